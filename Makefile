@@ -1,0 +1,44 @@
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test check bench clean
+
+help:
+	@echo "make demo    fine-tune a small BERT with MoQ on the sample in examples/demo; needs no network after the install"
+	@echo "make test    the checks and all tests"
+	@echo "make check   ruff, mypy"
+	@echo "make bench   the measurements in benchmarks"
+	@echo "make clean   remove the virtual environment, caches and runs"
+
+demo: $(INSTALLED)
+	@rm -rf runs/demo
+	@HF_HUB_OFFLINE=1 $(PY) scripts/run_glue_moq.py examples/demo/demo.json
+
+test: check
+	@echo "== pytest"
+	@HF_HUB_OFFLINE=1 $(PY) -m pytest --quiet
+
+check: $(INSTALLED)
+	@echo "== ruff"
+	@$(PY) -m ruff check --quiet .
+	@$(PY) -m ruff format --check --quiet .
+	@echo "== mypy"
+	@$(PY) -m mypy
+
+bench: $(INSTALLED)
+	@for file in benchmarks/*.py; do echo "== $$file" && HF_HUB_OFFLINE=1 $(PY) "$$file" || exit 1; done
+
+clean:
+	rm -rf $(VENV) runs build dist moq_hf.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(INSTALLED): constraints.txt setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "moq_hf needs Python 3.11 or newer: make PYTHON=<path>")'
+	@echo "Installing into $(VENV), once: this takes a few minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --constraint constraints.txt setuptools torch
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@

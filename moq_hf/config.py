@@ -1,0 +1,474 @@
+"""What moq.json says, checked: DeepSpeed's words, one declarative table, every error of a file in one message."""
+
+import difflib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+
+class MoQError(ValueError):
+    """Something that the user can put right; the text says what, where and how."""
+
+
+class MoQConfigError(MoQError):
+    """A config that cannot be used: one line for each thing that is wrong with it."""
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """`count` scales per weight, each for a block of consecutive rows."""
+
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class PerChannel:
+    """One scale per row of the weight."""
+
+
+@dataclass(frozen=True)
+class PerGroup:
+    """One scale per `size` consecutive weights of a row."""
+
+    size: int
+
+
+Grouping = RowBlocks | PerChannel | PerGroup
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """When bits drop, in optimizer steps.
+
+    Attributes:
+        period: Steps after the offset to the first drop; None is "auto".
+        offset: Steps before anything is quantized.
+        deadline: Share of the run by which every block is at its target, or None.
+    """
+
+    period: int | None = 100
+    offset: int = 100
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class BlendConfig:
+    """Forward sees r w + (1 - r) Q(w); r falls from 1 by `change_ratio` each step and starts again at a switch."""
+
+    enabled: bool = False
+    change_ratio: float = 0.001
+
+
+@dataclass(frozen=True)
+class EigenvalueConfig:
+    """How the sensitivity of each block is measured.
+
+    Attributes:
+        layer_name: Path of the layer list; None finds it.
+        layer_num: How many of its entries, from the first; None is all.
+        max_overhead: Share of the run's time that measuring may take.
+    """
+
+    enabled: bool = False
+    verbose: bool = False
+    max_iter: int = 100
+    tol: float = 1e-2
+    stability: float = 1e-6
+    gas_boundary_resolution: int = 1
+    layer_name: str | None = None
+    layer_num: int | None = None
+    method: Literal["lanczos", "power"] = "lanczos"
+    max_overhead: float = 0.05
+
+
+class _Key(NamedTuple):
+    """One key of the file: path, attribute of `MoQConfig`, kind of value, default as the file spells it, meaning."""
+
+    path: str
+    attribute: str
+    kind: str
+    default: Any
+    meaning: str
+
+
+# Kinds: bool, bool?, int LO..HI, float (0..1] and so on; "?" admits null; anything else is one of the words.
+_KEYS = (
+    _Key("enabled", "enabled", "bool", True, "false: train as if moq_hf were not there"),
+    _Key("quantize_verbose", "verbose", "bool", False, "log every switch of every block, not only a summary"),
+    _Key("quantizer_kernel", "kernel", "bool?", None, "true: the Triton kernels, with one warning where they cannot run; false: plain PyTorch; null or absent: as true, without the warning"),
+    _Key("quantize_algo.q_type", "symmetric", "symmetric|asymmetric", "symmetric", "also spelt `quantize_type` at the top, and `quantize-algo`"),
+    _Key("quantize_algo.rounding", "stochastic", "nearest|stochastic", "nearest", "rounding of a weight to its grid"),
+    _Key("quantize_algo.scale", "scale", "auto|absmax|mse", "auto", "`absmax`; `mse`: the clipping ratio with the least squared error; `auto`: absmax above 5 bits, mse below"),
+    _Key("quantize_algo.scale_refresh", "scale_refresh", "int 1..", 50, "optimizer steps between searches for the `mse` ratio; it is also searched at each switch"),
+    _Key("quantize_groups", "grouping", "groups", 1, "scales per weight: blocks of consecutive rows, or `\"per_channel\"`"),
+    _Key("quantize_group_size", "grouping", "int? 1..", None, "instead: that many consecutive weights of a row share a scale"),
+    _Key("quantize_bits.start_bits", "start_bits", "int 1..16", 16, "precision at the offset"),
+    _Key("quantize_bits.target_bits", "target_bits", "int 1..16", 16, "precision at the end"),
+    _Key("quantize_schedule.quantize_period", "schedule.period", "period", 100, "optimizer steps from the offset to the first drop, or `\"auto\"`"),
+    _Key("quantize_schedule.schedule_offset", "schedule.offset", "int 0..", 100, "optimizer steps before anything is quantized"),
+    _Key("quantize_schedule.deadline", "schedule.deadline", "float? 0..1", None, "share of the run by which every block is at its target; 0.25 with the period `\"auto\"`"),
+    _Key("fp16_mixed_quantize.enabled", "blend.enabled", "bool", False, "blend the float weight into the quantized one after each switch"),
+    _Key("fp16_mixed_quantize.quantize_change_ratio", "blend.change_ratio", "float 0..1", 0.001, "what the float share loses per optimizer step"),
+    _Key("eigenvalue.enabled", "eigenvalue.enabled", "bool", False, "sensitive blocks drop later"),
+    _Key("eigenvalue.verbose", "eigenvalue.verbose", "bool", False, "log every measurement"),
+    _Key("eigenvalue.max_iter", "eigenvalue.max_iter", "int 1..", 100, "Hessian-vector products per block, at most"),
+    _Key("eigenvalue.tol", "eigenvalue.tol", "float 0..", 1e-2, "relative error of an eigenvalue"),
+    _Key("eigenvalue.stability", "eigenvalue.stability", "float [0..", 1e-6, "added to norms before dividing (power iteration)"),
+    _Key("eigenvalue.gas_boundary_resolution", "eigenvalue.gas_boundary_resolution", "int 1..", 1, "measure at multiples of that many optimizer steps"),
+    _Key("eigenvalue.layer_name", "eigenvalue.layer_name", "str?", None, "path of the layer list; null finds it"),
+    _Key("eigenvalue.layer_num", "eigenvalue.layer_num", "int? 0..", None, "entries of that list; null or 0 is all"),
+    _Key("eigenvalue.method", "eigenvalue.method", "lanczos|power", "lanczos", "`power` is the published method"),
+    _Key("eigenvalue.max_overhead", "eigenvalue.max_overhead", "float 0..1", 0.05, "share of the run's time that measuring may take"),
+    _Key("modules_to_not_convert", "modules_to_not_convert", "names?", None, "names or globs left in full precision; null: the model's output heads"),
+    _Key("quantize_embeddings", "quantize_embeddings", "int? 2..8", None, "bits of embedding tables, one scale per row; null leaves them alone"),
+    _Key("seed", "seed", "int 0..9223372036854775807", 0, "of stochastic rounding and of the eigenvalue start vectors"),
+)  # fmt: skip
+_BY_PATH = {key.path: key for key in _KEYS}
+_SECTIONS = {path.split(".")[0] for path in _BY_PATH if "." in path}
+_TOP = {path.split(".")[0] for path in _BY_PATH} | {"quantize_type", "quantize-algo"}
+_DEEPSPEED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "fp16", "bf16",
+              "optimizer", "scheduler", "zero_optimization", "steps_per_print", "gradient_clipping",
+              "compression_training"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MoQConfig:
+    """A checked configuration; the attributes are those of the file, its words turned into types.
+
+    Made by `from_dict`, `from_file` or `load`. The constructor checks as they do.
+
+    Attributes:
+        kernel: Triton kernels: wanted, not wanted, or None for wherever they run.
+        grouping: Which weights share a scale.
+        modules_to_not_convert: Names and globs, or None for the model's output heads.
+        ignored_sections: Other sections of a DeepSpeed config; not part of `to_dict`.
+
+    Raises:
+        MoQConfigError: Lists everything that is wrong.
+    """
+
+    enabled: bool = True
+    verbose: bool = False
+    kernel: bool | None = None
+    symmetric: bool = True
+    stochastic: bool = False
+    scale: Literal["auto", "absmax", "mse"] = "auto"
+    scale_refresh: int = 50
+    grouping: Grouping = RowBlocks()
+    start_bits: int = 16
+    target_bits: int = 16
+    schedule: ScheduleConfig = ScheduleConfig()
+    blend: BlendConfig = BlendConfig()
+    eigenvalue: EigenvalueConfig = EigenvalueConfig()
+    modules_to_not_convert: tuple[str, ...] | None = None
+    quantize_embeddings: int | None = None
+    seed: int = 0
+    ignored_sections: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        """Check what the constructor was given."""
+        faults = list(_faults(_flatten(self.to_dict(), [])))
+        if faults:
+            raise _error("MoQConfig", faults)
+
+    @classmethod
+    def load(cls, source: "MoQConfig | Mapping[str, Any] | str | os.PathLike[str]") -> "MoQConfig":
+        """A `MoQConfig` as it is, a mapping or the path of a JSON file.
+
+        Raises:
+            MoQConfigError: As `from_dict` and `from_file`, or `source` is none of the three.
+        """
+        if isinstance(source, MoQConfig):
+            return source
+        if isinstance(source, Mapping):
+            return cls.from_dict(source)
+        if isinstance(source, (str, os.PathLike)):
+            return cls.from_file(source)
+        raise MoQConfigError(f"a MoQ config is a MoQConfig, a mapping or a path, got {type(source).__name__}")
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> "MoQConfig":
+        """Read a JSON file: the `quantize_training` block alone or a DeepSpeed config that holds it.
+
+        Raises:
+            MoQConfigError: No such file, no JSON (line and column), or a wrong config.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise MoQConfigError(f"cannot read the MoQ config {os.fspath(path)}: {reason}") from error
+        try:
+            document = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        except json.JSONDecodeError as error:
+            place = f"line {error.lineno}, column {error.colno}"
+            raise MoQConfigError(f"{os.fspath(path)} is no JSON: {error.msg} at {place}") from error
+        except (RecursionError, ValueError) as error:
+            raise MoQConfigError(f"{os.fspath(path)}: {str(error) or 'nested too deeply'}") from error
+        return cls._parse(document, os.fspath(path))
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any]) -> "MoQConfig":
+        """Read the same from a mapping.
+
+        Raises:
+            MoQConfigError: Lists everything that is wrong with it.
+        """
+        return cls._parse(mapping, "MoQ config")
+
+    @classmethod
+    def _parse(cls, document: Any, where: str) -> "MoQConfig":
+        if not isinstance(document, Mapping):
+            raise MoQConfigError(f"{where}: must be an object of keys, got {_show(document)}")
+        ignored: tuple[str, ...] = ()
+        block = document
+        if "quantize_training" in document:
+            block = document["quantize_training"]
+            ignored = tuple(str(key) for key in document if key != "quantize_training")
+            if not isinstance(block, Mapping):
+                raise MoQConfigError(f"{where}: quantize_training must be an object of keys, got {_show(block)}")
+        elif _DEEPSPEED.intersection(key for key in document if isinstance(key, str)):
+            raise MoQConfigError(
+                f"{where}: a DeepSpeed config without the section quantize_training, so there is nothing to quantize"
+                + (" (compression_training is another method)" if "compression_training" in document else "")
+                + '; add "quantize_training": {"quantize_bits": {"start_bits": 12, "target_bits": 8}, ...}'
+            )
+        faults: list[str] = []
+        values = _flatten(block, faults)
+        faults += _faults(values)
+        if faults:
+            raise _error(where, faults)
+        if ignored:
+            logger.info("not moq_hf's, left alone: %s", ", ".join(ignored))
+        return cls(**_attributes(values), ignored_sections=ignored)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config in the file's words, every key with its value; `from_dict` gives an equal config."""
+        grouping = self.grouping
+        special: dict[str, Any] = {
+            "quantize_algo.q_type": "symmetric" if self.symmetric is True else "asymmetric",
+            "quantize_algo.rounding": "stochastic" if self.stochastic else "nearest",
+            "quantize_groups": "per_channel" if isinstance(grouping, PerChannel) else getattr(grouping, "count", 1),
+            "quantize_group_size": grouping.size if isinstance(grouping, PerGroup) else None,
+            "quantize_schedule.quantize_period": "auto" if self.schedule.period is None else self.schedule.period,
+        }
+        result: dict[str, Any] = {}
+        for key in _KEYS:
+            value: Any = self
+            for part in key.attribute.split("."):
+                value = getattr(value, part)
+            value = special.get(key.path, value)
+            head, _, tail = key.path.rpartition(".")
+            (result.setdefault(head, {}) if head else result)[tail] = list(value) if type(value) is tuple else value
+        return result
+
+
+def key_table() -> str:
+    """The keys as a Markdown table, for the documentation."""
+    rows = [f"| `{key.path}` | {_legal(key.kind)} | `{json.dumps(key.default)}` | {key.meaning} |" for key in _KEYS]
+    return "\n".join(["| key | legal | default | meaning |", "| --- | --- | --- | --- |", *rows])
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise ValueError(f"key given twice: {', '.join(twice)}")
+    return dict(pairs)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _show(value: Any) -> str:
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = repr(value) if not isinstance(value, (Mapping, list)) else type(value).__name__
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _error(where: str, faults: list[str]) -> MoQConfigError:
+    if len(faults) == 1:
+        return MoQConfigError(f"{where}: {faults[0]}")
+    return MoQConfigError("\n".join([f"{where}: {len(faults)} things are wrong", *(f"  - {fault}" for fault in faults)]))
+
+
+def _flatten(block: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
+    """Dotted path to value of the legal keys; what is no legal key goes to `faults`."""
+    values: dict[str, Any] = {}
+    for key, value in block.items():
+        if not isinstance(key, str):
+            faults.append(f"{_show(key)}: keys must be text")
+        elif key == "quantize-algo" and "quantize_algo" in block:
+            faults.append("quantize_algo and quantize-algo: two spellings of one key, give one")
+        elif key == "quantize_type":
+            values["quantize_type"] = value
+        elif key.replace("quantize-algo", "quantize_algo") in _SECTIONS:
+            section = key.replace("-", "_")
+            if not isinstance(value, Mapping):
+                faults.append(f"{section}: {_show(value)} is not an object of keys")
+                continue
+            legal = [path.split(".")[1] for path in _BY_PATH if path.startswith(section + ".")]
+            for inner, inner_value in value.items():
+                if f"{section}.{inner}" in _BY_PATH:
+                    values[f"{section}.{inner}"] = inner_value
+                else:
+                    faults.append(_unknown(f"{section}.{inner}", str(inner), legal, section))
+        elif key in _BY_PATH:
+            values[key] = value
+        else:
+            faults.append(_unknown(key, key, sorted(_TOP), ""))
+    return values
+
+
+def _unknown(path: str, name: str, legal: list[str], section: str) -> str:
+    inner = {key.split(".")[1]: key for key in _BY_PATH if "." in key}
+    near = difflib.get_close_matches(name, legal, 1, 0.6)
+    if near and name not in inner:
+        return f"{path}: unknown key, did you mean {section + '.' if section else ''}{near[0]}?"
+    elsewhere = difflib.get_close_matches(name, inner, 1, 0.8)
+    if elsewhere:
+        return f"{path}: unknown key, did you mean {inner[elsewhere[0]]}?"
+    return f"{path}: unknown key; legal here are {', '.join(legal)}"
+
+
+def _legal(kind: str) -> str:
+    if "|" in kind:
+        return " or ".join(json.dumps(word) for word in kind.split("|"))
+    optional = "?" in kind
+    kind = kind.replace("?", "")
+    text = {
+        "bool": "true or false",
+        "str": "text",
+        "names": "a list of names or globs",
+        "groups": 'a whole number from 1, or "per_channel"',
+        "period": 'a whole number from 1, or "auto"',
+    }.get(kind)
+    if text is None:
+        name, _, limits = kind.partition(" ")
+        low, _, high = limits.partition("..")
+        noun = "a whole number" if name == "int" else "a number"
+        if name == "int":
+            text = f"{noun} from {low}" + (f" to {high}" if high else "")
+        else:
+            above = f"from {low[1:]}" if low.startswith("[") else f"above {low}"
+            text = f"{noun} {above}" + (f" up to {high}" if high else "")
+    return text + (", or null" if optional else "")
+
+
+def _is_legal(value: Any, kind: str) -> bool:
+    if "|" in kind:
+        return isinstance(value, str) and value in kind.split("|")
+    if value is None:
+        return "?" in kind
+    kind = kind.replace("?", "")
+    if kind == "bool":
+        return isinstance(value, bool)
+    if kind == "str":
+        return isinstance(value, str) and bool(value)
+    if kind == "names":
+        return isinstance(value, (list, tuple)) and all(isinstance(item, str) and item for item in value)
+    if kind in ("groups", "period"):
+        return value == ("per_channel" if kind == "groups" else "auto") or _is_legal(value, "int 1..")
+    name, _, limits = kind.partition(" ")
+    low, _, high = limits.partition("..")
+    if isinstance(value, bool) or not isinstance(value, int if name == "int" else (int, float)):
+        return False
+    if name == "float" and not -1e300 < value < 1e300:
+        return False
+    floor = value >= float(low.lstrip("[")) if name == "int" or low.startswith("[") else value > float(low)
+    return floor and (not high or value <= (int(high) if name == "int" else float(high)))
+
+
+def _faults(values: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the values, alone and together."""
+    wrong = set()
+    for path, value in values.items():
+        key = _BY_PATH.get("quantize_algo.q_type" if path == "quantize_type" else path)
+        if key is not None and not _is_legal(value, key.kind):
+            wrong.add(path)
+            hint = f" (write {int(value)})" if type(value) is float and value.is_integer() and "int" in key.kind else ""
+            words = difflib.get_close_matches(value, key.kind.split("|"), 1) if isinstance(value, str) else []
+            hint = f" (did you mean {json.dumps(words[0])}?)" if words and "|" in key.kind else hint
+            yield f"{path}: {_show(value)} is not legal; it must be {_legal(key.kind)}{hint}"
+
+    def get(path: str) -> Any:
+        return values.get(path, _BY_PATH[path].default)
+
+    bits_are_right = not wrong & {"quantize_bits.start_bits", "quantize_bits.target_bits"}
+    start, target = get("quantize_bits.start_bits"), get("quantize_bits.target_bits")
+    if "quantize_type" in values and "quantize_algo.q_type" in values:
+        if values["quantize_type"] != values["quantize_algo.q_type"]:
+            yield (
+                f"quantize_type is {_show(values['quantize_type'])} but quantize_algo.q_type is "
+                f"{_show(values['quantize_algo.q_type'])}: they mean the same, give one"
+            )
+    if get("quantize_group_size") is not None and values.get("quantize_groups", 1) != 1:
+        yield (
+            f"quantize_groups {_show(values['quantize_groups'])} and quantize_group_size "
+            f"{_show(values['quantize_group_size'])} exclude each other: give one"
+        )
+    if not bits_are_right:
+        return
+    if target > start:
+        yield (
+            f"quantize_bits: target_bits {target} is above start_bits {start}; bits only fall, "
+            f"so start_bits must be {target} or more"
+        )
+    elif get("enabled") is True and target == 16:
+        yield (
+            "quantize_bits.target_bits: 16 would quantize nothing"
+            + ("" if "quantize_bits.target_bits" in values else " (it is the default)")
+            + "; set it to 8, 4, 3 or 2"
+        )
+    kind = values.get("quantize_algo.q_type", values.get("quantize_type", "symmetric"))
+    stochastic = get("quantize_algo.rounding") == "stochastic"
+    if target == 1 and kind == "asymmetric":
+        yield "quantize_bits.target_bits: 1 bit is symmetric only; set quantize_algo.q_type to symmetric, or 2 bits"
+    if stochastic and (target == 1 or (target == 2 and kind == "symmetric")):
+        yield (
+            f"quantize_algo.rounding: stochastic needs equal steps, {target} bits {kind} has none; "
+            "set it to nearest, or target_bits to 3 or more"
+        )
+
+
+def _attributes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Legal values as arguments of `MoQConfig`."""
+    get: Callable[[str], Any] = lambda path: values.get(path, _BY_PATH[path].default)  # noqa: E731
+    size, groups = get("quantize_group_size"), get("quantize_groups")
+    period = get("quantize_schedule.quantize_period")
+    deadline = get("quantize_schedule.deadline")
+    if period == "auto" and deadline is None:
+        deadline = 0.25
+    names = get("modules_to_not_convert")
+    converted = {
+        "quantize_algo.q_type": values.get("quantize_algo.q_type", values.get("quantize_type")) != "asymmetric",
+        "quantize_algo.rounding": get("quantize_algo.rounding") == "stochastic",
+        "quantize_groups": PerGroup(size) if size else PerChannel() if groups == "per_channel" else RowBlocks(groups),
+        "quantize_schedule.quantize_period": None if period == "auto" else period,
+        "quantize_schedule.deadline": deadline,
+        "eigenvalue.layer_num": get("eigenvalue.layer_num") or None,
+        "modules_to_not_convert": None if names is None else tuple(names),
+    }
+    result: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    for key in _KEYS:
+        if key.path == "quantize_group_size":
+            continue
+        value = converted.get(key.path, get(key.path)) if key.path in converted else get(key.path)
+        head, _, tail = key.attribute.rpartition(".")
+        (parts.setdefault(head, {}) if head else result)[tail] = value
+    types = {"schedule": ScheduleConfig, "blend": BlendConfig, "eigenvalue": EigenvalueConfig}
+    for name, arguments in parts.items():
+        kinds = {f.name: f.type for f in fields(types[name])}
+        floats = {k: float(v) for k, v in arguments.items() if kinds[k] is float}
+        result[name] = types[name](**{**arguments, **floats})
+    return result

@@ -1,0 +1,228 @@
+"""The one holder of mutable MoQ state: asks the schedule, sets bits, quantizes, saves and restores itself as JSON."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import quantizer
+from .config import MoQConfig, MoQError
+from .quant_linear import (
+    QuantLinear,
+    block_of,
+    check_finite,
+    output_heads,
+    prepare_model,
+    take_over,
+)
+from .schedule import FLOAT_BITS, PrecisionSchedule, Switch
+
+logger = logging.getLogger(__name__)
+
+# A group's clipping ratio is one letter in the saved state: A is 1.00, B 0.95, ... Q 0.20.
+_LETTERS = "ABCDEFGHIJKLMNOPQ"
+
+
+class MoQController:
+    """Takes a model through its falling precision, one call of `step` per optimizer step.
+
+    Args:
+        model: Made ready for quantization in place; its layers are unquantized until the schedule says otherwise.
+        config: What to follow; `enabled` must be true.
+        total_steps: Optimizer steps of the run, where the schedule needs them.
+        dtype: Of the quantized weights: the autocast dtype, or None for the weights' own.
+
+    Raises:
+        MoQError: The model and the config do not fit each other, or the config wants what this version lacks.
+
+    Attributes:
+        layers: Quantized layers by name.
+        blocks: Block name to the names of its layers. Layers outside of every block are blocks of their own.
+        schedule: The `PrecisionSchedule`.
+        history: Every `Switch` so far.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: MoQConfig, total_steps: int | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        _refuse_unsupported(config)
+        self.model = model
+        self.config = config
+        self.layers: dict[str, QuantLinear] = prepare_model(model, config)
+        self.blocks: dict[str, list[str]] = {}
+        for name, layer in self.layers.items():
+            self.blocks.setdefault(block_of(model, name), []).append(name)
+            layer.moq.dtype = dtype
+        take_over(self.layers.values())
+        self.schedule = PrecisionSchedule(config, self.blocks, total_steps)
+        self.history: list[Switch] = []
+        self._apply_bits(self.blocks)
+        self.refresh()
+
+    @property
+    def at_target(self) -> bool:
+        """Whether every layer computes with its target precision and nothing else."""
+        return self.schedule.at_target
+
+    @property
+    def mean_bits(self) -> float:
+        """Bits per quantized weight, over all quantized layers."""
+        sizes = {name: layer.weight.numel() for name, layer in self.layers.items()}
+        return sum(size * self.layers[name].moq.bits for name, size in sizes.items()) / sum(sizes.values())
+
+    def step(self, eigenvalues: Mapping[str, float] | None = None) -> tuple[Switch, ...]:
+        """After an optimizer step that was not skipped: advance the schedule and quantize every weight once.
+
+        Args:
+            eigenvalues: As for `PrecisionSchedule.advance`.
+
+        Returns:
+            What changed.
+
+        Raises:
+            MoQError: A weight holds NaN or Inf.
+        """
+        switches = self.schedule.advance(eigenvalues)
+        self.history += switches
+        switched = {switch.block for switch in switches}
+        due = self.schedule.steps % self.config.scale_refresh == 0
+        self._apply_bits(self.blocks if due else switched)
+        self.refresh()
+        self._log(switches)
+        return switches
+
+    def refresh(self) -> None:
+        """Quantize every weight, each once, from what it is now.
+
+        Raises:
+            MoQError: A weight holds NaN or Inf.
+        """
+        blend = self.schedule.blend
+        for block, names in self.blocks.items():
+            for name in names:
+                layer = self.layers[name]
+                layer.moq.step = self.schedule.steps
+                layer.moq.blend = blend[block]
+                layer.refresh()
+        check_finite(self.layers)
+
+    def metrics(self) -> dict[str, float]:
+        """Scalars for a Trainer's log: the mean bits, and each block's bits and period at the step of a switch."""
+        bits, period = self.schedule.bits, self.schedule.period
+        scalars = {"moq/mean_bits": round(self.mean_bits, 4)}
+        if not self.history or self.history[-1].step != self.schedule.steps:
+            return scalars
+        scalars |= {f"moq/bits/{block}": bits[block] for block in self.blocks}
+        scalars |= {f"moq/period/{block}": period[block] for block in self.blocks}
+        return scalars
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs beside the float weights, in JSON types."""
+        return {
+            "config": self.config.to_dict(),
+            "schedule": self.schedule.state_dict(),
+            "ratios": {
+                name: _encode(layer.moq.ratio) for name, layer in self.layers.items() if layer.moq.ratio is not None
+            },
+            "history": [list(switch) for switch in self.history],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; call it after the float weights are loaded.
+
+        Raises:
+            MoQError: The state is of other layers, or of a config that would quantize differently.
+        """
+        saved, now = state["config"], self.config.to_dict()
+        differs = sorted(key for key in now if key not in _HARMLESS and saved.get(key) != now[key])
+        if differs:
+            raise MoQError(
+                "the checkpoint was made with another MoQ config: "
+                + "; ".join(f"{key} was {saved.get(key)}, is {now[key]}" for key in differs)
+                + ". Resume with the checkpoint's config, or start a new run."
+            )
+        self.schedule.load_state_dict(state["schedule"])
+        self.history = [Switch(*switch) for switch in state["history"]]
+        for block, names in self.blocks.items():
+            for name in names:
+                layer = self.layers[name]
+                layer.moq.bits = self.schedule.bits[block]
+                layer.moq.ratio = _decode(state["ratios"][name], layer) if name in state["ratios"] else None
+        self.refresh()
+
+    def summary(self) -> str:
+        """One line: what is quantized and what is left alone."""
+        left = [n for n, m in self.model.named_modules() if isinstance(m, nn.Linear) and n not in self.layers]
+        weights = sum(layer.weight.numel() for layer in self.layers.values())
+        return (
+            f"{len(self.layers)} linear layers in {len(self.blocks)} blocks ({weights / 1e6:.1f} M weights) go from "
+            f"{self.config.start_bits} to {self.config.target_bits} bits; "
+            f"left in full precision: {', '.join(left) or 'no linear layer'}"
+        )
+
+    def warnings(self) -> list[str]:
+        """What a user should know before the first step."""
+        notes = []
+        if self.config.modules_to_not_convert is not None:
+            heads = [name for name in output_heads(self.model, self.layers) if name in self.layers]
+            if heads:
+                notes.append(
+                    f"the output heads {', '.join(heads)} are quantized too, since modules_to_not_convert is given "
+                    "without them; add them to it to leave them in full precision"
+                )
+        return notes
+
+    def _apply_bits(self, blocks: Any) -> None:
+        for block in blocks:
+            for name in self.blocks[block]:
+                self.layers[name].set_bits(self.schedule.bits[block], self.config)
+
+    def _log(self, switches: tuple[Switch, ...]) -> None:
+        if not switches:
+            return
+        if self.config.verbose:
+            for s in switches:
+                start = "starts at" if s.before == FLOAT_BITS else f"goes from {s.before} to"
+                logger.info("step %d: %s %s %d bits, next drop at %d steps", s.step, s.block, start, s.bits, s.period)
+        changes = sorted({(s.before, s.bits) for s in switches}, reverse=True)
+        for before, bits in changes:
+            blocks = [s.block for s in switches if (s.before, s.bits) == (before, bits)]
+            layers = sum(len(self.blocks[block]) for block in blocks)
+            logger.info(
+                "step %d: %s -> %d bits in %d of %d layers; mean %.2f bits",
+                switches[0].step,
+                "float" if before == FLOAT_BITS else before,
+                bits,
+                layers,
+                len(self.layers),
+                self.mean_bits,
+            )
+
+
+# Keys that change no weight: a resumed run may have other values.
+_HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel"})
+
+
+def _refuse_unsupported(config: MoQConfig) -> None:
+    lacking = {
+        "eigenvalue.enabled": config.eigenvalue.enabled,
+        "quantize_embeddings": config.quantize_embeddings is not None,
+    }
+    named = [key for key, wanted in lacking.items() if wanted]
+    if named:
+        raise MoQError(f"not supported by this version of moq_hf: {', '.join(named)}; leave it out")
+
+
+def _encode(ratio: Tensor) -> str:
+    return "".join(_LETTERS[round((1.0 - value) * 20)] for value in ratio.flatten().tolist())
+
+
+def _decode(letters: str, layer: QuantLinear) -> Tensor:
+    options = layer.moq.options
+    shape = quantizer.group_shape(*layer.weight.shape, options["groups"], options["group_size"])
+    if len(letters) != shape[0] * shape[1]:
+        raise MoQError(f"the saved state has {len(letters)} clipping ratios for a layer with {shape[0] * shape[1]}")
+    ratios = [quantizer.RATIOS[_LETTERS.index(letter)] for letter in letters]
+    return torch.tensor(ratios, dtype=torch.float32, device=layer.weight.device).reshape(shape)

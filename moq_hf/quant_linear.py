@@ -1,0 +1,451 @@
+"""`QuantLinear`: a linear layer that computes with a quantized copy of its weight and trains the float one.
+
+A model gets its quantized layers by a change of class, so that parameter objects, state-dict keys, hooks and wrappers
+(DDP, FSDP, PEFT, torch.compile) stay as they are. The quantized weight is kept from one optimizer step to the next and
+written in place, outside any compiled graph; the gradient passes straight through to the float weight.
+"""
+
+import fnmatch
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from . import quantizer
+from .config import MoQConfig, MoQError, PerChannel, PerGroup
+from .schedule import FLOAT_BITS
+
+_Key = tuple[int, int, torch.device, torch.dtype]
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The quantized weight, with the float weight's gradient. Differentiable twice and by torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, quantized: Tensor) -> Tensor:
+        return quantized.view_as(quantized)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.dtype, ctx.out_dtype = inputs[0].dtype, output.dtype
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor, None]:
+        return grad[0].to(ctx.dtype), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return tangents[0].to(ctx.out_dtype).clone()
+
+
+@dataclass
+class LayerState:
+    """How a layer is quantized now.
+
+    Attributes:
+        options: Keyword arguments of `quantizer.fake_quantize` that never change: groups, rounding, seed and so on.
+        bits: 1 to 16; 32 is unquantized.
+        ratio: Clipping ratio per group, or None for absmax.
+        blend: Share of the float weight in the forward pass.
+        step: Optimizer steps taken, for stochastic rounding.
+        dtype: Of the quantized weight: what the matmul wants under autocast. None is the weight's own.
+        weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device).
+    """
+
+    options: dict[str, Any]
+    bits: int = FLOAT_BITS
+    ratio: Tensor | None = None
+    blend: float = 0.0
+    step: int = 0
+    dtype: torch.dtype | None = None
+    weight: Tensor | None = None
+    key: _Key | None = field(default=None, repr=False)
+
+
+class QuantLinear(nn.Linear):
+    """`nn.Linear` with a quantized weight in its forward pass.
+
+    Not constructed: `quantize_model` changes the class of existing layers. `weight` and `bias` remain the float
+    parameters that the optimizer trains.
+
+    Attributes:
+        moq: The layer's `LayerState`.
+    """
+
+    moq: LayerState
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` `[..., in_features]` times the quantized weight, plus the bias."""
+        return F.linear(input, self.quantized_weight(input.dtype), self.bias)
+
+    def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """What the forward pass multiplies with: `[out_features, in_features]`, gradient straight through to `weight`.
+
+        Args:
+            dtype: Of the activations. Outside autocast a weight kept in another dtype is quantized afresh in its own.
+        """
+        state = self.moq
+        if not torch.compiler.is_compiling():
+            if self.__dict__.get("_is_replica", False) or _is_sharded(self.weight):
+                # Replicas share the state of the module they were copied from; gathered shards must not be kept.
+                return _StraightThrough.apply(self.weight, self._compute(state.dtype))
+            if state.key != self._key():
+                self.refresh(in_place=False)
+        quantized = state.weight
+        if quantized is None:
+            return self.weight
+        if quantized.dtype != dtype and dtype is not None and state.dtype is not None:
+            if not torch.is_autocast_enabled(quantized.device.type):
+                quantized = self._compute(self.weight.dtype)
+        return cast(Tensor, _StraightThrough.apply(self.weight, quantized))
+
+    def refresh(self, *, in_place: bool = True) -> None:
+        """Quantize the weight again; called after each optimizer step.
+
+        Args:
+            in_place: Write into the tensor that holds the last result, so that compiled graphs see the new one.
+        """
+        state = self.moq
+        state.key = self._key()
+        if state.bits == FLOAT_BITS or self.weight.is_meta or _is_sharded(self.weight):
+            state.weight = None
+            return
+        old = state.weight
+        keep = in_place and old is not None and old.device == self.weight.device
+        keep = keep and old is not None and old.dtype == (state.dtype or self.weight.dtype)
+        state.weight = self._compute(state.dtype, out=old if keep else None)
+
+    def set_bits(self, bits: int, config: MoQConfig) -> None:
+        """Change the precision, with the clipping ratios that the config wants there; takes effect with `refresh`."""
+        self.moq.bits = bits
+        self.moq.ratio = None
+        if bits != FLOAT_BITS and quantizer.wants_least_squares(config.scale, bits, config.symmetric):
+            options = {key: self.moq.options[key] for key in ("groups", "group_size", "symmetric")}
+            self.moq.ratio = quantizer.least_squares_ratio(self.weight, bits, **options)
+
+    def nonfinite(self) -> Tensor:
+        """Whether the weight held NaN or Inf when it was quantized: a bool scalar on its device."""
+        if self.moq.weight is None:
+            return torch.zeros((), dtype=torch.bool, device=self.weight.device)
+        options = self.moq.options
+        return quantizer.nonfinite(self.moq.weight, options["groups"], options["group_size"])
+
+    def extra_repr(self) -> str:
+        """The linear layer's own line and the bits."""
+        bits = "float" if self.moq.bits == FLOAT_BITS else f"bits={self.moq.bits}"
+        return f"{super().extra_repr()}, {bits}"
+
+    def _compute(self, dtype: torch.dtype | None, out: Tensor | None = None) -> Tensor:
+        state = self.moq
+        if state.bits == FLOAT_BITS:
+            return self.weight.detach()
+        # Leaving inference mode makes a result that training can use later.
+        with torch.inference_mode(False), torch.no_grad():
+            return quantizer.fake_quantize(
+                self.weight.detach(),
+                state.bits,
+                ratio=state.ratio,
+                blend=state.blend,
+                step=state.step,
+                dtype=dtype,
+                out=out,
+                **state.options,
+            )
+
+    def _key(self) -> _Key:
+        # Catches what no hook tells: a changed or replaced weight. Fused optimizers do not bump the version.
+        weight = self.weight
+        return id(weight), 0 if weight.is_inference() else weight._version, weight.device, weight.dtype
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "QuantLinear":
+        super()._apply(fn, recurse)
+        if self.moq.ratio is not None:
+            self.moq.ratio = self.moq.ratio.to(self.weight.device)
+        self.refresh(in_place=False)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["moq"] = LayerState(**{**vars(self.moq), "weight": None, "key": None})
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _LAYERS.add(self)
+        self.refresh()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Classes made for subclasses of nn.Linear have no importable name: the base class stands for them.
+        return _new_layer, (base_class(type(self)),), self.__getstate__()
+
+
+def _is_sharded(weight: Tensor) -> bool:
+    return hasattr(weight, "device_mesh")
+
+
+@functools.cache
+def quant_class(base: type[nn.Linear]) -> type[QuantLinear]:
+    """The quantized class for layers of class `base`."""
+    if base is nn.Linear:
+        return QuantLinear
+    return type(f"Quant{base.__name__}", (QuantLinear, base), {})
+
+
+def base_class(cls: type[QuantLinear]) -> type[nn.Linear]:
+    """The class that a layer of class `cls` had before."""
+    return nn.Linear if cls is QuantLinear else cast(type[nn.Linear], cls.__bases__[1])
+
+
+def _new_layer(base: type[nn.Linear]) -> QuantLinear:
+    cls = quant_class(base)
+    return cls.__new__(cls)
+
+
+# Every quantized layer alive: an optimizer outside a Trainer refreshes those that it owns.
+_LAYERS: "weakref.WeakSet[QuantLinear]" = weakref.WeakSet()
+_CONTROLLED: "weakref.WeakSet[QuantLinear]" = weakref.WeakSet()
+
+
+def take_over(layers: Iterable[QuantLinear]) -> None:
+    """Leave the refreshing of these layers after each optimizer step to the caller."""
+    _CONTROLLED.update(layers)
+
+
+def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not _LAYERS:
+        return
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for layer in list(_LAYERS):
+        if id(layer.weight) in owned:
+            if layer in _CONTROLLED:
+                layer.moq.key = None
+            else:
+                layer.refresh()
+
+
+register_optimizer_step_post_hook(_after_optimizer_step)
+
+
+def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str) -> nn.Module:
+    """Make the linear layers of `model` quantized ones, at the config's `start_bits` at once.
+
+    Changes the model in place. Layers that the config leaves out, and those of an earlier call that it does not name
+    any more, are plain float layers afterwards. With `enabled: false` that is all of them.
+
+    Args:
+        model: Any module.
+        config: A `MoQConfig`, a mapping or the path of a JSON file.
+
+    Returns:
+        The model.
+
+    Raises:
+        MoQError: Nothing to quantize, a name in `modules_to_not_convert` that matches nothing, or groups that do not
+            divide a layer's weight. The model is as it was.
+        MoQConfigError: The config is wrong.
+    """
+    config = MoQConfig.load(config)
+    layers = prepare_model(model, config)
+    for layer in layers.values():
+        layer.set_bits(config.start_bits, config)
+        layer.refresh()
+    check_finite(layers)
+    return model
+
+
+def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"] = "quantized") -> nn.Module:
+    """Make every quantized layer of `model` a plain one again, in place.
+
+    Args:
+        model: Any module.
+        weights: "quantized" writes what the forward pass used into the weights, so that the model computes the same;
+            "float" leaves the float weights that were trained.
+
+    Returns:
+        The model.
+
+    Raises:
+        MoQError: `weights` is neither, or the model has no quantized layer.
+    """
+    if weights not in ("quantized", "float"):
+        raise MoQError(f'weights must be "quantized" or "float", got {weights!r}')
+    layers = quant_layers(model)
+    if not layers:
+        raise MoQError("the model has no quantized layer")
+    for layer in layers.values():
+        if weights == "quantized":
+            with torch.no_grad():
+                layer.weight.copy_(layer.quantized_weight())
+        _restore(layer)
+    return model
+
+
+def quant_layers(model: nn.Module) -> dict[str, QuantLinear]:
+    """The quantized layers by their names, each once, in model order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+
+
+def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLinear]:
+    """What `quantize_model` does, with every layer still unquantized (32 bits); gives the layers by name."""
+    chosen = select_layers(model, config) if config.enabled else {}
+    for name, layer in quant_layers(model).items():
+        if name not in chosen:
+            _restore(layer)
+    for index, layer in enumerate(chosen.values()):
+        if not isinstance(layer, QuantLinear):
+            layer.__class__ = quant_class(type(layer))
+        layer = cast(QuantLinear, layer)
+        layer.moq = LayerState(options=_options(config, index))
+        _CONTROLLED.discard(layer)
+        _LAYERS.add(layer)
+    return quant_layers(model)
+
+
+def check_finite(layers: Mapping[str, QuantLinear]) -> None:
+    """Stop if a weight held NaN or Inf when it was last quantized; one wait for the device, not one per layer.
+
+    Raises:
+        MoQError: Names the parameters.
+    """
+    device = next(iter(layers.values())).weight.device
+    flags = torch.stack([layer.nonfinite().to(device) for layer in layers.values()])
+    if bool(flags.any()):
+        names = [f"{name}.weight" for name, flag in zip(layers, flags.tolist(), strict=True) if flag]
+        raise MoQError(f"NaN or Inf in {', '.join(names)}: training has diverged or the checkpoint is damaged")
+
+
+def select_layers(model: nn.Module, config: MoQConfig) -> dict[str, nn.Linear]:
+    """The linear layers that the config quantizes, by name.
+
+    Raises:
+        MoQError: As `quantize_model`.
+    """
+    linears = dict(_linears(model))
+    if not linears:
+        found = sorted({type(module).__name__ for module in model.modules() if not list(module.children())})
+        raise MoQError(f"the model has no linear layer to quantize; its layers are {', '.join(found) or 'none'}")
+    if config.modules_to_not_convert is None:
+        left_out = set(output_heads(model, linears))
+    else:
+        left_out = set()
+        every = [name for name, _ in model.named_modules() if name]
+        for pattern in config.modules_to_not_convert:
+            matches = {name for name in linears if _matches(name, pattern)}
+            if not matches and not any(_matches(name, pattern) for name in every):
+                raise MoQError(
+                    f"modules_to_not_convert: {pattern!r} matches no module; the linear layers are {', '.join(linears)}"
+                )
+            left_out |= matches
+    chosen = {name: layer for name, layer in linears.items() if name not in left_out}
+    if not chosen:
+        raise MoQError(
+            "modules_to_not_convert leaves no linear layer to quantize; "
+            f"the linear layers are {', '.join(linears)}, all left out"
+        )
+    _check_weights(chosen)
+    _check_groups(chosen, config)
+    return chosen
+
+
+def output_heads(model: nn.Module, linears: Iterable[str]) -> list[str]:
+    """Names of the linear layers that are output heads: by default they stay in full precision.
+
+    For a transformers model with a base model: whatever lies outside of it. Otherwise the output embeddings, and
+    failing those the last linear layer.
+    """
+    names = list(linears)
+    prefix = getattr(model, "base_model_prefix", "")
+    if prefix and isinstance(getattr(model, prefix, None), nn.Module):
+        return [name for name in names if not name.startswith(prefix + ".")]
+    get = getattr(model, "get_output_embeddings", None)
+    output = get() if callable(get) else None
+    if output is not None:
+        return [name for name in names if model.get_submodule(name) is output]
+    is_base_model = hasattr(model, "base_model_prefix")
+    return [] if is_base_model or len(names) == 1 else names[-1:]
+
+
+def block_of(model: nn.Module, name: str) -> str:
+    """The block of a layer: its place in the outermost `ModuleList` on its path, or itself outside of any."""
+    parts = name.split(".")
+    module: nn.Module = model
+    for depth, part in enumerate(parts):
+        if isinstance(module, nn.ModuleList):
+            return ".".join(parts[: depth + 1])
+        module = cast(nn.Module, getattr(module, part))
+    return name
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in model.named_modules():
+        # MultiheadAttention reads the weight of its output projection without calling the layer.
+        if isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear):
+            yield name, module
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """A glob over the whole name, or a run of whole components of it: its beginning, its end, or in between."""
+    return fnmatch.fnmatchcase(name, pattern) or f".{pattern}." in f".{name}."
+
+
+def _restore(layer: QuantLinear) -> None:
+    _LAYERS.discard(layer)
+    _CONTROLLED.discard(layer)
+    del layer.moq
+    layer.__class__ = base_class(type(layer))
+
+
+def _options(config: MoQConfig, index: int) -> dict[str, Any]:
+    grouping = config.grouping
+    per_group = isinstance(grouping, PerGroup)
+    return {
+        "groups": 1 if per_group else "per_channel" if isinstance(grouping, PerChannel) else grouping.count,
+        "group_size": grouping.size if per_group else None,
+        "symmetric": config.symmetric,
+        "rounding": "stochastic" if config.stochastic else "nearest",
+        "seed": config.seed,
+        "layer": index,
+    }
+
+
+def _check_weights(layers: Mapping[str, nn.Linear]) -> None:
+    odd = [f"{name} ({layer.weight.dtype})" for name, layer in layers.items() if not layer.weight.is_floating_point()]
+    if odd:
+        raise MoQError(
+            f"these layers are quantized already, their weights are not floating point: {', '.join(odd)}; "
+            "load the model in float, or name them in modules_to_not_convert"
+        )
+
+
+def _check_groups(layers: Mapping[str, nn.Linear], config: MoQConfig) -> None:
+    grouping = config.grouping
+    if isinstance(grouping, PerChannel):
+        return
+    key, axis, count = (
+        ("quantize_group_size", "in_features", grouping.size)
+        if isinstance(grouping, PerGroup)
+        else ("quantize_groups", "out_features", grouping.count)
+    )
+    sizes = {name: cast(int, getattr(layer, axis)) for name, layer in layers.items()}
+    wrong = [f"{name} ({axis} {size})" for name, size in sizes.items() if size % count]
+    if wrong:
+        fits = [n for n in range(1, min(sizes.values()) + 1) if all(size % n == 0 for size in sizes.values())]
+        near = sorted(fits, key=lambda n: abs(n - count))[:3]
+        raise MoQError(
+            f"{key} {count} does not divide the weights of {', '.join(wrong)}; "
+            f"nearest values that fit every layer: {', '.join(map(str, sorted(near)))}"
+            + ("" if isinstance(grouping, PerGroup) else ', or "per_channel"')
+        )

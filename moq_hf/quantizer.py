@@ -1,0 +1,379 @@
+"""The numerics of moq_hf in plain PyTorch: the definition that every faster path is tested against.
+
+A weight `[rows, columns]` is cut into groups that share one scale: `groups` consecutive blocks of whole rows
+(`"per_channel"` is one group per row), or `group_size` consecutive weights within a row. All arithmetic is float32
+whatever the weight's dtype, rounding is half to even, and the result is cast once. With b bits:
+
+| grid | scale | codes |
+| --- | --- | --- |
+| symmetric, b >= 3 | r max abs(x) / (2^(b-1) - 1) | clip(round(x / scale), -(2^(b-1) - 1), 2^(b-1) - 1) |
+| asymmetric, b >= 2 | r (hi - lo) / (2^b - 1), lo = min(0, min x), hi = max(0, max x) | clip(round(x / scale) + zero, 0, 2^b - 1), zero = round(-r lo / scale) |
+| ternary (symmetric, b = 2) | mean of abs(x) above t = 0.7 mean abs(x) | sign(x) where abs(x) > t, else 0 |
+| binary (b = 1) | mean abs(x) | sign(x), sign(0) = +1 |
+
+r is the clipping ratio of the group, 1 unless given. Sums (ternary, binary, squared errors) are accumulated in float64,
+so that they do not depend on the order of summation once rounded to float32. A group whose scale would be below the
+smallest normal float32 (all zeros, or too small to matter) becomes zeros.
+
+Sources: uniform grids as in DeepSpeed's MoQ; ternary from Li et al. 2016, "Ternary Weight Networks" (0.7 is their
+threshold factor); binary from Rastegari et al. 2016, "XNOR-Net"; Philox4x32-10 from Salmon et al. 2011, "Parallel
+Random Numbers: As Easy as 1, 2, 3".
+"""  # noqa: E501 - a table row cannot be broken
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_BITS = 16
+RATIOS = tuple((100 - 5 * k) / 100 for k in range(17))
+_TINY = torch.finfo(torch.float32).tiny
+_MASK32 = 0xFFFFFFFF
+
+Groups = int | Literal["per_channel"]
+Rounding = Literal["nearest", "stochastic"]
+
+
+class Quantized(NamedTuple):
+    """A quantized weight.
+
+    Attributes:
+        codes: int32 `[rows, columns]`. Symmetric codes are signed, asymmetric ones unsigned.
+        scale: float32 `[groups, 1]`, or `[rows, columns / group_size]`.
+        zero_point: int32, the shape of `scale`; None for symmetric grids.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+
+
+def is_uniform(bits: int, symmetric: bool) -> bool:
+    """Whether the grid has equal steps, so that a clipping ratio and stochastic rounding make sense."""
+    return bits >= 3 or (bits == 2 and not symmetric)
+
+
+def wants_least_squares(scale: str, bits: int, symmetric: bool) -> bool:
+    """Whether the rule `scale` of the config (absmax, mse, auto) searches clipping ratios at these bits.
+
+    `auto` searches at 5 bits and below, where clipping pays; ternary and binary set their own scale.
+    """
+    return is_uniform(bits, symmetric) and (scale == "mse" or (scale == "auto" and bits <= 5))
+
+
+def quantize(
+    weight: Tensor,
+    bits: int,
+    *,
+    groups: Groups = 1,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    rounding: Rounding = "nearest",
+    ratio: Tensor | None = None,
+    seed: int = 0,
+    layer: int = 0,
+    step: int = 0,
+) -> Quantized:
+    """Quantize a weight to integer codes.
+
+    Args:
+        weight: Floating-point `[rows, columns]`, any dtype and device.
+        bits: 1 to 16.
+        groups: Number of row blocks, or "per_channel". Must divide the rows.
+        group_size: Instead of `groups`: weights of a row that share a scale. Must divide the columns.
+        symmetric: Codes around zero, or the asymmetric grid with a zero point.
+        rounding: "nearest" (half to even) or "stochastic" (floor(x / scale + u), u from Philox).
+        ratio: Clipping ratios, float32 of the scale's shape, in (0, 1]. None is 1 everywhere (absmax).
+        seed: Key of the random numbers, 0 to 2^63 - 1; `layer` and `step` (0 to 2^32 - 1) and the element's index
+            are their counter, so that every process draws the same.
+        layer: See `seed`.
+        step: See `seed`.
+
+    Raises:
+        ValueError: Bits, groups or ratio do not fit the weight, or the weight holds NaN or Inf.
+    """
+    x, shape = _grouped(weight, groups, group_size)
+    _check(bits, symmetric, rounding, ratio, shape)
+    noise = _noise(x, rounding, seed, layer, step)
+    codes, scale, zero = _codes(x, bits, symmetric, ratio, noise, torch.empty_like(x))
+    if not bool(torch.isfinite(scale).all()):
+        raise ValueError("weight holds NaN or Inf (or spans more than float32 can hold)")
+    return Quantized(
+        codes.to(torch.int32).reshape(weight.shape),
+        scale.reshape(shape),
+        None if zero is None else zero.to(torch.int32).reshape(shape),
+    )
+
+
+def dequantize(
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """(codes - zero_point) * scale in float32, cast to `dtype`.
+
+    Args:
+        codes: Integer `[rows, columns]`.
+        scale: float32 `[r, c]`; r divides the rows and c the columns, and tells the groups.
+        zero_point: Integer of the scale's shape, or None.
+        dtype: Of the result.
+
+    Raises:
+        ValueError: The scale's shape does not tile the codes.
+    """
+    rows, columns = codes.shape
+    if scale.dim() != 2 or rows % scale.shape[0] or columns % scale.shape[1]:
+        raise ValueError(f"scale {list(scale.shape)} does not tile codes {list(codes.shape)}")
+    tiles = codes.to(torch.float32).view(scale.shape[0], -1, scale.shape[1], columns // scale.shape[1])
+    if zero_point is not None:
+        tiles = tiles - zero_point.to(torch.float32)[:, None, :, None]
+    return (tiles * scale[:, None, :, None]).reshape(codes.shape).to(dtype)
+
+
+def fake_quantize(
+    weight: Tensor,
+    bits: int,
+    *,
+    groups: Groups = 1,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    rounding: Rounding = "nearest",
+    ratio: Tensor | None = None,
+    seed: int = 0,
+    layer: int = 0,
+    step: int = 0,
+    blend: float = 0.0,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Exactly `dequantize(*quantize(weight, ...))`, in fewer passes over memory and without the codes.
+
+    A group that holds NaN or Inf comes out as NaN or Inf in its first element at least (see `nonfinite`): nothing is
+    raised here, so that a GPU need not wait for the host.
+
+    Args:
+        weight: As for `quantize`, and so are the arguments up to `step`.
+        bits: As for `quantize`.
+        groups: As for `quantize`.
+        group_size: As for `quantize`.
+        symmetric: As for `quantize`.
+        rounding: As for `quantize`.
+        ratio: As for `quantize`.
+        seed: As for `quantize`.
+        layer: As for `quantize`.
+        step: As for `quantize`.
+        blend: Share b of the float weight in the result b * w + (1 - b) * Q(w), 0 to 1.
+        dtype: Of the result; None is the weight's.
+        out: Where to write the result: `weight`'s shape, contiguous, of the dtype wanted.
+
+    Raises:
+        ValueError: Bits, groups or ratio do not fit the weight.
+    """
+    x, shape = _grouped(weight, groups, group_size)
+    _check(bits, symmetric, rounding, ratio, shape)
+    dtype = dtype or (weight.dtype if out is None else out.dtype)
+    noise = _noise(x, rounding, seed, layer, step)
+    in_place = out is not None and out.dtype == torch.float32
+    buffer = out.view(x.shape) if out is not None and in_place else torch.empty_like(x)
+    values = _values(*_codes(x, bits, symmetric, ratio, noise, buffer))
+    if blend:
+        values = values.mul_(1.0 - blend).add_(x * blend)
+    if in_place and out is not None:
+        return out
+    values = values.view(weight.shape)
+    return values.to(dtype) if out is None else out.copy_(values)
+
+
+def nonfinite(values: Tensor, groups: Groups = 1, group_size: int | None = None) -> Tensor:
+    """Whether a result of `fake_quantize` came from a weight with NaN or Inf: a bool scalar on the values' device."""
+    return ~torch.isfinite(_grouped(values, groups, group_size, dtype=None)[0][:, 0]).all()
+
+
+def least_squares_ratio(
+    weight: Tensor,
+    bits: int,
+    *,
+    groups: Groups = 1,
+    group_size: int | None = None,
+    symmetric: bool = True,
+) -> Tensor:
+    """The clipping ratio of each group, out of 1.00, 0.95, ... 0.20, with the least sum of squared errors.
+
+    Errors are those of nearest rounding, squared in float32 and summed in float64; ties go to the larger ratio.
+
+    Args:
+        weight: As for `quantize`, and so are the other arguments.
+        bits: As for `quantize`.
+        groups: As for `quantize`.
+        group_size: As for `quantize`.
+        symmetric: As for `quantize`.
+
+    Returns:
+        float32 ratios in the scale's shape.
+
+    Raises:
+        ValueError: Bits or groups do not fit, or the grid is ternary or binary.
+    """
+    x, shape = _grouped(weight, groups, group_size)
+    _check(bits, symmetric, "nearest", None, shape)
+    if not is_uniform(bits, symmetric):
+        raise ValueError(f"{bits} bits symmetric sets its own scale: there is no clipping ratio to search")
+    lo, hi = _range(x, symmetric)
+    best = torch.ones_like(hi)
+    least = torch.full_like(hi, torch.inf, dtype=torch.float64)
+    buffer = torch.empty_like(x)
+    for value in RATIOS:
+        ratio = torch.full_like(hi, value)
+        scale, zero = _uniform_scale(lo, hi, bits, symmetric, ratio)
+        error = _values(_uniform_codes(x, bits, scale, zero, None, buffer), scale, zero).sub_(x).square_()
+        total = error.sum(1, keepdim=True, dtype=torch.float64)
+        better = total < least
+        best = torch.where(better, ratio, best)
+        least = torch.where(better, total, least)
+    return best.reshape(shape)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Philox4x32-10: four streams of 32 random bits.
+
+    Args:
+        counter: Four int64 tensors of one shape holding 32-bit words.
+        key: Two 32-bit words.
+
+    Returns:
+        Four int64 tensors holding 32-bit words.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # A product of two 32-bit words wraps in int64 without losing a bit of its low 64.
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0 = (p1 >> 32).bitwise_and_(_MASK32).bitwise_xor_(c1).bitwise_xor_(k0)
+        c2 = (p0 >> 32).bitwise_and_(_MASK32).bitwise_xor_(c3).bitwise_xor_(k1)
+        c1, c3 = p1.bitwise_and_(_MASK32), p0.bitwise_and_(_MASK32)
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
+    return c0, c1, c2, c3
+
+
+def uniform(count: int, *, seed: int, layer: int, step: int, device: torch.device | str = "cpu") -> Tensor:
+    """`count` float32 numbers in (0, 1): element i is (w + 1/2) / 2^23, w the top 23 bits of a Philox word.
+
+    The word is number i % 4 of block i // 4. The key is the seed's two halves, the counter (low half of i // 4, high
+    half, step, layer). Neither 0 nor 1 occurs, so that stochastic rounding leaves zeros alone.
+    """
+    block = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
+    words = philox(
+        (block & _MASK32, block >> 32, torch.full_like(block, step), torch.full_like(block, layer)),
+        (seed & _MASK32, seed >> 32),
+    )
+    return ((torch.stack(words, 1).view(-1)[:count] >> 9).to(torch.float32) + 0.5) * 2.0**-23
+
+
+def group_shape(rows: int, columns: int, groups: Groups, group_size: int | None) -> tuple[int, int]:
+    """The shape of the scale for a weight `[rows, columns]`.
+
+    Raises:
+        ValueError: The groups do not fall on row boundaries.
+    """
+    if group_size is not None:
+        if groups != 1:
+            raise ValueError(f"give groups or group_size, not both (groups={groups!r}, group_size={group_size})")
+        if group_size < 1 or columns % group_size:
+            raise ValueError(f"group_size {group_size} does not divide the {columns} columns of the weight")
+        return rows, columns // group_size
+    count = rows if groups == "per_channel" else groups
+    if count < 1 or rows % count:
+        raise ValueError(f"{count} groups do not divide the {rows} rows of the weight")
+    return count, 1
+
+
+def _grouped(
+    weight: Tensor, groups: Groups, group_size: int | None, dtype: torch.dtype | None = torch.float32
+) -> tuple[Tensor, tuple[int, int]]:
+    if weight.dim() != 2 or weight.numel() == 0 or not weight.is_floating_point():
+        raise ValueError(
+            f"weight must be a non-empty floating-point matrix, got {weight.dtype} of shape {list(weight.shape)}"
+        )
+    shape = group_shape(weight.shape[0], weight.shape[1], groups, group_size)
+    x = weight.detach().to(dtype or weight.dtype).contiguous().view(shape[0] * shape[1], -1)
+    return x, shape
+
+
+def _check(bits: int, symmetric: bool, rounding: str, ratio: Tensor | None, shape: tuple[int, int]) -> None:
+    if not 1 <= bits <= MAX_BITS:
+        raise ValueError(f"bits must be 1 to {MAX_BITS}, got {bits}")
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+    if bits == 1 and not symmetric:
+        raise ValueError("1 bit is binary, which is symmetric only")
+    if not is_uniform(bits, symmetric):
+        if rounding != "nearest":
+            raise ValueError(f"{bits} bits symmetric rounds to nearest only")
+        if ratio is not None:
+            raise ValueError(f"{bits} bits symmetric sets its own scale: it takes no clipping ratio")
+    if ratio is not None and tuple(ratio.shape) != shape:
+        raise ValueError(f"ratio has shape {list(ratio.shape)}, the scale has {list(shape)}")
+
+
+def _noise(x: Tensor, rounding: str, seed: int, layer: int, step: int) -> Tensor | None:
+    if rounding == "nearest":
+        return None
+    return uniform(x.numel(), seed=seed, layer=layer, step=step, device=x.device).view(x.shape)
+
+
+def _mean(x: Tensor) -> Tensor:
+    return (x.sum(1, keepdim=True, dtype=torch.float64) / x.shape[1]).to(torch.float32)
+
+
+def _range(x: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
+    lo, hi = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    if symmetric:
+        hi = torch.maximum(hi, -lo)
+        return -hi, hi
+    return lo.clamp_(max=0.0), hi.clamp_(min=0.0)
+
+
+def _uniform_scale(
+    lo: Tensor, hi: Tensor, bits: int, symmetric: bool, ratio: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    if ratio is not None:
+        lo, hi = lo * ratio, hi * ratio
+    scale = hi / (2 ** (bits - 1) - 1) if symmetric else (hi - lo) / (2**bits - 1)
+    scale = torch.where(scale < _TINY, 1.0, scale)
+    return scale, None if symmetric else (-lo / scale).round_()
+
+
+def _uniform_codes(
+    x: Tensor, bits: int, scale: Tensor, zero: Tensor | None, noise: Tensor | None, out: Tensor
+) -> Tensor:
+    torch.div(x, scale, out=out)
+    if noise is None:
+        out.round_()
+    else:
+        out.add_(noise).floor_()
+    if zero is None:
+        limit = 2 ** (bits - 1) - 1
+        return out.clamp_(-limit, limit)
+    return out.add_(zero).clamp_(0, 2**bits - 1)
+
+
+def _codes(
+    x: Tensor, bits: int, symmetric: bool, ratio: Tensor | None, noise: Tensor | None, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes `[groups, elements]` in `out`, scale and zero point `[groups, 1]`: integers, all held in float32."""
+    if is_uniform(bits, symmetric):
+        ratio = None if ratio is None else ratio.reshape(-1, 1)
+        scale, zero = _uniform_scale(*_range(x, symmetric), bits, symmetric, ratio)
+        return _uniform_codes(x, bits, scale, zero, noise, out), scale, zero
+    magnitude = torch.abs(x, out=out)
+    mean = _mean(magnitude)
+    if bits == 1:
+        return torch.ge(x, 0.0, out=out).mul_(2.0).sub_(1.0), torch.where(mean < _TINY, 0.0, mean), None
+    above = magnitude > mean * 0.7
+    total = magnitude.mul_(above).sum(1, keepdim=True, dtype=torch.float64)
+    scale = torch.where(mean < _TINY, 1.0, (total / above.sum(1, keepdim=True)).to(torch.float32))
+    return torch.sign(x, out=out).mul_(above.logical_and_(mean >= _TINY)), scale, None
+
+
+def _values(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    if zero is not None:
+        codes.sub_(zero)
+    return codes.mul_(scale)

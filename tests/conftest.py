@@ -1,0 +1,59 @@
+"""Fixtures and settings that all tests share."""
+
+import os
+
+# Read by huggingface_hub when it is imported: no test may reach for the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification, set_seed
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """One thread, since sums depend on how work is split, and a known state of every generator."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    set_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def tiny_bert() -> BertForSequenceClassification:
+    """Two classes; 12 linear layers in its 2 blocks, then pooler and classifier; dropout 0.1."""
+    config = BertConfig(
+        vocab_size=120,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        num_labels=2,
+    )
+    return BertForSequenceClassification(config)
+
+
+@pytest.fixture
+def tiny_batch() -> dict[str, torch.Tensor]:
+    """8 sentence pairs of 12 tokens, the last ones padded, with labels."""
+    generator = torch.Generator().manual_seed(0)
+    attention_mask = torch.ones(8, 12, dtype=torch.long)
+    attention_mask[4:, 9:] = 0
+    return {
+        "input_ids": torch.randint(5, 120, (8, 12), generator=generator) * attention_mask,
+        "token_type_ids": (torch.arange(12) >= 6).long().expand(8, 12).contiguous(),
+        "attention_mask": attention_mask,
+        "labels": torch.tensor([0, 1] * 4),
+    }

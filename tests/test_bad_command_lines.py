@@ -1,0 +1,318 @@
+"""Wrong command lines, argument files and data: one readable error, exit status 2, nothing loaded or written."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_glue
+import torch
+from tiny_glue import main, make_rows, quiet_logging, words_of, write_rows
+from transformers import BertConfig, BertForSequenceClassification
+
+__all__ = ["quiet_logging"]
+
+# Each row: what is wrong, arguments changed (None: left out), patterns that the error must hold. {d} is the folder of
+# the `data` fixture.
+CASES = [
+    ("unknown task", {"task_name": "mprc"}, ["'mprc'", "cola, sst2, mrpc", r"did you mean mrpc\?"]),
+    ("no data", {"task_name": None, "train_file": None}, ["--task_name", "--dataset_name", "--train_file"]),
+    ("nothing to do", {"do_train": "false"}, ["nothing to do", "--do_train", "--do_eval", "--do_predict"]),
+    ("no model", {"config_name": None}, ["--model_name_or_path", "--config_name"]),
+    ("task and data set", {"dataset_name": "glue"}, ["--dataset_name", "--task_name"]),
+    ("configuration without data set", {"dataset_config_name": "x"}, ["--dataset_config_name needs --dataset_name"]),
+    ("missing file", {"train_file": "{d}/nowhere.csv"}, ["--train_file", "nowhere.csv", "no such file"]),
+    ("folder for a file", {"train_file": "{d}/folder.csv"}, ["--train_file", "folder.csv", "no such file"]),
+    ("wrong extension", {"train_file": "{d}/train.tsv"}, [r"train\.tsv", r"\.csv, \.json or \.jsonl"]),
+    ("evaluation without its file", {"do_eval": "true"}, ["--do_eval needs --validation_file"]),
+    ("prediction without its file", {"do_predict": "true"}, ["--do_predict needs --test_file"]),
+    ("mismatched set for another task", {"validation_mismatched_file": "{d}/good.jsonl"}, ["mnli only"]),
+    ("unknown argument", {"taks_name": "x"}, ["--taks_name", r"did you mean --task_name\?"]),
+    ("argument of transformers 4", {"evaluation_strategy": "epoch"}, ["--evaluation_strategy", "--eval_strategy"]),
+    ("another one", {"overwrite_output_dir": "true"}, ["overwrite_output_dir", "--resume_from_checkpoint false"]),
+    ("word for a number", {"learning_rate": "fast"}, ["--learning_rate", "'fast'", "float"]),
+    ("fraction for a count", {"max_seq_length": "12.5"}, ["--max_seq_length", r"'12\.5'", "int"]),
+    ("unknown choice", {"lr_scheduler_type": "lineer"}, ["--lr_scheduler_type", "'lineer'", "'linear'"]),
+    ("clashing strategies", {"load_best_model_at_end": "true"}, ["load_best_model_at_end", "strategy"]),
+    ("zero examples", {"max_train_samples": "0"}, ["--max_train_samples is 0", "at least 1"]),
+    ("zero batch size", {"per_device_train_batch_size": "0"}, ["--per_device_train_batch_size is 0", "at least 1"]),
+    ("zero accumulation", {"gradient_accumulation_steps": "0"}, ["--gradient_accumulation_steps is 0"]),
+    ("negative learning rate", {"learning_rate": "-1"}, [r"--learning_rate is -1\.0", "negative"]),
+    ("no epochs", {"max_steps": "-1", "num_train_epochs": "0"}, [r"--num_train_epochs is 0\.0"]),
+    ("no room for text", {"max_seq_length": "3"}, ["--max_seq_length 3", "3 of the tokens are special"]),
+    ("unknown best metric", {"metric_for_best_model": "f2"}, ["f2", "loss, accuracy, f1, combined_score"]),
+    ("reporter that is not there", {"report_to": "wandbx"}, ["--report_to wandbx", "not installed"]),
+    ("output in a file", {"output_dir": "{d}/good.jsonl/out"}, ["--output_dir", r"good\.jsonl is a file"]),
+    ("checkpoint that is none", {"resume_from_checkpoint": "{d}/folder.csv"}, ["resume_from_checkpoint", "holds none"]),
+    ("no checkpoint yet", {"resume_from_checkpoint": "true"}, ["--output_dir", "holds no checkpoint"]),
+    ("missing model folder", {"model_name_or_path": "./no/such"}, ["--model_name_or_path ./no/such", "no such folder"]),
+    ("model folder without a model", {"model_name_or_path": "{d}/folder.csv"}, [r"folder\.csv", r"config\.json"]),
+    ("file for a model", {"model_name_or_path": "{d}/good.jsonl"}, [r"good\.jsonl", "not a folder"]),
+    ("impossible model name", {"model_name_or_path": "bert base"}, ["bert base", "neither a folder nor"]),
+    ("unknown kind of model", {"config_name": "{d}/strange"}, ["configuration", "strange", "model_type|model type"]),
+    ("model without weights", {"model_name_or_path": "{d}/model"}, ["model", r"safetensors|pytorch_model"]),
+    ("damaged weights", {"model_name_or_path": "{d}/damaged"}, ["cannot load the model", "damaged"]),
+    ("model without a tokenizer", {"config_name": "{d}/bare"}, ["tokenizer", "bare"]),
+    ("tokenizer of another model", {"config_name": "{d}/small"}, ["21 tokens", "vocab_size is 7"]),
+    ("model with another head", {"model_name_or_path": "{d}/three"}, ["3 labels", "2", "--ignore_mismatched_sizes"]),
+    (
+        "model that is not here, no network",
+        {"model_name_or_path": "bert-base-cased"},
+        ["bert-base-cased", "HF_HUB_OFF"],
+    ),
+    ("task that is not here, no network", {"train_file": None}, ["nyu-mll/glue/mrpc", "--train_file", "sentence1"]),
+    ("upload without network", {"push_to_hub": "true", "hub_token": "x"}, ["--push_to_hub", "HF_HUB_OFFLINE"]),
+    ("upload without token", {"push_to_hub": "true"}, ["--push_to_hub", "hf auth login", "--hub_token"]),
+    ("empty file", {"train_file": "{d}/empty.csv"}, [r"empty\.csv holds no examples"]),
+    ("header only", {"train_file": "{d}/header.csv"}, [r"header\.csv holds no examples"]),
+    ("empty list", {"train_file": "{d}/list.json"}, [r"list\.json holds no examples"]),
+    ("broken json", {"train_file": "{d}/broken.jsonl"}, [r"broken\.jsonl is no JSON", "line 2, column 13"]),
+    ("broken list", {"train_file": "{d}/broken.json"}, [r"broken\.json is no JSON", "line 1, column"]),
+    ("numbers for examples", {"train_file": "{d}/numbers.jsonl"}, ["line 1", "must be a JSON object"]),
+    ("ragged csv", {"train_file": "{d}/ragged.csv"}, [r"ragged\.csv, line 3", "4 fields", "header has 3"]),
+    ("twice the same column", {"train_file": "{d}/twice.csv"}, [r"twice\.csv", "same name"]),
+    ("latin-1", {"train_file": "{d}/latin.csv"}, [r"latin\.csv is not UTF-8"]),
+    ("columns missing", {"train_file": "{d}/columns.csv"}, ["columns text, label;", "missing: sentence1, sentence2"]),
+    ("label column missing", {"train_file": "{d}/unlabelled.csv"}, ["needed: .*label", "missing: label"]),
+    (
+        "no text",
+        {"task_name": None, "train_file": "{d}/no_text.jsonl"},
+        ["columns a, label", "none of them holds text"],
+    ),
+    ("number for text", {"train_file": "{d}/number.jsonl"}, [r"number\.jsonl, line 2", "sentence1", "holds 5"]),
+    ("text missing", {"train_file": "{d}/gap.jsonl"}, [r"gap\.jsonl, line 2", "sentence2 is missing"]),
+    ("label missing", {"train_file": "{d}/null.jsonl"}, [r"null\.jsonl, line 2", "label is missing"]),
+    ("label missing in csv", {"train_file": "{d}/null.csv"}, [r"null\.csv, line 3", "label is missing"]),
+    ("label is a list", {"train_file": "{d}/nested.jsonl"}, [r"nested\.jsonl, line 1", r"\[1\]"]),
+    ("label out of range", {"train_file": "{d}/range.jsonl"}, ["label 2", r"0 \(not_equivalent\), 1 \(equivalent\)"]),
+    ("label not published", {"train_file": "{d}/hidden.jsonl"}, ["label -1", "not published"]),
+    ("label of no task", {"train_file": "{d}/names.jsonl"}, ["label 'paraphrase'", "not_equivalent"]),
+    ("score out of range", {"task_name": "stsb", "train_file": "{d}/scores.jsonl"}, [r"5\.5", "from 0 to 5"]),
+    ("word for a score", {"task_name": "stsb", "train_file": "{d}/names.jsonl"}, ["'paraphrase'", "from 0 to 5"]),
+    ("score that is none", {"task_name": None, "train_file": "{d}/nan.csv"}, [r"nan\.csv, line 2", "finite"]),
+    ("numbers and words", {"task_name": None, "train_file": "{d}/mixed.jsonl"}, ["line 2", "'b'", "first row"]),
+    ("one class", {"task_name": None, "train_file": "{d}/one.jsonl"}, ["every label is 'a'", "at least two"]),
+    (
+        "labels of validation data that training data lacks",
+        {"task_name": None, "train_file": "{d}/ab.jsonl", "do_eval": "true", "validation_file": "{d}/abc.jsonl"},
+        [r"abc\.jsonl, line 3: label 'c'", r"labels in \S*ab\.jsonl: a, b"],
+    ),
+    (
+        "labels that the evaluated model lacks",
+        {
+            "task_name": None,
+            "train_file": None,
+            "do_train": "false",
+            "do_eval": "true",
+            "config_name": None,
+            "model_name_or_path": "{d}/three",
+            "validation_file": "{d}/abc.jsonl",
+        },
+        [r"abc\.jsonl, line 1: label 'a'", "labels of the model: x, y, z"],
+    ),
+    (
+        "data set folder without the split",
+        {"task_name": None, "train_file": None, "dataset_name": "{d}/set"},
+        ["train"],
+    ),
+    ("missing MoQ configuration", {"moq_config": "{d}/no_moq.json"}, [r"no_moq\.json"]),
+    ("broken MoQ configuration", {"moq_config": "{d}/broken.json"}, [r"broken\.json", "column"]),
+    ("misspelt MoQ key", {"moq_config": "{d}/moq.json"}, ["quantise_bits", "quantize_bits"]),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a good file and of every bad one."""
+    folder = tmp_path_factory.mktemp("bad")
+    good = make_rows("mrpc", 4)
+    pair = {"sentence1": "the cat", "sentence2": "a dog"}
+
+    def labelled(name: str, *labels: object) -> None:
+        write_rows(folder / name, [pair | {"label": label} for label in labels])
+
+    write_rows(folder / "good.jsonl", good)
+    labelled("range.jsonl", 0, 1, 2)
+    labelled("hidden.jsonl", 0, 1, -1)
+    labelled("names.jsonl", "equivalent", "paraphrase")
+    labelled("scores.jsonl", 0.0, 5.5)
+    labelled("nan.csv", "nan", 1.5)
+    labelled("mixed.jsonl", 1, "b")
+    labelled("one.jsonl", "a", "a")
+    labelled("ab.jsonl", "a", "b")
+    labelled("abc.jsonl", "a", "b", "c")
+    labelled("null.jsonl", 1, None)
+    labelled("null.csv", 1, "")
+    labelled("nested.jsonl", [1], [0])
+    write_rows(folder / "number.jsonl", [good[0], good[1] | {"sentence1": 5}])
+    write_rows(folder / "gap.jsonl", [good[0], {"sentence1": "the cat", "label": 0}])
+    write_rows(folder / "no_text.jsonl", [{"a": 1, "label": 0}])
+    write_rows(folder / "unlabelled.csv", [pair])
+    write_rows(folder / "columns.csv", [{"text": "the cat", "label": 0}])
+    texts = {
+        "train.tsv": "sentence1\tsentence2\tlabel\n",
+        "empty.csv": "",
+        "header.csv": "sentence1,sentence2,label\n",
+        "list.json": "[]",
+        "broken.json": '[{"sentence1": ',
+        "broken.jsonl": '{"a": 1}\n{"sentence1" "the cat"}\n',
+        "numbers.jsonl": "1\n2\n",
+        "ragged.csv": "sentence1,sentence2,label\nthe cat,a dog,1\nthe cat,a,dog,1\n",
+        "twice.csv": "sentence1,sentence1,label\nthe cat,a dog,1\n",
+        "moq.json": json.dumps({"quantise_bits": {"start_bits": 8, "target_bits": 4}}),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "latin.csv").write_bytes("sentence1,sentence2,label\ncaf\xe9,a dog,1\n".encode("latin-1"))
+    (folder / "folder.csv").mkdir()
+    (folder / "set").mkdir()
+    write_rows(folder / "set" / "test.jsonl", good)
+
+    model = tiny_glue.make_model(folder / "model")
+    config = json.loads((model / "config.json").read_text())
+    for name, changes in (("strange", {"model_type": "no_model"}), ("small", {"vocab_size": 7}), ("bare", {})):
+        tiny_glue.make_model(folder / name)
+        (folder / name / "config.json").write_text(json.dumps(config | changes))
+    for name in ("vocab.txt", "tokenizer_config.json"):
+        (folder / "bare" / name).unlink()
+    tiny_glue.make_model(folder / "damaged")
+    (folder / "damaged" / "model.safetensors").write_bytes(b"no weights")
+    tiny_glue.make_model(folder / "three")
+    three = BertConfig(**config, num_labels=3, id2label={0: "x", 1: "y", 2: "z"}, label2id={"x": 0, "y": 1, "z": 2})
+    with torch.random.fork_rng():
+        BertForSequenceClassification(three).save_pretrained(folder / "three")
+    return folder
+
+
+@pytest.fixture
+def arguments(data: Path, tmp_path: Path) -> dict[str, object]:
+    """A command line that works."""
+    return {
+        "task_name": "mrpc",
+        "train_file": str(data / "good.jsonl"),
+        "config_name": str(data / "model"),
+        "output_dir": str(tmp_path / "out"),
+        "do_train": "true",
+        "max_steps": 1,
+        "max_seq_length": 16,
+        "disable_tqdm": "true",
+        "use_cpu": "true",
+        "save_strategy": "no",
+    }
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    """Give the error, after checking that there is exactly one and no traceback."""
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    assert len(re.findall(r"^error: ", err, re.MULTILINE)) == 1
+    return err[re.search(r"^error: ", err, re.MULTILINE).start() :]
+
+
+def test_the_command_line_that_the_others_spoil_works(
+    arguments: dict[str, object], tmp_path: Path, quiet_logging: None
+) -> None:
+    assert main(words_of(arguments)) == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("changes", "patterns"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_a_wrong_command_line(
+    changes: dict[str, str],
+    patterns: list[str],
+    arguments: dict[str, object],
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    quiet_logging: None,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    changed = {name: value and value.replace("{d}", str(data)) for name, value in changes.items()}
+    assert main(words_of(arguments | changed)) == 2
+    error = told(capsys)
+    assert len(error.strip().splitlines()) == 1
+    for pattern in patterns:
+        assert re.search(pattern, error), f"{pattern} is not in {error}"
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_mistakes_are_told_at_once(arguments: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = arguments | {"task_name": "cole", "train_file": "nowhere.csv", "max_train_samples": 0, "config_name": None}
+    assert main(words_of(wrong)) == 2
+    lines = told(capsys).strip().splitlines()
+    assert lines[0] == "error: 4 things are wrong:"
+    assert [line[:4] for line in lines[1:]] == ["  - "] * 4
+    assert main([*words_of(arguments), "--sead", "1", "--do_tran", "--cach_dir=x"]) == 2
+    lines = told(capsys).strip().splitlines()
+    assert [line.rpartition(" ")[2] for line in lines[1:]] == ["--seed?", "--do_train?", "--cache_dir?"]
+
+
+JSON_CASES = [
+    ("no json", '{"task_name": "mrpc",\n "seed" 1}', ["line 2, column 9"]),
+    ("trailing comma", '{"seed": 1,}', ["line 1, column"]),
+    ("a list", '["task_name"]', ["list", "object"]),
+    ("unknown keys", '{"task": 1, "sead": 1}', ["2 things", "task", r"did you mean seed\?"]),
+    ("key of transformers 4", '{"evaluation_strategy": "no"}', ["evaluation_strategy", "eval_strategy"]),
+    ("key twice", '{"seed": 1, "seed": 2}', ["seed", "more than once"]),
+    ("word for a number", '{"max_seq_length": "long"}', ["max_seq_length", "'long'", "int"]),
+    ("true for a number", '{"max_seq_length": true}', ["max_seq_length cannot be true"]),
+    ("fraction for a count", '{"max_train_samples": 1.5}', ["max_train_samples", r"'1\.5'"]),
+    ("list for a name", '{"task_name": ["mrpc"]}', ["task_name cannot be a JSON list"]),
+    ("word for a switch", '{"do_train": "maybe"}', ["do_train", "maybe"]),
+    ("empty", "", ["line 1, column 1"]),
+]
+
+
+@pytest.mark.parametrize(("text", "patterns"), [case[1:] for case in JSON_CASES], ids=[case[0] for case in JSON_CASES])
+def test_a_wrong_file_of_arguments(
+    text: str, patterns: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "arguments.json"
+    path.write_text(text)
+    assert main([str(path)]) == 2
+    error = told(capsys)
+    assert "arguments.json" in error
+    for pattern in patterns:
+        assert re.search(pattern, error), f"{pattern} is not in {error}"
+
+
+def test_a_missing_file_of_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "nowhere.json")]) == 2
+    assert "nowhere.json" in told(capsys)
+    assert main([str(tmp_path / "nowhere.json"), "--do_train"]) == 2
+    assert "must be the only argument" in told(capsys)
+
+
+def test_bugs_keep_their_traceback(
+    arguments: dict[str, object], monkeypatch: pytest.MonkeyPatch, quiet_logging: None
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(tiny_glue.run_glue_moq, "load_splits", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(words_of(arguments))
+
+
+def test_what_replaces_an_argument_exists() -> None:
+    from transformers import TrainingArguments
+
+    arguments = tiny_glue.glue_arguments
+    known = set(TrainingArguments.__dataclass_fields__) | set(arguments.ModelArguments.__dataclass_fields__)
+    assert not known & set(arguments.REMOVED)
+    advised = {name for advice in arguments.REMOVED.values() for name in re.findall(r"--(\w+)", advice)}
+    assert advised <= known
+
+
+def test_a_wrong_command_line_as_a_process(tmp_path: Path) -> None:
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(tiny_glue.SCRIPT), "--task_name", "mprc", "--model_name_or_path", "x", "--do_train"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert re.fullmatch(r"error: there is no GLUE task 'mprc'.*\n", done.stderr)
+    assert list(tmp_path.iterdir()) == []

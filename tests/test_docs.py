@@ -1,0 +1,217 @@
+"""The documentation is true: its commands run, its Python runs and prints what it says, its links lead somewhere.
+
+Commands of the `bash` and `sh` blocks are run as they stand, in a folder that has the files of the repository. A
+command of scripts/run_glue_moq.py is cut short by arguments added to it, and what it would take from the Hub is
+replaced by a tiny model and generated rows; all that it names in the repository must be there. `make` targets are what
+CI runs, or have a test here.
+"""
+
+import io
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from contextlib import chdir, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import tiny_glue
+from datasets import load_dataset
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path for pattern in ("*.md", "docs/*.md", "configs/README.md", "examples/**/*.md") for path in ROOT.glob(pattern)
+)
+MAKE_TARGETS = {
+    "make demo": "test_make_demo",
+    "make test": ".ci/run",
+    "make check": "a part of make test",
+}
+
+
+class Block(NamedTuple):
+    """A fenced block of a page, with the output that stands below it."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    output: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """The fenced blocks of a page. A `text` block that follows Python with nothing between is its output."""
+    source = page.read_text(encoding="utf-8")
+    fences = list(re.finditer(r"^```(\w*)\n(.*?)^```$", source, re.MULTILINE | re.DOTALL))
+    found = []
+    for fence, following in itertools.zip_longest(fences, fences[1:]):
+        adjacent = following is not None and not source[fence.end() : following.start()].strip()
+        output = following[2] if following is not None and adjacent and following[1] == "text" else None
+        found.append(Block(page, source.count("\n", 0, fence.start()) + 1, fence[1], fence[2], output))
+    return found
+
+
+def commands_of(block: Block) -> list[str]:
+    """The commands of a shell block, continued lines joined and blanks made single."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [" ".join(line.split()) for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+COMMANDS = list(dict.fromkeys(c for block in BLOCKS if block.language in ("bash", "sh") for c in commands_of(block)))
+SCRIPT = "python scripts/run_glue_moq.py "
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with the repository's folders as links, where commands may write beside them."""
+    for name in ("configs", "docs", "examples", "moq_hf", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+def test_blocks_have_a_known_language() -> None:
+    assert [str(block) for block in BLOCKS if block.language not in ("bash", "sh", "python", "json", "text")] == []
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make ")])
+def test_make_targets_are_run(command: str) -> None:
+    assert command in MAKE_TARGETS
+
+
+def test_ci_runs_make_test_and_that_checks() -> None:
+    assert "\nmake test" in (ROOT / ".ci" / "run").read_text()
+    assert re.search(r"^test:.*\bcheck\b", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def make(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run make with this Python in the place of its virtual environment, without making one."""
+    command = ["make", "--old-file=.venv/.installed", f"PY={sys.executable}", *arguments]
+    # Inside `make test` these would tell the inner make of the outer one's options.
+    inherited = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    return subprocess.run(command, cwd=cwd, env=inherited, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.slow
+def test_make_demo(checkout: Path) -> None:
+    (checkout / "Makefile").symlink_to(ROOT / "Makefile")
+    done = make("demo", cwd=checkout)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    results = json.loads((checkout / "runs" / "demo" / "eval_results.json").read_text())
+    assert results["eval_accuracy"] > 0.85
+    state = json.loads((checkout / "runs" / "demo" / "trainer_state.json").read_text())
+    config = json.loads((ROOT / arguments_of("examples/demo/demo.json")["moq_config"]).read_text())
+    config = config.get("quantize_training", config)
+    bits = [entry["moq/mean_bits"] for entry in state["log_history"] if "moq/mean_bits" in entry]
+    assert bits[-1] == config["quantize_bits"]["target_bits"]
+    assert "model.safetensors" in done.stdout
+
+
+def arguments_of(path: str) -> dict[str, object]:
+    return json.loads((ROOT / path).read_text())
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith(("make ", SCRIPT))])
+def test_other_commands(command: str, checkout: Path) -> None:
+    words = shlex.split(command)
+    assert words[0] in ("python", ".venv/bin/python")
+    if words[1].startswith("docs/make_figures"):
+        words += ["--out", "img"]
+    if words[1:3] == ["-m", "pytest"]:
+        # The test file that is named must be there; it runs with all the others.
+        words += ["--collect-only", "--quiet", f"--rootdir={ROOT}"]
+        checkout = ROOT
+    done = subprocess.run([sys.executable, *words[1:]], cwd=checkout, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(SCRIPT)])
+def test_script_commands(command: str, checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(command)[2:]
+    if len(words) == 1 and words[0].endswith(".json"):
+        words = tiny_glue.words_of(arguments_of(words[0]))
+    given = dict(word.removeprefix("--").partition("=")[::2] for word in words)
+    assert [w for w in words if re.match(r"(configs|examples|scripts|docs)/", w) and not (ROOT / w).exists()] == []
+    given |= {a.removeprefix("--"): b for a, b in itertools.pairwise(words) if a.startswith("--")}
+
+    extra: dict[str, object] = {"max_steps": 2, "max_train_samples": 16, "max_eval_samples": 8, "use_cpu": "true"}
+    extra |= {"disable_tqdm": "true", "output_dir": "out", "per_device_train_batch_size": 4}
+    if not (ROOT / given.get("model_name_or_path", "none")).is_dir() and "config_name" not in given:
+        tiny = tiny_glue.make_model(checkout / "tiny")
+        AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(tiny)).save_pretrained(tiny)
+        extra |= {"model_name_or_path": tiny, "ignore_mismatched_sizes": "true"}
+    if "train_file" not in given and "dataset_name" not in given:
+        names = ["train", "validation", "test", *(["validation_mismatched"] if given["task_name"] == "mnli" else [])]
+        for name in names:
+            rows = tiny_glue.make_rows(given["task_name"], 16)
+            extra[f"{name}_file"] = tiny_glue.write_rows(checkout / f"{name}.jsonl", rows)
+    with chdir(checkout):
+        code = tiny_glue.main([*words, *tiny_glue.words_of(extra)])
+    assert code == 0, capfd.readouterr().err
+    assert (checkout / "out" / "trainer_state.json").is_file()
+
+
+def prepared(page: Path) -> dict[str, object]:
+    """What a page's Python takes for granted: the README has the model, arguments and data of its reader."""
+    if page != ROOT / "README.md":
+        return {}
+    tokenizer = AutoTokenizer.from_pretrained("examples/demo/model")
+    rows = load_dataset("json", data_files="examples/demo/train.jsonl", split="train[:32]")
+    return {
+        "model": AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained("examples/demo/model")),
+        "args": TrainingArguments("runs", use_cpu=True),
+        "data": rows.map(lambda row: tokenizer(row["sentence"])),
+    }
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(b.page for b in BLOCKS if b.language == "python"), ids=lambda p: p.name)
+def test_python_blocks(page: Path, checkout: Path) -> None:
+    with chdir(checkout):
+        namespace = prepared(page)
+        for block in blocks_of(page):
+            if block.language != "python":
+                continue
+            printed = io.StringIO()
+            # Lines before it keep the line numbers of the page in a traceback.
+            code = compile("\n" * block.line + block.text, str(page), "exec")
+            with redirect_stdout(printed):
+                exec(code, namespace)
+            if block.output is not None:
+                lines = [line for line in printed.getvalue().splitlines() if not line.startswith(("{", "\r"))]
+                assert lines == block.output.splitlines(), str(block)
+
+
+def anchors_of(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    source = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", source):
+        if re.match(r"https?:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors_of(file), target
+
+
+def test_files_named_in_the_pages_are_there() -> None:
+    """Paths in backticks that begin with a folder of the repository."""
+    for page in PAGES:
+        for name in re.findall(
+            r"`((?:configs|docs|examples|moq_hf|scripts|tests|benchmarks)/[\w./-]*\w)`", page.read_text()
+        ):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"

@@ -1,0 +1,423 @@
+"""scripts/run_glue_moq.py: tasks, files, metrics, predictions, resuming, and what it does without the Hub."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import evaluate
+import numpy as np
+import pytest
+import scipy.stats
+import sklearn.metrics
+import tiny_glue
+import torch
+from safetensors.torch import load_file
+from tiny_glue import TASKS, main, make_rows, quiet_logging, read_json, words_of, write_rows
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
+
+METRIC = str(tiny_glue.ROOT / "scripts" / "glue_metric" / "glue_metric.py")
+MOQ = {
+    "quantize_bits": {"start_bits": 6, "target_bits": 4},
+    "quantize_groups": 2,
+    "quantize_schedule": {"quantize_period": 1, "schedule_offset": 1},
+}
+
+__all__ = ["quiet_logging"]
+pytestmark = pytest.mark.usefixtures("quiet_logging")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a configuration and a tokenizer, without weights."""
+    return str(tiny_glue.make_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def arguments(model: str, tmp_path: Path) -> dict[str, object]:
+    """What every short run has in common."""
+    return {
+        "config_name": model,
+        "output_dir": tmp_path / "out",
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+        "max_seq_length": 32,
+        "disable_tqdm": "true",
+        "use_cpu": "true",
+    }
+
+
+def files(task: str, folder: Path, suffix: str = ".jsonl", train: int = 12, rest: int = 6) -> dict[str, str]:
+    """Write train, validation and test data of a task (the test data without labels); give their arguments."""
+    given = {"task_name": task}
+    for seed, name in enumerate(("train", "validation", "test")):
+        rows = make_rows(task, train if name == "train" else rest, seed)
+        if name == "test":
+            rows = [{key: value for key, value in row.items() if key != "label"} for row in rows]
+        given[f"{name}_file"] = write_rows(folder / f"{name}{suffix}", rows)
+    return given
+
+
+def run(arguments: dict[str, object], *doing: str) -> Path:
+    """Run the script in this process and give its output folder."""
+    assert main(words_of(arguments) + [f"--{what}" for what in doing]) == 0
+    return Path(str(arguments["output_dir"]))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_each_task_is_trained_evaluated_and_predicted(
+    task: str, arguments: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = files(task, tmp_path)
+    names = {*TASKS[task].metrics, *(("combined_score",) if len(TASKS[task].metrics) > 1 else ())}
+    if task == "mnli":
+        mismatched = write_rows(tmp_path / "mm.jsonl", make_rows(task, 5, 9))
+        given["validation_mismatched_file"] = mismatched
+        names |= {"accuracy_mm"}
+    out = run(arguments | given, "do_train", "do_eval", "do_predict")
+
+    results = read_json(out / "eval_results.json")
+    assert {f"eval_{name}" for name in names} <= set(results)
+    assert results["eval_samples"] == 6
+    assert read_json(out / "train_results.json")["train_samples"] == 12
+    assert set(results) <= set(read_json(out / "all_results.json"))
+    assert read_json(out / "trainer_state.json")["global_step"] == 2
+    predicted = (out / f"predict_results_{task}.txt").read_text().splitlines()
+    assert predicted[0] == "index\tprediction"
+    assert [line.split("\t")[0] for line in predicted[1:]] == [str(index) for index in range(6)]
+    values = {line.split("\t")[1] for line in predicted[1:]}
+    if task == "stsb":
+        assert all(re.fullmatch(r"-?\d\.\d{3}", value) for value in values)
+    else:
+        assert values <= set(TASKS[task].labels)
+    config = read_json(out / "config.json")
+    assert list(config.get("id2label", {}).values()) == (list(TASKS[task].labels) or ["LABEL_0"])
+    if task == "mnli":
+        assert results["eval_samples_mm"] == 5
+
+    told = capsys.readouterr().out
+    assert "no --moq_config: plain float training" in told
+    assert re.search(rf"{task}, validation \(6 examples\): .*{TASKS[task].metrics[0]} -?\d\.\d{{4}}", told)
+    assert re.search(r"model\.safetensors +[\d.]+ kB", told)
+
+
+def test_the_metric_is_that_of_the_saved_model(arguments: dict[str, object], tmp_path: Path) -> None:
+    given = files("mrpc", tmp_path, rest=10)
+    out = run(arguments | given, "do_train", "do_eval")
+    rows = make_rows("mrpc", 10, 1)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    saved = AutoModelForSequenceClassification.from_pretrained(out).eval()
+    batch = tokenizer(
+        [row["sentence1"] for row in rows], [row["sentence2"] for row in rows], padding=True, return_tensors="pt"
+    )
+    with torch.no_grad():
+        predicted = saved(**batch).logits.argmax(-1)
+    truth = [row["label"] for row in rows]
+    results = read_json(out / "eval_results.json")
+    assert results["eval_accuracy"] == sklearn.metrics.accuracy_score(truth, predicted)
+    assert results["eval_f1"] == sklearn.metrics.f1_score(truth, predicted)
+    assert results["eval_combined_score"] == np.mean([results["eval_accuracy"], results["eval_f1"]])
+
+
+def test_moq_reaches_its_target(
+    arguments: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "moq.json"
+    config.write_text(json.dumps(MOQ))
+    given = arguments | files("sst2", tmp_path) | {"max_steps": 8, "moq_config": config}
+    out = run(given, "do_train", "do_eval")
+    assert "mean bits of the quantized layers: 4.00" in capsys.readouterr().out
+    weights = load_file(out / "model.safetensors")
+    rows = weights["bert.encoder.layer.0.attention.self.query.weight"].reshape(2, -1)
+    assert [len(group.unique()) <= 15 for group in rows] == [True, True]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json"])
+def test_every_file_type_gives_the_same_run(suffix: str, arguments: dict[str, object], tmp_path: Path) -> None:
+    weights = []
+    for kind in (".jsonl", suffix):
+        folder = tmp_path / kind
+        folder.mkdir()
+        given = arguments | files("rte", folder, kind) | {"output_dir": folder / "out"}
+        weights.append(load_file(run(given, "do_train") / "model.safetensors"))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_label_names_and_ids_mean_the_same(arguments: dict[str, object], tmp_path: Path) -> None:
+    rows = make_rows("mnli", 12)
+    named = [row | {"label": TASKS["mnli"].labels[row["label"]]} for row in rows]
+    results = []
+    for name, given in (("ids", rows), ("names", named)):
+        train = write_rows(tmp_path / f"{name}.csv", given)
+        out = tmp_path / name
+        run(arguments | {"task_name": "mnli", "train_file": train, "output_dir": out}, "do_train")
+        results.append(load_file(out / "model.safetensors"))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_own_data_with_named_labels(
+    arguments: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"number": index, "text": f"the {word} dog", "label": label, "note": "a cat"}
+        for index, (word, label) in enumerate([("big", "yes"), ("small", "no"), ("red", "maybe")] * 4)
+    ]
+    train = write_rows(tmp_path / "train.jsonl", rows)
+    given = arguments | {"train_file": train, "validation_file": train, "test_file": train, "max_eval_samples": 5}
+    out = run(given, "do_train", "do_eval", "do_predict")
+    told = capsys.readouterr().out
+    assert "columns text, note, label" in told
+    assert "3 labels: maybe, no, yes" in told
+    assert read_json(out / "eval_results.json")["eval_samples"] == 5
+    assert set(re.findall(r"\t(\w+)\n", (out / "predict_results.txt").read_text())) <= {"yes", "no", "maybe"} | {
+        "prediction"
+    }
+
+    # The trained model is evaluated by its own names, also where the data does not have all of them.
+    some = write_rows(tmp_path / "some.csv", [row for row in rows if row["label"] != "maybe"])
+    given = {"model_name_or_path": out, "output_dir": tmp_path / "eval", "use_cpu": "true", "disable_tqdm": "true"}
+    assert main([*words_of(given | {"validation_file": some}), "--do_eval"]) == 0
+    accuracy = read_json(tmp_path / "eval" / "eval_results.json")["eval_accuracy"]
+    assert f"accuracy {accuracy:.4f}" in capsys.readouterr().out
+
+
+def test_own_data_with_scores(arguments: dict[str, object], tmp_path: Path) -> None:
+    rows = [{"sentence1": "the dog", "label": index / 4} for index in range(12)]
+    # Whole numbers only: the training data says that they are scores.
+    whole = [{"sentence1": "the dog", "label": index} for index in range(3)]
+    given = {
+        "train_file": write_rows(tmp_path / "a.csv", rows),
+        "validation_file": write_rows(tmp_path / "b.csv", whole),
+    }
+    out = run(arguments | given, "do_train", "do_eval")
+    results = read_json(out / "eval_results.json")
+    assert results["eval_mse"] == pytest.approx(results["eval_loss"], rel=1e-5)
+
+
+def test_a_model_with_its_labels_in_another_order(arguments: dict[str, object], tmp_path: Path) -> None:
+    given = files("mrpc", tmp_path, rest=10)
+    out = run(arguments | given | {"max_steps": 1}, "do_train", "do_eval", "do_predict")
+    turned = tmp_path / "turned"
+    shutil.copytree(out, turned)
+    config = read_json(turned / "config.json")
+    config |= {
+        "id2label": {"0": "Equivalent", "1": "Not_equivalent"},
+        "label2id": {"Equivalent": 0, "Not_equivalent": 1},
+    }
+    (turned / "config.json").write_text(json.dumps(config))
+    weights = AutoModelForSequenceClassification.from_pretrained(out)
+    for parameter in weights.classifier.parameters():
+        parameter.data = parameter.data.flip(0)
+    torch.save(weights.state_dict(), tmp_path / "state")
+    weights.config.id2label, weights.config.label2id = {0: "Equivalent", 1: "Not_equivalent"}, {}
+    weights.save_pretrained(turned)
+    (turned / "config.json").write_text(json.dumps(config))
+
+    again = arguments | given | {"config_name": None, "model_name_or_path": turned, "output_dir": tmp_path / "again"}
+    run(again, "do_eval", "do_predict")
+    first, second = (read_json(folder / "eval_results.json") for folder in (out, tmp_path / "again"))
+    assert [second[key] for key in ("eval_accuracy", "eval_f1")] == [first[key] for key in ("eval_accuracy", "eval_f1")]
+    predicted = [(folder / "predict_results_mrpc.txt").read_text() for folder in (out, tmp_path / "again")]
+    assert predicted[0] == predicted[1]
+
+
+def test_resumes_from_the_last_whole_checkpoint(
+    arguments: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "moq.json"
+    config.write_text(json.dumps(MOQ))
+    given = arguments | files("cola", tmp_path) | {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
+    given |= {"moq_config": config}
+    straight = load_file(run(given | {"output_dir": tmp_path / "straight"}, "do_train") / "model.safetensors")
+    out = run(given | {"output_dir": tmp_path / "cut"}, "do_train")
+    shutil.rmtree(out / "checkpoint-5")
+    # As a run leaves it that is killed while it saves.
+    (out / "checkpoint-4" / "trainer_state.json").unlink()
+    (out / "model.safetensors").unlink()
+    capsys.readouterr()
+
+    run(given | {"output_dir": tmp_path / "cut"}, "do_train")
+    told = capsys.readouterr().out
+    assert "checkpoint-4 is not whole" in told
+    assert re.search(r"resuming from \S*checkpoint-2 \(step 2\), found in --output_dir", told)
+    resumed = load_file(out / "model.safetensors")
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+    named = given | {"output_dir": tmp_path / "named", "resume_from_checkpoint": out / "checkpoint-2"}
+    resumed = load_file(run(named, "do_train") / "model.safetensors")
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_starts_afresh_when_told(
+    arguments: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = arguments | files("cola", tmp_path) | {"save_strategy": "steps", "save_steps": 1}
+    run(given, "do_train")
+    capsys.readouterr()
+    run(given | {"resume_from_checkpoint": "false", "max_steps": 1}, "do_train")
+    assert "starting afresh" in capsys.readouterr().out
+
+
+def test_one_json_file_is_the_command_line(arguments: dict[str, object], tmp_path: Path) -> None:
+    given = arguments | files("wnli", tmp_path) | {"do_train": True, "do_eval": True, "seed": 3, "tokenizer_name": None}
+    given |= {"disable_tqdm": True, "use_cpu": True, "learning_rate": "1e-3", "report_to": ["none"]}
+    given |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}}
+    path = tmp_path / "arguments.json"
+    path.write_text(json.dumps(given | {"output_dir": str(tmp_path / "from_file")}))
+    assert main([str(path)]) == 0
+    words = arguments | files("wnli", tmp_path) | {"seed": 3, "lr_scheduler_type": "cosine_with_min_lr"}
+    words |= {"lr_scheduler_kwargs": '{"min_lr": 1e-4}'}
+    out = run(words, "do_train", "do_eval")
+    weights = [load_file(folder / "model.safetensors") for folder in (tmp_path / "from_file", out)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_padding_to_full_length_changes_no_figure(arguments: dict[str, object], tmp_path: Path) -> None:
+    given = files("qnli", tmp_path)
+    trained = run(arguments | given, "do_train")
+    losses = []
+    for pad in ("true", "false"):
+        other = {"config_name": None, "model_name_or_path": trained, "pad_to_max_length": pad}
+        out = run(arguments | given | other | {"output_dir": tmp_path / pad}, "do_eval")
+        losses.append(read_json(out / "eval_results.json")["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_folder_of_data_counts_as_a_data_set(arguments: dict[str, object], tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, seed in (("train", 0), ("validation", 1), ("test", 2)):
+        write_rows(folder / f"{name}.jsonl", make_rows("mrpc", 8, seed))
+    given = arguments | {"dataset_name": folder, "cache_dir": tmp_path / "cache"}
+    out = run(given, "do_train", "do_eval", "do_predict")
+    assert 0 <= read_json(out / "eval_results.json")["eval_accuracy"] <= 1
+    assert len((out / "predict_results.txt").read_text().splitlines()) == 9
+
+
+def test_glue_from_the_hub_has_two_validation_and_test_sets_for_mnli(
+    arguments: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def load_dataset(name: str, config: str, **_: object) -> dict[str, datasets.Dataset]:
+        asked.append((name, config))
+        names = (
+            "train",
+            *(f"{kind}_{which}" for kind in ("validation", "test") for which in ("matched", "mismatched")),
+        )
+        features = {"premise": datasets.Value("string"), "hypothesis": datasets.Value("string")}
+        features |= {"label": datasets.ClassLabel(names=list(TASKS["mnli"].labels)), "idx": datasets.Value("int32")}
+        # The Hub has -1 for the labels of test sets, which are not published.
+        return {
+            split: datasets.Dataset.from_list(
+                [row | ({"label": -1} if "test" in split else {}) for row in make_rows("mnli", 6, seed)],
+                features=datasets.Features(features),
+            )
+            for seed, split in enumerate(names)
+        }
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    out = run(arguments | {"task_name": "mnli"}, "do_train", "do_eval", "do_predict")
+    assert asked == [("nyu-mll/glue", "mnli")]
+    results = read_json(out / "eval_results.json")
+    assert {"eval_accuracy", "eval_accuracy_mm", "eval_loss_mm"} <= set(results)
+    for name in ("predict_results_mnli.txt", "predict_results_mnli-mm.txt"):
+        assert len((out / name).read_text().splitlines()) == 7
+
+
+@pytest.mark.parametrize("task", [*TASKS, "accuracy", "mse"])
+def test_the_metric_equals_sklearn_and_scipy(task: str) -> None:
+    generator = np.random.default_rng(0)
+    if task in ("stsb", "mse"):
+        truth, predicted = generator.uniform(0, 5, 100), generator.normal(size=100).astype(np.float32)
+        expected = {
+            "pearson": scipy.stats.pearsonr(predicted.astype(np.float64), truth).statistic,
+            "spearmanr": scipy.stats.spearmanr(predicted, truth).statistic,
+        }
+        expected = expected if task == "stsb" else {"mse": sklearn.metrics.mean_squared_error(truth, predicted)}
+    else:
+        truth, predicted = generator.integers(0, 2, (2, 100))
+        expected = {"accuracy": sklearn.metrics.accuracy_score(truth, predicted)}
+        if task in ("mrpc", "qqp"):
+            expected["f1"] = sklearn.metrics.f1_score(truth, predicted)
+        elif task == "cola":
+            expected = {"matthews_correlation": sklearn.metrics.matthews_corrcoef(truth, predicted)}
+    found = evaluate.load(METRIC, task, keep_in_memory=True).compute(predictions=predicted, references=truth)
+    assert found == expected
+    assert [name for name in found] == list(TASKS[task].metrics if task in TASKS else [task])
+
+
+def test_the_metric_works_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate.config, "HF_MODULES_CACHE", Path(os.devnull, "modules"))
+    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", Path(os.devnull, "metrics"))
+    metric = tiny_glue.run_glue_moq.load_metric("rte")
+    assert metric.compute(predictions=[0, 1], references=[1, 1]) == {"accuracy": 0.5}
+
+
+def test_f1_is_that_of_label_one_whatever_its_id() -> None:
+    metric = evaluate.load(METRIC, "mrpc", keep_in_memory=True)
+    labels = tiny_glue.glue_data.Labels(["equivalent", "not_equivalent"], {})
+    compute = tiny_glue.run_glue_moq._compute_metrics(metric, labels, TASKS["mrpc"])
+    logits = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    found = compute(EvalPrediction(predictions=logits, label_ids=np.array([0, 1, 1])))
+    assert found["f1"] == sklearn.metrics.f1_score([1, 0, 0], [1, 1, 0])
+
+
+def process(words: list[str], **environment: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run the script as users do; give what it said and the seconds it took."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(tiny_glue.SCRIPT), *words], env=variables, capture_output=True, text=True, timeout=120
+    )
+    return done, time.monotonic() - started
+
+
+def test_as_a_process_without_a_writable_home(arguments: dict[str, object], tmp_path: Path) -> None:
+    given = arguments | files("sst2", tmp_path)
+    done, _ = process(
+        [*words_of(given), "--do_train", "--do_eval"], HOME=os.devnull, HF_HOME=str(Path(os.devnull, "huggingface"))
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out" / "eval_results.json").exists()
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """An address that takes connections and never says a word, as some firewalls do."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("missing", ["data", "model"])
+def test_without_the_network_a_hub_name_fails_within_seconds(
+    missing: str, arguments: dict[str, object], tmp_path: Path, silent_server: str
+) -> None:
+    if missing == "data":
+        given, needed = (
+            arguments | {"task_name": "qqp"},
+            ["nyu-mll/glue/qqp", "--train_file", "question1, question2, label"],
+        )
+    else:
+        given = arguments | files("rte", tmp_path) | {"config_name": None, "model_name_or_path": "bert-base-cased"}
+        needed = ["bert-base-cased", "config.json"]
+    given |= {"output_dir": tmp_path / "never"}
+    done, seconds = process(
+        [*words_of(given), "--do_train"], HF_ENDPOINT=silent_server, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path / "hf")
+    )
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert all(word in line for word in [*needed, silent_server])
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not (tmp_path / "never").exists()
+    # Imports take most of it; the Hub's own retries would take 25 seconds and more beside them.
+    assert seconds < 25
