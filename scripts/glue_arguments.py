@@ -133,10 +133,11 @@ def read_arguments_file(path: str) -> dict[str, Any]:
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[ModelArguments, DataTrainingArguments, "TrainingArguments"]:
-    """Parse a command line, or the JSON file that is its only word.
+    """Parse and check a command line, or the JSON file that is its only word, before anything is loaded.
 
     Raises:
-        UserError: an argument that there is not, or a value that it cannot have.
+        UserError: lists what is wrong: arguments that there are not, values that they cannot have, files that are
+            missing, arguments that do not go together.
     """
     values = read_arguments_file(argv[0]) if len(argv) == 1 and argv[0].endswith(".json") else None
 
@@ -146,30 +147,38 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ModelArguments, DataTrainingAr
         def error(self, message: str) -> NoReturn:
             raise UserError(message)
 
-    types = (ModelArguments, DataTrainingArguments, TrainingArguments)
+    kinds = (ModelArguments, DataTrainingArguments, TrainingArguments)
     parser = Parser(
-        types,
+        kinds,
         prog="run_glue_moq.py",
-        description="Fine-tune a sequence classifier with Mixture-of-Quantization.",
+        description="Fine-tune a sequence classifier on GLUE, or on data of one's own, with Mixture-of-Quantization.",
         allow_abbrev=False,
     )
-    hints = {name: hint for kind in types for name, hint in get_type_hints(kind).items()}
     known = {action.dest for action in parser._actions}
+    if values is None:
+        namespace, unknown = parser.parse_known_args(list(argv))
+        _raise_problems([_unknown_argument(word, known, "--") for word in unknown if not _is_value(word, unknown)])
+    else:
+        _raise_problems([f"{argv[0]}: {_unknown_argument(name, known)}" for name in values if name not in known])
+        hints = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}
+        namespace = _from_json(parser, values, hints, argv[0])
+    namespace.output_dir = namespace.output_dir or "trainer_output"
+    # As TrainingArguments does.
+    namespace.do_eval = namespace.do_eval or namespace.eval_strategy != "no"
+
+    def build(kind: Any) -> Any:
+        return kind(**{field.name: getattr(namespace, field.name) for field in dataclasses.fields(kind) if field.init})
+
+    model_args, data_args = build(ModelArguments), build(DataTrainingArguments)
+    problems = _check_packages() + _check_data(data_args, namespace) + _check_model(model_args)
+    _raise_problems(problems + _check_training(data_args, namespace))
     try:
-        if values is None:
-            *parsed, unknown = parser.parse_args_into_dataclasses(
-                list(argv), return_remaining_strings=True, look_for_args_file=False
-            )
-            _raise_problems([_unknown_argument(word, known, "--") for word in unknown if not _is_value(word, unknown)])
-        else:
-            _raise_problems([f"{argv[0]}: {_unknown_argument(name, known)}" for name in values if name not in known])
-            parsed = parser.parse_dict(_typed(parser, values, hints, argv[0]))
-    except UserError:
-        raise
+        # Takes seconds: it imports most of transformers.
+        args = build(TrainingArguments)
     except ValueError as err:
-        # TrainingArguments checks its values as it is built.
         raise UserError(one_line(err)) from None
-    return tuple(parsed)
+    _check_reporters(args.report_to)
+    return model_args, data_args, args
 
 
 def _is_value(word: str, unknown: list[str]) -> bool:
@@ -188,55 +197,47 @@ def _unknown_argument(word: str, known: Iterable[str], prefix: str = "") -> str:
     return f"there is no argument {prefix}{name}" + _did_you_mean(name, known, prefix)
 
 
-def _typed(parser: Any, values: Mapping[str, Any], hints: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Check the JSON values against the types of the arguments, as the command line's words are."""
+def _from_json(parser: Any, values: Mapping[str, Any], hints: Mapping[str, Any], path: str) -> Any:
+    """Check JSON values against the types of the arguments, as words of a command line are; null is the default."""
 
     def accepts(hint: Any, kind: type) -> bool:
         return kind in {get_origin(part) or part for part in (hint, *get_args(hint))}
 
     words, typed = [], {}
     for name, value in values.items():
-        if value is None:
-            continue
-        if isinstance(value, (list, dict)):
+        if isinstance(value, (list, dict, bool)):
             if not accepts(hints[name], type(value)):
-                raise UserError(f"{path}: {name} cannot be a JSON {type(value).__name__}")
+                shown = str(value).lower() if isinstance(value, bool) else f"a JSON {type(value).__name__}"
+                raise UserError(f"{path}: {name} cannot be {shown}")
             typed[name] = value
-        elif isinstance(value, bool) and not accepts(hints[name], bool):
-            raise UserError(f"{path}: {name} cannot be {str(value).lower()}")
-        elif isinstance(value, bool):
-            typed[name] = value
-        else:
+        elif value is not None:
             words.append(f"--{name}={value}")
     try:
         namespace, _ = parser.parse_known_args(words)
     except UserError as err:
         raise UserError(f"{path}: {err}") from None
-    return typed | {name: getattr(namespace, name) for name in (word[2:].partition("=")[0] for word in words)}
+    vars(namespace).update(typed)
+    return namespace
 
 
-def check_arguments(model_args: ModelArguments, data_args: DataTrainingArguments, args: "TrainingArguments") -> None:
-    """Find what is wrong with the arguments before anything is loaded, all of it at once.
-
-    Raises:
-        UserError: lists the problems.
-    """
-    problems = [
-        f"this script needs {package}: pip install {pip_name}"
-        for package, pip_name in (
-            ("moq_hf", "-e . in the root of its repository"),
-            ("datasets", "datasets"),
-            ("evaluate", "evaluate"),
-            ("sklearn", "scikit-learn"),
-            ("scipy", "scipy"),
-        )
-        if importlib.util.find_spec(package) is None
-    ]
-    problems += _check_data(data_args, args) + _check_model(model_args) + _check_training(data_args, args)
-    _raise_problems(problems)
+def _check_packages() -> list[str]:
+    needed = {"moq_hf": "-e . in the root of its repository", "datasets": "datasets", "evaluate": "evaluate"}
+    needed |= {"sklearn": "scikit-learn", "scipy": "scipy"}
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    return [f"this script needs {name}: pip install {needed[name]}" for name in missing]
 
 
-def _check_data(data_args: DataTrainingArguments, args: "TrainingArguments") -> list[str]:
+def _check_reporters(reporters: list[str]) -> None:
+    from transformers.integrations import get_available_reporting_integrations
+
+    there = get_available_reporting_integrations()
+    missing = [name for name in reporters if name not in there]
+    _raise_problems(
+        [f"--report_to {name}: not installed here; there are: {', '.join(there) or 'none'}" for name in missing]
+    )
+
+
+def _check_data(data_args: DataTrainingArguments, args: Any) -> list[str]:
     problems = []
     task, files = data_args.task_name, data_args.files()
     if not (args.do_train or args.do_eval or args.do_predict):
@@ -288,7 +289,7 @@ def _check_model(model_args: ModelArguments) -> list[str]:
     return problems
 
 
-def _check_training(data_args: DataTrainingArguments, args: "TrainingArguments") -> list[str]:
+def _check_training(data_args: DataTrainingArguments, args: Any) -> list[str]:
     problems = []
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         if getattr(args, name) < 1:
@@ -313,6 +314,8 @@ def _check_training(data_args: DataTrainingArguments, args: "TrainingArguments")
     if resume and resume.lower() == "true" and not _found_checkpoints(folder):
         problems.append(f"--resume_from_checkpoint true: --output_dir {args.output_dir} holds no checkpoint")
 
+    if args.load_best_model_at_end and args.eval_strategy == "no":
+        problems.append("--load_best_model_at_end needs --eval_strategy steps or epoch")
     if args.metric_for_best_model:
         task = TASKS.get(data_args.task_name or "")
         names = ("accuracy", "mse") if task is None else task.metrics
@@ -321,15 +324,6 @@ def _check_training(data_args: DataTrainingArguments, args: "TrainingArguments")
             problems.append(
                 f"--metric_for_best_model {args.metric_for_best_model}: the evaluation gives {', '.join(names)}"
             )
-    if args.report_to:
-        from transformers.integrations import get_available_reporting_integrations
-
-        available = get_available_reporting_integrations()
-        problems += [
-            f"--report_to {name}: not installed here; there are: {', '.join(available) or 'none'}"
-            for name in args.report_to
-            if name not in available
-        ]
     return problems
 
 

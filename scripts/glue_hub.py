@@ -1,7 +1,6 @@
 """The Hub, when it does not answer, and the errors that users of run_glue_moq.py get to read."""
 
 import logging
-import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,8 @@ from pathlib import Path
 logger = logging.getLogger("run_glue_moq")
 
 HUB_TIMEOUT = 3.0
+# Why the Hub is not asked, if it was this script that found that out.
+_reason = ""
 
 
 class UserError(ValueError):
@@ -65,6 +66,8 @@ def set_up_hub(names: Sequence[str | None], push: bool, token: str | None) -> No
     logger.warning("the Hub (%s) cannot be reached: %s; using what is in the local cache", constants.ENDPOINT, why)
     import datasets.config
 
+    global _reason
+    _reason = f"the Hub ({constants.ENDPOINT}) cannot be reached"
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
@@ -74,6 +77,4 @@ def unreachable(what: str, advice: str) -> str:
 
     if not constants.HF_HUB_OFFLINE:
         return ""
-    asked = any(os.environ.get(name) for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
-    why = "HF_HUB_OFFLINE is set" if asked else f"the Hub ({constants.ENDPOINT}) cannot be reached"
-    return f"{what} is not on this machine, and {why}; {advice}"
+    return f"{what} is not on this machine, and {_reason or 'HF_HUB_OFFLINE is set'}; {advice}"

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from glue_arguments import DataTrainingArguments, ModelArguments, check_arguments, find_checkpoint, parse_arguments
+from glue_arguments import DataTrainingArguments, ModelArguments, find_checkpoint, parse_arguments
 from glue_data import TASKS, Labels, Split, Task, in_model_order, load_splits, resolve_labels
 from glue_hub import UserError, one_line, set_up_hub, unreachable
 
@@ -78,7 +78,11 @@ def load_tokenizer(model_args: ModelArguments) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     name = model_args.tokenizer_name or model_args.model_name_or_path or model_args.config_name
-    return _pretrained(AutoTokenizer.from_pretrained, "tokenizer", name, model_args)
+    tokenizer = _pretrained(AutoTokenizer.from_pretrained, "tokenizer", name, model_args)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        # What transformers makes of a folder without a vocabulary.
+        raise UserError(f"the tokenizer {name} knows no words: its files are missing; --tokenizer_name names another")
+    return tokenizer
 
 
 def load_model(model_args: ModelArguments, config: "PreTrainedConfig") -> Any:
@@ -118,6 +122,11 @@ def _pretrained(load: Any, what: str, name: str, model_args: ModelArguments, **k
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as err:
         advice = "give a folder with config.json, the weights and the tokenizer's files"
         hint = "" if Path(name).exists() else unreachable(f"{what} {name}", advice)
+        if "ignore_mismatched_sizes" in str(err):
+            hint = (
+                f"the weights of {name} do not fit the configuration or the number of labels; "
+                "--ignore_mismatched_sizes starts with new ones where they do not"
+            )
         raise UserError(hint or f"cannot load the {what} {name}: {one_line(err)}") from None
 
 
@@ -405,7 +414,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run with the arguments `argv` (default: those of the process); give the exit status: 0, or 2 for wrong input."""
     try:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-        check_arguments(*arguments)
     except UserError as err:
         print(f"error: {err}", file=sys.stderr)
         return 2

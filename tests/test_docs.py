@@ -21,7 +21,13 @@ from typing import NamedTuple
 import pytest
 import tiny_glue
 from datasets import load_dataset
+from tiny_glue import quiet_logging
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
+
+from moq_hf import MoQConfig
+
+__all__ = ["quiet_logging"]
+pytestmark = pytest.mark.usefixtures("quiet_logging")
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -137,27 +143,42 @@ def test_other_commands(command: str, checkout: Path) -> None:
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(SCRIPT)])
 def test_script_commands(command: str, checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)[2:]
-    if len(words) == 1 and words[0].endswith(".json"):
+    if len(words) == 1:
         words = tiny_glue.words_of(arguments_of(words[0]))
-    given = dict(word.removeprefix("--").partition("=")[::2] for word in words)
-    assert [w for w in words if re.match(r"(configs|examples|scripts|docs)/", w) and not (ROOT / w).exists()] == []
-    given |= {a.removeprefix("--"): b for a, b in itertools.pairwise(words) if a.startswith("--")}
+    # Both `--name value` and `--name=value`; a switch has the next name as its value here, which nothing reads.
+    given = {first.removeprefix("--"): second for first, second in itertools.pairwise(words)}
+    given |= dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
+    named = [value for value in given.values() if re.match(r"(configs|examples|scripts|docs)/", value)]
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
-    extra: dict[str, object] = {"max_steps": 2, "max_train_samples": 16, "max_eval_samples": 8, "use_cpu": "true"}
-    extra |= {"disable_tqdm": "true", "output_dir": "out", "per_device_train_batch_size": 4}
-    if not (ROOT / given.get("model_name_or_path", "none")).is_dir() and "config_name" not in given:
-        tiny = tiny_glue.make_model(checkout / "tiny")
-        AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(tiny)).save_pretrained(tiny)
-        extra |= {"model_name_or_path": tiny, "ignore_mismatched_sizes": "true"}
-    if "train_file" not in given and "dataset_name" not in given:
-        names = ["train", "validation", "test", *(["validation_mismatched"] if given["task_name"] == "mnli" else [])]
-        for name in names:
-            rows = tiny_glue.make_rows(given["task_name"], 16)
-            extra[f"{name}_file"] = tiny_glue.write_rows(checkout / f"{name}.jsonl", rows)
+    short: dict[str, object] = {"max_train_samples": 16, "max_eval_samples": 8, "max_steps": 3, "use_cpu": "true"}
+    short |= {"per_device_train_batch_size": 4, "output_dir": "out", "disable_tqdm": "true"}
+    if "moq_config" in given:
+        short["max_steps"] = MoQConfig.from_file(ROOT / given["moq_config"]).schedule.offset + 3
+    if "config_name" not in given and not (ROOT / given["model_name_or_path"]).is_dir():
+        short |= {"model_name_or_path": tiny_model(checkout / "tiny"), "ignore_mismatched_sizes": "true"}
+    if "train_file" not in given:
+        short |= tiny_files(given["task_name"], checkout)
     with chdir(checkout):
-        code = tiny_glue.main([*words, *tiny_glue.words_of(extra)])
+        code = tiny_glue.main([*words, *tiny_glue.words_of(short)])
     assert code == 0, capfd.readouterr().err
     assert (checkout / "out" / "trainer_state.json").is_file()
+
+
+def tiny_model(folder: Path) -> Path:
+    """A model in the place of one from the Hub."""
+    tiny_glue.make_model(folder)
+    AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    return folder
+
+
+def tiny_files(task: str, folder: Path) -> dict[str, str]:
+    """Data in the place of a task's from the Hub."""
+    names = ["train", "validation", "test"]
+    if task == "mnli":
+        names.append("validation_mismatched")
+    rows = tiny_glue.make_rows(task, 16)
+    return {f"{name}_file": tiny_glue.write_rows(folder / f"{name}.jsonl", rows) for name in names}
 
 
 def prepared(page: Path) -> dict[str, object]:
@@ -188,6 +209,11 @@ def test_python_blocks(page: Path, checkout: Path) -> None:
             if block.output is not None:
                 lines = [line for line in printed.getvalue().splitlines() if not line.startswith(("{", "\r"))]
                 assert lines == block.output.splitlines(), str(block)
+
+
+def test_the_config_in_the_readme_is_the_committed_one() -> None:
+    (shown,) = (block.text for block in blocks_of(ROOT / "README.md") if block.language == "json")
+    assert json.loads(shown) == json.loads((ROOT / "configs" / "moq.json").read_text())
 
 
 def anchors_of(page: Path) -> set[str]:

@@ -19,9 +19,27 @@ import glue_data  # noqa: E402
 import run_glue_moq  # noqa: E402
 
 TASKS = glue_data.TASKS
+REMOVED = glue_arguments.REMOVED
+ModelArguments = glue_arguments.ModelArguments
 main = run_glue_moq.main
 
-WORDS = "the a cat dog man sees likes big small red blue runs sleeps not and who".split()
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "man",
+    "sees",
+    "likes",
+    "big",
+    "small",
+    "red",
+    "blue",
+    "runs",
+    "sleeps",
+    "and",
+    "who",
+]
 
 
 def make_model(folder):
