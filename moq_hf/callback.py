@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from .controller import MoQController
 logger = logging.getLogger(__name__)
 
 
-class MoQCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+class MoQCallback(TrainerCallback, ExportableState):
     """Mixture-of-Quantization for any `Trainer`: `Trainer(..., callbacks=[MoQCallback("moq.json")])`.
 
     The model is made ready when the Trainer is built, and again (a `model_init` makes a new one) when training
@@ -49,9 +49,7 @@ class MoQCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         attributes = {"saved": saved, "loss_is_repaired": self.loss_is_repaired}
         return {"args": {"config": self.config.to_dict()}, "attributes": attributes}
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Make the layers quantized ones, before anything wraps the model."""
         if not self.config.enabled:
             logger.info("moq_hf is off: the config says enabled: false")
@@ -82,7 +80,7 @@ class MoQCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             logger.info("%s", controller.summary())
             self._warn(controller, args, state)
         # A checkpoint that was made without this callback has no entry, and the next save would fail on that.
-        state.stateful_callbacks[type(self).__name__] = self.state()
+        _entries(state)[type(self).__name__] = self.state()
         self._forget_best(state)
 
     def on_optimizer_step(
@@ -99,9 +97,7 @@ class MoQCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._switched = True
         self._arrived = self.controller.at_target and not was_at_target
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log a step at which bits changed; let the best metric start afresh when the last block arrives."""
         if self.controller is None:
             return
@@ -161,7 +157,7 @@ class MoQCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def _build(
         self, args: TrainingArguments, state: TrainerState, model: nn.Module, total_steps: int | None
     ) -> MoQController:
-        if isinstance(state.stateful_callbacks.get(type(self).__name__), list):
+        if isinstance(_entries(state).get(type(self).__name__), list):
             raise MoQError("two MoQCallbacks in one Trainer: pass one (MoQTrainer(moq_config=) brings its own)")
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         self._switched = self._arrived = False
@@ -169,7 +165,7 @@ class MoQCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         return self.controller
 
     def _saved_state(self, state: TrainerState) -> Mapping[str, Any] | None:
-        entry = state.stateful_callbacks.get(type(self).__name__)
+        entry = _entries(state).get(type(self).__name__)
         saved: Mapping[str, Any] | None = None if entry is None else entry["attributes"]["saved"]
         return saved
 
@@ -203,6 +199,11 @@ class MoQCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             )
         for note in notes:
             logger.warning("moq_hf: %s", note)
+
+
+def _entries(state: TrainerState) -> dict[str, Any]:
+    # Declared as a list of callbacks, a dict of their states by class name once the Trainer has it.
+    return cast(dict[str, Any], state.stateful_callbacks)
 
 
 def _reset_best(state: TrainerState) -> None:

@@ -101,40 +101,142 @@ class _Key(NamedTuple):
 _KEYS = (
     _Key("enabled", "enabled", "bool", True, "false: train as if moq_hf were not there"),
     _Key("quantize_verbose", "verbose", "bool", False, "log every switch of every block, not only a summary"),
-    _Key("quantizer_kernel", "kernel", "bool?", None, "true: the Triton kernels, with one warning where they cannot run; false: plain PyTorch; null or absent: as true, without the warning"),
-    _Key("quantize_algo.q_type", "symmetric", "symmetric|asymmetric", "symmetric", "also spelt `quantize_type` at the top, and `quantize-algo`"),
+    _Key(
+        "quantizer_kernel",
+        "kernel",
+        "bool?",
+        None,
+        "true: Triton kernels, with a warning where they cannot run; false: plain PyTorch; null: as true, no warning",
+    ),
+    _Key(
+        "quantize_algo.q_type",
+        "symmetric",
+        "symmetric|asymmetric",
+        "symmetric",
+        "also spelt `quantize_type` at the top, and `quantize-algo`",
+    ),
     _Key("quantize_algo.rounding", "stochastic", "nearest|stochastic", "nearest", "rounding of a weight to its grid"),
-    _Key("quantize_algo.scale", "scale", "auto|absmax|mse", "auto", "`absmax`; `mse`: the clipping ratio with the least squared error; `auto`: absmax above 5 bits, mse below"),
-    _Key("quantize_algo.scale_refresh", "scale_refresh", "int 1..", 50, "optimizer steps between searches for the `mse` ratio; it is also searched at each switch"),
-    _Key("quantize_groups", "grouping", "groups", 1, "scales per weight: blocks of consecutive rows, or `\"per_channel\"`"),
-    _Key("quantize_group_size", "grouping", "int? 1..", None, "instead: that many consecutive weights of a row share a scale"),
+    _Key(
+        "quantize_algo.scale",
+        "scale",
+        "auto|absmax|mse",
+        "auto",
+        "`absmax`; `mse`: the clipping ratio with the least squared error; `auto`: absmax above 5 bits, mse below",
+    ),
+    _Key(
+        "quantize_algo.scale_refresh",
+        "scale_refresh",
+        "int 1..",
+        50,
+        "optimizer steps between searches for the `mse` ratio; it is also searched at each switch",
+    ),
+    _Key(
+        "quantize_groups", "grouping", "groups", 1, 'scales per weight: blocks of consecutive rows, or `"per_channel"`'
+    ),
+    _Key(
+        "quantize_group_size",
+        "grouping",
+        "int? 1..",
+        None,
+        "instead: that many consecutive weights of a row share a scale",
+    ),
     _Key("quantize_bits.start_bits", "start_bits", "int 1..16", 16, "precision at the offset"),
     _Key("quantize_bits.target_bits", "target_bits", "int 1..16", 16, "precision at the end"),
-    _Key("quantize_schedule.quantize_period", "schedule.period", "period", 100, "optimizer steps from the offset to the first drop, or `\"auto\"`"),
-    _Key("quantize_schedule.schedule_offset", "schedule.offset", "int 0..", 100, "optimizer steps before anything is quantized"),
-    _Key("quantize_schedule.deadline", "schedule.deadline", "float? 0..1", None, "share of the run by which every block is at its target; 0.25 with the period `\"auto\"`"),
-    _Key("fp16_mixed_quantize.enabled", "blend.enabled", "bool", False, "blend the float weight into the quantized one after each switch"),
-    _Key("fp16_mixed_quantize.quantize_change_ratio", "blend.change_ratio", "float 0..1", 0.001, "what the float share loses per optimizer step"),
+    _Key(
+        "quantize_schedule.quantize_period",
+        "schedule.period",
+        "period",
+        100,
+        'optimizer steps from the offset to the first drop, or `"auto"`',
+    ),
+    _Key(
+        "quantize_schedule.schedule_offset",
+        "schedule.offset",
+        "int 0..",
+        100,
+        "optimizer steps before anything is quantized",
+    ),
+    _Key(
+        "quantize_schedule.deadline",
+        "schedule.deadline",
+        "float? 0..1",
+        None,
+        'share of the run by which every block is at its target; 0.25 with the period `"auto"`',
+    ),
+    _Key(
+        "fp16_mixed_quantize.enabled",
+        "blend.enabled",
+        "bool",
+        False,
+        "blend the float weight into the quantized one after each switch",
+    ),
+    _Key(
+        "fp16_mixed_quantize.quantize_change_ratio",
+        "blend.change_ratio",
+        "float 0..1",
+        0.001,
+        "what the float share loses per optimizer step",
+    ),
     _Key("eigenvalue.enabled", "eigenvalue.enabled", "bool", False, "sensitive blocks drop later"),
     _Key("eigenvalue.verbose", "eigenvalue.verbose", "bool", False, "log every measurement"),
     _Key("eigenvalue.max_iter", "eigenvalue.max_iter", "int 1..", 100, "Hessian-vector products per block, at most"),
     _Key("eigenvalue.tol", "eigenvalue.tol", "float 0..", 1e-2, "relative error of an eigenvalue"),
-    _Key("eigenvalue.stability", "eigenvalue.stability", "float [0..", 1e-6, "added to norms before dividing (power iteration)"),
-    _Key("eigenvalue.gas_boundary_resolution", "eigenvalue.gas_boundary_resolution", "int 1..", 1, "measure at multiples of that many optimizer steps"),
+    _Key(
+        "eigenvalue.stability",
+        "eigenvalue.stability",
+        "float [0..",
+        1e-6,
+        "added to norms before dividing (power iteration)",
+    ),
+    _Key(
+        "eigenvalue.gas_boundary_resolution",
+        "eigenvalue.gas_boundary_resolution",
+        "int 1..",
+        1,
+        "measure at multiples of that many optimizer steps",
+    ),
     _Key("eigenvalue.layer_name", "eigenvalue.layer_name", "str?", None, "path of the layer list; null finds it"),
     _Key("eigenvalue.layer_num", "eigenvalue.layer_num", "int? 0..", None, "entries of that list; null or 0 is all"),
     _Key("eigenvalue.method", "eigenvalue.method", "lanczos|power", "lanczos", "`power` is the published method"),
-    _Key("eigenvalue.max_overhead", "eigenvalue.max_overhead", "float 0..1", 0.05, "share of the run's time that measuring may take"),
-    _Key("modules_to_not_convert", "modules_to_not_convert", "names?", None, "names or globs left in full precision; null: the model's output heads"),
-    _Key("quantize_embeddings", "quantize_embeddings", "int? 2..8", None, "bits of embedding tables, one scale per row; null leaves them alone"),
+    _Key(
+        "eigenvalue.max_overhead",
+        "eigenvalue.max_overhead",
+        "float 0..1",
+        0.05,
+        "share of the run's time that measuring may take",
+    ),
+    _Key(
+        "modules_to_not_convert",
+        "modules_to_not_convert",
+        "names?",
+        None,
+        "names or globs left in full precision; null: the model's output heads",
+    ),
+    _Key(
+        "quantize_embeddings",
+        "quantize_embeddings",
+        "int? 2..8",
+        None,
+        "bits of embedding tables, one scale per row; null leaves them alone",
+    ),
     _Key("seed", "seed", "int 0..9223372036854775807", 0, "of stochastic rounding and of the eigenvalue start vectors"),
-)  # fmt: skip
+)
 _BY_PATH = {key.path: key for key in _KEYS}
 _SECTIONS = {path.split(".")[0] for path in _BY_PATH if "." in path}
 _TOP = {path.split(".")[0] for path in _BY_PATH} | {"quantize_type", "quantize-algo"}
-_DEEPSPEED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "fp16", "bf16",
-              "optimizer", "scheduler", "zero_optimization", "steps_per_print", "gradient_clipping",
-              "compression_training"}  # fmt: skip
+_DEEPSPEED = {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "fp16",
+    "bf16",
+    "optimizer",
+    "scheduler",
+    "zero_optimization",
+    "steps_per_print",
+    "gradient_clipping",
+    "compression_training",
+}
 
 
 @dataclass(frozen=True)
@@ -298,7 +400,8 @@ def _show(value: Any) -> str:
 def _error(where: str, faults: list[str]) -> MoQConfigError:
     if len(faults) == 1:
         return MoQConfigError(f"{where}: {faults[0]}")
-    return MoQConfigError("\n".join([f"{where}: {len(faults)} things are wrong", *(f"  - {fault}" for fault in faults)]))
+    lines = [f"{where}: {len(faults)} things are wrong", *(f"  - {fault}" for fault in faults)]
+    return MoQConfigError("\n".join(lines))
 
 
 def _flatten(block: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
@@ -405,12 +508,12 @@ def _faults(values: Mapping[str, Any]) -> Iterator[str]:
 
     bits_are_right = not wrong & {"quantize_bits.start_bits", "quantize_bits.target_bits"}
     start, target = get("quantize_bits.start_bits"), get("quantize_bits.target_bits")
-    if "quantize_type" in values and "quantize_algo.q_type" in values:
-        if values["quantize_type"] != values["quantize_algo.q_type"]:
-            yield (
-                f"quantize_type is {_show(values['quantize_type'])} but quantize_algo.q_type is "
-                f"{_show(values['quantize_algo.q_type'])}: they mean the same, give one"
-            )
+    kinds = [path for path in ("quantize_type", "quantize_algo.q_type") if path in values]
+    if len(kinds) == 2 and values[kinds[0]] != values[kinds[1]]:
+        yield (
+            f"{kinds[0]} is {_show(values[kinds[0]])} but {kinds[1]} is {_show(values[kinds[1]])}: "
+            "they mean the same, give one"
+        )
     if get("quantize_group_size") is not None and values.get("quantize_groups", 1) != 1:
         yield (
             f"quantize_groups {_show(values['quantize_groups'])} and quantize_group_size "

@@ -221,7 +221,8 @@ def _encode(ratio: Tensor) -> str:
 
 def _decode(letters: str, layer: QuantLinear) -> Tensor:
     options = layer.moq.options
-    shape = quantizer.group_shape(*layer.weight.shape, options["groups"], options["group_size"])
+    rows, columns = layer.weight.shape
+    shape = quantizer.group_shape(rows, columns, options["groups"], options["group_size"])
     if len(letters) != shape[0] * shape[1]:
         raise MoQError(f"the saved state has {len(letters)} clipping ratios for a layer with {shape[0] * shape[1]}")
     ratios = [quantizer.RATIOS[_LETTERS.index(letter)] for letter in letters]

@@ -6,7 +6,6 @@ written in place, outside any compiled graph; the gradient passes straight throu
 """
 
 import fnmatch
-import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,14 +18,17 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import quantizer
-from .config import MoQConfig, MoQError, PerChannel, PerGroup
+from .config import MoQConfig, MoQError, PerChannel, PerGroup, RowBlocks
 from .schedule import FLOAT_BITS
 
 _Key = tuple[int, int, torch.device, torch.dtype]
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The quantized weight, with the float weight's gradient. Differentiable twice and by torch.func."""
+    """The quantized weight, with the float weight's gradient.
+
+    Differentiable twice, and by torch.func's grad and vjp. A forward-mode rule would keep Dynamo from tracing it.
+    """
 
     generate_vmap_rule = True
 
@@ -36,15 +38,15 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.dtype, ctx.out_dtype = inputs[0].dtype, output.dtype
+        ctx.dtype = inputs[0].dtype
 
     @staticmethod
     def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor, None]:
         return grad[0].to(ctx.dtype), None
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        return tangents[0].to(ctx.out_dtype).clone()
+
+def _straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
+    return cast(Tensor, _StraightThrough.apply(weight, quantized))  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -97,16 +99,16 @@ class QuantLinear(nn.Linear):
         if not torch.compiler.is_compiling():
             if self.__dict__.get("_is_replica", False) or _is_sharded(self.weight):
                 # Replicas share the state of the module they were copied from; gathered shards must not be kept.
-                return _StraightThrough.apply(self.weight, self._compute(state.dtype))
+                return _straight_through(self.weight, self._compute(state.dtype))
             if state.key != self._key():
                 self.refresh(in_place=False)
         quantized = state.weight
         if quantized is None:
             return self.weight
-        if quantized.dtype != dtype and dtype is not None and state.dtype is not None:
-            if not torch.is_autocast_enabled(quantized.device.type):
-                quantized = self._compute(self.weight.dtype)
-        return cast(Tensor, _StraightThrough.apply(self.weight, quantized))
+        kept_for_autocast = state.dtype is not None and dtype is not None and quantized.dtype != dtype
+        if kept_for_autocast and not torch.is_autocast_enabled(quantized.device.type):
+            quantized = self._compute(self.weight.dtype)
+        return _straight_through(self.weight, quantized)
 
     def refresh(self, *, in_place: bool = True) -> None:
         """Quantize the weight again; called after each optimizer step.
@@ -167,7 +169,7 @@ class QuantLinear(nn.Linear):
         return id(weight), 0 if weight.is_inference() else weight._version, weight.device, weight.dtype
 
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantLinear":
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.moq.ratio is not None:
             self.moq.ratio = self.moq.ratio.to(self.weight.device)
         self.refresh(in_place=False)
@@ -196,12 +198,14 @@ def _is_sharded(weight: Tensor) -> bool:
     return hasattr(weight, "device_mesh")
 
 
-@functools.cache
+_CLASSES: dict[type[nn.Linear], type[QuantLinear]] = {nn.Linear: QuantLinear}
+
+
 def quant_class(base: type[nn.Linear]) -> type[QuantLinear]:
-    """The quantized class for layers of class `base`."""
-    if base is nn.Linear:
-        return QuantLinear
-    return type(f"Quant{base.__name__}", (QuantLinear, base), {})
+    """The quantized class for layers of class `base`, made once."""
+    if base not in _CLASSES:
+        _CLASSES[base] = type(f"Quant{base.__name__}", (QuantLinear, base), {})
+    return _CLASSES[base]
 
 
 def base_class(cls: type[QuantLinear]) -> type[nn.Linear]:
@@ -253,8 +257,8 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
         The model.
 
     Raises:
-        MoQError: Nothing to quantize, a name in `modules_to_not_convert` that matches nothing, or groups that do not
-            divide a layer's weight. The model is as it was.
+        MoQError: Nothing to quantize, a name in `modules_to_not_convert` that matches nothing, groups that do not
+            divide a layer's weight, or NaN or Inf in a weight. The model is a float one then.
         MoQConfigError: The config is wrong.
     """
     config = MoQConfig.load(config)
@@ -262,7 +266,12 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     for layer in layers.values():
         layer.set_bits(config.start_bits, config)
         layer.refresh()
-    check_finite(layers)
+    try:
+        check_finite(layers)
+    except MoQError:
+        for layer in layers.values():
+            _restore(layer)
+        raise
     return model
 
 
@@ -304,10 +313,10 @@ def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLinear]
     for name, layer in quant_layers(model).items():
         if name not in chosen:
             _restore(layer)
-    for index, layer in enumerate(chosen.values()):
-        if not isinstance(layer, QuantLinear):
-            layer.__class__ = quant_class(type(layer))
-        layer = cast(QuantLinear, layer)
+    for index, linear in enumerate(chosen.values()):
+        if not isinstance(linear, QuantLinear):
+            linear.__class__ = quant_class(type(linear))
+        layer = cast(QuantLinear, linear)
         layer.moq = LayerState(options=_options(config, index))
         _CONTROLLED.discard(layer)
         _LAYERS.add(layer)
@@ -320,6 +329,8 @@ def check_finite(layers: Mapping[str, QuantLinear]) -> None:
     Raises:
         MoQError: Names the parameters.
     """
+    if not layers:
+        return
     device = next(iter(layers.values())).weight.device
     flags = torch.stack([layer.nonfinite().to(device) for layer in layers.values()])
     if bool(flags.any()):
@@ -405,15 +416,22 @@ def _restore(layer: QuantLinear) -> None:
     _LAYERS.discard(layer)
     _CONTROLLED.discard(layer)
     del layer.moq
-    layer.__class__ = base_class(type(layer))
+    cast(nn.Linear, layer).__class__ = base_class(type(layer))
 
 
 def _options(config: MoQConfig, index: int) -> dict[str, Any]:
-    grouping = config.grouping
-    per_group = isinstance(grouping, PerGroup)
+    groups: quantizer.Groups = 1
+    group_size = None
+    match config.grouping:
+        case RowBlocks(count):
+            groups = count
+        case PerChannel():
+            groups = "per_channel"
+        case PerGroup(size):
+            group_size = size
     return {
-        "groups": 1 if per_group else "per_channel" if isinstance(grouping, PerChannel) else grouping.count,
-        "group_size": grouping.size if per_group else None,
+        "groups": groups,
+        "group_size": group_size,
         "symmetric": config.symmetric,
         "rounding": "stochastic" if config.stochastic else "nearest",
         "seed": config.seed,
@@ -431,14 +449,13 @@ def _check_weights(layers: Mapping[str, nn.Linear]) -> None:
 
 
 def _check_groups(layers: Mapping[str, nn.Linear], config: MoQConfig) -> None:
-    grouping = config.grouping
-    if isinstance(grouping, PerChannel):
-        return
-    key, axis, count = (
-        ("quantize_group_size", "in_features", grouping.size)
-        if isinstance(grouping, PerGroup)
-        else ("quantize_groups", "out_features", grouping.count)
-    )
+    match config.grouping:
+        case RowBlocks(count):
+            key, axis, instead = "quantize_groups", "out_features", ', or "per_channel"'
+        case PerGroup(count):
+            key, axis, instead = "quantize_group_size", "in_features", ""
+        case _:
+            return
     sizes = {name: cast(int, getattr(layer, axis)) for name, layer in layers.items()}
     wrong = [f"{name} ({axis} {size})" for name, size in sizes.items() if size % count]
     if wrong:
@@ -446,6 +463,5 @@ def _check_groups(layers: Mapping[str, nn.Linear], config: MoQConfig) -> None:
         near = sorted(fits, key=lambda n: abs(n - count))[:3]
         raise MoQError(
             f"{key} {count} does not divide the weights of {', '.join(wrong)}; "
-            f"nearest values that fit every layer: {', '.join(map(str, sorted(near)))}"
-            + ("" if isinstance(grouping, PerGroup) else ', or "per_channel"')
+            f"nearest values that fit every layer: {', '.join(map(str, sorted(near)))}{instead}"
         )

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from .quant_linear import quant_layers
 logger = logging.getLogger(__name__)
 
 
-class MoQTrainer(Trainer):  # type: ignore[misc]
+class MoQTrainer(Trainer):
     """A `Trainer` that takes a MoQ config.
 
     Beyond what `MoQCallback` does for any Trainer:
@@ -46,7 +46,7 @@ class MoQTrainer(Trainer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         self.moq: MoQCallback | None = None
-        callbacks = list(kwargs.pop("callbacks", None) or [])
+        callbacks = list(kwargs.get("callbacks") or [])
         given = [callback for callback in callbacks if isinstance(callback, MoQCallback)]
         if given and (moq_config is not None or len(given) > 1):
             raise MoQError("two MoQ configs: give moq_config or one MoQCallback, not both")
@@ -59,7 +59,7 @@ class MoQTrainer(Trainer):  # type: ignore[misc]
             self.moq.loss_is_repaired = True
         self._loss_checked = False
         self._saving_checkpoint = False
-        super().__init__(*args, callbacks=callbacks, **kwargs)
+        super().__init__(*args, **{**kwargs, "callbacks": callbacks})
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, a training loss together with the bits it was made with."""
@@ -88,7 +88,8 @@ class MoQTrainer(Trainer):  # type: ignore[misc]
             with torch.no_grad(), torch.random.fork_rng(devices), self.compute_loss_context_manager():
                 prepared = self._prepare_inputs(inputs)
                 once, twice = (
-                    float(self.compute_loss(model, dict(prepared), num_items_in_batch=k * count)) for k in (1, 2)
+                    float(cast(Tensor, self.compute_loss(model, dict(prepared), num_items_in_batch=k * count)))
+                    for k in (1, 2)
                 )
         finally:
             for module in training:

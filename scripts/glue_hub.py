@@ -8,7 +8,7 @@ from pathlib import Path
 logger = logging.getLogger("run_glue_moq")
 
 HUB_TIMEOUT = 3.0
-# Why the Hub is not asked, if it was this script that found that out.
+# Why the Hub is not asked.
 _reason = ""
 
 
@@ -58,16 +58,20 @@ def set_up_hub(names: Sequence[str | None], push: bool, token: str | None) -> No
         return
     if push and not (token or get_token()):
         raise UserError("--push_to_hub needs a token of the Hub: run `hf auth login` or give --hub_token")
-    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _probe_hub(constants.ENDPOINT)
-    if why is None:
-        return
+    if constants.HF_HUB_OFFLINE:
+        reason = "HF_HUB_OFFLINE is set"
+    else:
+        why = _probe_hub(constants.ENDPOINT)
+        if why is None:
+            return
+        reason = f"the Hub ({constants.ENDPOINT}) cannot be reached ({why})"
     if push:
-        raise UserError(f"--push_to_hub: the Hub ({constants.ENDPOINT}) cannot be reached: {why}")
-    logger.warning("the Hub (%s) cannot be reached: %s; using what is in the local cache", constants.ENDPOINT, why)
+        raise UserError(f"--push_to_hub: {reason}")
+    logger.warning("%s; using what is in the local cache", reason)
     import datasets.config
 
     global _reason
-    _reason = f"the Hub ({constants.ENDPOINT}) cannot be reached"
+    _reason = reason
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
@@ -77,4 +81,4 @@ def unreachable(what: str, advice: str) -> str:
 
     if not constants.HF_HUB_OFFLINE:
         return ""
-    return f"{what} is not on this machine, and {_reason or 'HF_HUB_OFFLINE is set'}; {advice}"
+    return f"{what} is not on this machine, and {_reason}; {advice}"

@@ -27,9 +27,21 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
+    from moq_hf import MoQTrainer
+
 logger = logging.getLogger("run_glue_moq")
 
 METRIC_SCRIPT = Path(__file__).resolve().parent / "glue_metric" / "glue_metric.py"
+
+
+class _AboveTheBars(logging.Handler):
+    """Writes to stdout without tearing progress bars apart."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        from tqdm import tqdm
+
+        tqdm.write(self.format(record), file=sys.stdout)
 
 
 def _set_up(args: "TrainingArguments") -> None:
@@ -40,11 +52,11 @@ def _set_up(args: "TrainingArguments") -> None:
     logging.basicConfig(
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         datefmt="%H:%M:%S",
-        handlers=[logging.StreamHandler(sys.stdout)],
+        handlers=[_AboveTheBars()],
         force=True,
     )
     # "passive" says nothing about the level: this script and moq_hf speak, the libraries only warn.
-    own = level if args.log_level != "passive" else logging.INFO if args.should_log else logging.WARNING
+    own = level if args.log_level != "passive" else logging.INFO if args.should_log else logging.ERROR
     for name in (logger.name, "moq_hf"):
         logging.getLogger(name).setLevel(own)
     transformers.utils.logging.set_verbosity(level)
@@ -300,18 +312,23 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
         predict_all(trainer, encoded, labels, data_args.task_name)
 
     card = {"tasks": "text-classification"}
-    if task is not None:
+    # Files may hold anything: only data that came from the Hub is named.
+    if task is not None and not data_args.files():
         card |= {"language": "en", "dataset_tags": "nyu-mll/glue", "dataset_args": data_args.task_name}
         card |= {"dataset": f"GLUE {data_args.task_name.upper()}"}
     elif data_args.dataset_name and not Path(data_args.dataset_name).exists():
         card |= {"dataset_tags": data_args.dataset_name, "dataset": data_args.dataset_name}
         card |= {"dataset_args": data_args.dataset_config_name} if data_args.dataset_config_name else {}
-    if args.push_to_hub:
-        trainer.push_to_hub(**card)
-    elif args.do_train:
+    if args.do_train or args.push_to_hub:
         trainer.create_model_card(**card)
     if trainer.is_world_process_zero():
         print("\n".join(summary(trainer, results, data_args.task_name or "data", started)), flush=True)
+    if args.push_to_hub:
+        try:
+            trainer.push_to_hub(**card)
+        except OSError as err:
+            raise UserError(f"the upload failed: {one_line(err)}; the model is in {args.output_dir}") from None
+        logger.info("uploaded to %s", trainer.hub_model_id)
 
 
 def _check_head(model_args: ModelArguments, config: "PreTrainedConfig", count: int) -> None:
@@ -377,7 +394,7 @@ def predict_all(trainer: "Trainer", encoded: Mapping[str, "Dataset"], labels: La
     trainer.save_metrics("predict", combined)
 
 
-def summary(trainer: "Trainer", results: Mapping[str, Mapping[str, float]], name: str, since: float) -> list[str]:
+def summary(trainer: "MoQTrainer", results: Mapping[str, Mapping[str, float]], name: str, since: float) -> list[str]:
     """Give the lines that end a run: the metrics, the bits, and the files written after the time `since`."""
     lines = [""]
     for key, metrics in results.items():
@@ -389,9 +406,9 @@ def summary(trainer: "Trainer", results: Mapping[str, Mapping[str, float]], name
         figures = ", ".join(f"{metric} {value:.4f}" for metric, value in shown.items())
         samples = next(value for metric, value in metrics.items() if re.match("eval_samples(_mm)?$", metric))
         lines.append(f"{name}, {key} ({samples} examples): {figures}")
-    bits = [entry["moq/mean_bits"] for entry in trainer.state.log_history if "moq/mean_bits" in entry]
-    if bits:
-        lines.append(f"mean bits of the quantized layers: {bits[-1]:.2f}")
+    controller = None if trainer.moq is None else trainer.moq.controller
+    if controller is not None:
+        lines.append(f"mean bits of the {len(controller.layers)} quantized layers: {controller.mean_bits:.2f}")
     folder = Path(trainer.args.output_dir)
     lines.append(f"written to {folder}:")
     for path in sorted(folder.iterdir()):

@@ -1,9 +1,9 @@
 """The documentation is true: its commands run, its Python runs and prints what it says, its links lead somewhere.
 
-Commands of the `bash` and `sh` blocks are run as they stand, in a folder that has the files of the repository. A
-command of scripts/run_glue_moq.py is cut short by arguments added to it, and what it would take from the Hub is
-replaced by a tiny model and generated rows; all that it names in the repository must be there. `make` targets are what
-CI runs, or have a test here.
+Commands, those of `bash` and `sh` blocks and those between backticks, are run in a folder that has the files of the
+repository. A command of scripts/run_glue_moq.py is cut short by arguments added to it, and what it would take from the
+Hub is replaced by a tiny model and generated rows; all that it names in the repository must be there. Targets of make
+are what CI runs, or have a test here.
 """
 
 import io
@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from contextlib import chdir, redirect_stdout
@@ -33,10 +34,13 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path for pattern in ("*.md", "docs/*.md", "configs/README.md", "examples/**/*.md") for path in ROOT.glob(pattern)
 )
-MAKE_TARGETS = {
+# Where the commands are run that need a test of their own.
+RUN_BY = {
     "make demo": "test_make_demo",
-    "make test": ".ci/run",
-    "make check": "a part of make test",
+    "make test": "test_ci_runs_make_test_and_that_checks",
+    "make check": "test_ci_runs_make_test_and_that_checks",
+    "make bench": "test_make_bench",
+    "pip install .": "test_pip_install",
 }
 
 
@@ -72,8 +76,18 @@ def commands_of(block: Block) -> list[str]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-COMMANDS = list(dict.fromkeys(c for block in BLOCKS if block.language in ("bash", "sh") for c in commands_of(block)))
 SCRIPT = "python scripts/run_glue_moq.py "
+
+
+def all_commands() -> list[str]:
+    """Each command of the pages once."""
+    found = [command for block in BLOCKS if block.language in ("bash", "sh") for command in commands_of(block)]
+    for page in PAGES:
+        found += re.findall(r"`((?:make|pip|python|\.venv/bin/python) [^`\n]+)`", page.read_text(encoding="utf-8"))
+    return list(dict.fromkeys(found))
+
+
+COMMANDS = all_commands()
 
 
 @pytest.fixture
@@ -88,9 +102,9 @@ def test_blocks_have_a_known_language() -> None:
     assert [str(block) for block in BLOCKS if block.language not in ("bash", "sh", "python", "json", "text")] == []
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make ")])
-def test_make_targets_are_run(command: str) -> None:
-    assert command in MAKE_TARGETS
+def test_every_command_is_run() -> None:
+    assert [c for c in COMMANDS if c not in RUN_BY and not c.startswith(("python ", ".venv/bin/python "))] == []
+    assert [name for name in RUN_BY.values() if name not in globals()] == []
 
 
 def test_ci_runs_make_test_and_that_checks() -> None:
@@ -122,11 +136,35 @@ def test_make_demo(checkout: Path) -> None:
     assert "model.safetensors" in done.stdout
 
 
+def test_make_bench(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").symlink_to(ROOT / "Makefile")
+    (tmp_path / "benchmarks").mkdir()
+    for name in ("first", "second"):
+        (tmp_path / "benchmarks" / f"{name}.py").write_text(f"print('ran {name}')")
+    done = make("bench", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ran first" in done.stdout and "ran second" in done.stdout
+
+
+def test_pip_install(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "moq_hf", source / "moq_hf", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    # The tools and the dependencies that are here already, since a test has no network.
+    offline = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet"]
+    command = [sys.executable, "-m", "pip", "install", *offline, "--target", str(tmp_path / "site"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    installed = {path.name for path in (tmp_path / "site" / "moq_hf").iterdir()} - {"__pycache__"}
+    assert installed == {path.name for path in (source / "moq_hf").iterdir()}
+
+
 def arguments_of(path: str) -> dict[str, object]:
     return json.loads((ROOT / path).read_text())
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith(("make ", SCRIPT))])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in RUN_BY and not c.startswith(SCRIPT)])
 def test_other_commands(command: str, checkout: Path) -> None:
     words = shlex.split(command)
     assert words[0] in ("python", ".venv/bin/python")

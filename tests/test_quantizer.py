@@ -12,7 +12,8 @@ from moq_hf import quantizer
 
 LAYOUTS: list[dict[str, Any]] = [{"groups": 1}, {"groups": 3}, {"groups": "per_channel"}, {"group_size": 4}]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-floats = st.floats(-1e4, 1e4, width=32) | st.floats(-(2.0**-10), 2.0**-10, width=32) | st.sampled_from([0.0, -0.0, 1e-45, 1e-38])
+small = st.floats(-(2.0**-10), 2.0**-10, width=32) | st.sampled_from([0.0, -0.0, 1e-45, 1e-38])
+floats = st.floats(-1e4, 1e4, width=32) | small
 weights = hnp.arrays(np.float32, (6, 8), elements=floats).map(torch.from_numpy)
 layouts = st.sampled_from(LAYOUTS)
 modes = st.sampled_from(
@@ -32,7 +33,7 @@ def by_hand(w: torch.Tensor, mode: tuple[int, bool, str], layout: dict[str, Any]
     """The contract's formulas, group by group in numpy float32, nearest rounding."""
     bits, symmetric, _ = mode
     x = w.to(torch.float32).numpy()
-    rows, columns = x.shape
+    rows = x.shape[0]
     count, size = layout.get("groups", 1), layout.get("group_size")
     count = rows if count == "per_channel" else count
     flat = x.reshape(-1, size) if size else x.reshape(count, -1)
@@ -173,7 +174,7 @@ def test_stochastic_rounding_is_unbiased_and_keyed() -> None:
     again = quantizer.quantize(w, 4, rounding="stochastic").codes[0, 1:].float()
     assert torch.equal(again, draws[0])
     u = quantizer.uniform(1_000_001, seed=3, layer=0, step=0)
-    assert u.shape == (1_000_001,) and 0 < float(u.min()) and float(u.max()) < 1
+    assert u.shape == (1_000_001,) and float(u.min()) > 0 and float(u.max()) < 1
     assert abs(float(u.mean()) - 0.5) < 5 * (1 / 12 / 1e6) ** 0.5
 
 

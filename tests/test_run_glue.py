@@ -13,6 +13,7 @@ from pathlib import Path
 
 import datasets
 import evaluate
+import huggingface_hub
 import numpy as np
 import pytest
 import scipy.stats
@@ -21,7 +22,7 @@ import tiny_glue
 import torch
 from safetensors.torch import load_file
 from tiny_glue import TASKS, main, make_rows, quiet_logging, read_json, words_of, write_rows
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction, Trainer
 
 METRIC = str(tiny_glue.ROOT / "scripts" / "glue_metric" / "glue_metric.py")
 MOQ = {
@@ -135,10 +136,26 @@ def test_moq_reaches_its_target(
     config.write_text(json.dumps(MOQ))
     given = arguments | files("sst2", tmp_path) | {"max_steps": 8, "moq_config": config}
     out = run(given, "do_train", "do_eval")
-    assert "mean bits of the quantized layers: 4.00" in capsys.readouterr().out
+    assert "mean bits of the 13 quantized layers: 4.00" in capsys.readouterr().out
     weights = load_file(out / "model.safetensors")
     rows = weights["bert.encoder.layer.0.attention.self.query.weight"].reshape(2, -1)
     assert [len(group.unique()) <= 15 for group in rows] == [True, True]
+
+    # What was saved is what was evaluated; the quantization is for training only.
+    again = {"config_name": None, "model_name_or_path": out, "output_dir": tmp_path / "again"}
+    run(given | again, "do_eval")
+    results = [read_json(folder / "eval_results.json") for folder in (out, tmp_path / "again")]
+    assert results[0]["eval_loss"] == results[1]["eval_loss"]
+    assert "--moq_config is for --do_train" in capsys.readouterr().out
+
+
+def test_a_moq_config_that_is_off_is_told(
+    arguments: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "moq.json"
+    config.write_text(json.dumps(MOQ | {"enabled": False}))
+    run(arguments | files("sst2", tmp_path) | {"moq_config": config, "max_steps": 1}, "do_train")
+    assert "enabled: false: plain float training" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".json"])
@@ -334,6 +351,28 @@ def test_glue_from_the_hub_has_two_validation_and_test_sets_for_mnli(
         assert len((out / name).read_text().splitlines()) == 7
 
 
+def test_uploads_when_told(
+    arguments: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uploads = []
+
+    def push_to_hub(self: Trainer, **card: str) -> None:
+        uploads.append((self.hub_model_id, card))
+
+    def init_hf_repo(self: Trainer, **_: object) -> None:
+        self.hub_model_id = self.args.hub_model_id
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(tiny_glue.glue_hub, "_probe_hub", lambda endpoint: None)
+    monkeypatch.setattr(Trainer, "push_to_hub", push_to_hub)
+    monkeypatch.setattr(Trainer, "init_hf_repo", init_hf_repo)
+    given = arguments | files("wnli", tmp_path) | {"hub_model_id": "someone/tiny", "hub_token": "hf_x"}
+    out = run(given, "do_train", "do_eval", "push_to_hub")
+    assert uploads[-1] == ("someone/tiny", {"tasks": "text-classification"})
+    assert "uploaded to someone/tiny" in capsys.readouterr().out
+    assert "Accuracy" in (out / "README.md").read_text()
+
+
 @pytest.mark.parametrize("task", [*TASKS, "accuracy", "mse"])
 def test_the_metric_equals_sklearn_and_scipy(task: str) -> None:
     generator = np.random.default_rng(0)
@@ -407,7 +446,9 @@ def test_without_the_network_a_hub_name_fails_within_seconds(
     )
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert all(word in line for word in ("nyu-mll/glue/qqp", silent_server, "--train_file", "question1, question2, label"))
+    assert all(
+        word in line for word in ("nyu-mll/glue/qqp", silent_server, "--train_file", "question1, question2, label")
+    )
     assert "Traceback" not in done.stdout + done.stderr
     assert not (tmp_path / "never").exists()
     # Imports take most of it. The Hub's own retries would take 25 seconds and more beside them.

@@ -16,6 +16,7 @@ sys.path.insert(0, str(SCRIPT.parent))
 
 import glue_arguments  # noqa: E402
 import glue_data  # noqa: E402
+import glue_hub  # noqa: E402, F401
 import run_glue_moq  # noqa: E402
 
 TASKS = glue_data.TASKS

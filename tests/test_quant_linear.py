@@ -1,0 +1,284 @@
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import nn
+from transformers import BertForSequenceClassification
+
+from moq_hf import MoQError, QuantLinear, dequantize_model, quantize_model
+from moq_hf import quantizer as q
+from moq_hf.config import MoQConfig
+from moq_hf.quant_linear import block_of, quant_layers, select_layers
+
+CONFIG = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_groups": 4}
+STOCHASTIC = {**CONFIG, "quantize_algo": {"rounding": "stochastic"}}
+
+
+class Scaled(nn.Linear):
+    """A subclass with a forward of its own below the quantized one."""
+
+
+def net(*, kind: type[nn.Linear] = nn.Linear) -> nn.Sequential:
+    return nn.Sequential(kind(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def expected(layer: nn.Linear, bits: int = 4, **more: Any) -> torch.Tensor:
+    ratio = q.least_squares_ratio(layer.weight, bits, groups=4)
+    return q.fake_quantize(layer.weight.detach(), bits, groups=4, ratio=ratio, **more)
+
+
+def layer_of(model: nn.Module, index: int = 0) -> QuantLinear:
+    layer = model.get_submodule(str(index))
+    assert isinstance(layer, QuantLinear)
+    return layer
+
+
+def count_quantizations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls: list[int] = []
+    real = q.fake_quantize
+
+    def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(q, "fake_quantize", counting)
+    return calls
+
+
+def test_keeps_parameters_keys_and_hooks() -> None:
+    model = net(kind=Scaled)
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    parameters, keys = dict(model.named_parameters()), list(model.state_dict())
+    assert quantize_model(model, CONFIG) is model
+    assert list(model.state_dict()) == keys
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert isinstance(model[0], QuantLinear) and isinstance(model[0], Scaled)
+    # The last layer of a model that has no heads by name is its head.
+    assert type(model[4]) is nn.Linear
+    model(torch.randn(2, 8))
+    assert seen == [1]
+    assert "bits=4" in repr(model[0])
+
+
+def test_forward_is_the_definition_and_the_gradient_passes_straight_through() -> None:
+    model = quantize_model(net(), CONFIG)
+    layer = layer_of(model)
+    x = torch.randn(5, 8)
+    out = layer(x)
+    assert torch.equal(out, nn.functional.linear(x, expected(layer), layer.bias))
+    (out * torch.arange(16.0)).sum().backward()
+    plain = expected(layer).requires_grad_()
+    (nn.functional.linear(x, plain, layer.bias.detach()) * torch.arange(16.0)).sum().backward()
+    assert layer.weight.grad is not None and torch.equal(layer.weight.grad, plain.grad)
+
+
+def test_is_differentiable_twice_and_by_torch_func() -> None:
+    layer = layer_of(quantize_model(net().double(), {**CONFIG, "quantize_algo": {"scale": "absmax"}}))
+    x = torch.randn(5, 8, dtype=torch.float64)
+
+    def loss(weight: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ weight.T).pow(2).sum()
+
+    def quantized_loss(weight: torch.Tensor) -> torch.Tensor:
+        parameters = {"weight": weight, "bias": torch.zeros(16).double()}
+        return torch.tanh(torch.func.functional_call(layer, parameters, x)).pow(2).sum()
+
+    vector = torch.randn(16, 8, dtype=torch.float64)
+    at = q.fake_quantize(layer.weight, 4, groups=4)
+    exact = torch.autograd.functional.hvp(loss, at, vector)[1]
+    assert torch.allclose(torch.autograd.functional.hvp(quantized_loss, layer.weight.detach(), vector)[1], exact)
+    by_func = torch.func.vjp(torch.func.grad(quantized_loss), layer.weight.detach())[1](vector)[0]
+    assert torch.allclose(by_func, exact)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_follows_any_optimizer_with_one_quantization_per_step(
+    optimizer: Any, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = quantize_model(net(), CONFIG)
+    steps = optimizer(model.parameters(), lr=0.1, fused=fused)
+    ratio = layer_of(model).moq.ratio
+    calls = count_quantizations(monkeypatch)
+    for step in range(1, 4):
+        for _ in range(3):
+            model(torch.randn(5, 8)).pow(2).mean().backward()
+        model.eval()(torch.randn(5, 8))
+        before = layer_of(model).quantized_weight().clone()
+        steps.step()
+        now = layer_of(model).quantized_weight()
+        assert not torch.equal(before, now)
+        assert len(calls) == 2 * step
+        reference = q.quantize(layer_of(model).weight, 4, groups=4, ratio=ratio)
+        assert torch.equal(now, q.dequantize(*reference))
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_follows_load_state_dict_and_changes_in_place(assign: bool) -> None:
+    model, other = quantize_model(net(), {**CONFIG, "quantize_algo": {"scale": "absmax"}}), net()
+    layer = layer_of(model)
+    model.load_state_dict(other.state_dict(), assign=assign)
+    assert torch.equal(layer.quantized_weight(), q.fake_quantize(other[0].weight.detach(), 4, groups=4))
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    assert torch.equal(layer.quantized_weight(), q.fake_quantize(layer.weight.detach(), 4, groups=4))
+    layer.weight = nn.Parameter(torch.randn(16, 8))
+    assert torch.equal(layer.quantized_weight(), q.fake_quantize(layer.weight.detach(), 4, groups=4))
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Scaled])
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_independent(kind: type[nn.Linear], clone: Any) -> None:
+    model = quantize_model(net(kind=kind), STOCHASTIC)
+    copied = clone(model)
+    x = torch.randn(3, 8)
+    assert torch.equal(model(x), copied(x))
+    assert type(copied[0]) is type(model[0])
+    optimizer = torch.optim.SGD(copied.parameters(), lr=0.5, fused=True)
+    before = model(x)
+    copied(x).sum().backward()
+    optimizer.step()
+    assert torch.equal(model(x), before) and not torch.equal(copied(x), before)
+
+
+def test_gradient_checkpointing_sees_one_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantize_model(net(), STOCHASTIC)
+    x = torch.randn(5, 8, requires_grad=True)
+    model(x).sum().backward()
+    plain = layer_of(model).weight.grad
+    model.zero_grad()
+    calls = count_quantizations(monkeypatch)
+    for reentrant in (True, False):
+        torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+        assert torch.equal(layer_of(model).weight.grad, plain)
+        model.zero_grad()
+    assert not calls
+
+
+# Dynamo itself instantiates the autograd function that it traces (torch 2.13); drop this when it no longer does.
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
+def test_bits_change_without_recompiling() -> None:
+    model = quantize_model(net(), CONFIG)
+    config = MoQConfig.from_dict(CONFIG)
+    frames = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, backend=frames, fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    x = torch.randn(5, 8)
+    for bits in range(16, 1, -1):
+        for layer in quant_layers(model).values():
+            layer.set_bits(bits, config)
+            layer.refresh()
+        out = compiled(x)
+        assert torch.allclose(out, model(x), atol=1e-6)
+        out.pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert frames.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_works_under_autocast_and_outside_of_it() -> None:
+    model = quantize_model(net(), CONFIG)
+    layer, x = layer_of(model), torch.randn(5, 8)
+    layer.moq.dtype = torch.bfloat16
+    layer.refresh()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+        assert out.dtype == torch.bfloat16 and layer.quantized_weight(x.dtype).dtype == torch.bfloat16
+    assert torch.equal(layer(x), nn.functional.linear(x, expected(layer), layer.bias))
+    out.sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+
+
+def test_evaluating_in_inference_mode_does_not_harm_training() -> None:
+    model = quantize_model(net(), CONFIG)
+    with torch.no_grad():
+        layer_of(model).weight.mul_(2)
+    with torch.inference_mode():
+        model(torch.randn(2, 8))
+    model(torch.randn(2, 8)).sum().backward()
+
+
+def test_moving_a_model_moves_its_quantized_weights() -> None:
+    model = quantize_model(net(), CONFIG)
+    model.double()
+    assert layer_of(model).quantized_weight().dtype == torch.float64
+    model.to("meta")
+    assert layer_of(model).moq.weight is None
+
+
+def test_dequantize_keeps_the_outputs_or_the_float_weights() -> None:
+    x = torch.randn(3, 8)
+    model = quantize_model(net(), CONFIG)
+    out, weight = model(x), layer_of(model).weight.detach().clone()
+    back = dequantize_model(copy.deepcopy(model), weights="float")
+    assert type(back[0]) is nn.Linear and torch.equal(back[0].weight, weight)
+    assert torch.equal(dequantize_model(model)(x), out)
+    assert [type(m) for m in model] == [type(m) for m in net()]
+    with pytest.raises(MoQError, match="no quantized layer"):
+        dequantize_model(model)
+    with pytest.raises(MoQError, match='"quantized" or "float"'):
+        dequantize_model(quantize_model(net(), CONFIG), weights="int8")  # type: ignore[arg-type]
+
+
+def test_quantizing_again_follows_the_new_config() -> None:
+    model = quantize_model(net(), {**CONFIG, "modules_to_not_convert": []})
+    assert list(quant_layers(model)) == ["0", "2", "4"]
+    quantize_model(model, {**CONFIG, "modules_to_not_convert": ["2"]})
+    assert list(quant_layers(model)) == ["0", "4"]
+    quantize_model(model, {**CONFIG, "enabled": False})
+    assert list(quant_layers(model)) == []
+
+
+def chosen(model: nn.Module, *names: str) -> set[str]:
+    config: dict[str, Any] = {**CONFIG, "quantize_groups": "per_channel"}
+    if names:
+        config["modules_to_not_convert"] = list(names)
+    return set(select_layers(model, MoQConfig.from_dict(config)))
+
+
+def test_names_and_globs_leave_layers_out(tiny_bert: BertForSequenceClassification) -> None:
+    every = chosen(tiny_bert) | {"classifier"}
+    assert len(every) == 14 and "classifier" not in chosen(tiny_bert)
+    first = {name for name in every if ".layer.1." in name}
+    assert chosen(tiny_bert, "bert.encoder.layer.1") == every - first == chosen(tiny_bert, "layer.1")
+    assert chosen(tiny_bert, "*.layer.1.*") == every - first
+    assert chosen(tiny_bert, "query", "classifier") == {n for n in every if "query" not in n and n != "classifier"}
+    # Naming a module without linear layers is no mistake.
+    assert chosen(tiny_bert, "bert.embeddings", "classifier") == every - {"classifier"}
+
+
+def test_blocks_are_entries_of_the_outermost_list(tiny_bert: BertForSequenceClassification) -> None:
+    assert block_of(tiny_bert, "bert.encoder.layer.1.attention.self.query") == "bert.encoder.layer.1"
+    assert block_of(tiny_bert, "bert.pooler.dense") == "bert.pooler.dense"
+
+
+@pytest.mark.parametrize(
+    "change, fragments",
+    [
+        ({"modules_to_not_convert": ["clasifier"]}, ["'clasifier' matches no module", "0, 2, 4"]),
+        ({"modules_to_not_convert": ["*"]}, ["no linear layer to quantize", "0, 2, 4"]),
+        ({"quantize_groups": 5}, ["quantize_groups 5", "0 (out_features 16), 2 (out_features 8)", "2, 4, 8"]),
+        ({"quantize_groups": 1, "quantize_group_size": 5}, ["quantize_group_size 5", "0 (in_features 8)", "2, 4, 8"]),
+    ],
+)
+def test_what_does_not_fit_is_told_and_changes_nothing(change: dict[str, Any], fragments: list[str]) -> None:
+    model = net()
+    with pytest.raises(MoQError) as error:
+        quantize_model(model, {**CONFIG, **change})
+    assert all(fragment in str(error.value) for fragment in fragments), error.value
+    assert not quant_layers(model)
+
+
+def test_models_that_cannot_be_quantized_are_told() -> None:
+    with pytest.raises(MoQError, match="no linear layer to quantize; its layers are Conv1d, ReLU"):
+        quantize_model(nn.Sequential(nn.Conv1d(1, 1, 1), nn.ReLU()), CONFIG)
+    model = net()
+    model[2].weight.data[1, 1] = float("nan")
+    with pytest.raises(MoQError, match=r"NaN or Inf in 2\.weight"):
+        quantize_model(model, CONFIG)
+    assert not quant_layers(model)
