@@ -185,7 +185,7 @@ class QuantLinear(nn.Linear):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         _LAYERS.add(self)
         self.refresh()
 

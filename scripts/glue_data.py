@@ -76,12 +76,12 @@ def read_text(path: str) -> str:
         raise UserError(f"cannot read {path}: {err.strerror}") from None
 
 
-def read_file(path: str, task: Task | None, labelled: bool) -> Split:
+def read_file(path: str, wanted: Sequence[str] | None, labelled: bool) -> Split:
     """Read a csv, json (a list of objects) or jsonl file (an object a line).
 
     Args:
         path: the file.
-        task: whose columns to take; None: sentence1 and sentence2, else the first two columns of text.
+        wanted: the columns of text to take; None: sentence1 and sentence2, else the first two that hold text.
         labelled: whether the column `label` is needed; otherwise it is left out.
 
     Raises:
@@ -94,7 +94,7 @@ def read_file(path: str, task: Task | None, labelled: bool) -> Split:
         raise UserError(f"{path} holds no examples")
     columns = list(rows[0])
     text = [name for name in columns if isinstance(rows[0][name], str)]
-    texts = _choose_columns(path, columns, text, task, labelled)
+    texts = _choose_columns(path, columns, text, wanted, labelled)
     data: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in texts}
     split = Split(path, None, lines)
     for name in texts:
@@ -161,12 +161,12 @@ def _read_json(path: str) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def _choose_columns(
-    source: str, columns: Sequence[str], text: Sequence[str], task: Task | None, labelled: bool
+    source: str, columns: Sequence[str], text: Sequence[str], wanted: Sequence[str] | None, labelled: bool
 ) -> list[str]:
     """Give the names of the one or two text columns of data that has `columns`, of which `text` hold text."""
     there = f"{source} has the columns {', '.join(columns)}"
-    if task is not None:
-        chosen = list(task.columns)
+    if wanted is not None:
+        chosen = list(wanted)
     elif "sentence1" in columns:
         chosen = [name for name in ("sentence1", "sentence2") if name in columns]
     else:
@@ -212,32 +212,31 @@ def load_splits(
         UserError: data that cannot be had, or lacks a split or a column.
     """
     task, files = TASKS.get(data_args.task_name or ""), data_args.files()
-    for name in files:
-        wanted = {"train": args.do_train, "valid": args.do_eval, "test_": args.do_predict}[name[:5]]
-        if not wanted:
-            logger.info("--%s is not used", name)
     if files:
-        sources = {"train": (args.do_train, "train_file"), "validation": (args.do_eval, "validation_file")}
-        sources["validation_mm"] = (args.do_eval, "validation_mismatched_file")
-        sources["test"] = (args.do_predict, "test_file")
+        sources = {"train": ("train_file", args.do_train), "validation": ("validation_file", args.do_eval)}
+        sources |= {"validation_mm": ("validation_mismatched_file", args.do_eval)}
+        sources |= {"test": ("test_file", args.do_predict)}
         if data_args.task_name == "mnli" and args.do_eval and "validation_mismatched_file" not in files:
             logger.info("no --validation_mismatched_file: evaluating on the matched set only")
-        return {
-            key: read_file(files[name], task, labelled=key != "test")
-            for key, (wanted, name) in sources.items()
-            if wanted and name in files
-        }
-    keys = ["train"] * args.do_train + ["validation"] * args.do_eval + ["test"] * args.do_predict
-    wanted_splits = {key: key for key in keys}
+        splits: dict[str, Split] = {}
+        columns = task.columns if task is not None else None
+        for key, (name, wanted) in sources.items():
+            if name in files and not wanted:
+                logger.info("--%s is not used", name)
+            elif name in files:
+                splits[key] = read_file(files[name], columns, labelled=key != "test")
+                # All of the files must have what was chosen from the first.
+                columns = tuple(column for column in splits[key].data.column_names if column != "label")
+        return splits
+    kinds = ["train"] * args.do_train + ["validation"] * args.do_eval + ["test"] * args.do_predict
+    names = {kind: kind for kind in kinds}
     if data_args.task_name == "mnli":
-        wanted_splits = {"train": "train"} if args.do_train else {}
-        for key in keys:
-            if key != "train":
-                wanted_splits |= {key: f"{key}_matched", f"{key}_mm": f"{key}_mismatched"}
+        for kind in kinds[args.do_train :]:
+            names |= {kind: f"{kind}_matched", f"{kind}_mm": f"{kind}_mismatched"}
     name, config = data_args.dataset_name, data_args.dataset_config_name
     if task is not None:
         name, config = "nyu-mll/glue", data_args.task_name
-    return _load_hub_splits(name, config, wanted_splits, task, model_args)
+    return _load_hub_splits(name, config, names, task, model_args)
 
 
 def _load_hub_splits(
@@ -262,7 +261,7 @@ def _load_hub_splits(
             raise UserError(f"{source} holds no examples")
         kinds = {column: getattr(feature, "dtype", "") for column, feature in data.features.items()}
         text = [column for column, kind in kinds.items() if kind in ("string", "large_string")]
-        texts = _choose_columns(source, data.column_names, text, task, labelled)
+        texts = _choose_columns(source, data.column_names, text, task.columns if task else None, labelled)
         data = data.select_columns([*texts, *(["label"] if labelled else [])])
         for column in data.column_names:
             if data.data.column(column).null_count:

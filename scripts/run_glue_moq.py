@@ -245,8 +245,8 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
     from moq_hf.config import MoQConfig
 
     started = time.time()
-    moq_config = MoQConfig.from_file(model_args.moq_config) if model_args.moq_config else None
     _set_up(args)
+    moq_config = MoQConfig.from_file(model_args.moq_config) if model_args.moq_config else None
     if moq_config is None:
         logger.info("no --moq_config: plain float training")
     elif not args.do_train:

@@ -124,9 +124,14 @@ CASES = [
         [r"abc\.jsonl, line 1: label 'a'", "labels of the model: x, y, z"],
     ),
     (
+        "validation data with other columns",
+        {"task_name": None, "train_file": "{d}/ab.jsonl", "do_eval": "true", "validation_file": "{d}/columns.csv"},
+        [r"columns\.csv has the columns text, label", "missing: sentence1, sentence2"],
+    ),
+    (
         "data set folder without the split",
         {"task_name": None, "train_file": None, "dataset_name": "{d}/set"},
-        ["train"],
+        ["the splits test; needed: train"],
     ),
     ("missing MoQ configuration", {"moq_config": "{d}/no_moq.json"}, [r"no_moq\.json"]),
     ("broken MoQ configuration", {"moq_config": "{d}/broken.json"}, [r"broken\.json", "column"]),
