@@ -117,13 +117,16 @@ class MoQCallback(TrainerCallback, ExportableState):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the bits to a training log, for the progress bar and `trainer_state.json`."""
-        if self.controller is None or logs is None or "loss" not in logs or "moq/mean_bits" in logs:
+        """Add the bits to a training log: all of them to `trainer_state.json`, their mean to the progress bar."""
+        if self.controller is None or logs is None or "loss" not in logs:
             return
         metrics = self.controller.metrics()
-        logs.update(metrics)
         if state.log_history:
             state.log_history[-1].update(metrics)
+        # MoQTrainer logs the blocks for the reporters, which have them by now; on the screen they would be a wall.
+        for name in metrics:
+            logs.pop(name, None)
+        logs["moq/mean_bits"] = metrics["moq/mean_bits"]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A checkpoint from before the target precision is no candidate for the best one."""

@@ -52,6 +52,7 @@ class ModelArguments:
 
     model_name_or_path: str | None = _option("Model folder, or name of a model on the Hub.")
     moq_config: str | None = _option("JSON file of the quantization (see configs/). Without it: plain float training.")
+    float_baseline: bool = _option("Before that, train the same in float, and report both.", False)
     config_name: str | None = _option(
         "Model configuration (folder, JSON file or Hub name), if not the model's own. "
         "Without --model_name_or_path: train it from scratch."
@@ -170,7 +171,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ModelArguments, DataTrainingAr
         return kind(**{field.name: getattr(namespace, field.name) for field in dataclasses.fields(kind) if field.init})
 
     model_args, data_args = build(ModelArguments), build(DataTrainingArguments)
-    problems = _check_packages() + _check_data(data_args, namespace) + _check_model(model_args)
+    problems = _check_packages() + _check_data(data_args, namespace) + _check_model(model_args, namespace)
     _raise_problems(problems + _check_training(data_args, namespace))
     try:
         # Takes seconds: it imports most of transformers.
@@ -268,8 +269,10 @@ def _check_data(data_args: DataTrainingArguments, args: Any) -> list[str]:
     return problems
 
 
-def _check_model(model_args: ModelArguments) -> list[str]:
+def _check_model(model_args: ModelArguments, args: Any) -> list[str]:
     problems = []
+    if model_args.float_baseline and not (model_args.moq_config and args.do_train and args.do_eval):
+        problems.append("--float_baseline needs --moq_config, --do_train and --do_eval: it compares two trainings")
     if model_args.model_name_or_path is None and model_args.config_name is None:
         problems.append("no model: give --model_name_or_path, or --config_name to train from scratch")
     for name in ("model_name_or_path", "config_name", "tokenizer_name"):

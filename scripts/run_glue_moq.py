@@ -8,6 +8,7 @@ The arguments are those of Hugging Face's `run_glue.py` in its transformers 5 fo
 `error:` line and exit status 2.
 """
 
+import copy
 import logging
 import math
 import re
@@ -280,28 +281,36 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
     tokenizer = load_tokenizer(model_args)
     pair = any(len(set(split.data.column_names) - {"label"}) > 1 for split in splits.values())
     length = fit_length(data_args, tokenizer, config, pair)
-    model = load_model(model_args, config)
-
     encoded = tokenize(splits, labels, tokenizer, length, data_args, args)
     metric = load_metric(data_args.task_name or ("mse" if labels.names is None else "accuracy"))
     # Padding up to a multiple of 8 must not go beyond the positions that the model has.
     positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     multiple = 8 if -(-length // 8) * 8 <= positions else None
     collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
-    try:
-        trainer = MoQTrainer(
-            model=model,
-            args=args,
-            train_dataset=encoded.get("train"),
-            eval_dataset=encoded.get("validation"),
-            compute_metrics=_compute_metrics(metric, labels, task),
-            processing_class=tokenizer,
-            data_collator=default_data_collator if data_args.pad_to_max_length else collator,
-            moq_config=moq_config,
-        )
-    except OSError as err:
-        # The Trainer makes the output folder and, for an upload, the repository.
-        raise UserError(f"cannot set up --output_dir {args.output_dir}: {one_line(err)}") from None
+
+    def build(arguments: Any, quantization: MoQConfig | None) -> MoQTrainer:
+        # The same first weights and the same order of the data, whatever ran before.
+        set_seed(arguments.seed)
+        try:
+            return MoQTrainer(
+                model=load_model(model_args, config),
+                args=arguments,
+                train_dataset=encoded.get("train"),
+                eval_dataset=encoded.get("validation"),
+                compute_metrics=_compute_metrics(metric, labels, task),
+                processing_class=tokenizer,
+                data_collator=default_data_collator if data_args.pad_to_max_length else collator,
+                moq_config=quantization,
+            )
+        except OSError as err:
+            # The Trainer makes the output folder and, for an upload, the repository.
+            raise UserError(f"cannot set up --output_dir {arguments.output_dir}: {one_line(err)}") from None
+
+    trainer = build(args, moq_config)
+    baseline = None
+    if model_args.float_baseline:
+        baseline = train_baseline(build, args, encoded)
+        trainer = build(args, moq_config)
 
     results: dict[str, dict[str, float]] = {}
     if args.do_train:
@@ -322,7 +331,8 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
     if args.do_train or args.push_to_hub:
         trainer.create_model_card(**card)
     if trainer.is_world_process_zero():
-        print("\n".join(summary(trainer, results, data_args.task_name or "data", started)), flush=True)
+        lines = summary(trainer, results, baseline, data_args.task_name or "data", started)
+        print("\n".join(lines), flush=True)
     if args.push_to_hub:
         try:
             trainer.push_to_hub(**card)
@@ -340,6 +350,19 @@ def _check_head(model_args: ModelArguments, config: "PreTrainedConfig", count: i
             f"{model_args.model_name_or_path} has a head of {config.num_labels} labels, but the data has {count}; "
             "--ignore_mismatched_sizes starts with a new head"
         )
+
+
+def train_baseline(build: Any, args: "TrainingArguments", encoded: Mapping[str, "Dataset"]) -> dict[str, Any]:
+    """Train and evaluate in float with the same seed, in the folder `float` of the output folder; give the figures."""
+    arguments = copy.copy(args)
+    arguments.output_dir = str(Path(args.output_dir, "float"))
+    arguments.save_strategy, arguments.load_best_model_at_end, arguments.push_to_hub = "no", False, False
+    logger.info("--float_baseline: first the same training without quantization")
+    trainer = build(arguments, None)
+    train(trainer, encoded["train"], None)
+    results = evaluate_all(trainer, encoded)
+    logger.info("now with quantization")
+    return results
 
 
 def train(trainer: "Trainer", data: "Dataset", checkpoint: str | None) -> None:
@@ -394,18 +417,20 @@ def predict_all(trainer: "Trainer", encoded: Mapping[str, "Dataset"], labels: La
     trainer.save_metrics("predict", combined)
 
 
-def summary(trainer: "MoQTrainer", results: Mapping[str, Mapping[str, float]], name: str, since: float) -> list[str]:
+def summary(
+    trainer: "MoQTrainer",
+    results: Mapping[str, Mapping[str, float]],
+    baseline: Mapping[str, Mapping[str, float]] | None,
+    name: str,
+    since: float,
+) -> list[str]:
     """Give the lines that end a run: the metrics, the bits, and the files written after the time `since`."""
     lines = [""]
     for key, metrics in results.items():
-        shown = {
-            metric.removeprefix("eval_"): value
-            for metric, value in metrics.items()
-            if not re.search(r"^epoch|_(runtime|per_second|samples|model_preparation_time)(_mm)?$", metric)
-        }
-        figures = ", ".join(f"{metric} {value:.4f}" for metric, value in shown.items())
         samples = next(value for metric, value in metrics.items() if re.match("eval_samples(_mm)?$", metric))
-        lines.append(f"{name}, {key} ({samples} examples): {figures}")
+        if baseline is not None:
+            lines.append(f"{name}, {key} ({samples} examples), float: {_figures(baseline[key])}")
+        lines.append(f"{name}, {key} ({samples} examples){', MoQ' if baseline else ''}: {_figures(metrics)}")
     controller = None if trainer.moq is None else trainer.moq.controller
     if controller is not None:
         lines.append(f"mean bits of the {len(controller.layers)} quantized layers: {controller.mean_bits:.2f}")
@@ -418,6 +443,11 @@ def summary(trainer: "MoQTrainer", results: Mapping[str, Mapping[str, float]], n
             size = sum(inner.stat().st_size for inner in inside)
             lines.append(f"  {path.name + '/' * path.is_dir():32} {_size(size):>9}")
     return lines
+
+
+def _figures(metrics: Mapping[str, float]) -> str:
+    other = re.compile(r"^epoch|_(runtime|per_second|samples|model_preparation_time)(_mm)?$")
+    return ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in metrics.items() if not other.search(k))
 
 
 def _size(count: int) -> str:

@@ -2,10 +2,11 @@
 
 The corpus has the shape of SST-2 (``sentence``, ``label``; 1 = positive). Each sentence names one good and one bad
 quality of the same thing and its grammar says which of the two holds: "The soup looked tasty but turned out to be
-greasy." is negative, "The soup looked greasy but turned out to be tasty." is positive. Every sentence stands beside its
+greasy." is negative, "The soup looked greasy but turned out to be tasty." is positive. Every such sentence stands beside its
 partner with the two adjectives exchanged, so both labels have the same words and a rule over a bag of words is right
 exactly half of the time. What has to be learned is the polarity of some 280 adjectives and which of the two is meant in
-some 40 constructions.
+some 40 constructions. A third of the training sentences are plain ones ("The soup was tasty."), from which the polarity
+can be learned first; the validation set has none.
 
 Standard library only, and the same bytes for the same seed on every machine.
 
@@ -22,7 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 
 SEED = 20
-TRAIN_PAIRS = 2400
+TRAIN_PAIRS = 1800
+TRAIN_PLAIN = 2000
 VALIDATION_PAIRS = 400
 VOCABULARY = 900
 MAX_TOKENS = 64
@@ -100,7 +102,7 @@ SECOND_HOLDS = (
     "What had seemed {ax} {n} was in fact {ay} one.",
     "Once {x}, the {n} is now {very} {y}.",
     "The {n} is no longer {x}; {it} has become {y}.",
-    "You may have heard that the {n} is {x}, but \"{y}\" is the right word.",
+    'You may have heard that the {n} is {x}, but "{y}" is the right word.',
     "Nobody calls the {n} {x} any more: {it} is {y}.",
     "The other {n} was {x}, {but} this one is {very} {y}.",
     "The old {n} was {x}; the new one is {y}.",
@@ -128,6 +130,14 @@ FIRST_HOLDS = (
     "So {x} was the {n} {when} that nobody called {him} {y}.",
     "The {n} proved {x}, contrary to all those {y} first impressions.",
 )
+PLAIN = (
+    "The {n} was {very} {x}.",
+    "The {n} is {very} {x}.",
+    "The {n} {seemed} {x} {when}.",
+    "It was {ax} {n}.",
+    "We had {ax} {n} {when}.",
+    "My {who} said the {n} was {x}.",
+)
 SEEMED = ("seemed", "looked", "sounded", "appeared")
 BUT = ("but", "yet", "and yet")
 VERY = ("", "", "really", "truly", "quite")
@@ -142,7 +152,13 @@ def zipf(words: str) -> tuple[list[str], list[float]]:
 
 def with_article(word: str) -> str:
     """The word behind "a" or "an"."""
-    return f"{'an' if word[0] in 'aeiou' and not word.startswith('use') or word == 'honest' else 'a'} {word}"
+    return f"{'an' if (word[0] in 'aeiou' and not word.startswith('use')) or word == 'honest' else 'a'} {word}"
+
+
+def fill(template: str, x: str, y: str, words: dict[str, str]) -> str:
+    """The sentence of a template."""
+    text = template.format(x=x, y=y, ax=with_article(x), ay=with_article(y or "x"), **words)
+    return " ".join(text.split())
 
 
 class Writer:
@@ -165,12 +181,31 @@ class Writer:
             The good and the bad adjective, and the positive and the negative row (keys ``sentence``, ``label``).
         """
         draw = self.random
-        domain = draw.choice(list(DOMAINS))
-        good, bad = (draw.choices(words, weights)[0] for words, weights in self.adjectives[domain])
+        domain, words = self.setting()
+        good, bad = (draw.choices(listed, weights)[0] for listed, weights in self.adjectives[domain])
         second_holds = draw.random() < SECOND_SHARE
         template = draw.choice(SECOND_HOLDS if second_holds else FIRST_HOLDS)
+        rows = []
+        for label in (1, 0):
+            first_is_good = (label == 1) != second_holds
+            x, y = (good, bad) if first_is_good else (bad, good)
+            rows.append({"sentence": fill(template, x, y, words), "label": label})
+        return (good, bad), rows
+
+    def plain(self) -> dict[str, str | int]:
+        """One sentence with one adjective: a row with ``sentence`` and ``label``."""
+        domain, words = self.setting()
+        label = self.random.randint(0, 1)
+        listed, weights = self.adjectives[domain][1 - label]
+        adjective = self.random.choices(listed, weights)[0]
+        return {"sentence": fill(self.random.choice(PLAIN), adjective, "", words), "label": label}
+
+    def setting(self) -> tuple[str, dict[str, str]]:
+        """A domain, and the words of a sentence other than the adjectives."""
+        draw = self.random
+        domain = draw.choice(list(DOMAINS))
         it = draw.choice(("he", "she")) if domain == "person" else "it"
-        words = {
+        return domain, {
             "n": draw.choice(DOMAINS[domain][0].split()),
             "it": it,
             "him": {"he": "him", "she": "her", "it": "it"}[it],
@@ -180,13 +215,6 @@ class Writer:
             "but": draw.choice(BUT),
             "very": draw.choice(VERY),
         }
-        rows = []
-        for label in (1, 0):
-            first_is_good = (label == 1) != second_holds
-            x, y = (good, bad) if first_is_good else (bad, good)
-            text = template.format(x=x, y=y, ax=with_article(x), ay=with_article(y), **words)
-            rows.append({"sentence": " ".join(text.split()), "label": label})
-        return (good, bad), rows
 
 
 def make_rows(seed: int) -> tuple[list[dict[str, str | int]], list[dict[str, str | int]]]:
@@ -209,9 +237,19 @@ def make_rows(seed: int) -> tuple[list[dict[str, str | int]], list[dict[str, str
             seen.update(str(row["sentence"]) for row in pair)
             rows += pair
         held_out = met
-        writer.random.shuffle(rows)
         splits.append(rows)
-    return splits[1], splits[0]
+    validation, train = splits
+    # Half of each label, whatever was drawn.
+    wanted = {0: TRAIN_PLAIN // 2, 1: TRAIN_PLAIN // 2}
+    while any(wanted.values()):
+        row = writer.plain()
+        if wanted[int(row["label"])] and row["sentence"] not in seen:
+            wanted[int(row["label"])] -= 1
+            seen.add(str(row["sentence"]))
+            train.append(row)
+    for rows in splits:
+        writer.random.shuffle(rows)
+    return train, validation
 
 
 def split_words(text: str) -> list[str]:

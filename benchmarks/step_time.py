@@ -1,0 +1,149 @@
+"""What MoQ adds to a training step: the time of a step with it over that of the plain float step.
+
+    python benchmarks/step_time.py --model_name_or_path FOLDER --out benchmarks/results/step_time.json
+
+Both models train in one process on the same batches, a step of the one after a step of the other; the ratio is that of
+the medians. A step is forward and backward of each micro-batch, gradient clipping, the optimizer and, with MoQ, the
+advance of the schedule and the quantization of every weight. Without a model folder: random weights of a 6-layer BERT
+with hidden size 384.
+"""
+
+import argparse
+import copy
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig
+
+import moq_hf
+from moq_hf import MoQConfig
+from moq_hf.controller import MoQController
+
+MINILM = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
+
+
+class Arm:
+    """A model in training, with or without MoQ."""
+
+    def __init__(self, model: Any, config: MoQConfig | None) -> None:
+        """Starts at the config's bits: with an offset of 0."""
+        self.model = copy.deepcopy(model).train()
+        self.controller = None if config is None else MoQController(self.model, config)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+
+    def step(self, micro_batches: list[dict[str, torch.Tensor]]) -> float:
+        """Seconds of one optimizer step."""
+        torch.manual_seed(0)
+        start = time.perf_counter()
+        for batch in micro_batches:
+            (self.model(**batch).loss / len(micro_batches)).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        if self.controller is not None:
+            self.controller.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+
+def moq(bits: int, **algo: Any) -> MoQConfig:
+    """A config that stays at `bits` from the first step on."""
+    schedule = {"quantize_period": 1, "schedule_offset": 0}
+    quantize_bits = {"start_bits": bits, "target_bits": bits}
+    return MoQConfig.from_dict(
+        {"quantize_bits": quantize_bits, "quantize_groups": 8, "quantize_schedule": schedule, "quantize_algo": algo}
+    )
+
+
+def main() -> None:
+    """Measure, print a line per case and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_name_or_path")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/step_time.json"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(args.model_name_or_path) if args.model_name_or_path else MINILM
+    model = (
+        AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path)
+        if args.model_name_or_path
+        else AutoModelForSequenceClassification.from_config(config)
+    )
+
+    def batch(size: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(1000, config.vocab_size, (size, args.sequence))
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.arange(size) % 2}
+
+    cases = [
+        ("8 bits", moq(8), 1),
+        ("8 bits, 4 micro-batches", moq(8), 4),
+        ("4 bits (ratio search every 50 steps)", moq(4), 1),
+        ("2 bits (ternary)", moq(2), 1),
+        ("8 bits, stochastic", moq(8, rounding="stochastic"), 1),
+    ]
+    results = []
+    for name, quantization, count in cases:
+        # A micro-batch has the whole batch size: accumulation makes the step longer, not the quantization.
+        batches = [batch(args.batch) for _ in range(count)]
+        arms = [Arm(model, None), Arm(model, quantization)]
+        for arm in arms:
+            arm.step(batches)
+        times: list[list[float]] = [[], []]
+        for repeat in range(args.repeats):
+            for index in (0, 1) if repeat % 2 else (1, 0):
+                times[index].append(arms[index].step(batches))
+        plain, quantized = (statistics.median(t) for t in times)
+        # The quantization alone, so that a noisy machine does not hide a small share.
+        controller = arms[1].controller
+        assert controller is not None
+        alone = []
+        for _ in range(args.repeats):
+            start = time.perf_counter()
+            controller.step()
+            alone.append(time.perf_counter() - start)
+        share = statistics.median(alone) / plain
+        pairs = statistics.median(q / p for p, q in zip(*times, strict=True))
+        results.append(
+            {
+                "case": name,
+                "plain_s": plain,
+                "moq_s": quantized,
+                "ratio_of_medians": quantized / plain,
+                "median_of_pair_ratios": pairs,
+                "quantization_s": statistics.median(alone),
+                "quantization_share": share,
+                "times": times,
+            }
+        )
+        print(f"{name:40} {plain:7.3f} s {quantized:7.3f} s  x{quantized / plain:.4f}  alone {share:.2%}", flush=True)
+    document = {
+        "command": " ".join(["python", "benchmarks/step_time.py", *sys.argv[1:]]),
+        "machine": {"processor": platform.processor() or platform.machine(), "threads": args.threads},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "moq_hf": moq_hf.__version__,
+        },
+        "batch": args.batch,
+        "sequence": args.sequence,
+        "repeats": args.repeats,
+        "seed": 0,
+        "results": results,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
