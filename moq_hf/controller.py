@@ -165,6 +165,8 @@ class MoQController:
     def warnings(self) -> list[str]:
         """What a user should know before the first step."""
         notes = []
+        if self.config.kernel:
+            notes.append("quantizer_kernel: this version has no Triton kernels; plain PyTorch gives the same numbers")
         if self.config.modules_to_not_convert is not None:
             heads = [name for name in output_heads(self.model, self.layers) if name in self.layers]
             if heads:
