@@ -121,7 +121,7 @@ _KEYS = (
         "scale",
         "auto|absmax|mse",
         "auto",
-        "`absmax`; `mse`: the clipping ratio with the least squared error; `auto`: absmax above 5 bits, mse below",
+        "`absmax`; `mse`: the clipping ratio with the least squared error; `auto`: absmax above 5 bits, mse from 5 down",
     ),
     _Key(
         "quantize_algo.scale_refresh",
@@ -303,7 +303,8 @@ class MoQConfig:
         """
         try:
             text = Path(path).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
+        # ValueError: no UTF-8, or a path with a null character.
+        except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise MoQConfigError(f"cannot read the MoQ config {os.fspath(path)}: {reason}") from error
         try:
@@ -329,10 +330,12 @@ class MoQConfig:
         if not isinstance(document, Mapping):
             raise MoQConfigError(f"{where}: must be an object of keys, got {_show(document)}")
         ignored: tuple[str, ...] = ()
+        faults: list[str] = []
         block = document
         if "quantize_training" in document:
             block = document["quantize_training"]
-            ignored = tuple(str(key) for key in document if key != "quantize_training")
+            ignored = tuple(str(key) for key in document if key != "quantize_training" and key not in _TOP)
+            faults += [f"{key}: belongs into quantize_training" for key in document if key in _TOP]
             if not isinstance(block, Mapping):
                 raise MoQConfigError(f"{where}: quantize_training must be an object of keys, got {_show(block)}")
         elif _DEEPSPEED.intersection(key for key in document if isinstance(key, str)):
@@ -341,7 +344,6 @@ class MoQConfig:
                 + (" (compression_training is another method)" if "compression_training" in document else "")
                 + '; add "quantize_training": {"quantize_bits": {"start_bits": 12, "target_bits": 8}, ...}'
             )
-        faults: list[str] = []
         values = _flatten(block, faults)
         faults += _faults(values)
         if faults:
@@ -393,7 +395,7 @@ def _show(value: Any) -> str:
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
-        text = repr(value) if not isinstance(value, (Mapping, list)) else type(value).__name__
+        text = type(value).__name__
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -425,15 +427,16 @@ def _flatten(block: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
                     values[f"{section}.{inner}"] = inner_value
                 else:
                     faults.append(_unknown(f"{section}.{inner}", str(inner), legal, section))
-        elif key in _BY_PATH:
+        elif key in _TOP:
             values[key] = value
         else:
-            faults.append(_unknown(key, key, sorted(_TOP), ""))
+            faults.append(_unknown(key, key, sorted(_TOP | {"quantize_training"}), ""))
     return values
 
 
 def _unknown(path: str, name: str, legal: list[str], section: str) -> str:
-    inner = {key.split(".")[1]: key for key in _BY_PATH if "." in key}
+    # "enabled" and "verbose" stand in several places and point nowhere.
+    inner = {key.split(".")[1]: key for key in _BY_PATH if "." in key and not key.endswith(("enabled", "verbose"))}
     near = difflib.get_close_matches(name, legal, 1, 0.6)
     if near and name not in inner:
         return f"{path}: unknown key, did you mean {section + '.' if section else ''}{near[0]}?"
@@ -498,7 +501,8 @@ def _faults(values: Mapping[str, Any]) -> Iterator[str]:
         key = _BY_PATH.get("quantize_algo.q_type" if path == "quantize_type" else path)
         if key is not None and not _is_legal(value, key.kind):
             wrong.add(path)
-            hint = f" (write {int(value)})" if type(value) is float and value.is_integer() and "int" in key.kind else ""
+            whole = key.kind.startswith(("int", "groups", "period"))
+            hint = f" (write {int(value)})" if type(value) is float and value.is_integer() and whole else ""
             words = difflib.get_close_matches(value, key.kind.split("|"), 1) if isinstance(value, str) else []
             hint = f" (did you mean {json.dumps(words[0])}?)" if words and "|" in key.kind else hint
             yield f"{path}: {_show(value)} is not legal; it must be {_legal(key.kind)}{hint}"

@@ -10,7 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from transformers import BertConfig, BertForSequenceClassification, set_seed
+
+# Time is no property of the code on a busy machine.
+settings.register_profile("moq_hf", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("moq_hf")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
