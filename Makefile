@@ -20,7 +20,7 @@ demo: $(INSTALLED)
 
 test: check
 	@echo "== pytest"
-	@HF_HUB_OFFLINE=1 $(PY) -m pytest --quiet
+	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest --quiet --numprocesses 2 --dist worksteal
 
 check: $(INSTALLED)
 	@echo "== ruff"

@@ -121,7 +121,7 @@ _KEYS = (
         "scale",
         "auto|absmax|mse",
         "auto",
-        "`absmax`; `mse`: the clipping ratio with the least squared error; `auto`: absmax above 5 bits, mse from 5 down",
+        "`absmax`; `mse`: the clipping ratio with the least squared error; `auto`: absmax above 5 bits, then mse",
     ),
     _Key(
         "quantize_algo.scale_refresh",
@@ -275,6 +275,15 @@ class MoQConfig:
 
     def __post_init__(self) -> None:
         """Check what the constructor was given."""
+        types: dict[str, Any] = {"symmetric": bool, "stochastic": bool, "grouping": Grouping}
+        types |= {"schedule": ScheduleConfig, "blend": BlendConfig, "eigenvalue": EigenvalueConfig}
+        strange = [
+            f"{name}: {_show(getattr(self, name))} is no {getattr(kind, '__name__', kind)}"
+            for name, kind in types.items()
+            if not isinstance(getattr(self, name), kind)
+        ]
+        if strange:
+            raise _error("MoQConfig", strange)
         faults = list(_faults(_flatten(self.to_dict(), [])))
         if faults:
             raise _error("MoQConfig", faults)

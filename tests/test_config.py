@@ -1,190 +1,483 @@
+"""What a right config means: defaults, DeepSpeed's documents, round trips, and the recipes in configs/."""
+
+import dataclasses
 import json
 import logging
+import math
 import random
 import re
+import string
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moq_hf import MoQConfig, MoQConfigError, PrecisionSchedule
-from moq_hf.config import PerChannel, PerGroup, RowBlocks, key_table
+from moq_hf.config import (
+    BlendConfig,
+    EigenvalueConfig,
+    MoQConfig,
+    MoQConfigError,
+    PerChannel,
+    PerGroup,
+    RowBlocks,
+    ScheduleConfig,
+    key_table,
+)
+from moq_hf.schedule import FLOAT_BITS, PrecisionSchedule
 
 ROOT = Path(__file__).parents[1]
-DEEPSPEED: dict[str, Any] = {
-    "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}},
-    "fp16": {"enabled": True},
-    "quantize_training": {
+BITS: dict[str, Any] = {"quantize_bits": {"start_bits": 12, "target_bits": 8}}
+
+
+def sections(**keys: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=keys)
+
+
+names = st.text(string.ascii_letters + string.digits + "._*[]?", min_size=1, max_size=12)
+positive = st.integers(1, 10**6)
+share = st.floats(0, 1, exclude_min=True) | st.just(1)
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> dict[str, Any]:
+    """Legal `quantize_training` blocks, any subset of the keys."""
+    target = draw(st.integers(1, 15))
+    document = draw(
+        sections(
+            enabled=st.booleans(),
+            quantize_verbose=st.booleans(),
+            quantizer_kernel=st.none() | st.booleans(),
+            quantize_schedule=sections(
+                quantize_period=positive | st.just("auto"),
+                schedule_offset=st.integers(0, 10**6),
+                deadline=st.none() | share,
+            ),
+            fp16_mixed_quantize=sections(enabled=st.booleans(), quantize_change_ratio=share),
+            eigenvalue=sections(
+                enabled=st.booleans(),
+                verbose=st.booleans(),
+                max_iter=positive,
+                tol=st.floats(0, 1e9, exclude_min=True),
+                stability=st.floats(0, 1e9) | st.just(0),
+                gas_boundary_resolution=positive,
+                layer_name=st.none() | names,
+                layer_num=st.none() | st.integers(0, 100),
+                method=st.sampled_from(["lanczos", "power"]),
+                max_overhead=share,
+            ),
+            modules_to_not_convert=st.none() | st.lists(names, max_size=3),
+            quantize_embeddings=st.none() | st.integers(2, 8),
+            seed=st.integers(0, 2**63 - 1),
+        )
+    )
+    document["quantize_bits"] = {"start_bits": draw(st.integers(target, 16)), "target_bits": target}
+    document |= draw(
+        st.just({})
+        | st.fixed_dictionaries({"quantize_groups": positive | st.just("per_channel")})
+        | st.fixed_dictionaries({"quantize_group_size": st.none() | positive})
+    )
+    q_type = "symmetric" if target == 1 else draw(st.sampled_from(["symmetric", "asymmetric"]))
+    equal_steps = target > 2 or q_type == "asymmetric"
+    algo = draw(
+        sections(
+            rounding=st.sampled_from(["nearest", "stochastic"] if equal_steps else ["nearest"]),
+            scale=st.sampled_from(["auto", "absmax", "mse"]),
+            scale_refresh=positive,
+        )
+    )
+    where = draw(st.sampled_from(["inside", "outside", "both"]))
+    if where != "outside":
+        algo["q_type"] = q_type
+    if where != "inside":
+        document["quantize_type"] = q_type
+    document[draw(st.sampled_from(["quantize_algo", "quantize-algo"]))] = algo
+    return document
+
+
+@given(documents())
+def test_round_trip(document: dict[str, Any]) -> None:
+    config = MoQConfig.from_dict(document)
+    written = config.to_dict()
+    assert json.loads(json.dumps(written, allow_nan=False)) == written
+    again = MoQConfig.from_dict(written)
+    assert again == config and hash(again) == hash(config)
+    assert again.to_dict() == written
+    assert MoQConfig.load(config) is config
+
+
+@given(documents())
+def test_what_the_document_says_is_what_the_config_has(document: dict[str, Any]) -> None:
+    config = MoQConfig.from_dict(document)
+    written = config.to_dict()
+    algo = document.get("quantize_algo", document.get("quantize-algo"))
+    assert config.symmetric is ((algo.get("q_type") or document["quantize_type"]) == "symmetric")
+    for key, value in document.items():
+        if key in ("quantize_type", "quantize_algo", "quantize-algo"):
+            continue
+        if not isinstance(value, dict):
+            assert written[key] == value
+            continue
+        for inner, inner_value in value.items():
+            # Their documented other spellings: 0 is all layers, "auto" alone has a deadline.
+            if (inner, inner_value) not in [("layer_num", 0), ("deadline", None)]:
+                assert written[key][inner] == inner_value, (key, inner)
+
+
+def test_defaults() -> None:
+    assert MoQConfig.from_dict(BITS) == MoQConfig(
+        enabled=True,
+        verbose=False,
+        kernel=None,
+        symmetric=True,
+        stochastic=False,
+        scale="auto",
+        scale_refresh=50,
+        grouping=RowBlocks(1),
+        start_bits=12,
+        target_bits=8,
+        schedule=ScheduleConfig(period=100, offset=100, deadline=None),
+        blend=BlendConfig(enabled=False, change_ratio=0.001),
+        eigenvalue=EigenvalueConfig(
+            enabled=False,
+            verbose=False,
+            max_iter=100,
+            tol=1e-2,
+            stability=1e-6,
+            gas_boundary_resolution=1,
+            layer_name=None,
+            layer_num=None,
+            method="lanczos",
+            max_overhead=0.05,
+        ),
+        modules_to_not_convert=None,
+        quantize_embeddings=None,
+        seed=0,
+    )
+    off = MoQConfig.from_dict({"enabled": False})
+    assert (off.start_bits, off.target_bits) == (16, 16)
+    assert not off.enabled
+
+
+@pytest.mark.parametrize(
+    ("keys", "grouping"),
+    [
+        ({"quantize_groups": 8}, RowBlocks(8)),
+        ({"quantize_groups": "per_channel"}, PerChannel()),
+        ({"quantize_group_size": 64}, PerGroup(64)),
+        ({"quantize_group_size": None, "quantize_groups": 2}, RowBlocks(2)),
+    ],
+)
+def test_groupings(keys: dict[str, Any], grouping: Any) -> None:
+    assert MoQConfig.from_dict(BITS | keys).grouping == grouping
+
+
+@pytest.mark.parametrize(("given_deadline", "deadline"), [({}, 0.25), ({"deadline": 0.5}, 0.5), ({"deadline": 1}, 1)])
+def test_the_period_auto_has_a_deadline(given_deadline: dict[str, Any], deadline: float) -> None:
+    config = MoQConfig.from_dict(BITS | {"quantize_schedule": {"quantize_period": "auto"} | given_deadline})
+    assert config.schedule == ScheduleConfig(None, 100, deadline)
+
+
+def test_a_deadline_needs_no_auto() -> None:
+    config = MoQConfig.from_dict(BITS | {"quantize_schedule": {"deadline": 0.5}})
+    assert config.schedule == ScheduleConfig(100, 100, 0.5)
+
+
+def test_whole_numbers_are_fine_where_fractions_are() -> None:
+    config = MoQConfig.from_dict(BITS | {"eigenvalue": {"tol": 1, "stability": 0}})
+    assert (config.eigenvalue.tol, config.eigenvalue.stability) == (1.0, 0.0)
+    assert type(config.eigenvalue.tol) is type(config.eigenvalue.stability) is float
+
+
+def test_configs_cannot_be_changed() -> None:
+    config = MoQConfig.from_dict(BITS)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.target_bits = 4  # type: ignore[misc]
+    assert dataclasses.replace(config, target_bits=4).target_bits == 4
+    with pytest.raises(MoQConfigError, match="above start_bits 12"):
+        dataclasses.replace(config, target_bits=13)
+
+
+# The forms in which DeepSpeed's users have their settings: sections of its own around the block, and eigenvalues.
+BLOCK = {
+    "enabled": True,
+    "quantize_verbose": True,
+    "quantizer_kernel": True,
+    "quantize-algo": {"q_type": "symmetric"},
+    "quantize_bits": {"start_bits": 16, "target_bits": 8},
+    "quantize_schedule": {"quantize_period": 400, "schedule_offset": 0},
+    "quantize_groups": 8,
+}
+AROUND = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "weight_decay": 0.0, "bias_correction": True}},
+    "gradient_clipping": 1.0,
+    "fp16": {"initial_scale_power": 16, "enabled": True},
+}
+WITH_EIGENVALUES = {
+    "enabled": True,
+    "quantize_verbose": True,
+    "quantizer_kernel": True,
+    "quantize_type": "asymmetric",
+    "quantize_bits": {"start_bits": 12, "target_bits": 8},
+    "quantize_schedule": {"quantize_period": 10, "schedule_offset": 0},
+    "quantize_groups": 8,
+    "fp16_mixed_quantize": {"enabled": False, "quantize_change_ratio": 0.001},
+    "eigenvalue": {
         "enabled": True,
-        "quantize_verbose": True,
-        "quantizer_kernel": True,
-        "quantize-algo": {"q_type": "asymmetric", "rounding": "stochastic"},
-        "quantize_bits": {"start_bits": 12, "target_bits": 8},
-        "quantize_schedule": {"quantize_period": 10, "schedule_offset": 0},
-        "quantize_groups": 8,
-        "fp16_mixed_quantize": {"enabled": False, "quantize_change_ratio": 0.001},
-        "eigenvalue": {
-            "enabled": False,
-            "verbose": True,
-            "max_iter": 50,
-            "tol": 1e-2,
-            "stability": 0,
-            "gas_boundary_resolution": 1,
-            "layer_name": "bert.encoder.layer",
-            "layer_num": 12,
-        },
+        "verbose": True,
+        "max_iter": 50,
+        "tol": 1e-2,
+        "stability": 0,
+        "gas_boundary_resolution": 1,
+        "layer_name": "bert.encoder.layer",
+        "layer_num": 12,
     },
 }
 
 
-def test_a_deepspeed_config_works_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    whole = MoQConfig.from_dict(DEEPSPEED)
-    assert [record.message for record in caplog.records] == ["not moq_hf's, left alone: optimizer, fp16"]
-    assert whole == MoQConfig.from_dict(DEEPSPEED["quantize_training"])
-    assert whole.ignored_sections == ("optimizer", "fp16")
-    assert not whole.symmetric and whole.stochastic and whole.kernel and whole.verbose
-    assert (whole.start_bits, whole.target_bits, whole.grouping) == (12, 8, RowBlocks(8))
-    assert (whole.schedule.period, whole.schedule.offset, whole.schedule.deadline) == (10, 0, None)
-    assert (whole.eigenvalue.layer_name, whole.eigenvalue.layer_num) == ("bert.encoder.layer", 12)
-    assert whole.eigenvalue.stability == 0 and whole.eigenvalue.max_iter == 50
+@pytest.mark.parametrize("document", [BLOCK, {"quantize_training": BLOCK}, AROUND | {"quantize_training": BLOCK}])
+def test_deepspeed_documents(document: dict[str, Any], tmp_path: Path) -> None:
+    expected = MoQConfig(
+        verbose=True,
+        kernel=True,
+        grouping=RowBlocks(8),
+        start_bits=16,
+        target_bits=8,
+        schedule=ScheduleConfig(period=400, offset=0),
+    )
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(document))
+    for source in (document, path, str(path)):
+        assert MoQConfig.load(source) == expected
 
 
-def test_defaults_are_those_of_the_reference() -> None:
-    config = MoQConfig.from_dict({"quantize_bits": {"target_bits": 8}})
-    assert config == MoQConfig(target_bits=8)
-    assert config.enabled and config.start_bits == 16 and config.kernel is None and config.scale == "auto"
-    assert config.symmetric and not config.stochastic and config.scale_refresh == 50 and config.seed == 0
-    assert config.grouping == RowBlocks(1) and config.modules_to_not_convert is None
-    assert (config.schedule.period, config.schedule.offset, config.schedule.deadline) == (100, 100, None)
-    assert not config.blend.enabled and config.blend.change_ratio == 0.001 and config.quantize_embeddings is None
-    assert (
-        not config.eigenvalue.enabled and config.eigenvalue.method == "lanczos" and config.eigenvalue.layer_num is None
+def test_deepspeed_eigenvalues() -> None:
+    config = MoQConfig.from_dict(AROUND | {"quantize_training": WITH_EIGENVALUES})
+    assert not config.symmetric
+    assert config.schedule == ScheduleConfig(10, 0, None)
+    assert config.blend == BlendConfig(False, 0.001)
+    assert config.eigenvalue == EigenvalueConfig(
+        enabled=True, verbose=True, max_iter=50, stability=0.0, layer_name="bert.encoder.layer", layer_num=12
     )
 
 
-def test_auto_has_a_deadline_and_zero_layers_means_all() -> None:
-    schedule = {"quantize_period": "auto"}
-    config = MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, "quantize_schedule": schedule})
-    assert config.schedule.period is None and config.schedule.deadline == 0.25
-    config = MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, "eigenvalue": {"layer_num": 0}})
-    assert config.eigenvalue.layer_num is None
+def test_layer_num_0_is_all() -> None:
+    assert MoQConfig.from_dict(BITS | {"eigenvalue": {"layer_num": 0}}).eigenvalue.layer_num is None
 
 
-def test_groupings() -> None:
-    def grouping(**keys: Any) -> Any:
-        return MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, **keys}).grouping
+def test_both_spellings_of_the_type_may_agree() -> None:
+    document = BITS | {"quantize_type": "asymmetric", "quantize_algo": {"q_type": "asymmetric"}}
+    assert not MoQConfig.from_dict(document).symmetric
 
-    assert grouping(quantize_groups="per_channel") == PerChannel()
-    assert grouping(quantize_group_size=64) == PerGroup(64) == grouping(quantize_group_size=64, quantize_groups=1)
+
+def test_other_sections_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "moq_hf.config"):
+        config = MoQConfig.from_dict(AROUND | {"quantize_training": BLOCK})
+    assert caplog.messages == ["not moq_hf's, left alone: optimizer, gradient_clipping, fp16"]
+    assert config.ignored_sections == ("optimizer", "gradient_clipping", "fp16")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "moq_hf.config"):
+        MoQConfig.from_dict({"quantize_training": BLOCK})
+        MoQConfig.from_dict(BLOCK)
+    assert caplog.messages == []
 
 
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     path = tmp_path / "moq.json"
-    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(DEEPSPEED).encode())
-    assert MoQConfig.load(str(path)) == MoQConfig.load(path) == MoQConfig.load(MoQConfig.from_dict(DEEPSPEED))
+    path.write_text(json.dumps(BITS | {"modules_to_not_convert": ["tête"]}, ensure_ascii=False), encoding="utf-8-sig")
+    assert path.read_bytes().startswith(b"\xef\xbb\xbf")
+    assert MoQConfig.from_file(path).modules_to_not_convert == ("tête",)
 
 
-documents = st.fixed_dictionaries(
-    {"quantize_bits": st.integers(3, 15).flatmap(lambda t: st.fixed_dictionaries(
-        {"target_bits": st.just(t), "start_bits": st.integers(t, 16)}))},
-    optional={
-        "enabled": st.booleans(),
-        "quantize_verbose": st.booleans(),
-        "quantizer_kernel": st.none() | st.booleans(),
-        "quantize_algo": st.fixed_dictionaries({}, optional={
-            "q_type": st.sampled_from(["symmetric", "asymmetric"]),
-            "rounding": st.sampled_from(["nearest", "stochastic"]),
-            "scale": st.sampled_from(["auto", "absmax", "mse"]),
-            "scale_refresh": st.integers(1, 10**6)}),
-        "quantize_groups": st.integers(1, 64) | st.just("per_channel"),
-        "quantize_schedule": st.fixed_dictionaries({}, optional={
-            "quantize_period": st.integers(1, 10**6) | st.just("auto"),
-            "schedule_offset": st.integers(0, 10**6),
-            "deadline": st.none() | st.floats(0.01, 1)}),
-        "fp16_mixed_quantize": st.fixed_dictionaries(
-            {}, optional={"enabled": st.booleans(), "quantize_change_ratio": st.floats(1e-9, 1)}),
-        "eigenvalue": st.fixed_dictionaries({}, optional={
-            "enabled": st.booleans(),
-            "tol": st.floats(1e-9, 10),
-            "stability": st.integers(0, 3),
-            "layer_name": st.none() | st.just("bert.encoder.layer"),
-            "layer_num": st.none() | st.integers(0, 48),
-            "method": st.sampled_from(["lanczos", "power"])}),
-        "modules_to_not_convert": st.none() | st.lists(st.text("ab.*é", min_size=1, max_size=5), max_size=3),
-        "quantize_embeddings": st.none() | st.integers(2, 8),
-        "seed": st.integers(0, 2**63 - 1),
-    },
-)  # fmt: skip
+STRANGE: list[Any] = [None, True, False, 0, -1, 8, 8.0, 17, 1e999, 10**400, "", "8", "auto", "é\ud800\n", [], [8], {}]
+STRANGE += [{"enabled": 1}, {"x": {}}, "symmetric", "per_channel", float("nan"), ["a"], [None], {"a": [{}]}]
 
 
-@given(documents)
-def test_a_config_survives_its_own_words(document: dict[str, Any]) -> None:
-    config = MoQConfig.from_dict(document)
-    words = config.to_dict()
-    assert json.loads(json.dumps(words)) == words
-    assert MoQConfig.from_dict(words) == config and MoQConfig.from_dict(words).to_dict() == words
+def mutated(document: Any, rng: random.Random) -> Any:
+    """A copy with one thing changed: a value, a key, or a key added, moved or lost."""
+    document = json.loads(json.dumps(document))
+    places = [document] + [value for value in document.values() if isinstance(value, dict)]
+    place = rng.choice([p for p in places if p] or [document])
+    if not place:
+        return rng.choice(STRANGE)
+    key = rng.choice(list(place))
+    match rng.randrange(6):
+        case 0:
+            place[key] = rng.choice(STRANGE)
+        case 1:
+            cut = rng.randrange(len(key) + 1)
+            place[key[:cut] + rng.choice(string.ascii_lowercase + "_-. ") + key[cut + 1 :]] = place.pop(key)
+        case 2:
+            rng.choice(places)[key] = json.loads(json.dumps(place[key]))
+        case 3:
+            del place[key]
+        case 4:
+            place[rng.choice(["enabled", "quantize_type", "deadline", "q_type", "", "\n"])] = rng.choice(STRANGE)
+        case 5:
+            return rng.choice([place[key], [document], {"quantize_training": document}, document | AROUND])
+    return document
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_mutated_documents_are_valid_or_told(seed: int) -> None:
-    draw = random.Random(seed)
-    odd = [None, True, -1, 0, 3, 17, 1e400, 0.5, "x", "auto", "per_channel", "symmetric", [], {}, [1], {"a": 1}]
-
-    def mutate(value: Any) -> Any:
-        if isinstance(value, dict):
-            value = {key: mutate(inner) for key, inner in value.items() if draw.random() > 0.05}
-            if draw.random() < 0.1:
-                value[draw.choice(["x", "seed", "quantize_groups", "tol", "enabled", 7])] = draw.choice(odd)
-            return value
-        return draw.choice(odd) if draw.random() < 0.1 else value
-
-    outcomes = {True: 0, False: 0}
-    for _ in range(25):
+def test_mutated_documents_give_a_config_or_one_error() -> None:
+    rng = random.Random(0)
+    outcomes = {"config": 0, "error": 0}
+    for _ in range(600):
+        document: Any = rng.choice([BLOCK, WITH_EIGENVALUES, {"quantize_training": BLOCK}])
+        for _ in range(rng.randint(1, 3)):
+            document = mutated(document, rng) if isinstance(document, dict) else document
         try:
-            MoQConfig.from_dict(mutate(DEEPSPEED))
-            outcomes[True] += 1
-        except MoQConfigError:
-            outcomes[False] += 1
-    assert sum(outcomes.values()) == 25 and outcomes[False]
+            config = MoQConfig.from_dict(document)
+        except MoQConfigError as error:
+            outcomes["error"] += 1
+            assert str(error).startswith("MoQ config: ")
+        else:
+            outcomes["config"] += 1
+            assert MoQConfig.from_dict(config.to_dict()) == config
+    assert min(outcomes.values()) > 50
 
 
-def recipes() -> list[list[str]]:
-    """The rows of configs/README.md's tables."""
-    text = (ROOT / "configs" / "README.md").read_text(encoding="utf-8")
-    return [
-        [cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines() if ".json` |" in line
-    ]
+@settings(max_examples=300)
+@given(st.data())
+def test_damaged_files_give_a_config_or_one_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    content = bytearray(json.dumps(AROUND | {"quantize_training": WITH_EIGENVALUES}).encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        if data.draw(st.booleans()):
+            content[at] = data.draw(st.integers(0, 255))
+        else:
+            del content[at : at + data.draw(st.integers(1, 40))]
+        content = content or bytearray(b" ")
+    path = tmp_path_factory.getbasetemp() / "damaged.json"
+    path.write_bytes(bytes(content))
+    try:
+        assert isinstance(MoQConfig.from_file(path), MoQConfig)
+    except MoQConfigError as error:
+        assert "damaged.json" in str(error)
 
 
-def test_every_recipe_is_told_of() -> None:
-    told = {row[0].strip("`") for row in recipes()}
-    assert told == {path.name for path in (ROOT / "configs").glob("*.json")} and len(told) == 12
+# GLUE's numbers of training examples, and start bits, period and eigenvalues of DeepSpeed's MoQ tutorial.
+TRAIN = {
+    "cola": 8551,
+    "mnli": 392702,
+    "mrpc": 3668,
+    "qnli": 104743,
+    "qqp": 363846,
+    "rte": 2490,
+    "sst2": 67349,
+    "stsb": 5749,
+    "wnli": 635,
+}
+PUBLISHED = {
+    "cola": (12, 8, True),
+    "mnli": (14, 12, True),
+    "mrpc": (12, 10, True),
+    "qnli": (12, 64, False),
+    "qqp": (12, 18, True),
+    "rte": (12, 8, True),
+    "sst2": (12, 400, False),
+    "stsb": (12, 10, False),
+    "wnli": (12, 8, True),
+}
+RECIPES = sorted((ROOT / "configs").glob("*.json"))
+README = ROOT / "configs" / "README.md"
 
 
-@pytest.mark.parametrize("row", recipes(), ids=lambda row: row[0])
-def test_the_arithmetic_of_the_recipes_is_right(row: list[str]) -> None:
-    name = row[0].strip("`")
-    config = MoQConfig.from_file(ROOT / "configs" / name)
-    told = next(cell for cell in reversed(row) if re.match(r"[\d,]+(, [\d,]+)+", cell))
-    steps = [int(step.replace(",", "")) for step in re.split(r", |;", told.split(" with")[0])]
-    schedule = PrecisionSchedule(config, ["block"])
-    seen = []
+def rows_of(page: Path) -> dict[str, list[str]]:
+    """Rows of the tables whose first cell names a recipe."""
+    rows = re.findall(r"^\| `(\w+\.json)` \|(.*)\|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: [cell.strip().replace(",", "") for cell in cells.split("|")] for name, cells in rows}
+
+
+def drops_of(config: MoQConfig) -> list[int]:
+    """Steps of the drops, from a replay of the schedule."""
+    schedule = PrecisionSchedule(config, ["b"])
+    drops = []
     while not schedule.at_target:
-        seen += [switch.step for switch in schedule.advance() if switch.before != 32]
-    assert seen == steps and schedule.steps_to_target() == steps[-1]
-    if name.startswith("glue_"):
-        assert steps[-1] <= int(row[1].replace(",", "")) and config.start_bits == int(row[2])
-        assert config.schedule.period == int(row[5])
+        drops += [switch.step for switch in schedule.advance() if switch.before != FLOAT_BITS]
+    return drops
+
+
+def test_there_is_a_recipe_for_everything() -> None:
+    assert {path.stem for path in RECIPES} == {"moq", "moq_w4", "moq_eigen", *(f"glue_{task}" for task in TRAIN)}
+    assert set(rows_of(README)) == {path.name for path in RECIPES}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_read(path: Path) -> None:
+    config = MoQConfig.from_file(path)
+    assert config.enabled and config.grouping == RowBlocks(8)
+    assert config.target_bits == (4 if path.stem == "moq_w4" else 8)
+
+
+@pytest.mark.parametrize("name", ["moq", "moq_w4"])
+def test_arithmetic_of_the_general_recipes(name: str) -> None:
+    config = MoQConfig.from_file(ROOT / "configs" / f"{name}.json")
+    bits, offset, period, drops, *_ = (re.split(r"\s(?=\d)", cell) for cell in rows_of(README)[f"{name}.json"])
+    assert bits == [f"{config.start_bits} to", str(config.target_bits)]
+    assert [offset, period] == [[str(config.schedule.offset)], [str(config.schedule.period)]]
+    assert [int(step) for step in drops] == drops_of(config)
+    # Well before the end of MRPC.
+    assert int(drops[-1]) == PrecisionSchedule(config, ["b"]).steps_to_target() < 345 / 2
+
+
+def test_arithmetic_of_the_eigenvalue_recipe() -> None:
+    config = MoQConfig.from_file(ROOT / "configs" / "moq_eigen.json")
+    assert config.eigenvalue.enabled
+    *_, cell, _use = rows_of(README)["moq_eigen.json"]
+    schedule, period = PrecisionSchedule(config, ["b"]), config.schedule.period
+    assert period is not None
+    stated = dict(re.findall(r"([\d ]+) with factor (\d)", cell))
+    assert set(stated.values()) == {"1", "5"}
+    for steps, factor in stated.items():
+        expected = [config.schedule.offset + period * (2 * int(factor)) ** drop for drop in range(4)]
+        assert [int(step) for step in steps.split()] == expected
+        assert schedule.steps_to_target(int(factor)) == expected[-1]
+
+
+@pytest.mark.parametrize("task", TRAIN)
+def test_arithmetic_of_the_glue_recipes(task: str) -> None:
+    config = MoQConfig.from_file(ROOT / "configs" / f"glue_{task}.json")
+    start, published, eigenvalues = PUBLISHED[task]
+    total, start_bits, period_text, slowest, period, drops = rows_of(README)[f"glue_{task}.json"]
+    assert int(total) == 3 * math.ceil(TRAIN[task] / 32)
+    assert int(start_bits) == config.start_bits == start
+    assert period_text == f"{published} eigenvalues" if eigenvalues else period_text == str(published)
+    assert int(period) == config.schedule.period
+    n = start - 8
+    last = published * (10 ** (n - 1) / 72 if eigenvalues else 2 ** (n - 1) / 6)
+    assert int(slowest) == round(last)
+    steps = [int(step) for step in drops.split()]
+    assert steps == drops_of(config)
+    assert steps[-1] == PrecisionSchedule(config, ["b"]).steps_to_target() <= int(total) / 2
+    if last < int(total):
+        assert round(last / 2 ** (n - 1)) == config.schedule.period
     else:
-        assert steps[-1] <= 345 / 3
-        assert row[1] == f"{config.start_bits} to {config.target_bits}"
-        assert [config.schedule.offset, config.schedule.period] == [int(row[2]), int(row[3])]
+        assert steps[-1] == round(0.4 * int(total))
 
 
-def test_the_reference_has_the_table_of_the_code() -> None:
-    page = (ROOT / "docs" / "config-reference.md").read_text(encoding="utf-8")
-    table = page.split("<!-- keys -->\n")[1].split("\n<!-- end of keys -->")[0]
-    assert table == key_table(), 'renew it with: python -c "from moq_hf.config import key_table; print(key_table())"'
+PAGE = ROOT / "docs" / "config-reference.md"
+MARKS = "<!-- keys -->\n", "<!-- end of keys -->\n"
+RENEW = (
+    'import re; from pathlib import Path; from moq_hf.config import key_table; p = Path("docs/config-reference.md"); '
+    'p.write_text(re.sub(r"(?s)(?<=<!-- keys -->\\n).*(?=<!-- end)", lambda _: key_table() + "\\n", p.read_text()))'
+)
+
+
+def test_the_table_of_keys_is_up_to_date() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert [text.count(mark) for mark in MARKS] == [1, 1]
+    table = text.split(MARKS[0])[1].split(MARKS[1])[0]
+    assert table == key_table() + "\n", f"renew it, at the root of the repository, with:\npython -c '{RENEW}'"
+
+
+def test_the_command_that_renews_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "docs" / PAGE.name
+    page.parent.mkdir()
+    text = PAGE.read_text(encoding="utf-8")
+    page.write_text(text.replace(key_table(), "| stale |"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    exec(RENEW, {})
+    assert page.read_text(encoding="utf-8") == text
