@@ -362,9 +362,11 @@ def select_layers(model: nn.Module, config: MoQConfig) -> dict[str, nn.Linear]:
             left_out |= matches
     chosen = {name: layer for name, layer in linears.items() if name not in left_out}
     if not chosen:
+        reason = "modules_to_not_convert names" if config.modules_to_not_convert is not None else "output heads are"
+        conv1d = sum(type(module).__name__ == "Conv1D" for module in model.modules())
         raise MoQError(
-            "modules_to_not_convert leaves no linear layer to quantize; "
-            f"the linear layers are {', '.join(linears)}, all left out"
+            f"no linear layer is left to quantize: {reason} all of them ({', '.join(linears)})"
+            + (f"; the {conv1d} Conv1D layers of this model are not supported" if conv1d else "")
         )
     _check_weights(chosen)
     _check_groups(chosen, config)
