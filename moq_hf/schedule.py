@@ -94,6 +94,16 @@ class PrecisionSchedule:
         """The blocks that will change in the coming `advance`."""
         return tuple(name for name in self.bits if self._is_due(name, self.steps + 1))
 
+    def drops_ahead(self, steps: int = 1) -> tuple[str, ...]:
+        """The blocks that will lose a bit in one of the coming `steps` calls of `advance`; reaching the offset is none."""
+        since = self.steps + steps - self.config.schedule.offset
+        target = self.config.target_bits
+        return tuple(
+            name
+            for name, bits in self.bits.items()
+            if since >= self.period[name] and min(bits, self.config.start_bits) > target
+        )
+
     def advance(self, eigenvalues: Mapping[str, float] | None = None) -> tuple[Switch, ...]:
         """Take one optimizer step and tell what changed.
 

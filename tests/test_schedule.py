@@ -76,6 +76,17 @@ def test_bits_never_rise_and_change_only_when_due(config: MoQConfig, eigenvalues
             assert 1 <= switch.factor <= 5
 
 
+@given(configs, values, st.integers(1, 20))
+def test_drops_are_foreseen(config: MoQConfig, eigenvalues: list[dict[str, float]], window: int) -> None:
+    schedule, foreseen = PrecisionSchedule(config, "abc"), []
+    drops = []
+    for step in eigenvalues:
+        foreseen.append(set(schedule.drops_ahead(window)))
+        drops.append({s.block for s in schedule.advance(step) if s.before != 32})
+    for index in range(len(drops) - window + 1):
+        assert foreseen[index] == set().union(*drops[index : index + window])
+
+
 @given(configs, values, st.integers(0, 80))
 def test_a_saved_state_goes_on_as_if_never_saved(
     config: MoQConfig, eigenvalues: list[dict[str, float]], at: int
