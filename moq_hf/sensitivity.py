@@ -34,7 +34,7 @@ Inputs = dict[str, Any]
 CHUNK = 16
 # Costs in units of the forward and backward pass of one training example; benchmarks/eigen.py measures them. They
 # decide what the budget allows: the clock would let two runs of the same seed differ.
-GRAPH_COST, PRODUCT_COST = 2.0, 0.25
+GRAPH_COST, PRODUCT_COST = 1.0, 0.6
 # Products a block takes early in training, where it takes most.
 FIRST_PRODUCTS = {"lanczos": 14, "power": 24}
 # A half-precision training step is that much faster than the same in float32, in which eigenvalues are measured.
