@@ -197,6 +197,8 @@ class MoQController:
         notes = []
         if self.config.kernel:
             notes.append("quantizer_kernel: this version has no Triton kernels; plain PyTorch gives the same numbers")
+        if self.sensitivity is not None and len(self.sensitivity.blocks) == 1:
+            notes.append("eigenvalue: there is only one block, so nothing to compare it with: its factor is always 5")
         if self.config.modules_to_not_convert is not None:
             heads = [name for name in output_heads(self.model, self.layers) if name in self.layers]
             if heads:
