@@ -163,7 +163,8 @@ class MoQController:
         Raises:
             MoQError: The state is of other layers, or of a config that would quantize differently.
         """
-        saved, now = state["config"], self.config.to_dict()
+        # A checkpoint of an earlier version lacks the keys that came later.
+        saved, now = MoQConfig.from_dict(state["config"]).to_dict(), self.config.to_dict()
         differs = sorted(key for key in now if key not in _HARMLESS and saved.get(key) != now[key])
         if differs:
             raise MoQError(
