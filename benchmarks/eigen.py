@@ -242,7 +242,7 @@ def stability(study: Study, step: int, counts: Iterable[int], path: Path) -> Non
         for draw in range(DRAWS):
             if (step, method, count, draw) in done:
                 continue
-            first = draw * ROWS_PER_DRAW
+            first = draw * max(ROWS_PER_DRAW, count)
             losses = [study.loss(study.take(first + k)) for k in range(0, count, BATCH)]
             start = time.perf_counter()
             with eigen.measuring(study.model, study.blocks) as blocks:
