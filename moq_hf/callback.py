@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -53,6 +54,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         self.config = MoQConfig.load(config)
         self.controller: MoQController | None = None
         self.loss = loss
+        # MoQTrainer's own, which is that of the Trainer in training now.
+        self.trainer_loss: Callable[[nn.Module, Inputs], Tensor] | None = None
         # The Trainer can make a new callback from the saved state, which holds no functions.
         self.loss_was_given = loss is not None
         self._tap: RemovableHandle | None = None
@@ -73,6 +76,7 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Make the layers quantized ones, before anything wraps the model."""
+        self.loss_is_repaired, self.trainer_loss = False, None
         if not self.config.enabled:
             logger.info("moq_hf is off: the config says enabled: false")
             return
@@ -211,29 +215,12 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Observe what goes through the model in training."""
         if self._tap is not None:
             self._tap.remove()
-        kinds = inspect.signature(model.forward).parameters.values()
-        names = [p.name for p in kinds if p.kind is p.POSITIONAL_OR_KEYWORD]
-
-        def tap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if not module.training:
-                return
-            if len(args) > len(names):
-                raise MoQError(
-                    "eigenvalue: the model is called with positional arguments that its forward does not name"
-                )
-            if self.loss is None:
-                _loss_of(output)
-            inputs = {**dict(zip(names, args, strict=False)), **kwargs}
-            # The mean over what is measured is meant, not over the optimizer step's batch.
-            inputs.pop("num_items_in_batch", None)
-            self.observe(inputs)
-
-        outside = torch.compiler.disable(tap)  # type: ignore[no-untyped-call]
-        self._tap = model.register_forward_hook(outside, with_kwargs=True)
+        self._tap = model.register_forward_hook(_Tap(self, model), with_kwargs=True)
 
     def _measured_loss(self, inputs: Inputs) -> Tensor:
         model = cast(MoQController, self.controller).model
-        return _loss_of(model(**inputs)) if self.loss is None else self.loss(model, dict(inputs))
+        loss = self.loss or self.trainer_loss
+        return _loss_of(model(**inputs)) if loss is None else loss(model, dict(inputs))
 
     def _build(
         self, args: TrainingArguments, state: TrainerState, model: nn.Module, total_steps: int | None
@@ -282,13 +269,43 @@ class MoQCallback(TrainerCallback, ExportableState):
             logger.warning("moq_hf: %s", note)
 
 
+class _Tap:
+    """A forward hook that shows a callback the batches in training. A copy of the model or a saved one has it inert."""
+
+    def __init__(self, callback: MoQCallback, model: nn.Module) -> None:
+        self._callback: Callable[[], MoQCallback | None] = weakref.ref(callback)
+        kinds = inspect.signature(model.forward).parameters.values()
+        self._names = [p.name for p in kinds if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        callback = self._callback()
+        if callback is None or not module.training or not torch.is_grad_enabled():
+            return
+        inputs = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        # The mean over what is measured is meant, not over the optimizer step's batch.
+        inputs.pop("num_items_in_batch", None)
+        callback.observe(inputs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._callback, self._names = _nothing, []
+
+
+def _nothing() -> None:
+    return None
+
+
 def _entries(state: TrainerState) -> dict[str, Any]:
     # Declared as a list of callbacks, a dict of their states by class name once the Trainer has it.
     return cast(dict[str, Any], state.stateful_callbacks)
 
 
 def _loss_of(output: Any) -> Tensor:
-    loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else None
+    first = output[0] if isinstance(output, tuple | list) and output else None
+    loss = output.get("loss") if isinstance(output, Mapping) else first
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
     raise MoQError(

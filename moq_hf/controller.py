@@ -111,6 +111,7 @@ class MoQController:
             return None
         if self.at_target:
             self.sensitivity.samples.clear()
+        self.sensitivity.check(loss)
         if self.sensitivity.is_due(self.schedule):
             # The optimizer has just changed the weights: measured is what the next forward pass would see.
             self.refresh()
@@ -164,12 +165,12 @@ class MoQController:
             MoQError: The state is of other layers, or of a config that would quantize differently.
         """
         # A checkpoint of an earlier version lacks the keys that came later.
-        saved, now = MoQConfig.from_dict(state["config"]).to_dict(), self.config.to_dict()
-        differs = sorted(key for key in now if key not in _HARMLESS and saved.get(key) != now[key])
+        saved, now = _what_counts(MoQConfig.from_dict(state["config"])), _what_counts(self.config)
+        differs = sorted(key for key in saved | now if saved.get(key) != now.get(key))
         if differs:
             raise MoQError(
                 "the checkpoint was made with another MoQ config: "
-                + "; ".join(f"{key} was {saved.get(key)}, is {now[key]}" for key in differs)
+                + "; ".join(f"{key} was {saved.get(key)}, is {now.get(key)}" for key in differs)
                 + ". Resume with the checkpoint's config, or start a new run."
             )
         self.schedule.load_state_dict(state["schedule"])
@@ -242,7 +243,21 @@ class MoQController:
 
 
 # Keys that change no weight: a resumed run may have other values.
-_HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel"})
+_HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel", "eigenvalue.verbose"})
+
+
+def _what_counts(config: MoQConfig) -> dict[str, Any]:
+    """What a resumed run must have in common with the first, by dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in config.to_dict().items():
+        inner = {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {key: value}
+        flat |= inner
+    off = not config.eigenvalue.enabled
+    return {
+        key: value
+        for key, value in flat.items()
+        if key not in _HARMLESS and not (off and key.startswith("eigenvalue.") and key != "eigenvalue.enabled")
+    }
 
 
 def _refuse_unsupported(config: MoQConfig) -> None:

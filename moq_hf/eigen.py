@@ -6,11 +6,13 @@ turns products into an eigenvalue; `PowerIteration` is the way of DeepSpeed (`ru
 
 import contextlib
 import math
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -157,6 +159,9 @@ class Lanczos:
     the Ritz value of larger magnitude is within `tol` by that estimate and the other end can no longer exceed it by
     more than `tol`. Lost orthogonality repeats eigenvalues that are found already and changes no extreme one (13.6).
 
+    That is an estimate, no bound: it cannot know of an eigenvalue whose vector the start hardly has a part of, and
+    takes ends that are hardly apart for one. Small matrices are searched to the end.
+
     Args:
         start: `[n]`, float32; not zero.
         tol: Relative error.
@@ -165,11 +170,14 @@ class Lanczos:
 
     # Ritz values of fewer steps may look settled before the largest eigenvalue shows: benchmarks/eigen.py.
     MIN_STEPS = 6
+    # Searching all of so many dimensions costs less than thinking about them.
+    SMALL = 64
 
     def __init__(self, start: Tensor, tol: float, max_iter: int) -> None:
         self.vector = start / start.norm()
         self.result: Eigenvalue | None = None
         self._tol, self._max_iter = tol, max_iter
+        self._min_steps = len(start) if len(start) <= self.SMALL else self.MIN_STEPS
         self._before: Tensor | None = None
         self._diagonal: list[float] = []
         self._off: list[float] = []
@@ -193,7 +201,7 @@ class Lanczos:
         # Rounding leaves that much of a vector that is zero in exact arithmetic.
         if beta <= 1e-6 * scale or steps == self.vector.numel():
             self.result = Eigenvalue(first[0], True, "exact" if scale else "zero", steps)
-        elif steps >= self.MIN_STEPS and first[1] <= self._tol * size and self._is_smaller(second, size):
+        elif steps >= self._min_steps and first[1] <= self._tol * size and self._is_smaller(second, size):
             self.result = Eigenvalue(first[0], True, "tolerance", steps)
         elif steps == self._max_iter:
             self.result = Eigenvalue(first[0], False, "max_iter", steps)
@@ -324,27 +332,44 @@ def _difference(losses: Sequence[Loss], parameters: list[Tensor], vector: Tensor
     return total
 
 
-def check_second_derivative(loss: Loss, parameters: Sequence[Tensor]) -> None:
-    """Compare a product along a random direction with the difference of gradients there.
+def check_second_derivative(loss: Loss, parameters: Iterable[Tensor], *, finite_difference: bool = False) -> None:
+    """Compare a product along a random direction with differences of gradients, taken over two steps.
 
-    A kernel whose gradient autograd does not record (Liger's, many attention kernels) makes products wrong in silence.
+    A kernel whose gradient autograd does not record (Liger's, some attention kernels) makes products wrong in silence.
+    At the kinks of a loss (ReLU, top-k routing) it is the differences that are wrong, and depend on their step.
+
+    Args:
+        loss: As for `block_eigenvalues`.
+        parameters: Of one block.
+        finite_difference: Check only that differences mean something.
 
     Raises:
-        MoQError: They differ by more than 5 % (rounding accounts for 0.2 %).
+        MoQError: The differences agree with each other but not with the product; or, with `finite_difference`, they
+            do not agree with each other.
     """
     parameters = list(parameters)
     size = sum(p.numel() for p in parameters)
     vector = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(parameters[0].device)
     vector /= vector.norm()
+    step = difference_step(vector)
+    wide, narrow = (_difference([loss], parameters, vector, h) for h in (step, step / 2))
+    # Gradients below 1e-6 are rounding; among themselves differences agree to 1 %, with the product to 2 %.
+    apart, length = float((wide - narrow).norm()), float(narrow.norm())
+    if finite_difference:
+        if apart > 0.2 * length + 1e-6:
+            raise MoQError(
+                "eigenvalue.finite_difference: the loss is not smooth (ReLU, top-k routing), so that differences of "
+                f"gradients mean nothing: two steps give products {apart:.3g} apart of length {length:.3g}; "
+                "take second derivatives"
+            )
+        return
     with _Graph(loss, {"": parameters}) as graph:
         exact = graph.product("", vector)
-    error = float((_difference([loss], parameters, vector) - exact).norm())
-    size_of = float(exact.norm())
-    # Gradients below this are rounding.
-    if error > 0.05 * size_of + 1e-6:
+    error, length = float((wide - exact).norm()), float(exact.norm())
+    if error > 0.05 * length + 1e-6 and apart < 0.1 * error:
         raise MoQError(
             f"the loss has no right second derivative: a product with its Hessian is off by {error:.3g} where its norm "
-            f"is {size_of:.3g}, so some kernel in the model cannot be differentiated twice; "
+            f"is {length:.3g}, so some kernel in the model cannot be differentiated twice; "
             "take differences of gradients (eigenvalue.finite_difference)"
         )
 
@@ -430,7 +455,8 @@ def layer_blocks(
     Args:
         model: Any module.
         layer_name: Path of a `ModuleList`. None takes `bert.encoder.layer` where there is one, otherwise every
-            outermost `ModuleList` all of whose entries are of one class and have parameters (both stacks of a T5).
+            outermost `ModuleList` all of whose entries are of one class and have parameters (both stacks of a T5), and
+            failing that those of several classes.
         layer_num: Entries of each list, from the first; None is all.
 
     Returns:
@@ -439,7 +465,7 @@ def layer_blocks(
     Raises:
         MoQError: No such list, with those that there are; or `layer_num` is more than a list has.
     """
-    lists = _layer_lists(model)
+    lists = _layer_lists(model) or _layer_lists(model, mixed=True)
     there = ", ".join(f"{name} ({len(entries)})" for name, entries in lists.items()) or "none"
     if layer_name is not None:
         try:
@@ -455,7 +481,7 @@ def layer_blocks(
     elif BERT_LAYERS in lists:
         lists = {BERT_LAYERS: lists[BERT_LAYERS]}
     if not lists:
-        raise MoQError("the model has no list of layers (a ModuleList of modules of one class) to measure")
+        raise MoQError("the model has no list of layers (a ModuleList of modules with parameters) to measure")
     short = [f"{name} has {len(entries)}" for name, entries in lists.items() if len(entries) < (layer_num or 0)]
     if short:
         raise MoQError(f"eigenvalue.layer_num: {layer_num} is more than there are: {', '.join(short)}")
@@ -466,14 +492,16 @@ def layer_blocks(
     }
 
 
-def _layer_lists(model: nn.Module, prefix: str = "") -> dict[str, nn.ModuleList]:
+def _layer_lists(model: nn.Module, prefix: str = "", mixed: bool = False) -> dict[str, nn.ModuleList]:
     found: dict[str, nn.ModuleList] = {}
     for name, child in model.named_children():
         path = f"{prefix}{name}"
         if not isinstance(child, nn.ModuleList):
-            found |= _layer_lists(child, path + ".")
-        elif len({type(entry) for entry in child}) == 1 and all(any(True for _ in e.parameters()) for e in child):
-            found[path] = child
+            found |= _layer_lists(child, path + ".", mixed)
+        elif all(any(True for _ in entry.parameters()) for entry in child):
+            classes = len({type(entry) for entry in child})
+            if classes == 1 or (mixed and classes):
+                found[path] = child
     return found
 
 
@@ -496,7 +524,11 @@ def measuring(model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]]) ->
     """
     with contextlib.ExitStack() as stack:
         stand_ins = stack.enter_context(_stand_ins(model, {id(p) for ps in blocks.values() for p in ps}))
-        stack.enter_context(_evaluation_mode(model))
+        for module in model.modules():
+            module.training = False
+        if "_original_forward" in vars(model):
+            # Accelerate's mixed precision is inside the forward that it puts on the instance.
+            vars(model)["forward"] = vars(model)["_original_forward"]
         stack.enter_context(_plain_attention(model))
         devices = {p.device.type for p in model.parameters()} - {"meta"}
         stack.enter_context(repeatable(model))
@@ -509,13 +541,15 @@ def measuring(model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]]) ->
 
 @contextlib.contextmanager
 def repeatable(model: nn.Module) -> Iterator[None]:
-    """Afterwards the random generators, of the CPU and of the model's devices, are as they were."""
+    """Afterwards the random generators, of PyTorch on all the model's devices, NumPy and Python, are as they were."""
     kinds: dict[str, set[int]] = {}
     for parameter in model.parameters():
         if parameter.device.type not in ("cpu", "meta"):
             kinds.setdefault(parameter.device.type, set()).add(parameter.device.index or 0)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(numpy.random.set_state, numpy.random.get_state())
         if "mps" in kinds:
             # One device, which fork_rng would call by number.
             del kinds["mps"]
@@ -531,14 +565,12 @@ def _stand_ins(model: nn.Module, measured: set[int]) -> Iterator[dict[int, list[
 
     There are two for a weight that a quantized layer shares with another module.
     """
-    modules = list(model.modules())
-    before = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
-    states = [(module, module.moq) for module in modules if isinstance(module, QuantLinear)]
+    before = [(m, dict(vars(m)), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
     made: dict[tuple[int, int], nn.Parameter] = {}
     found: dict[int, list[Tensor]] = {}
     buffers: dict[int, Tensor] = {}
     try:
-        for module, parameters, own in before:
+        for module, _, parameters, own in before:
             for name, parameter in parameters.items():
                 if parameter is None or not parameter.is_floating_point():
                     continue
@@ -554,36 +586,23 @@ def _stand_ins(model: nn.Module, measured: set[int]) -> Iterator[dict[int, list[
                 module._parameters[name] = made[key]
             for name, buffer in own.items():
                 if buffer is not None:
-                    half = buffer.is_floating_point() and buffer.itemsize < 4
-                    copy = buffer.detach().float() if half else buffer.detach().clone()
+                    copy = buffer.detach().clone()
+                    copy = copy.float() if copy.is_floating_point() else copy
                     module._buffers[name] = buffers.setdefault(id(buffer), copy)
-        for layer, state in states:
-            layer.moq = LayerState(options=state.options)
+            if isinstance(module, QuantLinear):
+                module.moq = LayerState(options=module.moq.options)
+            if isinstance(module, nn.RNNBase):
+                module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
         yield found
     finally:
-        for module, parameters, own in before:
+        # Modules may keep what a forward pass tells them (the longest sequence, say) in plain attributes.
+        for module, attributes, parameters, own in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._parameters.clear()
             module._parameters.update(parameters)
+            module._buffers.clear()
             module._buffers.update(own)
-        for layer, state in states:
-            layer.moq = state
-
-
-@contextlib.contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    patched = model.__dict__.get("forward")
-    try:
-        for module in training:
-            module.training = False
-        if "_original_forward" in model.__dict__:
-            # Accelerate's mixed precision is inside the forward that it puts on the instance.
-            model.__dict__["forward"] = model.__dict__["_original_forward"]
-        yield
-    finally:
-        for module in training:
-            module.training = True
-        if patched is not None:
-            model.__dict__["forward"] = patched
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ Inputs = dict[str, Any]
 CHUNK = 16
 # Costs in units of the forward and backward pass of one training example; benchmarks/eigen.py measures them. They
 # decide what the budget allows: the clock would let two runs of the same seed differ.
-GRAPH_COST, PRODUCT_COST = 1.0, 0.6
+GRAPH_COST, PRODUCT_COST, DIFFERENCE_COST = 1.0, 0.6, 1.1
 # Products a block takes early in training, where it takes most.
 FIRST_PRODUCTS = {"lanczos": 11, "power": 23}
 # However small the budget is, fewer examples would say nothing.
@@ -59,7 +59,7 @@ class Samples:
 
     def add(self, inputs: Mapping[str, Any]) -> None:
         """Take a micro-batch. Its tensors are kept, not copied."""
-        self._batches.append(dict(inputs))
+        self._batches.append({k: v.detach() if isinstance(v, Tensor) else v for k, v in inputs.items()})
         while sum(map(_rows, self._batches[1:])) >= self.num_samples:
             del self._batches[0]
 
@@ -84,15 +84,17 @@ class Samples:
         for batch in reversed(self._batches):
             if rows <= 0:
                 break
-            size = min(rows, _rows(batch)) if _can_split(batch) else _rows(batch)
+            size, chunk = (min(rows, _rows(batch)), CHUNK) if _can_split(batch) else (_rows(batch), _rows(batch))
             rows -= size
-            found += [_part(batch, start, min(size, start + CHUNK)) for start in range(0, size, CHUNK)]
+            found += [_part(batch, start, min(size, start + chunk)) for start in range(0, size, chunk)]
         return found
 
     def state_dict(self) -> str:
         """What is kept, as text."""
         buffer = io.BytesIO()
-        torch.save([{k: v.cpu() if isinstance(v, Tensor) else v for k, v in b.items()} for b in self._batches], buffer)
+        # A view would be saved with all of what it is a view of.
+        kept = [{k: v.cpu().clone() if isinstance(v, Tensor) else v for k, v in b.items()} for b in self._batches]
+        torch.save(kept, buffer)
         return base64.b64encode(zlib.compress(buffer.getvalue())).decode()
 
     def load_state_dict(self, text: str, device: torch.device) -> None:
@@ -159,8 +161,10 @@ class Sensitivity:
         self._per_step, self._total = math.inf, math.inf
         self._spent = 0.0
         self._products = float(min(config.max_iter, FIRST_PRODUCTS[config.method]))
+        # The examples that a measurement of this run asks for.
         self._rows, self._measured_at = 0, 0
-        self._warned: set[tuple[str, str]] = set()
+        self._checked = False
+        self._warned: set[str] = set()
 
     @property
     def device(self) -> torch.device:
@@ -174,18 +178,23 @@ class Sensitivity:
             total_steps: Optimizer steps of the whole run.
             rows_per_step: Training examples per optimizer step and process.
             half_precision: Whether training computes in bf16 or fp16; measuring is in float32.
+
+        Raises:
+            MoQError: The parameters are sharded.
         """
+        if any(hasattr(p, "device_mesh") for parameters in self.blocks.values() for p in parameters):
+            raise MoQError("eigenvalue: sharded parameters (FSDP) cannot be measured; leave eigenvalue.enabled out")
         self._per_step = rows_per_step / (HALF_PRECISION if half_precision else 1.0)
         self._total = total_steps * self._per_step * self.config.max_overhead
 
     def summary(self) -> str:
         """One line: what is measured and what the budget allows."""
         rows = self._first_rows()
-        share = self._cost(rows) / self._total * self.config.max_overhead
+        share = self._cost(rows, rows <= CHUNK) / self._total * self.config.max_overhead
         return (
-            f"eigenvalues of {len(self.blocks)} blocks ({next(iter(self.blocks))}, ...) over {rows} examples each time "
-            f"a drop is due and at most {self.config.max_overhead:.3g} of the run's time is spent; "
-            f"one measurement takes about {share:.3f} of it"
+            f"eigenvalues of {len(self.blocks)} blocks ({next(iter(self.blocks))}, ...) over up to {rows} examples "
+            f"when a drop is due: about {share:.3f} of the run's time for the first measurement, "
+            f"more of them while max_overhead {self.config.max_overhead:.3g} allows"
         )
 
     def is_due(self, schedule: PrecisionSchedule) -> bool:
@@ -198,6 +207,22 @@ class Sensitivity:
         ahead = schedule.drops_ahead(resolution if on_grid else 1) if on_grid or not self.values else ()
         return any(name in self.blocks for name in ahead)
 
+    def check(self, loss: Callable[[Inputs], Tensor]) -> None:
+        """Try on two examples whether the loss can be measured; once, as soon as there are examples.
+
+        Raises:
+            MoQError: It cannot; see `check_second_derivative`.
+        """
+        few = [_part(batch, 0, 2) for batch in self.samples.batches(1)]
+        if self._checked or not few:
+            return
+        self._checked = True
+        with measuring(self.model, self.blocks) as blocks:
+            first = next(iter(blocks.values()))
+            check_second_derivative(
+                self._closure(loss, few[0], 1.0), first, finite_difference=self.config.finite_difference
+            )
+
     def update(self, schedule: PrecisionSchedule, loss: Callable[[Inputs], Tensor]) -> None:
         """Measure, or keep the values of before where the budget is spent, and say which.
 
@@ -209,30 +234,31 @@ class Sensitivity:
             MoQError: There are no samples, or the loss is no scalar that depends on the blocks.
         """
         step = schedule.steps + 1
-        if self.values:
-            rows = self._rows
-            if self._spent + self._cost(rows) > step * self._per_step * self.config.max_overhead:
-                logger.info(
-                    "step %d: eigenvalues of step %d used again, measuring would exceed max_overhead %.3g",
-                    step,
-                    self._measured_at,
-                    self.config.max_overhead,
-                )
-                return
-        else:
-            rows = self._first_rows()
-        batches = self.samples.batches(rows)
+        self._rows = self._rows or self._first_rows()
+        batches = self.samples.batches(self._rows)
+        rows = sum(map(_rows, batches))
+        allowed = step * self._per_step * self.config.max_overhead
+        if self.values and self._spent + self._cost(rows, len(batches) == 1) > allowed:
+            logger.info(
+                "step %d: eigenvalues of step %d used again, measuring would exceed max_overhead %.3g",
+                step,
+                self._measured_at,
+                self.config.max_overhead,
+            )
+            return
         if not batches:
             raise MoQError("eigenvalues: no training example was seen before the first drop")
+        self._warn_of_few(rows, step)
         start = time.perf_counter()
         results = self._measure(batches, loss)
-        rows = sum(map(_rows, batches))
         products = sum(found.num_products for found in results.values())
         magnitudes = {name: abs(found.value) for name, found in results.items()}
         # Ranks must agree on the values, and on what later measurements the budget allows.
-        magnitudes, self._products, rows = _mean_over_ranks(magnitudes, products / len(results), rows, self.device)
-        self._spent += self._cost(rows)
-        self._rows, self._measured_at = max(rows, self._rows), step
+        magnitudes, per_block, rows = _mean_over_ranks(magnitudes, products / len(results), rows, self.device)
+        if any(map(math.isfinite, magnitudes.values())):
+            self._products = per_block
+            self._spent += self._cost(rows, len(batches) == 1)
+        self._measured_at = step
         self.eigenvalues, self.values = magnitudes, normalise(magnitudes)
         self._warn_about(results)
         elapsed = time.perf_counter() - start
@@ -282,34 +308,34 @@ class Sensitivity:
 
     def _first_rows(self) -> int:
         wanted = self.config.num_samples
-        while wanted > MIN_ROWS and self._cost(wanted) > self._total:
+        while wanted > MIN_ROWS and self._cost(wanted, wanted <= CHUNK) > self._total:
             wanted -= 1
         return wanted
 
-    def _cost(self, rows: int) -> float:
+    def _cost(self, rows: int, one_batch: bool) -> float:
         """Of one measurement, in training examples."""
+        products = self._products * len(self.blocks)
+        if self.config.finite_difference:
+            return rows * DIFFERENCE_COST * products
         # One batch's graph serves all products, those of several are made again for each round of products.
-        graphs = 1.0 if rows <= CHUNK else self._products
-        return rows * (GRAPH_COST * graphs + PRODUCT_COST * self._products * len(self.blocks))
+        graphs = 1.0 if one_batch else self._products
+        return rows * (GRAPH_COST * graphs + PRODUCT_COST * products)
+
+    def _closure(self, loss: Callable[[Inputs], Tensor], batch: Inputs, weight: float) -> Callable[[], Tensor]:
+        def evaluate() -> Tensor:
+            with repeatable(self.model):
+                return loss(_to_float32(batch, self.device)) * weight
+
+        return evaluate
 
     def _measure(self, batches: list[Inputs], loss: Callable[[Inputs], Tensor]) -> dict[str, Eigenvalue]:
         rows = [_rows(batch) for batch in batches]
-
-        def closure(batch: Inputs, weight: float) -> Callable[[], Tensor]:
-            def evaluate() -> Tensor:
-                with repeatable(self.model):
-                    return loss(_to_float32(batch, self.device)) * weight
-
-            return evaluate
-
         # The mean over examples, whatever the sizes of the batches.
         weights = [size * len(rows) / sum(rows) for size in rows]
         config = self.config
         with measuring(self.model, self.blocks) as blocks:
-            if not self.values and not config.finite_difference:
-                check_second_derivative(closure(_part(batches[0], 0, 2), 1.0), next(iter(blocks.values())))
             return block_eigenvalues(
-                [closure(batch, weight) for batch, weight in zip(batches, weights, strict=True)],
+                [self._closure(loss, batch, weight) for batch, weight in zip(batches, weights, strict=True)],
                 blocks,
                 method=config.method,
                 max_iter=config.max_iter,
@@ -319,6 +345,17 @@ class Sensitivity:
                 seed=self.seed,
             )
 
+    def _warn_of_few(self, rows: int, step: int) -> None:
+        if 2 * rows < self._rows and "few" not in self._warned:
+            self._warned.add("few")
+            logger.warning(
+                "moq_hf: step %d: eigenvalues over %d examples, where %d were wanted: there were no more yet, or those "
+                "of earlier steps could not be kept (several processes, more than 1 MiB, batches that cannot be cut)",
+                step,
+                rows,
+                self._rows,
+            )
+
     def _warn_about(self, results: Mapping[str, Eigenvalue]) -> None:
         odd = {name for name, value in self.eigenvalues.items() if not math.isfinite(value)}
         self._warn("is not finite: the largest finite one is used, 1 for all if there is none", odd)
@@ -326,16 +363,16 @@ class Sensitivity:
         self._warn(f"is not within tol after max_iter {self.config.max_iter} products", odd)
 
     def _warn(self, what: str, blocks: set[str]) -> None:
-        new = [name for name in self.blocks if name in blocks and (what, name) not in self._warned]
-        self._warned |= {(what, name) for name in new}
+        new = [name for name in self.blocks if name in blocks and f"{what} {name}" not in self._warned]
+        self._warned |= {f"{what} {name}" for name in new}
         if new:
             logger.warning("moq_hf: the eigenvalue of %s %s", ", ".join(new), what)
 
 
 def _to_float32(inputs: Inputs, device: torch.device) -> Inputs:
     moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
-    half = {k for k, v in moved.items() if isinstance(v, Tensor) and v.is_floating_point() and v.itemsize < 4}
-    return {key: value.float() if key in half else value for key, value in moved.items()}
+    floating = {key for key, value in moved.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    return {key: value.float() if key in floating else value for key, value in moved.items()}
 
 
 def _is_distributed() -> bool:

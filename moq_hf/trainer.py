@@ -56,11 +56,11 @@ class MoQTrainer(Trainer):
         elif moq_config is not None:
             self.moq = MoQCallback(moq_config)
             callbacks.append(self.moq)
-        if self.moq is not None:
-            self.moq.loss_is_repaired = True
         self._loss_checked = False
         self._saving_checkpoint = False
         super().__init__(*args, **{**kwargs, "callbacks": callbacks})
+        if self.moq is not None:
+            self.moq.loss_is_repaired = True
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, a training loss together with the bits it was made with."""
@@ -78,7 +78,7 @@ class MoQTrainer(Trainer):
             self._check_loss_scale(model, inputs, num_items_in_batch)
         moq = self._live_moq()
         if moq is not None:
-            moq.loss = moq.loss or self._mean_loss
+            moq.trainer_loss = self._mean_loss
             moq.observe(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
 

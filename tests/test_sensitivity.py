@@ -1,6 +1,8 @@
+import copy
 import json
 import logging
 import math
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import BertForSequenceClassification, Trainer
+from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 
 from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, PrecisionSchedule
 from moq_hf import sensitivity as module
@@ -166,7 +168,7 @@ def test_the_budget_makes_a_value_last_and_says_so(caplog: pytest.LogCaptureFixt
     told = []
     for share in (1.0, 0.05):
         made = controller(period=1, target=5, num_samples=8, max_overhead=share)
-        made.sensitivity.plan(1000, 100)  # type: ignore[union-attr]
+        made.sensitivity.plan(1000, 400)  # type: ignore[union-attr]
         steps = {step for step, *_ in run(made, 40)}
         told.append([r.message for r in caplog.records if "used again" in r.message])
         caplog.clear()
@@ -182,7 +184,7 @@ def test_a_small_budget_takes_fewer_examples() -> None:
         sensitivity = made.sensitivity
         assert sensitivity is not None
         sensitivity.plan(100, 8)
-        counts.append(int(re.search(r"over (\d+) examples", sensitivity.summary())[1]))  # type: ignore[index]
+        counts.append(int(re.search(r"over up to (\d+) examples", sensitivity.summary())[1]))  # type: ignore[index]
     assert 64 >= counts[0] > counts[1] > counts[2] == MIN_ROWS
 
 
@@ -223,7 +225,7 @@ def test_values_are_those_of_the_mean_loss_at_the_quantized_weights() -> None:
 def test_what_is_not_finite_is_replaced_and_told_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = controller(period=1)
+    made = controller(period=1, max_overhead=1.0)
     answers = iter([results(4.0, math.nan, -1.0), results(4.0, math.nan, 2.0), results(*[math.nan] * 3)])
     monkeypatch.setattr(Sensitivity, "_measure", lambda self, *args: next(answers))
     seen = []
@@ -233,7 +235,7 @@ def test_what_is_not_finite_is_replaced_and_told_once(
         seen.append(list(made.sensitivity.values.values()))  # type: ignore[union-attr]
         made.schedule.steps += 400
     assert seen == [[1.0, 1.0, 0.25], [1.0, 1.0, 0.5], [1.0, 1.0, 1.0]]
-    told = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    told = [r.message for r in caplog.records if "not finite" in r.message]
     assert len(told) == 2 and "eigenvalue of layers.1 is not finite" in told[0]
     assert "of layers.0, layers.2 is not finite" in told[1]
 
@@ -270,6 +272,54 @@ def test_a_kernel_without_a_second_derivative_stops_the_run() -> None:
                 run(made, 2)
 
 
+def test_a_loss_with_kinks_is_measured_and_its_differences_are_refused() -> None:
+    class Relu(Blocks):
+        """Weights so large that differences of gradients cross kinks."""
+
+        def forward(self, x: Tensor, labels: Tensor) -> Any:
+            x = x.repeat(1, 64)
+            for layer in self.layers:
+                x = layer(x).relu()
+            return (self.head(x).flatten() - labels).square().mean(), x
+
+    def wide(**more: Any) -> MoQController:
+        model = Relu()
+        model.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+        model.head = nn.Linear(256, 1)
+        with torch.no_grad():
+            model.layers[0].bias.copy_(-model.layers[0](batch(8)["x"][:1].repeat(1, 64))[0])
+        return MoQController(model, config(period=1, **more))
+
+    assert run(wide(), 2)
+    with pytest.raises(MoQError, match=r"not smooth .*take second derivatives"):
+        run(wide(finite_difference=True), 2)
+
+
+def test_each_measurement_takes_as_many_examples_as_there_are(caplog: pytest.LogCaptureFixture) -> None:
+    made = controller(period=1, num_samples=32, max_overhead=1.0, verbose=True)
+    caplog.set_level(logging.INFO)
+    made.sensitivity.plan(1000, 10_000)  # type: ignore[union-attr]
+    for step in range(20):
+        made.sensitivity.samples.add(batch(1 if step == 0 else 8, step))  # type: ignore[union-attr]
+        made.step(made.measure(loss_of(made.model)))
+    found = [
+        int(re.search(r"over (\d+) examples, \d+ products", r.message)[1])  # type: ignore[index]
+        for r in caplog.records
+        if "products" in r.message
+    ]
+    assert found[0] == 1 and found[-1] == 32
+    assert len([r for r in caplog.records if "where 32 were wanted" in r.message]) == 1
+
+
+def test_double_precision_models() -> None:
+    made = MoQController(Blocks().double(), config(period=1))
+    for step in range(2):
+        inputs = {name: tensor.double() for name, tensor in batch(8, step).items()}
+        made.sensitivity.samples.add(inputs)  # type: ignore[union-attr]
+        made.step(made.measure(loss_of(made.model)))
+    assert max(s.factor for s in made.history) == 5
+
+
 # ---- the examples
 
 
@@ -301,9 +351,15 @@ def test_what_is_too_large_or_cannot_be_cut_lasts_one_step() -> None:
     whole = {"x": torch.zeros(8, 4), "scale": torch.tensor(2.0)}
     samples = Samples(4, across_steps=True)
     samples.add(whole)
-    assert samples.batches(2) == [whole]
+    assert [len(b["x"]) for b in samples.batches(2)] == [8]
     samples.end_step()
     assert not samples.batches(2)
+    large = {"x": torch.zeros(40, 4), "names": ["a"] * 40}
+    samples.add(large)
+    assert [len(b["x"]) for b in samples.batches(4)] == [40]
+    view = Samples(4, across_steps=True)
+    view.add({"x": torch.randn(100_000)[:4]})
+    assert len(view.state_dict()) < 10_000
     alone = Samples(4, across_steps=False)
     alone.add(batch(2))
     alone.end_step()
@@ -415,6 +471,58 @@ def test_a_loss_that_the_trainer_computes(tmp_path: Path) -> None:
 
     given = trained(build(tmp_path, Trainer, [MoQCallback(EIGEN, loss=pooled)], compute_loss_func=smooth))
     assert max(f[5] for f in factors(given)) == 5
+
+
+def test_one_callback_in_two_trainers(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Named(MoQTrainer):
+        name = ""
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(self.name)
+            return super().compute_loss(*args, **kwargs)
+
+    callback = MoQCallback(EIGEN)
+    for name in ("first", "second"):
+        calls.clear()
+        trainer = build(tmp_path, Named, [callback])
+        trainer.name = name
+        trainer.train()
+        assert set(calls) == {name}
+    assert max(f[5] for f in factors(trained(build(tmp_path, Trainer, [callback])))) == 5
+
+
+def test_an_interrupted_run_does_not_disturb_the_next(tmp_path: Path) -> None:
+    class Interrupt(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            copies.append(copy.deepcopy(model))
+            copies.append(pickle.loads(pickle.dumps(model)))
+            if state.global_step == 1:
+                raise KeyboardInterrupt
+
+    copies: list[Any] = []
+    trainer = build(tmp_path, Trainer, [MoQCallback(EIGEN), Interrupt()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    seen = list(callback_of(trainer).controller.sensitivity.samples._batches)  # type: ignore[union-attr]
+    for model in copies:
+        model.train()(input_ids=torch.ones(1, 4, dtype=torch.long))
+    with torch.no_grad():
+        trainer.model.train()(input_ids=torch.ones(1, 4, dtype=torch.long))
+    after = callback_of(trainer).controller.sensitivity.samples._batches  # type: ignore[union-attr]
+    assert [id(b) for b in after] == [id(b) for b in seen]
+    trainer.model.train()(input_ids=torch.ones(1, 4, dtype=torch.long))
+
+
+def test_only_what_counts_must_be_the_same_in_a_resumed_run(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 3}
+    moq(tmp_path, EIGEN, callbacks=[Stop(3)], **settings).train()
+    louder = {**EIGEN, "eigenvalue": {**EIGEN["eigenvalue"], "verbose": True}}
+    trained(moq(tmp_path, louder, **settings)).train(resume_from_checkpoint=True)
+    other = {**EIGEN, "eigenvalue": {**EIGEN["eigenvalue"], "num_samples": 7}}
+    with pytest.raises(MoQError, match=r"config: eigenvalue.num_samples was 12, is 7\. Resume"):
+        moq(tmp_path, other, **settings).train(resume_from_checkpoint=True)
 
 
 def test_a_given_loss_is_not_lost_in_silence(tmp_path: Path) -> None:
