@@ -3,7 +3,7 @@
 from .callback import MoQCallback
 from .config import MoQConfig, MoQConfigError, MoQError
 from .quant_linear import QuantLinear, dequantize_model, quantize_model
-from .schedule import PrecisionSchedule
+from .schedule import PrecisionSchedule, plan
 from .trainer import MoQTrainer
 
 __version__ = "0.1.0"
@@ -16,5 +16,6 @@ __all__ = [
     "PrecisionSchedule",
     "QuantLinear",
     "dequantize_model",
+    "plan",
     "quantize_model",
 ]

@@ -249,7 +249,7 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `plan` gives; `str` makes a table of it.
+    """What `plan` gives; `str` gives its table and its notes.
 
     Attributes:
         config: What was planned.
@@ -292,6 +292,10 @@ class Plan:
         }
 
     def __str__(self) -> str:
+        return "\n".join([self.table(), *self.notes])
+
+    def table(self) -> str:
+        """A line for each block: the step of each drop, and the one at which the target is reached."""
         schedule = self.config.schedule
         period = f"period {'auto' if schedule.period is None else f'{schedule.period:,}'}"
         last = "no deadline" if self.deadline_step is None else f"deadline at step {self.deadline_step:,}"
@@ -310,7 +314,7 @@ class Plan:
             lines.append("  ".join([name.ljust(widths[0]), *padded]))
         if not self.reached:
             lines.append("in brackets: after the end of the run")
-        return "\n".join([*lines, *self.notes])
+        return "\n".join(lines)
 
     def _step(self, step: int) -> str:
         return f"{step:,}" if step <= self.total_steps else f"[{step:,}]"
@@ -369,6 +373,30 @@ def plan(
     late = max(planned, key=lambda block: block.target_step)
     notes = () if late.target_step <= total_steps else (_advice(config, total_steps, late),)
     return Plan(config, total_steps, schedule.deadline_step, planned, notes)
+
+
+def outcome(planned: Plan, history: Iterable[Switch], steps: int) -> str:
+    """What happened, beside what was planned: the blocks by the step of their last drop.
+
+    Args:
+        planned: The plan that the run began with.
+        history: Every switch of the run, those before it was resumed too.
+        steps: Optimizer steps that it took.
+    """
+    target = planned.config.target_bits
+    steps_planned = sorted({block.switches[-1].step for block in planned.blocks if block.switches} or {0})
+    span = " to ".join(f"{step:,}" for step in dict.fromkeys((steps_planned[0], steps_planned[-1])))
+    last = {switch.block: switch for switch in history}
+    groups: dict[tuple[int, int], list[str]] = {}
+    for name, switch in last.items():
+        groups.setdefault((switch.step, switch.bits), []).append(name)
+    lines = [f"after {steps:,} optimizer steps; planned: {target} bits after step {span}"]
+    for (step, bits), names in sorted(groups.items()):
+        who = names[0] if len(names) == 1 else f"{len(names)} blocks"
+        rest = "" if 1 in (len(names), len(groups)) else f": {', '.join(names)}"
+        short = "" if bits == target else f", not at {target}"
+        lines.append(f"  {bits} bits{short}, since step {step:,}: {who}{rest}")
+    return "\n".join(lines)
 
 
 def _advice(config: MoQConfig, total_steps: int, late: BlockPlan) -> str:
