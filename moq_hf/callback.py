@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
@@ -89,7 +90,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._plan = plan(self.config, planned_for or steps)
         if state.is_world_process_zero:
             logger.info("%s", controller.summary())
-            print(f"moq_hf plan: {self._plan.table()}", flush=True)
+            tqdm.write(f"moq_hf plan: {self._plan.table()}")
             self._warn(controller, args)
             if planned_for not in (None, steps, state.max_steps):
                 logger.warning(
@@ -164,7 +165,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         if controller is None:
             return
         if state.is_world_process_zero and self._plan is not None:
-            print(f"moq_hf: {outcome(self._plan, controller.history, controller.schedule.steps)}", flush=True)
+            tqdm.write(f"moq_hf: {outcome(self._plan, controller.history, controller.schedule.steps)}")
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             path = Path(state.best_model_checkpoint) / "trainer_state.json"
             best = json.loads(path.read_text(encoding="utf-8"))["stateful_callbacks"][type(self).__name__]
