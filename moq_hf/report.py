@@ -41,6 +41,7 @@ class Run:
         float_size_mb: Size of the parameters before anything was quantized, in megabytes; None if it is not recorded.
         quantized: Name to value of the last evaluation's metrics, without `eval_`.
         in_float: The same of the float run beside it; empty if there is none.
+        float_log: The log of that run.
     """
 
     directory: Path
@@ -50,10 +51,12 @@ class Run:
     float_size_mb: float | None
     quantized: Mapping[str, float]
     in_float: Mapping[str, float]
+    float_log: Sequence[Mapping[str, Any]]
 
-    def series(self, name: str) -> tuple[list[int], list[float]]:
-        """The steps at which a scalar was logged, and its values."""
-        found = [(entry["step"], entry[name]) for entry in self.log if isinstance(entry.get(name), (int, float))]
+    def series(self, name: str, in_float: bool = False) -> tuple[list[int], list[float]]:
+        """The steps at which a scalar was logged, here or in the float run, and its values."""
+        log = self.float_log if in_float else self.log
+        found = [(entry["step"], entry[name]) for entry in log if isinstance(entry.get(name), (int, float))]
         return [step for step, _ in found], [value for _, value in found]
 
     def by_block(self, kind: str) -> dict[str, tuple[list[int], list[float]]]:
@@ -86,13 +89,22 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
         MoQError: There is no trainer_state.json, it is no run with MoQ, or `float_directory` has no metrics.
     """
     directory = Path(directory)
-    state = _read_json(_state_of(directory))
+    if not directory.is_dir():
+        raise MoQError(f"{directory} is no folder; give the output_dir of a finished run")
+    states = _states(directory)
+    if not states:
+        raise MoQError(
+            f"{directory} has no trainer_state.json, nor has a checkpoint in it: call trainer.save_state() after "
+            "training, or let the Trainer save checkpoints"
+        )
+    state = _read_json(states[0])
     entry = (state.get("stateful_callbacks") or {}).get("MoQCallback")
     log = state.get("log_history") or []
     if not isinstance(entry, dict) or not any("moq/mean_bits" in line for line in log):
         raise MoQError(f"{directory} is no run with MoQ: its trainer_state.json has no bits")
     saved = entry["attributes"]["saved"] or {}
-    in_float = _metrics(Path(float_directory) if float_directory is not None else directory / "float")
+    float_run = Path(float_directory) if float_directory is not None else directory / "float"
+    in_float = _metrics(float_run)
     if float_directory is not None and not in_float:
         raise MoQError(f"{float_directory} has neither eval_results.json nor an evaluation in a trainer_state.json")
     return Run(
@@ -103,6 +115,7 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
         saved.get("float_size_mb"),
         _metrics(directory),
         in_float,
+        _log_of(float_run),
     )
 
 
@@ -158,17 +171,10 @@ def draw_plan(planned: Plan, path: str | os.PathLike[str]) -> None:
         raise MoQError(f"cannot draw to {os.fspath(path)}: {error}") from error
 
 
-def _state_of(directory: Path) -> Path:
-    if not directory.is_dir():
-        raise MoQError(f"{directory} is no folder; give the output_dir of a finished run")
+def _states(directory: Path) -> list[Path]:
+    """The trainer_state.json of a run and of its checkpoints, the newest first."""
     checkpoints = sorted(directory.glob("checkpoint-*/trainer_state.json"), key=lambda path: _natural(str(path)))
-    for path in (directory / "trainer_state.json", *reversed(checkpoints)):
-        if path.is_file():
-            return path
-    raise MoQError(
-        f"{directory} has no trainer_state.json, nor has a checkpoint in it: call trainer.save_state() after training, "
-        "or let the Trainer save checkpoints"
-    )
+    return [path for path in (directory / "trainer_state.json", *reversed(checkpoints)) if path.is_file()]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -181,15 +187,21 @@ def _read_json(path: Path) -> dict[str, Any]:
     return document
 
 
+def _log_of(directory: Path) -> list[dict[str, Any]]:
+    """The log of a run; empty where there is none."""
+    found = _states(directory)
+    return (_read_json(found[0]).get("log_history") or []) if found else []
+
+
 def _metrics(directory: Path) -> dict[str, float]:
     """Those of eval_results.json, else of the last evaluation in the log."""
     path = directory / "eval_results.json"
     values: Mapping[str, Any] = {}
     if path.is_file():
         values = _read_json(path)
-    elif directory.is_dir() and ((directory / "trainer_state.json").is_file() or any(directory.glob("checkpoint-*"))):
-        logs = _read_json(_state_of(directory)).get("log_history") or []
-        values = next((line for line in reversed(logs) if any(key.startswith("eval_") for key in line)), {})
+    else:
+        evaluations = (line for line in reversed(_log_of(directory)) if any(key.startswith("eval_") for key in line))
+        values = next(evaluations, {})
     return {
         name.removeprefix("eval_"): float(value)
         for name, value in values.items()
@@ -268,10 +280,13 @@ def _figures(run: Run) -> dict[str, tuple["Figure", str]]:
     metrics = [name for name in run.quantized if name != "loss" and len(run.series(f"eval_{name}")[0]) > 1]
     if metrics:
         figure, axes = _new_figure(3.0)
-        for name, color in zip(metrics, _colors(len(metrics)), strict=True):
+        for name, color in zip(metrics, [_ACCENT] if len(metrics) == 1 else _colors(len(metrics)), strict=True):
             axes.plot(*run.series(f"eval_{name}"), color=color, label=name, linewidth=1.6)
+            steps, values = run.series(f"eval_{name}", in_float=True)
+            if steps:
+                axes.plot(steps, values, color=color, label=f"{name}, float", linewidth=1.2, linestyle="--")
         _mark_switches(axes, run)
-        _finish(axes, {}, "metric")
+        _finish(axes, {}, metrics[0] if len(metrics) == 1 else "metric")
         figures["metrics"] = (
             figure,
             "Metrics of the evaluations on the way; dotted: a drop, with the mean bits after it.",
@@ -280,7 +295,7 @@ def _figures(run: Run) -> dict[str, tuple["Figure", str]]:
     sizes = run.series("moq/size_mb")[1]
     if run.float_size_mb and sizes:
         figures["size"] = (
-            _bars({"float": run.float_size_mb, "quantized": sizes[-1]}, "MB", "{:,.2f} MB"),
+            _bars({"float": run.float_size_mb, "quantized": sizes[-1]}, "{:,.2f} MB"),
             "Size of the parameters before and after, quantized weights packed at their bits with a scale for each "
             "group, and all others as they are.",
         )
@@ -289,7 +304,7 @@ def _figures(run: Run) -> dict[str, tuple["Figure", str]]:
         pairs = {
             f"{name}, {kind}": of[name] for name in both for kind, of in (("float", run.in_float), ("quantized", both))
         }
-        figures["comparison"] = _bars(pairs, "", "{:.4f}"), "The last evaluation in float and quantized."
+        figures["comparison"] = _bars(pairs, "{:.4f}"), "The last evaluation in float and quantized."
     return figures
 
 
@@ -367,17 +382,18 @@ def _finish(axes: "Axes", series: Mapping[str, Any], ylabel: str) -> None:
 def _mark_switches(axes: "Axes", run: Run) -> None:
     """A dotted line at each drop, with the mean bits after it where there is room for them."""
     mean = dict(zip(*run.series("moq/mean_bits"), strict=True))
-    written = -math.inf
-    for step in run.switches():
+    written = math.inf
+    # From the last one: it is the target that matters where they stand close.
+    for step in reversed(run.switches()):
         axes.axvline(step, color=_GREY, linestyle=":", linewidth=0.9)
-        if step in mean and step - written > 0.035 * run.steps:
+        if step in mean and written - step > 0.035 * run.steps:
             written = step
             top = axes.get_xaxis_transform()
             axes.text(step, 1.01, f"{mean[step]:.3g}", transform=top, color=_GREY, fontsize="x-small", ha="center")
     axes.set_xlim(0, run.steps)
 
 
-def _bars(values: Mapping[str, float], unit: str, form: str) -> "Figure":
+def _bars(values: Mapping[str, float], form: str) -> "Figure":
     figure, axes = _new_figure(0.5 + 0.36 * len(values))
     colors = [_GREY if "float" in name else _ACCENT for name in values]
     bars = axes.barh(list(values), list(values.values()), color=colors, height=0.62)
@@ -388,7 +404,6 @@ def _bars(values: Mapping[str, float], unit: str, form: str) -> "Figure":
     axes.set_xticks([])
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.12)
-    axes.set_xlabel(unit)
     return figure
 
 
@@ -476,7 +491,7 @@ dl { display: flex; flex-wrap: wrap; gap: 0.6rem 2.4rem; margin: 0; }
 dt, figcaption, .note, summary { color: var(--c3); font-size: 0.85rem; }
 dd { margin: 0; font-size: 1.15rem; font-variant-numeric: tabular-nums; }
 figure { margin: 0; overflow-x: auto; }
-svg { max-width: 100%; height: auto; display: block; }
+svg { width: 100%; height: auto; display: block; }
 table { border-collapse: collapse; margin-top: 0.6rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 0.2rem 0.9rem; border-bottom: 1px solid var(--c1); font-weight: normal; }
 th { color: var(--c3); font-size: 0.85rem; }
