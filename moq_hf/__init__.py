@@ -2,6 +2,7 @@
 
 from .callback import MoQCallback
 from .config import MoQConfig, MoQConfigError, MoQError
+from .eigen import block_eigenvalues
 from .quant_linear import QuantLinear, dequantize_model, quantize_model
 from .schedule import PrecisionSchedule, plan
 from .trainer import MoQTrainer
@@ -15,6 +16,7 @@ __all__ = [
     "MoQTrainer",
     "PrecisionSchedule",
     "QuantLinear",
+    "block_eigenvalues",
     "dequantize_model",
     "plan",
     "quantize_model",

@@ -14,6 +14,7 @@ ORDER = [
     "triton_quant",
     "quant_linear",
     "eigen",
+    "sensitivity",
     "controller",
     "checkpoint",
     "report",
