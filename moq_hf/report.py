@@ -10,7 +10,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ PAGE = "moq_report.html"
 _INK, _FAINT, _ACCENT, _GREY = "#22262b", "#c9ced4", "#2563c9", "#8a929b"
 # The same on a dark ground.
 _DARK = {_INK: "#e4e7eb", _FAINT: "#454b53", _ACCENT: "#7aa7f5", _GREY: "#9aa3ad"}
+_DOTTED = "dotted: the precision falls, with the mean bits after it"
 _NO_METRIC = re.compile(r"_(runtime|per_second|samples|model_preparation_time)(_mm)?$")
 
 
@@ -140,11 +142,12 @@ def write_report(
     run = read_run(directory, float_directory)
     out = Path(out) if out is not None else run.directory
     out.mkdir(parents=True, exist_ok=True)
-    figures = _figures(run)
-    for name, (figure, _) in figures.items():
-        figure.savefig(out / f"moq_{name}.png", dpi=150, facecolor="white", metadata={"Software": None})
     page = out / PAGE
-    page.write_text(_page(run, figures), encoding="utf-8")
+    with _drawing():
+        figures = _figures(run)
+        for name, (figure, _) in figures.items():
+            figure.savefig(out / f"moq_{name}.png", dpi=150, facecolor="white", metadata={"Software": None})
+        page.write_text(_page(run, figures), encoding="utf-8")
     return page
 
 
@@ -154,21 +157,27 @@ def draw_plan(planned: Plan, path: str | os.PathLike[str]) -> None:
     Raises:
         MoQError: matplotlib is not installed, or does not know the ending.
     """
-    figure, axes = _new_figure(3.4)
-    start = FLOAT_BITS if planned.config.schedule.offset else planned.config.start_bits
-    series = {
-        block.name: ([s.step for s in block.switches], [float(s.bits) for s in block.switches])
-        for block in planned.blocks
-    }
-    _draw_bits(axes, series, start, planned.config.start_bits, planned.total_steps, planned.deadline_step or 0)
-    if planned.deadline_step is not None:
-        axes.axvline(planned.deadline_step, color=_GREY, linestyle="--", linewidth=1)
-        top = axes.get_xaxis_transform()
-        axes.text(planned.deadline_step, 1.01, "deadline", transform=top, color=_GREY, fontsize="small", ha="center")
-    try:
-        figure.savefig(path, dpi=150, facecolor="white")
-    except ValueError as error:
-        raise MoQError(f"cannot draw to {os.fspath(path)}: {error}") from error
+    with _drawing():
+        figure, axes = _new_figure(3.4)
+        start = FLOAT_BITS if planned.config.schedule.offset else planned.config.start_bits
+        series = {
+            block.name: ([s.step for s in block.switches], [float(s.bits) for s in block.switches])
+            for block in planned.blocks
+        }
+        _draw_bits(axes, series, start, planned.config.start_bits, planned.total_steps, planned.deadline_step or 0)
+        config = planned.config
+        title = f"{config.start_bits} to {config.target_bits} bits in {planned.total_steps:,} optimizer steps"
+        axes.set_title(title, fontsize="medium", pad=14)
+        if planned.deadline_step is not None:
+            axes.axvline(planned.deadline_step, color=_GREY, linestyle="--", linewidth=1)
+            top = axes.get_xaxis_transform()
+            axes.text(
+                planned.deadline_step, 1.01, "deadline", transform=top, color=_GREY, fontsize="small", ha="center"
+            )
+        try:
+            figure.savefig(path, dpi=150, facecolor="white")
+        except ValueError as error:
+            raise MoQError(f"cannot draw to {os.fspath(path)}: {error}") from error
 
 
 def _states(directory: Path) -> list[Path]:
@@ -214,10 +223,11 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _new_figure(height: float, width: float = 8.0) -> tuple["Figure", "Axes"]:
+@contextmanager
+def _drawing() -> Iterator[None]:
+    """Where figures are made and saved: matplotlib with the report's look."""
     try:
         import matplotlib
-        from matplotlib.figure import Figure
     except ImportError as error:
         raise MoQError('drawing needs matplotlib: pip install "moq_hf[report]"') from error
     settings: dict[Any, Any] = {
@@ -226,19 +236,27 @@ def _new_figure(height: float, width: float = 8.0) -> tuple["Figure", "Axes"]:
         "axes.edgecolor": _FAINT,
         "xtick.color": _INK,
         "ytick.color": _INK,
-        "xtick.labelcolor": _INK,
-        "ytick.labelcolor": _INK,
         "grid.color": _FAINT,
         "grid.linewidth": 0.6,
         "axes.spines.top": False,
         "axes.spines.right": False,
+        "legend.frameon": False,
         # Names of blocks are no formulas.
         "text.parse_math": False,
         "font.size": 9.5,
+        # Text stays text, and the same figure gives the same file.
+        "svg.fonttype": "none",
+        "svg.hashsalt": "moq_hf",
     }
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        axes = figure.add_subplot()
+        yield
+
+
+def _new_figure(height: float) -> tuple["Figure", "Axes"]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, height), layout="constrained")
+    axes = figure.add_subplot()
     axes.grid(axis="y")
     axes.set_axisbelow(True)
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -274,7 +292,7 @@ def _figures(run: Run) -> dict[str, tuple["Figure", str]]:
             axes.plot(steps, values, color=color, label=label, linewidth=1.6, marker="o" if len(steps) < 3 else None)
     _mark_switches(axes, run)
     _finish(axes, {}, "loss")
-    figures["loss"] = figure, "Loss over optimizer steps; dotted: a drop, with the mean bits after it."
+    figures["loss"] = figure, f"Loss over optimizer steps; {_DOTTED}."
 
     # Those of the page's table that were evaluated on the way too; the loss has its own figure.
     metrics = [name for name in run.quantized if name != "loss" and len(run.series(f"eval_{name}")[0]) > 1]
@@ -289,7 +307,7 @@ def _figures(run: Run) -> dict[str, tuple["Figure", str]]:
         _finish(axes, {}, metrics[0] if len(metrics) == 1 else "metric")
         figures["metrics"] = (
             figure,
-            "Metrics of the evaluations on the way; dotted: a drop, with the mean bits after it.",
+            f"Metrics of the evaluations on the way; {_DOTTED}.",
         )
 
     sizes = run.series("moq/size_mb")[1]
@@ -365,7 +383,7 @@ def _finish(axes: "Axes", series: Mapping[str, Any], ylabel: str) -> None:
     # A model without a list of layers has a block for each linear layer.
     every = math.ceil(len(names) / 30)
     shared = 0
-    while len({tuple(name.split(".")[: shared + 1]) for name in names}) == 1 and names[0].count(".") > shared:
+    while len({tuple(name.split(".")[: shared + 1]) for name in names}) == 1 and names[0].count(".") > shared + 1:
         shared += 1
     labels = [".".join(name.split(".")[shared:]) for name in names]
     axes.legend(
@@ -373,9 +391,7 @@ def _finish(axes: "Axes", series: Mapping[str, Any], ylabel: str) -> None:
         labels[::every],
         loc="upper left",
         bbox_to_anchor=(1.0, 1.02),
-        frameon=False,
         fontsize="small",
-        labelcolor=_INK,
     )
 
 
@@ -383,8 +399,12 @@ def _mark_switches(axes: "Axes", run: Run) -> None:
     """A dotted line at each drop, with the mean bits after it where there is room for them."""
     mean = dict(zip(*run.series("moq/mean_bits"), strict=True))
     written = math.inf
+    steps = run.switches()
+    if len(steps) > 12:
+        # Blocks that drop one by one would be a hatching: the first step with each whole number of mean bits.
+        steps = sorted({math.floor(mean[step]): step for step in reversed(steps) if step in mean}.values())
     # From the last one: it is the target that matters where they stand close.
-    for step in reversed(run.switches()):
+    for step in reversed(steps):
         axes.axvline(step, color=_GREY, linestyle=":", linewidth=0.9)
         if step in mean and written - step > 0.035 * run.steps:
             written = step
@@ -397,7 +417,7 @@ def _bars(values: Mapping[str, float], form: str) -> "Figure":
     figure, axes = _new_figure(0.5 + 0.36 * len(values))
     colors = [_GREY if "float" in name else _ACCENT for name in values]
     bars = axes.barh(list(values), list(values.values()), color=colors, height=0.62)
-    axes.bar_label(bars, [form.format(value) for value in values.values()], padding=4, color=_INK)
+    axes.bar_label(bars, [form.format(value) for value in values.values()], padding=4)
     axes.invert_yaxis()
     axes.grid(visible=False)
     axes.spines["bottom"].set_visible(False)
@@ -407,13 +427,10 @@ def _bars(values: Mapping[str, float], form: str) -> "Figure":
     return figure
 
 
-def _svg(figure: "Figure", name: str, blocks: int) -> str:
+def _svg(figure: "Figure", blocks: int) -> str:
     """The figure as inline SVG whose colors follow the page's."""
-    import matplotlib
-
     stream = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     svg = stream.getvalue()
     svg = svg[svg.index("<svg") :].replace("'DejaVu Sans', ", "system-ui, ")
     for index, color in enumerate([*_DARK, *_colors(blocks)]):
@@ -460,7 +477,7 @@ def _page(run: Run, figures: Mapping[str, tuple["Figure", str]]) -> str:
     ]
     for name, (figure, caption) in figures.items():
         parts.append(
-            f"<h2>{titles[name]}</h2><figure>{_svg(figure, name, blocks)}<figcaption>{caption}</figcaption></figure>"
+            f"<h2>{titles[name]}</h2><figure>{_svg(figure, blocks)}<figcaption>{caption}</figcaption></figure>"
         )
         if name == "comparison":
             parts.append(_table(["metric", "float", "quantized", "difference"], rows))
