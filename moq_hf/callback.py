@@ -216,6 +216,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             controller.load_state_dict(best["attributes"]["saved"])
         else:
             controller.refresh()
+        # For trainer.save_state(), which is called after this.
+        _entries(state)[type(self).__name__] = self.state()
         if state.is_world_process_zero and not controller.at_target:
             logger.warning(
                 "moq_hf: training ended at a mean of %.2f bits, before every layer was at %d bits%s",
