@@ -229,7 +229,7 @@ def _drawing() -> Iterator[None]:
     try:
         import matplotlib
     except ImportError as error:
-        raise MoQError('drawing needs matplotlib: pip install "moq_hf[report]"') from error
+        raise MoQError("drawing needs matplotlib: pip install matplotlib") from error
     settings: dict[Any, Any] = {
         "text.color": _INK,
         "axes.labelcolor": _INK,

@@ -22,9 +22,11 @@ from typing import NamedTuple
 import pytest
 import tiny_glue
 from datasets import load_dataset
+from test_report import make_run
 from tiny_glue import quiet_logging
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
+import moq_hf.cli
 from moq_hf import MoQConfig
 
 __all__ = ["quiet_logging"]
@@ -110,7 +112,9 @@ def test_blocks_have_a_known_language() -> None:
 
 
 def test_every_command_is_run() -> None:
-    assert [c for c in COMMANDS if c not in RUN_BY and not c.startswith(("python ", ".venv/bin/python "))] == []
+    assert [
+        c for c in COMMANDS if c not in RUN_BY and not c.startswith(("python ", ".venv/bin/python ", "moq-hf "))
+    ] == []
     assert [name for name in RUN_BY.values() if name not in globals()] == []
 
 
@@ -171,7 +175,20 @@ def arguments_of(path: str) -> dict[str, object]:
     return json.loads((ROOT / path).read_text())
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in RUN_BY and not c.startswith(SCRIPT)])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("moq-hf ")])
+def test_moq_hf_commands(command: str, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(command)[1:]
+    if words[0] == "report":
+        make_run(checkout / words[1])
+    with chdir(checkout):
+        assert moq_hf.cli.main(words) == 0
+    told = capsys.readouterr().out
+    for block in BLOCKS:
+        if block.output is not None and block.language == "bash" and commands_of(block) == [command]:
+            assert told == block.output, str(block)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in RUN_BY and not c.startswith((SCRIPT, "moq-hf "))])
 def test_other_commands(command: str, tmp_path: Path) -> None:
     program, *words = shlex.split(command)
     assert program in ("python", ".venv/bin/python")
