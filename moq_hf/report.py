@@ -112,7 +112,7 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
     return Run(
         directory,
         MoQConfig.from_dict(entry["args"]["config"]),
-        state["global_step"],
+        state.get("global_step", 0),
         log,
         saved.get("float_size_mb"),
         _metrics(directory),
@@ -268,10 +268,11 @@ def _figures(run: Run) -> dict[str, tuple["Figure", str]]:
     figures = {}
     bits = run.by_block("bits")
     start = FLOAT_BITS if run.config.schedule.offset else run.config.start_bits
-    figure, axes = _new_figure(_height(bits))
-    end = _draw_bits(axes, bits, start, run.config.start_bits, run.steps)
-    shown = f"; shown to step {end:,} of {run.steps:,}, nothing changes after it" if end < run.steps else ""
-    figures["bits"] = figure, f"Bits of each block over optimizer steps{shown}. Lines are drawn side by side."
+    if bits:
+        figure, axes = _new_figure(_height(bits))
+        end = _draw_bits(axes, bits, start, run.config.start_bits, run.steps)
+        shown = f"; shown to step {end:,} of {run.steps:,}, nothing changes after it" if end < run.steps else ""
+        figures["bits"] = figure, f"Bits of each block over optimizer steps{shown}. Lines are drawn side by side."
 
     eigenvalues = run.by_block("eigenvalue")
     if eigenvalues:
@@ -459,7 +460,7 @@ def _page(run: Run, figures: Mapping[str, tuple["Figure", str]]) -> str:
         "bits": "Bits", "eigenvalues": "Sensitivity", "loss": "Loss", "metrics": "Metrics", "size": "Size",
         "comparison": "Float and quantized",
     }  # fmt: skip
-    missing = []
+    missing = [] if "bits" in figures else ["no block changed its bits"]
     if "eigenvalues" not in figures:
         missing.append("no eigenvalues were measured")
     if not run.quantized:

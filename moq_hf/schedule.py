@@ -342,6 +342,8 @@ def plan(
             the eigenvalues are wrong.
     """
     config = MoQConfig.load(config)
+    if not isinstance(total_steps, int) or total_steps < 1:
+        raise MoQError(f"total_steps must be a whole number from 1, got {total_steps!r}")
     if not config.enabled:
         raise MoQError("enabled is false: nothing would be quantized")
     if config.schedule.offset >= total_steps:

@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from moq_hf import MoQCallback, MoQError, MoQTrainer, plan
 from moq_hf.controller import MoQController
 from moq_hf.quant_linear import quant_layers
+from moq_hf.report import write_report
 from moq_hf.schedule import Switch, outcome
 
 AUTO = {**CONFIG, "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 2, "deadline": 0.75}}
@@ -192,4 +193,6 @@ def test_the_saved_state_has_the_whole_history(tmp_path: Path) -> None:
     state = json.loads((tmp_path / "trainer_state.json").read_text())
     saved = state["stateful_callbacks"]["MoQCallback"]["attributes"]["saved"]
     assert [switch[0] for switch in saved["history"]] == [2] * 3 + [4] * 3 + [6] * 3 + [10] * 3
+    page = write_report(tmp_path).read_text()
+    assert "<dd>3.00</dd>" in page and "<dd>6 to 3 bits</dd>" in page and "there was no evaluation" in page
     assert saved["float_size_mb"] == sum(p.numel() for p in trainer.model.parameters()) * 4 / 1e6

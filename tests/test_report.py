@@ -40,7 +40,7 @@ def make_run(folder: Path, config: Any = CONFIG, steps: int = 345, evaluations: 
         if switches:
             entry |= {f"moq/bits/{name}": value for name, value in schedule.bits.items()}
             entry |= {f"moq/eigenvalue/{s.block}": s.eigenvalue for s in switches if s.eigenvalue is not None}
-        if switches or step % 10 == 0:
+        if switches or step % 5 == 0:
             log.append(entry)
         if evaluations and step % 69 == 0:
             log.append(
@@ -121,6 +121,10 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     page = report.write_report(tmp_path).read_text()
     assert "Not shown: no eigenvalues were measured; there was no evaluation." in page
     assert not (tmp_path / "moq_eigenvalues.png").exists()
+    before_the_offset = plain | {"quantize_schedule": {"quantize_period": 2, "schedule_offset": 10}}
+    make_run(tmp_path, before_the_offset, steps=9, evaluations=False)
+    page = report.write_report(tmp_path, tmp_path / "short").read_text()
+    assert "Not shown: no block changed its bits; no eigenvalues" in page
     make_run(tmp_path, plain)
     assert "there is no float run to compare with" in report.write_report(tmp_path).read_text()
 
