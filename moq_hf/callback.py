@@ -253,7 +253,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             inputs.pop("num_items_in_batch", None)
             self.observe(inputs)
 
-        self._tap = model.register_forward_hook(torch.compiler.disable(tap), with_kwargs=True)
+        outside = torch.compiler.disable(tap)  # type: ignore[no-untyped-call]
+        self._tap = model.register_forward_hook(outside, with_kwargs=True)
 
     def _measured_loss(self, inputs: Inputs) -> Tensor:
         model = cast(MoQController, self.controller).model

@@ -324,6 +324,31 @@ def _difference(losses: Sequence[Loss], parameters: list[Tensor], vector: Tensor
     return total
 
 
+def check_second_derivative(loss: Loss, parameters: Sequence[Tensor]) -> None:
+    """Compare a product along a random direction with the difference of gradients there.
+
+    A kernel whose gradient autograd does not record (Liger's, many attention kernels) makes products wrong in silence.
+
+    Raises:
+        MoQError: They differ by more than 5 % (rounding accounts for 0.2 %).
+    """
+    parameters = list(parameters)
+    size = sum(p.numel() for p in parameters)
+    vector = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(parameters[0].device)
+    vector /= vector.norm()
+    with _Graph(loss, {"": parameters}) as graph:
+        exact = graph.product("", vector)
+    error = float((_difference([loss], parameters, vector) - exact).norm())
+    size_of = float(exact.norm())
+    # Gradients below this are rounding.
+    if error > 0.05 * size_of + 1e-6:
+        raise MoQError(
+            f"the loss has no right second derivative: a product with its Hessian is off by {error:.3g} where its norm "
+            f"is {size_of:.3g}, so some kernel in the model cannot be differentiated twice; "
+            "take differences of gradients (eigenvalue.finite_difference)"
+        )
+
+
 def _evaluate(loss: Loss) -> Tensor:
     with torch.enable_grad():
         value = loss()

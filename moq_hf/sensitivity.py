@@ -14,7 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .config import EigenvalueConfig, MoQError
-from .eigen import Eigenvalue, block_eigenvalues, layer_blocks, measuring, normalise, repeatable
+from .eigen import (
+    Eigenvalue,
+    block_eigenvalues,
+    check_second_derivative,
+    layer_blocks,
+    measuring,
+    normalise,
+    repeatable,
+)
 from .quant_linear import QuantLinear
 from .schedule import PrecisionSchedule
 
@@ -26,7 +34,7 @@ Inputs = dict[str, Any]
 CHUNK = 16
 # Costs in units of the forward and backward pass of one training example; benchmarks/eigen.py measures them. They
 # decide what the budget allows: the clock would let two runs of the same seed differ.
-GRAPH_COST, PRODUCT_COST = 2.0, 0.25
+GRAPH_COST, PRODUCT_COST = 1.0, 0.6
 # Products a block takes early in training, where it takes most.
 FIRST_PRODUCTS = {"lanczos": 14, "power": 24}
 # A half-precision training step is that much faster than the same in float32, in which eigenvalues are measured.
@@ -74,15 +82,9 @@ class Samples:
         for batch in reversed(self._batches):
             if rows <= 0:
                 break
-            if not _can_split(batch):
-                found.append(batch)
-                rows -= _rows(batch)
-                continue
-            size = min(rows, _rows(batch))
+            size = min(rows, _rows(batch)) if _can_split(batch) else _rows(batch)
             rows -= size
-            for start in range(0, size, CHUNK):
-                part = slice(start, min(size, start + CHUNK))
-                found.append({k: v[part] if isinstance(v, Tensor) else v for k, v in batch.items()})
+            found += [_part(batch, start, min(size, start + CHUNK)) for start in range(0, size, CHUNK)]
         return found
 
     def state_dict(self) -> str:
@@ -99,6 +101,13 @@ class Samples:
 
 def _rows(inputs: Inputs) -> int:
     return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()), 1)
+
+
+def _part(inputs: Inputs, start: int, end: int) -> Inputs:
+    """Some of the examples; all of them where they cannot be told apart."""
+    if not _can_split(inputs):
+        return inputs
+    return {key: value[start:end] if isinstance(value, Tensor) else value for key, value in inputs.items()}
 
 
 def _can_split(inputs: Inputs) -> bool:
@@ -295,6 +304,8 @@ class Sensitivity:
         weights = [size * len(rows) / sum(rows) for size in rows]
         config = self.config
         with measuring(self.model, self.blocks) as blocks:
+            if not self.values and not config.finite_difference:
+                check_second_derivative(closure(_part(batches[0], 0, 2), 1.0), next(iter(blocks.values())))
             return block_eigenvalues(
                 [closure(batch, weight) for batch, weight in zip(batches, weights, strict=True)],
                 blocks,
