@@ -283,7 +283,10 @@ def _figures(run: Run) -> dict[str, tuple["Figure", str]]:
         _finish(axes, eigenvalues, "eigenvalue over the largest")
         figures["eigenvalues"] = (
             figure,
-            "Eigenvalue of each block at each of its drops, over the largest of all blocks.",
+            (
+                "Eigenvalue of each block over the largest of all, where any block drops; where it stays as it is, the "
+                "last measurement served again."
+            ),
         )
 
     figure, axes = _new_figure(3.0)
@@ -402,15 +405,17 @@ def _mark_switches(axes: "Axes", run: Run) -> None:
     written = math.inf
     steps = run.switches()
     if len(steps) > 12:
-        # Blocks that drop one by one would be a hatching: the first step with each whole number of mean bits.
-        steps = sorted({math.floor(mean[step]): step for step in reversed(steps) if step in mean}.values())
+        # Blocks that drop one by one would be a hatching: the first step at or below each whole number of mean bits.
+        steps = sorted({math.ceil(mean[step]): step for step in reversed(steps) if step in mean}.values())
     # From the last one: it is the target that matters where they stand close.
     for step in reversed(steps):
         axes.axvline(step, color=_GREY, linestyle=":", linewidth=0.9)
         if step in mean and written - step > 0.035 * run.steps:
             written = step
             top = axes.get_xaxis_transform()
-            axes.text(step, 1.01, f"{mean[step]:.3g}", transform=top, color=_GREY, fontsize="x-small", ha="center")
+            axes.text(
+                step, 1.01, f"{round(mean[step], 1):g}", transform=top, color=_GREY, fontsize="x-small", ha="center"
+            )
     axes.set_xlim(0, run.steps)
 
 
