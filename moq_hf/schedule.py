@@ -194,9 +194,9 @@ class PrecisionSchedule:
 
     def _following(self, period: int, left: int, factor: int) -> int:
         """Steps from the offset to the first of the `left` drops that follow the one at `period`."""
-        if self._room is None or left == 0:
-            return period * 2 * factor
         following = period * 2 * factor
+        if self._room is None or left == 0:
+            return following
         if self.config.schedule.period is None:
             ratios = self.config.start_bits - self.config.target_bits - 1
             growth = factor * min(2**ratios, self._horizon())
