@@ -189,7 +189,8 @@ class MoQController:
         Raises:
             MoQError: The state is of other layers, or of a config that would quantize differently.
         """
-        saved, now = state["config"], self.config.to_dict()
+        # A checkpoint of an earlier version lacks the keys that came later.
+        saved, now = MoQConfig.from_dict(state["config"]).to_dict(), self.config.to_dict()
         differs = sorted(key for key in now if key not in _HARMLESS and saved.get(key) != now[key])
         if differs:
             raise MoQError(
@@ -223,6 +224,8 @@ class MoQController:
         notes = []
         if self.config.kernel:
             notes.append("quantizer_kernel: this version has no Triton kernels; plain PyTorch gives the same numbers")
+        if self.sensitivity is not None and len(self.sensitivity.blocks) == 1:
+            notes.append("eigenvalue: there is only one block, so nothing to compare it with: its factor is always 5")
         if self.config.modules_to_not_convert is not None:
             heads = [name for name in output_heads(self.model, self.layers) if name in self.layers]
             if heads:

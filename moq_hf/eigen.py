@@ -516,6 +516,10 @@ def repeatable(model: nn.Module) -> Iterator[None]:
             kinds.setdefault(parameter.device.type, set()).add(parameter.device.index or 0)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        if "mps" in kinds:
+            # One device, which fork_rng would call by number.
+            del kinds["mps"]
+            stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
         for kind, indices in kinds.items():
             stack.enter_context(torch.random.fork_rng(devices=sorted(indices), device_type=kind))
         yield
