@@ -4,7 +4,7 @@ from .callback import MoQCallback
 from .config import MoQConfig, MoQConfigError, MoQError
 from .eigen import block_eigenvalues
 from .quant_linear import QuantLinear, dequantize_model, quantize_model
-from .schedule import PrecisionSchedule
+from .schedule import PrecisionSchedule, plan
 from .trainer import MoQTrainer
 
 __version__ = "0.1.0"
@@ -18,5 +18,6 @@ __all__ = [
     "QuantLinear",
     "block_eigenvalues",
     "dequantize_model",
+    "plan",
     "quantize_model",
 ]

@@ -4,6 +4,7 @@ import inspect
 import json
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -13,11 +14,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from .config import MoQConfig, MoQError
 from .controller import MoQController
+from .schedule import Plan, outcome, plan
 from .sensitivity import Inputs
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         # Set by MoQTrainer, which repairs the stock Trainer's loss scale.
         self.loss_is_repaired = False
         self._switched = self._arrived = False
+        self._plan: Plan | None = None
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into `trainer_state.json`, in JSON types."""
@@ -80,7 +84,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         if not self.config.enabled:
             logger.info("moq_hf is off: the config says enabled: false")
             return
-        self._build(args, state, kwargs["model"], None)
+        # How long the run is will be known when it begins, with a new controller; none of its steps is taken before.
+        self._build(args, state, kwargs["model"], sys.maxsize)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -88,12 +93,14 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Start the schedule, or go on with the checkpoint's.
 
         Raises:
-            MoQError: The run is too short for anything to be quantized, there are two MoQCallbacks, the checkpoint
-                is of another config, or the `loss` that was given is lost.
+            MoQError: The run is too short for anything to be quantized or for the deadline, there are two MoQCallbacks,
+                the checkpoint is of another config, or the `loss` that was given is lost.
         """
         if not self.config.enabled:
             return
-        controller = self._build(args, state, kwargs["model"], state.max_steps)
+        resumed = self._saved_state(state) if state.global_step > 0 else None
+        taken = 0 if resumed is not None else state.global_step
+        controller = self._build(args, state, kwargs["model"], state.max_steps - taken)
         self._began = time.perf_counter()
         if controller.sensitivity is not None:
             if self.loss_was_given and self.loss is None:
@@ -106,7 +113,6 @@ class MoQCallback(TrainerCallback, ExportableState):
             # MoQTrainer hands its batches over itself.
             if not self.loss_is_repaired:
                 self._listen(controller.model)
-        resumed = self._saved_state(state) if state.global_step > 0 else None
         if resumed is not None:
             controller.load_state_dict(resumed)
             logger.info("resumed at step %d, mean %.2f bits", state.global_step, controller.mean_bits)
@@ -114,11 +120,26 @@ class MoQCallback(TrainerCallback, ExportableState):
             logger.warning(
                 "moq_hf: the checkpoint at step %d was made without MoQ: its schedule starts now", state.global_step
             )
+        schedule = controller.schedule
+        # Steps that the schedule never counted: those before it began, and skipped ones.
+        steps = state.max_steps - (state.global_step - schedule.steps)
+        # With a deadline, a resumed schedule is that of the run that it began in.
+        planned_for = schedule.total_steps if schedule.deadline_step is not None else None
+        self._plan = plan(self.config, planned_for or steps)
         if state.is_world_process_zero:
             logger.info("%s", controller.summary())
             if controller.sensitivity is not None:
                 logger.info("%s", controller.sensitivity.summary())
-            self._warn(controller, args, state)
+            tqdm.write(f"moq_hf plan: {self._plan.table()}")
+            self._warn(controller, args)
+            if planned_for not in (None, steps, state.max_steps):
+                logger.warning(
+                    "moq_hf: the checkpoint's schedule was planned for a run of %d optimizer steps, this one has %d; "
+                    "its deadline stays at step %d",
+                    planned_for,
+                    steps,
+                    schedule.deadline_step,
+                )
         # A checkpoint that was made without this callback has no entry, and the next save would fail on that.
         _entries(state)[type(self).__name__] = self.state()
         self._forget_best(state)
@@ -189,6 +210,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             self._tap.remove()
         if controller is None:
             return
+        if state.is_world_process_zero and self._plan is not None:
+            tqdm.write(f"moq_hf: {outcome(self._plan, controller.history, controller.schedule.steps)}")
         if controller.sensitivity is not None:
             controller.sensitivity.report(time.perf_counter() - self._began)
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
@@ -197,6 +220,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             controller.load_state_dict(best["attributes"]["saved"])
         else:
             controller.refresh()
+        # For trainer.save_state(), which is called after this.
+        _entries(state)[type(self).__name__] = self.state()
         if state.is_world_process_zero and not controller.at_target:
             logger.warning(
                 "moq_hf: training ended at a mean of %.2f bits, before every layer was at %d bits%s",
@@ -241,24 +266,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         if self.controller is not None and not self.controller.at_target:
             _reset_best(state)
 
-    def _warn(self, controller: MoQController, args: TrainingArguments, state: TrainerState) -> None:
-        notes = controller.warnings()
-        schedule, total = self.config.schedule, state.max_steps
-        if schedule.offset >= total:
-            raise MoQError(
-                f"quantize_schedule.schedule_offset {schedule.offset} is not before the end of training at "
-                f"{total} optimizer steps: nothing would be quantized; set it to less, 0 for instance"
-            )
-        needed = controller.schedule.steps_to_target()
-        if needed > total:
-            drops = self.config.start_bits - self.config.target_bits
-            fits = (total - schedule.offset) // 2 ** (drops - 1)
-            notes.append(
-                f"the run has {total} optimizer steps but reaches {self.config.target_bits} bits only at step {needed} "
-                f"(drops come at {schedule.offset} + {schedule.period} * 1, 2, 4, ...): "
-                + (f"a quantize_period of at most {fits} fits, " if fits else "no quantize_period fits, ")
-                + "or start_bits nearer to target_bits"
-            )
+    def _warn(self, controller: MoQController, args: TrainingArguments) -> None:
+        notes = [*controller.warnings(), *(self._plan.notes if self._plan is not None else ())]
         if not self.loss_is_repaired and _scales_loss_wrongly(controller.model, args):
             notes.append(
                 "this model's loss ignores num_items_in_batch, so the stock Trainer multiplies loss and gradients by "

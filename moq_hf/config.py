@@ -42,6 +42,10 @@ class PerGroup:
 Grouping = RowBlocks | PerChannel | PerGroup
 
 
+# Of the period "auto": a late last drop costs accuracy at low bits.
+AUTO_DEADLINE = 0.25
+
+
 @dataclass(frozen=True)
 class ScheduleConfig:
     """When bits drop, in optimizer steps.
@@ -49,12 +53,17 @@ class ScheduleConfig:
     Attributes:
         period: Steps after the offset to the first drop; None is "auto".
         offset: Steps before anything is quantized.
-        deadline: Share of the run by which every block is at its target, or None.
+        deadline: Share of the run by which every block is at its target; None: there is none, or 0.25 with "auto".
     """
 
     period: int | None = 100
     offset: int = 100
     deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        """Give "auto" its deadline."""
+        if self.period is None and self.deadline is None:
+            object.__setattr__(self, "deadline", AUTO_DEADLINE)
 
 
 @dataclass(frozen=True)
@@ -573,16 +582,12 @@ def _attributes(values: Mapping[str, Any]) -> dict[str, Any]:
     get: Callable[[str], Any] = lambda path: values.get(path, _BY_PATH[path].default)  # noqa: E731
     size, groups = get("quantize_group_size"), get("quantize_groups")
     period = get("quantize_schedule.quantize_period")
-    deadline = get("quantize_schedule.deadline")
-    if period == "auto" and deadline is None:
-        deadline = 0.25
     names = get("modules_to_not_convert")
     converted = {
         "quantize_algo.q_type": values.get("quantize_algo.q_type", values.get("quantize_type")) != "asymmetric",
         "quantize_algo.rounding": get("quantize_algo.rounding") == "stochastic",
         "quantize_groups": PerGroup(size) if size else PerChannel() if groups == "per_channel" else RowBlocks(groups),
         "quantize_schedule.quantize_period": None if period == "auto" else period,
-        "quantize_schedule.deadline": deadline,
         "eigenvalue.layer_num": get("eigenvalue.layer_num") or None,
         "modules_to_not_convert": None if names is None else tuple(names),
     }

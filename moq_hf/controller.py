@@ -77,6 +77,25 @@ class MoQController:
         sizes = {name: layer.weight.numel() for name, layer in self.layers.items()}
         return sum(size * self.layers[name].moq.bits for name, size in sizes.items()) / sum(sizes.values())
 
+    @property
+    def float_size_mb(self) -> float:
+        """Megabytes (10^6 bytes) of the model's parameters in their own dtypes."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters()) / 1e6
+
+    @property
+    def size_mb(self) -> float:
+        """The same with each quantized weight packed at its bits of now and one scale, in its dtype, for each group."""
+        saved = 0.0
+        for layer in self.layers.values():
+            bits, full = layer.moq.bits, 8 * layer.weight.element_size()
+            if bits < full:
+                rows, columns = layer.weight.shape
+                groups = quantizer.group_shape(
+                    rows, columns, layer.moq.options["groups"], layer.moq.options["group_size"]
+                )
+                saved += layer.weight.numel() * (full - bits) - groups[0] * groups[1] * full
+        return self.float_size_mb - saved / 8e6
+
     def step(self, eigenvalues: Mapping[str, float] | None = None) -> tuple[Switch, ...]:
         """After an optimizer step that was not skipped: advance the schedule and quantize every weight once.
 
@@ -135,9 +154,15 @@ class MoQController:
         check_finite(self.layers)
 
     def metrics(self) -> dict[str, float]:
-        """Scalars for a Trainer's log: the mean bits; at a switch each block's bits, period and eigenvalue too."""
+        """Scalars for a Trainer's log.
+
+        Always the mean bits and the size of the model now, in megabytes, and where the config blends, each block's
+        share of the float weights. At the step of a switch also each block's bits, period and eigenvalue.
+        """
         bits, period = self.schedule.bits, self.schedule.period
-        scalars = {"moq/mean_bits": round(self.mean_bits, 4)}
+        scalars = {"moq/mean_bits": round(self.mean_bits, 4), "moq/size_mb": round(self.size_mb, 4)}
+        if self.config.blend.enabled:
+            scalars |= {f"moq/blend/{block}": round(share, 6) for block, share in self.schedule.blend.items()}
         if not self.history or self.history[-1].step != self.schedule.steps:
             return scalars
         scalars |= {f"moq/bits/{block}": bits[block] for block in self.blocks}
@@ -155,6 +180,7 @@ class MoQController:
                 name: _encode(layer.moq.ratio) for name, layer in self.layers.items() if layer.moq.ratio is not None
             },
             "history": [list(switch) for switch in self.history],
+            "float_size_mb": self.float_size_mb,
             "sensitivity": None if self.sensitivity is None else self.sensitivity.state_dict(),
         }
 
@@ -225,8 +251,7 @@ class MoQController:
             return
         if self.config.verbose:
             for s in switches:
-                start = "starts at" if s.before == FLOAT_BITS else f"goes from {s.before} to"
-                logger.info("step %d: %s %s %d bits, next drop at %d steps", s.step, s.block, start, s.bits, s.period)
+                logger.info("%s", self._sentence(s))
         changes = sorted({(s.before, s.bits) for s in switches}, reverse=True)
         for before, bits in changes:
             blocks = [s.block for s in switches if (s.before, s.bits) == (before, bits)]
@@ -240,6 +265,13 @@ class MoQController:
                 len(self.layers),
                 self.mean_bits,
             )
+
+    def _sentence(self, switch: Switch) -> str:
+        start = "starts at" if switch.before == FLOAT_BITS else f"goes from {switch.before} to"
+        due = self.config.schedule.offset + switch.period
+        then = "its target" if switch.bits == self.config.target_bits else f"and drops next after step {due}"
+        reason = "" if switch.eigenvalue is None else f" (eigenvalue {switch.eigenvalue:.2f}, factor {switch.factor})"
+        return f"step {switch.step}: {switch.block} {start} {switch.bits} bits, {then}{reason}"
 
 
 # Keys that change no weight: a resumed run may have other values.

@@ -5,15 +5,35 @@ block above its target whose period has come (s >= period) loses one bit and its
 factor = 1 + floor(4 * e) with e its eigenvalue over the largest one, 0 to 1: sensitive blocks wait up to five times
 longer before the next drop. Without eigenvalues the drops come at P, 2P, 4P, ... This is the rule of DeepSpeed's MoQ
 (`runtime/quantize.py` up to 0.16), counted in optimizer steps.
+
+With a deadline, room R is the number of steps from the offset to the last drop that still meets it. A block that has
+k drops left after one at step s makes the next no later than
+
+    cap(s, k) = max(R / 2^(k-1), (s^(k-1) R)^(1/k), s + 1)
+
+rounded down. The first term leaves room to double from there on, so a block that the rule above brings home in time is
+never capped. The second, the larger one where doubling no longer fits, divides what is left in equal ratios. With k = 1
+the cap is R, and by induction s + k <= R always holds, so that every drop finds a step of its own.
+
+With the period "auto" and n drops, H is R, or R / 5 where eigenvalues are measured. The first drop comes at
+max(1, H / 2^(n-1)), and one at step s with the factor f is followed by one at s (f min(2^(n-1), H))^(1/(n-1)), after at
+least one step and no later than the cap. So a block of factor 1 doubles as above, and one of factor f throughout ends f
+times as late: with the factor 5, at R.
 """
 
+import bisect
 import math
+import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
-from .config import MoQConfig, MoQError
+from .config import AUTO_DEADLINE, MoQConfig, MoQError
 
 FLOAT_BITS = 32
+# That of the block with the largest eigenvalue.
+MAX_FACTOR = 5
 
 
 class Switch(NamedTuple):
@@ -47,9 +67,11 @@ class PrecisionSchedule:
         total_steps: Optimizer steps of the whole run; not needed for an explicit period without a deadline.
 
     Raises:
-        MoQError: No blocks, a name given twice, or a period "auto" or a deadline, which this version cannot plan.
+        MoQError: No blocks, a name given twice, no `total_steps` where they are needed, or too few of them for the
+            deadline: the text says what would fit.
 
     Attributes:
+        total_steps: As given, or with a deadline those that a loaded state was planned for.
         steps: Optimizer steps taken, those before the offset included.
         bits: Block name to the bits of the next forward pass.
         period: Block name to the steps since the offset at which its next drop is due.
@@ -62,19 +84,20 @@ class PrecisionSchedule:
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise MoQError(f"blocks named twice: {', '.join(twice)}")
-        if config.schedule.period is None or config.schedule.deadline is not None:
-            raise MoQError(
-                'quantize_schedule: quantize_period "auto" and deadline are not supported by this version of moq_hf; '
-                "give quantize_period a number of optimizer steps and leave deadline out"
-            )
         self.config = config
         self.total_steps = total_steps
+        self._room = _room(config, total_steps)
         self.steps = 0
         start = config.start_bits if config.schedule.offset == 0 else FLOAT_BITS
         self.bits = dict.fromkeys(names, start)
-        self.period = dict.fromkeys(names, config.schedule.period)
+        self.period = dict.fromkeys(names, self._first())
         # Steps taken when the block last changed: its blend is counted from there.
         self._changed = dict.fromkeys(names, 0)
+
+    @property
+    def deadline_step(self) -> int | None:
+        """The optimizer step, from the start of training, by which every block is at its target; None: no deadline."""
+        return _deadline_step(self.config, self.total_steps)
 
     @property
     def at_target(self) -> bool:
@@ -127,11 +150,12 @@ class PrecisionSchedule:
         """What a resumed run needs, in JSON types."""
         return {
             "steps": self.steps,
+            "total_steps": self.total_steps,
             "blocks": {name: [self.bits[name], self.period[name], self._changed[name]] for name in self.bits},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`.
+        """Go on from `state`, by its plan: a deadline stays where it was, in a run of another length too.
 
         Raises:
             MoQError: The state is of other blocks.
@@ -144,15 +168,46 @@ class PrecisionSchedule:
                 f"not in it {', '.join(missing) or 'none'}; only in it {', '.join(extra) or 'none'}"
             )
         self.steps = state["steps"]
+        if self._room is not None:
+            self.total_steps = state["total_steps"]
+            self._room = _room(self.config, self.total_steps)
         for name in self.bits:
             self.bits[name], self.period[name], self._changed[name] = blocks[name]
 
     def steps_to_target(self, factor: int = 1) -> int:
         """Optimizer steps from the start of training to the last drop of a block with this factor at every drop."""
-        period = self.config.schedule.period or 0
         drops = self.config.start_bits - self.config.target_bits
-        last = period * (2 * factor) ** (drops - 1) if drops else 0
+        last = self._first() if drops else 0
+        for left in range(drops - 1, 0, -1):
+            last = self._following(last, left, factor)
         return self.config.schedule.offset + last
+
+    def _first(self) -> int:
+        """Steps from the offset to the first drop."""
+        drops = self.config.start_bits - self.config.target_bits
+        period = self.config.schedule.period
+        if self._room is None or drops == 0:
+            return period or 1
+        if period is None:
+            return max(1, self._horizon() >> (drops - 1))
+        return min(period, _cap(self._room, 0, drops))
+
+    def _following(self, period: int, left: int, factor: int) -> int:
+        """Steps from the offset to the first of the `left` drops that follow the one at `period`."""
+        following = period * 2 * factor
+        if self._room is None or left == 0:
+            return following
+        if self.config.schedule.period is None:
+            ratios = self.config.start_bits - self.config.target_bits - 1
+            growth = factor * min(2**ratios, self._horizon())
+            following = max(period + 1, _root(growth * period**ratios, ratios))
+        return min(following, _cap(self._room, period, left))
+
+    def _horizon(self) -> int:
+        """Steps from the offset to the last drop of a block of factor 1, with the period "auto"."""
+        room = self._room or 0
+        only = self.config.start_bits - self.config.target_bits == 1
+        return max(1, room // MAX_FACTOR) if self.config.eigenvalue.enabled and not only else room
 
     def _is_due(self, name: str, step: int) -> bool:
         since = step - self.config.schedule.offset
@@ -167,8 +222,268 @@ class PrecisionSchedule:
             eigenvalue = None
         else:
             if eigenvalue is not None:
-                factor = 1 + math.floor(4 * eigenvalue)
+                factor = 1 + math.floor((MAX_FACTOR - 1) * eigenvalue)
             self.bits[name] -= 1
-            self.period[name] *= 2 * factor
+            left = self.bits[name] - self.config.target_bits
+            self.period[name] = self._following(self.period[name], left, factor)
         self._changed[name] = self.steps
         return Switch(self.steps, name, before, self.bits[name], self.period[name], factor, eigenvalue)
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What becomes of one block.
+
+    Attributes:
+        name: Of the block.
+        eigenvalue: The one assumed at each of its drops; None: factor 1.
+        switches: Every change of precision up to the target, those after the end of the run too.
+        target_step: Optimizer step after which the block computes with its target precision and nothing else.
+    """
+
+    name: str
+    eigenvalue: float | None
+    switches: tuple[Switch, ...]
+    target_step: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `plan` gives; `str` gives its table and its notes.
+
+    Attributes:
+        config: What was planned.
+        total_steps: Optimizer steps of the run.
+        deadline_step: The step by which every block is at its target, or None.
+        blocks: One entry for each block.
+        notes: What will not be reached and what would help; empty if all is well.
+    """
+
+    config: MoQConfig
+    total_steps: int
+    deadline_step: int | None
+    blocks: tuple[BlockPlan, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def reached(self) -> bool:
+        """Whether every block is at its target when training ends."""
+        return all(block.target_step <= self.total_steps for block in self.blocks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan in JSON types."""
+        return {
+            "total_steps": self.total_steps,
+            "start_bits": self.config.start_bits,
+            "target_bits": self.config.target_bits,
+            "deadline_step": self.deadline_step,
+            "reached": self.reached,
+            "blocks": [
+                {
+                    "name": block.name,
+                    "eigenvalue": block.eigenvalue,
+                    "drops": [{"step": s.step, "bits": s.bits} for s in block.switches],
+                    "target_step": block.target_step,
+                    "reached": block.target_step <= self.total_steps,
+                }
+                for block in self.blocks
+            ],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([self.table(), *self.notes])
+
+    def table(self) -> str:
+        """A line for each block: the step of each drop, and the one at which the target is reached."""
+        schedule = self.config.schedule
+        period = f"period {'auto' if schedule.period is None else f'{schedule.period:,}'}"
+        last = "no deadline" if self.deadline_step is None else f"deadline at step {self.deadline_step:,}"
+        bits = sorted({s.bits for block in self.blocks for s in block.switches}, reverse=True)
+        rows = [["block", *(f"{b} bits" for b in bits), "at target"]]
+        for block in self.blocks:
+            steps = {s.bits: self._step(s.step) for s in block.switches}
+            rows.append([block.name, *(steps[b] for b in bits), self._step(block.target_step)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            f"{self.total_steps:,} optimizer steps, {self.config.start_bits} to {self.config.target_bits} bits, "
+            f"offset {schedule.offset:,}, {period}, {last}"
+        ]
+        for name, *cells in rows:
+            padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+            lines.append("  ".join([name.ljust(widths[0]), *padded]))
+        if not self.reached:
+            lines.append("in brackets: after the end of the run")
+        return "\n".join(lines)
+
+    def _step(self, step: int) -> str:
+        return f"{step:,}" if step <= self.total_steps else f"[{step:,}]"
+
+
+def plan(
+    config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str],
+    total_steps: int,
+    blocks: Iterable[str] | None = None,
+    eigenvalues: Mapping[str, float] | None = None,
+) -> Plan:
+    """Which precision each block will have when: what `PrecisionSchedule` does, ahead of time.
+
+    Args:
+        config: A `MoQConfig`, a mapping or the path of a JSON file.
+        total_steps: Optimizer steps of the run.
+        blocks: Names; by default those in `eigenvalues`, or else the least and the most sensitive block there can be
+            where the config measures eigenvalues, and one that stands for all where it does not.
+        eigenvalues: Block name to eigenvalue over the largest, 0 to 1, taken to be the same at each drop. A block that
+            is missing has factor 1.
+
+    Raises:
+        MoQConfigError: The config is wrong.
+        MoQError: The config quantizes nothing within `total_steps`, has more drops than fit before its deadline, or
+            the eigenvalues are wrong.
+    """
+    config = MoQConfig.load(config)
+    if not isinstance(total_steps, int) or total_steps < 1:
+        raise MoQError(f"total_steps must be a whole number from 1, got {total_steps!r}")
+    if not config.enabled:
+        raise MoQError("enabled is false: nothing would be quantized")
+    if config.schedule.offset >= total_steps:
+        raise MoQError(
+            f"quantize_schedule.schedule_offset {config.schedule.offset} is not before the end of training at "
+            f"{total_steps} optimizer steps: nothing would be quantized; set it to less, 0 for instance"
+        )
+    if blocks is None and eigenvalues is None:
+        eigenvalues = {"least sensitive": 0.0, "most sensitive": 1.0} if config.eigenvalue.enabled else None
+        blocks = eigenvalues or ["every block"]
+    eigenvalues = eigenvalues or {}
+    schedule = PrecisionSchedule(config, eigenvalues if blocks is None else blocks, total_steps)
+    switches: dict[str, list[Switch]] = {name: [] for name in schedule.bits}
+    while any(bits > config.target_bits for bits in schedule.bits.values()):
+        # Nothing happens until one of these steps.
+        coming = [
+            0 if bits == FLOAT_BITS else schedule.period[name]
+            for name, bits in schedule.bits.items()
+            if bits > config.target_bits
+        ]
+        schedule.steps = config.schedule.offset + min(coming) - 1
+        for switch in schedule.advance(eigenvalues):
+            switches[switch.block].append(switch)
+    fade = _fade(config)
+    planned = tuple(
+        BlockPlan(name, eigenvalues.get(name), tuple(made), fade + (made[-1].step if made else config.schedule.offset))
+        for name, made in switches.items()
+    )
+    late = max(planned, key=lambda block: block.target_step)
+    notes = () if late.target_step <= total_steps else (_advice(config, total_steps, late),)
+    return Plan(config, total_steps, schedule.deadline_step, planned, notes)
+
+
+def outcome(planned: Plan, history: Iterable[Switch], steps: int) -> str:
+    """What happened, beside what was planned: the blocks by the step of their last drop.
+
+    Args:
+        planned: The plan that the run began with.
+        history: Every switch of the run, those before it was resumed too.
+        steps: Optimizer steps that it took.
+    """
+    target = planned.config.target_bits
+    steps_planned = sorted({block.switches[-1].step for block in planned.blocks if block.switches} or {0})
+    span = " to ".join(f"{step:,}" for step in dict.fromkeys((steps_planned[0], steps_planned[-1])))
+    last = {switch.block: switch for switch in history}
+    groups: dict[tuple[int, int], list[str]] = {}
+    for name, switch in last.items():
+        groups.setdefault((switch.step, switch.bits), []).append(name)
+    lines = [f"after {steps:,} optimizer steps; planned: {target} bits after step {span}"]
+    for (step, bits), names in sorted(groups.items()):
+        who = names[0] if len(names) == 1 else f"{len(names)} blocks"
+        rest = "" if 1 in (len(names), len(groups)) else f": {', '.join(names)}"
+        short = "" if bits == target else f", not at {target}"
+        lines.append(f"  {bits} bits{short}, since step {step:,}: {who}{rest}")
+    return "\n".join(lines)
+
+
+def _advice(config: MoQConfig, total_steps: int, late: BlockPlan) -> str:
+    """What would bring the block that is last to its target before the run ends."""
+    offset, target = config.schedule.offset, config.target_bits
+    since = [s.step - offset for s in late.switches if s.before != FLOAT_BITS]
+    room = total_steps - offset - _fade(config)
+    options = []
+    # The rule multiplies: the last drop comes at a multiple of the period.
+    if since and (period := room // (since[-1] // since[0])) > 0:
+        options.append(f"a quantize_period of at most {period}")
+    if fitting := sum(step <= room for step in since):
+        options.append(f"start_bits {target + fitting}")
+    if room >= len(since):
+        auto = int(AUTO_DEADLINE * total_steps) - offset - _fade(config) >= len(since)
+        options.append('the quantize_period "auto"' if auto else "a deadline of 1")
+    left = total_steps - offset - (since[-1] if since else 0)
+    if config.blend.enabled and left > 0:
+        options.append(f"a quantize_change_ratio of at least {math.ceil(10_000 / left) / 10_000:g}")
+    bits = next((s.bits for s in reversed(late.switches) if s.step <= total_steps), config.start_bits)
+    blend = " without a share of the float weights" if config.blend.enabled else ""
+    return (
+        f"the run has {total_steps} optimizer steps but reaches {target} bits{blend} only at step {late.target_step} "
+        f"({late.name}; it ends at {bits} bits): "
+        + (f"{', or '.join(options)} fits" if options else f"only a run of {late.target_step} steps fits")
+    )
+
+
+def _cap(room: int, since: int, left: int) -> int:
+    """The latest step for the first of `left` drops after one at `since`, so that all have room (see the module)."""
+    return max(room >> (left - 1), _root(room * since ** (left - 1), left), since + 1)
+
+
+def _root(value: int, degree: int) -> int:
+    """The root of a whole number, rounded down: exact, where a float would differ from machine to machine."""
+    high = 1 << -(-value.bit_length() // degree)
+    return bisect.bisect_right(range(high + 1), value, key=lambda root: root**degree) - 1
+
+
+def _fade(config: MoQConfig) -> int:
+    """Steps that the blend takes to reach 0."""
+    if not config.blend.enabled:
+        return 0
+    ratio = config.blend.change_ratio
+    steps = max(1, math.ceil(1.0 / ratio) - 1)
+    # Rounding: 1 / ratio may be a whole number that the true quotient is not.
+    while 1.0 - ratio * steps > 0.0:
+        steps += 1
+    return steps
+
+
+def _deadline_step(config: MoQConfig, total_steps: int | None) -> int | None:
+    if config.schedule.deadline is None or total_steps is None:
+        return None
+    # As the decimal fraction that it was written as: 0.29 of 100 steps is step 29.
+    return int(Fraction(str(config.schedule.deadline)) * total_steps)
+
+
+def _room(config: MoQConfig, total_steps: int | None) -> int | None:
+    """Steps from the offset to the last drop that meets the deadline; None without one."""
+    if config.schedule.deadline is None:
+        return None
+    if total_steps is None:
+        raise MoQError('quantize_schedule: the period "auto" and deadline need total_steps, the length of the run')
+    last = _deadline_step(config, total_steps) or 0
+    offset, fade, share = config.schedule.offset, _fade(config), Fraction(str(config.schedule.deadline))
+    drops = config.start_bits - config.target_bits
+    room = last - offset - fade
+    if room >= drops:
+        return room
+    options = []
+    if drops and room > 0:
+        options.append(f"start_bits {config.target_bits + room}")
+    if offset and last - fade >= drops:
+        options.append(f"schedule_offset {last - fade - drops}")
+    needed = offset + drops + fade
+    if needed <= total_steps:
+        options.append(f"a deadline of {math.ceil(Fraction(10_000 * needed, total_steps)) / 10_000:g}")
+    if fade and last - offset - drops > 0:
+        ratio = math.ceil(Fraction(10_000, last - offset - drops)) / 10_000
+        options.append(f"quantize_change_ratio {ratio:g}")
+    options.append(f"a run of {math.ceil(needed / share)} steps")
+    raise MoQError(
+        f"quantize_schedule.deadline: {config.schedule.deadline:g} of {total_steps} optimizer steps is step {last}; "
+        f"with schedule_offset {offset} the {drops} drops from {config.start_bits} to {config.target_bits} bits, "
+        f"at most one a step, {f'and the {fade} steps of the last blend ' if fade else ''}take until step {needed} at "
+        f"least. What would fit: {', or '.join(options)}"
+    )

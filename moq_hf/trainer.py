@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import Trainer
 
 from .callback import MoQCallback
@@ -21,7 +22,8 @@ class MoQTrainer(Trainer):
 
     Beyond what `MoQCallback` does for any Trainer:
 
-    - The bits reach every reporter (TensorBoard, W&B) with the loss.
+    - Bits, periods, eigenvalues and size reach every reporter (TensorBoard, W&B) with the loss; the progress bar has
+      the mean bits.
     - A loss that ignores `num_items_in_batch` is not multiplied by accumulation steps and processes, as the stock
       Trainer of transformers 5 does with BERT's and other classifiers'. Measured on the first batch, not guessed.
     - Eigenvalues are measured with `compute_loss`, whatever it is.
@@ -67,6 +69,10 @@ class MoQTrainer(Trainer):
         moq = self._live_moq()
         if moq is not None and moq.controller is not None and "loss" in logs:
             logs = {**logs, **moq.controller.metrics()}
+            for callback in self.callback_handler.callbacks:
+                bar = getattr(callback, "training_bar", None)
+                if isinstance(bar, tqdm):
+                    bar.set_postfix_str(f"{logs['moq/mean_bits']:.2f} bits")
         super().log(logs, *args, **kwargs)
 
     def training_step(

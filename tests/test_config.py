@@ -27,7 +27,7 @@ from moq_hf.config import (
     key_table,
 )
 from moq_hf.controller import MoQController
-from moq_hf.schedule import FLOAT_BITS, PrecisionSchedule
+from moq_hf.schedule import FLOAT_BITS, PrecisionSchedule, plan
 
 ROOT = Path(__file__).parents[1]
 BITS: dict[str, Any] = {"quantize_bits": {"start_bits": 12, "target_bits": 8}}
@@ -403,7 +403,13 @@ def drops_of(config: MoQConfig) -> list[int]:
 
 
 def test_there_is_a_recipe_for_everything() -> None:
-    assert {path.stem for path in RECIPES} == {"moq", "moq_w4", "moq_eigen", *(f"glue_{task}" for task in TRAIN)}
+    assert {path.stem for path in RECIPES} == {
+        "moq",
+        "moq_w4",
+        "moq_eigen",
+        "moq_auto",
+        *(f"glue_{task}" for task in TRAIN),
+    }
     assert set(rows_of(README)) == {path.name for path in RECIPES}
 
 
@@ -411,7 +417,13 @@ def test_there_is_a_recipe_for_everything() -> None:
 def test_recipes_are_read(path: Path) -> None:
     config = MoQConfig.from_file(path)
     assert config.enabled and config.grouping == RowBlocks(8)
-    assert config.target_bits == (4 if path.stem == "moq_w4" else 8)
+    assert config.target_bits == (4 if path.stem in ("moq_w4", "moq_auto") else 8)
+
+
+def test_arithmetic_of_the_auto_recipe() -> None:
+    made = plan(ROOT / "configs" / "moq_auto.json", 345)
+    told = [int(number) for number in re.findall(r"\d\d+", rows_of(README)["moq_auto.json"][3])]
+    assert told == [*(block.target_step for block in made.blocks), made.deadline_step]
 
 
 @pytest.mark.parametrize("name", ["moq", "moq_w4"])
@@ -462,8 +474,6 @@ def test_arithmetic_of_the_glue_recipes(task: str) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantize_embeddings": 8}, "quantize_embeddings"),
-    ({"quantize_schedule": {"quantize_period": "auto"}}, 'quantize_period "auto"'),
-    ({"quantize_schedule": {"deadline": 0.5}}, "deadline"),
 ]
 
 

@@ -9,6 +9,7 @@ are what CI runs, or have a test here.
 import io
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -22,9 +23,11 @@ from typing import NamedTuple
 import pytest
 import tiny_glue
 from datasets import load_dataset
+from test_report import make_run
 from tiny_glue import quiet_logging
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
+import moq_hf.cli
 from moq_hf import MoQConfig
 
 __all__ = ["quiet_logging"]
@@ -111,7 +114,9 @@ def test_blocks_have_a_known_language() -> None:
 
 
 def test_every_command_is_run() -> None:
-    assert [c for c in COMMANDS if c not in RUN_BY and not c.startswith(("python ", ".venv/bin/python "))] == []
+    assert [
+        c for c in COMMANDS if c not in RUN_BY and not c.startswith(("python ", ".venv/bin/python ", "moq-hf "))
+    ] == []
     assert [name for name in RUN_BY.values() if name not in globals()] == []
 
 
@@ -172,7 +177,22 @@ def arguments_of(path: str) -> dict[str, object]:
     return json.loads((ROOT / path).read_text())
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in RUN_BY and not c.startswith(SCRIPT)])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("moq-hf ")])
+def test_moq_hf_commands(command: str, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(command)[1:]
+    if words[0] == "report" and (ROOT / words[1]).is_dir() and not words[1].startswith("runs/"):
+        shutil.copytree(ROOT / words[1], checkout / words[1])
+    elif words[0] == "report":
+        make_run(checkout / words[1])
+    with chdir(checkout):
+        assert moq_hf.cli.main(words) == 0
+    told = capsys.readouterr().out
+    for block in BLOCKS:
+        if block.output is not None and block.language == "bash" and commands_of(block) == [command]:
+            assert told == block.output, str(block)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in RUN_BY and not c.startswith((SCRIPT, "moq-hf "))])
 def test_other_commands(command: str, tmp_path: Path) -> None:
     program, *words = shlex.split(command)
     assert program in ("python", ".venv/bin/python")
@@ -204,7 +224,11 @@ def test_script_commands(command: str, checkout: Path, capfd: pytest.CaptureFixt
     short: dict[str, object] = {"max_train_samples": 16, "max_eval_samples": 8, "max_steps": 3, "use_cpu": "true"}
     short |= {"per_device_train_batch_size": 4, "output_dir": "out", "disable_tqdm": "true"}
     if "moq_config" in given:
-        short["max_steps"] = MoQConfig.from_file(ROOT / given["moq_config"]).schedule.offset + 3
+        config = MoQConfig.from_file(ROOT / given["moq_config"])
+        short["max_steps"] = config.schedule.offset + 3
+        if config.schedule.deadline is not None:
+            # Each drop needs a step.
+            short["max_steps"] = math.ceil((config.start_bits - config.target_bits) / config.schedule.deadline)
     if "config_name" not in given and not (ROOT / given["model_name_or_path"]).is_dir():
         short |= {"model_name_or_path": tiny_model(checkout / "tiny"), "ignore_mismatched_sizes": "true"}
     if "train_file" not in given:

@@ -1,20 +1,24 @@
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from moq_hf.config import BlendConfig, MoQConfig, MoQError, ScheduleConfig
-from moq_hf.schedule import PrecisionSchedule
+from moq_hf.config import BlendConfig, EigenvalueConfig, MoQConfig, MoQError, ScheduleConfig
+from moq_hf.schedule import FLOAT_BITS, Plan, PrecisionSchedule, Switch, plan
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = [path.stem for path in sorted(GOLDEN.glob("schedule_*.json")) if "engine" not in path.stem]
 
 
-def make(start: int, target: int, period: int, offset: int = 0, **more: Any) -> MoQConfig:
-    return MoQConfig(start_bits=start, target_bits=target, schedule=ScheduleConfig(period, offset), **more)
+def make(
+    start: int, target: int, period: int | None, offset: int = 0, deadline: float | None = None, **more: Any
+) -> MoQConfig:
+    return MoQConfig(start_bits=start, target_bits=target, schedule=ScheduleConfig(period, offset, deadline), **more)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -136,9 +140,324 @@ def test_blend_falls_to_zero_and_starts_again_for_a_block_that_switched() -> Non
             lambda: PrecisionSchedule(make(8, 4, 1), ["a"]).load_state_dict({"steps": 1, "blocks": {"b": [8, 1, 0]}}),
             "not in it a; only in it b",
         ),
-        (lambda: PrecisionSchedule(MoQConfig(target_bits=4, schedule=ScheduleConfig(None, 0, 0.25)), "a"), '"auto"'),
+        (lambda: PrecisionSchedule(make(8, 4, None), "a"), '"auto".*need total_steps'),
+        (lambda: PrecisionSchedule(make(8, 4, 1, deadline=0.5), "a"), "deadline need total_steps"),
+        (lambda: plan(make(8, 4, 1, offset=5), 5), "schedule_offset 5 is not before the end"),
+        (lambda: plan(make(8, 4, 1), 0), "total_steps must be a whole number from 1, got 0"),
+        (lambda: plan(make(8, 4, 1), "345"), "total_steps must be a whole number from 1, got '345'"),
+        (lambda: plan(MoQConfig(enabled=False), 5), "enabled is false"),
+        (lambda: plan(make(8, 4, 1), 5, ["a"], {"b": 0.5}), "unknown block 'b'"),
+        (lambda: plan({"quantize_bits": {"target_bits": 20}}, 5), "target_bits: 20"),
     ],
 )
 def test_wrong_use_is_told(act: Any, text: str) -> None:
     with pytest.raises(MoQError, match=text):
         act()
+
+
+BLENDS = st.none() | st.floats(0.01, 1)
+SHARES = st.floats(0.001, 1)
+
+
+def deadlines(periods: Any, shares: Any = SHARES, offset: int = 100, blends: Any = BLENDS) -> Any:
+    """Configs with a deadline."""
+    return st.builds(
+        lambda target, drops, period, offset, deadline, blend, measured: make(
+            min(16, target + drops),
+            target,
+            period,
+            offset,
+            deadline,
+            blend=BlendConfig(blend is not None, blend or 1.0),
+            eigenvalue=EigenvalueConfig(enabled=measured),
+        ),
+        st.integers(1, 15),
+        st.integers(0, 14),
+        periods,
+        st.integers(0, offset),
+        shares,
+        blends,
+        st.booleans(),
+    )
+
+
+periods = st.none() | st.integers(1, 1000)
+any_deadline = deadlines(periods)
+lengths = st.integers(3, 200) | st.integers(3, 1_000_000)
+# Where each step is taken: 14 drops, the offset and the blend fit into 0.3 of 100 steps.
+near_deadline = deadlines(st.none() | st.integers(1, 60), st.floats(0.3, 1), 5, st.none() | st.floats(0.1, 1))
+short = st.integers(100, 250)
+FACTORS = st.lists(st.integers(1, 5), min_size=15, max_size=15)
+shares = st.floats(0, 1)
+
+
+def make_schedule(config: MoQConfig, blocks: Any, steps: int) -> PrecisionSchedule:
+    """For the shortest run that the config fits, if `steps` is less; `test_too_few_steps` is about those."""
+    try:
+        return PrecisionSchedule(config, blocks, steps)
+    except MoQError as error:
+        return PrecisionSchedule(config, blocks, int(re.search(r"a run of (\d+) steps", str(error))[1]))
+
+
+def jump(schedule: PrecisionSchedule) -> None:
+    """Go to just before the next step that changes anything, as the many advances before it would."""
+    waiting = [name for name, bits in schedule.bits.items() if bits > schedule.config.target_bits]
+    coming = min(0 if schedule.bits[name] == FLOAT_BITS else schedule.period[name] for name in waiting)
+    schedule.steps = max(schedule.steps, schedule.config.schedule.offset + coming - 1)
+
+
+def drops_for(config: MoQConfig, steps: int, factors: list[int]) -> list[Switch]:
+    """The drops of one block whose factor at its k-th drop is `factors[k]`."""
+    schedule, made = make_schedule(config, ["a"], steps), []
+    while schedule.bits["a"] > config.target_bits:
+        jump(schedule)
+        factor = factors[len(made)] if schedule.bits["a"] <= config.start_bits else 1
+        made += [s for s in schedule.advance({"a": (factor - 1) / 4}) if s.before != FLOAT_BITS]
+    return made
+
+
+@given(any_deadline, lengths, st.lists(st.dictionaries(st.sampled_from("abc"), shares), min_size=60, max_size=60))
+def test_every_block_meets_the_deadline(config: MoQConfig, steps: int, eigenvalues: list[dict[str, float]]) -> None:
+    schedule = make_schedule(config, "abc", steps)
+    last = schedule.deadline_step
+    assert last <= config.schedule.deadline * schedule.total_steps * (1 + 1e-9)
+    values, dropped = iter(eigenvalues), 0
+    while any(bits > config.target_bits for bits in schedule.bits.values()):
+        jump(schedule)
+        dropped += sum(s.before != FLOAT_BITS for s in schedule.advance(next(values)))
+        assert schedule.steps <= last
+    # What is left of the blend.
+    schedule.steps = last
+    assert schedule.at_target
+    assert dropped == 3 * (config.start_bits - config.target_bits)
+
+
+@given(near_deadline, short, st.randoms(use_true_random=False), st.integers(1, 20))
+def test_what_is_due_is_foreseen_under_a_deadline(config: MoQConfig, steps: int, random: Any, window: int) -> None:
+    schedule = make_schedule(config, "abc", steps)
+    foreseen, drops = [], []
+    for _ in range(steps):
+        foreseen.append(set(schedule.drops_ahead(window)))
+        due = schedule.due()
+        switches = schedule.advance({name: random.random() for name in "abc"})
+        assert tuple(s.block for s in switches) == due
+        drops.append({s.block for s in switches if s.before != FLOAT_BITS})
+        assert (schedule.steps < schedule.deadline_step) or schedule.at_target
+    for index in range(steps - window + 1):
+        assert foreseen[index] == set().union(*drops[index : index + window])
+
+
+@given(any_deadline, lengths, FACTORS, st.data())
+def test_a_more_sensitive_block_never_drops_earlier(
+    config: MoQConfig, steps: int, factors: list[int], data: Any
+) -> None:
+    higher = [data.draw(st.integers(factor, 5)) for factor in factors]
+    pairs = zip(drops_for(config, steps, factors), drops_for(config, steps, higher), strict=True)
+    assert all(less.step <= more.step for less, more in pairs)
+
+
+@given(deadlines(st.integers(1, 1000), blends=st.none()), lengths, FACTORS)
+def test_the_plain_rule_is_kept_where_it_meets_the_deadline(config: MoQConfig, steps: int, factors: list[int]) -> None:
+    capped = drops_for(config, steps, factors)
+    plain = drops_for(
+        make(config.start_bits, config.target_bits, config.schedule.period, config.schedule.offset), steps, factors
+    )
+    deadline = make_schedule(config, "a", steps).deadline_step
+    if plain and plain[-1].step <= deadline:
+        assert [s.step for s in capped] == [s.step for s in plain]
+    # And one that misses it was never held up.
+    assert all(a.step <= b.step for a, b in zip(capped, plain, strict=True))
+
+
+@given(any_deadline, lengths, FACTORS)
+def test_drops_are_spread(config: MoQConfig, steps: int, factors: list[int]) -> None:
+    made = [s.step - config.schedule.offset for s in drops_for(config, steps, factors)]
+    # Nowhere are more drops left than steps, and no drop takes more than its share of the room from those to come.
+    room = make_schedule(config, "a", steps)._room
+    for index, (now, following) in enumerate(itertools.pairwise(made)):
+        left = len(made) - 1 - index
+        assert now < following <= room - (left - 1)
+        assert following <= max(room / 2 ** (left - 1), now * (room / now) ** (1 / left) * (1 + 1e-9), now + 1)
+
+
+@pytest.mark.parametrize("steps", [345, 10_000, 1_000_000])
+@pytest.mark.parametrize("target", [8, 4, 2])
+def test_auto_lets_sensitive_blocks_arrive_last(steps: int, target: int) -> None:
+    config = make(16, target, None, eigenvalue=EigenvalueConfig(enabled=True))
+    made = plan(config, steps, eigenvalues={str(factor): (factor - 1) / 4 for factor in range(1, 6)})
+    arrivals = [block.target_step for block in made.blocks]
+    assert arrivals == sorted(set(arrivals))
+    # The most sensitive block uses most of the time that it has, the least sensitive one about a fifth of it.
+    assert 0.65 * made.deadline_step <= arrivals[-1] <= made.deadline_step
+    assert arrivals[0] <= 0.3 * made.deadline_step
+
+
+def test_auto_without_eigenvalues_is_the_plain_rule_with_the_longest_period_that_fits() -> None:
+    made = plan(make(12, 8, None), 345)
+    assert made.deadline_step == 86
+    assert [s.step for s in made.blocks[0].switches] == [10, 20, 40, 80]
+
+
+@given(any_deadline, lengths)
+def test_too_few_steps(config: MoQConfig, steps: int) -> None:
+    try:
+        PrecisionSchedule(config, "a", steps)
+        return
+    except MoQError as error:
+        told = str(error)
+    drops = config.start_bits - config.target_bits
+    changed = {
+        "start": (config.start_bits, r"start_bits (\d+)"),
+        "offset": (config.schedule.offset, r"schedule_offset (\d+)(?! the)"),
+        "deadline": (config.schedule.deadline, r"a deadline of ([\d.e-]+)"),
+        "ratio": (config.blend.change_ratio, r"quantize_change_ratio ([\d.]+)"),
+        "steps": (steps, r"a run of (\d+) steps"),
+    }
+    assert f"the {drops} drops" in told
+    fits = told.split("What would fit: ")[1]
+    offered = 0
+    for name, (_, pattern) in changed.items():
+        for value in re.findall(pattern, fits):
+            offered += 1
+            now = {key: old for key, (old, _) in changed.items()} | {name: float(value)}
+            PrecisionSchedule(
+                make(
+                    int(now["start"]),
+                    config.target_bits,
+                    config.schedule.period,
+                    int(now["offset"]),
+                    now["deadline"],
+                    blend=BlendConfig(config.blend.enabled, now["ratio"]),
+                ),
+                "a",
+                int(now["steps"]),
+            )
+    assert offered == fits.count(",") + 1
+
+
+@pytest.mark.parametrize("share, steps, last", [(0.29, 100, 29), (0.1, 30, 3), (1, 7, 7), (0.25, 345, 86)])
+def test_the_deadline_is_the_decimal_fraction_that_was_written(share: float, steps: int, last: int) -> None:
+    assert PrecisionSchedule(make(4, 3, 1, deadline=share), "a", steps).deadline_step == last
+
+
+@given(near_deadline, short, st.dictionaries(st.sampled_from("abc"), shares))
+def test_replaying_the_schedule_gives_the_plan(config: MoQConfig, steps: int, eigenvalues: dict[str, float]) -> None:
+    schedule = make_schedule(config, "abc", steps)
+    made = plan(config, steps, "abc", eigenvalues)
+    assert replay(schedule, eigenvalues, steps) == seen_by(made)
+
+
+@given(configs, st.integers(20, 300), st.dictionaries(st.sampled_from("abc"), shares), st.none() | st.floats(0.02, 1))
+def test_replaying_a_schedule_without_a_deadline_gives_the_plan(
+    plain: MoQConfig, steps: int, eigenvalues: dict[str, float], blend: float | None
+) -> None:
+    where = plain.schedule
+    config = make(
+        plain.start_bits,
+        plain.target_bits,
+        where.period,
+        where.offset,
+        blend=BlendConfig(blend is not None, blend or 1.0),
+    )
+    made = plan(config, steps, "abc", eigenvalues)
+    assert replay(PrecisionSchedule(config, "abc", steps), eigenvalues, steps) == seen_by(made)
+    assert made.reached == (not made.notes)
+
+
+def replay(schedule: PrecisionSchedule, eigenvalues: dict[str, float], steps: int) -> Any:
+    """The switches of a run of `steps`, and for each block the step from which it is at its target, None if never."""
+    switches: dict[str, list[Switch]] = {name: [] for name in schedule.bits}
+    arrived: dict[str, int | None] = dict.fromkeys(schedule.bits)
+    for step in range(steps + 1):
+        for switch in schedule.advance(eigenvalues) if step else ():
+            switches[switch.block].append(switch)
+        for name, bits in schedule.bits.items():
+            if arrived[name] is None and bits == schedule.config.target_bits and schedule.blend[name] == 0:
+                arrived[name] = step
+    return switches, arrived
+
+
+def seen_by(made: Plan) -> Any:
+    """What of a plan a run of its length can see."""
+    return (
+        {block.name: [s for s in block.switches if s.step <= made.total_steps] for block in made.blocks},
+        {b.name: b.target_step if b.target_step <= made.total_steps else None for b in made.blocks},
+    )
+
+
+@given(near_deadline, short, st.randoms(use_true_random=False), st.integers(0, 120), st.integers(100, 1_000_000))
+def test_a_saved_state_keeps_its_deadline(config: MoQConfig, steps: int, random: Any, at: int, other: int) -> None:
+    straight, resumed = make_schedule(config, "abc", steps), make_schedule(config, "abc", steps)
+    for index in range(steps):
+        if index == at:
+            state = json.loads(json.dumps(resumed.state_dict()))
+            resumed = make_schedule(config, "abc", other)
+            resumed.load_state_dict(state)
+            assert resumed.total_steps == steps and resumed.deadline_step == straight.deadline_step
+        eigenvalues = {name: random.random() for name in "abc"}
+        assert straight.advance(eigenvalues) == resumed.advance(eigenvalues)
+        assert straight.state_dict() == resumed.state_dict()
+
+
+@given(configs, st.integers(10, 400), shares, st.none() | st.floats(0.001, 1))
+def test_what_a_plan_says_would_fit_fits(plain: MoQConfig, steps: int, share: float, blend: float | None) -> None:
+    more = {"blend": BlendConfig(blend is not None, blend or 1.0)}
+    where = plain.schedule
+    config = make(plain.start_bits, plain.target_bits, where.period, where.offset, **more)
+    made = plan(config, steps, eigenvalues={"a": share})
+    assume(not made.reached)
+    (note,) = made.notes
+    advice = note.split("): ")[1]
+    patterns = {
+        r"quantize_period of at most (\d+)": lambda v: {"period": int(v)},
+        r"start_bits (\d+)": lambda v: {"start": int(v)},
+        r'(quantize_period "auto")': lambda v: {"period": None},
+        r"deadline of (1)": lambda v: {"deadline": 1.0},
+        r"quantize_change_ratio of at least ([\d.]+)": lambda v: {"blend": BlendConfig(True, float(v))},
+        r"only a run of (\d+) steps": lambda v: {"total": int(v)},
+    }
+    offered = 0
+    for pattern, change in patterns.items():
+        for value in re.findall(pattern, advice):
+            offered += 1
+            keys = {
+                "start": config.start_bits, "target": config.target_bits, "period": where.period,
+                "offset": where.offset, "total": steps, **more, **change(value),
+            }  # fmt: skip
+            total = keys.pop("total")
+            assert plan(make(**keys), total, eigenvalues={"a": share}).reached, note
+    assert offered == advice.count(", or ") + 1
+
+
+def test_a_plan_reads_well() -> None:
+    text = str(plan(make(12, 8, 1, 5, eigenvalue=EigenvalueConfig(enabled=True)), 345))
+    assert text.splitlines() == [
+        "345 optimizer steps, 12 to 8 bits, offset 5, period 1, no deadline",
+        "block            12 bits  11 bits  10 bits  9 bits   8 bits  at target",
+        "least sensitive        5        6        7       9       13         13",
+        "most sensitive         5        6       15     105  [1,005]    [1,005]",
+        "in brackets: after the end of the run",
+        "the run has 345 optimizer steps but reaches 8 bits only at step 1005 (most sensitive; it ends at 9 bits): "
+        'start_bits 11, or the quantize_period "auto" fits',
+    ]
+
+
+def test_a_plan_as_json() -> None:
+    made = plan(make(5, 4, 3, 2), 10)
+    assert json.loads(json.dumps(made.to_dict())) == {
+        "total_steps": 10,
+        "start_bits": 5,
+        "target_bits": 4,
+        "deadline_step": None,
+        "reached": True,
+        "blocks": [
+            {
+                "name": "every block",
+                "eigenvalue": None,
+                "drops": [{"step": 2, "bits": 5}, {"step": 5, "bits": 4}],
+                "target_step": 5,
+                "reached": True,
+            }
+        ],
+        "notes": [],
+    }
