@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 logger = logging.getLogger(__name__)
 
+__version__ = "0.1.0"
+
 
 class MoQError(ValueError):
     """Something that the user can put right; the text says what, where and how."""
