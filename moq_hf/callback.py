@@ -13,6 +13,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from .checkpoint import save_quantized
 from .config import MoQConfig, MoQError
 from .controller import MoQController
 
@@ -24,7 +25,8 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     The model is made ready when the Trainer is built, and again (a `model_init` makes a new one) when training
     begins. After each optimizer step that was not skipped the schedule advances and every weight is quantized once.
-    A run that resumes from a checkpoint goes on where the checkpoint was.
+    A run that resumes from a checkpoint goes on where the checkpoint was. At the end of training the packed model is
+    written to the folder `quantized` in the output folder; `MoQTrainer` leaves that to `save_model`.
 
     Args:
         config: A `MoQConfig`, a mapping or the path of a JSON file.
@@ -41,12 +43,18 @@ class MoQCallback(TrainerCallback, ExportableState):
         self.controller: MoQController | None = None
         # Set by MoQTrainer, which repairs the stock Trainer's loss scale.
         self.loss_is_repaired = False
+        # Not in a MoQTrainer, whose save_model writes it.
+        self.writes_packed = True
         self._switched = self._arrived = False
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into `trainer_state.json`, in JSON types."""
         saved = None if self.controller is None else self.controller.state_dict()
-        attributes = {"saved": saved, "loss_is_repaired": self.loss_is_repaired}
+        attributes = {
+            "saved": saved,
+            "loss_is_repaired": self.loss_is_repaired,
+            "writes_packed": self.writes_packed,
+        }
         return {"args": {"config": self.config.to_dict()}, "attributes": attributes}
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -156,6 +164,26 @@ class MoQCallback(TrainerCallback, ExportableState):
                 self.config.target_bits,
                 "; no checkpoint was a candidate for load_best_model_at_end" if args.load_best_model_at_end else "",
             )
+        if self.writes_packed and args.should_save and controller.has_begun:
+            self._write_packed(controller, args, state, kwargs)
+
+    def _write_packed(
+        self, controller: MoQController, args: TrainingArguments, state: TrainerState, kwargs: Mapping[str, Any]
+    ) -> None:
+        folder = Path(cast(str, args.output_dir), "quantized")
+        try:
+            save_quantized(
+                controller.model,
+                folder,
+                processing_class=kwargs.get("processing_class"),
+                controller=controller,
+                metrics=last_metrics(state),
+            )
+        # Training is done: what cannot be packed is still the Trainer's to save.
+        except MoQError as error:
+            logger.warning("moq_hf: no packed model is written: %s", error)
+        else:
+            logger.info("the packed model is in %s", folder)
 
     def _build(
         self, args: TrainingArguments, state: TrainerState, model: nn.Module, total_steps: int | None
@@ -202,6 +230,13 @@ class MoQCallback(TrainerCallback, ExportableState):
             )
         for note in notes:
             logger.warning("moq_hf: %s", note)
+
+
+def last_metrics(state: TrainerState) -> dict[str, Any]:
+    """The last evaluation in the log; that of the best checkpoint, if one was chosen."""
+    logs = [log for log in state.log_history if any(name.startswith("eval_") for name in log)]
+    best = [log for log in logs if log["step"] == state.best_global_step]
+    return dict((best or logs or [{}])[-1])
 
 
 def _entries(state: TrainerState) -> dict[str, Any]:

@@ -46,6 +46,8 @@ from .quant_linear import (
     QuantLayer,
     QuantLinear,
     check_finite,
+    dequantize_model,
+    is_packed,
     quant_embeddings,
     quant_layers,
     shared_weights,
@@ -618,6 +620,8 @@ def _layer_of_json(entry: Mapping[str, Any]) -> StoredLayer:
 
 def _weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model as its forward pass uses them, on the CPU."""
+    if is_packed(model):
+        model = dequantize_model(copy.deepcopy(model))
     tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
         tensors[f"{name}.weight"] = layer.quantized_weight().detach().cpu()

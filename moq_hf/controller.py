@@ -15,6 +15,7 @@ from .quant_linear import (
     check_finite,
     output_heads,
     prepare_model,
+    quant_embeddings,
     take_over,
 )
 from .schedule import FLOAT_BITS, PrecisionSchedule, Switch
@@ -38,7 +39,8 @@ class MoQController:
         MoQError: The model and the config do not fit each other, or the config wants what this version lacks.
 
     Attributes:
-        layers: Quantized layers by name.
+        layers: Quantized linear layers by name.
+        embeddings: Quantized embedding tables by name.
         blocks: Block name to the names of its layers. Layers outside of every block are blocks of their own.
         schedule: The `PrecisionSchedule`.
         history: Every `Switch` so far.
@@ -51,11 +53,12 @@ class MoQController:
         self.model = model
         self.config = config
         self.layers: dict[str, QuantLinear] = prepare_model(model, config)
+        self.embeddings = quant_embeddings(model)
         self.blocks: dict[str, list[str]] = {}
         for name, layer in self.layers.items():
             self.blocks.setdefault(block_of(model, name), []).append(name)
             layer.moq.dtype = dtype
-        take_over(self.layers.values())
+        take_over([*self.layers.values(), *self.embeddings.values()])
         self.schedule = PrecisionSchedule(config, self.blocks, total_steps)
         self.history: list[Switch] = []
         self._apply_bits(self.blocks)
@@ -65,6 +68,11 @@ class MoQController:
     def at_target(self) -> bool:
         """Whether every layer computes with its target precision and nothing else."""
         return self.schedule.at_target
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the offset was reached: before it nothing is quantized."""
+        return any(bits != FLOAT_BITS for bits in self.schedule.bits.values())
 
     @property
     def mean_bits(self) -> float:
@@ -106,7 +114,10 @@ class MoQController:
                 layer.moq.step = self.schedule.steps
                 layer.moq.blend = blend[block]
                 layer.refresh()
-        check_finite(self.layers)
+        for table in self.embeddings.values():
+            table.moq.bits = (self.config.quantize_embeddings if self.has_begun else None) or FLOAT_BITS
+            table.refresh()
+        check_finite({**self.layers, **self.embeddings})
 
     def metrics(self) -> dict[str, float]:
         """Scalars for a Trainer's log: the mean bits, and each block's bits and period at the step of a switch."""
@@ -156,9 +167,11 @@ class MoQController:
         """One line: what is quantized and what is left alone."""
         left = [n for n, m in self.model.named_modules() if isinstance(m, nn.Linear) and n not in self.layers]
         weights = sum(layer.weight.numel() for layer in self.layers.values())
+        bits = self.config.quantize_embeddings
+        tables = f"{len(self.embeddings)} embedding tables to {bits}; " if self.embeddings else ""
         return (
             f"{len(self.layers)} linear layers in {len(self.blocks)} blocks ({weights / 1e6:.1f} M weights) go from "
-            f"{self.config.start_bits} to {self.config.target_bits} bits; "
+            f"{self.config.start_bits} to {self.config.target_bits} bits; {tables}"
             f"left in full precision: {', '.join(left) or 'no linear layer'}"
         )
 
@@ -210,7 +223,6 @@ _HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel"})
 def _refuse_unsupported(config: MoQConfig) -> None:
     lacking = {
         "eigenvalue.enabled": config.eigenvalue.enabled,
-        "quantize_embeddings": config.quantize_embeddings is not None,
     }
     named = [key for key, wanted in lacking.items() if wanted]
     if named:

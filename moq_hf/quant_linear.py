@@ -368,6 +368,7 @@ def _unpack(model: nn.Module) -> None:
         # What is left of the wrapped forward would hide that of a quantized class.
         module.__dict__.pop("forward", None)
         module.weight = nn.Parameter(cast(Tensor, module.weight).detach())
+        module.requires_grad_(True)
     loader.compressor.remove_decompression_hook(model)
     loader.remove_quantization_config(model)
 

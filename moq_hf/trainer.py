@@ -7,11 +7,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
 
-from .callback import MoQCallback
+from .callback import MoQCallback, last_metrics
+from .checkpoint import save_quantized
 from .config import MoQConfig, MoQError
-from .quant_linear import quant_layers
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,8 @@ class MoQTrainer(Trainer):
     - The bits reach every reporter (TensorBoard, W&B) with the loss.
     - A loss that ignores `num_items_in_batch` is not multiplied by accumulation steps and processes, as the stock
       Trainer of transformers 5 does with BERT's and other classifiers'. Measured on the first batch, not guessed.
-    - `save_model` writes the weights as evaluated; the checkpoints of a run keep the float ones.
+    - `save_model` and `push_to_hub` deliver the packed model (see `save_quantized`), with the weights as evaluated; the
+      checkpoints of a run keep the float ones.
 
     Args:
         *args: As for `Trainer`.
@@ -57,6 +59,7 @@ class MoQTrainer(Trainer):
             callbacks.append(self.moq)
         if self.moq is not None:
             self.moq.loss_is_repaired = True
+            self.moq.writes_packed = False
         self._loss_checked = False
         self._saving_checkpoint = False
         super().__init__(*args, **{**kwargs, "callbacks": callbacks})
@@ -109,14 +112,31 @@ class MoQTrainer(Trainer):
             self._saving_checkpoint = False
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        unwrapped = self.accelerator.unwrap_model(self.model)
-        layers = {} if self._saving_checkpoint else quant_layers(unwrapped)
-        if layers:
-            state_dict = dict(unwrapped.state_dict() if state_dict is None else state_dict)
+        moq = self._live_moq()
+        controller = None if moq is None else moq.controller
+        if self._saving_checkpoint or controller is None or not controller.has_begun:
+            super()._save(output_dir, state_dict)
+            return
+        model = self.accelerator.unwrap_model(self.model)
+        if not isinstance(model, PreTrainedModel):
+            state_dict = dict(model.state_dict() if state_dict is None else state_dict)
             with torch.no_grad():
-                for name, layer in layers.items():
+                for name, layer in {**controller.layers, **controller.embeddings}.items():
                     state_dict[f"{name}.weight"] = layer.quantized_weight(layer.weight.dtype).detach()
-        super()._save(output_dir, state_dict)
+            super()._save(output_dir, state_dict)
+            return
+        if not self.args.should_save:
+            return
+        folder = cast(str, output_dir if output_dir is not None else self.args.output_dir)
+        save_quantized(
+            model,
+            folder,
+            processing_class=self.processing_class or getattr(self.data_collator, "tokenizer", None),
+            controller=controller,
+            metrics=last_metrics(self.state),
+            state_dict=state_dict,
+        )
+        torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
     def _live_moq(self) -> MoQCallback | None:
         # restore_callback_states_from_checkpoint puts a new object in the place of the one that was passed.
