@@ -4,6 +4,7 @@ import inspect
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from .card import write_card
 from .checkpoint import save_quantized
 from .config import MoQConfig, MoQError
 from .controller import MoQController
@@ -179,6 +181,7 @@ class MoQCallback(TrainerCallback, ExportableState):
                 controller=controller,
                 metrics=last_metrics(state),
             )
+            write_card(folder, base_model=base_model_of(controller.model))
         # Training is done: what cannot be packed is still the Trainer's to save.
         except MoQError as error:
             logger.warning("moq_hf: no packed model is written: %s", error)
@@ -230,6 +233,12 @@ class MoQCallback(TrainerCallback, ExportableState):
             )
         for note in notes:
             logger.warning("moq_hf: %s", note)
+
+
+def base_model_of(model: nn.Module) -> str | None:
+    """The Hub id that the model was loaded from, or None: a path of one's machine is nobody else's business."""
+    name = getattr(getattr(model, "config", None), "_name_or_path", None) or ""
+    return name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() else None
 
 
 def last_metrics(state: TrainerState) -> dict[str, Any]:

@@ -161,6 +161,7 @@ def save_quantized(
     processing_class: Any = None,
     controller: MoQController | None = None,
     metrics: Mapping[str, Any] | None = None,
+    float_metrics: Mapping[str, Any] | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
     max_shard_size: int | str = "50GB",
 ) -> Path:
@@ -175,6 +176,7 @@ def save_quantized(
         processing_class: Tokenizer or processor to save along.
         controller: The run's, for its history; without one the state holds the config and the bits alone.
         metrics: Figures to keep in `moq_state.json`.
+        float_metrics: The same of a model that was trained in float.
         state_dict: The model's float tensors, where they are not in the model itself (FSDP).
         max_shard_size: As for `save_pretrained`.
 
@@ -199,7 +201,8 @@ def save_quantized(
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         _write(staging, model, tensors, plan, processing_class, max_shard_size)
-        state = _state(layers, stored, controller, metrics)
+        state = _state(layers, stored, controller)
+        state |= {"metrics": clean_metrics(metrics or {}), "float_metrics": clean_metrics(float_metrics or {})}
         state["tensors"] = {name: _digest(tensor) for name, tensor in _tensors(staging)}
         state["config_json"] = _sha256((staging / _CONFIG).read_bytes())
         _write_state(staging, state)
@@ -468,7 +471,6 @@ def _state(
     layers: Mapping[str, QuantLayer],
     stored: Mapping[str, StoredLayer],
     controller: MoQController | None,
-    metrics: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     import compressed_tensors
     import transformers
@@ -486,9 +488,32 @@ def _state(
         "config": next(iter(layers.values())).moq.config.to_dict(),
         "step": None if controller is None else controller.schedule.steps,
         "history": [] if controller is None else [switch._asdict() for switch in controller.history],
-        "metrics": clean_metrics(metrics or {}),
         "layers": {name: asdict(layer) for name, layer in stored.items()},
     }
+
+
+def record_metrics(
+    directory: str | os.PathLike[str], metrics: Mapping[str, Any], float_metrics: Mapping[str, Any] | None = None
+) -> None:
+    """Put figures that came after saving into the `moq_state.json` of a packed checkpoint.
+
+    Args:
+        directory: What `save_quantized` wrote.
+        metrics: As for `save_quantized`; takes the place of what is there.
+        float_metrics: As for `save_quantized`; None leaves what is there.
+
+    Raises:
+        MoQError: There is no such file, or it is damaged or cannot be written.
+    """
+    folder = Path(directory)
+    state = _read_state(folder)
+    state["metrics"] = clean_metrics(metrics)
+    if float_metrics is not None:
+        state["float_metrics"] = clean_metrics(float_metrics)
+    try:
+        _write_state(folder, state)
+    except OSError as error:
+        raise MoQError(f"cannot write {folder / STATE_NAME}: {error}") from error
 
 
 def clean_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ ORDER = [
     "eigen",
     "controller",
     "checkpoint",
+    "card",
     "report",
     "callback",
     "trainer",
