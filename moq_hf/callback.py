@@ -238,7 +238,7 @@ class MoQCallback(TrainerCallback, ExportableState):
 def base_model_of(model: nn.Module) -> str | None:
     """The Hub id that the model was loaded from, or None: a path of one's machine is nobody else's business."""
     name = getattr(getattr(model, "config", None), "_name_or_path", None) or ""
-    return name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() else None
+    return name if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not Path(name).exists() else None
 
 
 def last_metrics(state: TrainerState) -> dict[str, Any]:
