@@ -48,6 +48,7 @@ from .quant_linear import (
     check_finite,
     dequantize_model,
     is_packed,
+    is_sharded,
     quant_embeddings,
     quant_layers,
     shared_weights,
@@ -167,8 +168,8 @@ def save_quantized(
 ) -> Path:
     """Write `model` as a packed checkpoint that plain `from_pretrained` loads, with the same logits bit for bit.
 
-    The model stays as it is. A directory that is not there, or empty, appears whole or not at all; into one with other
-    files the new ones are moved so that it cannot be loaded before the last of them is there.
+    The model stays as it is. A directory that is not there appears whole or not at all. One that is there keeps its other
+    files; its old model is gone before the first new file comes, and it cannot be loaded before the last one is there.
 
     Args:
         model: A transformers model with quantized layers.
@@ -184,12 +185,12 @@ def save_quantized(
         The directory.
 
     Raises:
-        MoQError: The model is no transformers model or has no quantized layer, a quantized weight is shared or holds
-            NaN or Inf, or the files cannot be written.
+        MoQError: The model is no transformers model or has no quantized layer, a quantized weight is shared, sharded or
+            holds NaN or Inf, or the files cannot be written.
     """
     target = Path(directory).resolve()
     layers: dict[str, QuantLayer] = {**quant_layers(model), **quant_embeddings(model)}
-    _check_model(model, layers, target)
+    _check_model(model, layers, target, state_dict is None)
     tensors = dict(model.state_dict() if state_dict is None else state_dict)
     plan = _Plan(model, layers)
     stored = {name: plan.store(name, layer, tensors) for name, layer in layers.items()}
@@ -208,8 +209,8 @@ def save_quantized(
         _write_state(staging, state)
         verify_quantized(staging)
         _publish(staging, target)
-    except OSError as error:
-        raise MoQError(f"cannot write the packed model to {target}: {error}") from error
+    except (OSError, SafetensorError) as error:
+        raise MoQError(f"cannot write the packed model to {target}: {_text(error)}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     _warn_of_dense(stored)
@@ -280,6 +281,7 @@ class _Plan:
 
     def __init__(self, model: nn.Module, layers: Mapping[str, QuantLayer]) -> None:
         self.groups: dict[str, dict[str, Any]] = {}
+        self.modules = {name for name, _ in model.named_modules()}
         self.prefix = str(getattr(model, "base_model_prefix", ""))
         self.is_base = bool(self.prefix) and not hasattr(model, self.prefix)
         packed = {
@@ -310,7 +312,10 @@ class _Plan:
                 weight = quantizer.fake_quantize(weight, state.bits, blend=state.blend, **arguments)
             tensors[key] = weight
             return StoredLayer(**common, stored="float", scales=(0, 0), bytes=weight.nbytes, max_error=0.0)
-        codes, scale, zero = quantizer.quantize(weight, state.bits, **arguments)
+        try:
+            codes, scale, zero = quantizer.quantize(weight, state.bits, **arguments)
+        except ValueError as error:
+            raise MoQError(f"{key} cannot be quantized: {error}") from error
         values = quantizer.Quantized(codes.cpu(), scale.cpu(), None if zero is None else zero.cpu())
         common |= {"scales": tuple(values.scale.shape), "max_error": _max_error(weight.cpu(), values)}
         is_packed = isinstance(layer, QuantLinear) and state.bits <= MAX_PACKED_BITS
@@ -373,9 +378,12 @@ class _Plan:
 
     def _target(self, name: str) -> str:
         """Matches the module in the model that was saved, and in its base model or one with another head."""
-        if not self.prefix or not (self.is_base or name.startswith(self.prefix + ".")):
+        prefix = f"{self.prefix}."
+        bare = name.removeprefix(prefix)
+        other = prefix + name if self.is_base else bare
+        if not self.prefix or other == name or other in self.modules:
             return name
-        return f"re:^(?:{self.prefix}[.])?{re.escape(name.removeprefix(self.prefix + '.'))}$"
+        return f"re:^(?:{re.escape(prefix)})?{re.escape(bare)}$"
 
     def config(self, ignore: list[str]) -> dict[str, Any] | None:
         """The quantization config for `config.json`; None if every layer is dense."""
@@ -412,7 +420,7 @@ def _init_reaches_into(model: nn.Module, packed: Iterable[str]) -> bool:
     return False
 
 
-def _check_model(model: nn.Module, layers: Mapping[str, QuantLayer], target: Path) -> None:
+def _check_model(model: nn.Module, layers: Mapping[str, QuantLayer], target: Path, has_weights: bool) -> None:
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -424,9 +432,15 @@ def _check_model(model: nn.Module, layers: Mapping[str, QuantLayer], target: Pat
     sharing = shared_weights(model, layers)
     if sharing:
         raise MoQError(f"{'; '.join(sharing)}: a shared weight cannot be packed; leave its layers in full precision")
-    for layer in layers.values():
-        layer.quantized_weight()
-    check_finite(layers)
+    sharded = [name for name, layer in layers.items() if is_sharded(layer.weight) or layer.weight.numel() == 0]
+    if sharded and has_weights:
+        raise MoQError(
+            f"the weights of {', '.join(sharded)} are spread over processes: save with MoQTrainer.save_model"
+        )
+    if not sharded:
+        for layer in layers.values():
+            layer.quantized_weight()
+        check_finite(layers)
 
 
 def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:
@@ -681,7 +695,7 @@ def _check_grid(where: str, layer: StoredLayer, parts: Mapping[str, Tensor], gro
     if not bool(torch.isfinite(scale).all() and (scale >= 0 if layer.bits == 1 else scale > 0).all()):
         raise MoQError(f"{where}: a scale is not a positive number")
     if layer.stored == "int8":
-        if parts["weight"].dtype != torch.int8 or bool((parts["weight"].abs() > limit).any()):
+        if parts["weight"].dtype != torch.int8 or bool((parts["weight"].int().abs() > limit).any()):
             raise MoQError(f"{where}: codes beyond {limit} at {layer.bits} bits")
         return quantizer.dequantize(parts["weight"], scale)
 

@@ -95,7 +95,7 @@ class QuantLayer(nn.Module):
         """
         state = self.moq
         if not torch.compiler.is_compiling():
-            if self.__dict__.get("_is_replica", False) or _is_sharded(self.weight):
+            if self.__dict__.get("_is_replica", False) or is_sharded(self.weight):
                 # Replicas share the state of the module they were copied from; gathered shards must not be kept.
                 return _straight_through(self.weight, self._compute(state.dtype))
             if state.key != self._key():
@@ -116,7 +116,7 @@ class QuantLayer(nn.Module):
         """
         state = self.moq
         state.key = self._key()
-        if state.bits == FLOAT_BITS or self.weight.is_meta or _is_sharded(self.weight):
+        if state.bits == FLOAT_BITS or self.weight.is_meta or is_sharded(self.weight):
             state.weight = None
             return
         old = state.weight
@@ -219,7 +219,8 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
         return F.embedding(input, self.quantized_weight(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
 
-def _is_sharded(weight: Tensor) -> bool:
+def is_sharded(weight: Tensor) -> bool:
+    """Whether each process holds only a part of the weight (FSDP2)."""
     return hasattr(weight, "device_mesh")
 
 

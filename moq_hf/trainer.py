@@ -18,6 +18,7 @@ from .callback import MoQCallback, base_model_of, last_metrics
 from .card import write_card
 from .checkpoint import STATE_NAME, record_metrics, save_quantized
 from .config import MoQConfig, MoQError
+from .quant_linear import QuantLayer, shared_weights
 
 logger = logging.getLogger(__name__)
 
@@ -134,10 +135,12 @@ class MoQTrainer(Trainer):
             super()._save(output_dir, state_dict)
             return
         model = self.accelerator.unwrap_model(self.model)
-        if not isinstance(model, PreTrainedModel):
+        layers: dict[str, QuantLayer] = {**controller.layers, **controller.embeddings}
+        if not isinstance(model, PreTrainedModel) or shared_weights(model, layers):
+            logger.warning("moq_hf: saved in float, on the grid: %s cannot be packed", type(model).__name__)
             state_dict = dict(model.state_dict() if state_dict is None else state_dict)
             with torch.no_grad():
-                for name, layer in {**controller.layers, **controller.embeddings}.items():
+                for name, layer in layers.items():
                     state_dict[f"{name}.weight"] = layer.quantized_weight(layer.weight.dtype).detach()
             super()._save(output_dir, state_dict)
             return

@@ -171,6 +171,25 @@ def test_the_base_model_and_another_head_load_the_same_layers(tmp_path: Path) ->
     assert torch.equal(first(headed.bert, IDS), first(base, IDS))
 
 
+class TwoPoolers(BertForSequenceClassification):
+    """A layer outside of the base model that is called as one inside."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.pooler = torch.nn.Module()
+        self.pooler.dense = torch.nn.Linear(32, 32)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return (self.classifier(self.pooler.dense(self.bert(input_ids)[1])),)
+
+
+def test_layers_of_one_name_inside_and_outside_of_the_base_model(tmp_path: Path) -> None:
+    model = quantize_model(TwoPoolers(BertConfig(**SMALL)).eval(), config_of(4))
+    save_quantized(model, tmp_path)
+    assert torch.equal(first(TwoPoolers.from_pretrained(tmp_path).eval(), IDS), first(model, IDS))
+
+
 def test_sizes(tmp_path: Path) -> None:
     config = BertConfig(
         vocab_size=60, hidden_size=128, num_hidden_layers=1, intermediate_size=512, num_attention_heads=4

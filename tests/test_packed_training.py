@@ -113,6 +113,14 @@ def test_what_cannot_be_packed_does_not_cost_the_run(tmp_path: Path, caplog: pyt
     trainer.train()
     assert "no packed model is written: cls.predictions.decoder.weight is also" in caplog.text
     assert not (tmp_path / "quantized").exists() and not list(tmp_path.rglob("*.saving"))
+    # A MoQTrainer saves what was evaluated, in float.
+    trainer = MoQTrainer(
+        BertForMaskedLM(config), arguments(tmp_path, max_steps=4), train_dataset=data, moq_config=shared
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "float"))
+    assert "BertForMaskedLM cannot be packed" in caplog.text
+    assert torch.equal(logits(BertForMaskedLM.from_pretrained(tmp_path / "float")), logits(trainer.model))
 
 
 class Plain(torch.nn.Module):
