@@ -60,6 +60,7 @@ logger = logging.getLogger(__name__)
 STATE_NAME = "moq_state.json"
 MAX_PACKED_BITS = 8
 _CONFIG = "config.json"
+_SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
@@ -547,12 +548,15 @@ def _publish(staging: Path, target: Path) -> None:
     if not target.exists():
         staging.rename(target)
         return
-    # Without its config no folder loads: gone first, there again last.
-    (target / _CONFIG).unlink(missing_ok=True)
+    # Nothing loads without these two, while a class of transformers makes do without a config. So they go first, and the
+    # one that the new model has comes last.
+    entries = (_SINGLE, _INDEX)
+    for name in entries:
+        (target / name).unlink(missing_ok=True)
     for path in list(target.iterdir()):
         if path.is_file() and _WEIGHTS.fullmatch(path.name):
             path.unlink()
-    for path in sorted(staging.rglob("*"), key=lambda path: path == staging / _CONFIG):
+    for path in sorted(staging.rglob("*"), key=lambda path: path.name in entries):
         if path.is_file():
             place = target / path.relative_to(staging)
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -574,10 +578,12 @@ def _warn_of_dense(stored: Mapping[str, StoredLayer]) -> None:
 
 # Reading back.
 
+_UNFINISHED = "no packed checkpoint, or one whose saving was interrupted"
+
 
 def _weight_files(folder: Path) -> list[Path]:
     # As transformers looks for them.
-    single = folder / "model.safetensors"
+    single = folder / _SINGLE
     if single.exists() or not (folder / _INDEX).exists():
         return [single]
     return [folder / name for name in sorted(set(_weight_map(folder).values()))]
@@ -594,10 +600,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     files = _weight_files(folder)
-    index = _weight_map(folder) if files[0].name != "model.safetensors" else None
+    index = _weight_map(folder) if files[0].name != _SINGLE else None
     for path in files:
         if not path.is_file():
-            raise MoQError(f"{path} is missing")
+            raise MoQError(f"{path} is missing: {_UNFINISHED}")
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
             if index is not None and names != {name for name, place in index.items() if place == path.name}:
@@ -630,7 +636,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise MoQError(f"{path} is missing: no packed checkpoint, or one whose saving was interrupted") from None
+        raise MoQError(f"{path} is missing: {_UNFINISHED}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise MoQError(f"{path} cannot be read: {_text(error)}") from error
     if not isinstance(document, dict):
