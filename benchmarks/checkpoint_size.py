@@ -3,8 +3,8 @@
     python benchmarks/checkpoint_size.py --model_name_or_path FOLDER
 
 The model (without a folder: random weights of a 6-layer BERT with hidden size 384) and a BERT-base with random weights,
-at 8, 4, 3 and 2 bits with 8 row blocks per weight, and with other bits from layer to layer; embedding tables in float and
-at 8 bits. Sizes do not depend on the values. Each file is verified, loaded by plain `from_pretrained` and compared.
+at 8, 4, 3 and 2 bits with 8 row blocks per weight, and with other bits from layer to layer; embedding tables in float
+and at 8 bits. Sizes do not depend on the values. Each file is verified, loaded by plain `from_pretrained` and compared.
 """
 
 import argparse

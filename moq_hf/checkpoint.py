@@ -169,8 +169,8 @@ def save_quantized(
 ) -> Path:
     """Write `model` as a packed checkpoint that plain `from_pretrained` loads, with the same logits bit for bit.
 
-    The model stays as it is. A directory that is not there appears whole or not at all. One that is there keeps its other
-    files; its old model is gone before the first new file comes, and it cannot be loaded before the last one is there.
+    The model stays as it is. A directory that is not there appears whole or not at all. One that is there keeps its
+    other files; its old model is gone before the first new file comes, and nothing loads before the last one is there.
 
     Args:
         model: A transformers model with quantized layers.
@@ -548,8 +548,8 @@ def _publish(staging: Path, target: Path) -> None:
     if not target.exists():
         staging.rename(target)
         return
-    # Nothing loads without these two, while a class of transformers makes do without a config. So they go first, and the
-    # one that the new model has comes last.
+    # Nothing loads without one of these, while a class of transformers makes do without a config. So they go first, and
+    # that of the new model comes last.
     entries = (_SINGLE, _INDEX)
     for name in entries:
         (target / name).unlink(missing_ok=True)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +275,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_damaged_bytes_are_noticed_and_none_is_a_crash(count: int, saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "damaged"
     generator = random.Random(0)
-    missed = []
+    missed, unread = [], 0
     for _ in range(count):
         shutil.copytree(saved, folder, dirs_exist_ok=True)
         path = folder / generator.choice(["model.safetensors"] * 8 + [STATE_NAME, "config.json"])
@@ -286,9 +287,11 @@ def test_damaged_bytes_are_noticed_and_none_is_a_crash(count: int, saved: Path, 
         except MoQError:
             continue
         # Blanks between JSON's words mean nothing, and one that becomes another changes nothing.
+        unread += 1
         header = int.from_bytes(before[:8], "little") + 8 if path.suffix == ".safetensors" else len(before)
         if place >= header or not before[place : place + 1].isspace():
             missed.append((path.name, place))
+    print(f"{count - unread} of {count} noticed, the others in blanks of JSON")
     assert missed == []
 
 
@@ -407,6 +410,51 @@ def test_a_killed_save_leaves_a_whole_model_or_none(kills: int, tmp_path: Path) 
     save_quantized(mixed(bert(), [8, 4, 1], config_of(8)), folder)
     assert not list(folder.rglob("*.saving"))
     verify_quantized(folder)
+
+
+class Killed(BaseException):
+    """What no handler of the code under test may catch."""
+
+
+@pytest.mark.parametrize("sizes", [("5GB", "5GB"), ("20KB", "5GB"), ("5GB", "20KB")], ids=str)
+def test_a_save_that_ends_at_any_step_leaves_a_whole_model_or_none(
+    sizes: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = mixed(bert(), [8, 4], config_of(8)), mixed(bert(), [3, 2], config_of(8))
+    save_quantized(old, tmp_path / "old", max_shard_size=sizes[0])
+    real = {name: getattr(Path, name) for name in ("unlink", "replace")}
+    left = 0
+
+    def counted(name: str) -> Any:
+        def act(self: Path, *args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return real[name](self, *args, **kwargs)
+
+        return act
+
+    for name in real:
+        monkeypatch.setattr(Path, name, counted(name))
+    outcomes = []
+    for steps in range(100):
+        folder = tmp_path / str(steps)
+        shutil.copytree(tmp_path / "old", folder)
+        left = steps
+        with suppress(Killed):
+            save_quantized(new, folder, max_shard_size=sizes[1])
+        try:
+            logits = first(BertForSequenceClassification.from_pretrained(folder).eval(), IDS)
+        except OSError:
+            outcomes.append("none")
+            continue
+        outcomes.append("old" if torch.equal(logits, first(old, IDS)) else "new")
+        assert torch.equal(logits, first(old if outcomes[-1] == "old" else new, IDS))
+        if left >= 0:
+            break
+    # In this order, and the last step makes the new model.
+    assert sorted(set(outcomes), key=outcomes.index) == ["old", "none", "new"] and outcomes.count("new") == 1
 
 
 def test_a_packed_model_is_trained_on(tmp_path: Path) -> None:
