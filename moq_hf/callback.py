@@ -183,7 +183,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             )
             write_card(folder, base_model=base_model_of(controller.model))
         # Training is done: what cannot be packed is still the Trainer's to save.
-        except MoQError as error:
+        except (MoQError, OSError) as error:
             logger.warning("moq_hf: no packed model is written: %s", error)
         else:
             logger.info("the packed model is in %s", folder)

@@ -537,9 +537,10 @@ def clean_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in metrics.items():
         if isinstance(value, (bool, int, str)) or value is None:
             clean[name] = value
-        elif isinstance(value, float) or hasattr(value, "__float__"):
+            continue
+        try:
             clean[name] = float(value) if math.isfinite(float(value)) else None
-        else:
+        except (TypeError, ValueError):
             clean[name] = str(value)
     return clean
 

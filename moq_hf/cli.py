@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from .checkpoint import verify_quantized
 from .config import MoQError
 
 
@@ -18,9 +19,6 @@ def add_inspect(subparsers: Any) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    # torch takes seconds to import: only for the command that needs it.
-    from .checkpoint import verify_quantized
-
     print(verify_quantized(arguments.directory).table())
 
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequ
 from moq_hf import MoQCallback, MoQTrainer, verify_quantized
 from moq_hf.callback import base_model_of, last_metrics
 from moq_hf.card import write_card
-from moq_hf.checkpoint import STATE_NAME
+from moq_hf.checkpoint import STATE_NAME, record_metrics
 from moq_hf.quant_linear import quant_embeddings, quant_layers
 
 IDS = torch.arange(5, 26).view(3, 7)
@@ -211,6 +211,10 @@ def test_the_card_tells_metrics_sizes_bits_and_how_to_load(tmp_path: Path) -> No
     assert "learning_rate: 0.01" in text and '"quantize_embeddings": 8' in text and str(tmp_path) not in text
     assert (tmp_path / "tiny" / "moq_bits.png").read_bytes().startswith(b"\x89PNG")
     assert verify_quantized(tmp_path / "tiny").state["metrics"]["eval_odd"] is None
+    record_metrics(tmp_path / "tiny", {"matrix": torch.ones(2), "count": 3, "score": torch.tensor(0.5), "no": None})
+    recorded = verify_quantized(tmp_path / "tiny").state
+    assert recorded["metrics"] == {"matrix": "tensor([1., 1.])", "count": 3, "score": 0.5, "no": None}
+    assert recorded["float_metrics"]["eval_accuracy"] == 0.8
 
 
 def test_the_card_without_matplotlib_has_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
