@@ -48,7 +48,6 @@ from .quant_linear import (
     check_finite,
     dequantize_model,
     is_packed,
-    is_sharded,
     quant_embeddings,
     quant_layers,
     shared_weights,
@@ -433,7 +432,8 @@ def _check_model(model: nn.Module, layers: Mapping[str, QuantLayer], target: Pat
     sharing = shared_weights(model, layers)
     if sharing:
         raise MoQError(f"{'; '.join(sharing)}: a shared weight cannot be packed; leave its layers in full precision")
-    sharded = [name for name, layer in layers.items() if is_sharded(layer.weight) or layer.weight.numel() == 0]
+    # FSDP2's tensors, and what ZeRO leaves of a weight.
+    sharded = [n for n, layer in layers.items() if hasattr(layer.weight, "device_mesh") or not layer.weight.numel()]
     if sharded and has_weights:
         raise MoQError(
             f"the weights of {', '.join(sharded)} are spread over processes: save with MoQTrainer.save_model"
@@ -497,10 +497,11 @@ def _state(
         "compressed_tensors": compressed_tensors.__version__,
         "python": platform.python_version(),
     }
+    config = next(iter(layers.values())).moq.config
     return {
         "format": 1,
         "versions": versions,
-        "config": next(iter(layers.values())).moq.config.to_dict(),
+        "config": None if config is None else config.to_dict(),
         "step": None if controller is None else controller.schedule.steps,
         "history": [] if controller is None else [switch._asdict() for switch in controller.history],
         "layers": {name: asdict(layer) for name, layer in stored.items()},

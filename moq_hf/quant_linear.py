@@ -57,17 +57,16 @@ class LayerState:
 
     Attributes:
         options: Keyword arguments of `quantizer.fake_quantize` that never change: groups, rounding, seed and so on.
-        config: What the model was made ready with.
         bits: 1 to 16; 32 is unquantized.
         ratio: Clipping ratio per group, or None for absmax.
         blend: Share of the float weight in the forward pass.
         step: Optimizer steps taken, for stochastic rounding.
         dtype: Of the quantized weight: what the matmul wants under autocast. None is the weight's own.
         weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device).
+        config: What the model was made ready with.
     """
 
     options: dict[str, Any]
-    config: MoQConfig
     bits: int = FLOAT_BITS
     ratio: Tensor | None = None
     blend: float = 0.0
@@ -75,6 +74,7 @@ class LayerState:
     dtype: torch.dtype | None = None
     weight: Tensor | None = None
     key: _Key | None = field(default=None, repr=False)
+    config: MoQConfig | None = field(default=None, repr=False)
 
 
 class QuantLayer(nn.Module):
@@ -95,7 +95,7 @@ class QuantLayer(nn.Module):
         """
         state = self.moq
         if not torch.compiler.is_compiling():
-            if self.__dict__.get("_is_replica", False) or is_sharded(self.weight):
+            if self.__dict__.get("_is_replica", False) or _is_sharded(self.weight):
                 # Replicas share the state of the module they were copied from; gathered shards must not be kept.
                 return _straight_through(self.weight, self._compute(state.dtype))
             if state.key != self._key():
@@ -116,7 +116,7 @@ class QuantLayer(nn.Module):
         """
         state = self.moq
         state.key = self._key()
-        if state.bits == FLOAT_BITS or self.weight.is_meta or is_sharded(self.weight):
+        if state.bits == FLOAT_BITS or self.weight.is_meta or _is_sharded(self.weight):
             state.weight = None
             return
         old = state.weight
@@ -219,8 +219,7 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
         return F.embedding(input, self.quantized_weight(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
 
-def is_sharded(weight: Tensor) -> bool:
-    """Whether each process holds only a part of the weight (FSDP2)."""
+def _is_sharded(weight: Tensor) -> bool:
     return hasattr(weight, "device_mesh")
 
 
@@ -391,7 +390,7 @@ def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLinear]
             module.__class__ = quant_class(type(module))
         layer = cast(QuantLayer, module)
         options = _options(config, index) if isinstance(layer, QuantLinear) else dict(_ROW_OPTIONS)
-        layer.moq = LayerState(options, config)
+        layer.moq = LayerState(options=options, config=config)
         _CONTROLLED.discard(layer)
         _LAYERS.add(layer)
     return quant_layers(model)

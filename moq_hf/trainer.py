@@ -18,7 +18,8 @@ from .callback import MoQCallback, base_model_of, last_metrics
 from .card import write_card
 from .checkpoint import STATE_NAME, record_metrics, save_quantized
 from .config import MoQConfig, MoQError
-from .quant_linear import QuantLayer, shared_weights
+from .quant_linear import QuantLayer, quant_embeddings, quant_layers, shared_weights
+from .schedule import FLOAT_BITS
 
 logger = logging.getLogger(__name__)
 
@@ -129,13 +130,12 @@ class MoQTrainer(Trainer):
             self._saving_checkpoint = False
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        moq = self._live_moq()
-        controller = None if moq is None else moq.controller
-        if self._saving_checkpoint or controller is None or not controller.has_begun:
+        model = self.accelerator.unwrap_model(self.model)
+        layers: dict[str, QuantLayer] = {**quant_layers(model), **quant_embeddings(model)}
+        if self._saving_checkpoint or all(layer.moq.bits == FLOAT_BITS for layer in layers.values()):
             super()._save(output_dir, state_dict)
             return
-        model = self.accelerator.unwrap_model(self.model)
-        layers: dict[str, QuantLayer] = {**controller.layers, **controller.embeddings}
+        moq = self._live_moq()
         if not isinstance(model, PreTrainedModel) or shared_weights(model, layers):
             logger.warning("moq_hf: saved in float, on the grid: %s cannot be packed", type(model).__name__)
             state_dict = dict(model.state_dict() if state_dict is None else state_dict)
@@ -151,7 +151,7 @@ class MoQTrainer(Trainer):
             model,
             folder,
             processing_class=self.processing_class or getattr(self.data_collator, "tokenizer", None),
-            controller=controller,
+            controller=None if moq is None else moq.controller,
             metrics=self.final_metrics or last_metrics(self.state),
             float_metrics=self.float_metrics,
             state_dict=state_dict,
@@ -161,7 +161,7 @@ class MoQTrainer(Trainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the card of the packed model, with the last metrics; the Trainer's own where none was saved."""
         folder = Path(cast(str, self.args.output_dir))
-        if not self._has_packed(folder):
+        if not quant_layers(self.accelerator.unwrap_model(self.model)) or not (folder / STATE_NAME).is_file():
             super().create_model_card(*args, **kwargs)
             return
         if not self.is_world_process_zero():
@@ -204,10 +204,6 @@ class MoQTrainer(Trainer):
                 wait = self.push_wait * 2 ** (attempt - 1)
                 logger.warning("moq_hf: the upload failed (%s); trying again in %.0f s", reason, wait)
                 time.sleep(wait)
-
-    def _has_packed(self, folder: Path) -> bool:
-        moq = self._live_moq()
-        return moq is not None and moq.controller is not None and (folder / STATE_NAME).is_file()
 
     def _live_moq(self) -> MoQCallback | None:
         # restore_callback_states_from_checkpoint puts a new object in the place of the one that was passed.

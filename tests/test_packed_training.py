@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from test_training import ARRIVAL, CONFIG, Stop, arguments, assert_same, moq, new_model, rows, stock, trained, weights
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequenceClassification, Trainer
 
-from moq_hf import MoQCallback, MoQTrainer, verify_quantized
+from moq_hf import MoQCallback, MoQTrainer, quantize_model, verify_quantized
 from moq_hf.callback import base_model_of, last_metrics
 from moq_hf.card import write_card
 from moq_hf.checkpoint import STATE_NAME, record_metrics
@@ -94,6 +94,15 @@ def test_before_the_offset_the_float_model_is_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "early" / STATE_NAME).exists()
     saved = loaded(tmp_path / "early")
     assert_same(weights(trainer), {name: p.detach() for name, p in saved.named_parameters()})
+
+
+def test_layers_quantized_before_a_float_run_are_saved_packed(tmp_path: Path) -> None:
+    model = quantize_model(new_model(), {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    trainer = trained(MoQTrainer(model, arguments(tmp_path, max_steps=2), train_dataset=rows()))
+    trainer.save_model()
+    trainer.create_model_card()
+    assert torch.equal(logits(loaded(tmp_path)), logits(model))
+    assert "Bits per layer" in (tmp_path / "README.md").read_text()
 
 
 def test_a_run_that_ends_early_packs_the_bits_it_has(tmp_path: Path) -> None:
