@@ -1,13 +1,13 @@
 """Mixture-of-Quantization for Hugging Face Trainer: fine-tuning whose weights step down to 8, 4 or 2 bits."""
 
 from .callback import MoQCallback
-from .config import MoQConfig, MoQConfigError, MoQError
+from .checkpoint import save_quantized, verify_quantized
+from .config import MoQConfig, MoQConfigError, MoQError, __version__
 from .eigen import block_eigenvalues
 from .quant_linear import QuantLinear, dequantize_model, quantize_model
 from .schedule import PrecisionSchedule, plan
 from .trainer import MoQTrainer
 
-__version__ = "0.1.0"
 __all__ = [
     "MoQCallback",
     "MoQConfig",
@@ -16,8 +16,11 @@ __all__ = [
     "MoQTrainer",
     "PrecisionSchedule",
     "QuantLinear",
+    "__version__",
     "block_eigenvalues",
     "dequantize_model",
     "plan",
     "quantize_model",
+    "save_quantized",
+    "verify_quantized",
 ]

@@ -4,6 +4,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import sys
 import time
 import weakref
@@ -18,6 +19,8 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from .card import write_card
+from .checkpoint import save_quantized
 from .config import MoQConfig, MoQError
 from .controller import MoQController
 from .schedule import Plan, outcome, plan
@@ -31,7 +34,8 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     The model is made ready when the Trainer is built, and again (a `model_init` makes a new one) when training
     begins. After each optimizer step that was not skipped the schedule advances and every weight is quantized once.
-    A run that resumes from a checkpoint goes on where the checkpoint was.
+    A run that resumes from a checkpoint goes on where the checkpoint was. At the end of training the packed model is
+    written to the folder `quantized` in the output folder; `MoQTrainer` leaves that to `save_model`.
 
     With `eigenvalue.enabled` it takes the batches that go through the model in training, and the loss that the model
     gives for them.
@@ -65,6 +69,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._began = 0.0
         # Set by MoQTrainer, which repairs the stock Trainer's loss scale.
         self.loss_is_repaired = False
+        # Not in a MoQTrainer, whose save_model writes it.
+        self.writes_packed = True
         self._switched = self._arrived = False
         self._plan: Plan | None = None
 
@@ -75,12 +81,14 @@ class MoQCallback(TrainerCallback, ExportableState):
             "saved": saved,
             "loss_is_repaired": self.loss_is_repaired,
             "loss_was_given": self.loss_was_given,
+            "writes_packed": self.writes_packed,
         }
         return {"args": {"config": self.config.to_dict()}, "attributes": attributes}
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Make the layers quantized ones, before anything wraps the model."""
-        self.loss_is_repaired, self.trainer_loss = False, None
+        # A MoQTrainer sets them anew when it is built.
+        self.loss_is_repaired, self.writes_packed, self.trainer_loss = False, True, None
         if not self.config.enabled:
             logger.info("moq_hf is off: the config says enabled: false")
             return
@@ -229,6 +237,27 @@ class MoQCallback(TrainerCallback, ExportableState):
                 self.config.target_bits,
                 "; no checkpoint was a candidate for load_best_model_at_end" if args.load_best_model_at_end else "",
             )
+        if self.writes_packed and args.should_save and controller.has_begun:
+            self._write_packed(controller, args, state, kwargs)
+
+    def _write_packed(
+        self, controller: MoQController, args: TrainingArguments, state: TrainerState, kwargs: Mapping[str, Any]
+    ) -> None:
+        folder = Path(cast(str, args.output_dir), "quantized")
+        try:
+            save_quantized(
+                controller.model,
+                folder,
+                processing_class=kwargs.get("processing_class"),
+                controller=controller,
+                metrics=last_metrics(state),
+            )
+            write_card(folder, base_model=base_model_of(controller.model))
+        # Training is done: what cannot be packed is still the Trainer's to save.
+        except (MoQError, OSError) as error:
+            logger.warning("moq_hf: no packed model is written: %s", error)
+        else:
+            logger.info("the packed model is in %s", folder)
 
     def observe(self, inputs: Mapping[str, Any]) -> None:
         """Take a training micro-batch, as `loss` takes it, for measuring eigenvalues; without them it does nothing."""
@@ -305,6 +334,19 @@ class _Tap:
 
 def _nothing() -> None:
     return None
+
+
+def base_model_of(model: nn.Module) -> str | None:
+    """The Hub id that the model was loaded from, or None: a path of one's machine is nobody else's business."""
+    name = getattr(getattr(model, "config", None), "_name_or_path", None) or ""
+    return name if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not Path(name).exists() else None
+
+
+def last_metrics(state: TrainerState) -> dict[str, Any]:
+    """The last evaluation in the log; that of the best checkpoint, if one was chosen."""
+    logs = [log for log in state.log_history if any(name.startswith("eval_") for name in log)]
+    best = [log for log in logs if log["step"] == state.best_global_step]
+    return dict((best or logs or [{}])[-1])
 
 
 def _entries(state: TrainerState) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from .checkpoint import verify_quantized
 from .config import MoQError
 from .report import draw_plan, write_report
 from .schedule import plan
@@ -16,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run with the arguments `argv` (default: those of the process); give the exit status: 0, or 2 for wrong input."""
     parser = argparse.ArgumentParser(prog="moq-hf", description="Mixture-of-Quantization for Hugging Face Trainer.")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_plan, add_report):
+    for add in (add_plan, add_report, add_inspect):
         add(subparsers)
     args = parser.parse_args(argv)
     try:
@@ -60,6 +61,19 @@ def add_report(subparsers: Any) -> None:
     )
     parser.add_argument("--out", metavar="DIR", help="folder to write to; default: the run's")
     parser.set_defaults(run=lambda args: print(write_report(args.directory, args.out, args.float)))
+
+
+def add_inspect(subparsers: Any) -> None:
+    """`moq-hf inspect DIRECTORY`: verify a packed checkpoint and print its layers."""
+    parser = subparsers.add_parser(
+        "inspect", help="verify a packed checkpoint and print its layers", description="Verify a packed checkpoint."
+    )
+    parser.add_argument("directory", help="what save_quantized, MoQTrainer.save_model or a run's end wrote")
+    parser.set_defaults(run=_inspect)
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    print(verify_quantized(arguments.directory).table())
 
 
 def _run_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

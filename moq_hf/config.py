@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 logger = logging.getLogger(__name__)
 
+__version__ = "0.1.0"
+
 
 class MoQError(ValueError):
     """Something that the user can put right; the text says what, where and how."""
@@ -238,7 +240,7 @@ _KEYS = (
         "quantize_embeddings",
         "int? 2..8",
         None,
-        "bits of embedding tables, one scale per row; null leaves them alone",
+        "bits of embedding tables, one scale per row, a byte per weight when saved; null leaves them alone",
     ),
     _Key("seed", "seed", "int 0..9223372036854775807", 0, "of stochastic rounding and of the eigenvalue start vectors"),
 )

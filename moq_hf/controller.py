@@ -15,6 +15,7 @@ from .quant_linear import (
     check_finite,
     output_heads,
     prepare_model,
+    quant_embeddings,
     take_over,
 )
 from .schedule import FLOAT_BITS, PrecisionSchedule, Switch
@@ -36,10 +37,11 @@ class MoQController:
         dtype: Of the quantized weights: the autocast dtype, or None for the weights' own.
 
     Raises:
-        MoQError: The model and the config do not fit each other, or the config wants what this version lacks.
+        MoQError: The model and the config do not fit each other.
 
     Attributes:
-        layers: Quantized layers by name.
+        layers: Quantized linear layers by name.
+        embeddings: Quantized embedding tables by name.
         blocks: Block name to the names of its layers. Layers outside of every block are blocks of their own.
         schedule: The `PrecisionSchedule`.
         sensitivity: The `Sensitivity` that gives the schedule its eigenvalues; None unless the config enables them.
@@ -49,10 +51,10 @@ class MoQController:
     def __init__(
         self, model: nn.Module, config: MoQConfig, total_steps: int | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        _refuse_unsupported(config)
         self.model = model
         self.config = config
         self.layers: dict[str, QuantLinear] = prepare_model(model, config)
+        self.embeddings = quant_embeddings(model)
         self.blocks: dict[str, list[str]] = {}
         self.sensitivity: Sensitivity | None = None
         if config.eigenvalue.enabled:
@@ -60,7 +62,7 @@ class MoQController:
         for name, layer in self.layers.items():
             self.blocks.setdefault(self._block_of(name), []).append(name)
             layer.moq.dtype = dtype
-        take_over(self.layers.values())
+        take_over([*self.layers.values(), *self.embeddings.values()])
         self.schedule = PrecisionSchedule(config, self.blocks, total_steps)
         self.history: list[Switch] = []
         self._apply_bits(self.blocks)
@@ -70,6 +72,11 @@ class MoQController:
     def at_target(self) -> bool:
         """Whether every layer computes with its target precision and nothing else."""
         return self.schedule.at_target
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the offset was reached: before it nothing is quantized."""
+        return any(bits != FLOAT_BITS for bits in self.schedule.bits.values())
 
     @property
     def mean_bits(self) -> float:
@@ -84,7 +91,10 @@ class MoQController:
 
     @property
     def size_mb(self) -> float:
-        """The same with each quantized weight packed at its bits of now and one scale, in its dtype, for each group."""
+        """The same with each quantized weight packed at its bits of now and one scale, in its dtype, for each group.
+
+        Embedding tables take a byte a weight, as they are saved.
+        """
         saved = 0.0
         for layer in self.layers.values():
             bits, full = layer.moq.bits, 8 * layer.weight.element_size()
@@ -94,6 +104,10 @@ class MoQController:
                     rows, columns, layer.moq.options["groups"], layer.moq.options["group_size"]
                 )
                 saved += layer.weight.numel() * (full - bits) - groups[0] * groups[1] * full
+        for table in self.embeddings.values():
+            if table.moq.bits != FLOAT_BITS:
+                full = 8 * table.weight.element_size()
+                saved += table.weight.numel() * (full - 8) - table.weight.shape[0] * full
         return self.float_size_mb - saved / 8e6
 
     def step(self, eigenvalues: Mapping[str, float] | None = None) -> tuple[Switch, ...]:
@@ -151,7 +165,10 @@ class MoQController:
                 layer.moq.step = self.schedule.steps
                 layer.moq.blend = blend[block]
                 layer.refresh()
-        check_finite(self.layers)
+        for table in self.embeddings.values():
+            table.moq.bits = (self.config.quantize_embeddings if self.has_begun else None) or FLOAT_BITS
+            table.refresh()
+        check_finite({**self.layers, **self.embeddings})
 
     def metrics(self) -> dict[str, float]:
         """Scalars for a Trainer's log.
@@ -214,9 +231,11 @@ class MoQController:
         """One line: what is quantized and what is left alone."""
         left = [n for n, m in self.model.named_modules() if isinstance(m, nn.Linear) and n not in self.layers]
         weights = sum(layer.weight.numel() for layer in self.layers.values())
+        bits = self.config.quantize_embeddings
+        tables = f"{len(self.embeddings)} embedding tables to {bits}; " if self.embeddings else ""
         return (
             f"{len(self.layers)} linear layers in {len(self.blocks)} blocks ({weights / 1e6:.1f} M weights) go from "
-            f"{self.config.start_bits} to {self.config.target_bits} bits; "
+            f"{self.config.start_bits} to {self.config.target_bits} bits; {tables}"
             f"left in full precision: {', '.join(left) or 'no linear layer'}"
         )
 
@@ -290,15 +309,6 @@ def _what_counts(config: MoQConfig) -> dict[str, Any]:
         for key, value in flat.items()
         if key not in _HARMLESS and not (off and key.startswith("eigenvalue.") and key != "eigenvalue.enabled")
     }
-
-
-def _refuse_unsupported(config: MoQConfig) -> None:
-    lacking = {
-        "quantize_embeddings": config.quantize_embeddings is not None,
-    }
-    named = [key for key, wanted in lacking.items() if wanted]
-    if named:
-        raise MoQError(f"not supported by this version of moq_hf: {', '.join(named)}; leave it out")
 
 
 def _encode(ratio: Tensor) -> str:

@@ -1,5 +1,7 @@
 """`QuantLinear`: a linear layer that computes with a quantized copy of its weight and trains the float one.
 
+`QuantEmbedding` does the same for an embedding table, one scale per row.
+
 A model gets its quantized layers by a change of class, so that parameter objects, state-dict keys, hooks and wrappers
 (DDP, FSDP, PEFT, torch.compile) stay as they are. The quantized weight is kept from one optimizer step to the next and
 written in place, outside any compiled graph; the gradient passes straight through to the float weight.
@@ -61,6 +63,7 @@ class LayerState:
         step: Optimizer steps taken, for stochastic rounding.
         dtype: Of the quantized weight: what the matmul wants under autocast. None is the weight's own.
         weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device).
+        config: What the model was made ready with.
     """
 
     options: dict[str, Any]
@@ -71,23 +74,18 @@ class LayerState:
     dtype: torch.dtype | None = None
     weight: Tensor | None = None
     key: _Key | None = field(default=None, repr=False)
+    config: MoQConfig | None = field(default=None, repr=False)
 
 
-class QuantLinear(nn.Linear):
-    """`nn.Linear` with a quantized weight in its forward pass.
-
-    Not constructed: `quantize_model` changes the class of existing layers. `weight` and `bias` remain the float
-    parameters that the optimizer trains.
+class QuantLayer(nn.Module):
+    """What quantized layers share: a float `weight` `[rows, columns]` that is trained and its quantized copy.
 
     Attributes:
         moq: The layer's `LayerState`.
     """
 
     moq: LayerState
-
-    def forward(self, input: Tensor) -> Tensor:
-        """`input` `[..., in_features]` times the quantized weight, plus the bias."""
-        return F.linear(input, self.quantized_weight(input.dtype), self.bias)
+    weight: Tensor
 
     def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """What the forward pass multiplies with: `[out_features, in_features]`, gradient straight through to `weight`.
@@ -168,7 +166,7 @@ class QuantLinear(nn.Linear):
         weight = self.weight
         return id(weight), 0 if weight.is_inference() else weight._version, weight.device, weight.dtype
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "QuantLinear":
+    def _apply(self, fn: Any, recurse: bool = True) -> "QuantLayer":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.moq.ratio is not None:
             self.moq.ratio = self.moq.ratio.to(self.weight.device)
@@ -194,36 +192,64 @@ class QuantLinear(nn.Linear):
         return _new_layer, (base_class(type(self)),), self.__getstate__()
 
 
+class QuantLinear(QuantLayer, nn.Linear):
+    """`nn.Linear` with a quantized weight in its forward pass.
+
+    Not constructed: `quantize_model` changes the class of existing layers. `weight` and `bias` remain the float
+    parameters that the optimizer trains.
+
+    Attributes:
+        moq: The layer's `LayerState`.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` `[..., in_features]` times the quantized weight, plus the bias."""
+        return F.linear(input, self.quantized_weight(input.dtype), self.bias)
+
+
+class QuantEmbedding(QuantLayer, nn.Embedding):
+    """`nn.Embedding` with a quantized table in its forward pass, one scale per row; not constructed, as `QuantLinear`.
+
+    Attributes:
+        moq: The layer's `LayerState`.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The rows `[..., embedding_dim]` of the quantized table for the indices `input` `[...]`."""
+        return F.embedding(input, self.quantized_weight(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+
+
 def _is_sharded(weight: Tensor) -> bool:
     return hasattr(weight, "device_mesh")
 
 
-_CLASSES: dict[type[nn.Linear], type[QuantLinear]] = {nn.Linear: QuantLinear}
+_CLASSES: dict[type[nn.Module], type[QuantLayer]] = {nn.Linear: QuantLinear, nn.Embedding: QuantEmbedding}
 
 
-def quant_class(base: type[nn.Linear]) -> type[QuantLinear]:
+def quant_class(base: type[nn.Module]) -> type[QuantLayer]:
     """The quantized class for layers of class `base`, made once."""
     if base not in _CLASSES:
-        _CLASSES[base] = type(f"Quant{base.__name__}", (QuantLinear, base), {})
+        quantized = QuantLinear if issubclass(base, nn.Linear) else QuantEmbedding
+        _CLASSES[base] = type(f"Quant{base.__name__}", (quantized, base), {})
     return _CLASSES[base]
 
 
-def base_class(cls: type[QuantLinear]) -> type[nn.Linear]:
+def base_class(cls: type[QuantLayer]) -> type[nn.Module]:
     """The class that a layer of class `cls` had before."""
-    return nn.Linear if cls is QuantLinear else cast(type[nn.Linear], cls.__bases__[1])
+    return cast(type[nn.Module], cls.__bases__[1])
 
 
-def _new_layer(base: type[nn.Linear]) -> QuantLinear:
+def _new_layer(base: type[nn.Module]) -> QuantLayer:
     cls = quant_class(base)
     return cls.__new__(cls)
 
 
 # Every quantized layer alive: an optimizer outside a Trainer refreshes those that it owns.
-_LAYERS: "weakref.WeakSet[QuantLinear]" = weakref.WeakSet()
-_CONTROLLED: "weakref.WeakSet[QuantLinear]" = weakref.WeakSet()
+_LAYERS: "weakref.WeakSet[QuantLayer]" = weakref.WeakSet()
+_CONTROLLED: "weakref.WeakSet[QuantLayer]" = weakref.WeakSet()
 
 
-def take_over(layers: Iterable[QuantLinear]) -> None:
+def take_over(layers: Iterable[QuantLayer]) -> None:
     """Leave the refreshing of these layers after each optimizer step to the caller."""
     _CONTROLLED.update(layers)
 
@@ -263,13 +289,17 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     """
     config = MoQConfig.load(config)
     layers = prepare_model(model, config)
-    for layer in layers.values():
-        layer.set_bits(config.start_bits, config)
-        layer.refresh()
+    embeddings = quant_embeddings(model)
+    for linear in layers.values():
+        linear.set_bits(config.start_bits, config)
+        linear.refresh()
+    for table in embeddings.values():
+        table.moq.bits = config.quantize_embeddings or FLOAT_BITS
+        table.refresh()
     try:
-        check_finite(layers)
+        check_finite({**layers, **embeddings})
     except MoQError:
-        for layer in layers.values():
+        for layer in [*layers.values(), *embeddings.values()]:
             _restore(layer)
         raise
     return model
@@ -277,6 +307,8 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
 
 def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"] = "quantized") -> nn.Module:
     """Make every quantized layer of `model` a plain one again, in place.
+
+    Does it too for a model that `from_pretrained` loaded from a packed checkpoint, so that it can be trained on.
 
     Args:
         model: Any module.
@@ -291,7 +323,10 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
     """
     if weights not in ("quantized", "float"):
         raise MoQError(f'weights must be "quantized" or "float", got {weights!r}')
-    layers = quant_layers(model)
+    if is_packed(model):
+        _unpack(model)
+        return model
+    layers = {**quant_layers(model), **quant_embeddings(model)}
     if not layers:
         raise MoQError("the model has no quantized layer")
     for layer in layers.values():
@@ -307,23 +342,61 @@ def quant_layers(model: nn.Module) -> dict[str, QuantLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
 
 
+def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
+    """The quantized embedding tables by their names, each once, in model order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantEmbedding)}
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether `from_pretrained` made this model of a packed checkpoint: its layers may have no weights yet."""
+    quantizer_of_transformers = getattr(model, "hf_quantizer", None)
+    return quantizer_of_transformers is not None and hasattr(quantizer_of_transformers, "compressor")
+
+
+def _unpack(model: nn.Module) -> None:
+    from compressed_tensors.compressors import decompress_module
+    from compressed_tensors.quantization import QuantizationMetadata, QuantizationStatus
+
+    loader = cast(Any, model).hf_quantizer
+    for module in model.modules():
+        if not hasattr(module, "quantization_scheme"):
+            continue
+        if module.quantization_status == QuantizationStatus.COMPRESSED:
+            decompress_module(module)
+        QuantizationMetadata.clear_quantization(module)
+        del module.quantization_status
+        # What is left of the wrapped forward would hide that of a quantized class.
+        module.__dict__.pop("forward", None)
+        module.weight = nn.Parameter(cast(Tensor, module.weight).detach())
+        module.requires_grad_(True)
+    loader.compressor.remove_decompression_hook(model)
+    loader.remove_quantization_config(model)
+
+
 def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLinear]:
-    """What `quantize_model` does, with every layer still unquantized (32 bits); gives the layers by name."""
-    chosen = select_layers(model, config) if config.enabled else {}
-    for name, layer in quant_layers(model).items():
+    """What `quantize_model` does, with every layer still unquantized (32 bits); gives the linear layers by name."""
+    if config.enabled and is_packed(model):
+        raise MoQError(
+            "the model comes from a packed checkpoint: call moq_hf.dequantize_model(model) before training it"
+        )
+    chosen: dict[str, nn.Module] = {}
+    if config.enabled:
+        chosen = {**select_layers(model, config), **select_embeddings(model, config)}
+    for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
         if name not in chosen:
             _restore(layer)
-    for index, linear in enumerate(chosen.values()):
-        if not isinstance(linear, QuantLinear):
-            linear.__class__ = quant_class(type(linear))
-        layer = cast(QuantLinear, linear)
-        layer.moq = LayerState(options=_options(config, index))
+    for index, module in enumerate(chosen.values()):
+        if not isinstance(module, QuantLayer):
+            module.__class__ = quant_class(type(module))
+        layer = cast(QuantLayer, module)
+        options = _options(config, index) if isinstance(layer, QuantLinear) else dict(_ROW_OPTIONS)
+        layer.moq = LayerState(options=options, config=config)
         _CONTROLLED.discard(layer)
         _LAYERS.add(layer)
     return quant_layers(model)
 
 
-def check_finite(layers: Mapping[str, QuantLinear]) -> None:
+def check_finite(layers: Mapping[str, QuantLayer]) -> None:
     """Stop if a weight held NaN or Inf when it was last quantized; one wait for the device, not one per layer.
 
     Raises:
@@ -373,6 +446,51 @@ def select_layers(model: nn.Module, config: MoQConfig) -> dict[str, nn.Linear]:
     return chosen
 
 
+def select_embeddings(model: nn.Module, config: MoQConfig) -> dict[str, nn.Embedding]:
+    """The embedding tables that the config quantizes, by name: none without `quantize_embeddings`.
+
+    Tables of a class with a forward pass of its own, sparse ones and ones with a `max_norm` are left alone.
+
+    Raises:
+        MoQError: There is none, or one shares its weight with another layer.
+    """
+    if config.quantize_embeddings is None:
+        return {}
+    left_out = config.modules_to_not_convert or ()
+    chosen = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        and type(module).forward in (nn.Embedding.forward, QuantEmbedding.forward)
+        and module.max_norm is None
+        and not module.sparse
+        and not any(_matches(name, pattern) for pattern in left_out)
+    }
+    if not chosen:
+        raise MoQError("quantize_embeddings: the model has no embedding table that can be quantized; set it to null")
+    sharing = shared_weights(model, chosen)
+    if sharing:
+        raise MoQError(
+            f"quantize_embeddings: {'; '.join(sharing)}; a shared table is not supported: set quantize_embeddings to "
+            "null, or name it in modules_to_not_convert"
+        )
+    return chosen
+
+
+def shared_weights(model: nn.Module, layers: Iterable[str]) -> list[str]:
+    """One line for each of the layers whose weight is also another layer's."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = []
+    for layer in layers:
+        weight = model.get_submodule(layer).weight
+        others = [name for name in names[id(weight)] if name != f"{layer}.weight"]
+        if others:
+            found.append(f"{layer}.weight is also {', '.join(others)}")
+    return found
+
+
 def output_heads(model: nn.Module, linears: Iterable[str]) -> list[str]:
     """Names of the linear layers that are output heads: by default they stay in full precision.
 
@@ -414,11 +532,15 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or f".{pattern}." in f".{name}."
 
 
-def _restore(layer: QuantLinear) -> None:
+def _restore(layer: QuantLayer) -> None:
     _LAYERS.discard(layer)
     _CONTROLLED.discard(layer)
     del layer.moq
-    cast(nn.Linear, layer).__class__ = base_class(type(layer))
+    cast(nn.Module, layer).__class__ = base_class(type(layer))
+
+
+# How embedding tables are quantized, whatever the config says of the linear layers.
+_ROW_OPTIONS = {"groups": "per_channel", "group_size": None, "symmetric": True, "rounding": "nearest"}
 
 
 def _options(config: MoQConfig, index: int) -> dict[str, Any]:

@@ -2,19 +2,30 @@
 
 import logging
 import os
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
+from transformers.modelcard import TrainingSummary
+from transformers.trainer import TRAINING_ARGS_NAME
 
-from .callback import MoQCallback
+from .callback import MoQCallback, base_model_of, last_metrics
+from .card import write_card
+from .checkpoint import STATE_NAME, record_metrics, save_quantized
 from .config import MoQConfig, MoQError
-from .quant_linear import quant_layers
+from .quant_linear import QuantLayer, quant_embeddings, quant_layers, shared_weights
+from .schedule import FLOAT_BITS
 
 logger = logging.getLogger(__name__)
+
+# Of the Hub's answers, of the connection to it, and of the system.
+_UPLOAD_ERRORS = cast(tuple[type[Exception], ...], (*HfHubHTTPError.__bases__, OSError))
 
 
 class MoQTrainer(Trainer):
@@ -27,7 +38,8 @@ class MoQTrainer(Trainer):
     - A loss that ignores `num_items_in_batch` is not multiplied by accumulation steps and processes, as the stock
       Trainer of transformers 5 does with BERT's and other classifiers'. Measured on the first batch, not guessed.
     - Eigenvalues are measured with `compute_loss`, whatever it is.
-    - `save_model` writes the weights as evaluated; the checkpoints of a run keep the float ones.
+    - `save_model` and `push_to_hub` deliver the packed model (see `save_quantized`), with the weights as evaluated; the
+      checkpoints of a run keep the float ones.
 
     Args:
         *args: As for `Trainer`.
@@ -40,7 +52,13 @@ class MoQTrainer(Trainer):
 
     Attributes:
         moq: The `MoQCallback`, or None.
+        final_metrics: Metrics for `moq_state.json` and the model card; None takes the last evaluation in the log.
+        float_metrics: The same of a model trained in float. Set both before saving or pushing.
     """
+
+    # Tries of an upload, and seconds before the second one; each later one waits twice as long.
+    push_attempts = 3
+    push_wait = 2.0
 
     def __init__(
         self,
@@ -58,11 +76,14 @@ class MoQTrainer(Trainer):
         elif moq_config is not None:
             self.moq = MoQCallback(moq_config)
             callbacks.append(self.moq)
+        self.final_metrics: Mapping[str, Any] | None = None
+        self.float_metrics: Mapping[str, Any] | None = None
         self._loss_checked = False
         self._saving_checkpoint = False
         super().__init__(*args, **{**kwargs, "callbacks": callbacks})
         if self.moq is not None:
             self.moq.loss_is_repaired = True
+            self.moq.writes_packed = False
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, a training loss together with the bits it was made with."""
@@ -129,14 +150,80 @@ class MoQTrainer(Trainer):
             self._saving_checkpoint = False
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        unwrapped = self.accelerator.unwrap_model(self.model)
-        layers = {} if self._saving_checkpoint else quant_layers(unwrapped)
-        if layers:
-            state_dict = dict(unwrapped.state_dict() if state_dict is None else state_dict)
+        model = self.accelerator.unwrap_model(self.model)
+        layers: dict[str, QuantLayer] = {**quant_layers(model), **quant_embeddings(model)}
+        if self._saving_checkpoint or all(layer.moq.bits == FLOAT_BITS for layer in layers.values()):
+            super()._save(output_dir, state_dict)
+            return
+        moq = self._live_moq()
+        if not isinstance(model, PreTrainedModel) or shared_weights(model, layers):
+            logger.warning("moq_hf: saved in float, on the grid: %s cannot be packed", type(model).__name__)
+            state_dict = dict(model.state_dict() if state_dict is None else state_dict)
             with torch.no_grad():
                 for name, layer in layers.items():
                     state_dict[f"{name}.weight"] = layer.quantized_weight(layer.weight.dtype).detach()
-        super()._save(output_dir, state_dict)
+            super()._save(output_dir, state_dict)
+            return
+        if not self.args.should_save:
+            return
+        folder = cast(str, output_dir if output_dir is not None else self.args.output_dir)
+        save_quantized(
+            model,
+            folder,
+            processing_class=self.processing_class or getattr(self.data_collator, "tokenizer", None),
+            controller=None if moq is None else moq.controller,
+            metrics=self.final_metrics or last_metrics(self.state),
+            float_metrics=self.float_metrics,
+            state_dict=state_dict,
+        )
+        torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the card of the packed model, with the last metrics; the Trainer's own where none was saved."""
+        folder = Path(cast(str, self.args.output_dir))
+        if not quant_layers(self.accelerator.unwrap_model(self.model)) or not (folder / STATE_NAME).is_file():
+            super().create_model_card(*args, **kwargs)
+            return
+        if not self.is_world_process_zero():
+            return
+        record_metrics(folder, self.final_metrics or last_metrics(self.state), self.float_metrics)
+        # What the stock card knows: task, data and hyperparameters.
+        known = cast(Any, TrainingSummary).from_trainer(self, *args, **kwargs)
+        write_card(
+            folder,
+            model_name=self.hub_model_id or known.model_name,
+            base_model=kwargs.get("finetuned_from") or base_model_of(self.accelerator.unwrap_model(self.model)),
+            task=_one(known.tasks),
+            dataset=_one(known.dataset_tags),
+            dataset_name=_one(known.dataset),
+            dataset_config=_one(known.dataset_args),
+            language=known.language,
+            license=known.license,
+            tags=known.tags,
+            training=known.hyperparameters,
+        )
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Upload the packed model with its card, as `Trainer.push_to_hub`; an upload that fails is tried again.
+
+        Raises:
+            MoQError: No try got through. The files are safe in the output folder.
+        """
+        for attempt in range(1, self.push_attempts + 1):
+            try:
+                return super().push_to_hub(*args, **dict(kwargs))
+            except _UPLOAD_ERRORS as error:
+                reason = " ".join(str(error).split()) or type(error).__name__
+                status = getattr(getattr(error, "response", None), "status_code", 0)
+                refused = 400 <= status < 500 and status not in (408, 429)
+                if refused or attempt == self.push_attempts:
+                    raise MoQError(
+                        f"the upload to {self.hub_model_id or self.args.hub_model_id} failed "
+                        f"(tries: {attempt}): {reason}; the files are safe in {self.args.output_dir}"
+                    ) from error
+                wait = self.push_wait * 2 ** (attempt - 1)
+                logger.warning("moq_hf: the upload failed (%s); trying again in %.0f s", reason, wait)
+                time.sleep(wait)
 
     def _live_moq(self) -> MoQCallback | None:
         # restore_callback_states_from_checkpoint puts a new object in the place of the one that was passed.
@@ -144,3 +231,8 @@ class MoQTrainer(Trainer):
             found = [callback for callback in self.callback_handler.callbacks if isinstance(callback, MoQCallback)]
             self.moq = found[0] if found else None
         return self.moq
+
+
+def _one(value: Any) -> str | None:
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    return str(first) if first else None

@@ -101,10 +101,14 @@ def load_tokenizer(model_args: ModelArguments) -> "PreTrainedTokenizerBase":
 def load_model(model_args: ModelArguments, config: "PreTrainedConfig") -> Any:
     """Load the model, or make one with random weights if only a configuration is given.
 
+    A packed model is unpacked, so that it can be trained on.
+
     Raises:
         UserError: no weights, weights of another shape, or a kind of model that classifies no text.
     """
     from transformers import AutoModelForSequenceClassification
+
+    from moq_hf.quant_linear import dequantize_model, is_packed
 
     name = model_args.model_name_or_path
     if name is None:
@@ -116,7 +120,8 @@ def load_model(model_args: ModelArguments, config: "PreTrainedConfig") -> Any:
         except ValueError as err:
             raise UserError(f"cannot make a classifier of {model_args.config_name}: {one_line(err)}") from None
     keywords = {"config": config, "ignore_mismatched_sizes": model_args.ignore_mismatched_sizes}
-    return _pretrained(AutoModelForSequenceClassification.from_pretrained, "model", name, model_args, **keywords)
+    model = _pretrained(AutoModelForSequenceClassification.from_pretrained, "model", name, model_args, **keywords)
+    return dequantize_model(model) if is_packed(model) else model
 
 
 def _pretrained(load: Any, what: str, name: str, model_args: ModelArguments, **keywords: Any) -> Any:
@@ -317,6 +322,8 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
         train(trainer, encoded["train"], find_checkpoint(args))
     if args.do_eval:
         results = evaluate_all(trainer, encoded)
+        trainer.final_metrics = merged(results)
+        trainer.float_metrics = None if baseline is None else merged(baseline)
     if args.do_predict:
         predict_all(trainer, encoded, labels, data_args.task_name)
 
@@ -334,10 +341,7 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
         lines = summary(trainer, results, baseline, data_args.task_name or "data", started)
         print("\n".join(lines), flush=True)
     if args.push_to_hub:
-        try:
-            trainer.push_to_hub(**card)
-        except OSError as err:
-            raise UserError(f"the upload failed: {one_line(err)}; the model is in {args.output_dir}") from None
+        trainer.push_to_hub(**card)
         logger.info("uploaded to %s", trainer.hub_model_id)
 
 
@@ -391,6 +395,11 @@ def evaluate_all(trainer: "Trainer", encoded: Mapping[str, "Dataset"]) -> dict[s
         combined |= results[key]
     trainer.save_metrics("eval", combined)
     return results
+
+
+def merged(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Put the figures of all sets into one mapping."""
+    return {name: value for metrics in results.values() for name, value in metrics.items()}
 
 
 def predict_all(trainer: "Trainer", encoded: Mapping[str, "Dataset"], labels: Labels, task_name: str | None) -> None:

@@ -19,14 +19,12 @@ from moq_hf.config import (
     EigenvalueConfig,
     MoQConfig,
     MoQConfigError,
-    MoQError,
     PerChannel,
     PerGroup,
     RowBlocks,
     ScheduleConfig,
     key_table,
 )
-from moq_hf.controller import MoQController
 from moq_hf.schedule import FLOAT_BITS, PrecisionSchedule, plan
 
 ROOT = Path(__file__).parents[1]
@@ -470,17 +468,6 @@ def test_arithmetic_of_the_glue_recipes(task: str) -> None:
         assert round(last / 2 ** (n - 1)) == config.schedule.period
     else:
         assert steps[-1] == round(0.4 * int(total))
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"quantize_embeddings": 8}, "quantize_embeddings"),
-]
-
-
-@pytest.mark.parametrize(("keys", "named"), REFUSED, ids=[named for _, named in REFUSED])
-def test_what_this_version_lacks_is_refused(keys: dict[str, Any], named: str, tiny_bert: Any) -> None:
-    with pytest.raises(MoQError, match=f"{re.escape(named)}.*not supported|not supported.*{re.escape(named)}"):
-        MoQController(tiny_bert, MoQConfig.from_dict(BITS | keys))
 
 
 PAGE = ROOT / "docs" / "config-reference.md"

@@ -27,8 +27,7 @@ from test_report import make_run
 from tiny_glue import quiet_logging
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
-import moq_hf.cli
-from moq_hf import MoQConfig
+from moq_hf import MoQConfig, cli
 
 __all__ = ["quiet_logging"]
 pytestmark = pytest.mark.usefixtures("quiet_logging")
@@ -44,6 +43,7 @@ RUN_BY = {
     "make check": "test_ci_runs_make_test_and_that_checks",
     "make bench": "test_make_bench",
     "pip install .": "test_pip_install",
+    "python -m moq_hf.cli inspect runs/packed": "test_python_blocks",
 }
 # What is added to the command line of a program, so that it ends soon and writes to the test's folder. The last of two
 # values of an argument counts.
@@ -52,6 +52,7 @@ ADDED = {
     "examples/demo/make_corpus.py": ["--out", "corpus"],
     "benchmarks/eigen.py": ["--parts", "golden", "--threads", "1", "--out", "eigen.json"],
     "benchmarks/step_time.py": shlex.split("--batch 2 --sequence 16 --repeats 1 --threads 1 --out step_time.json"),
+    "benchmarks/checkpoint_size.py": ["--base_layers", "1", "--out", "size.json"],
 }
 
 
@@ -185,7 +186,7 @@ def test_moq_hf_commands(command: str, checkout: Path, capsys: pytest.CaptureFix
     elif words[0] == "report":
         make_run(checkout / words[1])
     with chdir(checkout):
-        assert moq_hf.cli.main(words) == 0
+        assert cli.main(words) == 0
     told = capsys.readouterr().out
     for block in BLOCKS:
         if block.output is not None and block.language == "bash" and commands_of(block) == [command]:
@@ -278,6 +279,7 @@ def test_python_blocks(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("MPLBACKEND", "Agg")
     with chdir(checkout):
         namespace = prepared(page)
+        commands = [command for block in blocks_of(page) if block.language == "bash" for command in commands_of(block)]
         for block in blocks_of(page):
             if block.language != "python":
                 continue
@@ -289,6 +291,10 @@ def test_python_blocks(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPat
             if block.output is not None:
                 lines = [line for line in printed.getvalue().splitlines() if not line.startswith(("{", "\r"))]
                 assert lines == block.output.splitlines(), str(block)
+        # They read what the Python wrote.
+        for command in commands:
+            if command.startswith("python -m moq_hf.cli inspect "):
+                assert cli.main(shlex.split(command)[3:]) == 0
 
 
 def test_the_config_in_the_readme_is_the_committed_one() -> None:

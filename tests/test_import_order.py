@@ -17,6 +17,7 @@ ORDER = [
     "sensitivity",
     "controller",
     "checkpoint",
+    "card",
     "report",
     "callback",
     "trainer",

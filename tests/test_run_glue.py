@@ -24,6 +24,8 @@ from safetensors.torch import load_file
 from tiny_glue import TASKS, main, make_rows, quiet_logging, read_json, words_of, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction, Trainer
 
+from moq_hf import verify_quantized
+
 METRIC = str(tiny_glue.ROOT / "scripts" / "glue_metric" / "glue_metric.py")
 MOQ = {
     "quantize_bits": {"start_bits": 6, "target_bits": 4},
@@ -137,9 +139,14 @@ def test_moq_reaches_its_target(
     given = arguments | files("sst2", tmp_path) | {"max_steps": 8, "moq_config": config}
     out = run(given, "do_train", "do_eval")
     assert "mean bits of the 13 quantized layers: 4.00" in capsys.readouterr().out
+    # Four bits a weight, eight of them in an integer, and two scales for the 16 rows.
     weights = load_file(out / "model.safetensors")
-    rows = weights["bert.encoder.layer.0.attention.self.query.weight"].reshape(2, -1)
-    assert [len(group.unique()) <= 15 for group in rows] == [True, True]
+    name = "bert.encoder.layer.0.attention.self.query"
+    assert weights[f"{name}.weight_packed"].shape == (16, 2) and weights[f"{name}.weight_scale"].shape == (2, 1)
+    found = verify_quantized(out)
+    assert {layer.bits for layer in found.layers.values()} == {4}
+    assert found.state["metrics"]["eval_accuracy"] == read_json(out / "eval_results.json")["eval_accuracy"]
+    assert "## Bits per layer" in (out / "README.md").read_text()
 
     # What was saved is what was evaluated; the quantization is for training only.
     again = {"config_name": None, "model_name_or_path": out, "output_dir": tmp_path / "again"}
@@ -147,6 +154,11 @@ def test_moq_reaches_its_target(
     results = [read_json(folder / "eval_results.json") for folder in (out, tmp_path / "again")]
     assert results[0]["eval_loss"] == results[1]["eval_loss"]
     assert "--moq_config is for --do_train" in capsys.readouterr().out
+
+    # A packed model can be trained on.
+    config.write_text(json.dumps(MOQ | {"quantize_bits": {"start_bits": 4, "target_bits": 3}}))
+    lower = run(given | again | {"output_dir": tmp_path / "lower", "max_steps": 4}, "do_train")
+    assert {layer.bits for layer in verify_quantized(lower).layers.values()} == {3}
 
 
 def test_a_moq_config_that_is_off_is_told(

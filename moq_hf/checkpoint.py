@@ -1,0 +1,766 @@
+"""Packed checkpoints: `save_quantized` writes them, plain `from_pretrained` loads them, `verify_quantized` proves them.
+
+A packed checkpoint is an ordinary transformers folder. Layers of 1 to 8 bits are packed integers in the format of
+compressed-tensors, written with that library, so that a process which never heard of moq_hf computes the same, bit for
+bit. Layers above 8 bits are dense floats on their grid. `moq_state.json` beside them holds the config, the bits of each
+layer, the history of switches, and a digest of every tensor.
+
+How the grids of `quantizer` are told to compressed-tensors, (code - zero) * scale with codes from -2^(b-1):
+
+| grid | strategy | zero point |
+| --- | --- | --- |
+| symmetric (ternary too), a scale per row | channel | none |
+| symmetric, a scale per group in a row | group | none |
+| symmetric, row blocks | block of whole rows: 4 bytes per block, not per row | none |
+| asymmetric | block, whatever the groups: transformers cannot load packed zero points | int8, one per scale |
+| binary | block; codes -1 and 0, twice the scale | -1/2 |
+
+Models whose `_init_weights` reaches into other weights (T5) cannot hold packed modules in transformers 5.
+Theirs are unpacked while loading (`dequantize`), which knows one scheme for all layers: strategy channel or group, and
+as many bits as the largest layer has.
+"""
+
+import base64
+import copy
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from . import quantizer
+from .config import MoQError, __version__
+from .controller import MoQController
+from .quant_linear import (
+    QuantLayer,
+    QuantLinear,
+    check_finite,
+    dequantize_model,
+    is_packed,
+    quant_embeddings,
+    quant_layers,
+    shared_weights,
+)
+from .schedule import FLOAT_BITS
+
+logger = logging.getLogger(__name__)
+
+STATE_NAME = "moq_state.json"
+MAX_PACKED_BITS = 8
+_CONFIG = "config.json"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """How one quantized layer lies in a packed checkpoint.
+
+    Attributes:
+        kind: "linear" or "embedding".
+        bits: 1 to 16, or 32 for a layer that was not quantized yet.
+        stored: "packed" (bits per weight), "int8" (one byte per weight), "dense" (floats on the grid) or "float".
+        shape: Rows and columns of the weight.
+        scales: Rows and columns of the scale; [0, 0] for float.
+        symmetric: Whether the grid is.
+        bytes: What the weight takes in the file: codes, scales and zero points.
+        bytes_before: What the float weight took.
+        max_error: Largest distance of a float weight from its stored value, in quantization steps.
+        group: Name in the config groups of compressed-tensors; None if dense or float.
+        grid: Scales and zero points of a dense layer, base64 of float32 and int32, else None.
+    """
+
+    kind: str
+    bits: int
+    stored: str
+    shape: tuple[int, int]
+    scales: tuple[int, int]
+    symmetric: bool
+    bytes: int
+    bytes_before: int
+    max_error: float
+    group: str | None = None
+    grid: tuple[str, str | None] | None = None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify_quantized` found in a directory without fault.
+
+    Attributes:
+        layers: Each quantized layer by name.
+        file_bytes: Size of the weight files together.
+        float_bytes: Size of the same tensors in float.
+        state: The content of `moq_state.json`.
+    """
+
+    layers: dict[str, StoredLayer]
+    file_bytes: int
+    float_bytes: int
+    state: dict[str, Any]
+
+    def table(self) -> str:
+        """A line per layer and the totals, for a terminal."""
+        head = ("module", "bits", "scales", "stored", "bytes", "before", "max error (steps)")
+        rows = [
+            (
+                name,
+                "float" if layer.bits == FLOAT_BITS else str(layer.bits),
+                str(math.prod(layer.scales) or "-"),
+                layer.stored,
+                f"{layer.bytes:,}",
+                f"{layer.bytes_before:,}",
+                f"{layer.max_error:.3f}",
+            )
+            for name, layer in self.layers.items()
+        ]
+        widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column in (0, 3) else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in [head, *rows]
+        ]
+        after, before = self.quantized_bytes
+        weights = sum(math.prod(layer.shape) for layer in self.layers.values())
+        lines += [
+            "",
+            f"{len(self.layers)} quantized layers: {after:,} bytes, {before:,} before ({after / before:.3f}); "
+            f"{8 * after / weights:.3f} bits a weight",
+            f"all weights: {self.file_bytes:,} bytes, {self.float_bytes:,} before "
+            f"({self.file_bytes / self.float_bytes:.3f})",
+        ]
+        return "\n".join(lines)
+
+    @property
+    def quantized_bytes(self) -> tuple[int, int]:
+        """Bytes of the quantized layers' weights, and what they took in float."""
+        return (
+            sum(layer.bytes for layer in self.layers.values()),
+            sum(layer.bytes_before for layer in self.layers.values()),
+        )
+
+
+def save_quantized(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    processing_class: Any = None,
+    controller: MoQController | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    float_metrics: Mapping[str, Any] | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    max_shard_size: int | str = "50GB",
+) -> Path:
+    """Write `model` as a packed checkpoint that plain `from_pretrained` loads, with the same logits bit for bit.
+
+    The model stays as it is. A directory that is not there appears whole or not at all. One that is there keeps its
+    other files; its old model is gone before the first new file comes, and nothing loads before the last one is there.
+
+    Args:
+        model: A transformers model with quantized layers.
+        directory: Where to; made if missing.
+        processing_class: Tokenizer or processor to save along.
+        controller: The run's, for its history; without one the state holds the config and the bits alone.
+        metrics: Figures to keep in `moq_state.json`.
+        float_metrics: The same of a model that was trained in float.
+        state_dict: The model's float tensors, where they are not in the model itself (FSDP).
+        max_shard_size: As for `save_pretrained`.
+
+    Returns:
+        The directory.
+
+    Raises:
+        MoQError: The model is no transformers model or has no quantized layer, a quantized weight is shared, sharded or
+            holds NaN or Inf, or the files cannot be written.
+    """
+    target = Path(directory).resolve()
+    layers: dict[str, QuantLayer] = {**quant_layers(model), **quant_embeddings(model)}
+    _check_model(model, layers, target, state_dict is None)
+    tensors = dict(model.state_dict() if state_dict is None else state_dict)
+    plan = _Plan(model, layers)
+    stored = {name: plan.store(name, layer, tensors) for name, layer in layers.items()}
+    # Beside what does not exist yet, so that it appears whole; inside what does, which may be a file system of its own.
+    staging = target / ".saving" if target.exists() else target.parent / f".{target.name}.saving"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Left by a save that was killed.
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        _write(staging, model, tensors, plan, processing_class, max_shard_size)
+        state = _state(layers, stored, controller)
+        state |= {"metrics": clean_metrics(metrics or {}), "float_metrics": clean_metrics(float_metrics or {})}
+        state["tensors"] = {name: _digest(tensor) for name, tensor in _tensors(staging)}
+        state["config_json"] = _sha256((staging / _CONFIG).read_bytes())
+        _write_state(staging, state)
+        verify_quantized(staging)
+        _publish(staging, target)
+    except (OSError, SafetensorError) as error:
+        raise MoQError(f"cannot write the packed model to {target}: {_text(error)}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    _warn_of_dense(stored)
+    return Path(directory)
+
+
+def verify_quantized(directory: str | os.PathLike[str], model: nn.Module | None = None) -> Verification:
+    """Read a packed checkpoint back and prove that each weight is on the grid that it declares.
+
+    Every tensor is compared with the digest taken when it was saved, every code with the range of its grid.
+
+    Args:
+        directory: What `save_quantized` wrote.
+        model: The model that was saved: its weights, as its forward pass uses them, must be those in the files.
+
+    Returns:
+        The layers with their sizes.
+
+    Raises:
+        MoQError: Something is damaged, missing or different; names the file and the tensor.
+    """
+    folder = Path(directory)
+    state = _read_state(folder)
+    config = _read_json(folder / _CONFIG)
+    if _sha256((folder / _CONFIG).read_bytes()) != state["config_json"]:
+        raise MoQError(f"{folder / _CONFIG} is not as it was saved")
+    layers = {name: _layer_of_json(entry) for name, entry in state["layers"].items()}
+    expected, found = dict(state["tensors"]), set()
+    values: dict[str, dict[str, Tensor]] = {name: {} for name in layers}
+    groups = config.get("quantization_config", {}).get("config_groups", {})
+    compared = _weights_of(model) if model is not None else {}
+    float_bytes = sum(layer.bytes_before for layer in layers.values())
+    try:
+        for name, tensor in _tensors(folder):
+            if name not in expected:
+                raise MoQError(f"{folder}: tensor {name} was not there when it was saved")
+            if _digest(tensor) != expected[name]:
+                raise MoQError(f"{folder}: tensor {name} is damaged")
+            found.add(name)
+            owner, _, part = name.rpartition(".")
+            if owner in values and part.startswith("weight"):
+                values[owner][part] = tensor
+            else:
+                float_bytes += tensor.nbytes
+                if model is not None and not _same(tensor, compared.get(name)):
+                    raise MoQError(f"{folder}: tensor {name} differs from the model's")
+            if owner not in values:
+                continue
+            layer = layers[owner]
+            group = groups[layer.group] if layer.group is not None else {}
+            if _is_complete(layer, values[owner], group.get("weights", {})):
+                weight = _check_grid(f"{folder}: {owner}", layer, values.pop(owner), group)
+                if model is not None and not _same(weight, compared.get(f"{owner}.weight")):
+                    raise MoQError(f"{folder}: {owner}.weight differs from the model's")
+    except MoQError:
+        raise
+    except _ERRORS as error:
+        raise MoQError(f"{folder}: the weights cannot be read: {_text(error)}") from error
+    missing = sorted(set(expected) - found)
+    if missing or values:
+        raise MoQError(f"{folder}: missing from the weights: {', '.join(missing or values)}")
+    size = sum(path.stat().st_size for path in _weight_files(folder))
+    return Verification(layers, size, float_bytes, state)
+
+
+class _Plan:
+    """How the layers of one model are stored; collects the config groups of compressed-tensors as they come up."""
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, QuantLayer]) -> None:
+        self.groups: dict[str, dict[str, Any]] = {}
+        self.modules = {name for name, _ in model.named_modules()}
+        self.prefix = str(getattr(model, "base_model_prefix", ""))
+        self.is_base = bool(self.prefix) and not hasattr(model, self.prefix)
+        packed = {
+            name: layer.moq.bits
+            for name, layer in layers.items()
+            if isinstance(layer, QuantLinear) and layer.moq.bits <= MAX_PACKED_BITS and not layer.moq.blend
+        }
+        self.at_load = _init_reaches_into(model, packed)
+        # Binary codes, -1 and 1, do not fit into one symmetric bit.
+        self.container = max([2, *packed.values()])
+        self.dtypes = {str(layer.weight.dtype) for name, layer in layers.items() if name in packed}
+
+    def store(self, name: str, layer: QuantLayer, tensors: dict[str, Tensor]) -> StoredLayer:
+        """Put what stands for the layer's weight in the file into the place of its float weight in `tensors`."""
+        key, state = f"{name}.weight", layer.moq
+        weight = tensors.pop(key).detach()
+        rows, columns = weight.shape
+        common: dict[str, Any] = {
+            "kind": "linear" if isinstance(layer, QuantLinear) else "embedding",
+            "bits": state.bits,
+            "shape": (rows, columns),
+            "symmetric": state.options["symmetric"],
+            "bytes_before": weight.nbytes,
+        }
+        arguments = {**state.options, "ratio": state.ratio, "step": state.step}
+        if state.bits == FLOAT_BITS or state.blend:
+            if state.bits != FLOAT_BITS:
+                weight = quantizer.fake_quantize(weight, state.bits, blend=state.blend, **arguments)
+            tensors[key] = weight
+            return StoredLayer(**common, stored="float", scales=(0, 0), bytes=weight.nbytes, max_error=0.0)
+        try:
+            codes, scale, zero = quantizer.quantize(weight, state.bits, **arguments)
+        except ValueError as error:
+            raise MoQError(f"{key} cannot be quantized: {error}") from error
+        values = quantizer.Quantized(codes.cpu(), scale.cpu(), None if zero is None else zero.cpu())
+        common |= {"scales": tuple(values.scale.shape), "max_error": _max_error(weight.cpu(), values)}
+        is_packed = isinstance(layer, QuantLinear) and state.bits <= MAX_PACKED_BITS
+        if not is_packed and (self.at_load or isinstance(layer, QuantLinear)):
+            tensors[key] = quantizer.dequantize(*values, dtype=weight.dtype)
+            grid = (_text64(values.scale), None if values.zero_point is None else _text64(values.zero_point))
+            return StoredLayer(**common, stored="dense", bytes=weight.nbytes, grid=grid)
+        if is_packed:
+            scheme, parts = self._pack(values, state.bits)
+        else:
+            scheme, parts = _bytes_of(values, state.bits)
+        tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+        return StoredLayer(
+            **common,
+            stored="packed" if is_packed else "int8",
+            bytes=sum(tensor.nbytes for tensor in parts.values()),
+            group=self._group(name, scheme, "pack-quantized" if is_packed else "int-quantized"),
+        )
+
+    def _pack(self, values: quantizer.Quantized, bits: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+        codes, scale, zero = values
+        rows, columns = codes.shape
+        width = self.container if self.at_load else bits
+        scheme: dict[str, Any] = {"num_bits": width, "type": "int", "symmetric": zero is None, "dynamic": False}
+        if zero is not None:
+            codes, zero = codes - 2 ** (width - 1), (zero - 2 ** (width - 1)).to(torch.int8)
+        if self.at_load and scale.shape[1] == 1:
+            repeats = rows // scale.shape[0]
+            scale = scale.repeat_interleave(repeats, 0)
+            zero = None if zero is None else zero.repeat_interleave(repeats, 0)
+        if self.at_load and zero is not None:
+            zero = pack_to_int32(zero, width, packed_dim=0)
+        if width == 1:
+            codes, scale, zero = (codes - 1) // 2, scale * 2, torch.full_like(scale, -0.5)
+            scheme |= {"symmetric": False, "zp_dtype": "torch.float32"}
+        if scale.shape[1] > 1 and (zero is None or self.at_load):
+            scheme |= {"strategy": "group", "group_size": columns // scale.shape[1]}
+        elif scale.shape[0] == rows and (zero is None or self.at_load):
+            scheme |= {"strategy": "channel"}
+        else:
+            block = [rows // scale.shape[0], columns // scale.shape[1]]
+            scheme |= {"strategy": "block", "block_structure": block}
+        parts = {
+            "weight_packed": pack_to_int32(codes.to(torch.int8), width),
+            "weight_scale": scale.contiguous(),
+            "weight_shape": torch.tensor([rows, columns]),
+        }
+        if zero is not None:
+            parts["weight_zero_point"] = zero.contiguous()
+        return scheme, parts
+
+    def _group(self, name: str, scheme: dict[str, Any], layout: str) -> str:
+        same = [g for g, c in self.groups.items() if c["weights"] == scheme and c["format"] == layout]
+        group = same[0] if same else f"group_{len(self.groups)}"
+        self.groups.setdefault(group, {"targets": [], "weights": scheme, "format": layout})
+        self.groups[group]["targets"].append(self._target(name))
+        return group
+
+    def _target(self, name: str) -> str:
+        """Matches the module in the model that was saved, and in its base model or one with another head."""
+        prefix = f"{self.prefix}."
+        bare = name.removeprefix(prefix)
+        other = prefix + name if self.is_base else bare
+        if not self.prefix or other == name or other in self.modules:
+            return name
+        return f"re:^(?:{re.escape(prefix)})?{re.escape(bare)}$"
+
+    def config(self, ignore: list[str]) -> dict[str, Any] | None:
+        """The quantization config for `config.json`; None if every layer is dense."""
+        if not self.groups:
+            return None
+        formats = {group["format"] for group in self.groups.values()}
+        return {
+            "config_groups": self.groups,
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "ignore": ignore,
+        }
+
+
+def _bytes_of(values: quantizer.Quantized, bits: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """An embedding table, a byte a weight: transformers cannot load a packed one."""
+    scheme = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, "strategy": "channel"}
+    return scheme, {"weight": values.codes.to(torch.int8), "weight_scale": values.scale}
+
+
+def _init_reaches_into(model: nn.Module, packed: Iterable[str]) -> bool:
+    """Whether the model's class initializes modules through the weights of others, which packed ones do not have."""
+    names = list(packed)
+    with torch.device("meta"):
+        shell = cast(Any, type(model))(copy.deepcopy(model.config))
+    for name in names:
+        del shell.get_submodule(name).weight
+    for module in shell.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+    try:
+        shell.initialize_weights()
+    except AttributeError:
+        return True
+    return False
+
+
+def _check_model(model: nn.Module, layers: Mapping[str, QuantLayer], target: Path, has_weights: bool) -> None:
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise MoQError(f"only models of transformers can be saved packed, got {type(model).__name__}")
+    if not layers:
+        raise MoQError("the model has no quantized layer: call quantize_model first, or train it with MoQ")
+    if target.exists() and not target.is_dir():
+        raise MoQError(f"{target} is a file, not a directory")
+    sharing = shared_weights(model, layers)
+    if sharing:
+        raise MoQError(f"{'; '.join(sharing)}: a shared weight cannot be packed; leave its layers in full precision")
+    # FSDP2's tensors, and what ZeRO leaves of a weight.
+    sharded = [n for n, layer in layers.items() if hasattr(layer.weight, "device_mesh") or not layer.weight.numel()]
+    if sharded and has_weights:
+        raise MoQError(
+            f"the weights of {', '.join(sharded)} are spread over processes: save with MoQTrainer.save_model"
+        )
+    if not sharded:
+        for layer in layers.values():
+            layer.quantized_weight()
+        check_finite(layers)
+
+
+def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:
+    rows, columns = values.scale.shape
+    error = (weight.float() - quantizer.dequantize(*values)).abs()
+    tiles = error.view(rows, weight.shape[0] // rows, columns, -1).amax((1, 3))
+    return float((tiles / values.scale).nan_to_num(0.0).max())
+
+
+def _write(
+    folder: Path, model: Any, tensors: dict[str, Tensor], plan: _Plan, processing_class: Any, shard: int | str
+) -> None:
+    # The names of the modules in the file: renaming rules for old checkpoints do not know packed tensors.
+    model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=shard, save_original_format=False)
+    if processing_class is not None:
+        processing_class.save_pretrained(folder)
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    packed = {key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")}
+    config = plan.config([name for name in linears if name not in packed])
+    if config is None:
+        return
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    ModelCompressor(QuantizationConfig.model_validate(config)).update_config(str(folder))
+    path = folder / _CONFIG
+    document = json.loads(path.read_text(encoding="utf-8"))
+    # Scales are made in the model's dtype: a narrower one would round them.
+    document["dtype"] = "float32"
+    if plan.at_load:
+        document["quantization_config"]["dequantize"] = True
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if plan.dtypes - {"torch.float32"}:
+        logger.warning(
+            "moq_hf: the weights are %s; the packed model is a float32 one, so its results differ by the rounding of "
+            "that dtype",
+            ", ".join(sorted(plan.dtypes)),
+        )
+
+
+def _state(
+    layers: Mapping[str, QuantLayer],
+    stored: Mapping[str, StoredLayer],
+    controller: MoQController | None,
+) -> dict[str, Any]:
+    import compressed_tensors
+    import transformers
+
+    versions = {
+        "moq_hf": __version__,
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "compressed_tensors": compressed_tensors.__version__,
+        "python": platform.python_version(),
+    }
+    config = next(iter(layers.values())).moq.config
+    return {
+        "format": 1,
+        "versions": versions,
+        "config": None if config is None else config.to_dict(),
+        "step": None if controller is None else controller.schedule.steps,
+        "history": [] if controller is None else [switch._asdict() for switch in controller.history],
+        "layers": {name: asdict(layer) for name, layer in stored.items()},
+    }
+
+
+def record_metrics(
+    directory: str | os.PathLike[str], metrics: Mapping[str, Any], float_metrics: Mapping[str, Any] | None = None
+) -> None:
+    """Put figures that came after saving into the `moq_state.json` of a packed checkpoint.
+
+    Args:
+        directory: What `save_quantized` wrote.
+        metrics: As for `save_quantized`; takes the place of what is there.
+        float_metrics: As for `save_quantized`; None leaves what is there.
+
+    Raises:
+        MoQError: There is no such file, or it is damaged or cannot be written.
+    """
+    folder = Path(directory)
+    state = _read_state(folder)
+    state["metrics"] = clean_metrics(metrics)
+    if float_metrics is not None:
+        state["float_metrics"] = clean_metrics(float_metrics)
+    try:
+        _write_state(folder, state)
+    except OSError as error:
+        raise MoQError(f"cannot write {folder / STATE_NAME}: {error}") from error
+
+
+def clean_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics as JSON has them: finite numbers as they are, others as null, anything else as text."""
+    clean: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, (bool, int, str)) or value is None:
+            clean[name] = value
+            continue
+        try:
+            clean[name] = float(value) if math.isfinite(float(value)) else None
+        except (TypeError, ValueError):
+            clean[name] = str(value)
+    return clean
+
+
+def _publish(staging: Path, target: Path) -> None:
+    if not target.exists():
+        staging.rename(target)
+        return
+    # Nothing loads without one of these, while a class of transformers makes do without a config. So they go first, and
+    # that of the new model comes last.
+    entries = (_SINGLE, _INDEX)
+    for name in entries:
+        (target / name).unlink(missing_ok=True)
+    for path in list(target.iterdir()):
+        if path.is_file() and _WEIGHTS.fullmatch(path.name):
+            path.unlink()
+    for path in sorted(staging.rglob("*"), key=lambda path: path.name in entries):
+        if path.is_file():
+            place = target / path.relative_to(staging)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(place)
+
+
+def _warn_of_dense(stored: Mapping[str, StoredLayer]) -> None:
+    dense = {name: layer for name, layer in stored.items() if layer.stored in ("dense", "float")}
+    if dense:
+        named = ", ".join(
+            f"{name} ({'float' if layer.stored == 'float' else f'{layer.bits} bits'})" for name, layer in dense.items()
+        )
+        logger.warning(
+            "moq_hf: these layers are saved as floats, at full size, since only 1 to %d bits can be packed: %s",
+            MAX_PACKED_BITS,
+            named,
+        )
+
+
+# Reading back.
+
+_UNFINISHED = "no packed checkpoint, or one whose saving was interrupted"
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    # As transformers looks for them.
+    single = folder / _SINGLE
+    if single.exists() or not (folder / _INDEX).exists():
+        return [single]
+    return [folder / name for name in sorted(set(_weight_map(folder).values()))]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    weight_map = _read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) and _WEIGHTS.fullmatch(name) for name in weight_map.values()
+    ):
+        raise MoQError(f"{folder / _INDEX} is damaged: it must name the file of each tensor")
+    return weight_map
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    files = _weight_files(folder)
+    index = _weight_map(folder) if files[0].name != _SINGLE else None
+    for path in files:
+        if not path.is_file():
+            raise MoQError(f"{path} is missing: {_UNFINISHED}")
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            if index is not None and names != {name for name, place in index.items() if place == path.name}:
+                raise MoQError(f"{path}: its tensors are not those that {_INDEX} names")
+            for name in sorted(names):
+                yield name, file.get_tensor(name)
+
+
+def _digest(tensor: Tensor) -> str:
+    head = f"{tensor.dtype} {list(tensor.shape)}".encode()
+    return hashlib.sha256(head + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _canonical(state: Mapping[str, Any]) -> bytes:
+    return json.dumps({key: value for key, value in state.items() if key != "digest"}, sort_keys=True).encode()
+
+
+def _write_state(folder: Path, state: dict[str, Any]) -> None:
+    state["digest"] = _sha256(_canonical(state))
+    temporary = folder / f".{STATE_NAME}"
+    temporary.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(folder / STATE_NAME)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MoQError(f"{path} is missing: {_UNFINISHED}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise MoQError(f"{path} cannot be read: {_text(error)}") from error
+    if not isinstance(document, dict):
+        raise MoQError(f"{path} is damaged: it must hold an object of keys")
+    return document
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise MoQError(f"{folder} is no directory")
+    path = folder / STATE_NAME
+    state = _read_json(path)
+    if state.get("digest") != _sha256(_canonical(state)):
+        raise MoQError(f"{path} is damaged: its digest does not fit its content")
+    if state["format"] != 1:
+        raise MoQError(
+            f"{path} is of format {state['format']}, written by moq_hf {state['versions']['moq_hf']}: update"
+        )
+    return state
+
+
+def _layer_of_json(entry: Mapping[str, Any]) -> StoredLayer:
+    values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in entry.items()}
+    return StoredLayer(**values)
+
+
+def _weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model as its forward pass uses them, on the CPU."""
+    if is_packed(model):
+        model = dequantize_model(copy.deepcopy(model))
+    tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
+        tensors[f"{name}.weight"] = layer.quantized_weight().detach().cpu()
+    return tensors
+
+
+def _same(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and torch.equal(one.to(other.dtype), other)
+
+
+def _is_complete(layer: StoredLayer, parts: Mapping[str, Tensor], scheme: Mapping[str, Any]) -> bool:
+    wanted = {"weight"}
+    if layer.stored == "int8":
+        wanted |= {"weight_scale"}
+    elif layer.stored == "packed":
+        wanted = {"weight_packed", "weight_scale", "weight_shape"}
+        wanted |= set() if scheme["symmetric"] else {"weight_zero_point"}
+    return wanted <= set(parts)
+
+
+def _check_grid(where: str, layer: StoredLayer, parts: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+    """The layer's float weight, after every code, scale and zero point was found to be of the grid that it declares.
+
+    Raises:
+        MoQError: One is not.
+    """
+    if layer.stored == "float":
+        return parts["weight"]
+    if layer.stored == "dense":
+        return _check_dense(where, layer, parts["weight"])
+    scale, limit = parts["weight_scale"], 2 ** (layer.bits - 1) - 1
+    if not bool(torch.isfinite(scale).all() and (scale >= 0 if layer.bits == 1 else scale > 0).all()):
+        raise MoQError(f"{where}: a scale is not a positive number")
+    if layer.stored == "int8":
+        if parts["weight"].dtype != torch.int8 or bool((parts["weight"].int().abs() > limit).any()):
+            raise MoQError(f"{where}: codes beyond {limit} at {layer.bits} bits")
+        return quantizer.dequantize(parts["weight"], scale)
+
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+    from compressed_tensors.quantization import QuantizationScheme
+
+    width, shape = group["weights"]["num_bits"], torch.Size(layer.shape)
+    packed = parts["weight_packed"]
+    codes = unpack_from_int32(packed, width, shape)
+    if not torch.equal(pack_to_int32(codes, width), packed) or parts["weight_shape"].tolist() != list(shape):
+        raise MoQError(f"{where}: the packed codes are not those of a weight {list(shape)} at {width} bits")
+    codes = codes.int()
+    if not layer.symmetric:
+        zero = parts["weight_zero_point"]
+        if zero.dtype == torch.int32:
+            zero = unpack_from_int32(zero, width, torch.Size((shape[0], scale.shape[1])), packed_dim=0)
+        for what, values in (("codes", codes), ("zero points", zero.int())):
+            values = values + 2 ** (width - 1)
+            if bool(((values < 0) | (values >= 2**layer.bits)).any()):
+                raise MoQError(f"{where}: {what} beyond {2**layer.bits - 1} at {layer.bits} bits")
+    elif layer.bits == 1:
+        if width == 1 and not bool((parts["weight_zero_point"] == -0.5).all()):
+            raise MoQError(f"{where}: the zero points of binary codes must be -1/2")
+        if width > 1 and bool((codes.abs() != 1).any()):
+            raise MoQError(f"{where}: binary codes must be -1 and 1")
+    elif bool((codes.abs() > limit).any()):
+        raise MoQError(f"{where}: codes beyond {limit} at {layer.bits} bits")
+    scheme = QuantizationScheme.model_validate({**group, "targets": []})
+    return cast(Tensor, PackedQuantizationCompressor.decompress(dict(parts), scheme)["weight"])
+
+
+def _check_dense(where: str, layer: StoredLayer, weight: Tensor) -> Tensor:
+    scale_text, zero_text = cast(tuple[str, str | None], layer.grid)
+    scale = _tensor64(scale_text, torch.float32).view(layer.scales)
+    zero = None if zero_text is None else _tensor64(zero_text, torch.int32).view(layer.scales)
+    rows, columns = layer.scales
+    tiles = weight.float().view(rows, layer.shape[0] // rows, columns, -1)
+    codes = (tiles / scale[:, None, :, None]).round().nan_to_num(0.0).view(weight.shape)
+    if zero is None:
+        limit = 2 ** (layer.bits - 1) - 1
+        codes = codes.clamp(-limit, limit)
+    else:
+        tiles = codes.view(tiles.shape) + zero[:, None, :, None]
+        codes = tiles.clamp(0, 2**layer.bits - 1).view(weight.shape)
+    if not torch.equal(quantizer.dequantize(codes, scale, zero, dtype=weight.dtype), weight):
+        raise MoQError(f"{where}: a weight is not on the grid of {layer.bits} bits")
+    return weight
+
+
+def _text64(tensor: Tensor) -> str:
+    return base64.b64encode(tensor.contiguous().numpy().tobytes()).decode()
+
+
+def _tensor64(text: str, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype)
+
+
+def _text(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
