@@ -287,6 +287,29 @@ def group_shape(rows: int, columns: int, groups: Groups, group_size: int | None)
     return count, 1
 
 
+def check(
+    weight: Tensor,
+    bits: int,
+    groups: Groups = 1,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    rounding: str = "nearest",
+    ratio: Tensor | None = None,
+) -> tuple[int, int]:
+    """The shape of the scale, once all arguments are found right.
+
+    Raises:
+        ValueError: As `quantize`, short of what only the values tell.
+    """
+    if weight.dim() != 2 or weight.numel() == 0 or not weight.is_floating_point():
+        raise ValueError(
+            f"weight must be a non-empty floating-point matrix, got {weight.dtype} of shape {list(weight.shape)}"
+        )
+    shape = group_shape(weight.shape[0], weight.shape[1], groups, group_size)
+    _check(bits, symmetric, rounding, ratio, shape)
+    return shape
+
+
 def _grouped(
     weight: Tensor, groups: Groups, group_size: int | None, dtype: torch.dtype | None = torch.float32
 ) -> tuple[Tensor, tuple[int, int]]:

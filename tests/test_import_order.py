@@ -11,6 +11,7 @@ ORDER = [
     "config",
     "schedule",
     "quantizer",
+    "triton_kernels",
     "triton_quant",
     "quant_linear",
     "eigen",
