@@ -11,8 +11,9 @@ from . import quantizer
 from .config import MoQConfig, MoQError
 from .quant_linear import (
     QuantLinear,
+    Refresher,
     block_of,
-    check_finite,
+    kernels_wanted,
     output_heads,
     prepare_model,
     take_over,
@@ -56,6 +57,7 @@ class MoQController:
             self.blocks.setdefault(block_of(model, name), []).append(name)
             layer.moq.dtype = dtype
         take_over(self.layers.values())
+        self._refresher = Refresher(self.layers, config)
         self.schedule = PrecisionSchedule(config, self.blocks, total_steps)
         self.history: list[Switch] = []
         self._apply_bits(self.blocks)
@@ -89,12 +91,15 @@ class MoQController:
         switched = {switch.block for switch in switches}
         due = self.schedule.steps % self.config.scale_refresh == 0
         self._apply_bits(self.blocks if due else switched)
-        self.refresh()
+        self.refresh(wait=False)
         self._log(switches)
         return switches
 
-    def refresh(self) -> None:
+    def refresh(self, *, wait: bool = True) -> None:
         """Quantize every weight, each once, from what it is now.
+
+        Args:
+            wait: For a GPU's word on NaN and Inf. Otherwise an error may come a step or more late.
 
         Raises:
             MoQError: A weight holds NaN or Inf.
@@ -105,8 +110,8 @@ class MoQController:
                 layer = self.layers[name]
                 layer.moq.step = self.schedule.steps
                 layer.moq.blend = blend[block]
-                layer.refresh()
-        check_finite(self.layers)
+        self._refresher.refresh()
+        self._refresher.check_finite(wait=wait)
 
     def metrics(self) -> dict[str, float]:
         """Scalars for a Trainer's log: the mean bits, and each block's bits and period at the step of a switch."""
@@ -119,7 +124,12 @@ class MoQController:
         return scalars
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs beside the float weights, in JSON types."""
+        """Everything that a resumed run needs beside the float weights, in JSON types.
+
+        Raises:
+            MoQError: A weight holds NaN or Inf.
+        """
+        self._refresher.check_finite()
         return {
             "config": self.config.to_dict(),
             "schedule": self.schedule.state_dict(),
@@ -165,8 +175,12 @@ class MoQController:
     def warnings(self) -> list[str]:
         """What a user should know before the first step."""
         notes = []
-        if self.config.kernel:
-            notes.append("quantizer_kernel: this version has no Triton kernels; plain PyTorch gives the same numbers")
+        devices = {layer.weight.device for layer in self.layers.values()}
+        if self.config.kernel and not all(kernels_wanted(self.config, device) for device in devices):
+            notes.append(
+                "quantizer_kernel: the Triton kernels need a CUDA device and a working Triton; plain PyTorch gives the "
+                "same numbers"
+            )
         if self.config.modules_to_not_convert is not None:
             heads = [name for name in output_heads(self.model, self.layers) if name in self.layers]
             if heads:

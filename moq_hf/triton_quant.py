@@ -27,8 +27,9 @@ TILE = 4096
 # Groups of more elements than this are shared out among programs.
 WHOLE = 4 * TILE
 _WARPS = 8
-_FIRST, _STEP, _KEEP, _BLEND = 8, 9, 10, 11
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
+# Columns of the table that `triton_kernels` describes.
+_LENGTH, _GROUPS, _STEP, _KEEP, _BLEND = 3, 4, 9, 10, 11
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
 _PACKED_BITS = (2, 4, 8)
 
 
@@ -84,98 +85,116 @@ class Batch:
     """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
-        if len({job.weight.device for job in jobs} | {job.out.device for job in jobs}) != 1:
-            raise ValueError("weights and results must be on one device")
         self.jobs = list(jobs)
-        self._parts: list[_Part] = []
-        parts: dict[tuple[Any, ...], list[int]] = {}
+        self.device = self.jobs[0].weight.device
+        if any(tensor.device != self.device for job in jobs for tensor in (job.weight, job.out)):
+            raise ValueError("weights and results must be on one device")
+        alike: dict[tuple[Any, ...], list[int]] = {}
         for index, job in enumerate(jobs):
             key = (job.weight.dtype, job.out.dtype, job.symmetric, job.rounding)
-            parts.setdefault(key, []).append(index)
-        for indices in parts.values():
-            self._parts.append(_Part([jobs[index] for index in indices], indices))
+            alike.setdefault(key, []).append(index)
+        # Of the weights in the order of the launches.
+        self._order = [index for indices in alike.values() for index in indices]
+        self._flags = torch.zeros(len(self.jobs), dtype=torch.int32, device=self.device)
+        self._parts: list[tuple[list[int], _Part]] = []
+        for indices in alike.values():
+            first = sum(len(others) for others, _ in self._parts)
+            flags = self._flags[first : first + len(indices)]
+            self._parts.append((indices, _Part([self.jobs[index] for index in indices], flags)))
+        self._copy: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
 
     def run(self) -> None:
         """Quantize every weight from what it is now."""
-        for part in self._parts:
-            part.run()
+        with _on(self.device):
+            for _, part in self._parts:
+                part.run()
 
-    def update(self, step: int, blend: Sequence[float]) -> None:
-        """Set what may change from step to step: the step, and each job's blend. Copies to the device if it did."""
-        for part in self._parts:
-            part.update(step, [blend[index] for index in part.indices])
+    def update(self, steps: Sequence[int], blends: Sequence[float]) -> None:
+        """Set each job's step and blend; what changed is copied to the device, outside of a captured graph."""
+        for indices, part in self._parts:
+            part.update([steps[index] for index in indices], [blends[index] for index in indices])
 
-    def nonfinite(self) -> Tensor:
-        """For each job whether its weight ever held NaN or Inf: bool `[jobs]` on the device."""
-        flags = torch.zeros(len(self.jobs), dtype=torch.bool, device=self.jobs[0].weight.device)
-        for part in self._parts:
-            flags[part.places] = part.flags.bool()
-        return flags
+    def nonfinite(self, *, wait: bool = True) -> list[int]:
+        """Indices of the jobs whose weight held NaN or Inf in a run since this was last told.
+
+        Args:
+            wait: For the device. Otherwise of the runs before the call before this one, if the device is through.
+        """
+        if wait or self.device.type != "cuda":
+            found = self._flags.tolist()
+        else:
+            if self._copied is not None and not self._copied.query():
+                return []
+            if self._copy is None:
+                self._copy = torch.zeros(len(self.jobs), dtype=torch.int32, pin_memory=True)
+            found = self._copy.tolist()
+            self._copy.copy_(self._flags, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(self.device))
+        if any(found):
+            self._flags.zero_()
+        return sorted(index for index, flag in zip(self._order, found, strict=True) if flag)
 
 
 class _Part:
     """The jobs of a batch that go into one launch."""
 
-    def __init__(self, jobs: list[Job], indices: list[int]) -> None:
-        self.indices = indices
-        self.jobs = jobs
-        self.device = jobs[0].weight.device
-        self.places = torch.tensor(indices, device=self.device)
-        rows, sizes = [], []
-        first = 0
+    def __init__(self, jobs: list[Job], flags: Tensor) -> None:
+        self.flags = flags
+        device = flags.device
+        rows: list[list[int]] = []
+        sizes: list[tuple[int, int]] = []
         for job in jobs:
-            rows.append(_row(job, first))
-            length, groups = rows[-1][3:5]
-            first += groups
-            sizes.append((length, groups))
+            rows.append(_row(job, sum(groups for _, groups in sizes)))
+            sizes.append((rows[-1][_LENGTH], rows[-1][_GROUPS]))
         self.rows = np.array(rows, dtype=np.int64)
-        self.table = torch.from_numpy(self.rows.copy()).to(self.device)
-        self.flags = torch.zeros(len(jobs), dtype=torch.int32, device=self.device)
-        longest = max(length for length, _ in sizes)
-        exact = [number for row in rows for number in row[:2]] + [length for length, _ in sizes]
-        self.options = {
+        self.table = torch.tensor(rows, dtype=torch.int64, device=device)
+        lengths = [length for length, _ in sizes]
+        pointers = [pointer for row in rows for pointer in row[:2]]
+        self.options: dict[str, Any] = {
             "SYMMETRIC": jobs[0].symmetric,
             "STOCHASTIC": jobs[0].rounding == "stochastic",
-            "QUADS": all(length % 4 == 0 for length, _ in sizes),
+            "QUADS": all(length % 4 == 0 for length in lengths),
             # What pointers, in bytes, and lengths are multiples of lets the compiler use wide loads.
-            "ALIGN": 16 if all(number % 16 == 0 for number in exact) else 1,
+            "ALIGN": 16 if all(number % 16 == 0 for number in pointers + lengths) else 1,
             "IN": _triton_type(jobs[0].weight.dtype),
             "OUT": _triton_type(jobs[0].out.dtype),
             "num_warps": _WARPS,
             "enable_fp_fusion": False,
         }
         self.scratch: list[Tensor] = []
-        if longest <= WHOLE:
-            columns = max(4, _power_of_two(min(longest, TILE // 4)))
-            self.options |= {"R": max(1, TILE // columns), "S": columns}
-            items = _group_items(sizes, self.options["R"])
+        if max(lengths) <= WHOLE:
+            columns = max(4, _power_of_two(min(max(lengths), TILE // 4)))
+            at_once = TILE // columns
+            self.options |= {"R": at_once, "S": columns}
+            items = _group_items(sizes, at_once)
         else:
             self.options["S"] = TILE
-            kernels = _kernels()
+            count = sum(groups for _, groups in sizes)
             self.scratch = [
-                torch.zeros(1 + kernels.MARKS.value * first, dtype=torch.int32, device=self.device),
-                torch.zeros(first, 2, dtype=torch.float64, device=self.device),
+                torch.zeros(1 + _kernels().MARKS.value * count, dtype=torch.int32, device=device),
+                torch.zeros(2 * count, dtype=torch.float64, device=device),
             ]
-            items = _tile_items(jobs, sizes, _lag(self.device))
-        self.items = torch.from_numpy(items).to(self.device)
+            items = _tile_items(jobs, sizes, _lag(device))
+        self.items = torch.from_numpy(items).to(device)
 
     def run(self) -> None:
         kernels = _kernels()
         grid = (len(self.items),)
-        with _on(self.device):
-            if self.scratch:
-                for tensor in self.scratch:
-                    tensor.zero_()
-                kernels.fake_quantize_tiles[grid](self.table, self.items, *self.scratch, self.flags, **self.options)
-            else:
-                kernels.fake_quantize_groups[grid](self.table, self.items, self.flags, **self.options)
+        if self.scratch:
+            for tensor in self.scratch:
+                tensor.zero_()
+            kernels.fake_quantize_tiles[grid](self.table, self.items, *self.scratch, self.flags, **self.options)
+        else:
+            kernels.fake_quantize_groups[grid](self.table, self.items, self.flags, **self.options)
 
-    def update(self, step: int, blend: Sequence[float]) -> None:
+    def update(self, steps: Sequence[int], blends: Sequence[float]) -> None:
         rows = self.rows.copy()
         if self.options["STOCHASTIC"]:
-            rows[:, _STEP] = step
-        rows[:, _KEEP] = _float_bits([1.0 - share for share in blend])
-        rows[:, _BLEND] = _float_bits(blend)
+            rows[:, _STEP] = steps
+        rows[:, _KEEP] = _float_bits([1.0 - share for share in blends])
+        rows[:, _BLEND] = _float_bits(blends)
         if not np.array_equal(rows, self.rows):
             self.rows = rows
             # The driver takes a copy of this unpinned memory before it returns, and waits for nothing.
@@ -426,7 +445,7 @@ def _on(device: torch.device) -> Any:
 def _triton_type(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
-    return getattr(tl, _DTYPES[dtype])
+    return getattr(tl, DTYPES[dtype])
 
 
 def _power_of_two(number: int) -> int:
@@ -454,7 +473,7 @@ def _row(job: Job, first: int) -> list[int]:
     shape = quantizer.check(
         job.weight, job.bits, job.groups, job.group_size, job.symmetric, job.rounding, job.ratio
     )
-    if job.weight.dtype not in _DTYPES or job.out.dtype not in _DTYPES:
+    if job.weight.dtype not in DTYPES or job.out.dtype not in DTYPES:
         raise ValueError(f"no kernel for {job.weight.dtype} to {job.out.dtype}")
     if job.out.shape != job.weight.shape or not (job.out.is_contiguous() and job.weight.is_contiguous()):
         raise ValueError("weight and result must be contiguous and of one shape")
