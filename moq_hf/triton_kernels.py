@@ -241,9 +241,7 @@ def fake_quantize_groups(
         mask = inside & (c + columns < length)
         x = tl.load(weight + i, mask, 0.0).to(tl.float32)
         noise = _noise(start + c, seed, step, layer, R, S, QUADS) if STOCHASTIC else 0.0
-        values = _values(
-            x, scale[:, None], zero[:, None], cut[:, None], bits, noise, SYMMETRIC, STOCHASTIC
-        )
+        values = _values(x, scale[:, None], zero[:, None], cut[:, None], bits, noise, SYMMETRIC, STOCHASTIC)
         tl.store(out + i, _cast(_blended(values, x, keep, blend), OUT), mask)
 
 
@@ -451,7 +449,7 @@ def packed_matmul(
     BN: tl.constexpr,
     BW: tl.constexpr,
 ):
-    """y `[M, N]` = x `[M, K]` times the packed weight `[N, K]` transposed, plus bias; 32 must be a multiple of BITS.
+    """Into y `[M, N]`: x `[M, K]` times the packed weight `[N, K]` transposed, plus bias; BITS must divide 32.
 
     `words` int32 `[N, width]`, `scales` float32 and `zeros` int32 `[N, K / size]`. A step takes BW words of each of BN
     rows, read once, and multiplies the codes at each of their positions with the columns of x that lie there. Codes
@@ -475,17 +473,22 @@ def packed_matmul(
             k = w * PER_WORD + j
             code = ((word >> (j * BITS)) & ((1 << BITS) - 1)).to(tl.int32) - (1 << (BITS - 1))
             if PER_ROW:
-                value = (code - zero).to(x.dtype.element_ty)
+                value = (code - zero).to(tl.float32)
             else:
                 at = n.to(tl.int64)[:, None] * groups + k // size
                 inside = in_n & (k < K)
                 if HAS_ZERO:
                     code -= tl.load(zeros + at, inside, 0)
-                value = (code.to(tl.float32) * tl.load(scales + at, inside, 0.0)).to(x.dtype.element_ty)
+                value = code.to(tl.float32) * tl.load(scales + at, inside, 0.0)
+            value = _cast(value, x.dtype.element_ty)
             a = tl.load(x + m.to(tl.int64)[:, None] * K + k, in_m & (k < K), 0.0)
-            acc = tl.dot(a, tl.trans(value), acc)
+            if _INTERPRETED:
+                # Its dot takes bfloat16 for integers.
+                acc = tl.dot(a.to(tl.float32), tl.trans(value.to(tl.float32)), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(a, tl.trans(value), acc)
     if PER_ROW:
         acc = acc * tl.load(scales + n, n < N, 0.0)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias + n, n < N, 0.0).to(tl.float32)[None, :]
-    tl.store(y + m.to(tl.int64)[:, None] * N + n[None, :], acc.to(y.dtype.element_ty), in_m & (n < N)[None, :])
+    tl.store(y + m.to(tl.int64)[:, None] * N + n[None, :], _cast(acc, y.dtype.element_ty), in_m & (n < N)[None, :])

@@ -124,13 +124,13 @@ class Batch:
         if wait or self.device.type != "cuda":
             found = self._flags.tolist()
         else:
-            if self._copied is not None and not self._copied.query():
+            if self._copied is not None and not self._copied.query():  # type: ignore[no-untyped-call]
                 return []
             if self._copy is None:
                 self._copy = torch.zeros(len(self.jobs), dtype=torch.int32, pin_memory=True)
             found = self._copy.tolist()
             self._copy.copy_(self._flags, non_blocking=True)
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(self.device))
         if any(found):
             self._flags.zero_()
@@ -351,7 +351,8 @@ def unpack(words: Tensor, bits: int, columns: int) -> Tensor:
         return codes
     stream = ((words.unsqueeze(2) >> torch.arange(32, device=words.device)) & 1).view(rows, -1)
     stream = stream[:, : columns * bits].reshape(rows, columns, bits)
-    return (stream << torch.arange(bits, device=words.device)).sum(2).to(torch.int32) - 2 ** (bits - 1)
+    stored = (stream << torch.arange(bits, device=words.device)).sum(2).to(torch.int32)
+    return stored.sub_(2 ** (bits - 1))
 
 
 def packed_width(columns: int, bits: int) -> int:
@@ -367,7 +368,7 @@ def packed_linear(
     zero_point: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """x times the transposed packed weight, plus bias; the weight is unpacked in the kernel and never as a whole.
+    """Multiply x by the transposed packed weight and add the bias; the weight is unpacked in the kernel, tile by tile.
 
     Sums are float32. With one scale a row the integers are multiplied and the sum is scaled; else the weight is rounded
     to the dtype of x.
@@ -470,9 +471,7 @@ def _float_bits(values: Sequence[float]) -> "np.ndarray[Any, np.dtype[np.int32]]
 
 def _row(job: Job, first: int) -> list[int]:
     """The job's row of the table that `triton_kernels` describes."""
-    shape = quantizer.check(
-        job.weight, job.bits, job.groups, job.group_size, job.symmetric, job.rounding, job.ratio
-    )
+    shape = quantizer.check(job.weight, job.bits, job.groups, job.group_size, job.symmetric, job.rounding, job.ratio)
     if job.weight.dtype not in DTYPES or job.out.dtype not in DTYPES:
         raise ValueError(f"no kernel for {job.weight.dtype} to {job.out.dtype}")
     if job.out.shape != job.weight.shape or not (job.out.is_contiguous() and job.weight.is_contiguous()):
@@ -498,9 +497,7 @@ def _group_items(sizes: list[tuple[int, int]], at_once: int) -> "np.ndarray[Any,
     return np.concatenate(parts)
 
 
-def _tile_items(
-    jobs: list[Job], sizes: list[tuple[int, int]], lag: int
-) -> "np.ndarray[Any, np.dtype[np.int32]]":
+def _tile_items(jobs: list[Job], sizes: list[tuple[int, int]], lag: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
     """The tickets of `fake_quantize_tiles`: each pass over a group `lag` tiles after the end of the pass before."""
     waiting: deque[tuple[int, tuple[int, ...], int, int, int]] = deque()
     order: list[tuple[int, int, int, int]] = []
