@@ -2,6 +2,7 @@
 
 from .callback import MoQCallback
 from .config import MoQConfig, MoQConfigError, MoQError
+from .packed import load_packed
 from .quant_linear import QuantLinear, dequantize_model, quantize_model
 from .schedule import PrecisionSchedule
 from .trainer import MoQTrainer
@@ -16,5 +17,6 @@ __all__ = [
     "PrecisionSchedule",
     "QuantLinear",
     "dequantize_model",
+    "load_packed",
     "quantize_model",
 ]

@@ -30,7 +30,7 @@ _WARPS = 8
 # Columns of the table that `triton_kernels` describes.
 _LENGTH, _GROUPS, _STEP, _KEEP, _BLEND = 3, 4, 9, 10, 11
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
-_PACKED_BITS = (2, 4, 8)
+PACKED_BITS = (2, 4, 8)
 
 
 @functools.cache
@@ -388,8 +388,8 @@ def packed_linear(
         ValueError: Other bits or dtypes, or shapes that do not fit each other.
     """
     columns, rows = x.shape[-1], words.shape[0]
-    if bits not in _PACKED_BITS:
-        raise ValueError(f"bits must be one of {', '.join(map(str, _PACKED_BITS))}, got {bits}")
+    if bits not in PACKED_BITS:
+        raise ValueError(f"bits must be one of {', '.join(map(str, PACKED_BITS))}, got {bits}")
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"activations must be float16 or bfloat16, got {x.dtype}")
     if words.dtype != torch.int32 or tuple(words.shape) != (rows, packed_width(columns, bits)):

@@ -13,6 +13,7 @@ ORDER = [
     "quantizer",
     "triton_kernels",
     "triton_quant",
+    "packed",
     "quant_linear",
     "eigen",
     "controller",
