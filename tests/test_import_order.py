@@ -11,6 +11,8 @@ ORDER = [
     "config",
     "schedule",
     "quantizer",
+    "numba_kernels",
+    "cpu_quant",
     "triton_kernels",
     "triton_quant",
     "packed",
