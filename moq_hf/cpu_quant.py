@@ -40,8 +40,16 @@ def available() -> bool:
 
 def applies(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether `fake_quantize` to `dtype` is the fast one for this weight."""
-    ours = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()
-    return ours and dtype in (torch.float32, torch.bfloat16) and available()
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
+        return False
+    if dtype not in (torch.float32, torch.bfloat16) or not available():
+        return False
+    try:
+        weight.detach().numpy()
+    except (RuntimeError, TypeError):
+        # A tensor without memory of its own: of torch.func, DTensor, tracing.
+        return False
+    return True
 
 
 def each(function: Callable[[_Item], None], items: Sequence[_Item]) -> None:
@@ -92,14 +100,12 @@ def fake_quantize(
         ValueError: As `quantizer.fake_quantize`.
     """
     arguments: dict[str, Any] = {"symmetric": symmetric, "rounding": rounding, "ratio": ratio}
-    random: dict[str, int] = {"seed": seed, "layer": layer, "step": step}
+    random: dict[str, Any] = {"seed": seed, "layer": layer, "step": step}
     wanted = dtype or (weight.dtype if out is None else out.dtype)
     shape = quantizer.check(weight, bits, groups, group_size, symmetric, rounding, ratio)
     if not applies(weight, wanted) or (out is not None and out.dtype != wanted):
         layout: dict[str, Any] = {"groups": groups, "group_size": group_size}
-        return quantizer.fake_quantize(
-            weight, bits, **layout, **arguments, **random, blend=blend, dtype=dtype, out=out
-        )
+        return quantizer.fake_quantize(weight, bits, **layout, **arguments, **random, blend=blend, dtype=dtype, out=out)
     out = torch.empty_like(weight, dtype=wanted) if out is None else out
     _fake_quantize(weight.detach(), out, bits, shape, **arguments, **random, blend=blend)
     return out

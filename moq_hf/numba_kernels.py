@@ -9,6 +9,7 @@ import numpy as np
 from numba import njit
 
 PIECE = 2048
+_LANES = 8
 _TINY = np.finfo(np.float32).tiny
 _ABS = np.int32(0x7FFFFFFF)
 _ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
@@ -52,14 +53,29 @@ def _uniform_scale(low, high, bits, symmetric, ratio):
 
 
 @njit(nogil=True, cache=True)
-def _sum_of_magnitudes(x, above, large):
-    """The exact sum (see `quantizer`) of those magnitudes that exceed `above`, and their number."""
+def _exact_sum(terms, large):
+    """The sum that `quantizer._exact` makes exact; in lanes, since numba may not reorder it by itself."""
+    totals = np.zeros(_LANES)
+    full = terms.size - terms.size % _LANES
+    for begin in range(0, full, _LANES):
+        for k in range(_LANES):
+            totals[k] += (np.float64(terms[begin + k]) + large) - large
+    for i in range(full, terms.size):
+        totals[0] += (np.float64(terms[i]) + large) - large
+    return totals.sum()
+
+
+@njit(nogil=True, cache=True)
+def _sum_of_magnitudes(x, above, large, buffer):
+    """The sum of those magnitudes that exceed `above`, and their number."""
     total, count = 0.0, 0
-    for i in range(x.size):
-        magnitude = abs(x[i])
-        if magnitude > above:
-            total += (np.float64(magnitude) + large) - large
-            count += 1
+    for begin in range(0, x.size, PIECE):
+        piece = x[begin : begin + PIECE]
+        for i in range(piece.size):
+            magnitude = abs(piece[i])
+            buffer[i] = magnitude if magnitude > above else _ZERO
+            count += np.int32(magnitude > above)
+        total += _exact_sum(buffer[: piece.size], large)
     return total, count
 
 
@@ -106,15 +122,15 @@ def _few_values(x, out, scale, threshold, bits):
             out[i] = scale if x[i] >= _ZERO else -scale
     else:
         for i in range(x.size):
-            sign = _ONE if x[i] > _ZERO else (-_ONE if x[i] < _ZERO else _ZERO)
-            out[i] = sign * (_ONE if abs(x[i]) > threshold else _ZERO) * scale
+            sign = np.float32(x[i] > _ZERO) - np.float32(x[i] < _ZERO)
+            out[i] = sign * np.float32(abs(x[i]) > threshold) * scale
 
 
 @njit(nogil=True, cache=True)
-def _few_scale(x, high, bits):
+def _few_scale(x, high, bits, buffer):
     """Scale and threshold of a binary or ternary group."""
     large = np.float64(high) * (2.0 * x.size)
-    total, _ = _sum_of_magnitudes(x, -_ONE, large)
+    total, _ = _sum_of_magnitudes(x, -_ONE, large, buffer)
     if np.isnan(high):
         return high, high
     mean = np.float32(total / x.size)
@@ -123,7 +139,7 @@ def _few_scale(x, high, bits):
     if mean < _TINY:
         return _ONE, np.float32(np.inf)
     threshold = np.float32(mean * _FACTOR)
-    total, count = _sum_of_magnitudes(x, threshold, large)
+    total, count = _sum_of_magnitudes(x, threshold, large, buffer)
     return np.float32(np.nan) if count == 0 else np.float32(total / count), threshold
 
 
@@ -131,8 +147,9 @@ def _few_scale(x, high, bits):
 def _to_bfloat16(values, out):
     bits = values.view(np.uint32)
     for i in range(values.size):
-        rounded = (bits[i] + np.uint32(0x7FFF) + ((bits[i] >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        out[i] = np.uint16(rounded) if values[i] == values[i] else np.uint16(0x7FC0)
+        rounded = np.uint32(bits[i] + np.uint32(0x7FFF) + ((bits[i] >> np.uint32(16)) & np.uint32(1)))
+        kept = rounded if np.uint32(bits[i] & np.uint32(0x7FFFFFFF)) <= np.uint32(0x7F800000) else np.uint32(0x7FC00000)
+        out[i] = np.uint16(np.uint32(kept) >> np.uint32(16))
 
 
 @njit(nogil=True, cache=True)
@@ -150,7 +167,7 @@ def fake_quantize(x, out, halves, length, bits, symmetric, stochastic, ratios, s
         scale, zero, threshold = _ONE, _ZERO, _ZERO
         few = symmetric and bits <= 2
         if few:
-            scale, threshold = _few_scale(whole, high, bits)
+            scale, threshold = _few_scale(whole, high, bits, buffer)
         else:
             scale, zero = _uniform_scale(low, high, bits, symmetric, ratios[group] if ratios.size else _ONE)
         for begin in range(first, first + length, PIECE):
@@ -188,11 +205,12 @@ def least_squares_ratio(x, best, length, bits, symmetric, ratios):
             scale, zero = _uniform_scale(low, high, bits, symmetric, ratio)
             total = 0.0
             for begin in range(0, length, PIECE):
-                piece = whole[begin : min(begin + PIECE, length)]
+                piece = whole[begin : begin + PIECE]
                 _uniform_values(piece, values, nothing, scale, zero, bits, symmetric)
                 for i in range(piece.size):
                     error = np.float32(values[i] - piece[i])
-                    total += (np.float64(np.float32(error * error)) + large) - large
+                    values[i] = error * error
+                total += _exact_sum(values[: piece.size], large)
             if total < least:
                 least = total
                 best[group] = ratio

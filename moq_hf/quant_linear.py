@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import quantizer, triton_quant
+from . import cpu_quant, quantizer, triton_quant
 from .config import MoQConfig, MoQError, PerChannel, PerGroup, RowBlocks
 from .schedule import FLOAT_BITS
 
@@ -60,6 +60,7 @@ class LayerState:
         blend: Share of the float weight in the forward pass.
         step: Optimizer steps taken, for stochastic rounding.
         dtype: Of the quantized weight: what the matmul wants under autocast. None is the weight's own.
+        plain: Only `quantizer` may compute, no faster path.
         weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device).
     """
 
@@ -69,6 +70,7 @@ class LayerState:
     blend: float = 0.0
     step: int = 0
     dtype: torch.dtype | None = None
+    plain: bool = False
     weight: Tensor | None = None
     key: _Key | None = field(default=None, repr=False)
 
@@ -132,7 +134,9 @@ class QuantLinear(nn.Linear):
         self.moq.ratio = None
         if bits != FLOAT_BITS and quantizer.wants_least_squares(config.scale, bits, config.symmetric):
             options = {key: self.moq.options[key] for key in ("groups", "group_size", "symmetric")}
-            search = triton_quant if kernels_wanted(config, self.weight.device) else quantizer
+            search: Any = quantizer if self.moq.plain else cpu_quant
+            if kernels_wanted(config, self.weight.device):
+                search = triton_quant
             self.moq.ratio = search.least_squares_ratio(self.weight, bits, **options)
 
     def nonfinite(self) -> Tensor:
@@ -153,15 +157,19 @@ class QuantLinear(nn.Linear):
             return self.weight.detach()
         # Leaving inference mode makes a result that training can use later.
         with torch.inference_mode(False), torch.no_grad():
-            return quantizer.fake_quantize(
-                self.weight.detach(),
-                state.bits,
-                ratio=state.ratio,
-                blend=state.blend,
-                step=state.step,
-                dtype=dtype,
-                out=out,
-                **state.options,
+            faster: Any = quantizer if state.plain else cpu_quant
+            return cast(
+                Tensor,
+                faster.fake_quantize(
+                    self.weight.detach(),
+                    state.bits,
+                    ratio=state.ratio,
+                    blend=state.blend,
+                    step=state.step,
+                    dtype=dtype,
+                    out=out,
+                    **state.options,
+                ),
             )
 
     def _key(self) -> _Key:
@@ -318,7 +326,7 @@ def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLinear]
         if not isinstance(linear, QuantLinear):
             linear.__class__ = quant_class(type(linear))
         layer = cast(QuantLinear, linear)
-        layer.moq = LayerState(options=_options(config, index))
+        layer.moq = LayerState(options=_options(config, index), plain=config.kernel is False)
         _CONTROLLED.discard(layer)
         _LAYERS.add(layer)
     return quant_layers(model)
@@ -373,8 +381,13 @@ class Refresher:
             batch.run()
             for layer in layers:
                 layer.moq.key = layer._key()
+        fast = []
         for layer in self._single.values():
-            layer.refresh()
+            if layer.moq.plain or not cpu_quant.applies(layer.weight, layer.moq.dtype or layer.weight.dtype):
+                layer.refresh()
+            else:
+                fast.append(layer)
+        cpu_quant.each(QuantLinear.refresh, fast)
 
     def check_finite(self, *, wait: bool = True) -> None:
         """Stop if a weight held NaN or Inf.

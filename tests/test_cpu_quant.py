@@ -64,6 +64,19 @@ def test_least_squares_ratio_is_the_definition(layout: dict[str, Any]) -> None:
             assert same_bits(ours, quantizer.least_squares_ratio(w, bits, symmetric=symmetric, **layout))
 
 
+@needs_numba
+def test_tensors_without_memory_take_the_definition() -> None:
+    w = weight()
+    inside = []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        inside.append(cpu_quant.applies(x, torch.float32))
+        return (x * cpu_quant.fake_quantize(x.detach(), 8, groups=3)).sum()
+
+    gradient = torch.func.grad(loss)(w)
+    assert inside == [False] and same_bits(gradient, quantizer.fake_quantize(w, 8, groups=3))
+
+
 def test_other_dtypes_and_machines_without_numba_take_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     w = weight()
     assert not cpu_quant.applies(w.half(), torch.float16) and not cpu_quant.applies(w, torch.float16)
