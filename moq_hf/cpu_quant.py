@@ -53,7 +53,7 @@ def applies(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def each(function: Callable[[_Item], None], items: Sequence[_Item]) -> None:
-    """Call `function`, which spends its time in this module's loops, on every item, in as many threads as torch uses."""
+    """Call `function`, which spends its time in these loops, on every item, in as many threads as torch uses."""
     threads = torch.get_num_threads()
     if threads == 1 or len(items) < 2:
         for item in items:

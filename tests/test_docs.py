@@ -48,6 +48,9 @@ ADDED = {
     "docs/make_figures.py": ["--out", "img"],
     "examples/demo/make_corpus.py": ["--out", "corpus"],
     "benchmarks/step_time.py": shlex.split("--batch 2 --sequence 16 --repeats 1 --threads 1 --out step_time.json"),
+    "benchmarks/triton_quant.py": shlex.split(
+        "--hidden 64 --layers 1 --repeats 1 --no-compile --out triton_quant.json"
+    ),
 }
 
 
