@@ -176,6 +176,8 @@ def _fake_quantize(
         np.float32(1.0 - blend),
         np.float32(blend),
     )
+    # Autograd cannot see what the loops write: a backward pass through an older result must fail as ever.
+    torch.autograd.graph.increment_version(out)
 
 
 def _kernels() -> Any:

@@ -109,6 +109,8 @@ class Batch:
         with _on(self.device):
             for _, part in self._parts:
                 part.run()
+        # Autograd cannot see what a kernel writes: a backward pass through an older result must fail as ever.
+        torch.autograd.graph.increment_version([job.out for job in self.jobs])
 
     def update(self, steps: Sequence[int], blends: Sequence[float]) -> None:
         """Set each job's step and blend; what changed is copied to the device, outside of a captured graph."""
@@ -405,7 +407,7 @@ def packed_linear(
     if y.numel():
         # tl.dot takes no less than 16 rows; few of them leave the time to the loads of the weight.
         tile_m = min(64, max(16, _power_of_two(len(flat))))
-        tile_n = 32 if tile_m == 16 else 64
+        tile_n = 64 if tile_m > 16 and scale.shape[1] == 1 else 32
         scale = scale.to(torch.float32).contiguous()
         zeros = None if zero_point is None else zero_point.to(torch.int32).contiguous()
         with _on(x.device):
@@ -428,6 +430,7 @@ def packed_linear(
                 BM=tile_m,
                 BN=tile_n,
                 BW=32,
+                num_warps=4 if tile_m == 16 else 8,
             )
     return y.view(*x.shape[:-1], rows)
 

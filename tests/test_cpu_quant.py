@@ -77,6 +77,16 @@ def test_tensors_without_memory_take_the_definition() -> None:
     assert inside == [False] and same_bits(gradient, quantizer.fake_quantize(w, 8, groups=3))
 
 
+@needs_numba
+def test_a_backward_pass_through_older_weights_fails() -> None:
+    w = weight()
+    out = cpu_quant.fake_quantize(w, 8)
+    stale = (w.clone().requires_grad_() * out).sum()
+    cpu_quant.fake_quantize(w, 4, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+
+
 def test_other_dtypes_and_machines_without_numba_take_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     w = weight()
     assert not cpu_quant.applies(w.half(), torch.float16) and not cpu_quant.applies(w, torch.float16)

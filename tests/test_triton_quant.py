@@ -347,6 +347,18 @@ def test_batches_follow_moved_weights_and_tell_of_nan(tiny_bert: BertForSequence
         controller.refresh()
 
 
+@on_device
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_backward_pass_through_older_weights_fails(kernel: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)).to(DEVICE)
+    controller = MoQController(model, moq(quantizer_kernel=kernel))
+    controller.step()
+    stale = model(torch.randn(2, 8, device=DEVICE)).sum()
+    controller.refresh()
+    with pytest.raises(RuntimeError, match="has been modified inplace"):
+        stale.backward()
+
+
 @natively
 def test_a_graph_captures_it() -> None:
     jobs = [Job(torch.randn(64, 768, device=DEVICE), torch.empty(64, 768, device=DEVICE), 8, groups=2)]
