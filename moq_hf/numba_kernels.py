@@ -31,13 +31,17 @@ def _range(x, symmetric):
     high, low = np.int32(0), np.int32(0)
     if symmetric:
         for i in range(x.size):
-            high = max(high, bits[i] & _ABS)
+            # Numba would go on in int64.
+            magnitude = np.int32(bits[i] & _ABS)
+            high = magnitude if magnitude > high else high
         low = high
     else:
         for i in range(x.size):
-            magnitude = bits[i] & _ABS
-            high = max(high, np.int32(0) if x[i] <= _ZERO else magnitude)
-            low = max(low, np.int32(0) if x[i] >= _ZERO else magnitude)
+            magnitude = np.int32(bits[i] & _ABS)
+            above = np.int32(0) if x[i] <= _ZERO else magnitude
+            below = np.int32(0) if x[i] >= _ZERO else magnitude
+            high = above if above > high else high
+            low = below if below > low else low
     return -_float_of(low), _float_of(high)
 
 
@@ -145,11 +149,11 @@ def _few_scale(x, high, bits, buffer):
 
 @njit(nogil=True, cache=True)
 def _to_bfloat16(values, out):
+    """Rounds half to even; not for NaN, whose bits might overflow."""
     bits = values.view(np.uint32)
     for i in range(values.size):
         rounded = np.uint32(bits[i] + np.uint32(0x7FFF) + ((bits[i] >> np.uint32(16)) & np.uint32(1)))
-        kept = rounded if np.uint32(bits[i] & np.uint32(0x7FFFFFFF)) <= np.uint32(0x7F800000) else np.uint32(0x7FC00000)
-        out[i] = np.uint16(np.uint32(kept) >> np.uint32(16))
+        out[i] = np.uint16(rounded >> np.uint32(16))
 
 
 @njit(nogil=True, cache=True)
@@ -170,6 +174,9 @@ def fake_quantize(x, out, halves, length, bits, symmetric, stochastic, ratios, s
             scale, threshold = _few_scale(whole, high, bits, buffer)
         else:
             scale, zero = _uniform_scale(low, high, bits, symmetric, ratios[group] if ratios.size else _ONE)
+        if halves.size and np.isnan(scale):
+            halves[first : first + length] = np.uint16(0x7FC0)
+            continue
         for begin in range(first, first + length, PIECE):
             end = min(begin + PIECE, first + length)
             piece = x[begin:end]

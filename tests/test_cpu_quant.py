@@ -45,11 +45,13 @@ def test_groups_of_many_pieces_and_extreme_values() -> None:
 
 
 @needs_numba
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_nonfinite_weights_come_out_so(value: float) -> None:
+@pytest.mark.parametrize("bits_of_value", [0x7FC00000, 0x7FFFFFFF, -1, 0x7F800000, -0x800000], ids=hex)
+@pytest.mark.parametrize("place", [(0, 0), (1, 7)])
+def test_nonfinite_weights_come_out_so(bits_of_value: int, place: tuple[int, int]) -> None:
     for bits, symmetric, rounding in MODES:
         w = weight()
-        w[1, 7] = value
+        w.view(torch.int32)[place] = bits_of_value
+        assert not w[place].isfinite()
         options: dict[str, Any] = {"symmetric": symmetric, "rounding": rounding, "groups": 3}
         for dtype in (torch.float32, torch.bfloat16):
             assert quantizer.nonfinite(cpu_quant.fake_quantize(w, bits, dtype=dtype, **options), 3)
