@@ -1,4 +1,4 @@
-"""Draws the figures of the documentation from moq_hf's own schedule.
+"""Draws the figures of the documentation from moq_hf's own schedule and the committed measurements.
 
     python docs/make_figures.py [--out DIR]
 
@@ -6,6 +6,7 @@
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import matplotlib
@@ -20,6 +21,7 @@ PERIOD, START_BITS, TARGET_BITS = 10, 12, 8
 # Share of the largest eigenvalue, and the factor that comes of it: 1 + floor(4 * share).
 SHARES = {0.0: 1, 0.25: 2, 1.0: 5}
 STEPS = 20_000
+EIGEN = Path(__file__).parents[1] / "benchmarks" / "results" / "eigen.json"
 
 
 def trajectory(share: float) -> tuple[list[int], list[int]]:
@@ -58,6 +60,30 @@ def draw_schedule(path: Path) -> None:
     plt.close(figure)
 
 
+def draw_eigenvalues(path: Path) -> None:
+    """Draw the normalised eigenvalues of each block and their spread over draws of data, as they were measured."""
+    table = json.loads(EIGEN.read_text(encoding="utf-8"))["stability"]["results"]
+    steps = sorted({row["step"] for row in table})
+    figure, panels = plt.subplots(1, len(steps), figsize=(9, 3), sharey=True, layout="constrained")
+    for axes, step in zip(panels, steps, strict=True):
+        rows = [row for row in table if row["step"] == step]
+        ours = max((row for row in rows if row["method"] == "lanczos"), key=lambda row: row["num_samples"])
+        published = next(row for row in rows if row["method"] == "power")
+        for row, shift, label in ((published, -0.15, "power iteration"), (ours, 0.15, "moq_hf")):
+            places = [block + shift for block in range(len(row["mean_values"]))]
+            label = f"{label}, {row['num_samples']} examples"
+            axes.errorbar(places, row["mean_values"], row["standard_deviation"], fmt="o", capsize=3, label=label)
+        for threshold in (0.25, 0.5, 0.75):
+            axes.axhline(threshold, linewidth=0.6, linestyle=":", color="gray")
+        axes.set_title(f"training step {step}", fontsize="medium")
+        axes.set_xlabel("block")
+    panels[0].set_ylim(0, 1.1)
+    panels[0].set_ylabel("eigenvalue over the largest")
+    panels[0].legend(fontsize="x-small")
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)
+
+
 def main() -> None:
     """Read the command line and draw."""
     parser = argparse.ArgumentParser(description="Draw the figures of the documentation.")
@@ -65,6 +91,7 @@ def main() -> None:
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     draw_schedule(out / "schedule.png")
+    draw_eigenvalues(out / "eigenvalues.png")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from .callback import MoQCallback
 from .config import MoQConfig, MoQConfigError, MoQError
+from .eigen import block_eigenvalues
 from .packed import load_packed
 from .quant_linear import QuantLinear, dequantize_model, quantize_model
 from .schedule import PrecisionSchedule
@@ -16,6 +17,7 @@ __all__ = [
     "MoQTrainer",
     "PrecisionSchedule",
     "QuantLinear",
+    "block_eigenvalues",
     "dequantize_model",
     "load_packed",
     "quantize_model",

@@ -4,17 +4,20 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from .config import MoQConfig, MoQError
 from .controller import MoQController
+from .sensitivity import Inputs
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +29,14 @@ class MoQCallback(TrainerCallback, ExportableState):
     begins. After each optimizer step that was not skipped the schedule advances and every weight is quantized once.
     A run that resumes from a checkpoint goes on where the checkpoint was.
 
+    With `eigenvalue.enabled` it takes the batches that go through the model in training, and the loss that the model
+    gives for them.
+
     Args:
         config: A `MoQConfig`, a mapping or the path of a JSON file.
+        loss: For `eigenvalue.enabled`: gives the scalar mean loss of a model on a batch, where that is not the loss in
+            the model's output (label smoothing, `compute_loss_func`). It takes the model and the keyword arguments of
+            its forward pass as a dict.
 
     Raises:
         MoQConfigError: The config is wrong.
@@ -36,9 +45,18 @@ class MoQCallback(TrainerCallback, ExportableState):
         controller: The `MoQController` of the model in training; None before that and if the config is not enabled.
     """
 
-    def __init__(self, config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str],
+        loss: Callable[[nn.Module, Inputs], Tensor] | None = None,
+    ) -> None:
         self.config = MoQConfig.load(config)
         self.controller: MoQController | None = None
+        self.loss = loss
+        # The Trainer can make a new callback from the saved state, which holds no functions.
+        self.loss_was_given = loss is not None
+        self._tap: RemovableHandle | None = None
+        self._began = 0.0
         # Set by MoQTrainer, which repairs the stock Trainer's loss scale.
         self.loss_is_repaired = False
         self._switched = self._arrived = False
@@ -46,7 +64,11 @@ class MoQCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into `trainer_state.json`, in JSON types."""
         saved = None if self.controller is None else self.controller.state_dict()
-        attributes = {"saved": saved, "loss_is_repaired": self.loss_is_repaired}
+        attributes = {
+            "saved": saved,
+            "loss_is_repaired": self.loss_is_repaired,
+            "loss_was_given": self.loss_was_given,
+        }
         return {"args": {"config": self.config.to_dict()}, "attributes": attributes}
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -62,12 +84,24 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Start the schedule, or go on with the checkpoint's.
 
         Raises:
-            MoQError: The run is too short for anything to be quantized, there are two MoQCallbacks, or the checkpoint
-                is of another config.
+            MoQError: The run is too short for anything to be quantized, there are two MoQCallbacks, the checkpoint
+                is of another config, or the `loss` that was given is lost.
         """
         if not self.config.enabled:
             return
         controller = self._build(args, state, kwargs["model"], state.max_steps)
+        self._began = time.perf_counter()
+        if controller.sensitivity is not None:
+            if self.loss_was_given and self.loss is None:
+                raise MoQError(
+                    "restore_callback_states_from_checkpoint makes a new MoQCallback, which lacks the loss that was "
+                    "given to the first one; MoQCallback restores its state without that flag: leave it out"
+                )
+            rows = (state.train_batch_size or args.train_batch_size) * args.gradient_accumulation_steps
+            controller.sensitivity.plan(state.max_steps, rows, args.bf16 or args.fp16)
+            # MoQTrainer hands its batches over itself.
+            if not self.loss_is_repaired:
+                self._listen(controller.model)
         resumed = self._saved_state(state) if state.global_step > 0 else None
         if resumed is not None:
             controller.load_state_dict(resumed)
@@ -78,6 +112,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             )
         if state.is_world_process_zero:
             logger.info("%s", controller.summary())
+            if controller.sensitivity is not None:
+                logger.info("%s", controller.sensitivity.summary())
             self._warn(controller, args, state)
         # A checkpoint that was made without this callback has no entry, and the next save would fail on that.
         _entries(state)[type(self).__name__] = self.state()
@@ -86,13 +122,17 @@ class MoQCallback(TrainerCallback, ExportableState):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Advance by one step; a step that the gradient scaler skipped is none."""
+        """Advance by one step, with eigenvalues if a drop is due; a step that the gradient scaler skipped is none.
+
+        Raises:
+            MoQError: A weight holds NaN or Inf, or the loss cannot be measured.
+        """
         if self.controller is None:
             return
         if getattr(kwargs.get("optimizer"), "step_was_skipped", False):
             return
         was_at_target = self.controller.at_target
-        switches = self.controller.step()
+        switches = self.controller.step(self.controller.measure(self._measured_loss))
         if switches:
             self._switched = True
         self._arrived = self.controller.at_target and not was_at_target
@@ -141,8 +181,12 @@ class MoQCallback(TrainerCallback, ExportableState):
             MoQError: A weight holds NaN or Inf.
         """
         controller = self.controller
+        if self._tap is not None:
+            self._tap.remove()
         if controller is None:
             return
+        if controller.sensitivity is not None:
+            controller.sensitivity.report(time.perf_counter() - self._began)
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             path = Path(state.best_model_checkpoint) / "trainer_state.json"
             best = json.loads(path.read_text(encoding="utf-8"))["stateful_callbacks"][type(self).__name__]
@@ -156,6 +200,40 @@ class MoQCallback(TrainerCallback, ExportableState):
                 self.config.target_bits,
                 "; no checkpoint was a candidate for load_best_model_at_end" if args.load_best_model_at_end else "",
             )
+
+    def observe(self, inputs: Mapping[str, Any]) -> None:
+        """Take a training micro-batch, as `loss` takes it, for measuring eigenvalues; without them it does nothing."""
+        controller = self.controller
+        if controller is not None and controller.sensitivity is not None and not controller.at_target:
+            controller.sensitivity.samples.add(inputs)
+
+    def _listen(self, model: nn.Module) -> None:
+        """Observe what goes through the model in training."""
+        if self._tap is not None:
+            self._tap.remove()
+        kinds = inspect.signature(model.forward).parameters.values()
+        names = [p.name for p in kinds if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+        def tap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if not module.training:
+                return
+            if len(args) > len(names):
+                raise MoQError(
+                    "eigenvalue: the model is called with positional arguments that its forward does not name"
+                )
+            if self.loss is None:
+                _loss_of(output)
+            inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+            # The mean over what is measured is meant, not over the optimizer step's batch.
+            inputs.pop("num_items_in_batch", None)
+            self.observe(inputs)
+
+        outside = torch.compiler.disable(tap)  # type: ignore[no-untyped-call]
+        self._tap = model.register_forward_hook(outside, with_kwargs=True)
+
+    def _measured_loss(self, inputs: Inputs) -> Tensor:
+        model = cast(MoQController, self.controller).model
+        return _loss_of(model(**inputs)) if self.loss is None else self.loss(model, dict(inputs))
 
     def _build(
         self, args: TrainingArguments, state: TrainerState, model: nn.Module, total_steps: int | None
@@ -207,6 +285,16 @@ class MoQCallback(TrainerCallback, ExportableState):
 def _entries(state: TrainerState) -> dict[str, Any]:
     # Declared as a list of callbacks, a dict of their states by class name once the Trainer has it.
     return cast(dict[str, Any], state.stateful_callbacks)
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else None
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    raise MoQError(
+        "eigenvalue: the model's output has no loss, since the Trainer computes it (label smoothing, "
+        "compute_loss_func, an own compute_loss): use MoQTrainer, or give MoQCallback the function loss(model, inputs)"
+    )
 
 
 def _reset_best(state: TrainerState) -> None:

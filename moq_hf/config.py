@@ -73,6 +73,8 @@ class EigenvalueConfig:
         layer_name: Path of the layer list; None finds it.
         layer_num: How many of its entries, from the first; None is all.
         max_overhead: Share of the run's time that measuring may take.
+        num_samples: Training examples that a measurement uses; fewer where the budget is smaller.
+        finite_difference: Differences of gradients in place of second derivatives.
     """
 
     enabled: bool = False
@@ -85,6 +87,8 @@ class EigenvalueConfig:
     layer_num: int | None = None
     method: Literal["lanczos", "power"] = "lanczos"
     max_overhead: float = 0.05
+    num_samples: int = 64
+    finite_difference: bool = False
 
 
 class _Key(NamedTuple):
@@ -204,6 +208,14 @@ _KEYS = (
         "float 0..1",
         0.05,
         "share of the run's time that measuring may take",
+    ),
+    _Key("eigenvalue.num_samples", "eigenvalue.num_samples", "int 1..", 64, "training examples a measurement uses"),
+    _Key(
+        "eigenvalue.finite_difference",
+        "eigenvalue.finite_difference",
+        "bool",
+        False,
+        "differences of gradients, where the loss has no second derivative or its graph does not fit",
     ),
     _Key(
         "modules_to_not_convert",

@@ -1,7 +1,7 @@
 """The one holder of mutable MoQ state: asks the schedule, sets bits, quantizes, saves and restores itself as JSON."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .quant_linear import (
     take_over,
 )
 from .schedule import FLOAT_BITS, PrecisionSchedule, Switch
+from .sensitivity import Inputs, Sensitivity
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class MoQController:
         layers: Quantized layers by name.
         blocks: Block name to the names of its layers. Layers outside of every block are blocks of their own.
         schedule: The `PrecisionSchedule`.
+        sensitivity: The `Sensitivity` that gives the schedule its eigenvalues; None unless the config enables them.
         history: Every `Switch` so far.
     """
 
@@ -53,8 +55,11 @@ class MoQController:
         self.config = config
         self.layers: dict[str, QuantLinear] = prepare_model(model, config)
         self.blocks: dict[str, list[str]] = {}
+        self.sensitivity: Sensitivity | None = None
+        if config.eigenvalue.enabled:
+            self.sensitivity = Sensitivity(model, config.eigenvalue, self.layers, config.seed)
         for name, layer in self.layers.items():
-            self.blocks.setdefault(block_of(model, name), []).append(name)
+            self.blocks.setdefault(self._block_of(name), []).append(name)
             layer.moq.dtype = dtype
         take_over(self.layers.values())
         self._refresher = Refresher(self.layers, config)
@@ -95,6 +100,26 @@ class MoQController:
         self._log(switches)
         return switches
 
+    def measure(self, loss: Callable[[Inputs], Tensor]) -> dict[str, float] | None:
+        """The eigenvalues for the coming `step`, measured if one is due; None without `eigenvalue.enabled`.
+
+        Args:
+            loss: Gives the scalar mean loss of the model over a batch of `sensitivity.samples`.
+
+        Raises:
+            MoQError: As for `Sensitivity.update`.
+        """
+        if self.sensitivity is None:
+            return None
+        if self.at_target:
+            self.sensitivity.samples.clear()
+        if self.sensitivity.is_due(self.schedule):
+            # The optimizer has just changed the weights: measured is what the next forward pass would see.
+            self.refresh()
+            self.sensitivity.update(self.schedule, loss)
+        self.sensitivity.samples.end_step()
+        return self.sensitivity.values
+
     def refresh(self, *, wait: bool = True) -> None:
         """Quantize every weight, each once, from what it is now.
 
@@ -114,13 +139,15 @@ class MoQController:
         self._refresher.check_finite(wait=wait)
 
     def metrics(self) -> dict[str, float]:
-        """Scalars for a Trainer's log: the mean bits, and each block's bits and period at the step of a switch."""
+        """Scalars for a Trainer's log: the mean bits; at a switch each block's bits, period and eigenvalue too."""
         bits, period = self.schedule.bits, self.schedule.period
         scalars = {"moq/mean_bits": round(self.mean_bits, 4)}
         if not self.history or self.history[-1].step != self.schedule.steps:
             return scalars
         scalars |= {f"moq/bits/{block}": bits[block] for block in self.blocks}
         scalars |= {f"moq/period/{block}": period[block] for block in self.blocks}
+        if self.sensitivity is not None:
+            scalars |= {f"moq/eigenvalue/{block}": value for block, value in self.sensitivity.values.items()}
         return scalars
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,6 +164,7 @@ class MoQController:
                 name: _encode(layer.moq.ratio) for name, layer in self.layers.items() if layer.moq.ratio is not None
             },
             "history": [list(switch) for switch in self.history],
+            "sensitivity": None if self.sensitivity is None else self.sensitivity.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -145,7 +173,8 @@ class MoQController:
         Raises:
             MoQError: The state is of other layers, or of a config that would quantize differently.
         """
-        saved, now = state["config"], self.config.to_dict()
+        # A checkpoint of an earlier version lacks the keys that came later.
+        saved, now = MoQConfig.from_dict(state["config"]).to_dict(), self.config.to_dict()
         differs = sorted(key for key in now if key not in _HARMLESS and saved.get(key) != now[key])
         if differs:
             raise MoQError(
@@ -160,6 +189,8 @@ class MoQController:
                 layer = self.layers[name]
                 layer.moq.bits = self.schedule.bits[block]
                 layer.moq.ratio = _decode(state["ratios"][name], layer) if name in state["ratios"] else None
+        if self.sensitivity is not None:
+            self.sensitivity.load_state_dict(state["sensitivity"])
         self.refresh()
 
     def summary(self) -> str:
@@ -181,6 +212,8 @@ class MoQController:
                 "quantizer_kernel: the Triton kernels need a CUDA device and a working Triton; plain PyTorch gives the "
                 "same numbers"
             )
+        if self.sensitivity is not None and len(self.sensitivity.blocks) == 1:
+            notes.append("eigenvalue: there is only one block, so nothing to compare it with: its factor is always 5")
         if self.config.modules_to_not_convert is not None:
             heads = [name for name in output_heads(self.model, self.layers) if name in self.layers]
             if heads:
@@ -189,6 +222,11 @@ class MoQController:
                     "without them; add them to it to leave them in full precision"
                 )
         return notes
+
+    def _block_of(self, layer: str) -> str:
+        measured = self.sensitivity.blocks if self.sensitivity is not None else ()
+        own = (block for block in measured if layer == block or layer.startswith(block + "."))
+        return next(own, None) or block_of(self.model, layer)
 
     def _apply_bits(self, blocks: Any) -> None:
         for block in blocks:
@@ -223,7 +261,6 @@ _HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel"})
 
 def _refuse_unsupported(config: MoQConfig) -> None:
     lacking = {
-        "eigenvalue.enabled": config.eigenvalue.enabled,
         "quantize_embeddings": config.quantize_embeddings is not None,
     }
     named = [key for key, wanted in lacking.items() if wanted]

@@ -95,7 +95,7 @@ class PrecisionSchedule:
         return tuple(name for name in self.bits if self._is_due(name, self.steps + 1))
 
     def drops_ahead(self, steps: int = 1) -> tuple[str, ...]:
-        """The blocks that will lose a bit in one of the coming `steps` calls of `advance`; reaching the offset is none."""
+        """The blocks that will lose a bit in one of the coming `steps` calls of `advance`; the offset is no loss."""
         since = self.steps + steps - self.config.schedule.offset
         target = self.config.target_bits
         return tuple(

@@ -24,6 +24,7 @@ class MoQTrainer(Trainer):
     - The bits reach every reporter (TensorBoard, W&B) with the loss.
     - A loss that ignores `num_items_in_batch` is not multiplied by accumulation steps and processes, as the stock
       Trainer of transformers 5 does with BERT's and other classifiers'. Measured on the first batch, not guessed.
+    - Eigenvalues are measured with `compute_loss`, whatever it is.
     - `save_model` writes the weights as evaluated; the checkpoints of a run keep the float ones.
 
     Args:
@@ -75,7 +76,20 @@ class MoQTrainer(Trainer):
         if not self._loss_checked:
             self._loss_checked = True
             self._check_loss_scale(model, inputs, num_items_in_batch)
+        moq = self._live_moq()
+        if moq is not None:
+            moq.loss = moq.loss or self._mean_loss
+            moq.observe(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def _mean_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """`compute_loss` over one batch by itself."""
+        prepared = dict(self._prepare_inputs(inputs))
+        labels = prepared.get("labels")
+        count = None
+        if self.compute_loss_func is not None and isinstance(labels, Tensor):
+            count = labels.ne(-100).sum()
+        return cast(Tensor, self.compute_loss(model, prepared, num_items_in_batch=count))
 
     def _check_loss_scale(self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None) -> None:
         factor = self.args.gradient_accumulation_steps * self.args.world_size * max(1, self.args.n_gpu)

@@ -461,7 +461,6 @@ def test_arithmetic_of_the_glue_recipes(task: str) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"eigenvalue": {"enabled": True}}, "eigenvalue.enabled"),
     ({"quantize_embeddings": 8}, "quantize_embeddings"),
     ({"quantize_schedule": {"quantize_period": "auto"}}, 'quantize_period "auto"'),
     ({"quantize_schedule": {"deadline": 0.5}}, "deadline"),

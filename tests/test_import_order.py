@@ -18,6 +18,7 @@ ORDER = [
     "packed",
     "quant_linear",
     "eigen",
+    "sensitivity",
     "controller",
     "checkpoint",
     "report",

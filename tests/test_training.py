@@ -410,7 +410,6 @@ def test_off_means_off(tmp_path: Path) -> None:
         (lambda d: stock(d, max_steps=2).train(), "schedule_offset 2 is not before the end of training at 2"),
         (lambda d: moq(d, {**CONFIG, "quantize_groups": 3}), "quantize_groups 3 does not divide"),
         (lambda d: moq(d, {**CONFIG, "modules_to_not_convert": ["clasifier"]}), "matches no module"),
-        (lambda d: moq(d, {**CONFIG, "eigenvalue": {"enabled": True}}), "eigenvalue.enabled"),
         (lambda d: moq(d, {**CONFIG, "quantize_embeddings": 8}), "quantize_embeddings"),
         (lambda d: moq(d, {**CONFIG, "quantize_schedule": {"quantize_period": "auto"}}), '"auto"'),
         (lambda d: moq(d, str(d / "none.json")), "none.json"),

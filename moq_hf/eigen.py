@@ -1,0 +1,611 @@
+"""The eigenvalue of largest magnitude of each block of a loss's Hessian: how sensitive the loss is to each layer.
+
+A product of a block with a vector is that of a second differentiation, or a difference of two gradients. `Lanczos`
+turns products into an eigenvalue; `PowerIteration` is the way of DeepSpeed (`runtime/eigenvalue.py` up to 0.16).
+"""
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .config import MoQError
+from .quant_linear import LayerState, QuantLinear
+
+Loss = Callable[[], Tensor]
+
+# The list that DeepSpeed's default names: taken alone where it exists.
+BERT_LAYERS = "bert.encoder.layer"
+
+
+@dataclass(frozen=True)
+class Eigenvalue:
+    """What was found for one block.
+
+    Attributes:
+        value: The eigenvalue of largest magnitude, with its sign; NaN if a product was not finite.
+        converged: Whether it is within the tolerance, by the method's own estimate.
+        reason: Why the iteration ended: "tolerance", "exact" (the whole space that the start vector reaches was
+            searched), "zero" (the block's Hessian has no curvature along the start vector), "max_iter" or "not finite".
+        num_products: Products of the block's Hessian with a vector.
+    """
+
+    value: float
+    converged: bool
+    reason: str
+    num_products: int
+
+
+def block_eigenvalues(
+    loss: Loss | Sequence[Loss],
+    blocks: Mapping[str, Iterable[Tensor]],
+    *,
+    method: Literal["lanczos", "power"] = "lanczos",
+    max_iter: int = 100,
+    tol: float = 1e-2,
+    stability: float = 1e-6,
+    finite_difference: bool = False,
+    seed: int = 0,
+) -> dict[str, Eigenvalue]:
+    """The eigenvalue of largest magnitude of each block on the diagonal of the Hessian of a loss.
+
+    Measures as the model stands: mode, data and precision are the caller's (see `measuring`). Only
+    `torch.autograd.grad` is called, so that no gradient is written, and no random number is drawn from the global
+    generators.
+
+    Args:
+        loss: Gives the loss, a scalar, each time the same for the same parameters. Several of them (one per batch)
+            stand for their mean, and only one batch's graph is in memory at a time; with a single one the graph is
+            made once for all blocks and all products.
+        blocks: Block name to the parameters of the block, of any shape, all of which require a gradient.
+        method: "lanczos": Lanczos iteration without reorthogonalisation, three vectors per block, which ends when
+            both ends of the spectrum are known well enough. "power": power iteration as DeepSpeed published it, which
+            ends when the value changed by less than `tol`; it may end on a wrong value where the ends of the spectrum
+            are nearly equal in magnitude.
+        max_iter: Products per block, at most.
+        tol: Relative error of an eigenvalue.
+        stability: Added to norms before dividing by them (power iteration).
+        finite_difference: Take differences of gradients, (g(x + h v) - g(x - h v)) / 2h, where the loss cannot be
+            differentiated twice or its graph does not fit into memory. See `difference_step` for h.
+            Parameters must be float32 or float64.
+        seed: Of the start vectors.
+
+    Returns:
+        The blocks' results, in the order of `blocks`.
+
+    Raises:
+        MoQError: No blocks or losses, a block without parameters, a parameter that requires no gradient, a loss that
+            is no scalar or depends on no parameter, an argument out of its range, or a loss that cannot be
+            differentiated twice.
+    """
+    losses = [loss] if callable(loss) else list(loss)
+    parameters = {name: list(tensors) for name, tensors in blocks.items()}
+    _check(losses, parameters, method, max_iter, tol, stability)
+    half = [name for name, ps in parameters.items() if any(p.dtype.itemsize < 4 for p in ps)]
+    if finite_difference and half:
+        raise MoQError(
+            f"differences of gradients need float32 parameters; these blocks have fewer bits: {', '.join(half)}"
+        )
+    solvers: dict[str, Solver] = {}
+
+    def start(name: str) -> Tensor:
+        first = parameters[name][0]
+        generator = torch.Generator().manual_seed(seed)
+        size = sum(p.numel() for p in parameters[name])
+        return torch.randn(size, generator=generator).to(first.device)
+
+    def iterate(names: list[str], products: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+        for name in names:
+            vector = start(name)
+            solvers[name] = (
+                Lanczos(vector, tol, max_iter)
+                if method == "lanczos"
+                else PowerIteration(vector, tol, max_iter, stability)
+            )
+        active = names
+        while active:
+            found = products({name: solvers[name].vector for name in active})
+            for name in active:
+                solvers[name].update(found[name])
+            active = [name for name in active if solvers[name].result is None]
+
+    if finite_difference:
+        for name in parameters:
+            iterate([name], lambda v: {n: _difference(losses, parameters[n], v[n]) for n in v})
+    elif len(losses) == 1:
+        # One block after the other: the graph is kept, and only one block's vectors are in memory.
+        with _Graph(losses[0], parameters) as graph:
+            for name in parameters:
+                iterate([name], lambda v: {n: graph.product(n, v[n]) for n in v})
+    else:
+
+        def products(vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+            sums: dict[str, Tensor] = {}
+            for one in losses:
+                with _Graph(one, {name: parameters[name] for name in vectors}) as graph:
+                    for name, vector in vectors.items():
+                        product = graph.product(name, vector).div_(len(losses))
+                        sums[name] = sums[name].add_(product) if name in sums else product
+            return sums
+
+        iterate(list(parameters), products)
+    return {name: cast(Eigenvalue, solvers[name].result) for name in parameters}
+
+
+class Solver(Protocol):
+    """Finds an eigenvalue from products: asks for that of `vector`, gets it through `update`, until `result` is set."""
+
+    vector: Tensor
+    result: Eigenvalue | None
+
+    def update(self, product: Tensor) -> None:
+        """Take the product of the matrix with `vector`."""
+
+
+class Lanczos:
+    """Lanczos iteration on a symmetric matrix, for the eigenvalue of largest magnitude.
+
+    With T the tridiagonal matrix of j steps and (t, s) an eigenpair of it (t a Ritz value), some eigenvalue lies
+    within r = beta_j |s_j| of t (Parlett, The Symmetric Eigenvalue Problem, 13.2), and within r^2 / gap of an end of
+    the spectrum that is `gap` away from the rest (4.5 there). It ends after at least `MIN_STEPS` products as soon as
+    the Ritz value of larger magnitude is within `tol` by that estimate and the other end can no longer exceed it by
+    more than `tol`. Lost orthogonality repeats eigenvalues that are found already and changes no extreme one (13.6).
+
+    Args:
+        start: `[n]`, float32; not zero.
+        tol: Relative error.
+        max_iter: Products, at most.
+    """
+
+    # Ritz values of fewer steps may look settled before the largest eigenvalue shows: benchmarks/eigen.py.
+    MIN_STEPS = 6
+
+    def __init__(self, start: Tensor, tol: float, max_iter: int) -> None:
+        self.vector = start / start.norm()
+        self.result: Eigenvalue | None = None
+        self._tol, self._max_iter = tol, max_iter
+        self._before: Tensor | None = None
+        self._diagonal: list[float] = []
+        self._off: list[float] = []
+
+    def update(self, product: Tensor) -> None:
+        """Take the product `[n]` of the matrix with `vector`, whose memory is used."""
+        alpha = float(self.vector @ product)
+        product.sub_(self.vector, alpha=alpha)
+        if self._before is not None:
+            product.sub_(self._before, alpha=self._off[-1])
+        beta = float(product.norm())
+        self._diagonal.append(alpha)
+        steps = len(self._diagonal)
+        if not math.isfinite(alpha + beta):
+            self.result = Eigenvalue(math.nan, False, "not finite", steps)
+            return
+        low, high = self._ends(beta)
+        first, second = (high, low) if abs(high[0]) >= abs(low[0]) else (low, high)
+        size = abs(first[0])
+        scale = max(size, max(map(abs, [*self._diagonal, *self._off])))
+        # Rounding leaves that much of a vector that is zero in exact arithmetic.
+        if beta <= 1e-6 * scale or steps == self.vector.numel():
+            self.result = Eigenvalue(first[0], True, "exact" if scale else "zero", steps)
+        elif steps >= self.MIN_STEPS and first[1] <= self._tol * size and self._is_smaller(second, size):
+            self.result = Eigenvalue(first[0], True, "tolerance", steps)
+        elif steps == self._max_iter:
+            self.result = Eigenvalue(first[0], False, "max_iter", steps)
+        else:
+            self._off.append(beta)
+            self._before, self.vector = self.vector, product.div_(beta)
+            return
+        self._before = None
+        self.vector = self.vector[:0]
+
+    def _is_smaller(self, end: tuple[float, float], size: float) -> bool:
+        return abs(end[0]) + end[1] <= (1 + self._tol) * size
+
+    def _ends(self, beta: float) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Lowest and highest Ritz value, each with the estimate of its error."""
+        off = torch.tensor(self._off, dtype=torch.float64)
+        matrix = torch.diag(torch.tensor(self._diagonal, dtype=torch.float64))
+        if len(self._off):
+            matrix += torch.diag(off, 1) + torch.diag(off, -1)
+        values, vectors = torch.linalg.eigh(matrix)
+        residuals = (beta * vectors[-1].abs()).tolist()
+        ritz = values.tolist()
+
+        def error(index: int, neighbour: int) -> float:
+            residual: float = residuals[index]
+            # The neighbour is itself uncertain by its residual.
+            gap = abs(ritz[index] - ritz[neighbour]) - residuals[neighbour] if len(ritz) > 1 else 0.0
+            return residual**2 / gap if gap > residual else residual
+
+        return (ritz[0], error(0, min(1, len(ritz) - 1))), (ritz[-1], error(-1, max(-2, -len(ritz))))
+
+
+class PowerIteration:
+    """Power iteration as DeepSpeed published it: ends when the Rayleigh quotient changed by less than `tol`.
+
+    Args:
+        start: `[n]`, float32; not zero.
+        tol: Relative change of the value at which to end.
+        max_iter: Products, at most.
+        stability: Added to the norm before dividing by it.
+    """
+
+    def __init__(self, start: Tensor, tol: float, max_iter: int, stability: float) -> None:
+        self._stability, self._tol, self._max_iter = stability, tol, max_iter
+        self.vector = self._normalized(start)
+        self.result: Eigenvalue | None = None
+        # As published: the first comparison is with 0, the change then is 1.
+        self._value, self._steps = 0.0, 0
+
+    def update(self, product: Tensor) -> None:
+        """Take the product `[n]` of the matrix with `vector`, whose memory is used."""
+        before, self._value = self._value, float(self.vector @ product)
+        self._steps += 1
+        if not math.isfinite(self._value):
+            self.result = Eigenvalue(math.nan, False, "not finite", self._steps)
+        elif self._value == 0.0:
+            self.result = Eigenvalue(0.0, True, "zero", self._steps)
+        elif abs(self._value - before) < self._tol * abs(self._value):
+            self.result = Eigenvalue(self._value, True, "tolerance", self._steps)
+        elif self._steps == self._max_iter:
+            self.result = Eigenvalue(self._value, False, "max_iter", self._steps)
+        else:
+            self.vector = self._normalized(product)
+            return
+        self.vector = self.vector[:0]
+
+    def _normalized(self, vector: Tensor) -> Tensor:
+        size: Tensor = vector.norm() + self._stability
+        return vector / size
+
+
+class _Graph(contextlib.AbstractContextManager["_Graph"]):
+    """The gradients of a loss with their own graph, for exact products; freed at the end whatever happens."""
+
+    def __init__(self, loss: Loss, blocks: Mapping[str, list[Tensor]]) -> None:
+        self._blocks = blocks
+        unique = list({id(p): p for parameters in blocks.values() for p in parameters}.values())
+        with _explained():
+            gradients = torch.autograd.grad(_evaluate(loss), unique, create_graph=True, allow_unused=True)
+        self._gradients = dict(zip(map(id, unique), gradients, strict=True))
+
+    def __exit__(self, *exception: object) -> None:
+        self._gradients.clear()
+
+    def product(self, name: str, vector: Tensor) -> Tensor:
+        parameters = self._blocks[name]
+        outputs, weights = [], []
+        for parameter, part in zip(parameters, _parts(vector, parameters), strict=True):
+            gradient = self._gradients[id(parameter)]
+            # A gradient that depends on nothing adds nothing to the Hessian.
+            if gradient is not None and gradient.requires_grad:
+                outputs.append(gradient)
+                weights.append(part)
+        if not outputs:
+            return torch.zeros_like(vector)
+        with _explained():
+            found = torch.autograd.grad(outputs, parameters, weights, retain_graph=True, allow_unused=True)
+        return _flat(found, parameters)
+
+
+# The largest change of a weight in a difference of gradients. Of 1e-5 to 1e-1 this one had the least error over blocks
+# and directions, at most 1e-3 of the product: truncation grows with its square, float32's rounding with its inverse.
+# See benchmarks/eigen.py.
+DIFFERENCE = 2e-4
+
+
+def difference_step(vector: Tensor) -> float:
+    """The step h of the differences of gradients along `vector`: no weight moves by more than `DIFFERENCE`."""
+    return DIFFERENCE / float(vector.abs().max())
+
+
+def _difference(losses: Sequence[Loss], parameters: list[Tensor], vector: Tensor, step: float | None = None) -> Tensor:
+    """The product by central differences of the gradients; the parameters get their own memory back."""
+    step = difference_step(vector) if step is None else step
+    saved = [p.data for p in parameters]
+    total = torch.zeros_like(vector)
+    try:
+        for sign in (1.0, -1.0):
+            for p, data, part in zip(parameters, saved, _parts(vector, parameters), strict=True):
+                p.data = data.add(part, alpha=sign * step)
+            for loss in losses:
+                with _explained():
+                    found = torch.autograd.grad(_evaluate(loss), parameters, allow_unused=True)
+                total.add_(_flat(found, parameters), alpha=sign / (2 * step * len(losses)))
+    finally:
+        for p, data in zip(parameters, saved, strict=True):
+            p.data = data
+    return total
+
+
+def check_second_derivative(loss: Loss, parameters: Sequence[Tensor]) -> None:
+    """Compare a product along a random direction with the difference of gradients there.
+
+    A kernel whose gradient autograd does not record (Liger's, many attention kernels) makes products wrong in silence.
+
+    Raises:
+        MoQError: They differ by more than 5 % (rounding accounts for 0.2 %).
+    """
+    parameters = list(parameters)
+    size = sum(p.numel() for p in parameters)
+    vector = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(parameters[0].device)
+    vector /= vector.norm()
+    with _Graph(loss, {"": parameters}) as graph:
+        exact = graph.product("", vector)
+    error = float((_difference([loss], parameters, vector) - exact).norm())
+    size_of = float(exact.norm())
+    # Gradients below this are rounding.
+    if error > 0.05 * size_of + 1e-6:
+        raise MoQError(
+            f"the loss has no right second derivative: a product with its Hessian is off by {error:.3g} where its norm "
+            f"is {size_of:.3g}, so some kernel in the model cannot be differentiated twice; "
+            "take differences of gradients (eigenvalue.finite_difference)"
+        )
+
+
+def _evaluate(loss: Loss) -> Tensor:
+    with torch.enable_grad():
+        value = loss()
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise MoQError(f"the loss must be a scalar tensor, got {shape}")
+    if not value.requires_grad:
+        raise MoQError("the loss depends on no parameter that requires a gradient")
+    return value.reshape(())
+
+
+_NOT_TWICE = ("derivative for", "double backward", "once_differentiable")
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Tells what to do about a loss that cannot be differentiated twice."""
+    try:
+        yield
+    except torch.OutOfMemoryError as err:
+        raise MoQError(
+            "measuring eigenvalues ran out of memory: give fewer rows per loss, or take differences of gradients "
+            "(eigenvalue.finite_difference), which need no graph of the gradient"
+        ) from err
+    except RuntimeError as err:
+        if not any(sign in str(err) for sign in _NOT_TWICE):
+            raise
+        raise MoQError(
+            f"the loss cannot be differentiated twice ({err}): load the model with "
+            'attn_implementation="eager", or take differences of gradients (eigenvalue.finite_difference)'
+        ) from err
+
+
+def _parts(vector: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """`vector` cut into the parameters' shapes, in their dtypes."""
+    pieces = torch.split(vector, [p.numel() for p in parameters])
+    return [piece.view(p.shape).to(p.dtype) for piece, p in zip(pieces, parameters, strict=True)]
+
+
+def _flat(tensors: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
+    """One float32 vector of tensors of the parameters' shapes, None being zeros."""
+    pairs = zip(tensors, parameters, strict=True)
+    return torch.cat([(torch.zeros_like(p) if t is None else t).detach().float().flatten() for t, p in pairs])
+
+
+def _check(
+    losses: Sequence[Loss],
+    blocks: Mapping[str, Sequence[Tensor]],
+    method: str,
+    max_iter: int,
+    tol: float,
+    stability: float,
+) -> None:
+    if not losses:
+        raise MoQError("no loss: give one, or one per batch")
+    if not blocks:
+        raise MoQError("no block to measure")
+    if method not in ("lanczos", "power"):
+        raise MoQError(f'method must be "lanczos" or "power", got {method!r}')
+    if max_iter < 1 or not 0 < tol < math.inf or not 0 <= stability < math.inf:
+        raise MoQError(
+            f"max_iter must be at least 1, tol above 0 and stability at least 0; got {max_iter}, {tol}, {stability}"
+        )
+    for name, parameters in blocks.items():
+        if sum(p.numel() for p in parameters) == 0:
+            raise MoQError(f"block {name!r} has no parameters")
+        frozen = sum(not p.requires_grad for p in parameters)
+        if frozen:
+            raise MoQError(f"block {name!r} has {frozen} parameters that require no gradient; see `measuring`")
+        if any(hasattr(p, "device_mesh") for p in parameters):
+            raise MoQError(f"block {name!r} has sharded parameters (FSDP), whose eigenvalues cannot be measured")
+
+
+def layer_blocks(
+    model: nn.Module, layer_name: str | None = None, layer_num: int | None = None
+) -> dict[str, list[nn.Parameter]]:
+    """The blocks of a model: each entry of its list of layers, with all the parameters of floating point in it.
+
+    Args:
+        model: Any module.
+        layer_name: Path of a `ModuleList`. None takes `bert.encoder.layer` where there is one, otherwise every
+            outermost `ModuleList` all of whose entries are of one class and have parameters (both stacks of a T5).
+        layer_num: Entries of each list, from the first; None is all.
+
+    Returns:
+        Module name of the entry to its parameters, in model order.
+
+    Raises:
+        MoQError: No such list, with those that there are; or `layer_num` is more than a list has.
+    """
+    lists = _layer_lists(model)
+    there = ", ".join(f"{name} ({len(entries)})" for name, entries in lists.items()) or "none"
+    if layer_name is not None:
+        try:
+            entries = model.get_submodule(layer_name)
+        except AttributeError:
+            entries = None
+        if not isinstance(entries, nn.ModuleList) or not any(True for _ in entries.parameters()):
+            what = "no module" if entries is None else f"a {type(entries).__name__}"
+            raise MoQError(
+                f"eigenvalue.layer_name: {layer_name!r} is {what}, not a list of layers; the model has: {there}"
+            )
+        lists = {layer_name: entries}
+    elif BERT_LAYERS in lists:
+        lists = {BERT_LAYERS: lists[BERT_LAYERS]}
+    if not lists:
+        raise MoQError("the model has no list of layers (a ModuleList of modules of one class) to measure")
+    short = [f"{name} has {len(entries)}" for name, entries in lists.items() if len(entries) < (layer_num or 0)]
+    if short:
+        raise MoQError(f"eigenvalue.layer_num: {layer_num} is more than there are: {', '.join(short)}")
+    return {
+        f"{name}.{index}": [p for p in entry.parameters() if p.is_floating_point()]
+        for name, entries in lists.items()
+        for index, entry in enumerate(list(entries)[:layer_num])
+    }
+
+
+def _layer_lists(model: nn.Module, prefix: str = "") -> dict[str, nn.ModuleList]:
+    found: dict[str, nn.ModuleList] = {}
+    for name, child in model.named_children():
+        path = f"{prefix}{name}"
+        if not isinstance(child, nn.ModuleList):
+            found |= _layer_lists(child, path + ".")
+        elif len({type(entry) for entry in child}) == 1 and all(any(True for _ in e.parameters()) for e in child):
+            found[path] = child
+    return found
+
+
+@contextlib.contextmanager
+def measuring(model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]]) -> Iterator[dict[str, list[Tensor]]]:
+    """For the duration, `model` as eigenvalues want it; afterwards as it was, whatever happens in between.
+
+    Inside, the model computes in float32 without autocast and without dropout, with attention that can be
+    differentiated twice, uncompiled; quantized layers multiply with their quantized weights as they are now. All
+    parameters are stand-ins of which only those of `blocks` require a gradient, frozen ones included, and all buffers
+    are copies: the model's own get no gradient, no new version and no hook called. Random numbers drawn inside leave
+    the generators as they were.
+
+    Args:
+        model: Unwrapped (no DDP).
+        blocks: Block name to parameters of the model.
+
+    Yields:
+        Block name to the stand-ins, for `block_eigenvalues`.
+    """
+    with contextlib.ExitStack() as stack:
+        stand_ins = stack.enter_context(_stand_ins(model, {id(p) for ps in blocks.values() for p in ps}))
+        stack.enter_context(_evaluation_mode(model))
+        stack.enter_context(_plain_attention(model))
+        devices = {p.device.type for p in model.parameters()} - {"meta"}
+        stack.enter_context(repeatable(model))
+        for device in devices | {"cpu"}:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield {name: [p for one in ps for p in stand_ins[id(one)]] for name, ps in blocks.items()}
+
+
+@contextlib.contextmanager
+def repeatable(model: nn.Module) -> Iterator[None]:
+    """Afterwards the random generators, of the CPU and of the model's devices, are as they were."""
+    kinds: dict[str, set[int]] = {}
+    for parameter in model.parameters():
+        if parameter.device.type not in ("cpu", "meta"):
+            kinds.setdefault(parameter.device.type, set()).add(parameter.device.index or 0)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        if "mps" in kinds:
+            # One device, which fork_rng would call by number.
+            del kinds["mps"]
+            stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
+        for kind, indices in kinds.items():
+            stack.enter_context(torch.random.fork_rng(devices=sorted(indices), device_type=kind))
+        yield
+
+
+@contextlib.contextmanager
+def _stand_ins(model: nn.Module, measured: set[int]) -> Iterator[dict[int, list[Tensor]]]:
+    """Exchanges the parameter and buffer objects; gives those that stand for a parameter, by its id.
+
+    There are two for a weight that a quantized layer shares with another module.
+    """
+    modules = list(model.modules())
+    before = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
+    states = [(module, module.moq) for module in modules if isinstance(module, QuantLinear)]
+    made: dict[tuple[int, int], nn.Parameter] = {}
+    found: dict[int, list[Tensor]] = {}
+    buffers: dict[int, Tensor] = {}
+    try:
+        for module, parameters, own in before:
+            for name, parameter in parameters.items():
+                if parameter is None or not parameter.is_floating_point():
+                    continue
+                quantized = isinstance(module, QuantLinear) and name == "weight"
+                key = (id(parameter), id(module) if quantized else 0)
+                if key not in made:
+                    data = parameter.detach()
+                    if quantized:
+                        data = cast(QuantLinear, module).quantized_weight(torch.float32).detach()
+                    # Nothing writes into it: memory may be the parameter's own.
+                    made[key] = nn.Parameter(data.float(), requires_grad=id(parameter) in measured)
+                    found.setdefault(id(parameter), []).append(made[key])
+                module._parameters[name] = made[key]
+            for name, buffer in own.items():
+                if buffer is not None:
+                    half = buffer.is_floating_point() and buffer.itemsize < 4
+                    copy = buffer.detach().float() if half else buffer.detach().clone()
+                    module._buffers[name] = buffers.setdefault(id(buffer), copy)
+        for layer, state in states:
+            layer.moq = LayerState(options=state.options)
+        yield found
+    finally:
+        for module, parameters, own in before:
+            module._parameters.update(parameters)
+            module._buffers.update(own)
+        for layer, state in states:
+            layer.moq = state
+
+
+@contextlib.contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    patched = model.__dict__.get("forward")
+    try:
+        for module in training:
+            module.training = False
+        if "_original_forward" in model.__dict__:
+            # Accelerate's mixed precision is inside the forward that it puts on the instance.
+            model.__dict__["forward"] = model.__dict__["_original_forward"]
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        if patched is not None:
+            model.__dict__["forward"] = patched
+
+
+@contextlib.contextmanager
+def _plain_attention(model: nn.Module) -> Iterator[None]:
+    """Attention with a second derivative: PyTorch's own in its mathematical form, any other implementation as eager."""
+    configs = {id(c): c for c in (getattr(module, "config", None) for module in model.modules()) if c is not None}
+    chosen = [(c, c._attn_implementation) for c in configs.values() if getattr(c, "_attn_implementation", None)]
+    others = [(config, name) for config, name in chosen if name not in ("eager", "sdpa")]
+    try:
+        for config, _ in others:
+            config._attn_implementation_internal = "eager"
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        for config, name in others:
+            config._attn_implementation_internal = name
+
+
+def normalise(eigenvalues: Mapping[str, float]) -> dict[str, float]:
+    """Magnitudes over the largest, 0 to 1: one that is not finite gets the largest finite one, all 1 if none is."""
+    finite = [abs(value) for value in eigenvalues.values() if math.isfinite(value)]
+    largest = max(finite, default=0.0)
+    if largest == 0.0:
+        return dict.fromkeys(eigenvalues, 1.0)
+    return {name: abs(v) / largest if math.isfinite(v) else 1.0 for name, v in eigenvalues.items()}

@@ -1,0 +1,359 @@
+"""When a run measures the sensitivity of its blocks, on which training examples, and at what share of its time."""
+
+import base64
+import io
+import logging
+import math
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .config import EigenvalueConfig, MoQError
+from .eigen import (
+    Eigenvalue,
+    block_eigenvalues,
+    check_second_derivative,
+    layer_blocks,
+    measuring,
+    normalise,
+    repeatable,
+)
+from .quant_linear import QuantLinear
+from .schedule import PrecisionSchedule
+
+logger = logging.getLogger(__name__)
+
+Inputs = dict[str, Any]
+
+# Rows whose graph is in memory at one time.
+CHUNK = 16
+# Costs in units of the forward and backward pass of one training example; benchmarks/eigen.py measures them. They
+# decide what the budget allows: the clock would let two runs of the same seed differ.
+GRAPH_COST, PRODUCT_COST = 1.0, 0.6
+# Products a block takes early in training, where it takes most.
+FIRST_PRODUCTS = {"lanczos": 11, "power": 23}
+# However small the budget is, fewer examples would say nothing.
+MIN_ROWS = 8
+# A half-precision training step is that much faster than the same in float32, in which eigenvalues are measured.
+HALF_PRECISION = 4.0
+# Examples of earlier steps are part of the saved state: bytes, uncompressed.
+KEPT_BYTES = 1 << 20
+
+
+class Samples:
+    """The latest training examples, in the form that the loss takes.
+
+    Args:
+        num_samples: Examples wanted.
+        across_steps: Keep examples of earlier optimizer steps too; they are saved with the state.
+    """
+
+    def __init__(self, num_samples: int, across_steps: bool) -> None:
+        self.num_samples, self.across_steps = num_samples, across_steps
+        self._batches: list[Inputs] = []
+
+    def add(self, inputs: Mapping[str, Any]) -> None:
+        """Take a micro-batch. Its tensors are kept, not copied."""
+        self._batches.append(dict(inputs))
+        while sum(map(_rows, self._batches[1:])) >= self.num_samples:
+            del self._batches[0]
+
+    def end_step(self) -> None:
+        """Forget what the next optimizer step may not use."""
+        kept: list[Inputs] = []
+        left = KEPT_BYTES if self.across_steps else 0
+        for batch in reversed(self._batches):
+            left -= sum(value.nbytes for value in batch.values() if isinstance(value, Tensor))
+            if left < 0 or not _can_split(batch):
+                break
+            kept.insert(0, batch)
+        self._batches = kept
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._batches = []
+
+    def batches(self, rows: int) -> list[Inputs]:
+        """The latest `rows` examples, as far as there are that many, in batches of at most `CHUNK`."""
+        found: list[Inputs] = []
+        for batch in reversed(self._batches):
+            if rows <= 0:
+                break
+            size = min(rows, _rows(batch)) if _can_split(batch) else _rows(batch)
+            rows -= size
+            found += [_part(batch, start, min(size, start + CHUNK)) for start in range(0, size, CHUNK)]
+        return found
+
+    def state_dict(self) -> str:
+        """What is kept, as text."""
+        buffer = io.BytesIO()
+        torch.save([{k: v.cpu() if isinstance(v, Tensor) else v for k, v in b.items()} for b in self._batches], buffer)
+        return base64.b64encode(zlib.compress(buffer.getvalue())).decode()
+
+    def load_state_dict(self, text: str, device: torch.device) -> None:
+        """Go on with what was kept."""
+        buffer = io.BytesIO(zlib.decompress(base64.b64decode(text)))
+        self._batches = torch.load(buffer, map_location=device, weights_only=True)
+
+
+def _rows(inputs: Inputs) -> int:
+    return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()), 1)
+
+
+def _part(inputs: Inputs, start: int, end: int) -> Inputs:
+    """Some of the examples; all of them where they cannot be told apart."""
+    if not _can_split(inputs):
+        return inputs
+    return {key: value[start:end] if isinstance(value, Tensor) else value for key, value in inputs.items()}
+
+
+def _can_split(inputs: Inputs) -> bool:
+    """Whether every entry is a tensor with the examples along its first dimension, or a plain value."""
+    rows = _rows(inputs)
+    return all(
+        value.dim() > 0 and len(value) == rows
+        if isinstance(value, Tensor)
+        else value is None or isinstance(value, bool | int | float | str)
+        for value in inputs.values()
+    )
+
+
+class Sensitivity:
+    """The eigenvalues that the schedule sees: measured when a drop is due and the budget allows it.
+
+    Args:
+        model: The model in training, not wrapped.
+        config: What to measure.
+        layers: The quantized layers by name; only blocks that hold one are measured.
+        seed: Of the start vectors.
+
+    Raises:
+        MoQError: There is nothing to measure; see `layer_blocks`.
+
+    Attributes:
+        blocks: Block name to its parameters.
+        values: Block name to the eigenvalue over the largest, 0 to 1; empty before the first measurement.
+        eigenvalues: Block name to the magnitude of the eigenvalue itself.
+        seconds: Time that measuring took, in this process.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: EigenvalueConfig, layers: Mapping[str, QuantLinear], seed: int = 0
+    ) -> None:
+        self.model, self.config, self.seed = model, config, seed
+        found = layer_blocks(model, config.layer_name, config.layer_num)
+        quantized = {name for name in found if any(layer.startswith(name + ".") or layer == name for layer in layers)}
+        self.blocks = {name: parameters for name, parameters in found.items() if name in quantized}
+        if not self.blocks:
+            raise MoQError(f"eigenvalue: no block has a quantized layer; the blocks are {', '.join(found)}")
+        self.values: dict[str, float] = {}
+        self.eigenvalues: dict[str, float] = {}
+        self.seconds = 0.0
+        self.samples = Samples(config.num_samples, across_steps=not _is_distributed())
+        # In units of one training example; without `plan` there is no limit.
+        self._per_step, self._total = math.inf, math.inf
+        self._spent = 0.0
+        self._products = float(min(config.max_iter, FIRST_PRODUCTS[config.method]))
+        self._rows, self._measured_at = 0, 0
+        self._warned: set[tuple[str, str]] = set()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    def plan(self, total_steps: int, rows_per_step: float, half_precision: bool = False) -> None:
+        """Tell how long the run is, so that the budget can be kept.
+
+        Args:
+            total_steps: Optimizer steps of the whole run.
+            rows_per_step: Training examples per optimizer step and process.
+            half_precision: Whether training computes in bf16 or fp16; measuring is in float32.
+        """
+        self._per_step = rows_per_step / (HALF_PRECISION if half_precision else 1.0)
+        self._total = total_steps * self._per_step * self.config.max_overhead
+
+    def summary(self) -> str:
+        """One line: what is measured and what the budget allows."""
+        rows = self._first_rows()
+        share = self._cost(rows) / self._total * self.config.max_overhead
+        return (
+            f"eigenvalues of {len(self.blocks)} blocks ({next(iter(self.blocks))}, ...) over {rows} examples each time "
+            f"a drop is due and at most {self.config.max_overhead:.3g} of the run's time is spent; "
+            f"one measurement takes about {share:.3f} of it"
+        )
+
+    def is_due(self, schedule: PrecisionSchedule) -> bool:
+        """Whether the coming step of the schedule wants values measured now.
+
+        The last multiple of `gas_boundary_resolution` steps before a drop; the drop itself if there is no value yet.
+        """
+        resolution = self.config.gas_boundary_resolution
+        on_grid = (schedule.steps + 1) % resolution == 0
+        ahead = schedule.drops_ahead(resolution if on_grid else 1) if on_grid or not self.values else ()
+        return any(name in self.blocks for name in ahead)
+
+    def update(self, schedule: PrecisionSchedule, loss: Callable[[Inputs], Tensor]) -> None:
+        """Measure, or keep the values of before where the budget is spent, and say which.
+
+        Args:
+            schedule: Before its coming step.
+            loss: Gives the scalar mean loss of one of the sample batches.
+
+        Raises:
+            MoQError: There are no samples, or the loss is no scalar that depends on the blocks.
+        """
+        step = schedule.steps + 1
+        if self.values:
+            rows = self._rows
+            if self._spent + self._cost(rows) > step * self._per_step * self.config.max_overhead:
+                logger.info(
+                    "step %d: eigenvalues of step %d used again, measuring would exceed max_overhead %.3g",
+                    step,
+                    self._measured_at,
+                    self.config.max_overhead,
+                )
+                return
+        else:
+            rows = self._first_rows()
+        batches = self.samples.batches(rows)
+        if not batches:
+            raise MoQError("eigenvalues: no training example was seen before the first drop")
+        start = time.perf_counter()
+        results = self._measure(batches, loss)
+        rows = sum(map(_rows, batches))
+        products = sum(found.num_products for found in results.values())
+        magnitudes = {name: abs(found.value) for name, found in results.items()}
+        # Ranks must agree on the values, and on what later measurements the budget allows.
+        magnitudes, self._products, rows = _mean_over_ranks(magnitudes, products / len(results), rows, self.device)
+        self._spent += self._cost(rows)
+        self._rows, self._measured_at = max(rows, self._rows), step
+        self.eigenvalues, self.values = magnitudes, normalise(magnitudes)
+        self._warn_about(results)
+        elapsed = time.perf_counter() - start
+        self.seconds += elapsed
+        log = logger.info if self.config.verbose else logger.debug
+        log(
+            "step %d: eigenvalues over %d examples, %d products, %.1f s: %s",
+            step,
+            rows,
+            products,
+            elapsed,
+            ", ".join(f"{name} {self.values[name]:.2f} ({self.eigenvalues[name]:.3g})" for name in self.blocks),
+        )
+
+    def report(self, elapsed: float) -> None:
+        """Tell what share of `elapsed` seconds measuring took."""
+        share = self.seconds / elapsed
+        over = share > self.config.max_overhead
+        logger.log(
+            logging.WARNING if over else logging.INFO,
+            "%seigenvalues took %.1f of %.1f s, %.3f of the run's time%s",
+            "moq_hf: " if over else "",
+            self.seconds,
+            elapsed,
+            share,
+            f", more than max_overhead {self.config.max_overhead:.3g}" if over else "",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, in JSON types."""
+        return {
+            "eigenvalues": {k: None if math.isnan(v) else v for k, v in self.eigenvalues.items()},
+            "spent": self._spent,
+            "products": self._products,
+            "rows": self._rows,
+            "measured_at": self._measured_at,
+            "samples": self.samples.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.eigenvalues = {k: math.nan if v is None else v for k, v in state["eigenvalues"].items()}
+        self.values = normalise(self.eigenvalues) if self.eigenvalues else {}
+        self._spent, self._products = state["spent"], state["products"]
+        self._rows, self._measured_at = state["rows"], state["measured_at"]
+        self.samples.load_state_dict(state["samples"], self.device)
+
+    def _first_rows(self) -> int:
+        wanted = self.config.num_samples
+        while wanted > MIN_ROWS and self._cost(wanted) > self._total:
+            wanted -= 1
+        return wanted
+
+    def _cost(self, rows: int) -> float:
+        """Of one measurement, in training examples."""
+        # One batch's graph serves all products, those of several are made again for each round of products.
+        graphs = 1.0 if rows <= CHUNK else self._products
+        return rows * (GRAPH_COST * graphs + PRODUCT_COST * self._products * len(self.blocks))
+
+    def _measure(self, batches: list[Inputs], loss: Callable[[Inputs], Tensor]) -> dict[str, Eigenvalue]:
+        rows = [_rows(batch) for batch in batches]
+
+        def closure(batch: Inputs, weight: float) -> Callable[[], Tensor]:
+            def evaluate() -> Tensor:
+                with repeatable(self.model):
+                    return loss(_to_float32(batch, self.device)) * weight
+
+            return evaluate
+
+        # The mean over examples, whatever the sizes of the batches.
+        weights = [size * len(rows) / sum(rows) for size in rows]
+        config = self.config
+        with measuring(self.model, self.blocks) as blocks:
+            if not self.values and not config.finite_difference:
+                check_second_derivative(closure(_part(batches[0], 0, 2), 1.0), next(iter(blocks.values())))
+            return block_eigenvalues(
+                [closure(batch, weight) for batch, weight in zip(batches, weights, strict=True)],
+                blocks,
+                method=config.method,
+                max_iter=config.max_iter,
+                tol=config.tol,
+                stability=config.stability,
+                finite_difference=config.finite_difference,
+                seed=self.seed,
+            )
+
+    def _warn_about(self, results: Mapping[str, Eigenvalue]) -> None:
+        odd = {name for name, value in self.eigenvalues.items() if not math.isfinite(value)}
+        self._warn("is not finite: the largest finite one is used, 1 for all if there is none", odd)
+        odd = {name for name, found in results.items() if found.reason == "max_iter"}
+        self._warn(f"is not within tol after max_iter {self.config.max_iter} products", odd)
+
+    def _warn(self, what: str, blocks: set[str]) -> None:
+        new = [name for name in self.blocks if name in blocks and (what, name) not in self._warned]
+        self._warned |= {(what, name) for name in new}
+        if new:
+            logger.warning("moq_hf: the eigenvalue of %s %s", ", ".join(new), what)
+
+
+def _to_float32(inputs: Inputs, device: torch.device) -> Inputs:
+    moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
+    half = {k for k, v in moved.items() if isinstance(v, Tensor) and v.is_floating_point() and v.itemsize < 4}
+    return {key: value.float() if key in half else value for key, value in moved.items()}
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _mean_over_ranks(
+    values: dict[str, float], products: float, rows: int, device: torch.device
+) -> tuple[dict[str, float], float, int]:
+    """The means, the same on every rank; of `values` what is finite counts, and NaN is left where nothing is."""
+    if not _is_distributed():
+        return values, products, rows
+    own = torch.tensor(list(values.values()))
+    finite = own.isfinite()
+    sums = torch.cat([own.where(finite, torch.zeros(())), finite.float(), torch.tensor([products, float(rows), 1.0])])
+    sums = sums.to(device)
+    dist.all_reduce(sums)
+    dist.broadcast(sums, 0)
+    total, count, rest = torch.split(sums.cpu(), [len(values), len(values), 3])
+    means: list[float] = (total / count).tolist()
+    return dict(zip(values, means, strict=True)), float(rest[0] / rest[2]), round(float(rest[1] / rest[2]))

@@ -1,0 +1,458 @@
+import copy
+import gc
+import json
+import math
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModel,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    ViTConfig,
+)
+
+from moq_hf import MoQError, block_eigenvalues, dequantize_model, quantize_model
+from moq_hf.eigen import check_second_derivative, difference_step, layer_blocks, measuring, normalise
+from moq_hf.quant_linear import quant_layers
+
+GOLDEN = Path(__file__).parent / "golden" / "eigen_h16_init"
+
+
+def quadratic(eigenvalues: list[float], seed: int = 0) -> tuple[Callable[[], Tensor], dict[str, list[Tensor]]]:
+    """A loss whose Hessian has these eigenvalues, its vector cut into two parameters."""
+    size = len(eigenvalues)
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0]
+    matrix = (basis @ torch.diag(torch.tensor(eigenvalues, dtype=torch.float64)) @ basis.T).float()
+    parts = [nn.Parameter(torch.ones(size // 2)), nn.Parameter(torch.ones(1, size - size // 2))]
+
+    def loss() -> Tensor:
+        x = torch.cat([part.flatten() for part in parts])
+        return 0.5 * x @ matrix @ x
+
+    return loss, {"block": list(parts)}
+
+
+SPECTRA = {
+    "known": [float(k) for k in range(1, 11)],
+    "negative dominant": [-7.0, *[float(k) for k in range(-4, 5)]],
+    "nearly equal ends": [-9.98, 10.0, *[k / 3 for k in range(8)]],
+    "twice the same": [3.0, 3.0, *[0.1 * k for k in range(8)]],
+}
+
+
+@pytest.mark.parametrize("method", ["lanczos", "power"])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_a_known_spectrum(name: str, method: Any) -> None:
+    if method == "power" and name == "nearly equal ends":
+        pytest.skip("power iteration does not tell equal ends apart: that is why it is not the default")
+    truth = max(SPECTRA[name], key=abs)
+    found = block_eigenvalues(*quadratic(SPECTRA[name]), method=method, tol=1e-3)["block"]
+    assert found.value == pytest.approx(truth, rel=5e-3 if method == "power" else 1e-3)
+    assert found.converged
+
+
+def test_published_power_iteration_ends_too_early_where_the_ends_are_nearly_equal() -> None:
+    loss, blocks = quadratic(SPECTRA["nearly equal ends"])
+    power = block_eigenvalues(loss, blocks, method="power")["block"]
+    assert power.converged and abs(power.value) < 9.5
+    assert abs(block_eigenvalues(loss, blocks)["block"].value) == pytest.approx(10, rel=1e-2)
+
+
+@pytest.mark.parametrize("method", ["lanczos", "power"])
+def test_no_curvature(method: Any) -> None:
+    found = block_eigenvalues(*quadratic([0.0] * 10), method=method)["block"]
+    assert (found.value, found.reason, found.num_products) == (0.0, "zero", 1)
+
+
+@given(st.lists(st.floats(-0.9, 0.9), max_size=30), st.sampled_from([-40.0, 0.5]), st.integers(0, 2**63 - 1))
+def test_lanczos_is_within_the_tolerance(rest: list[float], truth: float, seed: int) -> None:
+    loss, blocks = quadratic([truth, *(truth * share for share in rest)], seed % 1000)
+    found = block_eigenvalues(loss, blocks, seed=seed)["block"]
+    assert found.converged and found.num_products <= 1 + len(rest)
+    assert found.value == pytest.approx(truth, rel=1e-2)
+
+
+@given(st.lists(st.floats(-50, 50), min_size=1, max_size=30), st.integers(0, 2**63 - 1))
+def test_lanczos_never_exceeds_the_spectrum(eigenvalues: list[float], seed: int) -> None:
+    found = block_eigenvalues(*quadratic(eigenvalues, seed % 1000), seed=seed)["block"]
+    # Within what float32 makes of the matrix.
+    assert min(eigenvalues) - 1e-4 <= found.value <= max(eigenvalues) + 1e-4
+
+
+@pytest.mark.parametrize("method", ["lanczos", "power"])
+def test_what_ends_the_iteration(method: Any) -> None:
+    spectrum = [10.0 * 0.99**k for k in range(200)]
+    loss, blocks = quadratic(spectrum)
+    limited = block_eigenvalues(loss, blocks, method=method, max_iter=3)["block"]
+    assert (limited.converged, limited.reason, limited.num_products) == (False, "max_iter", 3)
+    loose, tight = (
+        block_eigenvalues(loss, blocks, method=method, tol=tol, max_iter=1000)["block"] for tol in (1e-1, 1e-5)
+    )
+    assert loose.reason == tight.reason == "tolerance"
+    assert loose.num_products < tight.num_products and abs(tight.value - 10) < abs(loose.value - 10)
+
+
+def test_lanczos_on_a_small_block_is_exact() -> None:
+    found = block_eigenvalues(*quadratic([1.0, 5.0, 2.0]))["block"]
+    assert (found.reason, found.num_products) == ("exact", 3) and found.value == pytest.approx(5.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["lanczos", "power"])
+def test_not_finite(method: Any) -> None:
+    x = nn.Parameter(torch.zeros(3))
+    found = block_eigenvalues(lambda: (x.sqrt() * torch.tensor([1.0, 2.0, 3.0])).sum(), {"x": [x]}, method=method)["x"]
+    assert math.isnan(found.value) and not found.converged and found.reason == "not finite"
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(GOLDEN.with_suffix(".json").read_text())
+    model = BertForSequenceClassification(BertConfig(**document["config"]))
+    model.load_state_dict(load_file(GOLDEN.with_suffix(".model.safetensors")))
+    document["model"], document["batch"] = model, load_file(GOLDEN.with_suffix(".batch.safetensors"))
+    document["truth"] = [block["lambda_abs_max"] for block in document["dense"]["blocks"]]
+    return document
+
+
+@pytest.mark.parametrize("finite_difference", [False, True])
+@pytest.mark.parametrize("tol", [1e-2, 1e-4])
+def test_the_recorded_model_against_its_dense_hessian(golden: Any, tol: float, finite_difference: bool) -> None:
+    model, batch = golden["model"], golden["batch"]
+    with measuring(model, layer_blocks(model)) as blocks:
+        assert model(**batch).loss.item() == pytest.approx(golden["loss_fp32"], rel=1e-6)
+        found = block_eigenvalues(lambda: model(**batch).loss, blocks, tol=tol, finite_difference=finite_difference)
+    assert list(found) == [f"bert.encoder.layer.{k}" for k in range(3)]
+    assert all(one.converged for one in found.values())
+    # What differences of float32 gradients can be good for.
+    limit = max(tol, 5e-4) if finite_difference else tol
+    for one, truth in zip(found.values(), golden["truth"], strict=True):
+        assert one.value == pytest.approx(truth, rel=limit)
+
+
+def test_power_iteration_is_the_published_one(golden: Any) -> None:
+    model, batch = golden["model"], golden["batch"]
+    with measuring(model, layer_blocks(model)) as blocks:
+        found = block_eigenvalues(lambda: model(**batch).loss, blocks, method="power")
+    assert [round(one.value, 2) for one in found.values()] == [11.19, 9.78, 9.77]
+    assert [one.num_products for one in found.values()] == [8, 4, 4]
+
+
+def test_several_losses_stand_for_their_mean(golden: Any) -> None:
+    model, batch = golden["model"], golden["batch"]
+    halves = [{k: v[part] for k, v in batch.items()} for part in (slice(0, 4), slice(4, 8))]
+    with measuring(model, layer_blocks(model)) as blocks:
+        whole = block_eigenvalues(lambda: model(**batch).loss, blocks)
+        parts = block_eigenvalues([lambda half=half: model(**half).loss for half in halves], blocks)
+        differences = block_eigenvalues(
+            [lambda half=half: model(**half).loss for half in halves], blocks, finite_difference=True
+        )
+    for name in whole:
+        assert parts[name].value == pytest.approx(whole[name].value, rel=1e-5)
+        assert parts[name].num_products == whole[name].num_products
+        assert differences[name].value == pytest.approx(whole[name].value, rel=1e-3)
+
+
+def test_no_weight_moves_far_in_a_difference() -> None:
+    assert difference_step(torch.tensor([0.0, -0.5])) * 0.5 == pytest.approx(2e-4)
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"loss": []}, "no loss"),
+        ({"blocks": {}}, "no block"),
+        ({"blocks": {"a": []}}, "'a' has no parameters"),
+        ({"blocks": {"a": [torch.zeros(2)]}}, "'a' has 1 parameters that require no gradient"),
+        ({"loss": lambda: torch.ones(2, requires_grad=True)}, r"scalar tensor, got a tensor of shape \[2\]"),
+        ({"loss": lambda: 1.0}, "scalar tensor, got float"),
+        ({"loss": lambda: torch.ones(())}, "depends on no parameter"),
+        ({"method": "lobpcg"}, "'lobpcg'"),
+        ({"max_iter": 0}, "max_iter must be"),
+        ({"tol": 0.0}, "tol above 0"),
+        ({"tol": math.nan}, "tol above 0"),
+        ({"stability": -1.0}, "stability at least 0"),
+        (
+            {"blocks": {"a": [nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]}, "finite_difference": True},
+            "need float32 parameters; .*: a",
+        ),
+    ],
+)
+def test_wrong_arguments_are_told(change: dict[str, Any], text: str) -> None:
+    loss, blocks = quadratic([1.0, 2.0])
+    with pytest.raises(MoQError, match=text):
+        block_eigenvalues(**{"loss": loss, "blocks": blocks, **change})
+
+
+class OnlyOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+
+def attention(x: Tensor) -> Tensor:
+    """PyTorch's fused attention, which has no second derivative on a CPU."""
+    heads = x.view(1, 2, 4, 8)
+    return nn.functional.scaled_dot_product_attention(heads, heads, heads)
+
+
+def test_a_loss_that_cannot_be_differentiated_twice_is_told_and_measured_by_differences() -> None:
+    x = nn.Parameter(torch.randn(64))
+    before = x.tolist()
+    with pytest.raises(MoQError, match=r"cannot be differentiated twice .*finite_difference"):
+        block_eigenvalues(lambda: attention(x).square().sum(), {"x": [x]})
+    found = block_eigenvalues(lambda: attention(x).square().sum(), {"x": [x]}, finite_difference=True)["x"]
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = block_eigenvalues(lambda: attention(x).square().sum(), {"x": [x]})["x"]
+    assert found.value == pytest.approx(exact.value, rel=1e-3)
+    assert x.grad is None and x.tolist() == before
+
+
+def test_a_second_derivative_that_is_wrong_in_silence_is_noticed() -> None:
+    x = nn.Parameter(torch.tensor([1.0, -2.0]))
+    check_second_derivative(lambda: (x**3).sum(), [x])
+    check_second_derivative(lambda: x.sum(), [x])
+    with pytest.raises(MoQError, match=r"no right second derivative.* off by .*finite_difference"):
+        check_second_derivative(lambda: OnlyOnce.apply(x).sum(), [x])
+
+
+def test_memory_is_freed_when_measuring_fails() -> None:
+    x = nn.Parameter(torch.ones(64))
+    alive: list[weakref.ref[Tensor]] = []
+
+    def loss() -> Tensor:
+        hidden = x.exp()
+        alive.append(weakref.ref(hidden))
+        return attention(hidden).square().sum()
+
+    gc.disable()
+    try:
+        with pytest.raises(MoQError):
+            block_eigenvalues(loss, {"x": [x]})
+        block_eigenvalues(lambda: (alive.append(weakref.ref(h := x.exp())), h.sum())[1], {"x": [x]})
+        # pytest's own record of the exception is a cycle.
+        gc.collect()
+        assert [one() for one in alive] == [None, None]
+    finally:
+        gc.enable()
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Everything of a model that measuring could leave a trace in."""
+    state: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        state |= {
+            f"{name}!{k}": (id(p), p._version, p.requires_grad) for k, p in module.named_parameters(recurse=False)
+        }
+        state |= {f"{name}?{k}": (id(b), b._version) for k, b in module.named_buffers(recurse=False)}
+        state[name] = (module.training, id(vars(module).get("moq")), vars(module).get("forward"), type(module))
+        state[f"{name}*"] = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    state["grad"] = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    state["values"] = [p.detach().clone() for p in model.parameters()] + [b.clone() for b in model.buffers()]
+    state["random"] = torch.get_rng_state()
+    state["autocast"] = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    return state
+
+
+def assert_no_trace(before: dict[str, Any], after: dict[str, Any]) -> None:
+    def equal(a: Any, b: Any) -> bool:
+        if isinstance(a, Tensor):
+            return isinstance(b, Tensor) and torch.equal(a, b)
+        return all(map(equal, a, b)) and len(a) == len(b) if isinstance(a, list) else bool(a == b)
+
+    assert before.keys() == after.keys()
+    assert [key for key in before if not equal(before[key], after[key])] == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_measuring_leaves_no_trace(tiny_bert: Any, tiny_batch: dict[str, Tensor], quantized: bool, fails: bool) -> None:
+    if quantized:
+        quantize_model(tiny_bert, {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_groups": 2})
+    tiny_bert.train()
+    tiny_bert.bert.encoder.layer[1].eval()
+    tiny_bert.bert.encoder.layer[0].output.dense.bias.requires_grad_(False)
+    tiny_bert(**tiny_batch).loss.backward()
+    found = layer_blocks(tiny_bert)
+    before = state_of(tiny_bert)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = torch.is_autocast_enabled("cpu")
+        with pytest.raises(ZeroDivisionError) if fails else measuring(tiny_bert, found) as blocks:
+            if fails:
+                with measuring(tiny_bert, found):
+                    torch.rand(3)
+                    raise ZeroDivisionError
+            assert not tiny_bert.bert.encoder.layer[0].training and not torch.is_autocast_enabled("cpu")
+            assert all(p.requires_grad for ps in blocks.values() for p in ps)
+            for parameter in tiny_bert.parameters():
+                with torch.no_grad():
+                    parameter.requires_grad_(False)
+            for buffer in tiny_bert.buffers():
+                buffer.zero_()
+            torch.rand(3)
+        assert torch.is_autocast_enabled("cpu") == inside
+    assert_no_trace(before, state_of(tiny_bert))
+
+
+def top(model: nn.Module, batch: dict[str, Tensor], **more: Any) -> list[float]:
+    with measuring(model, layer_blocks(model)) as blocks:
+        return [one.value for one in block_eigenvalues(lambda: model(**batch).loss, blocks, tol=1e-4, **more).values()]
+
+
+@pytest.fixture
+def eager(tiny_bert: Any, tiny_batch: dict[str, Tensor]) -> list[float]:
+    model = copy.deepcopy(tiny_bert)
+    model.set_attn_implementation("eager")
+    return top(model, tiny_batch)
+
+
+def test_sdpa_attention(tiny_bert: Any, tiny_batch: dict[str, Tensor], eager: list[float]) -> None:
+    assert tiny_bert.config._attn_implementation == "sdpa"
+    assert top(tiny_bert.train(), tiny_batch) == pytest.approx(eager, rel=1e-4)
+
+
+def test_attention_without_a_second_derivative(
+    tiny_bert: Any, tiny_batch: dict[str, Tensor], eager: list[float]
+) -> None:
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        raise AssertionError("used")
+
+    AttentionInterface.register("no_second_derivative", attention)
+    tiny_bert.config._attn_implementation = "no_second_derivative"
+    assert top(tiny_bert, tiny_batch) == pytest.approx(eager, rel=1e-4)
+    assert tiny_bert.config._attn_implementation == "no_second_derivative"
+    with pytest.raises(AssertionError, match="used"):
+        tiny_bert(**tiny_batch)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_forwards(
+    tiny_bert: Any, tiny_batch: dict[str, Tensor], eager: list[float], precision: str, monkeypatch: Any
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    # A machine without an accelerator refuses "fp16" at this place only.
+    monkeypatch.setattr(type(accelerator), "mixed_precision", property(lambda self: precision))
+    monkeypatch.setattr(accelerator, "native_amp", True, raising=False)
+    model = accelerator.prepare_model(tiny_bert)
+    assert "_original_forward" in vars(model)
+    patched = vars(model)["forward"]
+    assert top(model, tiny_batch) == pytest.approx(eager, rel=1e-4)
+    assert vars(model)["forward"] is patched
+
+
+def test_half_precision_weights_are_measured_in_float32(tiny_bert: Any, tiny_batch: dict[str, Tensor]) -> None:
+    half = copy.deepcopy(tiny_bert).to(torch.bfloat16)
+    assert top(half, tiny_batch) == pytest.approx(top(copy.deepcopy(half).float(), tiny_batch), rel=1e-4)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing(
+    tiny_bert: Any, tiny_batch: dict[str, Tensor], eager: list[float], use_reentrant: bool
+) -> None:
+    tiny_bert.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    before = [vars(m).get("gradient_checkpointing") for m in tiny_bert.modules()]
+    assert any(before)
+    assert top(tiny_bert.train(), tiny_batch) == pytest.approx(eager, rel=1e-4)
+    assert [vars(m).get("gradient_checkpointing") for m in tiny_bert.modules()] == before
+
+
+def test_compiled_models(tiny_bert: Any, tiny_batch: dict[str, Tensor], eager: list[float]) -> None:
+    tiny_bert.compile(backend="aot_eager")
+    tiny_bert.eval()
+    loss = tiny_bert(**tiny_batch).loss.item()
+    assert top(tiny_bert, tiny_batch) == pytest.approx(eager, rel=1e-4)
+    assert tiny_bert(**tiny_batch).loss.item() == loss
+
+
+def test_quantized_layers_are_measured_at_their_quantized_weights(
+    tiny_bert: Any, tiny_batch: dict[str, Tensor], eager: list[float]
+) -> None:
+    config = {"quantize_bits": {"start_bits": 3, "target_bits": 3}, "quantize_groups": 4}
+    quantize_model(tiny_bert, config)
+    plain = dequantize_model(copy.deepcopy(tiny_bert))
+    here = top(tiny_bert, tiny_batch)
+    assert here == pytest.approx(top(plain, tiny_batch), rel=1e-6)
+    assert here != pytest.approx(eager, rel=1e-2)
+    assert {layer.moq.bits for layer in quant_layers(tiny_bert).values()} == {3}
+
+
+def test_frozen_and_shared_parameters(tiny_bert: Any, tiny_batch: dict[str, Tensor], eager: list[float]) -> None:
+    tiny_bert.requires_grad_(False)
+    assert top(tiny_bert, tiny_batch) == pytest.approx(eager, rel=1e-4)
+    first, second = tiny_bert.bert.encoder.layer
+    second.output.dense.weight = first.output.dense.weight
+    with measuring(tiny_bert, layer_blocks(tiny_bert)) as blocks:
+        assert (
+            tiny_bert.bert.encoder.layer[1].output.dense.weight is tiny_bert.bert.encoder.layer[0].output.dense.weight
+        )
+        assert len({id(p) for ps in blocks.values() for p in ps}) == 2 * 16 - 1
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
+MODELS: dict[str, tuple[Any, list[str]]] = {
+    "bert": (SMALL, ["bert.encoder.layer"]),
+    "roberta": (SMALL, ["roberta.encoder.layer"]),
+    "electra": ({**SMALL, "embedding_size": 16}, ["electra.encoder.layer"]),
+    "deberta-v2": (SMALL, ["deberta.encoder.layer"]),
+    "distilbert": ({"dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 16}, ["distilbert.transformer.layer"]),
+    "gpt2": ({"n_embd": 16, "n_layer": 3, "n_head": 2, "pad_token_id": 0}, ["transformer.h"]),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_layers_of_classifiers_are_found(kind: str) -> None:
+    settings, lists = MODELS[kind]
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, vocab_size=30, **settings))
+    assert list(layer_blocks(model)) == [f"{name}.{k}" for name in lists for k in range(3)]
+
+
+def test_the_layers_of_other_models_are_found() -> None:
+    t5 = AutoConfig.for_model("t5", vocab_size=30, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
+    names = list(layer_blocks(AutoModelForSeq2SeqLM.from_config(t5)))
+    assert names == ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
+    vit = AutoModel.from_config(ViTConfig(image_size=8, patch_size=4, **SMALL))
+    assert len(layer_blocks(vit)) == 3
+    assert {name.rpartition(".")[2] for name in layer_blocks(vit)} == {"0", "1", "2"}
+
+
+def test_the_list_may_be_named_and_limited(tiny_bert: Any) -> None:
+    assert list(layer_blocks(tiny_bert, "bert.encoder.layer", 1)) == ["bert.encoder.layer.0"]
+    assert list(layer_blocks(tiny_bert, None, 2)) == list(layer_blocks(tiny_bert))
+    with pytest.raises(MoQError, match=r"'bert.encoder.layers' is no module, .*has: bert.encoder.layer \(2\)"):
+        layer_blocks(tiny_bert, "bert.encoder.layers")
+    with pytest.raises(MoQError, match=r"'bert.encoder' is a BertEncoder, not a list"):
+        layer_blocks(tiny_bert, "bert.encoder")
+    with pytest.raises(MoQError, match=r"layer_num: 3 is more than there are: bert.encoder.layer has 2"):
+        layer_blocks(tiny_bert, None, 3)
+    with pytest.raises(MoQError, match="no list of layers"):
+        layer_blocks(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_normalised() -> None:
+    nan, inf = math.nan, math.inf
+    assert normalise({"a": -4.0, "b": 2.0, "c": 0.0}) == {"a": 1.0, "b": 0.5, "c": 0.0}
+    assert normalise({"a": -4.0, "b": nan, "c": inf, "d": 1.0}) == {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.25}
+    assert normalise({"a": nan, "b": inf}) == {"a": 1.0, "b": 1.0} == normalise({"a": 0.0, "b": nan})
