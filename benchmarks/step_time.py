@@ -30,26 +30,39 @@ MINILM = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12
 
 
 class Arm:
-    """A model in training, with or without MoQ."""
+    """A model in training, with or without MoQ, under autocast if a dtype is given."""
 
-    def __init__(self, model: Any, config: MoQConfig | None) -> None:
+    def __init__(
+        self, model: Any, config: MoQConfig | None, dtype: torch.dtype | None = None, compiled: bool = False
+    ) -> None:
         """Starts at the config's bits: with an offset of 0."""
         self.model = copy.deepcopy(model).train()
-        self.controller = None if config is None else MoQController(self.model, config)
+        self.device = next(self.model.parameters()).device
+        self.dtype = dtype
+        self.controller = None if config is None else MoQController(self.model, config, dtype=dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.forward = torch.compile(self.model) if compiled else self.model
 
     def step(self, micro_batches: list[dict[str, torch.Tensor]]) -> float:
         """Seconds of one optimizer step."""
         torch.manual_seed(0)
+        self._wait()
         start = time.perf_counter()
         for batch in micro_batches:
-            (self.model(**batch).loss / len(micro_batches)).backward()
+            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
+                loss = self.forward(**batch).loss
+            (loss / len(micro_batches)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         if self.controller is not None:
             self.controller.step()
         self.optimizer.zero_grad()
+        self._wait()
         return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 def moq(bits: int, **algo: Any) -> MoQConfig:

@@ -4,6 +4,7 @@ from .callback import MoQCallback
 from .checkpoint import save_quantized, verify_quantized
 from .config import MoQConfig, MoQConfigError, MoQError, __version__
 from .eigen import block_eigenvalues
+from .packed import load_packed
 from .quant_linear import QuantLinear, dequantize_model, quantize_model
 from .schedule import PrecisionSchedule, plan
 from .trainer import MoQTrainer
@@ -19,6 +20,7 @@ __all__ = [
     "__version__",
     "block_eigenvalues",
     "dequantize_model",
+    "load_packed",
     "plan",
     "quantize_model",
     "save_quantized",

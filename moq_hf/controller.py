@@ -11,8 +11,9 @@ from . import quantizer
 from .config import MoQConfig, MoQError
 from .quant_linear import (
     QuantLinear,
+    Refresher,
     block_of,
-    check_finite,
+    kernels_wanted,
     output_heads,
     prepare_model,
     quant_embeddings,
@@ -63,6 +64,7 @@ class MoQController:
             self.blocks.setdefault(self._block_of(name), []).append(name)
             layer.moq.dtype = dtype
         take_over([*self.layers.values(), *self.embeddings.values()])
+        self._refresher = Refresher({**self.layers, **self.embeddings}, config)
         self.schedule = PrecisionSchedule(config, self.blocks, total_steps)
         self.history: list[Switch] = []
         self._apply_bits(self.blocks)
@@ -127,7 +129,7 @@ class MoQController:
         switched = {switch.block for switch in switches}
         due = self.schedule.steps % self.config.scale_refresh == 0
         self._apply_bits(self.blocks if due else switched)
-        self.refresh()
+        self.refresh(wait=False)
         self._log(switches)
         return switches
 
@@ -152,8 +154,11 @@ class MoQController:
         self.sensitivity.samples.end_step()
         return self.sensitivity.values
 
-    def refresh(self) -> None:
+    def refresh(self, *, wait: bool = True) -> None:
         """Quantize every weight, each once, from what it is now.
+
+        Args:
+            wait: For a GPU's word on NaN and Inf. Otherwise an error may come a step or more late.
 
         Raises:
             MoQError: A weight holds NaN or Inf.
@@ -164,11 +169,10 @@ class MoQController:
                 layer = self.layers[name]
                 layer.moq.step = self.schedule.steps
                 layer.moq.blend = blend[block]
-                layer.refresh()
         for table in self.embeddings.values():
             table.moq.bits = (self.config.quantize_embeddings if self.has_begun else None) or FLOAT_BITS
-            table.refresh()
-        check_finite({**self.layers, **self.embeddings})
+        self._refresher.refresh()
+        self._refresher.check_finite(wait=wait)
 
     def metrics(self) -> dict[str, float]:
         """Scalars for a Trainer's log.
@@ -189,7 +193,12 @@ class MoQController:
         return scalars
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs beside the float weights, in JSON types."""
+        """Everything that a resumed run needs beside the float weights, in JSON types.
+
+        Raises:
+            MoQError: A weight holds NaN or Inf.
+        """
+        self._refresher.check_finite()
         return {
             "config": self.config.to_dict(),
             "schedule": self.schedule.state_dict(),
@@ -242,8 +251,12 @@ class MoQController:
     def warnings(self) -> list[str]:
         """What a user should know before the first step."""
         notes = []
-        if self.config.kernel:
-            notes.append("quantizer_kernel: this version has no Triton kernels; plain PyTorch gives the same numbers")
+        devices = {layer.weight.device for layer in self.layers.values()}
+        if self.config.kernel and not all(kernels_wanted(self.config, device) for device in devices):
+            notes.append(
+                "quantizer_kernel: the Triton kernels need a CUDA device and a working Triton; plain PyTorch gives the "
+                "same numbers"
+            )
         if self.sensitivity is not None and len(self.sensitivity.blocks) == 1:
             notes.append("eigenvalue: there is only one block, so nothing to compare it with: its factor is always 5")
         if self.config.modules_to_not_convert is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .config import MoQError
-from .quant_linear import LayerState, QuantLinear
+from .quant_linear import LayerState, QuantLayer
 
 Loss = Callable[[], Tensor]
 
@@ -574,12 +574,12 @@ def _stand_ins(model: nn.Module, measured: set[int]) -> Iterator[dict[int, list[
             for name, parameter in parameters.items():
                 if parameter is None or not parameter.is_floating_point():
                     continue
-                quantized = isinstance(module, QuantLinear) and name == "weight"
+                quantized = isinstance(module, QuantLayer) and name == "weight"
                 key = (id(parameter), id(module) if quantized else 0)
                 if key not in made:
                     data = parameter.detach()
                     if quantized:
-                        data = cast(QuantLinear, module).quantized_weight(torch.float32).detach()
+                        data = cast(QuantLayer, module).quantized_weight(torch.float32).detach()
                     # Nothing writes into it: memory may be the parameter's own.
                     made[key] = nn.Parameter(data.float(), requires_grad=id(parameter) in measured)
                     found.setdefault(id(parameter), []).append(made[key])
@@ -589,7 +589,7 @@ def _stand_ins(model: nn.Module, measured: set[int]) -> Iterator[dict[int, list[
                     copy = buffer.detach().clone()
                     copy = copy.float() if copy.is_floating_point() else copy
                     module._buffers[name] = buffers.setdefault(id(buffer), copy)
-            if isinstance(module, QuantLinear):
+            if isinstance(module, QuantLayer):
                 module.moq = LayerState(options=module.moq.options)
             if isinstance(module, nn.RNNBase):
                 module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import quantizer
+from . import cpu_quant, quantizer, triton_quant
 from .config import MoQConfig, MoQError, PerChannel, PerGroup, RowBlocks
 from .schedule import FLOAT_BITS
 
@@ -62,6 +62,7 @@ class LayerState:
         blend: Share of the float weight in the forward pass.
         step: Optimizer steps taken, for stochastic rounding.
         dtype: Of the quantized weight: what the matmul wants under autocast. None is the weight's own.
+        plain: Only `quantizer` may compute, no faster path.
         weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device).
         config: What the model was made ready with.
     """
@@ -72,6 +73,7 @@ class LayerState:
     blend: float = 0.0
     step: int = 0
     dtype: torch.dtype | None = None
+    plain: bool = False
     weight: Tensor | None = None
     key: _Key | None = field(default=None, repr=False)
     config: MoQConfig | None = field(default=None, repr=False)
@@ -130,7 +132,10 @@ class QuantLayer(nn.Module):
         self.moq.ratio = None
         if bits != FLOAT_BITS and quantizer.wants_least_squares(config.scale, bits, config.symmetric):
             options = {key: self.moq.options[key] for key in ("groups", "group_size", "symmetric")}
-            self.moq.ratio = quantizer.least_squares_ratio(self.weight, bits, **options)
+            search: Any = quantizer if self.moq.plain else cpu_quant
+            if kernels_wanted(config, self.weight.device):
+                search = triton_quant
+            self.moq.ratio = search.least_squares_ratio(self.weight, bits, **options)
 
     def nonfinite(self) -> Tensor:
         """Whether the weight held NaN or Inf when it was quantized: a bool scalar on its device."""
@@ -150,15 +155,19 @@ class QuantLayer(nn.Module):
             return self.weight.detach()
         # Leaving inference mode makes a result that training can use later.
         with torch.inference_mode(False), torch.no_grad():
-            return quantizer.fake_quantize(
-                self.weight.detach(),
-                state.bits,
-                ratio=state.ratio,
-                blend=state.blend,
-                step=state.step,
-                dtype=dtype,
-                out=out,
-                **state.options,
+            faster: Any = quantizer if state.plain else cpu_quant
+            return cast(
+                Tensor,
+                faster.fake_quantize(
+                    self.weight.detach(),
+                    state.bits,
+                    ratio=state.ratio,
+                    blend=state.blend,
+                    step=state.step,
+                    dtype=dtype,
+                    out=out,
+                    **state.options,
+                ),
             )
 
     def _key(self) -> _Key:
@@ -390,7 +399,7 @@ def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLinear]
             module.__class__ = quant_class(type(module))
         layer = cast(QuantLayer, module)
         options = _options(config, index) if isinstance(layer, QuantLinear) else dict(_ROW_OPTIONS)
-        layer.moq = LayerState(options=options, config=config)
+        layer.moq = LayerState(options=options, config=config, plain=config.kernel is False)
         _CONTROLLED.discard(layer)
         _LAYERS.add(layer)
     return quant_layers(model)
@@ -407,8 +416,103 @@ def check_finite(layers: Mapping[str, QuantLayer]) -> None:
     device = next(iter(layers.values())).weight.device
     flags = torch.stack([layer.nonfinite().to(device) for layer in layers.values()])
     if bool(flags.any()):
-        names = [f"{name}.weight" for name, flag in zip(layers, flags.tolist(), strict=True) if flag]
-        raise MoQError(f"NaN or Inf in {', '.join(names)}: training has diverged or the checkpoint is damaged")
+        _refuse_nonfinite(name for name, flag in zip(layers, flags.tolist(), strict=True) if flag)
+
+
+def _refuse_nonfinite(layers: Iterable[str]) -> None:
+    names = ", ".join(f"{name}.weight" for name in layers)
+    raise MoQError(f"NaN or Inf in {names}: training has diverged or the checkpoint is damaged")
+
+
+def kernels_wanted(config: MoQConfig, device: torch.device) -> bool:
+    """Whether the Triton kernels quantize weights on `device`: unless the config forbids it, where they can run."""
+    return config.kernel is not False and triton_quant.available(device)
+
+
+class Refresher:
+    """Quantizes many layers after each optimizer step: all in one launch where the kernels run, else one by one.
+
+    Args:
+        layers: By name.
+        config: Says whether kernels may be used.
+    """
+
+    def __init__(self, layers: Mapping[str, QuantLayer], config: MoQConfig) -> None:
+        self._layers = dict(layers)
+        self._config = config
+        self._batches: list[tuple[triton_quant.Batch, list[str]]] = []
+        self._single = self._layers
+        self._made_for: list[tuple[Any, ...]] = []
+
+    def refresh(self) -> None:
+        """Quantize every layer's weight once, from what it is now."""
+        if self._identities() != self._made_for:
+            self._make_batches()
+        for batch, names in self._batches:
+            layers = [self._layers[name] for name in names]
+            batch.update([layer.moq.step for layer in layers], [layer.moq.blend for layer in layers])
+            batch.run()
+            for layer in layers:
+                layer.moq.key = layer._key()
+        fast = []
+        for layer in self._single.values():
+            if layer.moq.plain or not cpu_quant.applies(layer.weight, layer.moq.dtype or layer.weight.dtype):
+                layer.refresh()
+            else:
+                fast.append(layer)
+        cpu_quant.each(QuantLayer.refresh, fast)
+
+    def check_finite(self, *, wait: bool = True) -> None:
+        """Stop if a weight held NaN or Inf.
+
+        Args:
+            wait: For the device. Otherwise weights that a kernel quantized are judged as they were a step or more ago.
+
+        Raises:
+            MoQError: Names the parameters.
+        """
+        bad = [names[index] for batch, names in self._batches for index in batch.nonfinite(wait=wait)]
+        if bad:
+            _refuse_nonfinite(bad)
+        check_finite(self._single)
+
+    def _identities(self) -> list[tuple[Any, ...]]:
+        """What the batches depend on: they hold pointers."""
+        found: list[tuple[Any, ...]] = []
+        for layer in self._layers.values():
+            state, weight = layer.moq, layer.weight
+            pointer = 0 if weight.is_meta or _is_sharded(weight) else weight.data_ptr()
+            tensors = (pointer, id(state.weight), id(state.ratio))
+            found.append((*tensors, weight.device, weight.dtype, state.bits, state.dtype))
+        return found
+
+    def _make_batches(self) -> None:
+        self._single = {}
+        jobs: dict[torch.device, dict[str, triton_quant.Job]] = {}
+        for name, layer in self._layers.items():
+            job = self._job(layer)
+            if job is None:
+                self._single[name] = layer
+            else:
+                jobs.setdefault(layer.weight.device, {})[name] = job
+        self._batches = [(triton_quant.Batch(list(named.values())), list(named)) for named in jobs.values()]
+        self._made_for = self._identities()
+
+    def _job(self, layer: QuantLayer) -> "triton_quant.Job | None":
+        state, weight = layer.moq, layer.weight.detach()
+        dtype = state.dtype or weight.dtype
+        if state.bits == FLOAT_BITS or weight.is_meta or _is_sharded(weight) or not weight.is_contiguous():
+            return None
+        if not {dtype, weight.dtype} <= triton_quant.DTYPES.keys() or not kernels_wanted(self._config, weight.device):
+            return None
+        kept = state.weight
+        if kept is None or kept.device != weight.device or kept.dtype != dtype or kept.shape != weight.shape:
+            with torch.inference_mode(False), torch.no_grad():
+                state.weight = torch.empty_like(weight, dtype=dtype)
+        out = cast(Tensor, state.weight)
+        return triton_quant.Job(
+            weight, out, state.bits, ratio=state.ratio, step=state.step, blend=state.blend, **state.options
+        )
 
 
 def select_layers(model: nn.Module, config: MoQConfig) -> dict[str, nn.Linear]:

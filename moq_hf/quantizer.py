@@ -11,9 +11,10 @@ whatever the weight's dtype, rounding is half to even, and the result is cast on
 | ternary (symmetric, b = 2) | mean of abs(x) above t = 0.7 mean abs(x) | sign(x) where abs(x) > t, else 0 |
 | binary (b = 1) | mean abs(x) | sign(x), sign(0) = +1 |
 
-r is the clipping ratio of the group, 1 unless given. Sums (ternary, binary, squared errors) are accumulated in float64,
-so that they do not depend on the order of summation once rounded to float32. A group whose scale would be below the
-smallest normal float32 (all zeros, or too small to matter) becomes zeros.
+r is the clipping ratio of the group, 1 unless given. Sums (ternary, binary, squared errors) are exact and so do not depend
+on the order of summation: each of the n terms, of which none exceeds m, is first rounded to a multiple of the float64
+spacing at 2 n m, which is relative to m about n / 2^52. A group whose scale would be below the smallest normal float32
+(all zeros, or too small to matter) becomes zeros.
 
 Sources: uniform grids as in DeepSpeed's MoQ; ternary from Li et al. 2016, "Ternary Weight Networks" (0.7 is their
 threshold factor); binary from Rastegari et al. 2016, "XNOR-Net"; Philox4x32-10 from Salmon et al. 2011, "Parallel
@@ -197,7 +198,7 @@ def least_squares_ratio(
 ) -> Tensor:
     """The clipping ratio of each group, out of 1.00, 0.95, ... 0.20, with the least sum of squared errors.
 
-    Errors are those of nearest rounding, squared in float32 and summed in float64; ties go to the larger ratio.
+    Errors are those of nearest rounding, squared in float32; ties go to the larger ratio.
 
     Args:
         weight: As for `quantize`, and so are the other arguments.
@@ -219,12 +220,13 @@ def least_squares_ratio(
     lo, hi = _range(x, symmetric)
     best = torch.ones_like(hi)
     least = torch.full_like(hi, torch.inf, dtype=torch.float64)
+    bound = (hi - lo).to(torch.float64).square()
     buffer = torch.empty_like(x)
     for value in RATIOS:
         ratio = torch.full_like(hi, value)
         scale, zero = _uniform_scale(lo, hi, bits, symmetric, ratio)
         error = _values(_uniform_codes(x, bits, scale, zero, None, buffer), scale, zero).sub_(x).square_()
-        total = error.sum(1, keepdim=True, dtype=torch.float64)
+        total = _exact(error, bound).sum(1, keepdim=True)
         better = total < least
         best = torch.where(better, ratio, best)
         least = torch.where(better, total, least)
@@ -285,6 +287,29 @@ def group_shape(rows: int, columns: int, groups: Groups, group_size: int | None)
     return count, 1
 
 
+def check(
+    weight: Tensor,
+    bits: int,
+    groups: Groups = 1,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    rounding: str = "nearest",
+    ratio: Tensor | None = None,
+) -> tuple[int, int]:
+    """The shape of the scale, once all arguments are found right.
+
+    Raises:
+        ValueError: As `quantize`, short of what only the values tell.
+    """
+    if weight.dim() != 2 or weight.numel() == 0 or not weight.is_floating_point():
+        raise ValueError(
+            f"weight must be a non-empty floating-point matrix, got {weight.dtype} of shape {list(weight.shape)}"
+        )
+    shape = group_shape(weight.shape[0], weight.shape[1], groups, group_size)
+    _check(bits, symmetric, rounding, ratio, shape)
+    return shape
+
+
 def _grouped(
     weight: Tensor, groups: Groups, group_size: int | None, dtype: torch.dtype | None = torch.float32
 ) -> tuple[Tensor, tuple[int, int]]:
@@ -319,8 +344,10 @@ def _noise(x: Tensor, rounding: str, seed: int, layer: int, step: int) -> Tensor
     return uniform(x.numel(), seed=seed, layer=layer, step=step, device=x.device).view(x.shape)
 
 
-def _mean(x: Tensor) -> Tensor:
-    return (x.sum(1, keepdim=True, dtype=torch.float64) / x.shape[1]).to(torch.float32)
+def _exact(terms: Tensor, bound: Tensor) -> Tensor:
+    """`terms` `[groups, elements]` in float64, so rounded that any order of summation gives the same, exact sum."""
+    large = bound.to(torch.float64) * (2.0 * terms.shape[1])
+    return (terms + large).sub_(large)
 
 
 def _range(x: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
@@ -336,7 +363,9 @@ def _uniform_scale(
 ) -> tuple[Tensor, Tensor | None]:
     if ratio is not None:
         lo, hi = lo * ratio, hi * ratio
-    scale = hi / (2 ** (bits - 1) - 1) if symmetric else (hi - lo) / (2**bits - 1)
+    # Division by a number would be a multiplication by its reciprocal on CUDA.
+    span, steps = (hi, 2 ** (bits - 1) - 1) if symmetric else (hi - lo, 2**bits - 1)
+    scale = span / torch.full_like(span, steps)
     scale = torch.where(scale < _TINY, 1.0, scale)
     return scale, None if symmetric else (-lo / scale).round_()
 
@@ -364,11 +393,13 @@ def _codes(
         scale, zero = _uniform_scale(*_range(x, symmetric), bits, symmetric, ratio)
         return _uniform_codes(x, bits, scale, zero, noise, out), scale, zero
     magnitude = torch.abs(x, out=out)
-    mean = _mean(magnitude)
+    terms = _exact(magnitude, magnitude.amax(1, keepdim=True))
+    total = terms.sum(1, keepdim=True)
+    mean = (total / torch.full_like(total, x.shape[1])).to(torch.float32)
     if bits == 1:
         return torch.ge(x, 0.0, out=out).mul_(2.0).sub_(1.0), torch.where(mean < _TINY, 0.0, mean), None
     above = magnitude > mean * 0.7
-    total = magnitude.mul_(above).sum(1, keepdim=True, dtype=torch.float64)
+    total = terms.mul_(above).sum(1, keepdim=True)
     scale = torch.where(mean < _TINY, 1.0, (total / above.sum(1, keepdim=True)).to(torch.float32))
     return torch.sign(x, out=out).mul_(above.logical_and_(mean >= _TINY)), scale, None
 

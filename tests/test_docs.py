@@ -53,6 +53,9 @@ ADDED = {
     "benchmarks/eigen.py": ["--parts", "golden", "--threads", "1", "--out", "eigen.json"],
     "benchmarks/step_time.py": shlex.split("--batch 2 --sequence 16 --repeats 1 --threads 1 --out step_time.json"),
     "benchmarks/checkpoint_size.py": ["--base_layers", "1", "--out", "size.json"],
+    "benchmarks/triton_quant.py": shlex.split(
+        "--hidden 64 --layers 1 --repeats 1 --no-compile --out triton_quant.json"
+    ),
 }
 
 

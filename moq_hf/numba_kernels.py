@@ -1,0 +1,223 @@
+"""The loops behind `cpu_quant`, compiled by numba; importing this module needs numba.
+
+The numerics are those of `quantizer.py`, bit for bit: numba neither fuses nor reorders floating-point arithmetic. A
+group is read twice, the second time in pieces that stay in the first-level cache from the first operation to the last.
+All numbers are float32 unless they are named otherwise: a Python float would make the loops float64.
+"""
+
+import numpy as np
+from numba import njit
+
+PIECE = 2048
+_LANES = 8
+_TINY = np.finfo(np.float32).tiny
+_ABS = np.int32(0x7FFFFFFF)
+_ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
+_FACTOR, _STEP = np.float32(0.7), np.float32(2.0**-23)
+_MASK, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
+_A, _B = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_KEY_A, _KEY_B = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+
+
+@njit(nogil=True, cache=True)
+def _float_of(bits):
+    return np.int32(bits).view(np.float32)
+
+
+@njit(nogil=True, cache=True)
+def _range(x, symmetric):
+    """Lower and upper end; NaN, whose bits are above every other, stays."""
+    bits = x.view(np.int32)
+    high, low = np.int32(0), np.int32(0)
+    if symmetric:
+        for i in range(x.size):
+            # Numba would go on in int64.
+            magnitude = np.int32(bits[i] & _ABS)
+            high = magnitude if magnitude > high else high
+        low = high
+    else:
+        for i in range(x.size):
+            magnitude = np.int32(bits[i] & _ABS)
+            above = np.int32(0) if x[i] <= _ZERO else magnitude
+            below = np.int32(0) if x[i] >= _ZERO else magnitude
+            high = above if above > high else high
+            low = below if below > low else low
+    return -_float_of(low), _float_of(high)
+
+
+@njit(nogil=True, cache=True)
+def _uniform_scale(low, high, bits, symmetric, ratio):
+    low, high = np.float32(low * ratio), np.float32(high * ratio)
+    span = high if symmetric else np.float32(high - low)
+    steps = np.float32((1 << (bits - 1)) - 1 if symmetric else (1 << bits) - 1)
+    scale = np.float32(span / steps)
+    if scale < _TINY:
+        scale = _ONE
+    return scale, _ZERO if symmetric else np.float32(np.rint(np.float32(-low / scale)))
+
+
+@njit(nogil=True, cache=True)
+def _exact_sum(terms, large):
+    """The sum that `quantizer._exact` makes exact; in lanes, since numba may not reorder it by itself."""
+    totals = np.zeros(_LANES)
+    full = terms.size - terms.size % _LANES
+    for begin in range(0, full, _LANES):
+        for k in range(_LANES):
+            totals[k] += (np.float64(terms[begin + k]) + large) - large
+    for i in range(full, terms.size):
+        totals[0] += (np.float64(terms[i]) + large) - large
+    return totals.sum()
+
+
+@njit(nogil=True, cache=True)
+def _sum_of_magnitudes(x, above, large, buffer):
+    """The sum of those magnitudes that exceed `above`, and their number."""
+    total, count = 0.0, 0
+    for begin in range(0, x.size, PIECE):
+        piece = x[begin : begin + PIECE]
+        for i in range(piece.size):
+            magnitude = abs(piece[i])
+            buffer[i] = magnitude if magnitude > above else _ZERO
+            count += np.int32(magnitude > above)
+        total += _exact_sum(buffer[: piece.size], large)
+    return total, count
+
+
+@njit(nogil=True, cache=True)
+def _noise(noise, first, seed, layer, step):
+    """Uniform numbers for the elements from the multiple of 4 at or below `first` on."""
+    for j in range(noise.size // 4):
+        block = np.uint64(first // 4 + j)
+        c0, c1, c2, c3 = block & _MASK, block >> _SHIFT, np.uint64(step), np.uint64(layer)
+        k0, k1 = np.uint64(seed) & _MASK, np.uint64(seed) >> _SHIFT
+        for _ in range(10):
+            p0, p1 = c0 * _A, c2 * _B
+            c0, c1 = (p1 >> _SHIFT) ^ c1 ^ k0, p1 & _MASK
+            c2, c3 = (p0 >> _SHIFT) ^ c3 ^ k1, p0 & _MASK
+            k0, k1 = (k0 + _KEY_A) & _MASK, (k1 + _KEY_B) & _MASK
+        for k, word in enumerate((c0, c1, c2, c3)):
+            noise[4 * j + k] = (np.float32(word >> np.uint64(9)) + _HALF) * _STEP
+
+
+@njit(nogil=True, cache=True)
+def _uniform_values(x, out, noise, scale, zero, bits, symmetric):
+    if symmetric:
+        top = np.float32((1 << (bits - 1)) - 1)
+        if noise.size == 0:
+            for i in range(x.size):
+                out[i] = max(min(np.rint(x[i] / scale), top), -top) * scale
+        else:
+            for i in range(x.size):
+                out[i] = max(min(np.floor(x[i] / scale + noise[i]), top), -top) * scale
+    else:
+        top = np.float32((1 << bits) - 1)
+        if noise.size == 0:
+            for i in range(x.size):
+                out[i] = (max(min(np.rint(x[i] / scale) + zero, top), _ZERO) - zero) * scale
+        else:
+            for i in range(x.size):
+                out[i] = (max(min(np.floor(x[i] / scale + noise[i]) + zero, top), _ZERO) - zero) * scale
+
+
+@njit(nogil=True, cache=True)
+def _few_values(x, out, scale, threshold, bits):
+    if bits == 1:
+        for i in range(x.size):
+            out[i] = scale if x[i] >= _ZERO else -scale
+    else:
+        for i in range(x.size):
+            sign = np.float32(x[i] > _ZERO) - np.float32(x[i] < _ZERO)
+            out[i] = sign * np.float32(abs(x[i]) > threshold) * scale
+
+
+@njit(nogil=True, cache=True)
+def _few_scale(x, high, bits, buffer):
+    """Scale and threshold of a binary or ternary group."""
+    large = np.float64(high) * (2.0 * x.size)
+    total, _ = _sum_of_magnitudes(x, -_ONE, large, buffer)
+    if np.isnan(high):
+        return high, high
+    mean = np.float32(total / x.size)
+    if bits == 1:
+        return (_ZERO if mean < _TINY else mean), _ZERO
+    if mean < _TINY:
+        return _ONE, np.float32(np.inf)
+    threshold = np.float32(mean * _FACTOR)
+    total, count = _sum_of_magnitudes(x, threshold, large, buffer)
+    return np.float32(np.nan) if count == 0 else np.float32(total / count), threshold
+
+
+@njit(nogil=True, cache=True)
+def _to_bfloat16(values, out):
+    """Rounds half to even; not for NaN, whose bits might overflow."""
+    bits = values.view(np.uint32)
+    for i in range(values.size):
+        rounded = np.uint32(bits[i] + np.uint32(0x7FFF) + ((bits[i] >> np.uint32(16)) & np.uint32(1)))
+        out[i] = np.uint16(rounded >> np.uint32(16))
+
+
+@njit(nogil=True, cache=True)
+def fake_quantize(x, out, halves, length, bits, symmetric, stochastic, ratios, seed, layer, step, keep, blend):
+    """Quantize groups of `length` float32 elements of `x` into `out`.
+
+    The result is float32 in `out`, or bfloat16 in `halves` (uint16) where that is not empty; `ratios` may be empty.
+    """
+    buffer = np.empty(PIECE, np.float32)
+    noise = np.empty(PIECE + 8 if stochastic else 0, np.float32)
+    for group in range(x.size // length):
+        first = group * length
+        whole = x[first : first + length]
+        low, high = _range(whole, symmetric)
+        scale, zero, threshold = _ONE, _ZERO, _ZERO
+        few = symmetric and bits <= 2
+        if few:
+            scale, threshold = _few_scale(whole, high, bits, buffer)
+        else:
+            scale, zero = _uniform_scale(low, high, bits, symmetric, ratios[group] if ratios.size else _ONE)
+        if halves.size and np.isnan(scale):
+            halves[first : first + length] = np.uint16(0x7FC0)
+            continue
+        for begin in range(first, first + length, PIECE):
+            end = min(begin + PIECE, first + length)
+            piece = x[begin:end]
+            values = buffer[: end - begin] if halves.size else out[begin:end]
+            if few:
+                _few_values(piece, values, scale, threshold, bits)
+            else:
+                draws = noise
+                if stochastic:
+                    _noise(noise, begin, seed, layer, step)
+                    draws = noise[begin % 4 :]
+                _uniform_values(piece, values, draws, scale, zero, bits, symmetric)
+            if blend != _ZERO:
+                for i in range(piece.size):
+                    values[i] = np.float32(values[i] * keep) + np.float32(piece[i] * blend)
+            if halves.size:
+                _to_bfloat16(values, halves[begin:end])
+
+
+@njit(nogil=True, cache=True)
+def least_squares_ratio(x, best, length, bits, symmetric, ratios):
+    """Into `best` `[groups]` the ratio with the least sum of squared errors of each group."""
+    values = np.empty(PIECE, np.float32)
+    nothing = np.empty(0, np.float32)
+    for group in range(best.size):
+        whole = x[group * length : (group + 1) * length]
+        low, high = _range(whole, symmetric)
+        span = np.float64(np.float32(high - low))
+        large = (span * span) * (2.0 * length)
+        best[group] = _ONE
+        least = np.inf
+        for ratio in ratios:
+            scale, zero = _uniform_scale(low, high, bits, symmetric, ratio)
+            total = 0.0
+            for begin in range(0, length, PIECE):
+                piece = whole[begin : begin + PIECE]
+                _uniform_values(piece, values, nothing, scale, zero, bits, symmetric)
+                for i in range(piece.size):
+                    error = np.float32(values[i] - piece[i])
+                    values[i] = error * error
+                total += _exact_sum(values[: piece.size], large)
+            if total < least:
+                least = total
+                best[group] = ratio

@@ -1,0 +1,494 @@
+"""The Triton kernels behind `triton_quant`, which launches them; importing this module needs Triton.
+
+The numerics are those of `quantizer.py`, bit for bit: division rounds to nearest (`tl.div_rn`), products are not fused
+with sums (`enable_fp_fusion=False` at each launch), and sums are of terms rounded so that their order does not matter.
+Rounding half to even is by adding and subtracting a large number, since Triton's interpreter has no libdevice; it
+holds for |y| <= 2^22, more than 16 bits and the least clipping ratio make of a weight. Absolute values are compared by
+their bits as integers, where NaN is above everything, so that a maximum keeps it on any GPU.
+
+A weight's row of the table (int64) is: pointers to the weight, the result and the clipping ratios (0: none), length and
+number of its groups, bits, layer, seed, its first group's number among all weights, step, and the float32 bits of
+1 - blend and blend.
+"""
+
+import triton
+import triton.language as tl
+
+COLUMNS = tl.constexpr(12)
+# int32 per group in `marks`: the bits of the largest positive and negative magnitude, tiles done of each of the three
+# passes, magnitudes above the ternary threshold.
+MARKS = tl.constexpr(6)
+_MAGIC = tl.constexpr(12582912.0)
+_TINY = tl.constexpr(1.1754943508222875e-38)
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+_ABS = tl.constexpr(0x7FFFFFFF)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _round(y):
+    bits = ((y + _MAGIC) - _MAGIC).to(tl.int32, bitcast=True) & _ABS
+    return (bits | (y.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _positive(x, SYMMETRIC: tl.constexpr):
+    """Bits of the magnitudes that the upper end of the range is the largest of."""
+    bits = x.to(tl.int32, bitcast=True) & _ABS
+    return bits if SYMMETRIC else tl.where(x <= 0, 0, bits)
+
+
+@triton.jit
+def _negative(x):
+    return tl.where(x >= 0, 0, x.to(tl.int32, bitcast=True) & _ABS)
+
+
+@triton.jit
+def _uniform_scale(hi, lo, bits, ratio, SYMMETRIC: tl.constexpr):
+    hi = hi * ratio
+    if SYMMETRIC:
+        scale = tl.div_rn(hi, ((1 << (bits - 1)) - 1).to(tl.float32))
+        scale = tl.where(scale < _TINY, 1.0, scale)
+        zero = tl.zeros_like(scale)
+    else:
+        lo = lo * ratio
+        scale = tl.div_rn(hi - lo, ((1 << bits) - 1).to(tl.float32))
+        scale = tl.where(scale < _TINY, 1.0, scale)
+        zero = _round(tl.div_rn(-lo, scale))
+    return scale, zero
+
+
+@triton.jit
+def _uniform_values(x, scale, zero, bits, noise, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr):
+    code = tl.div_rn(x, scale)
+    if STOCHASTIC:
+        code = tl.floor(code + noise)
+    else:
+        code = _round(code)
+    if SYMMETRIC:
+        top = ((1 << (bits - 1)) - 1).to(tl.float32)
+        return tl.minimum(tl.maximum(code, -top), top) * scale
+    top = ((1 << bits) - 1).to(tl.float32)
+    return (tl.minimum(tl.maximum(code + zero, 0.0), top) - zero) * scale
+
+
+@triton.jit
+def _exact(terms, bound, length):
+    """`quantizer._exact`: float64 terms whose sum is the same in any order."""
+    large = bound.to(tl.float64) * (2.0 * length.to(tl.float64))
+    return (terms.to(tl.float64) + large) - large
+
+
+@triton.jit
+def _mean(total, count):
+    return (total / count.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _threshold(mean):
+    """Of ternary magnitudes; infinite for a group too small to matter."""
+    return tl.where(mean < _TINY, float("inf"), mean * 0.7)
+
+
+@triton.jit
+def _values(x, scale, zero, cut, bits, noise, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr):
+    if SYMMETRIC:
+        if bits == 1:
+            values = tl.where(x >= 0, 1.0, -1.0) * scale
+        elif bits == 2:
+            sign = tl.where(x > 0, 1.0, 0.0) - tl.where(x < 0, 1.0, 0.0)
+            values = sign * tl.where(tl.abs(x) > cut, 1.0, 0.0) * scale
+        else:
+            values = _uniform_values(x, scale, zero, bits, noise, SYMMETRIC, STOCHASTIC)
+    else:
+        values = _uniform_values(x, scale, zero, bits, noise, SYMMETRIC, STOCHASTIC)
+    return values
+
+
+@triton.jit
+def _blended(values, x, keep, blend):
+    # Not with a share of 0: adding it would turn -0 into 0.
+    return tl.where(blend != 0.0, values * keep + x * blend, values)
+
+
+@triton.jit
+def _cast(values, OUT: tl.constexpr):
+    if _INTERPRETED and OUT == tl.bfloat16:
+        # Triton's interpreter cuts off where the hardware rounds to nearest.
+        bits = values.to(tl.int32, bitcast=True)
+        rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) & -65536).to(tl.float32, bitcast=True)
+        values = tl.where(values == values, rounded, values)
+    return values.to(OUT)
+
+
+@triton.jit
+def _to_uniform(word):
+    return ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+
+
+@triton.jit
+def _words(block, seed, step, layer):
+    zero = tl.zeros_like(block)
+    return tl.philox(
+        seed,
+        (block & 0xFFFFFFFF).to(tl.uint32),
+        (block >> 32).to(tl.uint32),
+        (zero + step).to(tl.uint32),
+        (zero + layer).to(tl.uint32),
+    )
+
+
+@triton.jit
+def _noise(first, seed, step, layer, R: tl.constexpr, S: tl.constexpr, QUADS: tl.constexpr):
+    """`quantizer.uniform` for the elements from `first` `[R, 1]` on, `[R, S]`."""
+    if QUADS:
+        # Each Philox block serves four neighbours: `first` is a multiple of 4.
+        block = (first >> 2) + tl.arange(0, S // 4)[None, :]
+        a, b, c, d = _words(block, seed, step, layer)
+        word = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (R, S))
+    else:
+        i = first + tl.arange(0, S)[None, :]
+        a, b, c, d = _words(i >> 2, seed, step, layer)
+        k = i & 3
+        word = tl.where(k == 0, a, tl.where(k == 1, b, tl.where(k == 2, c, d)))
+    return _to_uniform(word)
+
+
+@triton.jit
+def _as_float(number):
+    return number.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fake_quantize_groups(
+    table,
+    items,
+    flags,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    QUADS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+):
+    """R whole groups of one weight, S columns at a time. A program's second look at them finds them in L1 or L2.
+
+    `items` `[programs, 2]` int32: row of the table, first group.
+    """
+    item = items + 2 * tl.program_id(0)
+    index = tl.load(item)
+    row = table + COLUMNS * index.to(tl.int64)
+    weight = tl.multiple_of(tl.load(row).to(tl.pointer_type(IN)), ALIGN)
+    out = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(OUT)), ALIGN)
+    ratios = tl.load(row + 2)
+    length = tl.multiple_of(tl.load(row + 3), ALIGN)
+    groups = tl.load(row + 4)
+    bits = tl.load(row + 5)
+    group = tl.load(item + 1).to(tl.int64) + tl.arange(0, R)
+    inside = (group < groups)[:, None]
+    start = (group * length)[:, None]
+    columns = tl.arange(0, S)[None, :]
+
+    high = tl.zeros([R], tl.int32)
+    low = tl.zeros([R], tl.int32)
+    for c in range(0, length, S):
+        c = tl.multiple_of(c, ALIGN)
+        x = tl.load(weight + (start + (c + columns)), inside & (c + columns < length), 0.0).to(tl.float32)
+        high = tl.maximum(high, tl.max(_positive(x, SYMMETRIC), 1))
+        if not SYMMETRIC:
+            low = tl.maximum(low, tl.max(_negative(x), 1))
+    hi = high.to(tl.float32, bitcast=True)
+    lo = -low.to(tl.float32, bitcast=True)
+    cut = tl.zeros([R], tl.float32)
+    ratio = tl.full([R], 1.0, tl.float32)
+    if ratios != 0:
+        ratio = tl.load(ratios.to(tl.pointer_type(tl.float32)) + group, group < groups, 1.0)
+    scale, zero = _uniform_scale(hi, lo, tl.maximum(bits, 2), ratio, SYMMETRIC)
+    if SYMMETRIC:
+        if bits <= 2:
+            total = tl.zeros([R], tl.float64)
+            for c in range(0, length, S):
+                c = tl.multiple_of(c, ALIGN)
+                x = tl.load(weight + (start + (c + columns)), inside & (c + columns < length), 0.0).to(tl.float32)
+                total += tl.sum(_exact(tl.abs(x), hi[:, None], length), 1)
+            mean = _mean(total, length)
+            scale = tl.where(mean < _TINY, 0.0, mean)
+            if bits == 2:
+                cut = _threshold(mean)
+                total = tl.zeros([R], tl.float64)
+                count = tl.zeros([R], tl.int32)
+                for c in range(0, length, S):
+                    c = tl.multiple_of(c, ALIGN)
+                    x = tl.load(weight + (start + (c + columns)), inside & (c + columns < length), 0.0).to(tl.float32)
+                    above = tl.abs(x) > cut[:, None]
+                    total += tl.sum(tl.where(above, _exact(tl.abs(x), hi[:, None], length), 0.0), 1)
+                    count += tl.sum(above.to(tl.int32), 1)
+                # Not the mean of nothing: NaN means that the weight holds one.
+                scale = tl.where(mean < _TINY, 1.0, _mean(total, count))
+    bad = tl.sum(((group < groups) & ((scale <= _LARGEST) == 0)).to(tl.int32), 0)
+    tl.store(flags + index, 1, mask=bad > 0)
+
+    layer = tl.load(row + 6)
+    seed = tl.load(row + 7)
+    step = tl.load(row + 9)
+    keep = _as_float(tl.load(row + 10))
+    blend = _as_float(tl.load(row + 11))
+    for c in range(0, length, S):
+        c = tl.multiple_of(c, ALIGN)
+        i = start + (c + columns)
+        mask = inside & (c + columns < length)
+        x = tl.load(weight + i, mask, 0.0).to(tl.float32)
+        noise = _noise(start + c, seed, step, layer, R, S, QUADS) if STOCHASTIC else 0.0
+        values = _values(x, scale[:, None], zero[:, None], cut[:, None], bits, noise, SYMMETRIC, STOCHASTIC)
+        tl.store(out + i, _cast(_blended(values, x, keep, blend), OUT), mask)
+
+
+@triton.jit
+def _wait(done, tiles):
+    seen = tl.atomic_add(done, 0, sem="acquire")
+    while seen < tiles:
+        seen = tl.atomic_add(done, 0, sem="acquire")
+
+
+@triton.jit
+def fake_quantize_tiles(
+    table,
+    items,
+    marks,
+    sums,
+    flags,
+    S: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    QUADS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+):
+    """Groups of many tiles: each tile is read for the range (and for the sums), later again to be quantized.
+
+    A program takes the next ticket. `items` orders the tickets so that a group is quantized a little after its tiles
+    were read, while they are in L2. A program waits only for tickets before its own, whose programs run already and
+    wait for none behind them: this ends whatever the number of programs that fit on the device.
+
+    `items` `[programs, 4]` int32: pass (0 range, 1 sum, 2 sum above the threshold, 3 values), row of the table, group,
+    tile. `marks` int32 `[1 + MARKS * groups]`, the first one the next ticket, and `sums` float64 `[groups, 2]` are
+    zeros.
+    """
+    item = items + 4 * tl.atomic_add(marks, 1).to(tl.int64)
+    phase = tl.load(item)
+    index = tl.load(item + 1)
+    row = table + COLUMNS * index.to(tl.int64)
+    weight = tl.multiple_of(tl.load(row).to(tl.pointer_type(IN)), ALIGN)
+    out = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(OUT)), ALIGN)
+    ratios = tl.load(row + 2)
+    length = tl.multiple_of(tl.load(row + 3), ALIGN)
+    bits = tl.load(row + 5)
+    group = tl.load(item + 2).to(tl.int64)
+    tile = tl.load(item + 3)
+    mark = marks + 1 + MARKS * (group + tl.load(row + 8))
+    total = sums + 2 * (group + tl.load(row + 8))
+    tiles = tl.cdiv(length, S)
+    c = tile.to(tl.int64) * S + tl.arange(0, S)
+    i = group * length + c
+    mask = c < length
+    # Before any waiting, so that the load is under way meanwhile.
+    x = tl.load(weight + i, mask, 0.0).to(tl.float32)
+    if phase == 0:
+        tl.atomic_max(mark, tl.max(_positive(x, SYMMETRIC), 0))
+        if not SYMMETRIC:
+            tl.atomic_max(mark + 1, tl.max(_negative(x), 0))
+        tl.atomic_add(mark + 2, 1, sem="release")
+    else:
+        _wait(mark + 2, tiles)
+        hi = tl.load(mark, volatile=True).to(tl.float32, bitcast=True)
+        lo = -tl.load(mark + 1, volatile=True).to(tl.float32, bitcast=True)
+        if phase == 1:
+            tl.atomic_add(total, tl.sum(_exact(tl.abs(x), hi, length), 0))
+            tl.atomic_add(mark + 3, 1, sem="release")
+        elif phase == 2:
+            _wait(mark + 3, tiles)
+            above = tl.abs(x) > _threshold(_mean(tl.load(total, volatile=True), length))
+            tl.atomic_add(total + 1, tl.sum(tl.where(above, _exact(tl.abs(x), hi, length), 0.0), 0))
+            tl.atomic_add(mark + 5, tl.sum(above.to(tl.int32), 0))
+            tl.atomic_add(mark + 4, 1, sem="release")
+        else:
+            ratio = 1.0
+            if ratios != 0:
+                ratio = tl.load(ratios.to(tl.pointer_type(tl.float32)) + group)
+            scale, zero = _uniform_scale(hi, lo, tl.maximum(bits, 2), ratio, SYMMETRIC)
+            cut = 0.0
+            if SYMMETRIC:
+                if bits <= 2:
+                    _wait(mark + 3, tiles)
+                    mean = _mean(tl.load(total, volatile=True), length)
+                    scale = tl.where(mean < _TINY, 0.0, mean)
+                    if bits == 2:
+                        _wait(mark + 4, tiles)
+                        cut = _threshold(mean)
+                        above_mean = _mean(tl.load(total + 1, volatile=True), tl.load(mark + 5, volatile=True))
+                        scale = tl.where(mean < _TINY, 1.0, above_mean)
+            tl.store(flags + index, 1, mask=(scale <= _LARGEST) == 0)
+            layer = tl.load(row + 6)
+            seed = tl.load(row + 7)
+            step = tl.load(row + 9)
+            keep = _as_float(tl.load(row + 10))
+            blend = _as_float(tl.load(row + 11))
+            first = group * length + tile.to(tl.int64) * S
+            noise = 0.0
+            if STOCHASTIC:
+                noise = tl.reshape(_noise(tl.full([1, 1], 0, tl.int64) + first, seed, step, layer, 1, S, QUADS), (S,))
+            values = _values(x, scale, zero, cut, bits, noise, SYMMETRIC, STOCHASTIC)
+            tl.store(out + i, _cast(_blended(values, x, keep, blend), OUT), mask)
+
+
+@triton.jit
+def group_ranges(weight, cells, length, groups, SYMMETRIC: tl.constexpr, R: tl.constexpr, S: tl.constexpr):
+    """`cells` int32 `[groups, 2]`, zeros before: the bits of each group's largest positive and negative magnitude."""
+    group = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    c = tl.program_id(1).to(tl.int64) * S + tl.arange(0, S)
+    mask = (group < groups)[:, None] & (c < length)[None, :]
+    x = tl.load(weight + ((group * length)[:, None] + c[None, :]), mask, 0.0).to(tl.float32)
+    tl.atomic_max(cells + 2 * group, tl.max(_positive(x, SYMMETRIC), 1), group < groups)
+    if not SYMMETRIC:
+        tl.atomic_max(cells + 2 * group + 1, tl.max(_negative(x), 1), group < groups)
+
+
+@triton.jit
+def ratio_errors(
+    weight,
+    cells,
+    ratios,
+    sums,
+    length,
+    groups,
+    bits,
+    COUNT: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+):
+    """Adds each group's squared errors at each of the `ratios` `[COUNT]` to `sums` float64 `[groups, COUNT]`."""
+    group = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    c = tl.program_id(1).to(tl.int64) * S + tl.arange(0, S)
+    inside = group < groups
+    mask = inside[:, None] & (c < length)[None, :]
+    x = tl.load(weight + ((group * length)[:, None] + c[None, :]), mask, 0.0).to(tl.float32)
+    hi = tl.load(cells + 2 * group, inside, 0).to(tl.float32, bitcast=True)
+    lo = -hi
+    if not SYMMETRIC:
+        lo = -tl.load(cells + 2 * group + 1, inside, 0).to(tl.float32, bitcast=True)
+    span = (hi - lo).to(tl.float64)
+    bound = (span * span)[:, None]
+    # As tensors, so that they are not made constants of a kernel for each number of bits.
+    bits = tl.full([1], 0, tl.int32) + bits
+    size = tl.full([1, 1], 0, tl.int64) + length
+    for k in range(COUNT):
+        scale, zero = _uniform_scale(hi, lo, bits, tl.load(ratios + k), SYMMETRIC)
+        values = _uniform_values(x, scale[:, None], zero[:, None], bits[:, None], 0.0, SYMMETRIC, False)
+        error = values - x
+        terms = tl.where(mask, _exact(error * error, bound, size), 0.0)
+        tl.atomic_add(sums + COUNT * group + k, tl.sum(terms, 1), inside)
+
+
+@triton.jit
+def pack_codes(codes, words, columns, width, total, BITS: tl.constexpr, S: tl.constexpr):
+    """int32 words `[rows, width]` of the signed codes `[rows, columns]`, lowest bits first, S words a program."""
+    i = tl.program_id(0).to(tl.int64) * S + tl.arange(0, S)
+    inside = i < total
+    row = i // width
+    bit = (i % width) * 32
+    first = bit // BITS
+    word = tl.zeros([S], tl.uint32)
+    # A word holds parts of at most this many codes.
+    for j in tl.static_range(32 // BITS + 2):
+        k = first + j
+        at = k * BITS - bit
+        code = tl.load(codes + row * columns + k, inside & (k < columns) & (at < 32), -(1 << (BITS - 1)))
+        code = (code + (1 << (BITS - 1))).to(tl.uint32)
+        left = code << tl.maximum(at, 0).to(tl.uint32)
+        right = code >> tl.maximum(-at, 0).to(tl.uint32)
+        word |= tl.where(at < 32, tl.where(at >= 0, left, right), 0)
+    tl.store(words + i, word.to(tl.int32, bitcast=True), inside)
+
+
+@triton.jit
+def unpack_codes(words, codes, columns, width, total, BITS: tl.constexpr, S: tl.constexpr):
+    """The inverse of `pack_codes`: `codes` `[rows, columns]` int32, S codes a program."""
+    i = tl.program_id(0).to(tl.int64) * S + tl.arange(0, S)
+    inside = i < total
+    bit = (i % columns) * BITS
+    word = words + (i // columns) * width + bit // 32
+    low = tl.load(word, inside, 0).to(tl.uint32, bitcast=True).to(tl.uint64)
+    straddles = bit % 32 + BITS > 32
+    high = tl.load(word + 1, inside & straddles, 0).to(tl.uint32, bitcast=True).to(tl.uint64)
+    code = ((low | (high << 32)) >> (bit % 32).to(tl.uint64)) & ((1 << BITS) - 1)
+    tl.store(codes + i, code.to(tl.int32) - (1 << (BITS - 1)), inside)
+
+
+@triton.jit
+def packed_matmul(
+    x,
+    words,
+    scales,
+    zeros,
+    bias,
+    y,
+    M,
+    N,
+    K,
+    width,
+    size,
+    BITS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BW: tl.constexpr,
+):
+    """Into y `[M, N]`: x `[M, K]` times the packed weight `[N, K]` transposed, plus bias; BITS must divide 32.
+
+    `words` int32 `[N, width]`, `scales` float32 and `zeros` int32 `[N, K / size]`. A step takes BW words of each of BN
+    rows, read once, and multiplies the codes at each of their positions with the columns of x that lie there. Codes
+    less their zero point are exact in float16 and bfloat16; with one scale a row it is applied to the float32 sum.
+    """
+    PER_WORD: tl.constexpr = 32 // BITS
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    in_m = (m < M)[:, None]
+    in_n = (n < N)[:, None]
+    groups = K // size
+    acc = tl.zeros([BM, BN], tl.float32)
+    zero = tl.zeros([BN, 1], tl.int32)
+    if HAS_ZERO and PER_ROW:
+        zero = tl.load(zeros + n[:, None], in_n, 0)
+    for start in range(0, width, BW):
+        w = start + tl.arange(0, BW)[None, :]
+        word = tl.load(words + n.to(tl.int64)[:, None] * width + w, in_n & (w < width), 0)
+        word = word.to(tl.uint32, bitcast=True)
+        for j in tl.static_range(PER_WORD):
+            k = w * PER_WORD + j
+            code = ((word >> (j * BITS)) & ((1 << BITS) - 1)).to(tl.int32) - (1 << (BITS - 1))
+            if PER_ROW:
+                value = (code - zero).to(tl.float32)
+            else:
+                at = n.to(tl.int64)[:, None] * groups + k // size
+                inside = in_n & (k < K)
+                if HAS_ZERO:
+                    code -= tl.load(zeros + at, inside, 0)
+                value = code.to(tl.float32) * tl.load(scales + at, inside, 0.0)
+            value = _cast(value, x.dtype.element_ty)
+            a = tl.load(x + m.to(tl.int64)[:, None] * K + k, in_m & (k < K), 0.0)
+            if _INTERPRETED:
+                # Its dot takes bfloat16 for integers.
+                acc = tl.dot(a.to(tl.float32), tl.trans(value.to(tl.float32)), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(a, tl.trans(value), acc)
+    if PER_ROW:
+        acc = acc * tl.load(scales + n, n < N, 0.0)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias + n, n < N, 0.0).to(tl.float32)[None, :]
+    tl.store(y + m.to(tl.int64)[:, None] * N + n[None, :], _cast(acc, y.dtype.element_ty), in_m & (n < N)[None, :])

@@ -1,0 +1,514 @@
+"""The kernels against `quantizer`: natively on a CUDA device, elsewhere in Triton's interpreter.
+
+The interpreter must be chosen before Triton is imported, so those tests run in a process of their own, which
+`test_in_triton_s_interpreter` starts.
+"""
+
+import importlib.util
+import itertools
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import BertForSequenceClassification
+
+from moq_hf import MoQConfig, MoQError, quantizer, triton_quant
+from moq_hf.controller import MoQController
+from moq_hf.triton_quant import Batch, Job
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+natively = pytest.mark.gpu
+on_device = pytest.mark.skipif(False, reason="the interpreter runs it") if INTERPRETED else natively
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+LAYOUTS: list[dict[str, Any]] = [{"groups": 1}, {"groups": 3}, {"groups": "per_channel"}, {"group_size": 11}]
+MODES = [
+    (bits, symmetric, rounding)
+    for bits, symmetric, rounding in itertools.product((1, 2, 3, 8, 16), (True, False), ("nearest", "stochastic"))
+    if quantizer.is_uniform(bits, symmetric) or (symmetric and rounding == "nearest")
+]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    # Where a GPU computes NaN in silence, numpy in the interpreter warns.
+    with np.errstate(all="ignore"):
+        yield
+
+
+def set_tiling(monkeypatch: pytest.MonkeyPatch, tiles: bool) -> None:
+    """Either kernel on small weights: for groups of several tiles, or for groups that one program sees as a whole."""
+    monkeypatch.setattr(triton_quant, "TILE", 32)
+    monkeypatch.setattr(triton_quant, "WHOLE", 8 if tiles else 1024)
+
+
+@pytest.fixture(params=["whole groups", "tiles"])
+def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    set_tiling(monkeypatch, request.param == "tiles")
+    return str(request.param)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal to the bit, the sign of zeros too; any NaN equals any other."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    equal = (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())
+    return a.dtype == b.dtype and bool(equal.all())
+
+
+def guarded(shape: tuple[int, int], dtype: torch.dtype, fill: torch.Tensor | None = None) -> torch.Tensor:
+    """A matrix of NaN, or of `fill`, in the middle of a longer stretch of NaN."""
+    count = shape[0] * shape[1]
+    matrix = torch.full((count + 128,), torch.nan, dtype=dtype, device=DEVICE)[64:-64].view(shape)
+    return matrix if fill is None else matrix.copy_(fill)
+
+
+def guard_is_whole(matrix: torch.Tensor) -> bool:
+    base = matrix._base
+    assert base is not None
+    return bool(base[:64].isnan().all() and base[-64:].isnan().all())
+
+
+def make_weight(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    w = torch.randn(rows, columns) * torch.randn(rows, 1).exp()
+    w[0, :3] = torch.tensor([0.0, -0.0, 1e-42])
+    w[-1] = 0.0
+    return guarded((rows, columns), dtype, w)
+
+
+def make_ratio(w: torch.Tensor, layout: dict[str, Any]) -> torch.Tensor:
+    shape = quantizer.group_shape(*w.shape, layout.get("groups", 1), layout.get("group_size"))
+    return torch.tensor(quantizer.RATIOS, device=DEVICE)[torch.randint(17, shape, device=DEVICE)]
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
+def test_in_triton_s_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None and int(passed[1]) > 150, done.stdout
+
+
+@on_device
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_fake_quantize_is_the_definition(mode: Any, layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    bits, symmetric, rounding = mode
+    # Each mode meets both kernels, and each combination of dtypes and options comes up over the cases.
+    case = MODES.index(mode) + LAYOUTS.index(layout)
+    set_tiling(monkeypatch, LAYOUTS.index(layout) % 2 == 0)
+    w = make_weight(6, 33, FLOATS[case % 3])
+    more: dict[str, Any] = {"blend": 0.3} if case % 2 else {}
+    if case % 3 and quantizer.is_uniform(bits, symmetric):
+        more["ratio"] = make_ratio(w, layout)
+    dtype = FLOATS[case // 3 % 3]
+    options = {"symmetric": symmetric, "rounding": rounding, "seed": 2**35 + 7, "layer": 3, "step": 9, **layout, **more}
+    out = guarded((6, 33), dtype)
+    assert triton_quant.fake_quantize(w, bits, out=out, **options) is out
+    assert same_bits(out, quantizer.fake_quantize(w, bits, dtype=dtype, **options))
+    assert guard_is_whole(out) and guard_is_whole(w)
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ((1, 1), {"groups": 1}),
+        ((5, 1), {"groups": "per_channel"}),
+        ((2, 64), {"groups": 2}),
+        ((4, 32), {"group_size": 4}),
+        ((7, 9), {"group_size": 1}),
+        ((3, 130), {"groups": 1}),
+    ],
+    ids=str,
+)
+def test_shapes(shape: tuple[int, int], layout: dict[str, Any], tiling: str) -> None:
+    for bits, rounding in [(1, "nearest"), (2, "nearest"), (4, "stochastic")]:
+        w = guarded(shape, torch.float32, torch.randn(shape))
+        out = guarded(shape, torch.float32)
+        triton_quant.fake_quantize(w, bits, rounding=rounding, out=out, **layout)
+        assert same_bits(out, quantizer.fake_quantize(w, bits, rounding=rounding, **layout))
+        assert guard_is_whole(out)
+
+
+@on_device
+def test_large_weights_with_the_tiles_of_a_gpu() -> None:
+    for shape, layout in [((96, 768), {"groups": 2}), ((24, 3072), {"groups": "per_channel"}), ((64, 512), {})]:
+        w = torch.randn(shape, device=DEVICE) * 0.02
+        for bits, rounding in [(8, "nearest"), (8, "stochastic"), (2, "nearest"), (1, "nearest")]:
+            options: dict[str, Any] = {"rounding": rounding, "seed": 1, "step": 4, **layout}
+            out = triton_quant.fake_quantize(w, bits, dtype=torch.bfloat16, **options)
+            assert same_bits(out, quantizer.fake_quantize(w, bits, dtype=torch.bfloat16, **options))
+
+
+@on_device
+def test_halves_round_to_even_and_extreme_values_stay(tiling: str) -> None:
+    halves = torch.arange(-127, 128).float() / 2
+    w = torch.cat([halves, torch.tensor([127.0])])[None].repeat(2, 1).to(DEVICE)
+    w[1] *= 2.0**90
+    assert same_bits(triton_quant.fake_quantize(w, 8, groups=2), quantizer.fake_quantize(w, 8, groups=2))
+    for magnitude in (3e38, 1e-37, 1e-39, 1e-45):
+        w = torch.randn(2, 20, device=DEVICE).clamp(-1, 1) * magnitude
+        for bits, symmetric in [(1, True), (2, True), (2, False), (4, True), (16, False)]:
+            ours = triton_quant.fake_quantize(w, bits, symmetric=symmetric)
+            assert same_bits(ours, quantizer.fake_quantize(w, bits, symmetric=symmetric))
+
+
+@on_device
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -float("nan")])
+def test_nonfinite_weights_are_told(value: float, tiling: str) -> None:
+    weights = [torch.randn(4, 10, device=DEVICE) for _ in range(8)]
+    modes = [(8, True), (8, False), (2, True), (1, True)] * 2
+    for w in weights[4:]:
+        w[1, 7] = value
+    jobs = [
+        Job(w, torch.empty_like(w), bits, groups=2, symmetric=symmetric)
+        for w, (bits, symmetric) in zip(weights, modes, strict=True)
+    ]
+    batch = Batch(jobs)
+    batch.run()
+    assert batch.nonfinite() == [4, 5, 6, 7]
+    assert batch.nonfinite() == []
+    assert [bool(quantizer.nonfinite(job.out, 2)) for job in jobs] == [False] * 4 + [True] * 4
+
+
+def mixed_jobs() -> list[Job]:
+    """Weights of many shapes, bits and dtypes, as in the middle of a schedule."""
+    jobs = []
+    shapes = [(6, 8), (3, 40), (12, 12), (6, 33), (3, 4)] * 3
+    for index, (shape, (bits, symmetric, rounding)) in enumerate(zip(shapes, MODES[::-1] * 2, strict=False)):
+        w = guarded(shape, FLOATS[index % 2], torch.randn(shape))
+        out = guarded(shape, torch.bfloat16 if index % 3 else torch.float32)
+        ratio = make_ratio(w, {"groups": 3}) if bits == 3 else None
+        options = {"groups": 3, "symmetric": symmetric, "rounding": rounding, "ratio": ratio}
+        jobs.append(Job(w, out, bits, seed=5, layer=index, **options))
+    return jobs
+
+
+def reference(job: Job) -> torch.Tensor:
+    options = job._asdict()
+    w, out, bits = (options.pop(key) for key in ("weight", "out", "bits"))
+    return quantizer.fake_quantize(w, bits, dtype=out.dtype, **options)
+
+
+@on_device
+def test_a_batch_follows_its_weights_steps_and_blends(tiling: str) -> None:
+    jobs = mixed_jobs()
+    batch = Batch(jobs)
+    for step in range(3):
+        for job in jobs:
+            job.weight.mul_(0.9).add_(0.01)
+        blends = [0.1 * step * (index % 2) for index in range(len(jobs))]
+        batch.update([step] * len(jobs), blends)
+        batch.run()
+        for job, blend in zip(jobs, blends, strict=True):
+            assert same_bits(job.out, reference(job._replace(step=step, blend=blend))), job
+            assert guard_is_whole(job.out)
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("layout", "bits", "symmetric", "dtype"),
+    list(zip(LAYOUTS, (3, 2, 5, 8), (True, False, False, True), [*FLOATS, torch.float32], strict=True)),
+    ids=str,
+)
+def test_least_squares_ratio_is_the_definition(
+    layout: dict[str, Any], bits: int, symmetric: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_quant, "TILE", 256)
+    w = make_weight(6, 33, dtype)
+    for _ in range(2):
+        ours = triton_quant.least_squares_ratio(w, bits, symmetric=symmetric, **layout)
+        assert same_bits(ours, quantizer.least_squares_ratio(w, bits, symmetric=symmetric, **layout))
+        w[1, 1] = torch.nan
+
+
+def bit_stream(codes: torch.Tensor, bits: int) -> list[int]:
+    """The words of one row, by way of a big integer."""
+    number = sum((int(code) + 2 ** (bits - 1)) << (bits * place) for place, code in enumerate(codes))
+    words = [number >> 32 * place & 0xFFFFFFFF for place in range(triton_quant.packed_width(len(codes), bits))]
+    return [word - 2**32 if word >= 2**31 else word for word in words]
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("columns", [1, 31, 32, 45])
+@pytest.mark.parametrize("device", ["plain PyTorch", pytest.param("kernel", marks=on_device)])
+def test_packing(bits: int, columns: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "plain PyTorch":
+        monkeypatch.setattr(triton_quant, "available", lambda _: False)
+    codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (3, columns), dtype=torch.int32)
+    codes = codes.to(DEVICE) if device == "kernel" else codes
+    words = triton_quant.pack(codes, bits)
+    assert words.dtype == torch.int32 and words.tolist() == [bit_stream(row, bits) for row in codes]
+    assert torch.equal(triton_quant.unpack(words, bits, columns), codes)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("groups", [1, 3, 15])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_packed_linear(dtype: torch.dtype, bits: int, groups: int, rows: int) -> None:
+    outputs, columns = 33, 45
+    codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (outputs, columns), dtype=torch.int32, device=DEVICE)
+    scale = torch.rand(outputs, groups, device=DEVICE) + 0.1
+    x = torch.randn(rows, columns, device=DEVICE).to(dtype)
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+    zero = torch.randint(low, high, (outputs, groups), dtype=torch.int32, device=DEVICE) if rows == 70 else None
+    bias = torch.randn(outputs, device=DEVICE).to(dtype) if rows == 1 else None
+    y = triton_quant.packed_linear(x.view(rows, 1, columns), triton_quant.pack(codes, bits), bits, scale, zero, bias)
+    weight = quantizer.dequantize(codes, scale, zero)
+    # With scales within a row, the product is with the weight in the dtype of the activations.
+    weight = weight.double() if groups == 1 else weight.to(dtype).double()
+    exact = x.double() @ weight.T + (0 if bias is None else bias.double())
+    size = x.double().abs() @ weight.abs().T
+    # One rounding of the result, and float32's of each of the 45 sums.
+    allowed = exact.abs() * torch.finfo(dtype).eps / 2 + 45 * size * torch.finfo(torch.float32).eps
+    assert y.shape == (rows, 1, outputs) and y.dtype == dtype
+    assert ((y.view(rows, outputs).double() - exact).abs() <= allowed + torch.finfo(dtype).tiny).all()
+
+
+@on_device
+def test_packed_linear_of_nothing() -> None:
+    words, scale = torch.zeros(4, 1, dtype=torch.int32, device=DEVICE), torch.ones(4, 1, device=DEVICE)
+    assert triton_quant.packed_linear(torch.empty(0, 8).half().to(DEVICE), words, 4, scale).shape == (0, 4)
+
+
+def moq(**more: Any) -> MoQConfig:
+    schedule = {"quantize_period": 1, "schedule_offset": 1}
+    bits = {"start_bits": 5, "target_bits": 2}
+    return MoQConfig.from_dict({"quantize_bits": bits, "quantize_schedule": schedule, "quantize_groups": 4, **more})
+
+
+@on_device
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"quantize_type": "asymmetric", "quantize_algo": {"rounding": "stochastic"}},
+        {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.3}},
+    ],
+    ids=str,
+)
+def test_training_is_the_same_with_and_without_kernels(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(32, 8, device=DEVICE)
+    launches: list[int] = []
+    run = Batch.run
+    monkeypatch.setattr(Batch, "run", lambda self: launches.append(len(self.jobs)) or run(self))
+    ends, used = [], []
+    for kernel in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 2)).to(DEVICE)
+        controller = MoQController(model, moq(quantizer_kernel=kernel, **more), dtype=torch.bfloat16 if more else None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        launches.clear()
+        for _ in range(10):
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=bool(more)):
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step()
+        assert controller.at_target or more
+        ends.append([p.detach().clone() for p in model.parameters()])
+        ends[-1] += [layer.quantized_weight().detach() for layer in controller.layers.values()]
+        used.append(sorted(set(launches)))
+    assert used == [[len(controller.layers)], []]
+    assert all(same_bits(a, b) for a, b in zip(*ends, strict=True))
+
+
+@on_device
+def test_batches_follow_moved_weights_and_tell_of_nan(tiny_bert: BertForSequenceClassification) -> None:
+    model = tiny_bert.to(DEVICE)
+    controller = MoQController(model, moq(quantizer_kernel=True))
+    assert controller.warnings() == []
+    for _ in range(2):
+        controller.step()
+    name, layer = next(iter(controller.layers.items()))
+    for change in (
+        lambda: setattr(layer.weight, "data", torch.randn_like(layer.weight)),
+        lambda: setattr(layer, "weight", nn.Parameter(torch.randn_like(layer.weight))),
+        lambda: model.double(),
+        lambda: model.float(),
+    ):
+        change()
+        controller.refresh()
+        options = {**layer.moq.options, "ratio": layer.moq.ratio}
+        assert layer.moq.weight is not None
+        assert same_bits(layer.moq.weight, quantizer.fake_quantize(layer.weight.detach(), layer.moq.bits, **options))
+    with torch.no_grad():
+        layer.weight[3, 3] = torch.inf
+    with pytest.raises(MoQError, match=re.escape(f"NaN or Inf in {name}.weight")):
+        controller.refresh()
+
+
+@on_device
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_backward_pass_through_older_weights_fails(kernel: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)).to(DEVICE)
+    controller = MoQController(model, moq(quantizer_kernel=kernel))
+    controller.step()
+    stale = model(torch.randn(2, 8, device=DEVICE)).sum()
+    controller.refresh()
+    with pytest.raises(RuntimeError, match="has been modified inplace"):
+        stale.backward()
+
+
+@natively
+def test_a_graph_captures_it() -> None:
+    jobs = [Job(torch.randn(64, 768, device=DEVICE), torch.empty(64, 768, device=DEVICE), 8, groups=2)]
+    batch = Batch(jobs)
+    batch.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batch.run()
+    for _ in range(3):
+        jobs[0].weight.normal_()
+        graph.replay()
+        assert same_bits(jobs[0].out, reference(jobs[0]))
+
+
+@natively
+def test_nonfinite_without_waiting_is_told_later() -> None:
+    job = Job(torch.full((4, 4), torch.nan, device=DEVICE), torch.empty(4, 4, device=DEVICE), 8)
+    batch = Batch([job])
+    told = []
+    for _ in range(3):
+        batch.run()
+        told.append(batch.nonfinite(wait=False))
+        torch.cuda.synchronize()
+    assert told[0] == [] and [0] in told[1:]
+
+
+@natively
+def test_a_model_of_many_large_groups() -> None:
+    # More tiles than the device holds programs, so that programs wait for each other.
+    jobs = []
+    for layer in range(24):
+        for shape in ((768, 768), (3072, 768)):
+            w = torch.randn(shape, device=DEVICE)
+            jobs.append(Job(w, torch.empty_like(w, dtype=torch.bfloat16), layer % 8 + 1, groups=8, layer=layer))
+    batch = Batch(jobs)
+    for _ in range(20):
+        batch.run()
+    assert all(same_bits(job.out, reference(job)) for job in jobs)
+
+
+@pytest.mark.parametrize("lag", [1, 3, 100])
+def test_tickets_come_after_what_they_wait_for(lag: int) -> None:
+    jobs = [Job(torch.empty(6, 5000), torch.empty(6, 5000), bits, groups=3) for bits in (8, 2, 1, 3)]
+    sizes = [(10_000, 3)] * 4
+    done: dict[tuple[int, int], list[int]] = {}
+    for phase, row, group, tile in triton_quant._tile_items(jobs, sizes, lag).tolist():
+        # Each pass goes over the group's three tiles, once and in order, when the pass before is complete.
+        passes = done.setdefault((row, group), [])
+        assert tile == len(passes) % 3
+        passes.append(phase)
+    expected = {8: [0, 3], 2: [0, 1, 2, 3], 1: [0, 1, 3], 3: [0, 3]}
+    assert len(done) == 12
+    for (row, _), passes in done.items():
+        assert passes == [phase for phase in expected[jobs[row].bits] for _ in range(3)]
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiles_for_a_gpu(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from moq_hf import triton_kernels
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    kernel = triton_kernels.fake_quantize_tiles
+    types = {"table": "*i64", "items": "*i32", "marks": "*i32", "sums": "*fp64", "flags": "*i32"}
+    constants = {"S": triton_quant.TILE, "SYMMETRIC": True, "STOCHASTIC": False, "QUADS": True, "ALIGN": 16}
+    constants |= {"IN": triton.language.float32, "OUT": triton.language.bfloat16}
+    source = ASTSource(
+        fn=kernel,
+        signature=types | dict.fromkeys(constants, "constexpr"),
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={(index,): [["tt.divisibility", 16]] for index in range(len(types))},
+    )
+    options = {"num_warps": 8, "enable_fp_fusion": False}
+    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+    # Rounded as IEEE has it, nothing fused, and 16 bytes at a time.
+    assert "div.rn.f32" in ptx and "div.full" not in ptx and "fma" not in ptx
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) == triton_quant.TILE // (8 * 32 * 4)
+
+
+def test_wrong_arguments_are_told() -> None:
+    w = torch.randn(6, 8)
+    for arguments, text in [
+        ({"bits": 17}, "1 to 16"),
+        ({"bits": 8, "groups": 4}, "do not divide"),
+        ({"bits": 2, "rounding": "stochastic"}, "nearest only"),
+        ({"bits": 8, "out": torch.empty(8, 6)}, "one shape"),
+        ({"bits": 8, "out": torch.empty(8, 6).T}, "contiguous"),
+        ({"bits": 8, "out": torch.empty(6, 8, dtype=torch.int8)}, "no kernel for"),
+        ({"bits": 8, "out": torch.empty(6, 8, device="meta")}, "one device"),
+        ({"bits": 8, "ratio": torch.ones(1, 1).double()}, "float32"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            triton_quant.fake_quantize(w, **arguments)
+    with pytest.raises(ValueError, match="sets its own scale"):
+        triton_quant.least_squares_ratio(w, 2)
+    codes, scale = torch.zeros(6, 1, dtype=torch.int32), torch.ones(6, 1)
+    for function, text in [
+        (lambda: triton_quant.pack(codes, 9), "1 to 8"),
+        (lambda: triton_quant.pack(codes.long(), 8), "int32 matrix"),
+        (lambda: triton_quant.unpack(codes, 8, 5), "take 2 words a row, there are 1"),
+        (lambda: triton_quant.packed_linear(torch.ones(2, 8).half(), codes, 3, scale), "one of 2, 4, 8"),
+        (lambda: triton_quant.packed_linear(torch.ones(2, 8), codes, 4, scale), "float16 or bfloat16"),
+        (lambda: triton_quant.packed_linear(torch.ones(2, 9).half(), codes, 4, scale), "9 columns"),
+        (lambda: triton_quant.packed_linear(torch.ones(2, 8).half(), codes, 4, scale[:3]), "does not tile"),
+        (lambda: triton_quant.packed_linear(torch.ones(2, 8).half(), codes, 4, scale, codes[:3]), "zero_point"),
+        (lambda: triton_quant.packed_linear(torch.ones(2, 8).half(), codes, 4, scale, None, scale), "bias"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            function()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels can run here")
+def test_a_file_that_asks_for_kernels_trains_without_them(tiny_bert: BertForSequenceClassification) -> None:
+    assert not triton_quant.available(torch.device("cpu")) and not triton_quant.available(torch.device("meta"))
+    for kernel, count in ((True, 1), (None, 0), (False, 0)):
+        controller = MoQController(tiny_bert, moq(quantizer_kernel=kernel))
+        notes = [note for note in controller.warnings() if "quantizer_kernel" in note]
+        assert len(notes) == count and all("plain PyTorch gives the same numbers" in note for note in notes)
+
+
+def test_a_broken_triton_is_no_kernel(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*args: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(triton_quant, "fake_quantize", broken)
+    device = torch.device("cpu") if INTERPRETED or not torch.cuda.is_available() else DEVICE
+    with caplog.at_level(logging.INFO, "moq_hf"):
+        assert not triton_quant.available.__wrapped__(device)
+    if INTERPRETED or torch.cuda.is_available():
+        assert "Failed to find C compiler" in caplog.text
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing of it is of the interpreter")
+def test_needs_no_triton_to_be_imported() -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from moq_hf import quantize_model, triton_quant\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))\n"
+        "quantize_model(model, {'quantizer_kernel': True, 'quantize_bits': {'start_bits': 4, 'target_bits': 4}})\n"
+        "assert 'bits=4' in repr(model) and not triton_quant.available(torch.device('cpu'))\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
