@@ -264,8 +264,8 @@ def prepared(page: Path) -> dict[str, object]:
     """What a page's Python takes for granted: the README has the model, arguments and data of its reader."""
     if page == ROOT / "docs" / "eigenvalues.md":
         # What `make demo` leaves.
-        tiny_model(Path("runs/demo"), vocab_size=1100)
-        AutoTokenizer.from_pretrained("examples/demo/model").save_pretrained("runs/demo")
+        tiny_model(Path("runs/demo/float"), vocab_size=1100)
+        AutoTokenizer.from_pretrained("examples/demo/model").save_pretrained("runs/demo/float")
     if page != ROOT / "README.md":
         return {}
     tokenizer = AutoTokenizer.from_pretrained("examples/demo/model")
