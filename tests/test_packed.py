@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
 
-from moq_hf import MoQError, load_packed, quantizer, triton_quant
+from moq_hf import MoQError, load_packed, quantize_model, quantizer, save_quantized, triton_quant
 from moq_hf.packed import PackedLinear
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -86,6 +86,23 @@ def test_without_kernels_the_model_is_that_of_from_pretrained(
     assert not any(isinstance(module, PackedLinear) for module in model.modules())
     with torch.no_grad():
         assert torch.equal(model(**tiny_batch).logits, plain(**tiny_batch).logits)
+
+
+@pytest.mark.parametrize("grouping", [{"quantize_groups": 4}, {"quantize_group_size": 16}])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_what_save_quantized_wrote_is_loaded(
+    tiny_bert: BertForSequenceClassification,
+    tiny_batch: dict[str, torch.Tensor],
+    tmp_path: Path,
+    bits: int,
+    grouping: Any,
+) -> None:
+    config = {"quantize_bits": {"start_bits": bits, "target_bits": bits}, "quantize_embeddings": 8, **grouping}
+    quantize_model(tiny_bert.eval(), config)
+    save_quantized(tiny_bert, tmp_path / "packed")
+    model = load_packed(tmp_path / "packed", device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(model(**tiny_batch).logits, tiny_bert(**tiny_batch).logits)
 
 
 @on_device
