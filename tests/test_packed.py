@@ -96,7 +96,9 @@ def test_what_save_quantized_wrote_is_loaded(
     tmp_path: Path,
     bits: int,
     grouping: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(triton_quant, "available", lambda _: False)
     config = {"quantize_bits": {"start_bits": bits, "target_bits": bits}, "quantize_embeddings": 8, **grouping}
     quantize_model(tiny_bert.eval(), config)
     save_quantized(tiny_bert, tmp_path / "packed")
