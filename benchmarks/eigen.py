@@ -237,7 +237,8 @@ def stability(study: Study, step: int, counts: Iterable[int], path: Path) -> Non
         for line in path.read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
             done.add((entry["step"], entry["method"], entry["num_samples"], entry["draw"]))
-    cases = [("power", BATCH), *(("lanczos", count) for count in counts)]
+    # "magnitudes": each batch by itself, its magnitudes averaged.
+    cases = [("power", BATCH), *(("lanczos", count) for count in counts), ("magnitudes", 2 * BATCH)]
     for method, count in cases:
         for draw in range(DRAWS):
             if (step, method, count, draw) in done:
@@ -246,14 +247,19 @@ def stability(study: Study, step: int, counts: Iterable[int], path: Path) -> Non
             losses = [study.loss(study.take(first + k)) for k in range(0, count, BATCH)]
             start = time.perf_counter()
             with eigen.measuring(study.model, study.blocks) as blocks:
-                found = block_eigenvalues(losses, blocks, method=method).values()
+                if method == "magnitudes":
+                    each = [block_eigenvalues(loss, blocks).values() for loss in losses]
+                else:
+                    each = [block_eigenvalues(losses, blocks, method=method).values()]
+            values = [[abs(result.value) for result in found] for found in each]
+            products = [[result.num_products for result in found] for found in each]
             entry = {
                 "step": step,
                 "method": method,
                 "num_samples": count,
                 "draw": draw,
-                "values": [result.value for result in found],
-                "products": [result.num_products for result in found],
+                "values": [statistics.mean(column) for column in zip(*values, strict=True)],
+                "products": [statistics.mean(column) for column in zip(*products, strict=True)],
                 "seconds": time.perf_counter() - start,
             }
             with path.open("a", encoding="utf-8") as file:
