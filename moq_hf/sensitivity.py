@@ -238,7 +238,9 @@ class Sensitivity:
         batches = self.samples.batches(self._rows)
         rows = sum(map(_rows, batches))
         allowed = step * self._per_step * self.config.max_overhead
-        if self.values and self._spent + self._cost(rows, len(batches) == 1) > allowed:
+        # Ranks, which may hold unequal batches, must agree on whether to measure, on what it cost, and on the values.
+        (cost,) = _mean_over_ranks([self._cost(rows, len(batches) == 1)], self.device)
+        if self.values and self._spent + cost > allowed:
             logger.info(
                 "step %d: eigenvalues of step %d used again, measuring would exceed max_overhead %.3g",
                 step,
@@ -252,12 +254,11 @@ class Sensitivity:
         start = time.perf_counter()
         results = self._measure(batches, loss)
         products = sum(found.num_products for found in results.values())
-        magnitudes = {name: abs(found.value) for name, found in results.items()}
-        # Ranks must agree on the values, and on what later measurements the budget allows.
-        magnitudes, per_block, rows = _mean_over_ranks(magnitudes, products / len(results), rows, self.device)
-        if any(map(math.isfinite, magnitudes.values())):
-            self._products = per_block
-            self._spent += self._cost(rows, len(batches) == 1)
+        means = _mean_over_ranks([abs(found.value) for found in results.values()], self.device)
+        magnitudes = dict(zip(results, means, strict=True))
+        if any(map(math.isfinite, means)):
+            (self._products,) = _mean_over_ranks([products / len(results)], self.device)
+            self._spent += _mean_over_ranks([self._cost(rows, len(batches) == 1)], self.device)[0]
         self._measured_at = step
         self.eigenvalues, self.values = magnitudes, normalise(magnitudes)
         self._warn_about(results)
@@ -379,18 +380,15 @@ def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _mean_over_ranks(
-    values: dict[str, float], products: float, rows: int, device: torch.device
-) -> tuple[dict[str, float], float, int]:
-    """The means, the same on every rank; of `values` what is finite counts, and NaN is left where nothing is."""
+def _mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """The mean over the ranks of what is finite, the same on each of them; NaN where nothing is."""
     if not _is_distributed():
-        return values, products, rows
-    own = torch.tensor(list(values.values()))
+        return values
+    own = torch.tensor(values)
     finite = own.isfinite()
-    sums = torch.cat([own.where(finite, torch.zeros(())), finite.float(), torch.tensor([products, float(rows), 1.0])])
-    sums = sums.to(device)
+    sums = torch.stack([own.where(finite, torch.zeros(())), finite.float()]).to(device)
     dist.all_reduce(sums)
     dist.broadcast(sums, 0)
-    total, count, rest = torch.split(sums.cpu(), [len(values), len(values), 3])
+    total, count = sums.cpu()
     means: list[float] = (total / count).tolist()
-    return dict(zip(values, means, strict=True)), float(rest[0] / rest[2]), round(float(rest[1] / rest[2]))
+    return means
