@@ -632,8 +632,9 @@ def shared_weights(model: nn.Module, layers: Iterable[str]) -> list[str]:
 def output_heads(model: nn.Module, linears: Iterable[str]) -> list[str]:
     """Names of the linear layers that are output heads: by default they stay in full precision.
 
-    For a transformers model with a base model: whatever lies outside of it. Otherwise the output embeddings, and
-    failing those the last linear layer.
+    For a transformers model with a base model: whatever lies outside of it. Otherwise the output embeddings; failing
+    those, whatever lies outside of the models that it is made of (T5's two stacks), and of any other module the last
+    linear layer.
     """
     names = list(linears)
     prefix = getattr(model, "base_model_prefix", "")
@@ -643,8 +644,10 @@ def output_heads(model: nn.Module, linears: Iterable[str]) -> list[str]:
     output = get() if callable(get) else None
     if output is not None:
         return [name for name in names if model.get_submodule(name) is output]
-    is_base_model = hasattr(model, "base_model_prefix")
-    return [] if is_base_model or len(names) == 1 else names[-1:]
+    if hasattr(model, "base_model_prefix"):
+        parts = [name for name, part in model.named_children() if hasattr(part, "base_model_prefix")]
+        return [name for name in names if parts and name.split(".")[0] not in parts]
+    return [] if len(names) == 1 else names[-1:]
 
 
 def block_of(model: nn.Module, name: str) -> str:
