@@ -43,7 +43,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -56,24 +56,29 @@ from .quant_linear import (
     QuantConv1D,
     QuantEmbedding,
     QuantLayer,
+    adapters,
     check_finite,
     dequantize_model,
     is_linear,
     is_packed,
+    plain_name,
     quant_embeddings,
     quant_layers,
     shared_weights,
+    without_peft,
 )
 from .schedule import FLOAT_BITS
 
 logger = logging.getLogger(__name__)
 
 STATE_NAME = "moq_state.json"
+ADAPTER = "adapter"
 MAX_PACKED_BITS = 8
 _CONFIG = "config.json"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+_Value = TypeVar("_Value")
 _ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
@@ -183,8 +188,10 @@ def save_quantized(
     The model stays as it is. A directory that is not there appears whole or not at all. One that is there keeps its
     other files; its old model is gone before the first new file comes, and nothing loads before the last one is there.
 
+    Of a `PeftModel` the base model is packed; its adapters are saved by `save_pretrained` into the folder `adapter`.
+
     Args:
-        model: A transformers model with quantized layers.
+        model: A transformers model with quantized layers, or a `PeftModel` around one.
         directory: Where to; made if missing.
         processing_class: Tokenizer or processor to save along.
         controller: The run's, for its history; without one the state holds the config and the bits alone.
@@ -201,9 +208,12 @@ def save_quantized(
             holds NaN or Inf, or the files cannot be written.
     """
     target = Path(directory).resolve()
-    layers: dict[str, QuantLayer] = {**quant_layers(model), **quant_embeddings(model)}
-    _check_model(model, layers, target, state_dict is None)
-    tensors = dict(model.state_dict() if state_dict is None else state_dict)
+    peft_model, model = model, without_peft(model)
+    added = adapters(model)
+    quantized: dict[str, QuantLayer] = {**quant_layers(model), **quant_embeddings(model)}
+    _check_model(model, quantized, target, state_dict is None)
+    layers = _plain(quantized, added)
+    tensors = _plain(model.state_dict() if state_dict is None else state_dict, added)
     plan = _Plan(model, layers)
     stored = {name: plan.store(name, layer, tensors) for name, layer in layers.items()}
     # Beside what does not exist yet, so that it appears whole; inside what does, which may be a file system of its own.
@@ -214,6 +224,8 @@ def save_quantized(
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         _write(staging, model, tensors, plan, processing_class, max_shard_size)
+        if peft_model is not model:
+            cast(Any, peft_model).save_pretrained(staging / ADAPTER)
         state = _state(layers, stored, controller)
         state |= {"metrics": clean_metrics(metrics or {}), "float_metrics": clean_metrics(float_metrics or {})}
         state["tensors"] = {name: _digest(tensor) for name, tensor in _tensors(staging)}
@@ -293,7 +305,7 @@ class _Plan:
 
     def __init__(self, model: nn.Module, layers: Mapping[str, QuantLayer]) -> None:
         self.groups: dict[str, dict[str, Any]] = {}
-        self.modules = {name for name, _ in model.named_modules()}
+        self.modules = set(_plain(dict(model.named_modules()), adapters(model)))
         self.prefix = str(getattr(model, "base_model_prefix", ""))
         self.is_base = bool(self.prefix) and not hasattr(model, self.prefix)
         self.has_conv1d = any(isinstance(layer, QuantConv1D) for layer in layers.values())
@@ -456,6 +468,8 @@ def _check_model(model: nn.Module, layers: Mapping[str, QuantLayer], target: Pat
 
     if not isinstance(model, PreTrainedModel):
         raise MoQError(f"only models of transformers can be saved packed, got {type(model).__name__}")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise MoQError("a model with add_adapter saves its adapters alone: use peft.get_peft_model to have it packed")
     if not layers:
         raise MoQError("the model has no quantized layer: call quantize_model first, or train it with MoQ")
     if target.exists() and not target.is_dir():
@@ -489,7 +503,8 @@ def _write(
     model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=shard, save_original_format=False)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
-    linears = [name for name, module in model.named_modules() if is_linear(module)]
+    modules = _plain(dict(model.named_modules()), adapters(model))
+    linears = [name for name, module in modules.items() if is_linear(module)]
     packed = {key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")}
     config = plan.config([name for name in linears if name not in packed])
     if config is None:
@@ -700,10 +715,17 @@ def _weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model as its forward pass uses them, on the CPU."""
     if is_packed(model):
         model = dequantize_model(copy.deepcopy(model))
+    model = without_peft(model)
     tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
         tensors[f"{name}.weight"] = layer.quantized_weight().detach().cpu()
-    return tensors
+    return _plain(tensors, adapters(model))
+
+
+def _plain(named: Mapping[str, _Value], added: Iterable[str]) -> dict[str, _Value]:
+    """By the names that modules and tensors had before PEFT came, without its adapters."""
+    renamed = {plain_name(name, added): value for name, value in named.items()} if added else named
+    return {name: value for name, value in renamed.items() if name is not None}
 
 
 def _same(one: Tensor, other: Tensor | None) -> bool:

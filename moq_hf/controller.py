@@ -12,10 +12,12 @@ from .config import MoQConfig, MoQError
 from .quant_linear import (
     QuantLayer,
     Refresher,
+    adapters,
     block_of,
     is_linear,
     kernels_wanted,
     output_heads,
+    plain_name,
     prepare_model,
     quant_embeddings,
     take_over,
@@ -239,7 +241,13 @@ class MoQController:
 
     def summary(self) -> str:
         """One line: what is quantized and what is left alone."""
-        left = [n for n, m in self.model.named_modules() if is_linear(m) and n not in self.layers]
+        added = adapters(self.model)
+        left = [
+            name
+            for name, module in self.model.named_modules()
+            if is_linear(module) and name not in self.layers and plain_name(name, added)
+        ]
+        left += ["PEFT's adapters"] if added else []
         weights = sum(layer.weight.numel() for layer in self.layers.values())
         bits = self.config.quantize_embeddings
         tables = f"{len(self.embeddings)} embedding tables to {bits}; " if self.embeddings else ""

@@ -346,6 +346,7 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     except MoQError:
         for layer in [*layers.values(), *embeddings.values()]:
             _restore(layer)
+        _guard_merging(model)
         raise
     return model
 
@@ -379,6 +380,7 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
             with torch.no_grad():
                 layer.weight.copy_(layer.quantized_weight())
         _restore(layer)
+    _guard_merging(model)
     return model
 
 
@@ -438,6 +440,7 @@ def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLayer]:
         layer.moq = LayerState(options=options, config=config, plain=config.kernel is False)
         _CONTROLLED.discard(layer)
         _LAYERS.add(layer)
+    _guard_merging(model)
     return quant_layers(model)
 
 
@@ -637,13 +640,18 @@ def output_heads(model: nn.Module, linears: Iterable[str]) -> list[str]:
     linear layer.
     """
     names = list(linears)
+    inner = without_peft(model)
+    if inner is not model:
+        path = next(name for name, module in model.named_modules() if module is inner) + "."
+        return [path + head for head in output_heads(inner, [name.removeprefix(path) for name in names])]
     prefix = getattr(model, "base_model_prefix", "")
     if prefix and isinstance(getattr(model, prefix, None), nn.Module):
         return [name for name in names if not name.startswith(prefix + ".")]
     get = getattr(model, "get_output_embeddings", None)
     output = get() if callable(get) else None
     if output is not None:
-        return [name for name in names if model.get_submodule(name) is output]
+        heads = [name for name, module in model.named_modules() if module is output]
+        return [name for name in names if any(_is_below(name, head) for head in heads)]
     if hasattr(model, "base_model_prefix"):
         parts = [name for name, part in model.named_children() if hasattr(part, "base_model_prefix")]
         return [name for name in names if parts and name.split(".")[0] not in parts]
@@ -662,15 +670,67 @@ def block_of(model: nn.Module, name: str) -> str:
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
+    added = adapters(model)
     for name, module in model.named_modules():
         # MultiheadAttention reads the weight of its output projection without calling the layer.
-        if is_linear(module) and not isinstance(module, NonDynamicallyQuantizableLinear):
+        if not is_linear(module) or isinstance(module, NonDynamicallyQuantizableLinear):
+            continue
+        if not any(_is_below(name, adapter) for adapter in added):
             yield name, module
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
     """Whether a module is a linear layer: `nn.Linear`, or `Conv1D` of transformers, quantized or not."""
     return isinstance(module, nn.Linear | Conv1D)
+
+
+def without_peft(model: nn.Module) -> nn.Module:
+    """The model that a `PeftModel` wraps, with the adapters in it; any other model as it is."""
+    get = getattr(model, "get_base_model", None) if hasattr(model, "peft_config") else None
+    return cast(nn.Module, get()) if callable(get) else model
+
+
+def adapters(model: nn.Module) -> list[str]:
+    """The names of the modules that PEFT has put into the model, none of which is quantized.
+
+    They lie beside the `base_layer` that they adapt, or are copies to be trained of an `original_module`.
+    """
+    found = []
+    for name, module in model.named_modules():
+        parts = dict(module.named_children())
+        if "base_layer" in parts:
+            found += [f"{name}.{part}" for part in parts if part != "base_layer"]
+        elif {"original_module", "modules_to_save"} <= parts.keys():
+            found.append(f"{name}.modules_to_save")
+    return found
+
+
+def plain_name(name: str, added: Iterable[str]) -> str | None:
+    """What a module or tensor is called in the model before PEFT came; None for what belongs to one of its adapters."""
+    if any(_is_below(name, adapter) for adapter in added):
+        return None
+    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
+
+
+def _guard_merging(model: nn.Module) -> None:
+    """Refuse to merge adapters into weights that are computed with quantized: the sum is on no grid."""
+    for module in model.modules():
+        base = module._modules.get("base_layer")
+        if isinstance(base, QuantLayer):
+            module.merge = _refuse_merging  # type: ignore[assignment]
+        elif base is not None:
+            module.__dict__.pop("merge", None)
+
+
+def _refuse_merging(*args: Any, **kwargs: Any) -> None:
+    raise MoQError(
+        "adapters cannot be merged into quantized layers: call moq_hf.dequantize_model(model) first, then the merged "
+        "model computes the same in float"
+    )
+
+
+def _is_below(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
 
 
 def _matches(name: str, pattern: str) -> bool:

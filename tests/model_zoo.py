@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from stranger import outputs_of, tied_weights
 from torch import nn
 from transformers import (
     AlbertConfig,
@@ -35,8 +36,6 @@ from transformers import (
     XLMRobertaConfig,
     set_seed,
 )
-
-from stranger import outputs_of, tied_weights
 
 from moq_hf import MoQCallback, verify_quantized
 from moq_hf.quant_linear import is_linear, quant_layers
@@ -92,7 +91,7 @@ def class_of(family: str, task: str) -> Any:
     """The class that transformers has for the task, or None."""
     mapping = getattr(transformers, f"AutoModelFor{TASKS[task]}")._model_mapping
     config = type(FAMILIES[family]())
-    return mapping[config] if config in mapping else None
+    return mapping.get(config, None)
 
 
 CASES = [(family, task) for family in FAMILIES for task in TASKS if class_of(family, task) is not None]
