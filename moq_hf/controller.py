@@ -53,9 +53,12 @@ class MoQController:
     """
 
     def __init__(
-        self, model: nn.Module, config: MoQConfig, total_steps: int | None = None, dtype: torch.dtype | None = None
+        self, model: Any, config: MoQConfig, total_steps: int | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        self.model = model
+        if not isinstance(model, nn.Module):
+            # SetFit's Trainer shows its callbacks what lies around the module that it trains.
+            model = model.model_body
+        self.model: nn.Module = model
         self.config = config
         self.layers: dict[str, QuantLayer] = prepare_model(model, config)
         self.embeddings = quant_embeddings(model)

@@ -636,8 +636,8 @@ def output_heads(model: nn.Module, linears: Iterable[str]) -> list[str]:
     """Names of the linear layers that are output heads: by default they stay in full precision.
 
     For a transformers model with a base model: whatever lies outside of it. Otherwise the output embeddings; failing
-    those, whatever lies outside of the models that it is made of (T5's two stacks), and of any other module the last
-    linear layer.
+    those, of a module made of transformers models (T5's two stacks, a body in a module of one's own) their heads and
+    whatever lies outside of them; of any other module the last linear layer.
     """
     names = list(linears)
     inner = without_peft(model)
@@ -652,10 +652,18 @@ def output_heads(model: nn.Module, linears: Iterable[str]) -> list[str]:
     if output is not None:
         heads = [name for name, module in model.named_modules() if module is output]
         return [name for name in names if any(_is_below(name, head) for head in heads)]
-    if hasattr(model, "base_model_prefix"):
-        parts = [name for name, part in model.named_children() if hasattr(part, "base_model_prefix")]
-        return [name for name in names if parts and name.split(".")[0] not in parts]
-    return [] if len(names) == 1 else names[-1:]
+    parts: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if path and hasattr(module, "base_model_prefix") and not any(_is_below(path, part) for part in parts):
+            parts[path] = module
+    if parts:
+        body = set[str]()
+        for path, part in parts.items():
+            inside = [name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}.")]
+            body |= {f"{path}.{name}" for name in set(inside) - set(output_heads(part, inside))}
+        return [name for name in names if name not in body]
+    is_base_model = hasattr(model, "base_model_prefix")
+    return [] if is_base_model or len(names) == 1 else names[-1:]
 
 
 def block_of(model: nn.Module, name: str) -> str:

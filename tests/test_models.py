@@ -1,6 +1,5 @@
 """Every family of models, on every task that transformers has a class for, ends in a model that loads bit for bit."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +7,6 @@ import pytest
 from model_zoo import CASES, FAMILIES, MARKS, PAGE, TASKS, Outcome, Stranger, outcome, renew, ties
 
 RENEW = "python tests/model_zoo.py"
-
-
-@pytest.fixture(scope="session")
-def stranger() -> Iterator[Stranger]:
-    process = Stranger()
-    yield process
-    process.close()
 
 
 @pytest.fixture(autouse=True)
