@@ -1,5 +1,6 @@
 """Ways to train beside a stock Trainer on a stock model: Trainers of one's own, searches, PEFT, TRL, SetFit."""
 
+import copy
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -8,12 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from model_zoo import CONFIG, ROWS, STEPS, Stranger, arguments, inputs_of, new_model, rows_of
 from stranger import outputs_of
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
+    AutoModel,
     BertConfig,
+    BertForSequenceClassification,
     BertModel,
+    PreTrainedTokenizerFast,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
@@ -23,7 +29,7 @@ from transformers import (
 from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, HyperParamSearchBackendBase
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
-from moq_hf import MoQCallback, quantize_model, save_quantized
+from moq_hf import MoQCallback, MoQError, MoQTrainer, dequantize_model, quantize_model, save_quantized, verify_quantized
 from moq_hf.quant_linear import is_linear, quant_layers
 
 TASK = "sequence classification"
@@ -244,8 +250,7 @@ def test_lora_on_quantized_layers(
     assert {layer.stored for layer in found.layers.values()} == {"packed"} and len(found.layers) == len(layers)
     inputs = inputs_of(task, model)
     with model.disable_adapter():
-        if family != "BERT":
-            assert stranger.load(folder, model.get_base_model(), inputs)["equal"]
+        assert stranger.load(folder, model.get_base_model(), inputs)["equal"]
     check_adapter(model, type(model.get_base_model()).from_pretrained(folder), folder / "adapter", inputs)
 
 
@@ -295,3 +300,96 @@ def test_adapters_that_transformers_added_are_not_packed(tmp_path: Path) -> None
     assert not any("lora_" in name for name in quant_layers(model))
     with pytest.raises(MoQError, match=r"use peft\.get_peft_model"):
         save_quantized(model, tmp_path / "packed")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(57))]
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    marks = {
+        "pad_token": "<pad>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "cls_token": "<eos>",
+        "sep_token": "<eos>",
+    }
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **marks)
+
+
+SENTENCES = [" ".join(f"w{first * word % 57}" for word in range(8)) for first in range(1, 17)]
+# Smoke tests of libraries that come with warnings of their own.
+noisy = pytest.mark.filterwarnings("ignore")
+
+
+@noisy
+@pytest.mark.parametrize("with_lora", [False, True])
+def test_sft_of_trl(with_lora: bool, tmp_path: Path, stranger: Stranger) -> None:
+    trl = pytest.importorskip("trl")
+    lora = None
+    if with_lora:
+        lora = pytest.importorskip("peft").LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)
+    trainer = trl.SFTTrainer(
+        new_model("Llama", "causal LM"),
+        args=arguments(tmp_path, trl.SFTConfig, max_length=16, bf16=False),
+        train_dataset=Dataset.from_list([{"text": sentence} for sentence in SENTENCES]),
+        processing_class=tokenizer(),
+        peft_config=lora,
+        callbacks=[MoQCallback(CONFIG)],
+    )
+    trainer.train()
+    model = trainer.model
+    assert bits_of(model) == TARGET and len(quant_layers(model)) == 14
+    folder, inputs = tmp_path / "quantized", inputs_of("causal LM", model)
+    if with_lora:
+        check_adapter(model, type(model.get_base_model()).from_pretrained(folder), folder / "adapter", inputs)
+    else:
+        assert stranger.load(folder, model, inputs)["equal"]
+
+
+def sentence_model(folder: Path) -> Any:
+    library = pytest.importorskip("sentence_transformers")
+    from sentence_transformers.models import Pooling, Transformer
+
+    set_seed(0)
+    BertModel(BertConfig(**SMALL)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return library.SentenceTransformer(modules=[Transformer(str(folder), max_seq_length=16), Pooling(32)], device="cpu")
+
+
+@noisy
+def test_sentence_transformers(tmp_path: Path, stranger: Stranger) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    from sentence_transformers.losses import CosineSimilarityLoss
+
+    model = sentence_model(tmp_path / "body")
+    pairs = {"one": SENTENCES, "two": SENTENCES[::-1], "label": [float(index % 2) for index in range(16)]}
+    library.SentenceTransformerTrainer(
+        model,
+        args=arguments(tmp_path, library.SentenceTransformerTrainingArguments),
+        train_dataset=Dataset.from_dict(pairs),
+        loss=CosineSimilarityLoss(model),
+        callbacks=[MoQCallback(CONFIG)],
+    ).train()
+    # No layer of a body without a head is left out.
+    assert bits_of(model) == TARGET and len(quant_layers(model)) == 13
+    body = model[0].auto_model
+    save_quantized(body, tmp_path / "packed")
+    assert stranger.load(tmp_path / "packed", body, inputs_of(TASK, body))["equal"]
+
+
+@noisy
+def test_setfit(tmp_path: Path) -> None:
+    setfit = pytest.importorskip("setfit")
+    head = pytest.importorskip("sklearn.linear_model").LogisticRegression()
+    model = setfit.SetFitModel(model_body=sentence_model(tmp_path / "body"), model_head=head)
+    trainer = setfit.Trainer(
+        model=model,
+        args=setfit.TrainingArguments(output_dir=str(tmp_path), batch_size=4, max_steps=STEPS, report_to="none"),
+        train_dataset=Dataset.from_dict({"text": SENTENCES, "label": [index % 2 for index in range(16)]}),
+        callbacks=[MoQCallback(CONFIG)],
+    )
+    trainer.train()
+    assert bits_of(model.model_body) == TARGET
+    body = model.model_body[0].auto_model
+    save_quantized(body, tmp_path / "packed")
+    assert equal(AutoModel.from_pretrained(tmp_path / "packed"), body, inputs_of(TASK, body))
