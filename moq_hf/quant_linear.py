@@ -584,6 +584,7 @@ def select_layers(model: nn.Module, config: MoQConfig) -> dict[str, nn.Linear | 
         raise MoQError(f"no linear layer is left to quantize: {reason} all of them ({', '.join(linears)})")
     _check_weights(chosen)
     _check_groups(chosen, config)
+    _check_adapters(model, chosen)
     return chosen
 
 
@@ -783,6 +784,17 @@ def _check_weights(layers: Mapping[str, nn.Linear | Conv1D]) -> None:
         raise MoQError(
             f"these layers are quantized already, their weights are not floating point: {', '.join(odd)}; "
             "load the model in float, or name them in modules_to_not_convert"
+        )
+
+
+def _check_adapters(model: nn.Module, layers: Iterable[str]) -> None:
+    """DoRA takes the norm of the float weight in training, and that of the quantized one once it is loaded."""
+    parents = {name: model.get_submodule(name.removesuffix(".base_layer")) for name in layers if "base_layer" in name}
+    wrong = [name for name, parent in parents.items() if len(getattr(parent, "lora_magnitude_vector", ()))]
+    if wrong:
+        raise MoQError(
+            f"DoRA on quantized layers would compute something else after loading: {', '.join(wrong)}; use LoRA "
+            "without use_dora, or name them in modules_to_not_convert"
         )
 
 

@@ -282,6 +282,37 @@ def test_merging_is_refused_until_the_layers_are_float(tmp_path: Path) -> None:
 
 
 @from_peft
+def test_dora_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"], use_dora=True)
+    model = peft.get_peft_model(new_model("BERT", TASK), lora)
+    with pytest.raises(MoQError, match=r"DoRA on quantized layers .*layer\.0\.attention\.self\.query\.base_layer"):
+        quantize_model(model, CONFIG)
+    quantize_model(model, {**CONFIG, "modules_to_not_convert": ["query", "classifier"]})
+    assert len(quant_layers(model)) == 11
+
+
+@from_peft
+@pytest.mark.parametrize(
+    ("family", "kind", "settings"),
+    [
+        ("GPT-2", "IA3Config", {"target_modules": ["c_attn"], "feedforward_modules": [], "fan_in_fan_out": True}),
+        ("GPT-2", "PromptTuningConfig", {"num_virtual_tokens": 4}),
+        ("Llama", "OFTConfig", {"target_modules": ["q_proj"], "oft_block_size": 8}),
+    ],
+)
+def test_other_adapters(family: str, kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    task = "causal LM"
+    model = peft.get_peft_model(new_model(family, task), getattr(peft, kind)(task_type="CAUSAL_LM", **settings))
+    Trainer(model, arguments(tmp_path), train_dataset=rows_of(task), callbacks=[MoQCallback(CONFIG)]).train()
+    assert bits_of(model) == TARGET
+    folder = tmp_path / "quantized"
+    base = type(model.get_base_model()).from_pretrained(folder)
+    check_adapter(model, base, folder / "adapter", inputs_of(task, model))
+
+
+@from_peft
 def test_a_moq_trainer_saves_the_base_and_the_adapters(tmp_path: Path) -> None:
     model = adapted("BERT", TASK, "all-linear")
     trainer = MoQTrainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), moq_config=CONFIG)
