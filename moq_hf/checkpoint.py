@@ -213,7 +213,9 @@ def save_quantized(
     quantized: dict[str, QuantLayer] = {**quant_layers(model), **quant_embeddings(model)}
     _check_model(model, quantized, target, state_dict is None)
     layers = _plain(quantized, added)
-    tensors = _plain(model.state_dict() if state_dict is None else state_dict, added)
+    path = next(name for name, module in peft_model.named_modules() if module is model)
+    given = {name.removeprefix(f"{path}."): tensor for name, tensor in (state_dict or {}).items()}
+    tensors = _plain(given or model.state_dict(), added)
     plan = _Plan(model, layers)
     stored = {name: plan.store(name, layer, tensors) for name, layer in layers.items()}
     # Beside what does not exist yet, so that it appears whole; inside what does, which may be a file system of its own.
@@ -225,7 +227,7 @@ def save_quantized(
         staging.mkdir()
         _write(staging, model, tensors, plan, processing_class, max_shard_size)
         if peft_model is not model:
-            cast(Any, peft_model).save_pretrained(staging / ADAPTER)
+            cast(Any, peft_model).save_pretrained(staging / ADAPTER, state_dict=state_dict)
         state = _state(layers, stored, controller)
         state |= {"metrics": clean_metrics(metrics or {}), "float_metrics": clean_metrics(float_metrics or {})}
         state["tensors"] = {name: _digest(tensor) for name, tensor in _tensors(staging)}

@@ -598,7 +598,7 @@ def select_embeddings(model: nn.Module, config: MoQConfig) -> dict[str, nn.Embed
     """
     if config.quantize_embeddings is None:
         return {}
-    left_out = config.modules_to_not_convert or ()
+    left_out, added = config.modules_to_not_convert or (), adapters(model)
     chosen = {
         name: module
         for name, module in model.named_modules()
@@ -607,6 +607,7 @@ def select_embeddings(model: nn.Module, config: MoQConfig) -> dict[str, nn.Embed
         and module.max_norm is None
         and not module.sparse
         and not any(_matches(name, pattern) for pattern in left_out)
+        and not any(_is_below(name, adapter) for adapter in added)
     }
     if not chosen:
         raise MoQError("quantize_embeddings: the model has no embedding table that can be quantized; set it to null")
@@ -707,9 +708,9 @@ def adapters(model: nn.Module) -> list[str]:
     found = []
     for name, module in model.named_modules():
         parts = dict(module.named_children())
-        if "base_layer" in parts:
+        if "base_layer" in parts and _is_peft(module):
             found += [f"{name}.{part}" for part in parts if part != "base_layer"]
-        elif {"original_module", "modules_to_save"} <= parts.keys():
+        elif {"original_module", "modules_to_save"} <= parts.keys() and _is_peft(module):
             found.append(f"{name}.modules_to_save")
     return found
 
@@ -724,11 +725,15 @@ def plain_name(name: str, added: Iterable[str]) -> str | None:
 def _guard_merging(model: nn.Module) -> None:
     """Refuse to merge adapters into weights that are computed with quantized: the sum is on no grid."""
     for module in model.modules():
-        base = module._modules.get("base_layer")
-        if isinstance(base, QuantLayer):
+        if isinstance(module._modules.get("base_layer"), QuantLayer) and _is_peft(module):
             module.merge = _refuse_merging  # type: ignore[assignment]
-        elif base is not None:
-            module.__dict__.pop("merge", None)
+        elif module.__dict__.get("merge") is _refuse_merging:
+            del module.merge
+
+
+def _is_peft(module: nn.Module) -> bool:
+    """Whether PEFT made this wrapper of a layer; told by a property, since PEFT need not be installed."""
+    return hasattr(module, "active_adapters")
 
 
 def _refuse_merging(*args: Any, **kwargs: Any) -> None:

@@ -30,7 +30,7 @@ from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKEND
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from moq_hf import MoQCallback, MoQError, MoQTrainer, dequantize_model, quantize_model, save_quantized, verify_quantized
-from moq_hf.quant_linear import is_linear, quant_layers
+from moq_hf.quant_linear import is_linear, quant_embeddings, quant_layers
 
 TASK = "sequence classification"
 TARGET = {CONFIG["quantize_bits"]["target_bits"]}
@@ -279,6 +279,35 @@ def test_merging_is_refused_until_the_layers_are_float(tmp_path: Path) -> None:
     merged = model.merge_and_unload()
     assert type(merged) is BertForSequenceClassification
     torch.testing.assert_close(outputs_of(merged, inputs), expected)
+
+
+class Named(nn.Module):
+    """Has a part of the name that PEFT uses, and is none of PEFT's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(8, 8)
+        self.beside = nn.Linear(8, 8)
+
+
+def test_a_name_alone_makes_no_adapter() -> None:
+    model = quantize_model(nn.Sequential(Named(), nn.Linear(8, 2)), CONFIG)
+    assert list(quant_layers(model)) == ["0.base_layer", "0.beside"]
+    assert not hasattr(model[0], "merge")
+
+
+@from_peft
+def test_copies_to_be_trained_stay_float(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    names = ["pooler", "word_embeddings", "classifier"]
+    lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"], modules_to_save=names)
+    model = peft.get_peft_model(new_model("BERT", TASK), lora)
+    config = {**CONFIG, "quantize_embeddings": 8}
+    Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[MoQCallback(config)]).train()
+    quantized = [*quant_layers(model), *quant_embeddings(model)]
+    assert not any("modules_to_save" in name for name in quantized)
+    base = dequantize_model(BertForSequenceClassification.from_pretrained(tmp_path / "quantized"))
+    check_adapter(model, base, tmp_path / "quantized" / "adapter", inputs_of(TASK, model))
 
 
 @from_peft
