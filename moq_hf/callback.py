@@ -106,6 +106,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         """
         if not self.config.enabled:
             return
+        if self.config.distillation.teacher is not None and not self.loss_is_repaired:
+            raise MoQError("distillation.teacher: a callback cannot change the loss; use MoQTrainer")
         resumed = self._saved_state(state) if state.global_step > 0 else None
         taken = 0 if resumed is not None else state.global_step
         controller = self._build(args, state, kwargs["model"], state.max_steps - taken)

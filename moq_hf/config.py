@@ -102,6 +102,23 @@ class EigenvalueConfig:
     finite_difference: bool = False
 
 
+@dataclass(frozen=True)
+class DistillationConfig:
+    """A float model to follow, and the weights of what is compared.
+
+    Attributes:
+        teacher: Folder or Hub id of a model of the same class; None: no distillation.
+        logits: Weight of the cross entropy with the teacher's class probabilities.
+        hidden: Weight of the relative squared difference of the hidden states.
+        labels: Weight of the task's own loss.
+    """
+
+    teacher: str | None = None
+    logits: float = 1.0
+    hidden: float = 1.0
+    labels: float = 0.0
+
+
 class _Key(NamedTuple):
     """One key of the file: path, attribute of `MoQConfig`, kind of value, default as the file spells it, meaning."""
 
@@ -229,6 +246,16 @@ _KEYS = (
         "differences of gradients, where the loss has no second derivative or its graph does not fit",
     ),
     _Key(
+        "distillation.teacher",
+        "distillation.teacher",
+        "str?",
+        None,
+        "folder or Hub id of a float model to learn from, trained on the same task (`MoQTrainer` only)",
+    ),
+    _Key("distillation.logits", "distillation.logits", "float [0..", 1.0, "weight of the teacher's logits in the loss"),
+    _Key("distillation.hidden", "distillation.hidden", "float [0..", 1.0, "weight of the teacher's hidden states"),
+    _Key("distillation.labels", "distillation.labels", "float [0..", 0.0, "weight of the task's own loss"),
+    _Key(
         "modules_to_not_convert",
         "modules_to_not_convert",
         "names?",
@@ -291,6 +318,7 @@ class MoQConfig:
     schedule: ScheduleConfig = ScheduleConfig()
     blend: BlendConfig = BlendConfig()
     eigenvalue: EigenvalueConfig = EigenvalueConfig()
+    distillation: DistillationConfig = DistillationConfig()
     modules_to_not_convert: tuple[str, ...] | None = None
     quantize_embeddings: int | None = None
     seed: int = 0
@@ -299,6 +327,7 @@ class MoQConfig:
     def __post_init__(self) -> None:
         """Check what the constructor was given."""
         types: dict[str, Any] = {"symmetric": bool, "stochastic": bool, "grouping": Grouping}
+        types |= {"distillation": DistillationConfig}
         types |= {"schedule": ScheduleConfig, "blend": BlendConfig, "eigenvalue": EigenvalueConfig}
         strange = [
             f"{name}: {_show(getattr(self, name))} is no {getattr(kind, '__name__', kind)}"
@@ -555,6 +584,9 @@ def _faults(values: Mapping[str, Any]) -> Iterator[str]:
             f"quantize_groups {_show(values['quantize_groups'])} and quantize_group_size "
             f"{_show(values['quantize_group_size'])} exclude each other: give one"
         )
+    weights = [get(f"distillation.{name}") for name in ("logits", "hidden", "labels")]
+    if not wrong & {"distillation.logits", "distillation.hidden", "distillation.labels"} and not any(weights):
+        yield "distillation: logits, hidden and labels are all 0, so there is no loss to train with"
     if not bits_are_right:
         return
     if target > start:
@@ -601,7 +633,8 @@ def _attributes(values: Mapping[str, Any]) -> dict[str, Any]:
         value = converted.get(key.path, get(key.path)) if key.path in converted else get(key.path)
         head, _, tail = key.attribute.rpartition(".")
         (parts.setdefault(head, {}) if head else result)[tail] = value
-    types = {"schedule": ScheduleConfig, "blend": BlendConfig, "eigenvalue": EigenvalueConfig}
+    types: dict[str, Any] = {"schedule": ScheduleConfig, "blend": BlendConfig, "eigenvalue": EigenvalueConfig}
+    types |= {"distillation": DistillationConfig}
     for name, arguments in parts.items():
         kinds = {f.name: f.type for f in fields(types[name])}
         floats = {k: float(v) for k, v in arguments.items() if kinds[k] is float}

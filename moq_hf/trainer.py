@@ -19,6 +19,7 @@ from .callback import MoQCallback, base_model_of, last_metrics
 from .card import write_card
 from .checkpoint import STATE_NAME, record_metrics, save_quantized
 from .config import MoQConfig, MoQError
+from .distillation import distillation_loss, load_teacher
 from .quant_linear import QuantLayer, quant_embeddings, quant_layers, shared_weights
 from .schedule import FLOAT_BITS
 
@@ -38,12 +39,14 @@ class MoQTrainer(Trainer):
     - A loss that ignores `num_items_in_batch` is not multiplied by accumulation steps and processes, as the stock
       Trainer of transformers 5 does with BERT's and other classifiers'. Measured on the first batch, not guessed.
     - Eigenvalues are measured with `compute_loss`, whatever it is.
+    - A teacher (`distillation` in the config) is part of the loss in training; evaluation has the task's own loss.
     - `save_model` and `push_to_hub` deliver the packed model (see `save_quantized`), with the weights as evaluated; the
       checkpoints of a run keep the float ones.
 
     Args:
         *args: As for `Trainer`.
         moq_config: A `MoQConfig`, a mapping or the path of a JSON file; None trains in float.
+        teacher: A float model for distillation, in place of `distillation.teacher` in the config.
         **kwargs: As for `Trainer`.
 
     Raises:
@@ -64,6 +67,7 @@ class MoQTrainer(Trainer):
         self,
         *args: Any,
         moq_config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        teacher: PreTrainedModel | None = None,
         **kwargs: Any,
     ) -> None:
         self.moq: MoQCallback | None = None
@@ -84,6 +88,7 @@ class MoQTrainer(Trainer):
         if self.moq is not None:
             self.moq.loss_is_repaired = True
             self.moq.writes_packed = False
+        self._teacher = self._find_teacher(teacher)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, a training loss together with the bits it was made with."""
@@ -108,6 +113,36 @@ class MoQTrainer(Trainer):
             moq.trainer_loss = self._mean_loss
             moq.observe(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def _find_teacher(self, given: PreTrainedModel | None) -> PreTrainedModel | None:
+        config = self.moq.config if self.moq is not None else None
+        source = given if given is not None or config is None else config.distillation.teacher
+        if source is None:
+            return None
+        if config is None or not config.enabled:
+            raise MoQError("a teacher is for quantized training: give a moq_config that is enabled")
+        # The loss below is a mean over the micro-batch, whatever the model's own would be.
+        self.loss_is_scaled_for_ga = False
+        return load_teacher(source, self.accelerator.unwrap_model(self.model), config.distillation)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """As `Trainer.compute_loss`; in training with a teacher, the distillation loss."""
+        if self._teacher is None or self.moq is None or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        config = self.moq.config.distillation
+        inputs = {**inputs, "output_hidden_states": True} if config.hidden else dict(inputs)
+        # The Trainer takes the labels out where it computes the loss itself.
+        task_loss, outputs = super().compute_loss(model, dict(inputs), True, None)
+        with torch.no_grad():
+            taught = self._teacher(**inputs)
+        loss = distillation_loss(task_loss, outputs, taught, inputs, config)
+        return (loss, outputs) if return_outputs else loss
 
     def _mean_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """`compute_loss` over one batch by itself."""

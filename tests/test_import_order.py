@@ -24,6 +24,7 @@ ORDER = [
     "card",
     "report",
     "callback",
+    "distillation",
     "trainer",
     "export",
     "cli",
