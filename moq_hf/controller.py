@@ -10,11 +10,14 @@ from torch import Tensor, nn
 from . import quantizer
 from .config import MoQConfig, MoQError
 from .quant_linear import (
-    QuantLinear,
+    QuantLayer,
     Refresher,
+    adapters,
     block_of,
+    is_linear,
     kernels_wanted,
     output_heads,
+    plain_name,
     prepare_model,
     quant_embeddings,
     take_over,
@@ -50,11 +53,14 @@ class MoQController:
     """
 
     def __init__(
-        self, model: nn.Module, config: MoQConfig, total_steps: int | None = None, dtype: torch.dtype | None = None
+        self, model: Any, config: MoQConfig, total_steps: int | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        self.model = model
+        if not isinstance(model, nn.Module):
+            # SetFit's Trainer shows its callbacks what lies around the module that it trains.
+            model = model.model_body
+        self.model: nn.Module = model
         self.config = config
-        self.layers: dict[str, QuantLinear] = prepare_model(model, config)
+        self.layers: dict[str, QuantLayer] = prepare_model(model, config)
         self.embeddings = quant_embeddings(model)
         self.blocks: dict[str, list[str]] = {}
         self.sensitivity: Sensitivity | None = None
@@ -101,7 +107,7 @@ class MoQController:
         for layer in self.layers.values():
             bits, full = layer.moq.bits, 8 * layer.weight.element_size()
             if bits < full:
-                rows, columns = layer.weight.shape
+                rows, columns = layer.matrix.shape
                 groups = quantizer.group_shape(
                     rows, columns, layer.moq.options["groups"], layer.moq.options["group_size"]
                 )
@@ -238,7 +244,13 @@ class MoQController:
 
     def summary(self) -> str:
         """One line: what is quantized and what is left alone."""
-        left = [n for n, m in self.model.named_modules() if isinstance(m, nn.Linear) and n not in self.layers]
+        added = adapters(self.model)
+        left = [
+            name
+            for name, module in self.model.named_modules()
+            if is_linear(module) and name not in self.layers and plain_name(name, added)
+        ]
+        left += ["PEFT's adapters"] if added else []
         weights = sum(layer.weight.numel() for layer in self.layers.values())
         bits = self.config.quantize_embeddings
         tables = f"{len(self.embeddings)} embedding tables to {bits}; " if self.embeddings else ""
@@ -328,9 +340,9 @@ def _encode(ratio: Tensor) -> str:
     return "".join(_LETTERS[round((1.0 - value) * 20)] for value in ratio.flatten().tolist())
 
 
-def _decode(letters: str, layer: QuantLinear) -> Tensor:
+def _decode(letters: str, layer: QuantLayer) -> Tensor:
     options = layer.moq.options
-    rows, columns = layer.weight.shape
+    rows, columns = layer.matrix.shape
     shape = quantizer.group_shape(rows, columns, options["groups"], options["group_size"])
     if len(letters) != shape[0] * shape[1]:
         raise MoQError(f"the saved state has {len(letters)} clipping ratios for a layer with {shape[0] * shape[1]}")

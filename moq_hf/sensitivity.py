@@ -23,7 +23,7 @@ from .eigen import (
     normalise,
     repeatable,
 )
-from .quant_linear import QuantLinear
+from .quant_linear import QuantLayer
 from .schedule import PrecisionSchedule
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Sensitivity:
     """
 
     def __init__(
-        self, model: nn.Module, config: EigenvalueConfig, layers: Mapping[str, QuantLinear], seed: int = 0
+        self, model: nn.Module, config: EigenvalueConfig, layers: Mapping[str, QuantLayer], seed: int = 0
     ) -> None:
         self.model, self.config, self.seed = model, config, seed
         found = layer_blocks(model, config.layer_name, config.layer_num)

@@ -20,7 +20,7 @@ from .card import write_card
 from .checkpoint import STATE_NAME, record_metrics, save_quantized
 from .config import MoQConfig, MoQError
 from .distillation import distillation_loss, load_teacher
-from .quant_linear import QuantLayer, quant_embeddings, quant_layers, shared_weights
+from .quant_linear import QuantLayer, quant_embeddings, quant_layers, shared_weights, without_peft
 from .schedule import FLOAT_BITS
 
 logger = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class MoQTrainer(Trainer):
             super()._save(output_dir, state_dict)
             return
         moq = self._live_moq()
-        if not isinstance(model, PreTrainedModel) or shared_weights(model, layers):
+        if not isinstance(without_peft(model), PreTrainedModel) or shared_weights(model, layers):
             logger.warning("moq_hf: saved in float, on the grid: %s cannot be packed", type(model).__name__)
             state_dict = dict(model.state_dict() if state_dict is None else state_dict)
             with torch.no_grad():
