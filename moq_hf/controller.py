@@ -1,6 +1,8 @@
 """The one holder of mutable MoQ state: asks the schedule, sets bits, quantizes, saves and restores itself as JSON."""
 
+import json
 import logging
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 from . import quantizer
 from .config import MoQConfig, MoQError
+from .processes import agree, is_distributed
 from .quant_linear import (
     QuantLinear,
     Refresher,
@@ -132,6 +135,29 @@ class MoQController:
         self.refresh(wait=False)
         self._log(switches)
         return switches
+
+    def check_ranks(self, skipped: bool = False) -> None:
+        """Stop in all processes unless every one has the same config, plan and bits: before each step.
+
+        A message of 16 bytes. Ranks that disagree would wait for each other for ever, or train different models.
+
+        Args:
+            skipped: Whether the gradient scaler skipped this rank's step.
+
+        Raises:
+            MoQError: They differ; says how.
+        """
+        if not is_distributed():
+            return
+        state = {"config": self.config.to_dict(), "schedule": self.schedule.state_dict()}
+        sums = {name: zlib.crc32(json.dumps(part, sort_keys=True).encode()) for name, part in state.items()}
+        bits = {name: layer.moq.bits for name, layer in self.layers.items()}
+        shown = (
+            f"{self.schedule.steps} steps of {self.schedule.total_steps}, mean {self.mean_bits:.4f} bits (config "
+            f"{sums['config']:08x}, schedule {sums['schedule']:08x})" + ", step skipped" * skipped
+        )
+        device = next(iter(self.layers.values())).weight.device
+        agree(zlib.crc32(json.dumps([sums, bits, skipped]).encode()), device, shown)
 
     def measure(self, loss: Callable[[Inputs], Tensor]) -> dict[str, float] | None:
         """The eigenvalues for the coming `step`, measured if one is due; None without `eigenvalue.enabled`.

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import cpu_quant, quantizer, triton_quant
 from .config import MoQConfig, MoQError, PerChannel, PerGroup, RowBlocks
+from .processes import check_supported, copy_whole, is_sharded, whole
 from .schedule import FLOAT_BITS
 
 _Key = tuple[int, int, torch.device, torch.dtype]
@@ -63,6 +64,8 @@ class LayerState:
         step: Optimizer steps taken, for stochastic rounding.
         dtype: Of the quantized weight: what the matmul wants under autocast. None is the weight's own.
         plain: Only `quantizer` may compute, no faster path.
+        gathered: `weight` was quantized from all shards of a parameter. FSDP2 puts a parameter of its own in the
+            place of the sharded one for a forward pass; that is never looked at.
         weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device).
         config: What the model was made ready with.
     """
@@ -74,6 +77,7 @@ class LayerState:
     step: int = 0
     dtype: torch.dtype | None = None
     plain: bool = False
+    gathered: bool = False
     weight: Tensor | None = None
     key: _Key | None = field(default=None, repr=False)
     config: MoQConfig | None = field(default=None, repr=False)
@@ -97,28 +101,35 @@ class QuantLayer(nn.Module):
         """
         state = self.moq
         if not torch.compiler.is_compiling():
-            if self.__dict__.get("_is_replica", False) or _is_sharded(self.weight):
-                # Replicas share the state of the module they were copied from; gathered shards must not be kept.
+            if self.__dict__.get("_is_replica", False):
+                # Replicas share the state of the module they were copied from.
                 return _straight_through(self.weight, self._compute(state.dtype))
-            if state.key != self._key():
+            if state.key != self._key() and (is_sharded(self.weight) or not state.gathered):
                 self.refresh(in_place=False)
         quantized = state.weight
         if quantized is None:
             return self.weight
+        autocast = torch.is_autocast_enabled(quantized.device.type)
+        if state.gathered:
+            # FSDP2's MixedPrecisionPolicy gathers its parameters in a dtype of its own.
+            if not autocast and quantized.dtype != self.weight.dtype:
+                quantized = quantized.to(self.weight.dtype)
+            return _straight_through(self.weight, quantized)
         kept_for_autocast = state.dtype is not None and dtype is not None and quantized.dtype != dtype
-        if kept_for_autocast and not torch.is_autocast_enabled(quantized.device.type):
+        if kept_for_autocast and not autocast:
             quantized = self._compute(self.weight.dtype)
         return _straight_through(self.weight, quantized)
 
     def refresh(self, *, in_place: bool = True) -> None:
-        """Quantize the weight again; called after each optimizer step.
+        """Quantize the weight again; called after each optimizer step, for a sharded weight in every process.
 
         Args:
             in_place: Write into the tensor that holds the last result, so that compiled graphs see the new one.
         """
         state = self.moq
         state.key = self._key()
-        if state.bits == FLOAT_BITS or self.weight.is_meta or _is_sharded(self.weight):
+        state.gathered = is_sharded(self.weight) and state.bits != FLOAT_BITS
+        if state.bits == FLOAT_BITS or self.weight.is_meta:
             state.weight = None
             return
         old = state.weight
@@ -135,7 +146,7 @@ class QuantLayer(nn.Module):
             search: Any = quantizer if self.moq.plain else cpu_quant
             if kernels_wanted(config, self.weight.device):
                 search = triton_quant
-            self.moq.ratio = search.least_squares_ratio(self.weight, bits, **options)
+            self.moq.ratio = search.least_squares_ratio(whole(self.weight), bits, **options)
 
     def nonfinite(self) -> Tensor:
         """Whether the weight held NaN or Inf when it was quantized: a bool scalar on its device."""
@@ -159,7 +170,7 @@ class QuantLayer(nn.Module):
             return cast(
                 Tensor,
                 faster.fake_quantize(
-                    self.weight.detach(),
+                    whole(self.weight),
                     state.bits,
                     ratio=state.ratio,
                     blend=state.blend,
@@ -228,10 +239,6 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
         return F.embedding(input, self.quantized_weight(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
 
-def _is_sharded(weight: Tensor) -> bool:
-    return hasattr(weight, "device_mesh")
-
-
 _CLASSES: dict[type[nn.Module], type[QuantLayer]] = {nn.Linear: QuantLinear, nn.Embedding: QuantEmbedding}
 
 
@@ -245,7 +252,11 @@ def quant_class(base: type[nn.Module]) -> type[QuantLayer]:
 
 def base_class(cls: type[QuantLayer]) -> type[nn.Module]:
     """The class that a layer of class `cls` had before."""
-    return cast(type[nn.Module], cls.__bases__[1])
+    first, second = cls.__bases__[:2]
+    if not issubclass(first, QuantLayer):
+        # The class that fully_shard made of a quantized one.
+        return type(cls.__name__.replace("Quant", "", 1), (first, base_class(second)), dict(cls.__dict__))
+    return cast(type[nn.Module], second)
 
 
 def _new_layer(base: type[nn.Module]) -> QuantLayer:
@@ -266,9 +277,12 @@ def take_over(layers: Iterable[QuantLayer]) -> None:
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not _LAYERS:
         return
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    layers: dict[int, list[QuantLayer]] = {}
     for layer in list(_LAYERS):
-        if id(layer.weight) in owned:
+        layers.setdefault(id(layer.weight), []).append(layer)
+    # In the optimizer's order: processes that gather shards must do so in the same one.
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for layer in layers.get(id(parameter), ()):
             if layer in _CONTROLLED:
                 layer.moq.key = None
             else:
@@ -293,7 +307,8 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
 
     Raises:
         MoQError: Nothing to quantize, a name in `modules_to_not_convert` that matches nothing, groups that do not
-            divide a layer's weight, or NaN or Inf in a weight. The model is a float one then.
+            divide a layer's weight, weights that ZeRO-3, FSDP1 or tensor parallelism took apart, or NaN or Inf in a
+            weight. The model is a float one then.
         MoQConfigError: The config is wrong.
     """
     config = MoQConfig.load(config)
@@ -341,7 +356,7 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
     for layer in layers.values():
         if weights == "quantized":
             with torch.no_grad():
-                layer.weight.copy_(layer.quantized_weight())
+                copy_whole(layer.weight, layer.quantized_weight())
         _restore(layer)
     return model
 
@@ -390,6 +405,7 @@ def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLinear]
         )
     chosen: dict[str, nn.Module] = {}
     if config.enabled:
+        check_supported(model)
         chosen = {**select_layers(model, config), **select_embeddings(model, config)}
     for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
         if name not in chosen:
@@ -481,7 +497,7 @@ class Refresher:
         found: list[tuple[Any, ...]] = []
         for layer in self._layers.values():
             state, weight = layer.moq, layer.weight
-            pointer = 0 if weight.is_meta or _is_sharded(weight) else weight.data_ptr()
+            pointer = 0 if weight.is_meta or is_sharded(weight) else weight.data_ptr()
             tensors = (pointer, id(state.weight), id(state.ratio))
             found.append((*tensors, weight.device, weight.dtype, state.bits, state.dtype))
         return found
@@ -501,7 +517,7 @@ class Refresher:
     def _job(self, layer: QuantLayer) -> "triton_quant.Job | None":
         state, weight = layer.moq, layer.weight.detach()
         dtype = state.dtype or weight.dtype
-        if state.bits == FLOAT_BITS or weight.is_meta or _is_sharded(weight) or not weight.is_contiguous():
+        if state.bits == FLOAT_BITS or weight.is_meta or is_sharded(weight) or not weight.is_contiguous():
             return None
         if not {dtype, weight.dtype} <= triton_quant.DTYPES.keys() or not kernels_wanted(self._config, weight.device):
             return None

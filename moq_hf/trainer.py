@@ -19,6 +19,7 @@ from .callback import MoQCallback, base_model_of, last_metrics
 from .card import write_card
 from .checkpoint import STATE_NAME, record_metrics, save_quantized
 from .config import MoQConfig, MoQError
+from .processes import whole_state_dict
 from .quant_linear import QuantLayer, quant_embeddings, quant_layers, shared_weights
 from .schedule import FLOAT_BITS
 
@@ -155,6 +156,8 @@ class MoQTrainer(Trainer):
         if self._saving_checkpoint or all(layer.moq.bits == FLOAT_BITS for layer in layers.values()):
             super()._save(output_dir, state_dict)
             return
+        if state_dict is None:
+            state_dict = whole_state_dict(model)
         moq = self._live_moq()
         if not isinstance(model, PreTrainedModel) or shared_weights(model, layers):
             logger.warning("moq_hf: saved in float, on the grid: %s cannot be packed", type(model).__name__)
