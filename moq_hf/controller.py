@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import quantizer
 from .config import MoQConfig, MoQError
-from .processes import agree, is_distributed
+from .processes import agree, is_distributed, named_modules
 from .quant_linear import (
     QuantLinear,
     Refresher,
@@ -131,7 +131,8 @@ class MoQController:
         self.history += switches
         switched = {switch.block for switch in switches}
         due = self.schedule.steps % self.config.scale_refresh == 0
-        self._apply_bits(self.blocks if due else switched)
+        # In the same order in all processes, which gather shards for it.
+        self._apply_bits(block for block in self.blocks if due or block in switched)
         self.refresh(wait=False)
         self._log(switches)
         return switches
@@ -264,7 +265,7 @@ class MoQController:
 
     def summary(self) -> str:
         """One line: what is quantized and what is left alone."""
-        left = [n for n, m in self.model.named_modules() if isinstance(m, nn.Linear) and n not in self.layers]
+        left = [n for n, m in named_modules(self.model) if isinstance(m, nn.Linear) and n not in self.layers]
         weights = sum(layer.weight.numel() for layer in self.layers.values())
         bits = self.config.quantize_embeddings
         tables = f"{len(self.embeddings)} embedding tables to {bits}; " if self.embeddings else ""

@@ -1,5 +1,6 @@
 """What several training processes need: whole tensors from their shards, and the certainty that all ranks agree."""
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -7,6 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .config import MoQError
+
+# What torch's CheckpointWrapper calls its module.
+_WRAPPED = "_checkpoint_wrapped_module"
 
 
 def is_distributed() -> bool:
@@ -17,6 +21,21 @@ def is_distributed() -> bool:
 def is_sharded(tensor: Tensor) -> bool:
     """Whether the tensor is a DTensor: each process holds a part, as FSDP2 leaves parameters between passes."""
     return hasattr(tensor, "device_mesh")
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As `model.named_modules()`, by the names in the state dict: without those of activation checkpointing's wrappers.
+
+    FSDP's `activation_checkpointing` puts one around each block, which hands attributes through; it has the same name.
+    """
+    for name, module in model.named_modules():
+        yield f"{name}.".replace(f"{_WRAPPED}.", "")[:-1], module
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """As `model.named_parameters(remove_duplicate=False)`, with the names of `named_modules`."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name.replace(f"{_WRAPPED}.", ""), parameter
 
 
 def whole(tensor: Tensor) -> Tensor:

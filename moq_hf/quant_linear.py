@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import cpu_quant, quantizer, triton_quant
 from .config import MoQConfig, MoQError, PerChannel, PerGroup, RowBlocks
-from .processes import check_supported, copy_whole, is_sharded, whole
+from .processes import check_supported, copy_whole, is_sharded, named_modules, named_parameters, whole
 from .schedule import FLOAT_BITS
 
 _Key = tuple[int, int, torch.device, torch.dtype]
@@ -363,12 +363,12 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
 
 def quant_layers(model: nn.Module) -> dict[str, QuantLinear]:
     """The quantized layers by their names, each once, in model order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    return {name: module for name, module in named_modules(model) if isinstance(module, QuantLinear)}
 
 
 def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
     """The quantized embedding tables by their names, each once, in model order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantEmbedding)}
+    return {name: module for name, module in named_modules(model) if isinstance(module, QuantEmbedding)}
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -545,7 +545,7 @@ def select_layers(model: nn.Module, config: MoQConfig) -> dict[str, nn.Linear]:
         left_out = set(output_heads(model, linears))
     else:
         left_out = set()
-        every = [name for name, _ in model.named_modules() if name]
+        every = [name for name, _ in named_modules(model) if name]
         for pattern in config.modules_to_not_convert:
             matches = {name for name in linears if _matches(name, pattern)}
             if not matches and not any(_matches(name, pattern) for name in every):
@@ -579,7 +579,7 @@ def select_embeddings(model: nn.Module, config: MoQConfig) -> dict[str, nn.Embed
     left_out = config.modules_to_not_convert or ()
     chosen = {
         name: module
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if isinstance(module, nn.Embedding)
         and type(module).forward in (nn.Embedding.forward, QuantEmbedding.forward)
         and module.max_norm is None
@@ -600,7 +600,7 @@ def select_embeddings(model: nn.Module, config: MoQConfig) -> dict[str, nn.Embed
 def shared_weights(model: nn.Module, layers: Iterable[str]) -> list[str]:
     """One line for each of the layers whose weight is also another layer's."""
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named_parameters(model):
         names.setdefault(id(parameter), []).append(name)
     found = []
     for layer in layers:
@@ -641,7 +641,7 @@ def block_of(model: nn.Module, name: str) -> str:
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         # MultiheadAttention reads the weight of its output projection without calling the layer.
         if isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear):
             yield name, module

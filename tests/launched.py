@@ -1,11 +1,12 @@
 """Trains tiny models in one process or in many: `torchrun --nproc-per-node 2 tests/launched.py OUT KIND CASE...`.
 
-KIND is ddp, fsdp2 (by the Trainer's own arguments), hand (a loop of one's own around `fully_shard`) or deepspeed. Rank 0
-writes OUT/KIND-CASE.pt: the float weights, the bits, every switch and the losses. One launch serves many cases, since
-starting the processes takes most of the time.
+KIND is ddp, fsdp2 (by the Trainer's own arguments), hand (a loop of one's own around `fully_shard`), zero1, zero2 or
+zero3. Rank 0 writes OUT/KIND-CASE.pt: the float weights, the bits, every switch and the losses. One launch serves many
+cases, since starting the processes takes most of the time.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "accumulate": (STOCHASTIC, ACCUMULATE),
     "checkpointing": (STOCHASTIC, {"activation_checkpointing": True}),
     "adamw": (BASE, {"optim": "adamw_torch", "learning_rate": 2e-3, "adam_epsilon": 1e-4}),
+    "adamw_stochastic": (STOCHASTIC, {"optim": "adamw_torch_fused", "learning_rate": 2e-3}),
+    "float_bf16": (None, {"bf16": True}),
     "bf16": (BASE, {"bf16": True}),
     "eigenvalues": ({**BASE, "eigenvalue": EIGENVALUE}, {}),
     "eigenvalues_stochastic": ({**STOCHASTIC, "eigenvalue": EIGENVALUE}, {}),
@@ -106,7 +109,7 @@ def rows(count: int = 64) -> list[dict[str, Any]]:
 def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more: Any) -> OnCpu:
     """A Trainer that takes the same global batch in any number of processes."""
     config, settings = CASES[case]
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = int(os.environ.get("WORLD_SIZE", 1))
     settings = {"per_device_train_batch_size": GLOBAL_BATCH, "optim": "sgd", "learning_rate": 0.05, **settings, **more}
     settings["per_device_train_batch_size"] //= world
     if kind == "fsdp2":
@@ -115,6 +118,15 @@ def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more:
         settings["fsdp_config"] = {
             "transformer_layer_cls_to_wrap": ["BertLayer"],
             "activation_checkpointing": checkpointing,
+        }
+    if kind.startswith("zero"):
+        settings["deepspeed"] = {
+            "zero_optimization": {"stage": int(kind[-1])},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
         }
     arguments = TrainingArguments(
         str(folder), max_steps=STEPS, logging_steps=1, save_strategy=settings.pop("save_strategy", "no"),
@@ -149,7 +161,10 @@ def by_hand(folder: Path, case: str) -> dict[str, Any]:
         optimizer.zero_grad()
         controller.check_ranks()
         controller.step()
-        losses.append(float(loss))
+        mean = loss.detach() / world
+        if world > 1:
+            dist.all_reduce(mean)
+        losses.append(float(mean))
     return {"model": model, "controller": controller, "losses": losses}
 
 
