@@ -73,6 +73,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         # Not in a MoQTrainer, whose save_model writes it.
         self.writes_packed = True
         self._switched = self._arrived = False
+        self._scale = 0.0
         self._plan: Plan | None = None
 
     def state(self) -> dict[str, Any]:
@@ -111,6 +112,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         taken = 0 if resumed is not None else state.global_step
         controller = self._build(args, state, kwargs["model"], state.max_steps - taken)
         self._began = time.perf_counter()
+        self._scale = _loss_scale(kwargs.get("optimizer"))
         if controller.sensitivity is not None:
             if self.loss_was_given and self.loss is None:
                 raise MoQError(
@@ -164,7 +166,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         """
         if self.controller is None:
             return
-        skipped = bool(getattr(kwargs.get("optimizer"), "step_was_skipped", False))
+        skipped = self._was_skipped(kwargs.get("optimizer"))
         self.controller.check_ranks(skipped)
         if skipped:
             return
@@ -299,6 +301,13 @@ class MoQCallback(TrainerCallback, ExportableState):
         self.controller = MoQController(model, self.config, total_steps, dtype)
         return self.controller
 
+    def _was_skipped(self, optimizer: Any) -> bool:
+        """Whether the gradient scaler skipped the step just taken."""
+        before, self._scale = self._scale, _loss_scale(optimizer)
+        # A fused optimizer is called whatever the gradients are and skips by itself, which Accelerate does not see; the
+        # scale falls then too.
+        return bool(getattr(optimizer, "step_was_skipped", False)) or self._scale < before
+
     def _saved_state(self, state: TrainerState) -> Mapping[str, Any] | None:
         entry = _entries(state).get(type(self).__name__)
         saved: Mapping[str, Any] | None = None if entry is None else entry["attributes"]["saved"]
@@ -376,6 +385,11 @@ def _loss_of(output: Any) -> Tensor:
         "eigenvalue: the model's output has no loss, since the Trainer computes it (label smoothing, "
         "compute_loss_func, an own compute_loss): use MoQTrainer, or give MoQCallback the function loss(model, inputs)"
     )
+
+
+def _loss_scale(optimizer: Any) -> float:
+    scaler = getattr(optimizer, "scaler", None)
+    return 0.0 if scaler is None else float(scaler.get_scale())
 
 
 def _reset_best(state: TrainerState) -> None:
