@@ -52,6 +52,7 @@ from torch import Tensor, nn
 from . import quantizer
 from .config import MoQError, __version__
 from .controller import MoQController
+from .processes import is_sharded, named_modules
 from .quant_linear import (
     QuantConv1D,
     QuantEmbedding,
@@ -305,7 +306,7 @@ class _Plan:
 
     def __init__(self, model: nn.Module, layers: Mapping[str, QuantLayer]) -> None:
         self.groups: dict[str, dict[str, Any]] = {}
-        self.modules = set(_plain(dict(model.named_modules()), adapters(model)))
+        self.modules = set(_plain(dict(named_modules(model)), adapters(model)))
         self.prefix = str(getattr(model, "base_model_prefix", ""))
         self.is_base = bool(self.prefix) and not hasattr(model, self.prefix)
         self.has_conv1d = any(isinstance(layer, QuantConv1D) for layer in layers.values())
@@ -478,7 +479,7 @@ def _check_model(model: nn.Module, layers: Mapping[str, QuantLayer], target: Pat
     if sharing:
         raise MoQError(f"{'; '.join(sharing)}: a shared weight cannot be packed; leave its layers in full precision")
     # FSDP2's tensors, and what ZeRO leaves of a weight.
-    sharded = [n for n, layer in layers.items() if hasattr(layer.weight, "device_mesh") or not layer.weight.numel()]
+    sharded = [n for n, layer in layers.items() if is_sharded(layer.weight) or not layer.weight.numel()]
     if sharded and has_weights:
         raise MoQError(
             f"the weights of {', '.join(sharded)} are spread over processes: save with MoQTrainer.save_model"
@@ -503,7 +504,7 @@ def _write(
     model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=shard, save_original_format=False)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
-    modules = _plain(dict(model.named_modules()), adapters(model))
+    modules = _plain(dict(named_modules(model)), adapters(model))
     linears = [name for name, module in modules.items() if is_linear(module)]
     packed = {key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")}
     config = plan.config([name for name in linears if name not in packed])

@@ -1,6 +1,8 @@
 """The one holder of mutable MoQ state: asks the schedule, sets bits, quantizes, saves and restores itself as JSON."""
 
+import json
 import logging
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 from . import quantizer
 from .config import MoQConfig, MoQError
+from .processes import agree, is_distributed, named_modules
 from .quant_linear import (
     QuantLayer,
     Refresher,
@@ -134,10 +137,34 @@ class MoQController:
         self.history += switches
         switched = {switch.block for switch in switches}
         due = self.schedule.steps % self.config.scale_refresh == 0
-        self._apply_bits(self.blocks if due else switched)
+        # In the same order in all processes, which gather shards for it.
+        self._apply_bits(block for block in self.blocks if due or block in switched)
         self.refresh(wait=False)
         self._log(switches)
         return switches
+
+    def check_ranks(self, skipped: bool = False) -> None:
+        """Stop in all processes unless every one has the same config, plan and bits: before each step.
+
+        A message of 16 bytes. Ranks that disagree would wait for each other for ever, or train different models.
+
+        Args:
+            skipped: Whether the gradient scaler skipped this rank's step.
+
+        Raises:
+            MoQError: They differ; says how.
+        """
+        if not is_distributed():
+            return
+        state = {"config": self.config.to_dict(), "schedule": self.schedule.state_dict()}
+        sums = {name: zlib.crc32(json.dumps(part, sort_keys=True).encode()) for name, part in state.items()}
+        bits = {name: layer.moq.bits for name, layer in self.layers.items()}
+        shown = (
+            f"{self.schedule.steps} steps of {self.schedule.total_steps}, mean {self.mean_bits:.4f} bits (config "
+            f"{sums['config']:08x}, schedule {sums['schedule']:08x})" + ", step skipped" * skipped
+        )
+        device = next(iter(self.layers.values())).weight.device
+        agree(zlib.crc32(json.dumps([sums, bits, skipped]).encode()), device, shown)
 
     def measure(self, loss: Callable[[Inputs], Tensor]) -> dict[str, float] | None:
         """The eigenvalues for the coming `step`, measured if one is due; None without `eigenvalue.enabled`.
@@ -247,7 +274,7 @@ class MoQController:
         added = adapters(self.model)
         left = [
             name
-            for name, module in self.model.named_modules()
+            for name, module in named_modules(self.model)
             if is_linear(module) and name not in self.layers and plain_name(name, added)
         ]
         left += ["PEFT's adapters"] if added else []

@@ -20,6 +20,7 @@ from .card import write_card
 from .checkpoint import STATE_NAME, record_metrics, save_quantized
 from .config import MoQConfig, MoQError
 from .distillation import distillation_loss, load_teacher
+from .processes import whole_state_dict
 from .quant_linear import QuantLayer, quant_embeddings, quant_layers, shared_weights, without_peft
 from .schedule import FLOAT_BITS
 
@@ -190,6 +191,8 @@ class MoQTrainer(Trainer):
         if self._saving_checkpoint or all(layer.moq.bits == FLOAT_BITS for layer in layers.values()):
             super()._save(output_dir, state_dict)
             return
+        if state_dict is None:
+            state_dict = whole_state_dict(model)
         moq = self._live_moq()
         if not isinstance(without_peft(model), PreTrainedModel) or shared_weights(model, layers):
             logger.warning("moq_hf: saved in float, on the grid: %s cannot be packed", type(model).__name__)

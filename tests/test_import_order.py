@@ -16,6 +16,7 @@ ORDER = [
     "triton_kernels",
     "triton_quant",
     "packed",
+    "processes",
     "quant_linear",
     "eigen",
     "sensitivity",
