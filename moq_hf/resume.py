@@ -51,7 +51,7 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
         fault = fault_of(path)
         if fault is None:
             return str(path)
-        logger.warning("moq_hf: %s is left out: it is not whole (%s)", path, fault)
+        logger.warning("moq_hf: %s is not whole (%s): it is left out", path, fault)
     return None
 
 
