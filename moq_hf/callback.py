@@ -24,6 +24,7 @@ from .checkpoint import save_quantized
 from .config import MoQConfig, MoQError
 from .controller import MoQController
 from .processes import whole_state_dict
+from .resume import checkpoints, describe, fault_of
 from .schedule import Plan, outcome, plan
 from .sensitivity import Inputs
 
@@ -68,10 +69,9 @@ class MoQCallback(TrainerCallback, ExportableState):
         self.loss_was_given = loss is not None
         self._tap: RemovableHandle | None = None
         self._began = 0.0
-        # Set by MoQTrainer, which repairs the stock Trainer's loss scale.
-        self.loss_is_repaired = False
-        # Not in a MoQTrainer, whose save_model writes it.
-        self.writes_packed = True
+        # A MoQTrainer repairs the stock Trainer's loss scale, hands over its batches and saves packed models itself.
+        self.in_moq_trainer = self._joins_moq_trainer = False
+        self._state: TrainerState | None = None
         self._switched = self._arrived = False
         self._scale = 0.0
         self._plan: Plan | None = None
@@ -79,23 +79,26 @@ class MoQCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into `trainer_state.json`, in JSON types."""
         saved = None if self.controller is None else self.controller.state_dict()
-        attributes = {
-            "saved": saved,
-            "loss_is_repaired": self.loss_is_repaired,
-            "loss_was_given": self.loss_was_given,
-            "writes_packed": self.writes_packed,
-        }
+        step = None if self._state is None else self._state.global_step
+        attributes = {"saved": saved, "saved_at": step, "loss_was_given": self.loss_was_given}
         return {"args": {"config": self.config.to_dict()}, "attributes": attributes}
+
+    def join_moq_trainer(self) -> None:
+        """Tell the callback that the Trainer which is being built is a MoQTrainer."""
+        self._joins_moq_trainer = True
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Make the layers quantized ones, before anything wraps the model."""
-        # A MoQTrainer sets them anew when it is built.
-        self.loss_is_repaired, self.writes_packed, self.trainer_loss = False, True, None
+        # The same callback may be given to another Trainer later.
+        self.in_moq_trainer, self._joins_moq_trainer = self._joins_moq_trainer, False
+        self.trainer_loss = None
         if not self.config.enabled:
             logger.info("moq_hf is off: the config says enabled: false")
             return
         # How long the run is will be known when it begins, with a new controller; none of its steps is taken before.
         self._build(args, state, kwargs["model"], sys.maxsize)
+        if not self.in_moq_trainer and state.is_world_process_zero:
+            _warn_of_half_checkpoint(args)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -106,11 +109,18 @@ class MoQCallback(TrainerCallback, ExportableState):
             MoQError: The run is too short for anything to be quantized or for the deadline, there are two MoQCallbacks,
                 the checkpoint is of another config, the `loss` that was given is lost, or the processes disagree.
         """
-        if not self.config.enabled:
-            return
-        if self.config.distillation.teacher is not None and not self.loss_is_repaired:
-            raise MoQError("distillation.teacher: a callback cannot change the loss; use MoQTrainer")
+        self._state = state
         resumed = self._saved_state(state) if state.global_step > 0 else None
+        if not self.config.enabled:
+            if resumed is not None:
+                logger.warning(
+                    "moq_hf: the checkpoint at step %d was made with MoQ, and the config says enabled: false: the run "
+                    "goes on in float",
+                    state.global_step,
+                )
+            return
+        if self.config.distillation.teacher is not None and not self.in_moq_trainer:
+            raise MoQError("distillation.teacher: a callback cannot change the loss; use MoQTrainer")
         taken = 0 if resumed is not None else state.global_step
         controller = self._build(args, state, kwargs["model"], state.max_steps - taken)
         self._began = time.perf_counter()
@@ -124,14 +134,27 @@ class MoQCallback(TrainerCallback, ExportableState):
             rows = (state.train_batch_size or args.train_batch_size) * args.gradient_accumulation_steps
             controller.sensitivity.plan(state.max_steps, rows, args.bf16 or args.fp16)
             # MoQTrainer hands its batches over itself.
-            if not self.loss_is_repaired:
+            if not self.in_moq_trainer:
                 self._listen(controller.model)
         if resumed is not None:
-            controller.load_state_dict(resumed)
+            changed = controller.load_state_dict(resumed)
             logger.info("resumed at step %d, mean %.2f bits", state.global_step, controller.mean_bits)
+            if changed:
+                logger.warning("moq_hf: the run goes on with another MoQ config: %s", describe(changed))
+            saved_at = _entries(state)[type(self).__name__]["attributes"].get("saved_at", state.global_step)
+            if saved_at != state.global_step:
+                logger.warning(
+                    "moq_hf: the checkpoint at step %d was trained without MoQ after step %s: its schedule goes on as "
+                    "after that step",
+                    state.global_step,
+                    saved_at,
+                )
         elif state.global_step > 0:
             logger.warning(
-                "moq_hf: the checkpoint at step %d was made without MoQ: its schedule starts now", state.global_step
+                "moq_hf: the checkpoint at step %d was made without MoQ: its schedule starts now, with quantization "
+                "after step %d",
+                state.global_step,
+                state.global_step + self.config.schedule.offset,
             )
         controller.check_ranks()
         schedule = controller.schedule
@@ -246,7 +269,7 @@ class MoQCallback(TrainerCallback, ExportableState):
                 self.config.target_bits,
                 "; no checkpoint was a candidate for load_best_model_at_end" if args.load_best_model_at_end else "",
             )
-        if self.writes_packed and controller.has_begun:
+        if not self.in_moq_trainer and controller.has_begun:
             gathered = whole_state_dict(controller.model)
             if args.should_save:
                 self._write_packed(controller, args, state, kwargs, gathered)
@@ -321,7 +344,7 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     def _warn(self, controller: MoQController, args: TrainingArguments) -> None:
         notes = [*controller.warnings(), *(self._plan.notes if self._plan is not None else ())]
-        if not self.loss_is_repaired and _scales_loss_wrongly(controller.model, args):
+        if not self.in_moq_trainer and _scales_loss_wrongly(controller.model, args):
             notes.append(
                 "this model's loss ignores num_items_in_batch, so the stock Trainer multiplies loss and gradients by "
                 f"{args.gradient_accumulation_steps} accumulation steps times {args.world_size} processes; set "
@@ -392,6 +415,20 @@ def _loss_of(output: Any) -> Tensor:
 def _loss_scale(optimizer: Any) -> float:
     scaler = getattr(optimizer, "scaler", None)
     return 0.0 if scaler is None else float(scaler.get_scale())
+
+
+def _warn_of_half_checkpoint(args: TrainingArguments) -> None:
+    """Before a stock Trainer stops at it: it would say what failed to open, not why."""
+    found = checkpoints(cast(str, args.output_dir))
+    fault = fault_of(found[0]) if found else None
+    if fault is not None:
+        logger.warning(
+            "moq_hf: %s is not whole (%s), so train(resume_from_checkpoint=True) will fail: delete it, or give "
+            "resume_from_checkpoint=moq_hf.last_checkpoint(%r)",
+            found[0],
+            fault,
+            str(args.output_dir),
+        )
 
 
 def _reset_best(state: TrainerState) -> None:

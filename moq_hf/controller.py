@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import quantizer
-from .config import MoQConfig, MoQError
+from .config import MoQConfig, MoQConfigError, MoQError, __version__
 from .processes import agree, is_distributed, named_modules
 from .quant_linear import (
     QuantLayer,
@@ -25,11 +25,14 @@ from .quant_linear import (
     quant_embeddings,
     take_over,
 )
+from .resume import changes, load_schedule
 from .schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from .sensitivity import Inputs, Sensitivity
 
 logger = logging.getLogger(__name__)
 
+# Of `MoQController.state_dict`. 1, that of 0.1.0, had no number.
+STATE_VERSION = 2
 # A group's clipping ratio is one letter in the saved state: A is 1.00, B 0.95, ... Q 0.20.
 _LETTERS = "ABCDEFGHIJKLMNOPQ"
 
@@ -233,6 +236,8 @@ class MoQController:
         """
         self._refresher.check_finite()
         return {
+            "version": STATE_VERSION,
+            "moq_hf": __version__,
             "config": self.config.to_dict(),
             "schedule": self.schedule.state_dict(),
             "ratios": {
@@ -243,31 +248,48 @@ class MoQController:
             "sensitivity": None if self.sensitivity is None else self.sensitivity.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Go on from a saved state; call it after the float weights are loaded.
 
+        Returns:
+            What changed in the config and counts: dotted key to the saved value and that of now.
+
         Raises:
-            MoQError: The state is of other layers, or of a config that would quantize differently.
+            MoQError: The state is of other layers, of a config that this one cannot go on from (see `load_schedule`),
+                of a newer moq_hf, or damaged.
         """
-        # A checkpoint of an earlier version lacks the keys that came later.
-        saved, now = _what_counts(MoQConfig.from_dict(state["config"])), _what_counts(self.config)
-        differs = sorted(key for key in saved | now if saved.get(key) != now.get(key))
-        if differs:
+        version = state.get("version", 1)
+        if not isinstance(version, int) or version > STATE_VERSION:
             raise MoQError(
-                "the checkpoint was made with another MoQ config: "
-                + "; ".join(f"{key} was {saved.get(key)}, is {now.get(key)}" for key in differs)
-                + ". Resume with the checkpoint's config, or start a new run."
+                f"the checkpoint's MoQ state has version {version}, written by moq_hf {state.get('moq_hf')}; this is "
+                f"moq_hf {__version__}, which reads versions up to {STATE_VERSION}: install that moq_hf or a newer one"
             )
-        self.schedule.load_state_dict(state["schedule"])
+        try:
+            return self._load(state)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, MoQError) and not isinstance(error, MoQConfigError):
+                raise
+            raise MoQError(
+                f"the checkpoint's MoQ state is damaged ({type(error).__name__}: {error}); resume from another one"
+            ) from error
+
+    def _load(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        # A checkpoint of an earlier version lacks the keys that came later: they had their defaults.
+        changed = changes(MoQConfig.from_dict(state["config"]), self.config)
+        load_schedule(self.schedule, state, changed)
         self.history = [Switch(*switch) for switch in state["history"]]
         for block, names in self.blocks.items():
             for name in names:
                 layer = self.layers[name]
                 layer.moq.bits = self.schedule.bits[block]
                 layer.moq.ratio = _decode(state["ratios"][name], layer) if name in state["ratios"] else None
-        if self.sensitivity is not None:
-            self.sensitivity.load_state_dict(state["sensitivity"])
+        # Before the offset a changed config may have made other blocks of the layers.
+        if self.sensitivity is not None and (self.has_begun or not changed):
+            # Other limits, another number of examples.
+            asked = {"rows": 0} if any(key.startswith("eigenvalue.") for key in changed) else {}
+            self.sensitivity.load_state_dict({**state["sensitivity"], **asked})
         self.refresh()
+        return changed
 
     def summary(self) -> str:
         """One line: what is quantized and what is left alone."""
@@ -343,24 +365,6 @@ class MoQController:
         then = "its target" if switch.bits == self.config.target_bits else f"and drops next after step {due}"
         reason = "" if switch.eigenvalue is None else f" (eigenvalue {switch.eigenvalue:.2f}, factor {switch.factor})"
         return f"step {switch.step}: {switch.block} {start} {switch.bits} bits, {then}{reason}"
-
-
-# Keys that change no weight: a resumed run may have other values.
-_HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel", "eigenvalue.verbose"})
-
-
-def _what_counts(config: MoQConfig) -> dict[str, Any]:
-    """What a resumed run must have in common with the first, by dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in config.to_dict().items():
-        inner = {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {key: value}
-        flat |= inner
-    off = not config.eigenvalue.enabled
-    return {
-        key: value
-        for key, value in flat.items()
-        if key not in _HARMLESS and not (off and key.startswith("eigenvalue.") and key != "eigenvalue.enabled")
-    }
 
 
 def _encode(ratio: Tensor) -> str:

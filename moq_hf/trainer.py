@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer
 from transformers.modelcard import TrainingSummary
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .callback import MoQCallback, base_model_of, last_metrics
 from .card import write_card
@@ -22,6 +25,7 @@ from .config import MoQConfig, MoQError
 from .distillation import distillation_loss, load_teacher
 from .processes import whole_state_dict
 from .quant_linear import QuantLayer, quant_embeddings, quant_layers, shared_weights, without_peft
+from .resume import check_whole, checkpoints, fault_of, last_checkpoint
 from .schedule import FLOAT_BITS
 
 logger = logging.getLogger(__name__)
@@ -85,11 +89,25 @@ class MoQTrainer(Trainer):
         self.float_metrics: Mapping[str, Any] | None = None
         self._loss_checked = False
         self._saving_checkpoint = False
-        super().__init__(*args, **{**kwargs, "callbacks": callbacks})
         if self.moq is not None:
-            self.moq.loss_is_repaired = True
-            self.moq.writes_packed = False
+            self.moq.join_moq_trainer()
+        super().__init__(*args, **{**kwargs, "callbacks": callbacks})
         self._teacher = self._find_teacher(teacher)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, as `Trainer.train`; `resume_from_checkpoint=True` takes the last checkpoint that is whole.
+
+        Raises:
+            MoQError: There is no whole checkpoint, the one named is not, or what
+                `MoQCallback.on_train_begin` raises.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(cast(str, self.args.output_dir))
+            if resume_from_checkpoint is None:
+                raise MoQError(f"cannot resume: there is no whole checkpoint in {self.args.output_dir}")
+        elif resume_from_checkpoint:
+            check_whole(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, a training loss together with the bits it was made with."""
@@ -178,10 +196,30 @@ class MoQTrainer(Trainer):
                 type(self.accelerator.unwrap_model(model)).__name__,
             )
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def _load_callback_state(self) -> None:
+        super()._load_callback_state()
+        moq = self._live_moq()
+        if moq is not None:
+            moq.in_moq_trainer = True
+        elif isinstance(self.state.stateful_callbacks, dict) and "MoQCallback" in self.state.stateful_callbacks:
+            logger.warning("moq_hf: the checkpoint was made with MoQ; without moq_config the run goes on in float")
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
         self._saving_checkpoint = True
         try:
-            super()._save_checkpoint(*args, **kwargs)
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            fault = fault_of(folder)
+            if fault is None:
+                raise
+            if self.args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)
+            whole = next((path for path in checkpoints(folder.parent) if fault_of(path) is None), None)
+            raise MoQError(
+                f"{folder} could not be saved ({' '.join(str(error).split())}), and what there was of it is removed; "
+                + ("there is no checkpoint to resume from" if whole is None else f"{whole} is whole: resume from it")
+            ) from error
         finally:
             self._saving_checkpoint = False
 

@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "moq_hf"
 ORDER = [
     "config",
     "schedule",
+    "resume",
     "quantizer",
     "numba_kernels",
     "cpu_quant",
