@@ -821,3 +821,42 @@ def _tensor64(text: str, dtype: torch.dtype) -> Tensor:
 
 def _text(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def stored_weights(directory: str | os.PathLike[str]) -> dict[str, quantizer.Quantized]:
+    """The codes, scales and zero points of the layers that a packed checkpoint holds as integers, by layer.
+
+    Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those of `quantizer`.
+
+    Args:
+        directory: What `save_quantized` wrote.
+
+    Raises:
+        MoQError: Something is damaged or missing; names the file and the tensor.
+    """
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    folder = Path(directory)
+    layers = verify_quantized(folder).layers
+    groups = _read_json(folder / _CONFIG).get("quantization_config", {}).get("config_groups", {})
+    parts: dict[str, dict[str, Tensor]] = {name: {} for name, layer in layers.items() if layer.group is not None}
+    for name, tensor in _tensors(folder):
+        owner, _, part = name.rpartition(".")
+        if owner in parts:
+            parts[owner][part] = tensor
+    found = {}
+    for name, tensors in parts.items():
+        layer, scale = layers[name], tensors["weight_scale"]
+        if layer.stored == "int8":
+            found[name] = quantizer.Quantized(tensors["weight"].int(), scale, None)
+            continue
+        width, shape = groups[cast(str, layer.group)]["weights"]["num_bits"], torch.Size(layer.shape)
+        codes = unpack_from_int32(tensors["weight_packed"], width, shape).int()
+        zero = tensors.get("weight_zero_point")
+        if zero is not None and zero.is_floating_point():
+            # Binary: codes -1 and 0 around -1/2.
+            codes, scale, zero = 2 * codes + 1, scale / 2, None
+        elif zero is not None and zero.dtype == torch.int32:
+            zero = unpack_from_int32(zero, width, torch.Size((shape[0], scale.shape[1])), packed_dim=0)
+        found[name] = quantizer.Quantized(codes, scale, None if zero is None else zero.int())
+    return found

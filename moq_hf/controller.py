@@ -77,6 +77,11 @@ class MoQController:
             layer.moq.dtype = dtype
         take_over([*self.layers.values(), *self.embeddings.values()])
         self._refresher = Refresher({**self.layers, **self.embeddings}, config)
+        start = config.activation.start_step
+        if config.activation.enabled and total_steps is not None and start >= total_steps:
+            raise MoQError(
+                f"activation_quantization.start_step: {start} is not reached in {total_steps} optimizer steps"
+            )
         self.schedule = PrecisionSchedule(config, self.blocks, total_steps)
         self.history: list[Switch] = []
         self._apply_bits(self.blocks)
@@ -85,7 +90,14 @@ class MoQController:
     @property
     def at_target(self) -> bool:
         """Whether every layer computes with its target precision and nothing else."""
-        return self.schedule.at_target
+        waits = self.config.activation.enabled and self.activation_bits is None
+        return self.schedule.at_target and not waits
+
+    @property
+    def activation_bits(self) -> int | None:
+        """Bits of the quantized layers' inputs in the next forward pass; None leaves them alone."""
+        activation = self.config.activation
+        return activation.bits if activation.enabled and self.schedule.steps >= activation.start_step else None
 
     @property
     def has_begun(self) -> bool:
@@ -205,6 +217,7 @@ class MoQController:
                 layer = self.layers[name]
                 layer.moq.step = self.schedule.steps
                 layer.moq.blend = blend[block]
+                layer.moq.activation_bits = self.activation_bits
         for table in self.embeddings.values():
             table.moq.bits = (self.config.quantize_embeddings if self.has_begun else None) or FLOAT_BITS
         self._refresher.refresh()
@@ -303,6 +316,9 @@ class MoQController:
         weights = sum(layer.weight.numel() for layer in self.layers.values())
         bits = self.config.quantize_embeddings
         tables = f"{len(self.embeddings)} embedding tables to {bits}; " if self.embeddings else ""
+        activation = self.config.activation
+        if activation.enabled:
+            tables += f"their inputs to {activation.bits} after {activation.start_step} steps; "
         return (
             f"{len(self.layers)} linear layers in {len(self.blocks)} blocks ({weights / 1e6:.1f} M weights) go from "
             f"{self.config.start_bits} to {self.config.target_bits} bits; {tables}"

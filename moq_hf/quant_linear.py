@@ -70,6 +70,7 @@ class LayerState:
             place of the sharded one for a forward pass; that is never looked at.
         weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device).
         config: What the model was made ready with.
+        activation_bits: Of the layer's input, one scale per token; None leaves it alone.
     """
 
     options: dict[str, Any]
@@ -83,6 +84,7 @@ class LayerState:
     weight: Tensor | None = None
     key: _Key | None = field(default=None, repr=False)
     config: MoQConfig | None = field(default=None, repr=False)
+    activation_bits: int | None = None
 
 
 class QuantLayer(nn.Module):
@@ -128,6 +130,11 @@ class QuantLayer(nn.Module):
         if kept_for_autocast and not autocast:
             quantized = self._compute(self.weight.dtype)
         return _straight_through(self.weight, quantized)
+
+    def quantized_input(self, input: Tensor) -> Tensor:
+        """`input` `[..., features]` as the layer multiplies with it, gradient straight through."""
+        bits = self.moq.activation_bits
+        return input if bits is None else _straight_through(input, quantizer.fake_quantize_tokens(input, bits))
 
     def refresh(self, *, in_place: bool = True) -> None:
         """Quantize the weight again; called after each optimizer step, for a sharded weight in every process.
@@ -238,7 +245,7 @@ class QuantLinear(QuantLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the quantized weight, plus the bias."""
-        return F.linear(input, self.quantized_weight(input.dtype), self.bias)
+        return F.linear(self.quantized_input(input), self.quantized_weight(input.dtype), self.bias)
 
 
 class QuantConv1D(QuantLayer, Conv1D):
@@ -356,6 +363,7 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     embeddings = quant_embeddings(model)
     for linear in layers.values():
         linear.set_bits(config.start_bits, config)
+        linear.moq.activation_bits = config.activation.bits if config.activation.enabled else None
         linear.refresh()
     for table in embeddings.values():
         table.moq.bits = config.quantize_embeddings or FLOAT_BITS
