@@ -28,10 +28,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from short_runs import Batch, Lines, Task, digest, new_model, new_optimizer, train
+from short_runs import Batch, Lines, Task, digest, fixed_batch, new_model, new_optimizer, train
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -93,16 +93,18 @@ def body_linears(model: nn.Module) -> dict[str, nn.Linear]:
 class MoQ(Arm):
     """moq_hf, with a config."""
 
-    config: dict[str, Any] = {}
+    config: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, model: nn.Module, steps: int) -> None:
         super().__init__(model, steps)
         self.controller = MoQController(model, MoQConfig.from_dict(self.config), steps)
 
     def after_step(self) -> None:
+        """As `Arm`."""
         self.controller.step()
 
     def save(self, folder: Path) -> None:
+        """As `Arm`."""
         save_quantized(self.model, folder, controller=self.controller)
 
 
@@ -127,6 +129,7 @@ class TorchAO(Arm):
         quantize_(model, QATConfig(weight_config=weight, step="prepare"), filter_fn=lambda module, name: name in body)
 
     def save(self, folder: Path) -> None:
+        """As `Arm`."""
         from torchao.quantization import IntxWeightOnlyConfig, quantize_
         from torchao.quantization.granularity import PerAxis, PerGroup
         from torchao.quantization.qat import QATConfig
@@ -134,14 +137,13 @@ class TorchAO(Arm):
         quantize_(self.model, QATConfig(step="convert"), filter_fn=lambda m, _: hasattr(m, "weight_fake_quantizer"))
         body = body_linears(self.model)
         granularity = PerGroup(self.group_size) if self.group_size else PerAxis(0)
-        config = IntxWeightOnlyConfig(
-            weight_dtype={8: torch.int8, 4: torch.int4}[self.bits], granularity=granularity
-        )
+        config = IntxWeightOnlyConfig(weight_dtype={8: torch.int8, 4: torch.int4}[self.bits], granularity=granularity)
         quantize_(self.model, config, filter_fn=lambda _, name: name in body)
         torch.save(self.model.state_dict(), folder / "model.pt")
 
     @staticmethod
     def load(folder: Path, name: str) -> nn.Module:
+        """As `Arm`."""
         import torchao.quantization  # noqa: F401 - its tensors must be known
 
         model = blank(name)
@@ -164,6 +166,7 @@ class Quanto(Arm):
             layer.register_full_backward_pre_hook(lambda _, grads: tuple(grad.contiguous() for grad in grads))
 
     def save(self, folder: Path) -> None:
+        """As `Arm`."""
         from optimum.quanto import freeze, quantization_map
         from safetensors.torch import save_file
 
@@ -173,6 +176,7 @@ class Quanto(Arm):
 
     @staticmethod
     def load(folder: Path, name: str) -> nn.Module:
+        """As `Arm`."""
         from optimum.quanto import requantize
         from safetensors.torch import load_file
 
@@ -201,6 +205,7 @@ class TorchAOEager(Arm):
         super().__init__(prepare_qat(wrapped_for_torch_ao(model), inplace=True), steps)
 
     def save(self, folder: Path) -> None:
+        """As `Arm`."""
         from torch.ao.quantization import convert
 
         converted = convert(self.model.eval(), inplace=True)
@@ -208,6 +213,7 @@ class TorchAOEager(Arm):
 
     @staticmethod
     def load(folder: Path, name: str) -> nn.Module:
+        """As `Arm`."""
         from torch.ao.quantization import convert, prepare_qat
 
         model = prepare_qat(wrapped_for_torch_ao(blank(name).train()), inplace=True)
@@ -266,9 +272,11 @@ class DeepSpeedForward(Arm):
             raise RuntimeError("DeepSpeed's scheduler has switched nothing on")
 
     def after_step(self) -> None:
+        """As `Arm`."""
         self._scheduler.step()
 
     def save(self, folder: Path) -> None:
+        """As `Arm`."""
         from deepspeed.compression.compress import redundancy_clean
 
         redundancy_clean(self.model, self._deepspeed).save_pretrained(folder)
@@ -294,10 +302,12 @@ class DeepSpeedStep(Arm):
         self.after_step()
 
     def before_optimizer(self) -> None:
+        """As `Arm`."""
         for weight, kept in zip(self._weights, self._kept, strict=True):
             weight.data = kept
 
     def after_step(self) -> None:
+        """As `Arm`."""
         self._kept: list[Tensor] = [weight.data for weight in self._weights]
         with torch.no_grad():
             self._quantizer.quantize([self._weights], False, False)
@@ -351,9 +361,7 @@ OPTIONS: dict[str, Entry] = {
     "moq_hf, 4 bits, absmax": Entry(moq(8, 4, algo={"scale": "absmax"})),
     "moq_hf, 4 bits, asymmetric": Entry(moq(8, 4, quantize_type="asymmetric")),
     "moq_hf, 4 bits, stochastic": Entry(moq(8, 4, algo={"rounding": "stochastic"})),
-    "moq_hf, 4 bits, blend": Entry(
-        moq(8, 4, fp16_mixed_quantize={"enabled": True, "quantize_change_ratio": 0.05})
-    ),
+    "moq_hf, 4 bits, blend": Entry(moq(8, 4, fp16_mixed_quantize={"enabled": True, "quantize_change_ratio": 0.05})),
     "moq_hf, 4 bits, tables at 8": Entry(moq(8, 4, quantize_embeddings=8)),
     "moq_hf, 8 bits at once": Entry(moq(8, 8), note="from the first step"),
     "moq_hf, 8 bits, per channel": Entry(moq(12, 8, quantize_groups="per_channel")),
@@ -419,13 +427,6 @@ def load_arm(args: argparse.Namespace, name: str) -> dict[str, Any]:
     }
 
 
-def fixed_batch(args: argparse.Namespace) -> Batch:
-    """Random tokens, none of them padding."""
-    vocabulary = AutoConfig.from_pretrained(args.model_name_or_path).vocab_size
-    ids = torch.randint(1000, vocabulary, (args.time_batch, args.time_sequence), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.arange(args.time_batch) % 2}
-
-
 def stepper(args: argparse.Namespace, name: str) -> Callable[[Batch], tuple[float, float]]:
     """A function that takes one optimizer step and gives its seconds and those of its CPU time."""
     # So long a run that schedules do not move after the first steps, which are not timed.
@@ -451,7 +452,7 @@ def stepper(args: argparse.Namespace, name: str) -> Callable[[Batch], tuple[floa
 
 def time_arms(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
     """Interleaved steps of all arms in this process; the order changes from round to round."""
-    batch = fixed_batch(args)
+    batch = fixed_batch(args.model_name_or_path, args.time_batch, args.time_sequence)
     steps: dict[str, Callable[[Batch], tuple[float, float]]] = {}
     lines: list[dict[str, Any]] = []
     for name in names:
@@ -487,7 +488,7 @@ def time_arms(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]
 def memory_arm(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Peak resident memory of this process after some steps."""
     step = stepper(args, name)
-    batch = fixed_batch(args)
+    batch = fixed_batch(args.model_name_or_path, args.time_batch, args.time_sequence)
     for _ in range(8):
         step(batch)
     return {"peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)}

@@ -1,4 +1,4 @@
-"""Fine-tuning runs of a few minutes for `peers.py` and `levers.py`: the same batches for every arm, results as lines."""
+"""Short fine-tuning runs for `peers.py` and `levers.py`: the same batches for every arm, results as lines."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 import moq_hf
@@ -79,7 +79,9 @@ class Task:
 
     def __init__(self, model: str, data: Path, max_length: int = 128) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
-        self.train, self.validation = (self._read(data / f"{name}.jsonl", max_length) for name in ("train", "validation"))
+        self.train, self.validation = (
+            self._read(data / f"{name}.jsonl", max_length) for name in ("train", "validation")
+        )
 
     def batches(self, seed: int, size: int = 32) -> Iterator[Batch]:
         """One epoch, sentences of like length together, as with the Trainer's `group_by_length`."""
@@ -108,6 +110,13 @@ class Task:
     def _batch(self, rows: list[tuple[list[int], int]]) -> Batch:
         padded = self._tokenizer.pad({"input_ids": [ids for ids, _ in rows]}, return_tensors="pt")
         return {**padded, "labels": torch.tensor([label for _, label in rows])}
+
+
+def fixed_batch(model: str, size: int, sequence: int) -> Batch:
+    """Random tokens of the model's vocabulary, none of them padding; for timings."""
+    vocabulary = AutoConfig.from_pretrained(model).vocab_size
+    ids = torch.randint(vocabulary // 2, vocabulary, (size, sequence), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.arange(size) % 2}
 
 
 def new_model(name: str, seed: int) -> nn.Module:
