@@ -37,7 +37,7 @@ class Trained:
     """A model in training on micro-batches, for its time.
 
     Args:
-        model: Folder or Hub name.
+        model: Folder or Hub name; None is random weights.
         config: None trains in float.
         dtype: Of autocast; float16 with loss scaling.
         every_forward: Quantize in each forward pass, not once per optimizer step.
@@ -45,7 +45,7 @@ class Trained:
 
     def __init__(
         self,
-        model: str,
+        model: str | None,
         config: MoQConfig | None,
         dtype: torch.dtype | None = None,
         every_forward: bool = False,
@@ -234,9 +234,9 @@ PARTS = {"simulator": simulator, "precision": precision, "clipping": clipping}
 def main() -> None:
     """Measure what the file of lines lacks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_name_or_path", required=True)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
+    parser.add_argument("--model_name_or_path", help="without: random weights, and no clipping")
+    parser.add_argument("--data", type=Path, help="folder; needed for clipping")
+    parser.add_argument("--parts", help=f"of {', '.join(PARTS)}; without: all that can be had")
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 32], help="of clipping; 32 is float")
     parser.add_argument("--lrs", type=float, nargs="+", default=[5e-5, 2e-4, 5e-4, 1e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -248,8 +248,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/levers.jsonl"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    can_train = args.model_name_or_path is not None and args.data is not None
+    parts = args.parts.split(",") if args.parts else [part for part in PARTS if part != "clipping" or can_train]
+    if "clipping" in parts and not can_train:
+        parser.error("clipping needs --model_name_or_path and --data")
     lines = Lines(args.out)
-    for part in args.parts.split(","):
+    for part in parts:
         PARTS[part](args, lines)
 
 

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from short_runs import Batch, Lines, Task, digest, fixed_batch, new_model, new_optimizer, train
+from short_runs import Batch, Lines, Task, config_of, digest, fixed_batch, new_model, new_optimizer, table, train
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from moq_hf import MoQConfig, save_quantized
 from moq_hf.controller import MoQController
@@ -73,7 +73,7 @@ class Arm:
 
 def blank(name: str) -> nn.Module:
     """The architecture, with weights that are about to be replaced."""
-    config = AutoConfig.from_pretrained(name, num_labels=2)
+    config = config_of(name)
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config)
     model = model.to_empty(device="cpu")
@@ -503,7 +503,8 @@ def described(error: Exception) -> str:
 
 def subprocess_line(args: argparse.Namespace, more: list[str]) -> dict[str, Any]:
     """What this program prints as its last line in a process of its own."""
-    passed = ["--model_name_or_path", args.model_name_or_path, "--data", str(args.data)]
+    passed = ["--model_name_or_path", args.model_name_or_path] if args.model_name_or_path else []
+    passed += ["--data", str(args.data)] if args.data else []
     passed += ["--threads", str(args.threads), "--lr", str(args.lr), "--batch", str(args.batch)]
     passed += ["--time_batch", str(args.time_batch), "--time_sequence", str(args.time_sequence)]
     passed += ["--steps", str(args.steps)]
@@ -530,9 +531,9 @@ def versions() -> dict[str, str]:
 def main() -> None:
     """Measure what the file of lines lacks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_name_or_path", required=True)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--parts", default="time,memory,train")
+    parser.add_argument("--model_name_or_path", help="without: random weights, and no training")
+    parser.add_argument("--data", type=Path, help="folder; needed for training")
+    parser.add_argument("--parts", help="of time, memory, train, table; without: all that can be had")
     parser.add_argument("--arms", nargs="+", default=list(MAIN), choices=list(ARMS), metavar="ARM")
     parser.add_argument("--options", action="store_true", help="moq_hf's other options instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -561,9 +562,13 @@ def main() -> None:
         }[args.one]()
         print(json.dumps(one))
         return
+    can_train = args.model_name_or_path is not None and args.data is not None
+    parts = args.parts.split(",") if args.parts else ["time", "memory", *["train"] * can_train, "table"]
+    if "train" in parts and not can_train:
+        parser.error("training needs --model_name_or_path and --data")
     lines = Lines(args.out)
     names = list(OPTIONS) if args.options else args.arms
-    for part in args.parts.split(","):
+    for part in parts:
         if part == "time":
             wanted = ["float", *(name for name in names if name != "float" and not lines.has(part=part, arm=name))]
             if len(wanted) > 1:
@@ -573,6 +578,8 @@ def main() -> None:
             for name in names:
                 if not lines.has(part=part, arm=name):
                     report(lines, {"part": part, "arm": name, **attempt(args, ["--one", part, "--arm", name])})
+        elif part == "table":
+            print(markdown(lines.lines))
         else:
             for seed in args.seeds:
                 for name in names:
@@ -581,6 +588,43 @@ def main() -> None:
                         more = ["--one", part, "--arm", name, "--seed", str(seed)]
                         saved = lines.has(part=part, arm=name)
                         report(lines, key | attempt(args, more + ["--no_save"] * saved))
+
+
+def markdown(lines: list[dict[str, Any]]) -> str:
+    """The table of the lines; accuracies are means over seeds, with their differences to float with the same seeds."""
+    head = ["", "version", "accuracy", "seeds", "against float", "saved", "step", "wall", "peak memory", "file", "load"]
+    rows = []
+    for name, entry in ARMS.items():
+        mine = [line for line in lines if line["arm"] == name]
+        if not mine:
+            continue
+        trained = {line["seed"]: line for line in mine if line["part"] == "train" and "accuracy" in line}
+        plain = {
+            line["seed"]: line["accuracy"]
+            for line in lines
+            if line["arm"] == "float" and line["part"] == "train" and "accuracy" in line
+        }
+        row = [f"{name} ({entry.note})" if entry.note else name]
+        row.append(mine[-1]["peers"].get(entry.package) or mine[-1]["versions"].get(entry.package, ""))
+        if trained:
+            row += [f"{statistics.mean(line['accuracy'] for line in trained.values()):.4f}", str(len(trained))]
+            gaps = [line["accuracy"] - plain[seed] for seed, line in trained.items() if seed in plain]
+            spread = f" ± {statistics.stdev(gaps):.4f}" if len(gaps) > 1 and name != "float" else ""
+            row.append(f"{statistics.mean(gaps):+.4f}{spread}" if gaps and name != "float" else "")
+        else:
+            row += ["", "0", ""]
+        loaded = next((line for line in trained.values() if "bytes" in line), {})
+        row.append(f"{loaded['saved_accuracy']:.4f}" if "saved_accuracy" in loaded else "")
+        timed = next((line for line in mine if line["part"] == "time" and "cpu" in line), None)
+        row += [f"{timed[kind]['ratio_of_medians']:.3f}" for kind in ("cpu", "wall")] if timed else ["", ""]
+        memory = next((line["peak_mb"] for line in mine if "peak_mb" in line), None)
+        row.append(f"{memory:.0f} MB" if memory else "")
+        row.append(f"{loaded['bytes'] / 1e6:.1f} MB" if "bytes" in loaded else "")
+        row.append(f"{loaded['load_seconds']:.2f} s" if "load_seconds" in loaded else "")
+        errors = [line.get("error") or line.get("save_error") for line in mine]
+        row[0] += "".join(f"; {error}" for error in dict.fromkeys(errors) if error)
+        rows.append(row)
+    return table(head, rows)
 
 
 def attempt(args: argparse.Namespace, more: list[str]) -> dict[str, Any]:

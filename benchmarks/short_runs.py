@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from step_time import MINILM
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.trainer_pt_utils import get_length_grouped_indices
@@ -112,17 +113,31 @@ class Task:
         return {**padded, "labels": torch.tensor([label for _, label in rows])}
 
 
-def fixed_batch(model: str, size: int, sequence: int) -> Batch:
+def fixed_batch(model: str | None, size: int, sequence: int) -> Batch:
     """Random tokens of the model's vocabulary, none of them padding; for timings."""
-    vocabulary = AutoConfig.from_pretrained(model).vocab_size
+    vocabulary = config_of(model).vocab_size
     ids = torch.randint(vocabulary // 2, vocabulary, (size, sequence), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.arange(size) % 2}
 
 
-def new_model(name: str, seed: int) -> nn.Module:
-    """A classifier with two classes and a new head, ready for training; the same for every arm with this seed."""
+def config_of(name: str | None) -> Any:
+    """The model's config; without a name that of a small BERT."""
+    return MINILM if name is None else AutoConfig.from_pretrained(name, num_labels=2)
+
+
+def new_model(name: str | None, seed: int) -> nn.Module:
+    """A classifier with two classes and a new head, ready for training; the same for every arm with this seed.
+
+    Args:
+        name: Folder or Hub name; None is random weights.
+        seed: Of the head.
+    """
     torch.manual_seed(seed)
-    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(name, num_labels=2)
+    model: nn.Module = (
+        AutoModelForSequenceClassification.from_config(MINILM)
+        if name is None
+        else AutoModelForSequenceClassification.from_pretrained(name, num_labels=2)
+    )
     return model.train()
 
 
@@ -187,6 +202,11 @@ def train(
         if each is not None:
             each(step + 1)
     return {"losses": losses, "norms": norms, "train_seconds": round(seconds, 1)}
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
 def digest(batches: Iterator[Batch]) -> str:
