@@ -5,10 +5,10 @@
 
 The data is a folder with train.jsonl and validation.jsonl whose lines have `sentence` and `label`. Parts:
 
-- train: a run in a process of its own for each arm and seed: accuracy with the quantizer that training used. The first
-  run of an arm is saved too: bytes, seconds to load and accuracy of the loaded model, in a fresh process.
+- train: a run in a process of its own for each arm and seed: accuracy with the quantizer that training used, and peak
+  resident memory of training. The first run of an arm is saved too: bytes, seconds to load and accuracy of the loaded
+  model, in a fresh process.
 - time: seconds of a training step of all arms in one process, one step of each in turn.
-- memory: peak resident memory of a process that trains for some steps, each arm in its own.
 
 Each result is a line of `--out`; what is there is not measured again. An arm that fails leaves its error as its line.
 """
@@ -25,7 +25,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -338,7 +338,6 @@ class Entry:
     make: type[Arm]
     package: str = "moq_hf"
     note: str = ""
-    parts: tuple[str, ...] = field(default=("train", "time", "memory"))
 
 
 MAIN: dict[str, Entry] = {
@@ -348,7 +347,7 @@ MAIN: dict[str, Entry] = {
     "torchao, 8 bits": Entry(TorchAO, "torchao", "per channel"),
     "optimum-quanto, 8 bits": Entry(Quanto, "optimum-quanto", "per channel"),
     "DeepSpeed forward, 8 bits": Entry(DeepSpeedForward, "deepspeed", "8 row blocks, each forward pass"),
-    "DeepSpeed step, 8 bits": Entry(DeepSpeedStep, "deepspeed", "8 row blocks, once a step", ("time", "memory")),
+    "DeepSpeed step, 8 bits": Entry(DeepSpeedStep, "deepspeed", "8 row blocks, once a step"),
     "moq_hf, 4 bits": Entry(moq(8, 4), note="8 to 4 bits, auto, 8 row blocks"),
     "torchao, 4 bits": Entry(variant(TorchAO, bits=4, group_size=32), "torchao", "groups of 32"),
     "optimum-quanto, 4 bits": Entry(variant(Quanto, bits=4), "optimum-quanto", "asymmetric, groups of 128"),
@@ -386,12 +385,14 @@ def train_arm(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
         after_step=arm.after_step,
         before_optimizer=lambda _: arm.before_optimizer(),
     )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     arm.model.eval()
     accuracy = task.accuracy(arm.model)
     line = {
         "accuracy": round(accuracy, 5),
         "steps": steps,
         "train_seconds": run["train_seconds"],
+        "peak_mb": round(peak, 1),
         "last_losses": run["losses"][-5:],
         "batches": digest(task.batches(seed, args.batch)),
     }
@@ -485,15 +486,6 @@ def time_arms(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]
     return lines
 
 
-def memory_arm(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Peak resident memory of this process after some steps."""
-    step = stepper(args, name)
-    batch = fixed_batch(args.model_name_or_path, args.time_batch, args.time_sequence)
-    for _ in range(8):
-        step(batch)
-    return {"peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)}
-
-
 def described(error: Exception) -> str:
     """One line, without the folders of this machine."""
     text = str(error).strip().splitlines()
@@ -533,7 +525,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", help="without: random weights, and no training")
     parser.add_argument("--data", type=Path, help="folder; needed for training")
-    parser.add_argument("--parts", help="of time, memory, train, table; without: all that can be had")
+    parser.add_argument("--parts", help="of time, train, table; without: all that can be had")
     parser.add_argument("--arms", nargs="+", default=list(MAIN), choices=list(ARMS), metavar="ARM")
     parser.add_argument("--options", action="store_true", help="moq_hf's other options instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -545,7 +537,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/peers.jsonl"))
-    parser.add_argument("--one", choices=["train", "load", "memory"], help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=["train", "load"], help=argparse.SUPPRESS)
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -558,12 +550,11 @@ def main() -> None:
         one = {
             "train": lambda: train_arm(args, args.arm, args.seed),
             "load": lambda: load_arm(args, args.arm),
-            "memory": lambda: memory_arm(args, args.arm),
         }[args.one]()
         print(json.dumps(one))
         return
     can_train = args.model_name_or_path is not None and args.data is not None
-    parts = args.parts.split(",") if args.parts else ["time", "memory", *["train"] * can_train, "table"]
+    parts = args.parts.split(",") if args.parts else ["time", *["train"] * can_train, "table"]
     if "train" in parts and not can_train:
         parser.error("training needs --model_name_or_path and --data")
     lines = Lines(args.out)
@@ -574,17 +565,13 @@ def main() -> None:
             if len(wanted) > 1:
                 for found in time_arms(args, wanted):
                     report(lines, {"part": part, "batch": args.time_batch, "sequence": args.time_sequence} | found)
-        elif part == "memory":
-            for name in names:
-                if not lines.has(part=part, arm=name):
-                    report(lines, {"part": part, "arm": name, **attempt(args, ["--one", part, "--arm", name])})
         elif part == "table":
             print(markdown(lines.lines))
         else:
             for seed in args.seeds:
                 for name in names:
                     key = {"part": part, "arm": name, "seed": seed, "rows": args.steps * args.batch or "all"}
-                    if part in ARMS[name].parts and not lines.has(**key):
+                    if not lines.has(**key):
                         more = ["--one", part, "--arm", name, "--seed", str(seed)]
                         saved = lines.has(part=part, arm=name)
                         report(lines, key | attempt(args, more + ["--no_save"] * saved))
@@ -617,7 +604,7 @@ def markdown(lines: list[dict[str, Any]]) -> str:
         row.append(f"{loaded['saved_accuracy']:.4f}" if "saved_accuracy" in loaded else "")
         timed = next((line for line in mine if line["part"] == "time" and "cpu" in line), None)
         row += [f"{timed[kind]['ratio_of_medians']:.3f}" for kind in ("cpu", "wall")] if timed else ["", ""]
-        memory = next((line["peak_mb"] for line in mine if "peak_mb" in line), None)
+        memory = max((line["peak_mb"] for line in trained.values()), default=None)
         row.append(f"{memory:.0f} MB" if memory else "")
         row.append(f"{loaded['bytes'] / 1e6:.1f} MB" if "bytes" in loaded else "")
         row.append(f"{loaded['load_seconds']:.2f} s" if "load_seconds" in loaded else "")
