@@ -6,6 +6,7 @@ from .config import MoQConfig, MoQConfigError, MoQError, __version__
 from .eigen import block_eigenvalues
 from .packed import load_packed
 from .quant_linear import QuantLinear, dequantize_model, quantize_model
+from .resume import last_checkpoint
 from .schedule import PrecisionSchedule, plan
 from .trainer import MoQTrainer
 
@@ -20,6 +21,7 @@ __all__ = [
     "__version__",
     "block_eigenvalues",
     "dequantize_model",
+    "last_checkpoint",
     "load_packed",
     "plan",
     "quantize_model",

@@ -23,6 +23,8 @@ from .card import write_card
 from .checkpoint import save_quantized
 from .config import MoQConfig, MoQError
 from .controller import MoQController
+from .processes import whole_state_dict
+from .resume import checkpoints, describe, fault_of
 from .schedule import Plan, outcome, plan
 from .sensitivity import Inputs
 
@@ -67,33 +69,36 @@ class MoQCallback(TrainerCallback, ExportableState):
         self.loss_was_given = loss is not None
         self._tap: RemovableHandle | None = None
         self._began = 0.0
-        # Set by MoQTrainer, which repairs the stock Trainer's loss scale.
-        self.loss_is_repaired = False
-        # Not in a MoQTrainer, whose save_model writes it.
-        self.writes_packed = True
+        # A MoQTrainer repairs the stock Trainer's loss scale, hands over its batches and saves packed models itself.
+        self.in_moq_trainer = self._joins_moq_trainer = False
+        self._state: TrainerState | None = None
         self._switched = self._arrived = False
+        self._scale = 0.0
         self._plan: Plan | None = None
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into `trainer_state.json`, in JSON types."""
         saved = None if self.controller is None else self.controller.state_dict()
-        attributes = {
-            "saved": saved,
-            "loss_is_repaired": self.loss_is_repaired,
-            "loss_was_given": self.loss_was_given,
-            "writes_packed": self.writes_packed,
-        }
+        step = None if self._state is None else self._state.global_step
+        attributes = {"saved": saved, "saved_at": step, "loss_was_given": self.loss_was_given}
         return {"args": {"config": self.config.to_dict()}, "attributes": attributes}
+
+    def join_moq_trainer(self) -> None:
+        """Tell the callback that the Trainer which is being built is a MoQTrainer."""
+        self._joins_moq_trainer = True
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Make the layers quantized ones, before anything wraps the model."""
-        # A MoQTrainer sets them anew when it is built.
-        self.loss_is_repaired, self.writes_packed, self.trainer_loss = False, True, None
+        # The same callback may be given to another Trainer later.
+        self.in_moq_trainer, self._joins_moq_trainer = self._joins_moq_trainer, False
+        self.trainer_loss = None
         if not self.config.enabled:
             logger.info("moq_hf is off: the config says enabled: false")
             return
         # How long the run is will be known when it begins, with a new controller; none of its steps is taken before.
         self._build(args, state, kwargs["model"], sys.maxsize)
+        if not self.in_moq_trainer and state.is_world_process_zero:
+            _warn_of_half_checkpoint(args)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -102,14 +107,24 @@ class MoQCallback(TrainerCallback, ExportableState):
 
         Raises:
             MoQError: The run is too short for anything to be quantized or for the deadline, there are two MoQCallbacks,
-                the checkpoint is of another config, or the `loss` that was given is lost.
+                the checkpoint is of another config, the `loss` that was given is lost, or the processes disagree.
         """
-        if not self.config.enabled:
-            return
+        self._state = state
         resumed = self._saved_state(state) if state.global_step > 0 else None
+        if not self.config.enabled:
+            if resumed is not None:
+                logger.warning(
+                    "moq_hf: the checkpoint at step %d was made with MoQ, and the config says enabled: false: the run "
+                    "goes on in float",
+                    state.global_step,
+                )
+            return
+        if self.config.distillation.teacher is not None and not self.in_moq_trainer:
+            raise MoQError("distillation.teacher: a callback cannot change the loss; use MoQTrainer")
         taken = 0 if resumed is not None else state.global_step
         controller = self._build(args, state, kwargs["model"], state.max_steps - taken)
         self._began = time.perf_counter()
+        self._scale = _loss_scale(kwargs.get("optimizer"))
         if controller.sensitivity is not None:
             if self.loss_was_given and self.loss is None:
                 raise MoQError(
@@ -119,15 +134,29 @@ class MoQCallback(TrainerCallback, ExportableState):
             rows = (state.train_batch_size or args.train_batch_size) * args.gradient_accumulation_steps
             controller.sensitivity.plan(state.max_steps, rows, args.bf16 or args.fp16)
             # MoQTrainer hands its batches over itself.
-            if not self.loss_is_repaired:
+            if not self.in_moq_trainer:
                 self._listen(controller.model)
         if resumed is not None:
-            controller.load_state_dict(resumed)
+            changed = controller.load_state_dict(resumed)
             logger.info("resumed at step %d, mean %.2f bits", state.global_step, controller.mean_bits)
+            if changed:
+                logger.warning("moq_hf: the run goes on with another MoQ config: %s", describe(changed))
+            saved_at = _entries(state)[type(self).__name__]["attributes"].get("saved_at", state.global_step)
+            if saved_at != state.global_step:
+                logger.warning(
+                    "moq_hf: the checkpoint at step %d was trained without MoQ after step %s: its schedule goes on as "
+                    "after that step",
+                    state.global_step,
+                    saved_at,
+                )
         elif state.global_step > 0:
             logger.warning(
-                "moq_hf: the checkpoint at step %d was made without MoQ: its schedule starts now", state.global_step
+                "moq_hf: the checkpoint at step %d was made without MoQ: its schedule starts now, with quantization "
+                "after step %d",
+                state.global_step,
+                state.global_step + self.config.schedule.offset,
             )
+        controller.check_ranks()
         schedule = controller.schedule
         # Steps that the schedule never counted: those before it began, and skipped ones.
         steps = state.max_steps - (state.global_step - schedule.steps)
@@ -158,11 +187,13 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Advance by one step, with eigenvalues if a drop is due; a step that the gradient scaler skipped is none.
 
         Raises:
-            MoQError: A weight holds NaN or Inf, or the loss cannot be measured.
+            MoQError: A weight holds NaN or Inf, the loss cannot be measured, or the processes disagree.
         """
         if self.controller is None:
             return
-        if getattr(kwargs.get("optimizer"), "step_was_skipped", False):
+        skipped = self._was_skipped(kwargs.get("optimizer"))
+        self.controller.check_ranks(skipped)
+        if skipped:
             return
         was_at_target = self.controller.at_target
         switches = self.controller.step(self.controller.measure(self._measured_loss))
@@ -228,6 +259,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             controller.load_state_dict(best["attributes"]["saved"])
         else:
             controller.refresh()
+        controller.check_ranks()
         # For trainer.save_state(), which is called after this.
         _entries(state)[type(self).__name__] = self.state()
         if state.is_world_process_zero and not controller.at_target:
@@ -237,11 +269,18 @@ class MoQCallback(TrainerCallback, ExportableState):
                 self.config.target_bits,
                 "; no checkpoint was a candidate for load_best_model_at_end" if args.load_best_model_at_end else "",
             )
-        if self.writes_packed and args.should_save and controller.has_begun:
-            self._write_packed(controller, args, state, kwargs)
+        if not self.in_moq_trainer and controller.has_begun:
+            gathered = whole_state_dict(controller.model)
+            if args.should_save:
+                self._write_packed(controller, args, state, kwargs, gathered)
 
     def _write_packed(
-        self, controller: MoQController, args: TrainingArguments, state: TrainerState, kwargs: Mapping[str, Any]
+        self,
+        controller: MoQController,
+        args: TrainingArguments,
+        state: TrainerState,
+        kwargs: Mapping[str, Any],
+        gathered: dict[str, Tensor] | None,
     ) -> None:
         folder = Path(cast(str, args.output_dir), "quantized")
         try:
@@ -251,6 +290,7 @@ class MoQCallback(TrainerCallback, ExportableState):
                 processing_class=kwargs.get("processing_class"),
                 controller=controller,
                 metrics=last_metrics(state),
+                state_dict=gathered,
             )
             write_card(folder, base_model=base_model_of(controller.model))
         # Training is done: what cannot be packed is still the Trainer's to save.
@@ -286,6 +326,13 @@ class MoQCallback(TrainerCallback, ExportableState):
         self.controller = MoQController(model, self.config, total_steps, dtype)
         return self.controller
 
+    def _was_skipped(self, optimizer: Any) -> bool:
+        """Whether the gradient scaler skipped the step just taken."""
+        before, self._scale = self._scale, _loss_scale(optimizer)
+        # A fused optimizer is called whatever the gradients are and skips by itself, which Accelerate does not see; the
+        # scale falls then too.
+        return bool(getattr(optimizer, "step_was_skipped", False)) or self._scale < before
+
     def _saved_state(self, state: TrainerState) -> Mapping[str, Any] | None:
         entry = _entries(state).get(type(self).__name__)
         saved: Mapping[str, Any] | None = None if entry is None else entry["attributes"]["saved"]
@@ -297,7 +344,7 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     def _warn(self, controller: MoQController, args: TrainingArguments) -> None:
         notes = [*controller.warnings(), *(self._plan.notes if self._plan is not None else ())]
-        if not self.loss_is_repaired and _scales_loss_wrongly(controller.model, args):
+        if not self.in_moq_trainer and _scales_loss_wrongly(controller.model, args):
             notes.append(
                 "this model's loss ignores num_items_in_batch, so the stock Trainer multiplies loss and gradients by "
                 f"{args.gradient_accumulation_steps} accumulation steps times {args.world_size} processes; set "
@@ -363,6 +410,25 @@ def _loss_of(output: Any) -> Tensor:
         "eigenvalue: the model's output has no loss, since the Trainer computes it (label smoothing, "
         "compute_loss_func, an own compute_loss): use MoQTrainer, or give MoQCallback the function loss(model, inputs)"
     )
+
+
+def _loss_scale(optimizer: Any) -> float:
+    scaler = getattr(optimizer, "scaler", None)
+    return 0.0 if scaler is None else float(scaler.get_scale())
+
+
+def _warn_of_half_checkpoint(args: TrainingArguments) -> None:
+    """Before a stock Trainer stops at it: it would say what failed to open, not why."""
+    found = checkpoints(cast(str, args.output_dir))
+    fault = fault_of(found[0]) if found else None
+    if fault is not None:
+        logger.warning(
+            "moq_hf: %s is not whole (%s), so train(resume_from_checkpoint=True) will fail: delete it, or give "
+            "resume_from_checkpoint=moq_hf.last_checkpoint(%r)",
+            found[0],
+            fault,
+            str(args.output_dir),
+        )
 
 
 def _reset_best(state: TrainerState) -> None:

@@ -52,6 +52,7 @@ from torch import Tensor, nn
 from . import quantizer
 from .config import MoQError, __version__
 from .controller import MoQController
+from .processes import is_sharded, named_modules
 from .quant_linear import (
     QuantConv1D,
     QuantEmbedding,
@@ -307,7 +308,7 @@ class _Plan:
 
     def __init__(self, model: nn.Module, layers: Mapping[str, QuantLayer]) -> None:
         self.groups: dict[str, dict[str, Any]] = {}
-        self.modules = set(_plain(dict(model.named_modules()), adapters(model)))
+        self.modules = set(_plain(dict(named_modules(model)), adapters(model)))
         self.prefix = str(getattr(model, "base_model_prefix", ""))
         self.is_base = bool(self.prefix) and not hasattr(model, self.prefix)
         self.has_conv1d = any(isinstance(layer, QuantConv1D) for layer in layers.values())
@@ -480,7 +481,7 @@ def _check_model(model: nn.Module, layers: Mapping[str, QuantLayer], target: Pat
     if sharing:
         raise MoQError(f"{'; '.join(sharing)}: a shared weight cannot be packed; leave its layers in full precision")
     # FSDP2's tensors, and what ZeRO leaves of a weight.
-    sharded = [n for n, layer in layers.items() if hasattr(layer.weight, "device_mesh") or not layer.weight.numel()]
+    sharded = [n for n, layer in layers.items() if is_sharded(layer.weight) or not layer.weight.numel()]
     if sharded and has_weights:
         raise MoQError(
             f"the weights of {', '.join(sharded)} are spread over processes: save with MoQTrainer.save_model"
@@ -505,7 +506,7 @@ def _write(
     model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=shard, save_original_format=False)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
-    modules = _plain(dict(model.named_modules()), adapters(model))
+    modules = _plain(dict(named_modules(model)), adapters(model))
     linears = [name for name, module in modules.items() if is_linear(module)]
     packed = {key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")}
     config = plan.config([name for name in linears if name not in packed])
@@ -822,3 +823,42 @@ def _tensor64(text: str, dtype: torch.dtype) -> Tensor:
 
 def _text(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def stored_weights(directory: str | os.PathLike[str]) -> dict[str, quantizer.Quantized]:
+    """The codes, scales and zero points of the layers that a packed checkpoint holds as integers, by layer.
+
+    Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those of `quantizer`.
+
+    Args:
+        directory: What `save_quantized` wrote.
+
+    Raises:
+        MoQError: Something is damaged or missing; names the file and the tensor.
+    """
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    folder = Path(directory)
+    layers = verify_quantized(folder).layers
+    groups = _read_json(folder / _CONFIG).get("quantization_config", {}).get("config_groups", {})
+    parts: dict[str, dict[str, Tensor]] = {name: {} for name, layer in layers.items() if layer.group is not None}
+    for name, tensor in _tensors(folder):
+        owner, _, part = name.rpartition(".")
+        if owner in parts:
+            parts[owner][part] = tensor
+    found = {}
+    for name, tensors in parts.items():
+        layer, scale = layers[name], tensors["weight_scale"]
+        if layer.stored == "int8":
+            found[name] = quantizer.Quantized(tensors["weight"].int(), scale, None)
+            continue
+        width, shape = groups[cast(str, layer.group)]["weights"]["num_bits"], torch.Size(layer.shape)
+        codes = unpack_from_int32(tensors["weight_packed"], width, shape).int()
+        zero = tensors.get("weight_zero_point")
+        if zero is not None and zero.is_floating_point():
+            # Binary: codes -1 and 0 around -1/2.
+            codes, scale, zero = 2 * codes + 1, scale / 2, None
+        elif zero is not None and zero.dtype == torch.int32:
+            zero = unpack_from_int32(zero, width, torch.Size((shape[0], scale.shape[1])), packed_dim=0)
+        found[name] = quantizer.Quantized(codes, scale, None if zero is None else zero.int())
+    return found

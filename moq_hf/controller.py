@@ -1,6 +1,8 @@
 """The one holder of mutable MoQ state: asks the schedule, sets bits, quantizes, saves and restores itself as JSON."""
 
+import json
 import logging
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from . import quantizer
-from .config import MoQConfig, MoQError
+from .config import MoQConfig, MoQConfigError, MoQError, __version__
+from .processes import agree, is_distributed, named_modules
 from .quant_linear import (
     QuantLayer,
     Refresher,
@@ -22,11 +25,14 @@ from .quant_linear import (
     quant_embeddings,
     take_over,
 )
+from .resume import changes, load_schedule
 from .schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from .sensitivity import Inputs, Sensitivity
 
 logger = logging.getLogger(__name__)
 
+# Of `MoQController.state_dict`. 1, that of 0.1.0, had no number.
+STATE_VERSION = 2
 # A group's clipping ratio is one letter in the saved state: A is 1.00, B 0.95, ... Q 0.20.
 _LETTERS = "ABCDEFGHIJKLMNOPQ"
 
@@ -71,6 +77,11 @@ class MoQController:
             layer.moq.dtype = dtype
         take_over([*self.layers.values(), *self.embeddings.values()])
         self._refresher = Refresher({**self.layers, **self.embeddings}, config)
+        start = config.activation.start_step
+        if config.activation.enabled and total_steps is not None and start >= total_steps:
+            raise MoQError(
+                f"activation_quantization.start_step: {start} is not reached in {total_steps} optimizer steps"
+            )
         self.schedule = PrecisionSchedule(config, self.blocks, total_steps)
         self.history: list[Switch] = []
         self._apply_bits(self.blocks)
@@ -79,7 +90,14 @@ class MoQController:
     @property
     def at_target(self) -> bool:
         """Whether every layer computes with its target precision and nothing else."""
-        return self.schedule.at_target
+        waits = self.config.activation.enabled and self.activation_bits is None
+        return self.schedule.at_target and not waits
+
+    @property
+    def activation_bits(self) -> int | None:
+        """Bits of the quantized layers' inputs in the next forward pass; None leaves them alone."""
+        activation = self.config.activation
+        return activation.bits if activation.enabled and self.schedule.steps >= activation.start_step else None
 
     @property
     def has_begun(self) -> bool:
@@ -134,10 +152,34 @@ class MoQController:
         self.history += switches
         switched = {switch.block for switch in switches}
         due = self.schedule.steps % self.config.scale_refresh == 0
-        self._apply_bits(self.blocks if due else switched)
+        # In the same order in all processes, which gather shards for it.
+        self._apply_bits(block for block in self.blocks if due or block in switched)
         self.refresh(wait=False)
         self._log(switches)
         return switches
+
+    def check_ranks(self, skipped: bool = False) -> None:
+        """Stop in all processes unless every one has the same config, plan and bits: before each step.
+
+        A message of 16 bytes. Ranks that disagree would wait for each other for ever, or train different models.
+
+        Args:
+            skipped: Whether the gradient scaler skipped this rank's step.
+
+        Raises:
+            MoQError: They differ; says how.
+        """
+        if not is_distributed():
+            return
+        state = {"config": self.config.to_dict(), "schedule": self.schedule.state_dict()}
+        sums = {name: zlib.crc32(json.dumps(part, sort_keys=True).encode()) for name, part in state.items()}
+        bits = {name: layer.moq.bits for name, layer in self.layers.items()}
+        shown = (
+            f"{self.schedule.steps} steps of {self.schedule.total_steps}, mean {self.mean_bits:.4f} bits (config "
+            f"{sums['config']:08x}, schedule {sums['schedule']:08x})" + ", step skipped" * skipped
+        )
+        device = next(iter(self.layers.values())).weight.device
+        agree(zlib.crc32(json.dumps([sums, bits, skipped]).encode()), device, shown)
 
     def measure(self, loss: Callable[[Inputs], Tensor]) -> dict[str, float] | None:
         """The eigenvalues for the coming `step`, measured if one is due; None without `eigenvalue.enabled`.
@@ -175,6 +217,7 @@ class MoQController:
                 layer = self.layers[name]
                 layer.moq.step = self.schedule.steps
                 layer.moq.blend = blend[block]
+                layer.moq.activation_bits = self.activation_bits
         for table in self.embeddings.values():
             table.moq.bits = (self.config.quantize_embeddings if self.has_begun else None) or FLOAT_BITS
         self._refresher.refresh()
@@ -206,6 +249,8 @@ class MoQController:
         """
         self._refresher.check_finite()
         return {
+            "version": STATE_VERSION,
+            "moq_hf": __version__,
             "config": self.config.to_dict(),
             "schedule": self.schedule.state_dict(),
             "ratios": {
@@ -216,44 +261,64 @@ class MoQController:
             "sensitivity": None if self.sensitivity is None else self.sensitivity.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Go on from a saved state; call it after the float weights are loaded.
 
+        Returns:
+            What changed in the config and counts: dotted key to the saved value and that of now.
+
         Raises:
-            MoQError: The state is of other layers, or of a config that would quantize differently.
+            MoQError: The state is of other layers, of a config that this one cannot go on from (see `load_schedule`),
+                of a newer moq_hf, or damaged.
         """
-        # A checkpoint of an earlier version lacks the keys that came later.
-        saved, now = _what_counts(MoQConfig.from_dict(state["config"])), _what_counts(self.config)
-        differs = sorted(key for key in saved | now if saved.get(key) != now.get(key))
-        if differs:
+        version = state.get("version", 1)
+        if not isinstance(version, int) or version > STATE_VERSION:
             raise MoQError(
-                "the checkpoint was made with another MoQ config: "
-                + "; ".join(f"{key} was {saved.get(key)}, is {now.get(key)}" for key in differs)
-                + ". Resume with the checkpoint's config, or start a new run."
+                f"the checkpoint's MoQ state has version {version}, written by moq_hf {state.get('moq_hf')}; this is "
+                f"moq_hf {__version__}, which reads versions up to {STATE_VERSION}: install that moq_hf or a newer one"
             )
-        self.schedule.load_state_dict(state["schedule"])
+        try:
+            return self._load(state)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, MoQError) and not isinstance(error, MoQConfigError):
+                raise
+            raise MoQError(
+                f"the checkpoint's MoQ state is damaged ({type(error).__name__}: {error}); resume from another one"
+            ) from error
+
+    def _load(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        # A checkpoint of an earlier version lacks the keys that came later: they had their defaults.
+        changed = changes(MoQConfig.from_dict(state["config"]), self.config)
+        load_schedule(self.schedule, state, changed)
         self.history = [Switch(*switch) for switch in state["history"]]
         for block, names in self.blocks.items():
             for name in names:
                 layer = self.layers[name]
                 layer.moq.bits = self.schedule.bits[block]
                 layer.moq.ratio = _decode(state["ratios"][name], layer) if name in state["ratios"] else None
-        if self.sensitivity is not None:
-            self.sensitivity.load_state_dict(state["sensitivity"])
+        # Before the offset a changed config may have made other blocks of the layers.
+        if self.sensitivity is not None and (self.has_begun or not changed):
+            # Other limits, another number of examples.
+            asked = {"rows": 0} if any(key.startswith("eigenvalue.") for key in changed) else {}
+            self.sensitivity.load_state_dict({**state["sensitivity"], **asked})
         self.refresh()
+        return changed
 
     def summary(self) -> str:
         """One line: what is quantized and what is left alone."""
         added = adapters(self.model)
         left = [
             name
-            for name, module in self.model.named_modules()
+            for name, module in named_modules(self.model)
             if is_linear(module) and name not in self.layers and plain_name(name, added)
         ]
         left += ["PEFT's adapters"] if added else []
         weights = sum(layer.weight.numel() for layer in self.layers.values())
         bits = self.config.quantize_embeddings
         tables = f"{len(self.embeddings)} embedding tables to {bits}; " if self.embeddings else ""
+        activation = self.config.activation
+        if activation.enabled:
+            tables += f"their inputs to {activation.bits} after {activation.start_step} steps; "
         return (
             f"{len(self.layers)} linear layers in {len(self.blocks)} blocks ({weights / 1e6:.1f} M weights) go from "
             f"{self.config.start_bits} to {self.config.target_bits} bits; {tables}"
@@ -316,24 +381,6 @@ class MoQController:
         then = "its target" if switch.bits == self.config.target_bits else f"and drops next after step {due}"
         reason = "" if switch.eigenvalue is None else f" (eigenvalue {switch.eigenvalue:.2f}, factor {switch.factor})"
         return f"step {switch.step}: {switch.block} {start} {switch.bits} bits, {then}{reason}"
-
-
-# Keys that change no weight: a resumed run may have other values.
-_HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel", "eigenvalue.verbose"})
-
-
-def _what_counts(config: MoQConfig) -> dict[str, Any]:
-    """What a resumed run must have in common with the first, by dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in config.to_dict().items():
-        inner = {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {key: value}
-        flat |= inner
-    off = not config.eigenvalue.enabled
-    return {
-        key: value
-        for key, value in flat.items()
-        if key not in _HARMLESS and not (off and key.startswith("eigenvalue.") and key != "eigenvalue.enabled")
-    }
 
 
 def _encode(ratio: Tensor) -> str:

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from . import cpu_quant, quantizer, triton_quant
 from .config import MoQConfig, MoQError, PerChannel, PerGroup, RowBlocks
+from .processes import check_supported, copy_whole, is_sharded, named_modules, named_parameters, whole
 from .schedule import FLOAT_BITS
 
 _Key = tuple[int, int, torch.device, torch.dtype]
@@ -65,8 +66,11 @@ class LayerState:
         step: Optimizer steps taken, for stochastic rounding.
         dtype: Of the quantized weight: what the matmul wants under autocast. None is the weight's own.
         plain: Only `quantizer` may compute, no faster path.
+        gathered: `weight` was quantized from all shards of a parameter. FSDP2 puts a parameter of its own in the
+            place of the sharded one for a forward pass; that is never looked at.
         weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device).
         config: What the model was made ready with.
+        activation_bits: Of the layer's input, one scale per token; None leaves it alone.
     """
 
     options: dict[str, Any]
@@ -76,9 +80,11 @@ class LayerState:
     step: int = 0
     dtype: torch.dtype | None = None
     plain: bool = False
+    gathered: bool = False
     weight: Tensor | None = None
     key: _Key | None = field(default=None, repr=False)
     config: MoQConfig | None = field(default=None, repr=False)
+    activation_bits: int | None = None
 
 
 class QuantLayer(nn.Module):
@@ -106,28 +112,40 @@ class QuantLayer(nn.Module):
         """
         state = self.moq
         if not torch.compiler.is_compiling():
-            if self.__dict__.get("_is_replica", False) or _is_sharded(self.weight):
-                # Replicas share the state of the module they were copied from; gathered shards must not be kept.
+            if self.__dict__.get("_is_replica", False):
+                # Replicas share the state of the module they were copied from.
                 return _straight_through(self.weight, self._compute(state.dtype))
-            if state.key != self._key():
+            if state.key != self._key() and (is_sharded(self.weight) or not state.gathered):
                 self.refresh(in_place=False)
         quantized = state.weight
         if quantized is None:
             return self.weight
+        autocast = torch.is_autocast_enabled(quantized.device.type)
+        if state.gathered:
+            # FSDP2's MixedPrecisionPolicy gathers its parameters in a dtype of its own.
+            if not autocast and quantized.dtype != self.weight.dtype:
+                quantized = quantized.to(self.weight.dtype)
+            return _straight_through(self.weight, quantized)
         kept_for_autocast = state.dtype is not None and dtype is not None and quantized.dtype != dtype
-        if kept_for_autocast and not torch.is_autocast_enabled(quantized.device.type):
+        if kept_for_autocast and not autocast:
             quantized = self._compute(self.weight.dtype)
         return _straight_through(self.weight, quantized)
 
+    def quantized_input(self, input: Tensor) -> Tensor:
+        """`input` `[..., features]` as the layer multiplies with it, gradient straight through."""
+        bits = self.moq.activation_bits
+        return input if bits is None else _straight_through(input, quantizer.fake_quantize_tokens(input, bits))
+
     def refresh(self, *, in_place: bool = True) -> None:
-        """Quantize the weight again; called after each optimizer step.
+        """Quantize the weight again; called after each optimizer step, for a sharded weight in every process.
 
         Args:
             in_place: Write into the tensor that holds the last result, so that compiled graphs see the new one.
         """
         state = self.moq
         state.key = self._key()
-        if state.bits == FLOAT_BITS or self.weight.is_meta or _is_sharded(self.weight):
+        state.gathered = is_sharded(self.weight) and state.bits != FLOAT_BITS
+        if state.bits == FLOAT_BITS or self.weight.is_meta:
             state.weight = None
             return
         old = state.weight
@@ -144,7 +162,7 @@ class QuantLayer(nn.Module):
             search: Any = quantizer if self.moq.plain else cpu_quant
             if kernels_wanted(config, self.weight.device):
                 search = triton_quant
-            self.moq.ratio = search.least_squares_ratio(self.matrix.contiguous(), bits, **options)
+            self.moq.ratio = search.least_squares_ratio(self._whole_matrix(), bits, **options)
 
     def nonfinite(self) -> Tensor:
         """Whether the weight held NaN or Inf when it was quantized: a bool scalar on its device."""
@@ -167,7 +185,7 @@ class QuantLayer(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             faster: Any = quantizer if state.plain else cpu_quant
             values: Tensor = faster.fake_quantize(
-                self.matrix.detach().contiguous(),
+                self._whole_matrix(),
                 state.bits,
                 ratio=state.ratio,
                 blend=state.blend,
@@ -179,6 +197,10 @@ class QuantLayer(nn.Module):
             if not self.is_transposed:
                 return values
             return values.t().contiguous() if out is None else out.copy_(values.t())
+
+    def _whole_matrix(self) -> Tensor:
+        weight = whole(self.weight)
+        return weight.t().contiguous() if self.is_transposed else weight
 
     def _key(self) -> _Key:
         # Catches what no hook tells: a changed or replaced weight. Fused optimizers do not bump the version.
@@ -223,7 +245,7 @@ class QuantLinear(QuantLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the quantized weight, plus the bias."""
-        return F.linear(input, self.quantized_weight(input.dtype), self.bias)
+        return F.linear(self.quantized_input(input), self.quantized_weight(input.dtype), self.bias)
 
 
 class QuantConv1D(QuantLayer, Conv1D):
@@ -260,10 +282,6 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
         return F.embedding(input, self.quantized_weight(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
 
-def _is_sharded(weight: Tensor) -> bool:
-    return hasattr(weight, "device_mesh")
-
-
 _CLASSES: dict[type[nn.Module], type[QuantLayer]] = {
     nn.Linear: QuantLinear,
     Conv1D: QuantConv1D,
@@ -281,7 +299,11 @@ def quant_class(base: type[nn.Module]) -> type[QuantLayer]:
 
 def base_class(cls: type[QuantLayer]) -> type[nn.Module]:
     """The class that a layer of class `cls` had before."""
-    return cast(type[nn.Module], cls.__bases__[1])
+    first, second = cls.__bases__[:2]
+    if not issubclass(first, QuantLayer):
+        # The class that fully_shard made of a quantized one.
+        return type(cls.__name__.replace("Quant", "", 1), (first, base_class(second)), dict(cls.__dict__))
+    return cast(type[nn.Module], second)
 
 
 def _new_layer(base: type[nn.Module]) -> QuantLayer:
@@ -302,9 +324,12 @@ def take_over(layers: Iterable[QuantLayer]) -> None:
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not _LAYERS:
         return
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    layers: dict[int, list[QuantLayer]] = {}
     for layer in list(_LAYERS):
-        if id(layer.weight) in owned:
+        layers.setdefault(id(layer.weight), []).append(layer)
+    # In the optimizer's order: processes that gather shards must do so in the same one.
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for layer in layers.get(id(parameter), ()):
             if layer in _CONTROLLED:
                 layer.moq.key = None
             else:
@@ -329,7 +354,8 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
 
     Raises:
         MoQError: Nothing to quantize, a name in `modules_to_not_convert` that matches nothing, groups that do not
-            divide a layer's weight, or NaN or Inf in a weight. The model is a float one then.
+            divide a layer's weight, weights that ZeRO-3, FSDP1 or tensor parallelism took apart, or NaN or Inf in a
+            weight. The model is a float one then.
         MoQConfigError: The config is wrong.
     """
     config = MoQConfig.load(config)
@@ -337,6 +363,7 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     embeddings = quant_embeddings(model)
     for linear in layers.values():
         linear.set_bits(config.start_bits, config)
+        linear.moq.activation_bits = config.activation.bits if config.activation.enabled else None
         linear.refresh()
     for table in embeddings.values():
         table.moq.bits = config.quantize_embeddings or FLOAT_BITS
@@ -378,7 +405,7 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
     for layer in layers.values():
         if weights == "quantized":
             with torch.no_grad():
-                layer.weight.copy_(layer.quantized_weight())
+                copy_whole(layer.weight, layer.quantized_weight())
         _restore(layer)
     _guard_merging(model)
     return model
@@ -386,12 +413,12 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
 
 def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
     """The quantized linear layers by their names, each once, in model order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantConv1D)}
+    return {name: module for name, module in named_modules(model) if isinstance(module, QuantLinear | QuantConv1D)}
 
 
 def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
     """The quantized embedding tables by their names, each once, in model order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantEmbedding)}
+    return {name: module for name, module in named_modules(model) if isinstance(module, QuantEmbedding)}
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -428,6 +455,7 @@ def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLayer]:
         )
     chosen: dict[str, nn.Module] = {}
     if config.enabled:
+        check_supported(model)
         chosen = {**select_layers(model, config), **select_embeddings(model, config)}
     for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
         if name not in chosen:
@@ -520,7 +548,7 @@ class Refresher:
         found: list[tuple[Any, ...]] = []
         for layer in self._layers.values():
             state, weight = layer.moq, layer.weight
-            pointer = 0 if weight.is_meta or _is_sharded(weight) else weight.data_ptr()
+            pointer = 0 if weight.is_meta or is_sharded(weight) else weight.data_ptr()
             tensors = (pointer, id(state.weight), id(state.ratio))
             found.append((*tensors, weight.device, weight.dtype, state.bits, state.dtype))
         return found
@@ -540,7 +568,7 @@ class Refresher:
     def _job(self, layer: QuantLayer) -> "triton_quant.Job | None":
         state, weight = layer.moq, layer.weight.detach()
         dtype = state.dtype or weight.dtype
-        if state.bits == FLOAT_BITS or weight.is_meta or _is_sharded(weight) or not weight.is_contiguous():
+        if state.bits == FLOAT_BITS or weight.is_meta or is_sharded(weight) or not weight.is_contiguous():
             return None
         if layer.is_transposed:
             return None
@@ -570,7 +598,7 @@ def select_layers(model: nn.Module, config: MoQConfig) -> dict[str, nn.Linear | 
         left_out = set(output_heads(model, linears))
     else:
         left_out = set()
-        every = [name for name, _ in model.named_modules() if name]
+        every = [name for name, _ in named_modules(model) if name]
         for pattern in config.modules_to_not_convert:
             matches = {name for name in linears if _matches(name, pattern)}
             if not matches and not any(_matches(name, pattern) for name in every):
@@ -601,7 +629,7 @@ def select_embeddings(model: nn.Module, config: MoQConfig) -> dict[str, nn.Embed
     left_out, added = config.modules_to_not_convert or (), adapters(model)
     chosen = {
         name: module
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if isinstance(module, nn.Embedding)
         and type(module).forward in (nn.Embedding.forward, QuantEmbedding.forward)
         and module.max_norm is None
@@ -623,7 +651,7 @@ def select_embeddings(model: nn.Module, config: MoQConfig) -> dict[str, nn.Embed
 def shared_weights(model: nn.Module, layers: Iterable[str]) -> list[str]:
     """One line for each of the layers whose weight is also another layer's."""
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named_parameters(model):
         names.setdefault(id(parameter), []).append(name)
     found = []
     for layer in layers:
@@ -644,7 +672,7 @@ def output_heads(model: nn.Module, linears: Iterable[str]) -> list[str]:
     names = list(linears)
     inner = without_peft(model)
     if inner is not model:
-        path = next(name for name, module in model.named_modules() if module is inner) + "."
+        path = next(name for name, module in named_modules(model) if module is inner) + "."
         return [path + head for head in output_heads(inner, [name.removeprefix(path) for name in names])]
     prefix = getattr(model, "base_model_prefix", "")
     if prefix and isinstance(getattr(model, prefix, None), nn.Module):
@@ -652,10 +680,10 @@ def output_heads(model: nn.Module, linears: Iterable[str]) -> list[str]:
     get = getattr(model, "get_output_embeddings", None)
     output = get() if callable(get) else None
     if output is not None:
-        heads = [name for name, module in model.named_modules() if module is output]
+        heads = [name for name, module in named_modules(model) if module is output]
         return [name for name in names if any(_is_below(name, head) for head in heads)]
     parts: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         if path and hasattr(module, "base_model_prefix") and not any(_is_below(path, part) for part in parts):
             parts[path] = module
     if parts:
@@ -681,7 +709,7 @@ def block_of(model: nn.Module, name: str) -> str:
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
     added = adapters(model)
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         # MultiheadAttention reads the weight of its output projection without calling the layer.
         if not is_linear(module) or isinstance(module, NonDynamicallyQuantizableLinear):
             continue
@@ -706,7 +734,7 @@ def adapters(model: nn.Module) -> list[str]:
     They lie beside the `base_layer` that they adapt, or are copies to be trained of an `original_module`.
     """
     found = []
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         parts = dict(module.named_children())
         if "base_layer" in parts and _is_peft(module):
             found += [f"{name}.{part}" for part in parts if part != "base_layer"]

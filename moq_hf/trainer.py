@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,17 +10,22 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer
 from transformers.modelcard import TrainingSummary
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .callback import MoQCallback, base_model_of, last_metrics
 from .card import write_card
 from .checkpoint import STATE_NAME, record_metrics, save_quantized
 from .config import MoQConfig, MoQError
+from .distillation import distillation_loss, load_teacher
+from .processes import whole_state_dict
 from .quant_linear import QuantLayer, quant_embeddings, quant_layers, shared_weights, without_peft
+from .resume import check_whole, checkpoints, fault_of, last_checkpoint
 from .schedule import FLOAT_BITS
 
 logger = logging.getLogger(__name__)
@@ -38,12 +44,14 @@ class MoQTrainer(Trainer):
     - A loss that ignores `num_items_in_batch` is not multiplied by accumulation steps and processes, as the stock
       Trainer of transformers 5 does with BERT's and other classifiers'. Measured on the first batch, not guessed.
     - Eigenvalues are measured with `compute_loss`, whatever it is.
+    - A teacher (`distillation` in the config) is part of the loss in training; evaluation has the task's own loss.
     - `save_model` and `push_to_hub` deliver the packed model (see `save_quantized`), with the weights as evaluated; the
       checkpoints of a run keep the float ones.
 
     Args:
         *args: As for `Trainer`.
         moq_config: A `MoQConfig`, a mapping or the path of a JSON file; None trains in float.
+        teacher: A float model for distillation, in place of `distillation.teacher` in the config.
         **kwargs: As for `Trainer`.
 
     Raises:
@@ -64,6 +72,7 @@ class MoQTrainer(Trainer):
         self,
         *args: Any,
         moq_config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        teacher: PreTrainedModel | None = None,
         **kwargs: Any,
     ) -> None:
         self.moq: MoQCallback | None = None
@@ -80,10 +89,25 @@ class MoQTrainer(Trainer):
         self.float_metrics: Mapping[str, Any] | None = None
         self._loss_checked = False
         self._saving_checkpoint = False
-        super().__init__(*args, **{**kwargs, "callbacks": callbacks})
         if self.moq is not None:
-            self.moq.loss_is_repaired = True
-            self.moq.writes_packed = False
+            self.moq.join_moq_trainer()
+        super().__init__(*args, **{**kwargs, "callbacks": callbacks})
+        self._teacher = self._find_teacher(teacher)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, as `Trainer.train`; `resume_from_checkpoint=True` takes the last checkpoint that is whole.
+
+        Raises:
+            MoQError: There is no whole checkpoint, the one named is not, or what
+                `MoQCallback.on_train_begin` raises.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(cast(str, self.args.output_dir))
+            if resume_from_checkpoint is None:
+                raise MoQError(f"cannot resume: there is no whole checkpoint in {self.args.output_dir}")
+        elif resume_from_checkpoint:
+            check_whole(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, a training loss together with the bits it was made with."""
@@ -108,6 +132,36 @@ class MoQTrainer(Trainer):
             moq.trainer_loss = self._mean_loss
             moq.observe(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def _find_teacher(self, given: PreTrainedModel | None) -> PreTrainedModel | None:
+        config = self.moq.config if self.moq is not None else None
+        source = given if given is not None or config is None else config.distillation.teacher
+        if source is None:
+            return None
+        if config is None or not config.enabled:
+            raise MoQError("a teacher is for quantized training: give a moq_config that is enabled")
+        # The loss below is a mean over the micro-batch, whatever the model's own would be.
+        self.loss_is_scaled_for_ga = False
+        return load_teacher(source, self.accelerator.unwrap_model(self.model), config.distillation)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """As `Trainer.compute_loss`; in training with a teacher, the distillation loss."""
+        if self._teacher is None or self.moq is None or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        config = self.moq.config.distillation
+        inputs = {**inputs, "output_hidden_states": True} if config.hidden else dict(inputs)
+        # The Trainer takes the labels out where it computes the loss itself.
+        task_loss, outputs = super().compute_loss(model, dict(inputs), True, None)
+        with torch.no_grad():
+            taught = self._teacher(**inputs)
+        loss = distillation_loss(task_loss, outputs, taught, inputs, config)
+        return (loss, outputs) if return_outputs else loss
 
     def _mean_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """`compute_loss` over one batch by itself."""
@@ -142,10 +196,30 @@ class MoQTrainer(Trainer):
                 type(self.accelerator.unwrap_model(model)).__name__,
             )
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def _load_callback_state(self) -> None:
+        super()._load_callback_state()
+        moq = self._live_moq()
+        if moq is not None:
+            moq.in_moq_trainer = True
+        elif isinstance(self.state.stateful_callbacks, dict) and "MoQCallback" in self.state.stateful_callbacks:
+            logger.warning("moq_hf: the checkpoint was made with MoQ; without moq_config the run goes on in float")
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
         self._saving_checkpoint = True
         try:
-            super()._save_checkpoint(*args, **kwargs)
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            fault = fault_of(folder)
+            if fault is None:
+                raise
+            if self.args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)
+            whole = next((path for path in checkpoints(folder.parent) if fault_of(path) is None), None)
+            raise MoQError(
+                f"{folder} could not be saved ({' '.join(str(error).split())}), and what there was of it is removed; "
+                + ("there is no checkpoint to resume from" if whole is None else f"{whole} is whole: resume from it")
+            ) from error
         finally:
             self._saving_checkpoint = False
 
@@ -155,6 +229,8 @@ class MoQTrainer(Trainer):
         if self._saving_checkpoint or all(layer.moq.bits == FLOAT_BITS for layer in layers.values()):
             super()._save(output_dir, state_dict)
             return
+        if state_dict is None:
+            state_dict = whole_state_dict(model)
         moq = self._live_moq()
         if not isinstance(without_peft(model), PreTrainedModel) or shared_weights(model, layers):
             logger.warning("moq_hf: saved in float, on the grid: %s cannot be packed", type(model).__name__)

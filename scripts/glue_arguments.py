@@ -357,16 +357,15 @@ def find_checkpoint(args: "TrainingArguments") -> str | None:
     if wanted.lower() != "true":
         logger.info("resuming from %s (step %d)", wanted, _last_step(Path(wanted)))
         return wanted
-    for path in _found_checkpoints(Path(args.output_dir)):
-        step = _last_step(path)
-        if step is None:
-            logger.warning("%s is not whole, it is left out", path)
-            continue
+    # torch comes with it: not before the arguments were found good.
+    from moq_hf.resume import last_checkpoint
+
+    path = last_checkpoint(args.output_dir)
+    if path is not None:
         logger.info(
             "resuming from %s (step %d), found in --output_dir; for a fresh start give another --output_dir or "
             "--resume_from_checkpoint false",
             path,
-            step,
+            _last_step(Path(path)),
         )
-        return str(path)
-    return None
+    return path

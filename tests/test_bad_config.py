@@ -170,7 +170,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
     (
         "ratio above 1",
         with_bits(fp16_mixed_quantize={"quantize_change_ratio": 2}),
-        ["fp16_mixed_quantize.quantize_change_ratio: 2", "above 0 up to 1"],
+        ["fp16_mixed_quantize.quantize_change_ratio: 2", "from 1e-9 up to 1"],
     ),
     ("no iterations", eigenvalue(max_iter=0), ["eigenvalue.max_iter: 0", "from 1"]),
     ("negative layer count", eigenvalue(layer_num=-1), ["eigenvalue.layer_num: -1", "from 0, or null"]),
@@ -181,7 +181,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
     (
         "ratio 0",
         with_bits(fp16_mixed_quantize={"quantize_change_ratio": 0}),
-        ["fp16_mixed_quantize.quantize_change_ratio: 0", "above 0"],
+        ["fp16_mixed_quantize.quantize_change_ratio: 0", "from 1e-9"],
     ),
     ("fraction for a seed", with_bits(seed=1.5), ["seed: 1.5 is not legal", "a whole number"]),
     ("seed of 64 bits", with_bits(seed=2**63), ["seed: 9223372036854775808", "to 9223372036854775807"]),

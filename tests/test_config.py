@@ -54,7 +54,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                 schedule_offset=st.integers(0, 10**6),
                 deadline=st.none() | share,
             ),
-            fp16_mixed_quantize=sections(enabled=st.booleans(), quantize_change_ratio=share),
+            fp16_mixed_quantize=sections(enabled=st.booleans(), quantize_change_ratio=st.floats(1e-9, 1) | st.just(1)),
             eigenvalue=sections(
                 enabled=st.booleans(),
                 verbose=st.booleans(),
