@@ -263,8 +263,8 @@ class QuantConv1D(QuantLayer, Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` `[..., in_features]` times the quantized weight, plus the bias."""
-        product = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.quantized_weight(x.dtype))
-        return product.view(*x.size()[:-1], self.nf)
+        rows = self.quantized_input(x).view(-1, x.size(-1))
+        return torch.addmm(self.bias, rows, self.quantized_weight(x.dtype)).view(*x.size()[:-1], self.nf)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}{self.extra_repr()})"

@@ -169,6 +169,19 @@ def test_conv1d_is_quantized_as_the_linear_layer_that_it_is(
     assert conv1d.nonfinite()
 
 
+def test_the_inputs_of_conv1d_are_quantized_too() -> None:
+    one, two = twins()
+    config = {**CONFIG, "activation_quantization": {"enabled": True, "bits": 4}}
+    x = torch.randn(4, 32)
+    results = []
+    for model in (one, two):
+        quantize_model(model, CONFIG)
+        of_weights_alone = model(x)
+        results.append(quantize_model(model, config)(x))
+        assert not torch.allclose(results[-1], of_weights_alone)
+    torch.testing.assert_close(*results)
+
+
 def test_conv1d_becomes_what_it_was() -> None:
     model = twins()[0]
     x = torch.randn(4, 32)
