@@ -118,9 +118,23 @@ LOW = {"learning_rate": 2e-4}
 # The learning rate of the teacher stands in for its folder.
 TEACHER = {"distillation": {"teacher": 1e-4, "hidden": 0.0, "labels": 1.0}}
 HIDDEN = {"distillation": {"teacher": 1e-4, "hidden": 0.1, "labels": 1.0}}
+# As in TernaryBERT: without the labels.
+ALONE = {"distillation": {"teacher": 1e-4}}
 # The float share is gone after 40 of 250 steps.
 BLEND = {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.025}}
 PLANS = {
+    # Whether a teacher helps where 2 bits are hardest.
+    "teacher": Plan(
+        (
+            replace(FLOAT, learning_rate=1e-4, after=()),
+            qat(2, "basic QAT, teacher alone", ALONE, **LOW),
+            ramp(8, 2, 0.3, "MoQ 8 by 0.3, teacher alone", ALONE, **LOW),
+            qat(2, **LOW),
+            ramp(8, 2, 0.3, **LOW),
+        ),
+        tasks=("cola",),
+        seeds=(1, 2, 3),
+    ),
     # What the ramp should look like.
     "ramp": Plan(
         (
