@@ -853,12 +853,14 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, quantizer.Qua
             found[name] = quantizer.Quantized(tensors["weight"].int(), scale, None)
             continue
         width, shape = groups[cast(str, layer.group)]["weights"]["num_bits"], torch.Size(layer.shape)
-        codes = unpack_from_int32(tensors["weight_packed"], width, shape).int()
+        in_file = torch.Size(reversed(shape)) if layer.kind == "conv1d" else shape
+        codes = _turned(unpack_from_int32(tensors["weight_packed"], width, in_file).int(), layer)
+        scale = _turned(scale, layer)
         zero = tensors.get("weight_zero_point")
         if zero is not None and zero.is_floating_point():
             # Binary: codes -1 and 0 around -1/2.
             codes, scale, zero = 2 * codes + 1, scale / 2, None
         elif zero is not None and zero.dtype == torch.int32:
             zero = unpack_from_int32(zero, width, torch.Size((shape[0], scale.shape[1])), packed_dim=0)
-        found[name] = quantizer.Quantized(codes, scale, None if zero is None else zero.int())
+        found[name] = quantizer.Quantized(codes, scale, None if zero is None else _turned(zero.int(), layer))
     return found

@@ -37,9 +37,11 @@ from moq_hf import (
     cpu_quant,
     dequantize_model,
     quantize_model,
+    quantizer,
     save_quantized,
     verify_quantized,
 )
+from moq_hf.checkpoint import stored_weights
 from moq_hf.packed import load_packed
 from moq_hf.quant_linear import QuantConv1D, quant_layers
 
@@ -232,6 +234,10 @@ def test_models_that_are_unpacked_while_loading(
     save_quantized(model, tmp_path / "packed")
     stored = {name: layer.stored for name, layer in verify_quantized(tmp_path / "packed", model).layers.items()}
     assert set(stored.values()) == {"packed", "dense"}
+    for name, values in stored_weights(tmp_path / "packed").items():
+        layer = quant_layers(model)[name]
+        weight = layer.quantized_weight().t() if layer.is_transposed else layer.quantized_weight()
+        assert torch.equal(quantizer.dequantize(*values), weight), name
     if family == "GPT-2":
         # Its groups lie across those of the others, and a file of this kind has one layout.
         assert stored["transformer.h.0.mlp.c_fc"] == ("dense" if "quantize_group_size" in grouping else "packed")
