@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import resource
 import shutil
 from collections.abc import Iterator
@@ -138,17 +139,31 @@ def test_a_moq_trainer_leaves_a_cut_off_checkpoint_out(
     assert_same(final(run), final(folder))
 
 
-def test_a_stock_trainer_is_told_before_it_stops(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "name, error",
+    [
+        ("config.json", r"ValueError: Can't find a valid checkpoint"),
+        ("model.safetensors", "SafetensorError"),
+        ("rng_state.pth", r"FileNotFoundError: .*checkpoint-8.trainer_state\.json"),
+        ("trainer_state.json", "JSONDecodeError"),
+    ],
+)
+def test_a_stock_trainer_is_told_before_it_stops(
+    name: str, error: str, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = part(run, tmp_path, 8)
     stock(folder)
     assert "is not whole" not in caplog.text
-    cut_off(folder / "checkpoint-8", "rng_state.pth", 0.5)
-    with pytest.raises(FileNotFoundError, match=r"checkpoint-8.trainer_state\.json"):
+    cut_off(folder / "checkpoint-8", name, 0.5)
+    fault = fault_of(folder / "checkpoint-8")
+    with pytest.raises(Exception) as raised:
         stock(folder, **SAVING).train(resume_from_checkpoint=True)
+    assert re.match(error, f"{raised.type.__name__}: {raised.value}")
     advice = f"resume_from_checkpoint=moq_hf.last_checkpoint({str(folder)!r})"
-    assert "checkpoint-8 is not whole (trainer_state.json is missing)" in caplog.text and advice in caplog.text
-    stock(folder, **SAVING).train(resume_from_checkpoint=last_checkpoint(folder))
-    assert_same(final(run), final(folder))
+    assert f"checkpoint-8 is not whole ({fault}), so" in caplog.text and advice in caplog.text
+    if name == "rng_state.pth":
+        stock(folder, **SAVING).train(resume_from_checkpoint=last_checkpoint(folder))
+        assert_same(final(run), final(folder))
 
 
 # ---- full disks
