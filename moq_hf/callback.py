@@ -23,6 +23,7 @@ from .card import write_card
 from .checkpoint import save_quantized
 from .config import MoQConfig, MoQError
 from .controller import MoQController
+from .processes import whole_state_dict
 from .resume import checkpoints, describe, fault_of
 from .schedule import Plan, outcome, plan
 from .sensitivity import Inputs
@@ -72,6 +73,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         self.in_moq_trainer = self._joins_moq_trainer = False
         self._state: TrainerState | None = None
         self._switched = self._arrived = False
+        self._scale = 0.0
         self._plan: Plan | None = None
 
     def state(self) -> dict[str, Any]:
@@ -105,7 +107,7 @@ class MoQCallback(TrainerCallback, ExportableState):
 
         Raises:
             MoQError: The run is too short for anything to be quantized or for the deadline, there are two MoQCallbacks,
-                the checkpoint is of another config, or the `loss` that was given is lost.
+                the checkpoint is of another config, the `loss` that was given is lost, or the processes disagree.
         """
         self._state = state
         resumed = self._saved_state(state) if state.global_step > 0 else None
@@ -117,9 +119,12 @@ class MoQCallback(TrainerCallback, ExportableState):
                     state.global_step,
                 )
             return
+        if self.config.distillation.teacher is not None and not self.in_moq_trainer:
+            raise MoQError("distillation.teacher: a callback cannot change the loss; use MoQTrainer")
         taken = 0 if resumed is not None else state.global_step
         controller = self._build(args, state, kwargs["model"], state.max_steps - taken)
         self._began = time.perf_counter()
+        self._scale = _loss_scale(kwargs.get("optimizer"))
         if controller.sensitivity is not None:
             if self.loss_was_given and self.loss is None:
                 raise MoQError(
@@ -151,6 +156,7 @@ class MoQCallback(TrainerCallback, ExportableState):
                 state.global_step,
                 state.global_step + self.config.schedule.offset,
             )
+        controller.check_ranks()
         schedule = controller.schedule
         # Steps that the schedule never counted: those before it began, and skipped ones.
         steps = state.max_steps - (state.global_step - schedule.steps)
@@ -181,11 +187,13 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Advance by one step, with eigenvalues if a drop is due; a step that the gradient scaler skipped is none.
 
         Raises:
-            MoQError: A weight holds NaN or Inf, or the loss cannot be measured.
+            MoQError: A weight holds NaN or Inf, the loss cannot be measured, or the processes disagree.
         """
         if self.controller is None:
             return
-        if getattr(kwargs.get("optimizer"), "step_was_skipped", False):
+        skipped = self._was_skipped(kwargs.get("optimizer"))
+        self.controller.check_ranks(skipped)
+        if skipped:
             return
         was_at_target = self.controller.at_target
         switches = self.controller.step(self.controller.measure(self._measured_loss))
@@ -251,6 +259,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             controller.load_state_dict(best["attributes"]["saved"])
         else:
             controller.refresh()
+        controller.check_ranks()
         # For trainer.save_state(), which is called after this.
         _entries(state)[type(self).__name__] = self.state()
         if state.is_world_process_zero and not controller.at_target:
@@ -260,11 +269,18 @@ class MoQCallback(TrainerCallback, ExportableState):
                 self.config.target_bits,
                 "; no checkpoint was a candidate for load_best_model_at_end" if args.load_best_model_at_end else "",
             )
-        if not self.in_moq_trainer and args.should_save and controller.has_begun:
-            self._write_packed(controller, args, state, kwargs)
+        if not self.in_moq_trainer and controller.has_begun:
+            gathered = whole_state_dict(controller.model)
+            if args.should_save:
+                self._write_packed(controller, args, state, kwargs, gathered)
 
     def _write_packed(
-        self, controller: MoQController, args: TrainingArguments, state: TrainerState, kwargs: Mapping[str, Any]
+        self,
+        controller: MoQController,
+        args: TrainingArguments,
+        state: TrainerState,
+        kwargs: Mapping[str, Any],
+        gathered: dict[str, Tensor] | None,
     ) -> None:
         folder = Path(cast(str, args.output_dir), "quantized")
         try:
@@ -274,6 +290,7 @@ class MoQCallback(TrainerCallback, ExportableState):
                 processing_class=kwargs.get("processing_class"),
                 controller=controller,
                 metrics=last_metrics(state),
+                state_dict=gathered,
             )
             write_card(folder, base_model=base_model_of(controller.model))
         # Training is done: what cannot be packed is still the Trainer's to save.
@@ -308,6 +325,13 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._switched = self._arrived = False
         self.controller = MoQController(model, self.config, total_steps, dtype)
         return self.controller
+
+    def _was_skipped(self, optimizer: Any) -> bool:
+        """Whether the gradient scaler skipped the step just taken."""
+        before, self._scale = self._scale, _loss_scale(optimizer)
+        # A fused optimizer is called whatever the gradients are and skips by itself, which Accelerate does not see; the
+        # scale falls then too.
+        return bool(getattr(optimizer, "step_was_skipped", False)) or self._scale < before
 
     def _saved_state(self, state: TrainerState) -> Mapping[str, Any] | None:
         entry = _entries(state).get(type(self).__name__)
@@ -386,6 +410,11 @@ def _loss_of(output: Any) -> Tensor:
         "eigenvalue: the model's output has no loss, since the Trainer computes it (label smoothing, "
         "compute_loss_func, an own compute_loss): use MoQTrainer, or give MoQCallback the function loss(model, inputs)"
     )
+
+
+def _loss_scale(optimizer: Any) -> float:
+    scaler = getattr(optimizer, "scaler", None)
+    return 0.0 if scaler is None else float(scaler.get_scale())
 
 
 def _warn_of_half_checkpoint(args: TrainingArguments) -> None:

@@ -109,7 +109,7 @@ def _metrics(logged: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _head(name: str, base_model: str | None, data: str | None, found: Verification) -> str:
-    bits = sorted({layer.bits for layer in found.layers.values() if layer.kind == "linear"})
+    bits = sorted({layer.bits for layer in found.layers.values() if layer.kind != "embedding"})
     words = [("float" if b == FLOAT_BITS else str(b)) for b in bits]
     low = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
     origin = f" from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""

@@ -18,6 +18,16 @@ How the grids of `quantizer` are told to compressed-tensors, (code - zero) * sca
 Models whose `_init_weights` reaches into other weights (T5) cannot hold packed modules in transformers 5.
 Theirs are unpacked while loading (`dequantize`), which knows one scheme for all layers: strategy channel or group, and
 as many bits as the largest layer has.
+
+So are those with `Conv1D` layers (GPT-2), which compressed-tensors does not know as modules. Their weights lie in the
+file as in the model, `[in_features, out_features]`, so that each scale is one of columns:
+
+| grid | strategy | scales, and zero points in int8 |
+| --- | --- | --- |
+| a scale per row, or row blocks | tensor: loading multiplies with whatever can be broadcast | [1, out_features] |
+| a scale per group in a row | block, a column wide | [in_features / size, out_features] |
+
+An `nn.Linear` in such a model is packed in the first case and dense in the second, since its blocks lie across.
 """
 
 import base64
@@ -33,7 +43,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,26 +52,34 @@ from torch import Tensor, nn
 from . import quantizer
 from .config import MoQError, __version__
 from .controller import MoQController
+from .processes import is_sharded, named_modules
 from .quant_linear import (
+    QuantConv1D,
+    QuantEmbedding,
     QuantLayer,
-    QuantLinear,
+    adapters,
     check_finite,
     dequantize_model,
+    is_linear,
     is_packed,
+    plain_name,
     quant_embeddings,
     quant_layers,
     shared_weights,
+    without_peft,
 )
 from .schedule import FLOAT_BITS
 
 logger = logging.getLogger(__name__)
 
 STATE_NAME = "moq_state.json"
+ADAPTER = "adapter"
 MAX_PACKED_BITS = 8
 _CONFIG = "config.json"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+_Value = TypeVar("_Value")
 _ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
@@ -70,10 +88,10 @@ class StoredLayer:
     """How one quantized layer lies in a packed checkpoint.
 
     Attributes:
-        kind: "linear" or "embedding".
+        kind: "linear", "conv1d" or "embedding".
         bits: 1 to 16, or 32 for a layer that was not quantized yet.
         stored: "packed" (bits per weight), "int8" (one byte per weight), "dense" (floats on the grid) or "float".
-        shape: Rows and columns of the weight.
+        shape: Rows and columns of the weight as it is quantized; a conv1d has its transpose in the file.
         scales: Rows and columns of the scale; [0, 0] for float.
         symmetric: Whether the grid is.
         bytes: What the weight takes in the file: codes, scales and zero points.
@@ -171,8 +189,10 @@ def save_quantized(
     The model stays as it is. A directory that is not there appears whole or not at all. One that is there keeps its
     other files; its old model is gone before the first new file comes, and nothing loads before the last one is there.
 
+    Of a `PeftModel` the base model is packed; its adapters are saved by `save_pretrained` into the folder `adapter`.
+
     Args:
-        model: A transformers model with quantized layers.
+        model: A transformers model with quantized layers, or a `PeftModel` around one.
         directory: Where to; made if missing.
         processing_class: Tokenizer or processor to save along.
         controller: The run's, for its history; without one the state holds the config and the bits alone.
@@ -189,9 +209,12 @@ def save_quantized(
             holds NaN or Inf, or the files cannot be written.
     """
     target = Path(directory).resolve()
-    layers: dict[str, QuantLayer] = {**quant_layers(model), **quant_embeddings(model)}
-    _check_model(model, layers, target, state_dict is None)
-    tensors = dict(model.state_dict() if state_dict is None else state_dict)
+    peft_model, model = model, without_peft(model)
+    added = adapters(model)
+    quantized: dict[str, QuantLayer] = {**quant_layers(model), **quant_embeddings(model)}
+    _check_model(model, quantized, target, state_dict is None)
+    layers = _plain(quantized, added)
+    tensors = _plain(model.state_dict() if state_dict is None else state_dict, added)
     plan = _Plan(model, layers)
     stored = {name: plan.store(name, layer, tensors) for name, layer in layers.items()}
     # Beside what does not exist yet, so that it appears whole; inside what does, which may be a file system of its own.
@@ -202,6 +225,8 @@ def save_quantized(
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         _write(staging, model, tensors, plan, processing_class, max_shard_size)
+        if peft_model is not model:
+            cast(Any, peft_model).save_pretrained(staging / ADAPTER)
         state = _state(layers, stored, controller)
         state |= {"metrics": clean_metrics(metrics or {}), "float_metrics": clean_metrics(float_metrics or {})}
         state["tensors"] = {name: _digest(tensor) for name, tensor in _tensors(staging)}
@@ -281,15 +306,12 @@ class _Plan:
 
     def __init__(self, model: nn.Module, layers: Mapping[str, QuantLayer]) -> None:
         self.groups: dict[str, dict[str, Any]] = {}
-        self.modules = {name for name, _ in model.named_modules()}
+        self.modules = set(_plain(dict(named_modules(model)), adapters(model)))
         self.prefix = str(getattr(model, "base_model_prefix", ""))
         self.is_base = bool(self.prefix) and not hasattr(model, self.prefix)
-        packed = {
-            name: layer.moq.bits
-            for name, layer in layers.items()
-            if isinstance(layer, QuantLinear) and layer.moq.bits <= MAX_PACKED_BITS and not layer.moq.blend
-        }
-        self.at_load = _init_reaches_into(model, packed)
+        self.has_conv1d = any(isinstance(layer, QuantConv1D) for layer in layers.values())
+        packed = {name: layer.moq.bits for name, layer in layers.items() if self._is_packed(layer)}
+        self.at_load = self.has_conv1d or _init_reaches_into(model, packed)
         # Binary codes, -1 and 1, do not fit into one symmetric bit.
         self.container = max([2, *packed.values()])
         self.dtypes = {str(layer.weight.dtype) for name, layer in layers.items() if name in packed}
@@ -297,10 +319,10 @@ class _Plan:
     def store(self, name: str, layer: QuantLayer, tensors: dict[str, Tensor]) -> StoredLayer:
         """Put what stands for the layer's weight in the file into the place of its float weight in `tensors`."""
         key, state = f"{name}.weight", layer.moq
-        weight = tensors.pop(key).detach()
+        weight = _turned(tensors.pop(key).detach(), layer)
         rows, columns = weight.shape
         common: dict[str, Any] = {
-            "kind": "linear" if isinstance(layer, QuantLinear) else "embedding",
+            "kind": _kind(layer),
             "bits": state.bits,
             "shape": (rows, columns),
             "symmetric": state.options["symmetric"],
@@ -310,7 +332,7 @@ class _Plan:
         if state.bits == FLOAT_BITS or state.blend:
             if state.bits != FLOAT_BITS:
                 weight = quantizer.fake_quantize(weight, state.bits, blend=state.blend, **arguments)
-            tensors[key] = weight
+            tensors[key] = _turned(weight, layer)
             return StoredLayer(**common, stored="float", scales=(0, 0), bytes=weight.nbytes, max_error=0.0)
         try:
             codes, scale, zero = quantizer.quantize(weight, state.bits, **arguments)
@@ -318,13 +340,13 @@ class _Plan:
             raise MoQError(f"{key} cannot be quantized: {error}") from error
         values = quantizer.Quantized(codes.cpu(), scale.cpu(), None if zero is None else zero.cpu())
         common |= {"scales": tuple(values.scale.shape), "max_error": _max_error(weight.cpu(), values)}
-        is_packed = isinstance(layer, QuantLinear) and state.bits <= MAX_PACKED_BITS
-        if not is_packed and (self.at_load or isinstance(layer, QuantLinear)):
-            tensors[key] = quantizer.dequantize(*values, dtype=weight.dtype)
+        is_packed = self._is_packed(layer)
+        if not is_packed and (self.at_load or not isinstance(layer, QuantEmbedding)):
+            tensors[key] = _turned(quantizer.dequantize(*values, dtype=weight.dtype), layer)
             grid = (_text64(values.scale), None if values.zero_point is None else _text64(values.zero_point))
             return StoredLayer(**common, stored="dense", bytes=weight.nbytes, grid=grid)
         if is_packed:
-            scheme, parts = self._pack(values, state.bits)
+            scheme, parts = self._pack(values, layer)
         else:
             scheme, parts = _bytes_of(values, state.bits)
         tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
@@ -335,38 +357,48 @@ class _Plan:
             group=self._group(name, scheme, "pack-quantized" if is_packed else "int-quantized"),
         )
 
-    def _pack(self, values: quantizer.Quantized, bits: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def _is_packed(self, layer: QuantLayer) -> bool:
+        if isinstance(layer, QuantEmbedding) or layer.moq.bits > MAX_PACKED_BITS or layer.moq.blend:
+            return False
+        blocks_lie_across = self.has_conv1d and layer.moq.options["group_size"] is not None
+        return isinstance(layer, QuantConv1D) or not blocks_lie_across
+
+    def _pack(self, values: quantizer.Quantized, layer: QuantLayer) -> tuple[dict[str, Any], dict[str, Tensor]]:
         from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
         codes, scale, zero = values
         rows, columns = codes.shape
-        width = self.container if self.at_load else bits
+        size = layer.moq.options["group_size"]
+        width = self.container if self.at_load else layer.moq.bits
         scheme: dict[str, Any] = {"num_bits": width, "type": "int", "symmetric": zero is None, "dynamic": False}
         if zero is not None:
             codes, zero = codes - 2 ** (width - 1), (zero - 2 ** (width - 1)).to(torch.int8)
-        if self.at_load and scale.shape[1] == 1:
+        if self.at_load and size is None:
             repeats = rows // scale.shape[0]
             scale = scale.repeat_interleave(repeats, 0)
             zero = None if zero is None else zero.repeat_interleave(repeats, 0)
-        if self.at_load and zero is not None:
+        if self.at_load and not self.has_conv1d and zero is not None:
             zero = pack_to_int32(zero, width, packed_dim=0)
         if width == 1:
             codes, scale, zero = (codes - 1) // 2, scale * 2, torch.full_like(scale, -0.5)
             scheme |= {"symmetric": False, "zp_dtype": "torch.float32"}
-        if scale.shape[1] > 1 and (zero is None or self.at_load):
-            scheme |= {"strategy": "group", "group_size": columns // scale.shape[1]}
+        if self.has_conv1d:
+            scheme |= {"strategy": "tensor"} if size is None else {"strategy": "block", "block_structure": [size, 1]}
+        elif size is not None and (zero is None or self.at_load):
+            scheme |= {"strategy": "group", "group_size": size}
         elif scale.shape[0] == rows and (zero is None or self.at_load):
             scheme |= {"strategy": "channel"}
         else:
             block = [rows // scale.shape[0], columns // scale.shape[1]]
             scheme |= {"strategy": "block", "block_structure": block}
+        codes = _turned(codes, layer)
         parts = {
             "weight_packed": pack_to_int32(codes.to(torch.int8), width),
-            "weight_scale": scale.contiguous(),
-            "weight_shape": torch.tensor([rows, columns]),
+            "weight_scale": _turned(scale, layer),
+            "weight_shape": torch.tensor(codes.shape),
         }
         if zero is not None:
-            parts["weight_zero_point"] = zero.contiguous()
+            parts["weight_zero_point"] = _turned(zero, layer)
         return scheme, parts
 
     def _group(self, name: str, scheme: dict[str, Any], layout: str) -> str:
@@ -398,6 +430,18 @@ class _Plan:
         }
 
 
+def _kind(layer: QuantLayer) -> str:
+    if isinstance(layer, QuantEmbedding):
+        return "embedding"
+    return "conv1d" if isinstance(layer, QuantConv1D) else "linear"
+
+
+def _turned(tensor: Tensor, layer: QuantLayer | StoredLayer) -> Tensor:
+    """From the layout in the file to that in which a layer is quantized, or back."""
+    kind = layer.kind if isinstance(layer, StoredLayer) else _kind(layer)
+    return tensor.t().contiguous() if kind == "conv1d" else tensor.contiguous()
+
+
 def _bytes_of(values: quantizer.Quantized, bits: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """An embedding table, a byte a weight: transformers cannot load a packed one."""
     scheme = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, "strategy": "channel"}
@@ -425,6 +469,8 @@ def _check_model(model: nn.Module, layers: Mapping[str, QuantLayer], target: Pat
 
     if not isinstance(model, PreTrainedModel):
         raise MoQError(f"only models of transformers can be saved packed, got {type(model).__name__}")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise MoQError("a model with add_adapter saves its adapters alone: use peft.get_peft_model to have it packed")
     if not layers:
         raise MoQError("the model has no quantized layer: call quantize_model first, or train it with MoQ")
     if target.exists() and not target.is_dir():
@@ -433,7 +479,7 @@ def _check_model(model: nn.Module, layers: Mapping[str, QuantLayer], target: Pat
     if sharing:
         raise MoQError(f"{'; '.join(sharing)}: a shared weight cannot be packed; leave its layers in full precision")
     # FSDP2's tensors, and what ZeRO leaves of a weight.
-    sharded = [n for n, layer in layers.items() if hasattr(layer.weight, "device_mesh") or not layer.weight.numel()]
+    sharded = [n for n, layer in layers.items() if is_sharded(layer.weight) or not layer.weight.numel()]
     if sharded and has_weights:
         raise MoQError(
             f"the weights of {', '.join(sharded)} are spread over processes: save with MoQTrainer.save_model"
@@ -458,7 +504,8 @@ def _write(
     model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=shard, save_original_format=False)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    modules = _plain(dict(named_modules(model)), adapters(model))
+    linears = [name for name, module in modules.items() if is_linear(module)]
     packed = {key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")}
     config = plan.config([name for name in linears if name not in packed])
     if config is None:
@@ -669,10 +716,17 @@ def _weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model as its forward pass uses them, on the CPU."""
     if is_packed(model):
         model = dequantize_model(copy.deepcopy(model))
+    model = without_peft(model)
     tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
         tensors[f"{name}.weight"] = layer.quantized_weight().detach().cpu()
-    return tensors
+    return _plain(tensors, adapters(model))
+
+
+def _plain(named: Mapping[str, _Value], added: Iterable[str]) -> dict[str, _Value]:
+    """By the names that modules and tensors had before PEFT came, without its adapters."""
+    renamed = {plain_name(name, added): value for name, value in named.items()} if added else named
+    return {name: value for name, value in renamed.items() if name is not None}
 
 
 def _same(one: Tensor, other: Tensor | None) -> bool:
@@ -712,6 +766,8 @@ def _check_grid(where: str, layer: StoredLayer, parts: Mapping[str, Tensor], gro
     from compressed_tensors.quantization import QuantizationScheme
 
     width, shape = group["weights"]["num_bits"], torch.Size(layer.shape)
+    if layer.kind == "conv1d":
+        shape = torch.Size(reversed(shape))
     packed = parts["weight_packed"]
     codes = unpack_from_int32(packed, width, shape)
     if not torch.equal(pack_to_int32(codes, width), packed) or parts["weight_shape"].tolist() != list(shape):
@@ -741,6 +797,7 @@ def _check_dense(where: str, layer: StoredLayer, weight: Tensor) -> Tensor:
     scale = _tensor64(scale_text, torch.float32).view(layer.scales)
     zero = None if zero_text is None else _tensor64(zero_text, torch.int32).view(layer.scales)
     rows, columns = layer.scales
+    weight = _turned(weight, layer)
     tiles = weight.float().view(rows, layer.shape[0] // rows, columns, -1)
     codes = (tiles / scale[:, None, :, None]).round().nan_to_num(0.0).view(weight.shape)
     if zero is None:
@@ -751,7 +808,7 @@ def _check_dense(where: str, layer: StoredLayer, weight: Tensor) -> Tensor:
         codes = tiles.clamp(0, 2**layer.bits - 1).view(weight.shape)
     if not torch.equal(quantizer.dequantize(codes, scale, zero, dtype=weight.dtype), weight):
         raise MoQError(f"{where}: a weight is not on the grid of {layer.bits} bits")
-    return weight
+    return _turned(weight, layer)
 
 
 def _text64(tensor: Tensor) -> str:
@@ -764,3 +821,42 @@ def _tensor64(text: str, dtype: torch.dtype) -> Tensor:
 
 def _text(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def stored_weights(directory: str | os.PathLike[str]) -> dict[str, quantizer.Quantized]:
+    """The codes, scales and zero points of the layers that a packed checkpoint holds as integers, by layer.
+
+    Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those of `quantizer`.
+
+    Args:
+        directory: What `save_quantized` wrote.
+
+    Raises:
+        MoQError: Something is damaged or missing; names the file and the tensor.
+    """
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    folder = Path(directory)
+    layers = verify_quantized(folder).layers
+    groups = _read_json(folder / _CONFIG).get("quantization_config", {}).get("config_groups", {})
+    parts: dict[str, dict[str, Tensor]] = {name: {} for name, layer in layers.items() if layer.group is not None}
+    for name, tensor in _tensors(folder):
+        owner, _, part = name.rpartition(".")
+        if owner in parts:
+            parts[owner][part] = tensor
+    found = {}
+    for name, tensors in parts.items():
+        layer, scale = layers[name], tensors["weight_scale"]
+        if layer.stored == "int8":
+            found[name] = quantizer.Quantized(tensors["weight"].int(), scale, None)
+            continue
+        width, shape = groups[cast(str, layer.group)]["weights"]["num_bits"], torch.Size(layer.shape)
+        codes = unpack_from_int32(tensors["weight_packed"], width, shape).int()
+        zero = tensors.get("weight_zero_point")
+        if zero is not None and zero.is_floating_point():
+            # Binary: codes -1 and 0 around -1/2.
+            codes, scale, zero = 2 * codes + 1, scale / 2, None
+        elif zero is not None and zero.dtype == torch.int32:
+            zero = unpack_from_int32(zero, width, torch.Size((shape[0], scale.shape[1])), packed_dim=0)
+        found[name] = quantizer.Quantized(codes, scale, None if zero is None else zero.int())
+    return found

@@ -102,6 +102,37 @@ class EigenvalueConfig:
     finite_difference: bool = False
 
 
+@dataclass(frozen=True)
+class DistillationConfig:
+    """A float model to follow, and the weights of what is compared.
+
+    Attributes:
+        teacher: Folder or Hub id of a model of the same class; None: no distillation.
+        logits: Weight of the cross entropy with the teacher's class probabilities.
+        hidden: Weight of the relative squared difference of the hidden states.
+        labels: Weight of the task's own loss.
+    """
+
+    teacher: str | None = None
+    logits: float = 1.0
+    hidden: float = 1.0
+    labels: float = 0.0
+
+
+@dataclass(frozen=True)
+class ActivationConfig:
+    """Inputs of the quantized linear layers, rounded to symmetric codes with one scale per token while training.
+
+    Attributes:
+        bits: Of a code; 7 keeps products exact in the 8-bit instructions of CPUs without VNNI.
+        start_step: Optimizer steps before it begins.
+    """
+
+    enabled: bool = False
+    bits: int = 8
+    start_step: int = 0
+
+
 class _Key(NamedTuple):
     """One key of the file: path, attribute of `MoQConfig`, kind of value, default as the file spells it, meaning."""
 
@@ -233,6 +264,37 @@ _KEYS = (
         "differences of gradients, where the loss has no second derivative or its graph does not fit",
     ),
     _Key(
+        "distillation.teacher",
+        "distillation.teacher",
+        "str?",
+        None,
+        "folder or Hub id of a float model to learn from, trained on the same task (`MoQTrainer` only)",
+    ),
+    _Key("distillation.logits", "distillation.logits", "float [0..", 1.0, "weight of the teacher's logits in the loss"),
+    _Key("distillation.hidden", "distillation.hidden", "float [0..", 1.0, "weight of the teacher's hidden states"),
+    _Key("distillation.labels", "distillation.labels", "float [0..", 0.0, "weight of the task's own loss"),
+    _Key(
+        "activation_quantization.enabled",
+        "activation.enabled",
+        "bool",
+        False,
+        "round the inputs of quantized linear layers too, one scale per token: training for the `int8` export",
+    ),
+    _Key(
+        "activation_quantization.bits",
+        "activation.bits",
+        "int 2..8",
+        8,
+        "of those inputs; 7 for CPUs without VNNI",
+    ),
+    _Key(
+        "activation_quantization.start_step",
+        "activation.start_step",
+        "int 0..",
+        0,
+        "optimizer steps before that begins",
+    ),
+    _Key(
         "modules_to_not_convert",
         "modules_to_not_convert",
         "names?",
@@ -295,6 +357,8 @@ class MoQConfig:
     schedule: ScheduleConfig = ScheduleConfig()
     blend: BlendConfig = BlendConfig()
     eigenvalue: EigenvalueConfig = EigenvalueConfig()
+    distillation: DistillationConfig = DistillationConfig()
+    activation: ActivationConfig = ActivationConfig()
     modules_to_not_convert: tuple[str, ...] | None = None
     quantize_embeddings: int | None = None
     seed: int = 0
@@ -303,7 +367,9 @@ class MoQConfig:
     def __post_init__(self) -> None:
         """Check what the constructor was given."""
         types: dict[str, Any] = {"symmetric": bool, "stochastic": bool, "grouping": Grouping}
+        types |= {"distillation": DistillationConfig}
         types |= {"schedule": ScheduleConfig, "blend": BlendConfig, "eigenvalue": EigenvalueConfig}
+        types |= {"activation": ActivationConfig}
         strange = [
             f"{name}: {_show(getattr(self, name))} is no {getattr(kind, '__name__', kind)}"
             for name, kind in types.items()
@@ -562,6 +628,9 @@ def _faults(values: Mapping[str, Any]) -> Iterator[str]:
             f"quantize_groups {_show(values['quantize_groups'])} and quantize_group_size "
             f"{_show(values['quantize_group_size'])} exclude each other: give one"
         )
+    weights = [get(f"distillation.{name}") for name in ("logits", "hidden", "labels")]
+    if not wrong & {"distillation.logits", "distillation.hidden", "distillation.labels"} and not any(weights):
+        yield "distillation: logits, hidden and labels are all 0, so there is no loss to train with"
     if not bits_are_right:
         return
     if target > start:
@@ -608,7 +677,8 @@ def _attributes(values: Mapping[str, Any]) -> dict[str, Any]:
         value = converted.get(key.path, get(key.path)) if key.path in converted else get(key.path)
         head, _, tail = key.attribute.rpartition(".")
         (parts.setdefault(head, {}) if head else result)[tail] = value
-    types = {"schedule": ScheduleConfig, "blend": BlendConfig, "eigenvalue": EigenvalueConfig}
+    types: dict[str, Any] = {"schedule": ScheduleConfig, "blend": BlendConfig, "eigenvalue": EigenvalueConfig}
+    types |= {"distillation": DistillationConfig, "activation": ActivationConfig}
     for name, arguments in parts.items():
         kinds = {f.name: f.type for f in fields(types[name])}
         floats = {k: float(v) for k, v in arguments.items() if kinds[k] is float}

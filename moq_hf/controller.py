@@ -1,6 +1,8 @@
 """The one holder of mutable MoQ state: asks the schedule, sets bits, quantizes, saves and restores itself as JSON."""
 
+import json
 import logging
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,12 +11,16 @@ from torch import Tensor, nn
 
 from . import quantizer
 from .config import MoQConfig, MoQConfigError, MoQError, __version__
+from .processes import agree, is_distributed, named_modules
 from .quant_linear import (
-    QuantLinear,
+    QuantLayer,
     Refresher,
+    adapters,
     block_of,
+    is_linear,
     kernels_wanted,
     output_heads,
+    plain_name,
     prepare_model,
     quant_embeddings,
     take_over,
@@ -53,11 +59,14 @@ class MoQController:
     """
 
     def __init__(
-        self, model: nn.Module, config: MoQConfig, total_steps: int | None = None, dtype: torch.dtype | None = None
+        self, model: Any, config: MoQConfig, total_steps: int | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        self.model = model
+        if not isinstance(model, nn.Module):
+            # SetFit's Trainer shows its callbacks what lies around the module that it trains.
+            model = model.model_body
+        self.model: nn.Module = model
         self.config = config
-        self.layers: dict[str, QuantLinear] = prepare_model(model, config)
+        self.layers: dict[str, QuantLayer] = prepare_model(model, config)
         self.embeddings = quant_embeddings(model)
         self.blocks: dict[str, list[str]] = {}
         self.sensitivity: Sensitivity | None = None
@@ -68,6 +77,11 @@ class MoQController:
             layer.moq.dtype = dtype
         take_over([*self.layers.values(), *self.embeddings.values()])
         self._refresher = Refresher({**self.layers, **self.embeddings}, config)
+        start = config.activation.start_step
+        if config.activation.enabled and total_steps is not None and start >= total_steps:
+            raise MoQError(
+                f"activation_quantization.start_step: {start} is not reached in {total_steps} optimizer steps"
+            )
         self.schedule = PrecisionSchedule(config, self.blocks, total_steps)
         self.history: list[Switch] = []
         self._apply_bits(self.blocks)
@@ -76,7 +90,14 @@ class MoQController:
     @property
     def at_target(self) -> bool:
         """Whether every layer computes with its target precision and nothing else."""
-        return self.schedule.at_target
+        waits = self.config.activation.enabled and self.activation_bits is None
+        return self.schedule.at_target and not waits
+
+    @property
+    def activation_bits(self) -> int | None:
+        """Bits of the quantized layers' inputs in the next forward pass; None leaves them alone."""
+        activation = self.config.activation
+        return activation.bits if activation.enabled and self.schedule.steps >= activation.start_step else None
 
     @property
     def has_begun(self) -> bool:
@@ -104,7 +125,7 @@ class MoQController:
         for layer in self.layers.values():
             bits, full = layer.moq.bits, 8 * layer.weight.element_size()
             if bits < full:
-                rows, columns = layer.weight.shape
+                rows, columns = layer.matrix.shape
                 groups = quantizer.group_shape(
                     rows, columns, layer.moq.options["groups"], layer.moq.options["group_size"]
                 )
@@ -131,10 +152,34 @@ class MoQController:
         self.history += switches
         switched = {switch.block for switch in switches}
         due = self.schedule.steps % self.config.scale_refresh == 0
-        self._apply_bits(self.blocks if due else switched)
+        # In the same order in all processes, which gather shards for it.
+        self._apply_bits(block for block in self.blocks if due or block in switched)
         self.refresh(wait=False)
         self._log(switches)
         return switches
+
+    def check_ranks(self, skipped: bool = False) -> None:
+        """Stop in all processes unless every one has the same config, plan and bits: before each step.
+
+        A message of 16 bytes. Ranks that disagree would wait for each other for ever, or train different models.
+
+        Args:
+            skipped: Whether the gradient scaler skipped this rank's step.
+
+        Raises:
+            MoQError: They differ; says how.
+        """
+        if not is_distributed():
+            return
+        state = {"config": self.config.to_dict(), "schedule": self.schedule.state_dict()}
+        sums = {name: zlib.crc32(json.dumps(part, sort_keys=True).encode()) for name, part in state.items()}
+        bits = {name: layer.moq.bits for name, layer in self.layers.items()}
+        shown = (
+            f"{self.schedule.steps} steps of {self.schedule.total_steps}, mean {self.mean_bits:.4f} bits (config "
+            f"{sums['config']:08x}, schedule {sums['schedule']:08x})" + ", step skipped" * skipped
+        )
+        device = next(iter(self.layers.values())).weight.device
+        agree(zlib.crc32(json.dumps([sums, bits, skipped]).encode()), device, shown)
 
     def measure(self, loss: Callable[[Inputs], Tensor]) -> dict[str, float] | None:
         """The eigenvalues for the coming `step`, measured if one is due; None without `eigenvalue.enabled`.
@@ -172,6 +217,7 @@ class MoQController:
                 layer = self.layers[name]
                 layer.moq.step = self.schedule.steps
                 layer.moq.blend = blend[block]
+                layer.moq.activation_bits = self.activation_bits
         for table in self.embeddings.values():
             table.moq.bits = (self.config.quantize_embeddings if self.has_begun else None) or FLOAT_BITS
         self._refresher.refresh()
@@ -260,10 +306,19 @@ class MoQController:
 
     def summary(self) -> str:
         """One line: what is quantized and what is left alone."""
-        left = [n for n, m in self.model.named_modules() if isinstance(m, nn.Linear) and n not in self.layers]
+        added = adapters(self.model)
+        left = [
+            name
+            for name, module in named_modules(self.model)
+            if is_linear(module) and name not in self.layers and plain_name(name, added)
+        ]
+        left += ["PEFT's adapters"] if added else []
         weights = sum(layer.weight.numel() for layer in self.layers.values())
         bits = self.config.quantize_embeddings
         tables = f"{len(self.embeddings)} embedding tables to {bits}; " if self.embeddings else ""
+        activation = self.config.activation
+        if activation.enabled:
+            tables += f"their inputs to {activation.bits} after {activation.start_step} steps; "
         return (
             f"{len(self.layers)} linear layers in {len(self.blocks)} blocks ({weights / 1e6:.1f} M weights) go from "
             f"{self.config.start_bits} to {self.config.target_bits} bits; {tables}"
@@ -332,9 +387,9 @@ def _encode(ratio: Tensor) -> str:
     return "".join(_LETTERS[round((1.0 - value) * 20)] for value in ratio.flatten().tolist())
 
 
-def _decode(letters: str, layer: QuantLinear) -> Tensor:
+def _decode(letters: str, layer: QuantLayer) -> Tensor:
     options = layer.moq.options
-    rows, columns = layer.weight.shape
+    rows, columns = layer.matrix.shape
     shape = quantizer.group_shape(rows, columns, options["groups"], options["group_size"])
     if len(letters) != shape[0] * shape[1]:
         raise MoQError(f"the saved state has {len(letters)} clipping ratios for a layer with {shape[0] * shape[1]}")

@@ -22,6 +22,7 @@ from .quantizer import Groups, Rounding
 logger = logging.getLogger(__name__)
 
 _Item = TypeVar("_Item")
+_NO_FLOATS, _NO_HALVES = np.empty(0, np.float32), np.empty(0, np.uint16)
 
 
 @functools.cache
@@ -160,16 +161,15 @@ def _fake_quantize(
     blend: float = 0.0,
 ) -> None:
     halves = out.dtype == torch.bfloat16
-    nothing = torch.empty(0)
     _kernels().fake_quantize(
         _flat(weight),
-        _flat(nothing if halves else out),
-        _flat((out if halves else nothing.to(torch.bfloat16)).view(torch.uint16)),
+        _NO_FLOATS if halves else _flat(out),
+        _flat(out.view(torch.uint16)) if halves else _NO_HALVES,
         weight.numel() // (shape[0] * shape[1]),
         bits,
         symmetric,
         rounding == "stochastic",
-        _flat(nothing if ratio is None else ratio.to(torch.float32).contiguous()),
+        _NO_FLOATS if ratio is None else _flat(ratio.to(torch.float32).contiguous()),
         seed,
         layer,
         step,
@@ -180,6 +180,7 @@ def _fake_quantize(
     torch.autograd.graph.increment_version(out)
 
 
+@functools.cache
 def _kernels() -> Any:
     from . import numba_kernels
 

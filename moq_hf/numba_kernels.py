@@ -218,6 +218,9 @@ def least_squares_ratio(x, best, length, bits, symmetric, ratios):
                     error = np.float32(values[i] - piece[i])
                     values[i] = error * error
                 total += _exact_sum(values[: piece.size], large)
+                # Squares only add.
+                if total >= least:
+                    break
             if total < least:
                 least = total
                 best[group] = ratio

@@ -120,7 +120,8 @@ def load_packed(
     from compressed_tensors.quantization.utils import is_module_quantized
 
     # What compressed-tensors would do at the first forward pass, which wraps every module of the model as well.
-    model.hf_quantizer.compressor.remove_decompression_hook(model)
+    if hasattr(model, "hf_quantizer"):
+        model.hf_quantizer.compressor.remove_decompression_hook(model)
     for path, module in list(model.named_modules()):
         if is_module_quantized(module):
             layer = _packed_layer(module) if triton_quant.available(device) else None

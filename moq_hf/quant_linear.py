@@ -1,6 +1,7 @@
 """`QuantLinear`: a linear layer that computes with a quantized copy of its weight and trains the float one.
 
-`QuantEmbedding` does the same for an embedding table, one scale per row.
+`QuantConv1D` does the same for GPT-2's transposed linear layers, `QuantEmbedding` for an embedding table, one scale per
+row.
 
 A model gets its quantized layers by a change of class, so that parameter objects, state-dict keys, hooks and wrappers
 (DDP, FSDP, PEFT, torch.compile) stay as they are. The quantized weight is kept from one optimizer step to the next and
@@ -11,16 +12,18 @@ import fnmatch
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers.pytorch_utils import Conv1D
 
 from . import cpu_quant, quantizer, triton_quant
 from .config import MoQConfig, MoQError, PerChannel, PerGroup, RowBlocks
+from .processes import check_supported, copy_whole, is_sharded, named_modules, named_parameters, whole
 from .schedule import FLOAT_BITS
 
 _Key = tuple[int, int, torch.device, torch.dtype]
@@ -63,8 +66,11 @@ class LayerState:
         step: Optimizer steps taken, for stochastic rounding.
         dtype: Of the quantized weight: what the matmul wants under autocast. None is the weight's own.
         plain: Only `quantizer` may compute, no faster path.
+        gathered: `weight` was quantized from all shards of a parameter. FSDP2 puts a parameter of its own in the
+            place of the sharded one for a forward pass; that is never looked at.
         weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device).
         config: What the model was made ready with.
+        activation_bits: Of the layer's input, one scale per token; None leaves it alone.
     """
 
     options: dict[str, Any]
@@ -74,51 +80,72 @@ class LayerState:
     step: int = 0
     dtype: torch.dtype | None = None
     plain: bool = False
+    gathered: bool = False
     weight: Tensor | None = None
     key: _Key | None = field(default=None, repr=False)
     config: MoQConfig | None = field(default=None, repr=False)
+    activation_bits: int | None = None
 
 
 class QuantLayer(nn.Module):
-    """What quantized layers share: a float `weight` `[rows, columns]` that is trained and its quantized copy.
+    """What quantized layers share: a float `weight` that is trained and its quantized copy.
 
     Attributes:
         moq: The layer's `LayerState`.
+        is_transposed: Whether `weight` is `[in_features, out_features]`. It is quantized as its transpose then.
     """
 
     moq: LayerState
     weight: Tensor
+    is_transposed = False
+
+    @property
+    def matrix(self) -> Tensor:
+        """`weight` with a row for each output, `[rows, columns]`: a view, of which groups and grids are told."""
+        return self.weight.t() if self.is_transposed else self.weight
 
     def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """What the forward pass multiplies with: `[out_features, in_features]`, gradient straight through to `weight`.
+        """What the forward pass multiplies with: of the shape of `weight`, gradient straight through to it.
 
         Args:
             dtype: Of the activations. Outside autocast a weight kept in another dtype is quantized afresh in its own.
         """
         state = self.moq
         if not torch.compiler.is_compiling():
-            if self.__dict__.get("_is_replica", False) or _is_sharded(self.weight):
-                # Replicas share the state of the module they were copied from; gathered shards must not be kept.
+            if self.__dict__.get("_is_replica", False):
+                # Replicas share the state of the module they were copied from.
                 return _straight_through(self.weight, self._compute(state.dtype))
-            if state.key != self._key():
+            if state.key != self._key() and (is_sharded(self.weight) or not state.gathered):
                 self.refresh(in_place=False)
         quantized = state.weight
         if quantized is None:
             return self.weight
+        autocast = torch.is_autocast_enabled(quantized.device.type)
+        if state.gathered:
+            # FSDP2's MixedPrecisionPolicy gathers its parameters in a dtype of its own.
+            if not autocast and quantized.dtype != self.weight.dtype:
+                quantized = quantized.to(self.weight.dtype)
+            return _straight_through(self.weight, quantized)
         kept_for_autocast = state.dtype is not None and dtype is not None and quantized.dtype != dtype
-        if kept_for_autocast and not torch.is_autocast_enabled(quantized.device.type):
+        if kept_for_autocast and not autocast:
             quantized = self._compute(self.weight.dtype)
         return _straight_through(self.weight, quantized)
 
+    def quantized_input(self, input: Tensor) -> Tensor:
+        """`input` `[..., features]` as the layer multiplies with it, gradient straight through."""
+        bits = self.moq.activation_bits
+        return input if bits is None else _straight_through(input, quantizer.fake_quantize_tokens(input, bits))
+
     def refresh(self, *, in_place: bool = True) -> None:
-        """Quantize the weight again; called after each optimizer step.
+        """Quantize the weight again; called after each optimizer step, for a sharded weight in every process.
 
         Args:
             in_place: Write into the tensor that holds the last result, so that compiled graphs see the new one.
         """
         state = self.moq
         state.key = self._key()
-        if state.bits == FLOAT_BITS or self.weight.is_meta or _is_sharded(self.weight):
+        state.gathered = is_sharded(self.weight) and state.bits != FLOAT_BITS
+        if state.bits == FLOAT_BITS or self.weight.is_meta:
             state.weight = None
             return
         old = state.weight
@@ -135,14 +162,15 @@ class QuantLayer(nn.Module):
             search: Any = quantizer if self.moq.plain else cpu_quant
             if kernels_wanted(config, self.weight.device):
                 search = triton_quant
-            self.moq.ratio = search.least_squares_ratio(self.weight, bits, **options)
+            self.moq.ratio = search.least_squares_ratio(self._whole_matrix(), bits, **options)
 
     def nonfinite(self) -> Tensor:
         """Whether the weight held NaN or Inf when it was quantized: a bool scalar on its device."""
         if self.moq.weight is None:
             return torch.zeros((), dtype=torch.bool, device=self.weight.device)
         options = self.moq.options
-        return quantizer.nonfinite(self.moq.weight, options["groups"], options["group_size"])
+        values = self.moq.weight.t() if self.is_transposed else self.moq.weight
+        return quantizer.nonfinite(values, options["groups"], options["group_size"])
 
     def extra_repr(self) -> str:
         """The linear layer's own line and the bits."""
@@ -156,19 +184,23 @@ class QuantLayer(nn.Module):
         # Leaving inference mode makes a result that training can use later.
         with torch.inference_mode(False), torch.no_grad():
             faster: Any = quantizer if state.plain else cpu_quant
-            return cast(
-                Tensor,
-                faster.fake_quantize(
-                    self.weight.detach(),
-                    state.bits,
-                    ratio=state.ratio,
-                    blend=state.blend,
-                    step=state.step,
-                    dtype=dtype,
-                    out=out,
-                    **state.options,
-                ),
+            values: Tensor = faster.fake_quantize(
+                self._whole_matrix(),
+                state.bits,
+                ratio=state.ratio,
+                blend=state.blend,
+                step=state.step,
+                dtype=dtype,
+                out=None if self.is_transposed else out,
+                **state.options,
             )
+            if not self.is_transposed:
+                return values
+            return values.t().contiguous() if out is None else out.copy_(values.t())
+
+    def _whole_matrix(self) -> Tensor:
+        weight = whole(self.weight)
+        return weight.t().contiguous() if self.is_transposed else weight
 
     def _key(self) -> _Key:
         # Catches what no hook tells: a changed or replaced weight. Fused optimizers do not bump the version.
@@ -213,7 +245,29 @@ class QuantLinear(QuantLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the quantized weight, plus the bias."""
-        return F.linear(input, self.quantized_weight(input.dtype), self.bias)
+        return F.linear(self.quantized_input(input), self.quantized_weight(input.dtype), self.bias)
+
+
+class QuantConv1D(QuantLayer, Conv1D):
+    """`Conv1D` of transformers, the linear layer of GPT-2, with a quantized weight; not constructed, as `QuantLinear`.
+
+    Its weight is `[in_features, out_features]`. Rows, groups and channels are those of the transpose, as if it were the
+    `nn.Linear` that computes the same.
+
+    Attributes:
+        moq: The layer's `LayerState`.
+    """
+
+    is_transposed = True
+    weight: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` `[..., in_features]` times the quantized weight, plus the bias."""
+        product = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.quantized_weight(x.dtype))
+        return product.view(*x.size()[:-1], self.nf)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}{self.extra_repr()})"
 
 
 class QuantEmbedding(QuantLayer, nn.Embedding):
@@ -228,24 +282,28 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
         return F.embedding(input, self.quantized_weight(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
 
-def _is_sharded(weight: Tensor) -> bool:
-    return hasattr(weight, "device_mesh")
-
-
-_CLASSES: dict[type[nn.Module], type[QuantLayer]] = {nn.Linear: QuantLinear, nn.Embedding: QuantEmbedding}
+_CLASSES: dict[type[nn.Module], type[QuantLayer]] = {
+    nn.Linear: QuantLinear,
+    Conv1D: QuantConv1D,
+    nn.Embedding: QuantEmbedding,
+}
 
 
 def quant_class(base: type[nn.Module]) -> type[QuantLayer]:
     """The quantized class for layers of class `base`, made once."""
     if base not in _CLASSES:
-        quantized = QuantLinear if issubclass(base, nn.Linear) else QuantEmbedding
+        quantized = next(made for plain, made in _CLASSES.items() if issubclass(base, plain))
         _CLASSES[base] = type(f"Quant{base.__name__}", (quantized, base), {})
     return _CLASSES[base]
 
 
 def base_class(cls: type[QuantLayer]) -> type[nn.Module]:
     """The class that a layer of class `cls` had before."""
-    return cast(type[nn.Module], cls.__bases__[1])
+    first, second = cls.__bases__[:2]
+    if not issubclass(first, QuantLayer):
+        # The class that fully_shard made of a quantized one.
+        return type(cls.__name__.replace("Quant", "", 1), (first, base_class(second)), dict(cls.__dict__))
+    return cast(type[nn.Module], second)
 
 
 def _new_layer(base: type[nn.Module]) -> QuantLayer:
@@ -266,9 +324,12 @@ def take_over(layers: Iterable[QuantLayer]) -> None:
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not _LAYERS:
         return
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    layers: dict[int, list[QuantLayer]] = {}
     for layer in list(_LAYERS):
-        if id(layer.weight) in owned:
+        layers.setdefault(id(layer.weight), []).append(layer)
+    # In the optimizer's order: processes that gather shards must do so in the same one.
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for layer in layers.get(id(parameter), ()):
             if layer in _CONTROLLED:
                 layer.moq.key = None
             else:
@@ -293,7 +354,8 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
 
     Raises:
         MoQError: Nothing to quantize, a name in `modules_to_not_convert` that matches nothing, groups that do not
-            divide a layer's weight, or NaN or Inf in a weight. The model is a float one then.
+            divide a layer's weight, weights that ZeRO-3, FSDP1 or tensor parallelism took apart, or NaN or Inf in a
+            weight. The model is a float one then.
         MoQConfigError: The config is wrong.
     """
     config = MoQConfig.load(config)
@@ -301,6 +363,7 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     embeddings = quant_embeddings(model)
     for linear in layers.values():
         linear.set_bits(config.start_bits, config)
+        linear.moq.activation_bits = config.activation.bits if config.activation.enabled else None
         linear.refresh()
     for table in embeddings.values():
         table.moq.bits = config.quantize_embeddings or FLOAT_BITS
@@ -310,6 +373,7 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     except MoQError:
         for layer in [*layers.values(), *embeddings.values()]:
             _restore(layer)
+        _guard_merging(model)
         raise
     return model
 
@@ -341,19 +405,20 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
     for layer in layers.values():
         if weights == "quantized":
             with torch.no_grad():
-                layer.weight.copy_(layer.quantized_weight())
+                copy_whole(layer.weight, layer.quantized_weight())
         _restore(layer)
+    _guard_merging(model)
     return model
 
 
-def quant_layers(model: nn.Module) -> dict[str, QuantLinear]:
-    """The quantized layers by their names, each once, in model order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
+    """The quantized linear layers by their names, each once, in model order."""
+    return {name: module for name, module in named_modules(model) if isinstance(module, QuantLinear | QuantConv1D)}
 
 
 def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
     """The quantized embedding tables by their names, each once, in model order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantEmbedding)}
+    return {name: module for name, module in named_modules(model) if isinstance(module, QuantEmbedding)}
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -382,7 +447,7 @@ def _unpack(model: nn.Module) -> None:
     loader.remove_quantization_config(model)
 
 
-def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLinear]:
+def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLayer]:
     """What `quantize_model` does, with every layer still unquantized (32 bits); gives the linear layers by name."""
     if config.enabled and is_packed(model):
         raise MoQError(
@@ -390,6 +455,7 @@ def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLinear]
         )
     chosen: dict[str, nn.Module] = {}
     if config.enabled:
+        check_supported(model)
         chosen = {**select_layers(model, config), **select_embeddings(model, config)}
     for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
         if name not in chosen:
@@ -398,10 +464,11 @@ def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLinear]
         if not isinstance(module, QuantLayer):
             module.__class__ = quant_class(type(module))
         layer = cast(QuantLayer, module)
-        options = _options(config, index) if isinstance(layer, QuantLinear) else dict(_ROW_OPTIONS)
+        options = dict(_ROW_OPTIONS) if isinstance(layer, QuantEmbedding) else _options(config, index)
         layer.moq = LayerState(options=options, config=config, plain=config.kernel is False)
         _CONTROLLED.discard(layer)
         _LAYERS.add(layer)
+    _guard_merging(model)
     return quant_layers(model)
 
 
@@ -481,7 +548,7 @@ class Refresher:
         found: list[tuple[Any, ...]] = []
         for layer in self._layers.values():
             state, weight = layer.moq, layer.weight
-            pointer = 0 if weight.is_meta or _is_sharded(weight) else weight.data_ptr()
+            pointer = 0 if weight.is_meta or is_sharded(weight) else weight.data_ptr()
             tensors = (pointer, id(state.weight), id(state.ratio))
             found.append((*tensors, weight.device, weight.dtype, state.bits, state.dtype))
         return found
@@ -501,7 +568,9 @@ class Refresher:
     def _job(self, layer: QuantLayer) -> "triton_quant.Job | None":
         state, weight = layer.moq, layer.weight.detach()
         dtype = state.dtype or weight.dtype
-        if state.bits == FLOAT_BITS or weight.is_meta or _is_sharded(weight) or not weight.is_contiguous():
+        if state.bits == FLOAT_BITS or weight.is_meta or is_sharded(weight) or not weight.is_contiguous():
+            return None
+        if layer.is_transposed:
             return None
         if not {dtype, weight.dtype} <= triton_quant.DTYPES.keys() or not kernels_wanted(self._config, weight.device):
             return None
@@ -515,7 +584,7 @@ class Refresher:
         )
 
 
-def select_layers(model: nn.Module, config: MoQConfig) -> dict[str, nn.Linear]:
+def select_layers(model: nn.Module, config: MoQConfig) -> dict[str, nn.Linear | Conv1D]:
     """The linear layers that the config quantizes, by name.
 
     Raises:
@@ -529,7 +598,7 @@ def select_layers(model: nn.Module, config: MoQConfig) -> dict[str, nn.Linear]:
         left_out = set(output_heads(model, linears))
     else:
         left_out = set()
-        every = [name for name, _ in model.named_modules() if name]
+        every = [name for name, _ in named_modules(model) if name]
         for pattern in config.modules_to_not_convert:
             matches = {name for name in linears if _matches(name, pattern)}
             if not matches and not any(_matches(name, pattern) for name in every):
@@ -540,11 +609,7 @@ def select_layers(model: nn.Module, config: MoQConfig) -> dict[str, nn.Linear]:
     chosen = {name: layer for name, layer in linears.items() if name not in left_out}
     if not chosen:
         reason = "modules_to_not_convert names" if config.modules_to_not_convert is not None else "output heads are"
-        conv1d = sum(type(module).__name__ == "Conv1D" for module in model.modules())
-        raise MoQError(
-            f"no linear layer is left to quantize: {reason} all of them ({', '.join(linears)})"
-            + (f"; the {conv1d} Conv1D layers of this model are not supported" if conv1d else "")
-        )
+        raise MoQError(f"no linear layer is left to quantize: {reason} all of them ({', '.join(linears)})")
     _check_weights(chosen)
     _check_groups(chosen, config)
     return chosen
@@ -563,7 +628,7 @@ def select_embeddings(model: nn.Module, config: MoQConfig) -> dict[str, nn.Embed
     left_out = config.modules_to_not_convert or ()
     chosen = {
         name: module
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if isinstance(module, nn.Embedding)
         and type(module).forward in (nn.Embedding.forward, QuantEmbedding.forward)
         and module.max_norm is None
@@ -584,7 +649,7 @@ def select_embeddings(model: nn.Module, config: MoQConfig) -> dict[str, nn.Embed
 def shared_weights(model: nn.Module, layers: Iterable[str]) -> list[str]:
     """One line for each of the layers whose weight is also another layer's."""
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named_parameters(model):
         names.setdefault(id(parameter), []).append(name)
     found = []
     for layer in layers:
@@ -598,17 +663,33 @@ def shared_weights(model: nn.Module, layers: Iterable[str]) -> list[str]:
 def output_heads(model: nn.Module, linears: Iterable[str]) -> list[str]:
     """Names of the linear layers that are output heads: by default they stay in full precision.
 
-    For a transformers model with a base model: whatever lies outside of it. Otherwise the output embeddings, and
-    failing those the last linear layer.
+    For a transformers model with a base model: whatever lies outside of it. Otherwise the output embeddings; failing
+    those, of a module made of transformers models (T5's two stacks, a body in a module of one's own) their heads and
+    whatever lies outside of them; of any other module the last linear layer.
     """
     names = list(linears)
+    inner = without_peft(model)
+    if inner is not model:
+        path = next(name for name, module in named_modules(model) if module is inner) + "."
+        return [path + head for head in output_heads(inner, [name.removeprefix(path) for name in names])]
     prefix = getattr(model, "base_model_prefix", "")
     if prefix and isinstance(getattr(model, prefix, None), nn.Module):
         return [name for name in names if not name.startswith(prefix + ".")]
     get = getattr(model, "get_output_embeddings", None)
     output = get() if callable(get) else None
     if output is not None:
-        return [name for name in names if model.get_submodule(name) is output]
+        heads = [name for name, module in named_modules(model) if module is output]
+        return [name for name in names if any(_is_below(name, head) for head in heads)]
+    parts: dict[str, nn.Module] = {}
+    for path, module in named_modules(model):
+        if path and hasattr(module, "base_model_prefix") and not any(_is_below(path, part) for part in parts):
+            parts[path] = module
+    if parts:
+        body = set[str]()
+        for path, part in parts.items():
+            inside = [name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}.")]
+            body |= {f"{path}.{name}" for name in set(inside) - set(output_heads(part, inside))}
+        return [name for name in names if name not in body]
     is_base_model = hasattr(model, "base_model_prefix")
     return [] if is_base_model or len(names) == 1 else names[-1:]
 
@@ -624,11 +705,68 @@ def block_of(model: nn.Module, name: str) -> str:
     return name
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    for name, module in model.named_modules():
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
+    added = adapters(model)
+    for name, module in named_modules(model):
         # MultiheadAttention reads the weight of its output projection without calling the layer.
-        if isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear):
+        if not is_linear(module) or isinstance(module, NonDynamicallyQuantizableLinear):
+            continue
+        if not any(_is_below(name, adapter) for adapter in added):
             yield name, module
+
+
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
+    """Whether a module is a linear layer: `nn.Linear`, or `Conv1D` of transformers, quantized or not."""
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def without_peft(model: nn.Module) -> nn.Module:
+    """The model that a `PeftModel` wraps, with the adapters in it; any other model as it is."""
+    get = getattr(model, "get_base_model", None) if hasattr(model, "peft_config") else None
+    return cast(nn.Module, get()) if callable(get) else model
+
+
+def adapters(model: nn.Module) -> list[str]:
+    """The names of the modules that PEFT has put into the model, none of which is quantized.
+
+    They lie beside the `base_layer` that they adapt, or are copies to be trained of an `original_module`.
+    """
+    found = []
+    for name, module in named_modules(model):
+        parts = dict(module.named_children())
+        if "base_layer" in parts:
+            found += [f"{name}.{part}" for part in parts if part != "base_layer"]
+        elif {"original_module", "modules_to_save"} <= parts.keys():
+            found.append(f"{name}.modules_to_save")
+    return found
+
+
+def plain_name(name: str, added: Iterable[str]) -> str | None:
+    """What a module or tensor is called in the model before PEFT came; None for what belongs to one of its adapters."""
+    if any(_is_below(name, adapter) for adapter in added):
+        return None
+    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
+
+
+def _guard_merging(model: nn.Module) -> None:
+    """Refuse to merge adapters into weights that are computed with quantized: the sum is on no grid."""
+    for module in model.modules():
+        base = module._modules.get("base_layer")
+        if isinstance(base, QuantLayer):
+            module.merge = _refuse_merging  # type: ignore[assignment]
+        elif base is not None:
+            module.__dict__.pop("merge", None)
+
+
+def _refuse_merging(*args: Any, **kwargs: Any) -> None:
+    raise MoQError(
+        "adapters cannot be merged into quantized layers: call moq_hf.dequantize_model(model) first, then the merged "
+        "model computes the same in float"
+    )
+
+
+def _is_below(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -667,7 +805,7 @@ def _options(config: MoQConfig, index: int) -> dict[str, Any]:
     }
 
 
-def _check_weights(layers: Mapping[str, nn.Linear]) -> None:
+def _check_weights(layers: Mapping[str, nn.Linear | Conv1D]) -> None:
     odd = [f"{name} ({layer.weight.dtype})" for name, layer in layers.items() if not layer.weight.is_floating_point()]
     if odd:
         raise MoQError(
@@ -676,7 +814,13 @@ def _check_weights(layers: Mapping[str, nn.Linear]) -> None:
         )
 
 
-def _check_groups(layers: Mapping[str, nn.Linear], config: MoQConfig) -> None:
+def _features(layer: nn.Linear | Conv1D) -> dict[str, int]:
+    if isinstance(layer, Conv1D):
+        return {"out_features": layer.nf, "in_features": layer.nx}
+    return {"out_features": layer.out_features, "in_features": layer.in_features}
+
+
+def _check_groups(layers: Mapping[str, nn.Linear | Conv1D], config: MoQConfig) -> None:
     match config.grouping:
         case RowBlocks(count):
             key, axis, instead = "quantize_groups", "out_features", ', or "per_channel"'
@@ -684,7 +828,7 @@ def _check_groups(layers: Mapping[str, nn.Linear], config: MoQConfig) -> None:
             key, axis, instead = "quantize_group_size", "in_features", ""
         case _:
             return
-    sizes = {name: cast(int, getattr(layer, axis)) for name, layer in layers.items()}
+    sizes = {name: _features(layer)[axis] for name, layer in layers.items()}
     wrong = [f"{name} ({axis} {size})" for name, size in sizes.items() if size % count]
     if wrong:
         fits = [n for n in range(1, min(sizes.values()) + 1) if all(size % n == 0 for size in sizes.values())]

@@ -183,6 +183,29 @@ def fake_quantize(
     return values.to(dtype) if out is None else out.copy_(values)
 
 
+def fake_quantize_tokens(input: Tensor, bits: int) -> Tensor:
+    """Activations on a symmetric grid with one scale per token, as the `int8` export computes them.
+
+    scale = max|x| / (2^(bits-1) - 1) over the last dimension, code = round(x / scale), in float32. Tokens that are zero
+    stay zero; NaN and Inf come out as NaN.
+
+    Args:
+        input: Floating-point `[..., features]`.
+        bits: 2 to 8.
+
+    Returns:
+        code * scale, in the input's shape and dtype.
+    """
+    x = input.detach().to(torch.float32)
+    scale = token_scale(x, bits)
+    return (x / scale).round_().mul_(scale).to(input.dtype)
+
+
+def token_scale(input: Tensor, bits: int) -> Tensor:
+    """The scale of each token, `[..., 1]` for float32 `[..., features]`: never below the smallest normal float32."""
+    return (input.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)).clamp(min=_TINY)
+
+
 def nonfinite(values: Tensor, groups: Groups = 1, group_size: int | None = None) -> Tensor:
     """Whether a result of `fake_quantize` came from a weight with NaN or Inf: a bool scalar on the values' device."""
     return ~torch.isfinite(_grouped(values, groups, group_size, dtype=None)[0][:, 0]).all()

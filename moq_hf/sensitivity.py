@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .config import EigenvalueConfig, MoQError
@@ -23,7 +22,8 @@ from .eigen import (
     normalise,
     repeatable,
 )
-from .quant_linear import QuantLinear
+from .processes import is_distributed, is_sharded, mean_over_ranks
+from .quant_linear import QuantLayer
 from .schedule import PrecisionSchedule
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Sensitivity:
     """
 
     def __init__(
-        self, model: nn.Module, config: EigenvalueConfig, layers: Mapping[str, QuantLinear], seed: int = 0
+        self, model: nn.Module, config: EigenvalueConfig, layers: Mapping[str, QuantLayer], seed: int = 0
     ) -> None:
         self.model, self.config, self.seed = model, config, seed
         found = layer_blocks(model, config.layer_name, config.layer_num)
@@ -156,7 +156,7 @@ class Sensitivity:
         self.values: dict[str, float] = {}
         self.eigenvalues: dict[str, float] = {}
         self.seconds = 0.0
-        self.samples = Samples(config.num_samples, across_steps=not _is_distributed())
+        self.samples = Samples(config.num_samples, across_steps=not is_distributed())
         # In units of one training example; without `plan` there is no limit.
         self._per_step, self._total = math.inf, math.inf
         self._spent = 0.0
@@ -182,7 +182,7 @@ class Sensitivity:
         Raises:
             MoQError: The parameters are sharded.
         """
-        if any(hasattr(p, "device_mesh") for parameters in self.blocks.values() for p in parameters):
+        if any(is_sharded(p) for parameters in self.blocks.values() for p in parameters):
             raise MoQError("eigenvalue: sharded parameters (FSDP) cannot be measured; leave eigenvalue.enabled out")
         self._per_step = rows_per_step / (HALF_PRECISION if half_precision else 1.0)
         self._total = total_steps * self._per_step * self.config.max_overhead
@@ -239,7 +239,7 @@ class Sensitivity:
         rows = sum(map(_rows, batches))
         allowed = step * self._per_step * self.config.max_overhead
         # Ranks, which may hold unequal batches, must agree on whether to measure, on what it cost, and on the values.
-        (cost,) = _mean_over_ranks([self._cost(rows, len(batches) == 1)], self.device)
+        (cost,) = mean_over_ranks([self._cost(rows, len(batches) == 1)], self.device)
         if self.values and self._spent + cost > allowed:
             logger.info(
                 "step %d: eigenvalues of step %d used again, measuring would exceed max_overhead %.3g",
@@ -254,11 +254,11 @@ class Sensitivity:
         start = time.perf_counter()
         results = self._measure(batches, loss)
         products = sum(found.num_products for found in results.values())
-        means = _mean_over_ranks([abs(found.value) for found in results.values()], self.device)
+        means = mean_over_ranks([abs(found.value) for found in results.values()], self.device)
         magnitudes = dict(zip(results, means, strict=True))
         if any(map(math.isfinite, means)):
-            (self._products,) = _mean_over_ranks([products / len(results)], self.device)
-            self._spent += _mean_over_ranks([self._cost(rows, len(batches) == 1)], self.device)[0]
+            (self._products,) = mean_over_ranks([products / len(results)], self.device)
+            self._spent += mean_over_ranks([self._cost(rows, len(batches) == 1)], self.device)[0]
         self._measured_at = step
         self.eigenvalues, self.values = magnitudes, normalise(magnitudes)
         self._warn_about(results)
@@ -374,21 +374,3 @@ def _to_float32(inputs: Inputs, device: torch.device) -> Inputs:
     moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
     floating = {key for key, value in moved.items() if isinstance(value, Tensor) and value.is_floating_point()}
     return {key: value.float() if key in floating else value for key, value in moved.items()}
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """The mean over the ranks of what is finite, the same on each of them; NaN where nothing is."""
-    if not _is_distributed():
-        return values
-    own = torch.tensor(values)
-    finite = own.isfinite()
-    sums = torch.stack([own.where(finite, torch.zeros(())), finite.float()]).to(device)
-    dist.all_reduce(sums)
-    dist.broadcast(sums, 0)
-    total, count = sums.cpu()
-    means: list[float] = (total / count).tolist()
-    return means

@@ -22,7 +22,9 @@ from .callback import MoQCallback, base_model_of, last_metrics
 from .card import write_card
 from .checkpoint import STATE_NAME, record_metrics, save_quantized
 from .config import MoQConfig, MoQError
-from .quant_linear import QuantLayer, quant_embeddings, quant_layers, shared_weights
+from .distillation import distillation_loss, load_teacher
+from .processes import whole_state_dict
+from .quant_linear import QuantLayer, quant_embeddings, quant_layers, shared_weights, without_peft
 from .resume import check_whole, checkpoints, fault_of, last_checkpoint
 from .schedule import FLOAT_BITS
 
@@ -42,12 +44,14 @@ class MoQTrainer(Trainer):
     - A loss that ignores `num_items_in_batch` is not multiplied by accumulation steps and processes, as the stock
       Trainer of transformers 5 does with BERT's and other classifiers'. Measured on the first batch, not guessed.
     - Eigenvalues are measured with `compute_loss`, whatever it is.
+    - A teacher (`distillation` in the config) is part of the loss in training; evaluation has the task's own loss.
     - `save_model` and `push_to_hub` deliver the packed model (see `save_quantized`), with the weights as evaluated; the
       checkpoints of a run keep the float ones.
 
     Args:
         *args: As for `Trainer`.
         moq_config: A `MoQConfig`, a mapping or the path of a JSON file; None trains in float.
+        teacher: A float model for distillation, in place of `distillation.teacher` in the config.
         **kwargs: As for `Trainer`.
 
     Raises:
@@ -68,6 +72,7 @@ class MoQTrainer(Trainer):
         self,
         *args: Any,
         moq_config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        teacher: PreTrainedModel | None = None,
         **kwargs: Any,
     ) -> None:
         self.moq: MoQCallback | None = None
@@ -87,6 +92,7 @@ class MoQTrainer(Trainer):
         if self.moq is not None:
             self.moq.join_moq_trainer()
         super().__init__(*args, **{**kwargs, "callbacks": callbacks})
+        self._teacher = self._find_teacher(teacher)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, as `Trainer.train`; `resume_from_checkpoint=True` takes the last checkpoint that is whole.
@@ -126,6 +132,36 @@ class MoQTrainer(Trainer):
             moq.trainer_loss = self._mean_loss
             moq.observe(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def _find_teacher(self, given: PreTrainedModel | None) -> PreTrainedModel | None:
+        config = self.moq.config if self.moq is not None else None
+        source = given if given is not None or config is None else config.distillation.teacher
+        if source is None:
+            return None
+        if config is None or not config.enabled:
+            raise MoQError("a teacher is for quantized training: give a moq_config that is enabled")
+        # The loss below is a mean over the micro-batch, whatever the model's own would be.
+        self.loss_is_scaled_for_ga = False
+        return load_teacher(source, self.accelerator.unwrap_model(self.model), config.distillation)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """As `Trainer.compute_loss`; in training with a teacher, the distillation loss."""
+        if self._teacher is None or self.moq is None or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        config = self.moq.config.distillation
+        inputs = {**inputs, "output_hidden_states": True} if config.hidden else dict(inputs)
+        # The Trainer takes the labels out where it computes the loss itself.
+        task_loss, outputs = super().compute_loss(model, dict(inputs), True, None)
+        with torch.no_grad():
+            taught = self._teacher(**inputs)
+        loss = distillation_loss(task_loss, outputs, taught, inputs, config)
+        return (loss, outputs) if return_outputs else loss
 
     def _mean_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """`compute_loss` over one batch by itself."""
@@ -195,8 +231,10 @@ class MoQTrainer(Trainer):
         if self._saving_checkpoint or all(layer.moq.bits == FLOAT_BITS for layer in layers.values()):
             super()._save(output_dir, state_dict)
             return
+        if state_dict is None:
+            state_dict = whole_state_dict(model)
         moq = self._live_moq()
-        if not isinstance(model, PreTrainedModel) or shared_weights(model, layers):
+        if not isinstance(without_peft(model), PreTrainedModel) or shared_weights(model, layers):
             logger.warning("moq_hf: saved in float, on the grid: %s cannot be packed", type(model).__name__)
             state_dict = dict(model.state_dict() if state_dict is None else state_dict)
             with torch.no_grad():

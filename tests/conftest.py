@@ -7,6 +7,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,16 @@ def deterministic() -> Iterator[None]:
     set_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def stranger() -> Iterator[Any]:
+    """A `model_zoo.Stranger`; one process for all tests, since it takes seconds to start."""
+    from model_zoo import Stranger
+
+    process = Stranger()
+    yield process
+    process.close()
 
 
 @pytest.fixture

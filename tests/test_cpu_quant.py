@@ -67,6 +67,17 @@ def test_least_squares_ratio_is_the_definition(layout: dict[str, Any]) -> None:
 
 
 @needs_numba
+def test_least_squares_ratio_of_groups_of_many_pieces() -> None:
+    # The search leaves a ratio as soon as it is worse than the best one.
+    for heavy in (1, 3):
+        w = torch.randn(4, 5000) ** heavy
+        for bits, symmetric in [(3, True), (4, True), (8, True), (4, False)]:
+            options: dict[str, Any] = {"symmetric": symmetric, "groups": 2}
+            ours = cpu_quant.least_squares_ratio(w, bits, **options)
+            assert same_bits(ours, quantizer.least_squares_ratio(w, bits, **options))
+
+
+@needs_numba
 def test_tensors_without_memory_take_the_definition() -> None:
     w = weight()
     inside = []

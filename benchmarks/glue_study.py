@@ -1,0 +1,446 @@
+"""The study behind docs/results.md: float, quantized after training, basic QAT and MoQ on GLUE, over seeds.
+
+    python benchmarks/glue_study.py --model_name_or_path FOLDER --data_dir glue --plan main --processes 4
+
+Each run appends one JSON line to `--output` and is skipped where its line is there, so the command can be killed and
+given again. Runs go seed by seed, so that lines written so far compare the same seeds. An entry of `PLANS` is a list of
+`Arm`s; `benchmarks/report_study.py` makes the tables.
+
+`--data_dir` holds TASK/train.jsonl and TASK/validation.jsonl with the column names and label ids of the Hub's GLUE.
+`--model_dir` keeps the float models, which are the teachers and what is quantized after training.
+
+All runs: AdamW, linear decay without warmup, batch 32, batches of alike lengths, at most 128 tokens, float32,
+gradients clipped to norm 1, one thread, the metric after each epoch.
+"""
+
+import argparse
+import concurrent.futures
+import copy
+import json
+import logging
+import multiprocessing
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
+from glue_data import TASKS
+
+LENGTH, BATCH, EVAL_BATCH = 128, 32, 128
+EPOCHS = {"sst2": 1, "cola": 2, "mrpc": 3}
+GROUPS: dict[str, dict[str, Any]] = {
+    "8 blocks": {"quantize_groups": 8},
+    "per channel": {"quantize_groups": "per_channel"},
+    "groups of 64": {"quantize_group_size": 64},
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train.
+
+    Attributes:
+        name: What the tables call it.
+        moq: Its configuration, or None for float.
+        bits: Of its target; the float arm has 32 and also writes a line for each of `after`.
+        learning_rate: The largest one.
+        epochs: Passes over the data; 0 takes those of the task.
+        groups: A key of `GROUPS`.
+        after: Bits to which the float model is quantized after training.
+        warm: Learning rate of the float run whose model it starts from; 0: from the pretrained one.
+    """
+
+    name: str
+    moq: Mapping[str, Any] | None = None
+    bits: int = 32
+    learning_rate: float = 5e-5
+    epochs: float = 0
+    groups: str = "8 blocks"
+    after: tuple[int, ...] = ()
+    warm: float = 0.0
+
+    def basic(self) -> "Arm | None":
+        """Basic QAT with everything else the same, for the comparison."""
+        if self.moq is None:
+            return None
+        published = {"quantize_bits", "quantize_schedule", "eigenvalue", "fp16_mixed_quantize"}
+        kept = {name: value for name, value in self.moq.items() if name not in published}
+        return qat(
+            self.bits,
+            moq=kept,
+            learning_rate=self.learning_rate,
+            epochs=self.epochs,
+            groups=self.groups,
+            warm=self.warm,
+        )
+
+    def config(self) -> dict[str, Any] | None:
+        """The whole configuration."""
+        return None if self.moq is None else {**self.moq, **GROUPS[self.groups]}
+
+
+def qat(bits: int, name: str = "basic QAT", moq: Mapping[str, Any] | None = None, **more: Any) -> Arm:
+    """Target bits from the first step on."""
+    return ramp(bits, bits, 1.0, name, moq, **more)
+
+
+def ramp(
+    start: int, bits: int, deadline: float, name: str = "", moq: Mapping[str, Any] | None = None, **more: Any
+) -> Arm:
+    """From `start` bits to `bits` within the share `deadline` of the run."""
+    schedule = {"quantize_period": "auto", "schedule_offset": 0, "deadline": deadline}
+    if start == bits:
+        schedule = {"quantize_period": 1, "schedule_offset": 0}
+    config = {"quantize_bits": {"start_bits": start, "target_bits": bits}, "quantize_schedule": schedule, **(moq or {})}
+    return Arm(name or f"MoQ {start} by {deadline:g}", config, bits, **more)
+
+
+FLOAT = Arm("float", after=(8, 4, 3, 2))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Arms, the tasks and the seeds to run them on."""
+
+    arms: tuple[Arm, ...]
+    tasks: tuple[str, ...] = ("sst2", "cola", "mrpc")
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+
+
+LOW = {"learning_rate": 2e-4}
+# The learning rate of the teacher stands in for its folder.
+TEACHER = {"distillation": {"teacher": 1e-4, "hidden": 0.0, "labels": 1.0}}
+HIDDEN = {"distillation": {"teacher": 1e-4, "hidden": 0.1, "labels": 1.0}}
+# The float share is gone after 40 of 250 steps.
+BLEND = {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.025}}
+PLANS = {
+    # What the ramp should look like.
+    "ramp": Plan(
+        (
+            qat(2, **LOW),
+            ramp(8, 2, 0.3, **LOW),
+            qat(2, groups="groups of 64", **LOW),
+            ramp(8, 2, 0.3, groups="groups of 64", **LOW),
+            ramp(6, 2, 0.15, **LOW),
+            ramp(8, 2, 0.5, **LOW),
+        ),
+        tasks=("sst2", "cola"),
+        seeds=(1, 2, 3),
+    ),
+    # Which learning rate suits float and low bits, whether a short ramp pays, and what else helps at 2 bits.
+    "explore": Plan(
+        (
+            replace(FLOAT, learning_rate=1e-4, after=()),
+            qat(2, **LOW),
+            ramp(6, 2, 0.15, **LOW),
+            ramp(8, 2, 0.3, **LOW),
+            qat(2, "basic QAT, teacher's logits", TEACHER, **LOW),
+            ramp(8, 2, 0.3, "MoQ 8 by 0.3, teacher's logits", TEACHER, **LOW),
+            qat(1, **LOW),
+            ramp(8, 1, 0.3, **LOW),
+            ramp(8, 2, 0.5, **LOW),
+            qat(2, "basic QAT, float start", warm=1e-4, **LOW),
+            ramp(8, 2, 0.3, "MoQ 8 by 0.3, float start", warm=1e-4, **LOW),
+            ramp(8, 2, 0.5, "MoQ 8 by 0.5, eigenvalues", {"eigenvalue": {"enabled": True}}, **LOW),
+            qat(2, "blend by 0.16", BLEND, **LOW),
+            qat(2, groups="groups of 64", **LOW),
+            ramp(8, 2, 0.3, groups="groups of 64", **LOW),
+            qat(3, **LOW),
+            ramp(8, 3, 0.3, **LOW),
+            replace(FLOAT, learning_rate=2e-4, after=()),
+            qat(2, learning_rate=5e-4),
+            ramp(8, 2, 0.3, learning_rate=5e-4),
+            qat(2, "basic QAT, teacher", HIDDEN, **LOW),
+            ramp(8, 2, 0.3, "MoQ 8 by 0.3, teacher", HIDDEN, **LOW),
+        ),
+        tasks=("sst2",),
+        seeds=(1, 2, 3),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """An arm on a task with a seed, on all `rows` of each set or the first ones."""
+
+    arm: Arm
+    task: str
+    seed: int
+    rows: int | None = None
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data."""
+        return self.arm.epochs or EPOCHS[self.task]
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the outcome, in JSON types."""
+        return {
+            "task": self.task,
+            "seed": self.seed,
+            "learning_rate": self.arm.learning_rate,
+            "epochs": self.epochs,
+            "moq": self.arm.config(),
+            "warm": self.arm.warm,
+            "rows": self.rows,
+        }
+
+    def key(self) -> str:
+        """The same as text."""
+        return json.dumps(self.identity(), sort_keys=True)
+
+    def teacher(self) -> "Run | None":
+        """The float run whose model this one needs, if any."""
+        rate = (self.arm.moq or {}).get("distillation", {}).get("teacher") or self.arm.warm
+        return replace(self, arm=replace(FLOAT, learning_rate=rate, after=())) if rate else None
+
+
+@dataclass
+class Machine:
+    """Where things are; made once in each process."""
+
+    model: str
+    data: Path
+    models: Path
+    tokenizer: Any = None
+    encoded: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def rows(self, task: str, split: str) -> list[dict[str, Any]]:
+        """Token ids and labels."""
+        from transformers import AutoTokenizer
+
+        if (task, split) not in self.encoded:
+            self.tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(self.model)
+            lines = (self.data / task / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+            examples = [json.loads(line) for line in lines]
+            texts = ([example[name] for example in examples] for name in TASKS[task].columns)
+            encoded = self.tokenizer(*texts, truncation=True, max_length=LENGTH)
+            rows = [
+                {**{name: encoded[name][row] for name in encoded}, "labels": example["label"]}
+                for row, example in enumerate(examples)
+            ]
+            # Evaluated in batches of alike lengths, which wastes no time on padding.
+            self.encoded[task, split] = (
+                rows if split == "train" else sorted(rows, key=lambda row: len(row["input_ids"]))
+            )
+        return self.encoded[task, split]
+
+    def float_model(self, run: Run) -> Path:
+        """The folder of a float run's model."""
+        return self.models / f"{run.task}-{run.seed}-{run.arm.learning_rate:g}-{run.epochs:g}"
+
+    def score(self, task: str, prediction: Any) -> dict[str, float]:
+        """The metrics of a task, by `evaluate`."""
+        from run_glue_moq import load_metric
+
+        if task not in self.metrics:
+            self.metrics[task] = load_metric(task)
+        logits = prediction.predictions
+        result = self.metrics[task].compute(predictions=logits.argmax(-1), references=prediction.label_ids)
+        return {name: float(value) for name, value in result.items()}
+
+
+_machine: Machine | None = None
+
+
+def _start(model: str, data: Path, models: Path) -> None:
+    global _machine
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    logging.getLogger("moq_hf").setLevel(logging.ERROR)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    _machine = Machine(model, data, models)
+
+
+def execute(run: Run) -> list[dict[str, Any]]:
+    """Train and evaluate; the lines to write: one, or for a float arm also those of its quantized copies."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, TrainingArguments, set_seed
+    from transformers.trainer_callback import PrinterCallback
+
+    from moq_hf import MoQTrainer
+
+    here = _machine
+    assert here is not None
+    train, validation = (here.rows(run.task, split)[: run.rows] for split in ("train", "validation"))
+    folder = tempfile.mkdtemp(prefix="glue-study-")
+    arguments = TrainingArguments(
+        folder,
+        seed=run.seed,
+        learning_rate=run.arm.learning_rate,
+        num_train_epochs=run.epochs,
+        per_device_train_batch_size=BATCH,
+        per_device_eval_batch_size=EVAL_BATCH,
+        train_sampling_strategy="group_by_length",
+        dataloader_pin_memory=False,
+        eval_strategy="epoch",
+        save_strategy="no",
+        logging_strategy="epoch",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+    )
+    set_seed(run.seed)
+    teacher = run.teacher()
+    source = here.float_model(teacher) if teacher is not None and run.arm.warm else here.model
+    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=len(TASKS[run.task].labels))
+    config = copy.deepcopy(run.arm.config())
+    if config is not None and teacher is not None and "distillation" in config:
+        config["distillation"]["teacher"] = str(here.float_model(teacher))
+    trainer = MoQTrainer(
+        model,
+        arguments,
+        DataCollatorWithPadding(here.tokenizer),
+        train,
+        validation,
+        compute_metrics=lambda prediction: here.score(run.task, prediction),
+        moq_config=config,
+    )
+    trainer.remove_callback(PrinterCallback)
+    began, cpu = time.perf_counter(), time.process_time()
+    trainer.train()
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
+    shutil.rmtree(folder, ignore_errors=True)
+    logs = trainer.state.log_history
+    names = ("accuracy", "f1", "matthews_correlation", "loss")
+    epochs = [
+        {name: log[f"eval_{name}"] for name in names if f"eval_{name}" in log} for log in logs if "eval_loss" in log
+    ]
+    common = {
+        **run.identity(),
+        # A folder's name says nothing to others, and is nobody's business.
+        "model": f"{model.config.model_type}, {model.config.num_hidden_layers} layers of {model.config.hidden_size}",
+        "versions": {"torch": torch.__version__, "transformers": __import__("transformers").__version__},
+        "machine": f"{platform.machine()}, 1 thread",
+    }
+    controller = trainer.moq.controller if trainer.moq is not None else None
+    line = {
+        "arm": run.arm.name,
+        "bits": run.arm.bits,
+        "groups": run.arm.groups,
+        "metrics": epochs[-1],
+        "metric_per_epoch": epochs,
+        "train_loss": [log["loss"] for log in logs if "loss" in log],
+        "steps": trainer.state.global_step,
+        "last_drop": controller.history[-1].step if controller is not None and controller.history else None,
+        "mean_bits": controller.mean_bits if controller is not None else 32.0,
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(cpu_seconds, 1),
+    }
+    lines = [{**line, **common}]
+    if run.arm.moq is None:
+        trainer.model.save_pretrained(here.float_model(run))
+        for bits in run.arm.after:
+            for groups, grouping in GROUPS.items():
+                lines.append({**after_training(trainer, run, bits, groups, grouping), **common, "moq": None})
+    return lines
+
+
+def after_training(trainer: Any, run: Run, bits: int, groups: str, grouping: Mapping[str, Any]) -> dict[str, Any]:
+    """The float model of `trainer`, quantized now and evaluated."""
+    from moq_hf import quantize_model
+
+    schedule = {"quantize_period": 1, "schedule_offset": 0}
+    config = {"quantize_bits": {"start_bits": bits, "target_bits": bits}, "quantize_schedule": schedule, **grouping}
+    kept = trainer.model
+    trainer.model = copy.deepcopy(kept)
+    quantize_model(trainer.model, config)
+    trainer.model_wrapped = trainer.model
+    metrics = {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
+    trainer.model = trainer.model_wrapped = kept
+    return {
+        "arm": "after training",
+        "bits": bits,
+        "groups": groups,
+        "metrics": {
+            name: metrics[name] for name in ("accuracy", "f1", "matthews_correlation", "loss") if name in metrics
+        },
+        "mean_bits": float(bits),
+    }
+
+
+def identity_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """`Run.identity` of the run that wrote a line."""
+    return {name: line[name] for name in ("task", "seed", "learning_rate", "epochs", "moq", "warm", "rows")}
+
+
+def waiting(args: argparse.Namespace, lines: list[dict[str, Any]]) -> Iterator[Run]:
+    """The runs whose lines are not there: seed by seed, a teacher before its pupils."""
+    done = {json.dumps(identity_of(line), sort_keys=True) for line in lines}
+    for seed in args.seeds:
+        for plan in (PLANS[name] for name in args.plan):
+            for task in plan.tasks:
+                for arm in plan.arms:
+                    run = Run(arm, task, seed, args.rows)
+                    wanted = [run] if run.teacher() is None else [run.teacher(), run]
+                    for one in wanted:
+                        if task in args.tasks and seed in plan.seeds and one.key() not in done:
+                            done.add(one.key())
+                            yield one
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_name_or_path", required=True)
+    parser.add_argument("--data_dir", type=Path, required=True)
+    parser.add_argument("--plan", nargs="+", choices=PLANS, default=list(PLANS))
+    parser.add_argument("--tasks", nargs="+", choices=EPOCHS, default=list(EPOCHS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
+    parser.add_argument("--rows", type=int, help="only the first ones of each set, to try it")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--model_dir", type=Path, default=Path("runs/glue_study"))
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "glue_study.jsonl")
+    parser.add_argument("--list", action="store_true", help="tell what is missing and stop")
+    args = parser.parse_args(argv)
+    text = args.output.read_text(encoding="utf-8") if args.output.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines()]
+    runs = list(waiting(args, lines))
+    if args.list:
+        for run in runs:
+            print(run.task, run.seed, run.arm.name, run.arm.bits, run.arm.groups, f"{run.arm.learning_rate:g}")
+        return
+    args.model_dir.mkdir(parents=True, exist_ok=True)
+    settings = (args.model_name_or_path, args.data_dir, args.model_dir)
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(args.processes, spawn, _start, settings) as pool:
+        pending: dict[concurrent.futures.Future[list[dict[str, Any]]], Run] = {}
+        trained = {run.key() for run in runs}
+        queue = list(runs)
+        while queue or pending:
+            ready = [run for run in queue if run.teacher() is None or run.teacher().key() not in trained]
+            for run in ready[: args.processes - len(pending)]:
+                queue.remove(run)
+                pending[pool.submit(execute, run)] = run
+            finished, _ = concurrent.futures.wait(pending, return_when="FIRST_COMPLETED")
+            for future in finished:
+                run = pending.pop(future)
+                trained.discard(run.key())
+                new = future.result()
+                with args.output.open("a", encoding="utf-8") as file:
+                    file.writelines(f"{json.dumps(line)}\n" for line in new)
+                print(
+                    run.task,
+                    run.seed,
+                    run.arm.name,
+                    run.arm.bits,
+                    f"{run.arm.learning_rate:g}",
+                    new[0]["metrics"],
+                    new[0]["seconds"],
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

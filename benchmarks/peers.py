@@ -1,0 +1,634 @@
+"""moq_hf and other libraries' quantization-aware training: the same model, data, batches, optimizer and seeds.
+
+    pip install -r benchmarks/peers-requirements.txt
+    python benchmarks/peers.py --model_name_or_path FOLDER --data FOLDER
+
+The data is a folder with train.jsonl and validation.jsonl whose lines have `sentence` and `label`. Parts:
+
+- train: a run in a process of its own for each arm and seed: accuracy with the quantizer that training used, and peak
+  resident memory of training. The first run of an arm is saved too: bytes, seconds to load and accuracy of the loaded
+  model, in a fresh process.
+- time: seconds of a training step of all arms in one process, one step of each in turn.
+
+Each result is a line of `--out`; what is there is not measured again. An arm that fails leaves its error as its line.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from short_runs import Batch, Lines, Task, config_of, digest, fixed_batch, new_model, new_optimizer, table, train
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
+
+from moq_hf import MoQConfig, save_quantized
+from moq_hf.controller import MoQController
+
+PACKAGES = ("torchao", "optimum-quanto", "deepspeed", "numba")
+HEAD = "classifier"
+
+
+class Arm:
+    """Plain float training; the base of the others.
+
+    Attributes:
+        model: Made ready for training in place, or replaced, by `__init__`.
+    """
+
+    def __init__(self, model: nn.Module, steps: int) -> None:
+        """Take the float model; `steps` is the length of the run."""
+        self.model = model
+        self.steps = steps
+
+    def before_optimizer(self) -> None:
+        """Called after gradient clipping."""
+
+    def after_step(self) -> None:
+        """Called after the optimizer."""
+
+    def save(self, folder: Path) -> None:
+        """Write what is deployed."""
+        self.model.save_pretrained(folder)  # type: ignore[operator]
+
+    @staticmethod
+    def load(folder: Path, name: str) -> nn.Module:
+        """The deployed model; `name` is where training started, for the architecture alone."""
+        model: nn.Module = AutoModelForSequenceClassification.from_pretrained(folder)
+        return model
+
+
+def blank(name: str) -> nn.Module:
+    """The architecture, with weights that are about to be replaced."""
+    config = config_of(name)
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    model = model.to_empty(device="cpu")
+    for module in model.modules():
+        # Not in a state dict: what the constructor would have computed.
+        for key, buffer in module.named_buffers(recurse=False):
+            if key in module._non_persistent_buffers_set:
+                buffer.copy_(torch.arange(buffer.shape[-1]).expand(buffer.shape) if key == "position_ids" else 0)
+    return model.eval()
+
+
+def body_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """All linear layers but the classifier: what every arm quantizes."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and not n.startswith(HEAD)}
+
+
+class MoQ(Arm):
+    """moq_hf, with a config."""
+
+    config: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, model: nn.Module, steps: int) -> None:
+        super().__init__(model, steps)
+        self.controller = MoQController(model, MoQConfig.from_dict(self.config), steps)
+
+    def after_step(self) -> None:
+        """As `Arm`."""
+        self.controller.step()
+
+    def save(self, folder: Path) -> None:
+        """As `Arm`."""
+        save_quantized(self.model, folder, controller=self.controller)
+
+
+class TorchAO(Arm):
+    """torchao's QATConfig with a weight configuration, then the weight-only configuration of the same grid."""
+
+    bits = 8
+    group_size: int | None = None
+
+    def __init__(self, model: nn.Module, steps: int) -> None:
+        super().__init__(model, steps)
+        from torchao.quantization import quantize_
+        from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+
+        dtype = {8: torch.int8, 4: torch.int4}[self.bits]
+        weight = (
+            IntxFakeQuantizeConfig(dtype, group_size=self.group_size)
+            if self.group_size
+            else IntxFakeQuantizeConfig(dtype, "per_channel")
+        )
+        body = body_linears(model)
+        quantize_(model, QATConfig(weight_config=weight, step="prepare"), filter_fn=lambda module, name: name in body)
+
+    def save(self, folder: Path) -> None:
+        """As `Arm`."""
+        from torchao.quantization import IntxWeightOnlyConfig, quantize_
+        from torchao.quantization.granularity import PerAxis, PerGroup
+        from torchao.quantization.qat import QATConfig
+
+        quantize_(self.model, QATConfig(step="convert"), filter_fn=lambda m, _: hasattr(m, "weight_fake_quantizer"))
+        body = body_linears(self.model)
+        granularity = PerGroup(self.group_size) if self.group_size else PerAxis(0)
+        config = IntxWeightOnlyConfig(weight_dtype={8: torch.int8, 4: torch.int4}[self.bits], granularity=granularity)
+        quantize_(self.model, config, filter_fn=lambda _, name: name in body)
+        torch.save(self.model.state_dict(), folder / "model.pt")
+
+    @staticmethod
+    def load(folder: Path, name: str) -> nn.Module:
+        """As `Arm`."""
+        import torchao.quantization  # noqa: F401 - its tensors must be known
+
+        model = blank(name)
+        model.load_state_dict(torch.load(folder / "model.pt", weights_only=True), assign=True)
+        return model
+
+
+class Quanto(Arm):
+    """optimum-quanto: quantize, train unfrozen, freeze."""
+
+    bits = 8
+
+    def __init__(self, model: nn.Module, steps: int) -> None:
+        super().__init__(model, steps)
+        from optimum.quanto import qint4, qint8, quantize
+
+        quantize(model, weights={8: qint8, 4: qint4}[self.bits], exclude=f"{HEAD}*")
+        # Its backward pass takes a view of the gradient, which after attention's transpose is not contiguous.
+        for layer in body_linears(model).values():
+            layer.register_full_backward_pre_hook(lambda _, grads: tuple(grad.contiguous() for grad in grads))
+
+    def save(self, folder: Path) -> None:
+        """As `Arm`."""
+        from optimum.quanto import freeze, quantization_map
+        from safetensors.torch import save_file
+
+        freeze(self.model)
+        save_file(self.model.state_dict(), folder / "model.safetensors")
+        (folder / "quanto.json").write_text(json.dumps(quantization_map(self.model)))
+
+    @staticmethod
+    def load(folder: Path, name: str) -> nn.Module:
+        """As `Arm`."""
+        from optimum.quanto import requantize
+        from safetensors.torch import load_file
+
+        model = blank(name)
+        requantize(model, load_file(folder / "model.safetensors"), json.loads((folder / "quanto.json").read_text()))
+        return model.eval()
+
+
+def wrapped_for_torch_ao(model: nn.Module) -> nn.Module:
+    """Each linear layer between stubs, since eager mode quantizes only between them."""
+    from torch.ao.quantization import QuantWrapper, get_default_qat_qconfig
+
+    for name, linear in body_linears(model).items():
+        linear.qconfig = get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, QuantWrapper(linear))
+    return model
+
+
+class TorchAOEager(Arm):
+    """torch.ao's eager mode: prepare_qat and convert, fbgemm, weights and activations 8 bits."""
+
+    def __init__(self, model: nn.Module, steps: int) -> None:
+        from torch.ao.quantization import prepare_qat
+
+        super().__init__(prepare_qat(wrapped_for_torch_ao(model), inplace=True), steps)
+
+    def save(self, folder: Path) -> None:
+        """As `Arm`."""
+        from torch.ao.quantization import convert
+
+        converted = convert(self.model.eval(), inplace=True)
+        torch.save(converted.state_dict(), folder / "model.pt")
+
+    @staticmethod
+    def load(folder: Path, name: str) -> nn.Module:
+        """As `Arm`."""
+        from torch.ao.quantization import convert, prepare_qat
+
+        model = prepare_qat(wrapped_for_torch_ao(blank(name).train()), inplace=True)
+        with torch.no_grad():
+            # Converting looks at the weights that are about to be replaced.
+            for parameter in model.parameters():
+                parameter.zero_()
+        convert(model.eval(), inplace=True)
+        # Packed weights are objects of torch's own.
+        model.load_state_dict(torch.load(folder / "model.pt", weights_only=False))
+        return model
+
+
+class DeepSpeedForward(Arm):
+    """DeepSpeed's compression, quantizing in each forward pass; what it saves is float."""
+
+    bits = 8
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "compression_training": {
+                "weight_quantization": {
+                    "shared_parameters": {
+                        "enabled": True,
+                        "quantizer_kernel": False,
+                        "schedule_offset": 0,
+                        "quantize_groups": 8,
+                        "quantize_verbose": False,
+                        "quantization_type": "symmetric",
+                        "quantize_weight_in_forward": True,
+                        "rounding": "nearest",
+                        "fp16_mixed_quantize": {"enabled": False, "quantize_change_ratio": 0.1},
+                    },
+                    "different_groups": {
+                        "wq1": {
+                            "params": {"start_bits": self.bits, "target_bits": self.bits, "quantization_period": 0},
+                            "modules": [f"{name}$" for name in body_linears(self.model)],
+                        }
+                    },
+                }
+            }
+        }
+
+    def __init__(self, model: nn.Module, steps: int) -> None:
+        super().__init__(model, steps)
+        from deepspeed.compression.compress import init_compression
+        from deepspeed.compression.config import get_compression_config
+        from deepspeed.compression.scheduler import compression_scheduler
+
+        self._deepspeed = self._config()
+        self.model = init_compression(model, self._deepspeed)
+        self._scheduler = compression_scheduler(self.model, get_compression_config(self._deepspeed))
+        self._scheduler.check_weight_quantization()
+        enabled = [m for m in self.model.modules() if getattr(m, "weight_quantization_enabled", False)]
+        if not enabled:
+            raise RuntimeError("DeepSpeed's scheduler has switched nothing on")
+
+    def after_step(self) -> None:
+        """As `Arm`."""
+        self._scheduler.step()
+
+    def save(self, folder: Path) -> None:
+        """As `Arm`."""
+        from deepspeed.compression.compress import redundancy_clean
+
+        redundancy_clean(self.model, self._deepspeed).save_pretrained(folder)
+
+
+class DeepSpeedStep(Arm):
+    """DeepSpeed's `runtime.quantize.Quantizer`, once per optimizer step, as its fp16 optimizer calls it.
+
+    That optimizer needs an engine and a GPU. The float weights that it keeps are kept here instead.
+    """
+
+    bits = 8
+
+    def __init__(self, model: nn.Module, steps: int) -> None:
+        super().__init__(model, steps)
+        from deepspeed.runtime.quantize import Quantizer
+
+        self._weights: list[Any] = [layer.weight for layer in body_linears(model).values()]
+        for weight in self._weights:
+            weight.start_bits = weight.target_bits = self.bits
+            weight.q_period = 0
+        self._quantizer = Quantizer(q_groups=8, q_type="symmetric", q_rounding="nearest")
+        self.after_step()
+
+    def before_optimizer(self) -> None:
+        """As `Arm`."""
+        for weight, kept in zip(self._weights, self._kept, strict=True):
+            weight.data = kept
+
+    def after_step(self) -> None:
+        """As `Arm`."""
+        self._kept: list[Tensor] = [weight.data for weight in self._weights]
+        with torch.no_grad():
+            self._quantizer.quantize([self._weights], False, False)
+
+
+def variant(base: type[Arm], **attributes: Any) -> type[Arm]:
+    """The arm with other settings."""
+    return type(base.__name__, (base,), attributes)
+
+
+def moq(start: int, target: int, *, algo: dict[str, Any] | None = None, **more: Any) -> type[Arm]:
+    """moq_hf from `start` to `target` bits, 8 row blocks unless `more` says otherwise."""
+    schedule = {"quantize_period": "auto" if start > target else 1, "schedule_offset": 0}
+    config = {
+        "quantize_bits": {"start_bits": start, "target_bits": target},
+        "quantize_schedule": schedule,
+        "quantize_algo": algo or {},
+        **({} if "quantize_group_size" in more else {"quantize_groups": 8}),
+        **more,
+    }
+    return variant(MoQ, config=config)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An arm and what to say of it."""
+
+    make: type[Arm]
+    package: str = "moq_hf"
+    note: str = ""
+
+
+MAIN: dict[str, Entry] = {
+    "float": Entry(Arm, "torch"),
+    "moq_hf, 8 bits": Entry(moq(12, 8), note="12 to 8 bits, auto, 8 row blocks"),
+    "torch.ao eager, 8 bits": Entry(TorchAOEager, "torch", "activations at 8 bits too, per-channel weights"),
+    "torchao, 8 bits": Entry(TorchAO, "torchao", "per channel"),
+    "optimum-quanto, 8 bits": Entry(Quanto, "optimum-quanto", "per channel"),
+    "DeepSpeed forward, 8 bits": Entry(DeepSpeedForward, "deepspeed", "8 row blocks, each forward pass"),
+    "DeepSpeed step, 8 bits": Entry(DeepSpeedStep, "deepspeed", "8 row blocks, once a step"),
+    "moq_hf, 4 bits": Entry(moq(8, 4), note="8 to 4 bits, auto, 8 row blocks"),
+    "torchao, 4 bits": Entry(variant(TorchAO, bits=4, group_size=32), "torchao", "groups of 32"),
+    "optimum-quanto, 4 bits": Entry(variant(Quanto, bits=4), "optimum-quanto", "asymmetric, groups of 128"),
+    "DeepSpeed forward, 4 bits": Entry(variant(DeepSpeedForward, bits=4), "deepspeed", "8 row blocks"),
+    "moq_hf, 4 bits, groups of 32": Entry(moq(4, 4, quantize_group_size=32), note="4 bits from the first step"),
+}
+OPTIONS: dict[str, Entry] = {
+    "moq_hf, 4 bits at once": Entry(moq(4, 4), note="from the first step"),
+    "moq_hf, 4 bits, per channel": Entry(moq(8, 4, quantize_groups="per_channel")),
+    "moq_hf, 4 bits, absmax": Entry(moq(8, 4, algo={"scale": "absmax"})),
+    "moq_hf, 4 bits, asymmetric": Entry(moq(8, 4, quantize_type="asymmetric")),
+    "moq_hf, 4 bits, stochastic": Entry(moq(8, 4, algo={"rounding": "stochastic"})),
+    "moq_hf, 4 bits, blend": Entry(moq(8, 4, fp16_mixed_quantize={"enabled": True, "quantize_change_ratio": 0.05})),
+    "moq_hf, 4 bits, tables at 8": Entry(moq(8, 4, quantize_embeddings=8)),
+    "moq_hf, 8 bits at once": Entry(moq(8, 8), note="from the first step"),
+    "moq_hf, 8 bits, per channel": Entry(moq(12, 8, quantize_groups="per_channel")),
+    "moq_hf, 8 bits, stochastic": Entry(moq(12, 8, algo={"rounding": "stochastic"})),
+    "moq_hf, 8 bits, asymmetric": Entry(moq(12, 8, quantize_type="asymmetric")),
+    "moq_hf, 8 bits, tables at 8": Entry(moq(12, 8, quantize_embeddings=8)),
+}
+ARMS = MAIN | OPTIONS
+
+
+def train_arm(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
+    """Train, evaluate, save; then load and evaluate what was saved in a fresh process."""
+    task = Task(args.model_name_or_path, args.data)
+    steps = args.steps or -(-len(task.train) // args.batch)
+    arm = ARMS[name].make(new_model(args.model_name_or_path, seed), steps)
+    run = train(
+        arm.model,
+        task,
+        seed=seed,
+        lr=args.lr,
+        steps=steps,
+        after_step=arm.after_step,
+        before_optimizer=lambda _: arm.before_optimizer(),
+    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    arm.model.eval()
+    accuracy = task.accuracy(arm.model)
+    line = {
+        "accuracy": round(accuracy, 5),
+        "steps": steps,
+        "train_seconds": run["train_seconds"],
+        "peak_mb": round(peak, 1),
+        "last_losses": run["losses"][-5:],
+        "batches": digest(task.batches(seed, args.batch)),
+    }
+    if args.no_save:
+        return line
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            arm.save(Path(folder))
+            line["bytes"] = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+            line |= subprocess_line(args, ["--one", "load", "--arm", name, "--folder", folder])
+        except Exception as error:
+            # Others' packages fail in their own ways; training counts all the same.
+            line["save_error"] = described(error)
+    return line
+
+
+def load_arm(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Seconds from nothing but imports to the first logits: the first time and the median of five more; accuracy."""
+    task = Task(args.model_name_or_path, args.data)
+    example = {"input_ids": torch.tensor([task.validation[0][0]])}
+    seconds = []
+    for _ in range(6):
+        gc.collect()
+        begin = time.perf_counter()
+        model = ARMS[name].make.load(args.folder, args.model_name_or_path).eval()
+        with torch.no_grad():
+            model(**example)
+        seconds.append(time.perf_counter() - begin)
+    return {
+        "load_first_seconds": round(seconds[0], 3),
+        "load_seconds": round(statistics.median(seconds[1:]), 3),
+        "saved_accuracy": round(task.accuracy(model), 5),
+    }
+
+
+def stepper(args: argparse.Namespace, name: str) -> Callable[[Batch], tuple[float, float]]:
+    """A function that takes one optimizer step and gives its seconds and those of its CPU time."""
+    # So long a run that schedules do not move after the first steps, which are not timed.
+    arm = ARMS[name].make(new_model(args.model_name_or_path, 0), 1000)
+    if isinstance(arm, MoQ):
+        while not arm.controller.at_target:
+            arm.after_step()
+    optimizer = new_optimizer(arm.model, 1e-5)
+
+    def step(batch: Batch) -> tuple[float, float]:
+        torch.manual_seed(0)
+        begin = time.perf_counter(), time.process_time()
+        arm.model(**batch).loss.backward()
+        nn.utils.clip_grad_norm_(arm.model.parameters(), 1.0)
+        arm.before_optimizer()
+        optimizer.step()
+        optimizer.zero_grad()
+        arm.after_step()
+        return time.perf_counter() - begin[0], time.process_time() - begin[1]
+
+    return step
+
+
+def time_arms(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
+    """Interleaved steps of all arms in this process; the order changes from round to round."""
+    batch = fixed_batch(args.model_name_or_path, args.time_batch, args.time_sequence)
+    steps: dict[str, Callable[[Batch], tuple[float, float]]] = {}
+    lines: list[dict[str, Any]] = []
+    for name in names:
+        try:
+            steps[name] = stepper(args, name)
+            for _ in range(2):
+                steps[name](batch)
+        except Exception as error:
+            # Others' packages fail in their own ways where they do not fit.
+            steps.pop(name, None)
+            lines.append({"arm": name, "error": described(error)})
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    order = list(steps)
+    for _ in range(args.repeats):
+        for name in order:
+            times[name].append(steps[name](batch))
+        order = order[1:] + order[:1]
+    for name, measured in times.items():
+        line: dict[str, Any] = {"arm": name, "repeats": args.repeats}
+        for kind, index in (("wall", 0), ("cpu", 1)):
+            mine, plain = ([pair[index] for pair in pairs] for pairs in (measured, times["float"]))
+            ratios = statistics.quantiles((a / b for a, b in zip(mine, plain, strict=True)), n=4)
+            line[kind] = {
+                "median_seconds": round(statistics.median(mine), 5),
+                "ratio_of_medians": round(statistics.median(mine) / statistics.median(plain), 4),
+                "ratio_of_least": round(min(mine) / min(plain), 4),
+                "quartiles_of_ratios": [round(quartile, 4) for quartile in ratios],
+            }
+        lines.append(line)
+    return lines
+
+
+def described(error: Exception) -> str:
+    """One line, without the folders of this machine."""
+    text = str(error).strip().splitlines()
+    line = text[-1] if isinstance(error, subprocess.CalledProcessError) and text else (text[0] if text else "")
+    return f"{type(error).__name__}: " + " ".join(Path(w).name if w.startswith("/") else w for w in line.split())[:300]
+
+
+def subprocess_line(args: argparse.Namespace, more: list[str]) -> dict[str, Any]:
+    """What this program prints as its last line in a process of its own."""
+    passed = ["--model_name_or_path", args.model_name_or_path] if args.model_name_or_path else []
+    passed += ["--data", str(args.data)] if args.data else []
+    passed += ["--threads", str(args.threads), "--lr", str(args.lr), "--batch", str(args.batch)]
+    passed += ["--time_batch", str(args.time_batch), "--time_sequence", str(args.time_sequence)]
+    passed += ["--steps", str(args.steps)]
+    done = subprocess.run([sys.executable, __file__, *passed, *more], capture_output=True, text=True)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        tail = done.stderr.strip().splitlines()
+        raise RuntimeError(tail[-1] if tail else f"exit status {done.returncode}")
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of the peers that are installed."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def main() -> None:
+    """Measure what the file of lines lacks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_name_or_path", help="without: random weights, and no training")
+    parser.add_argument("--data", type=Path, help="folder; needed for training")
+    parser.add_argument("--parts", help="of time, train, table; without: all that can be had")
+    parser.add_argument("--arms", nargs="+", default=list(MAIN), choices=list(ARMS), metavar="ARM")
+    parser.add_argument("--options", action="store_true", help="moq_hf's other options instead")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--lr", type=float, default=5e-5)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=0, help="of a run; 0 is one epoch")
+    parser.add_argument("--time_batch", type=int, default=16)
+    parser.add_argument("--time_sequence", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/peers.jsonl"))
+    parser.add_argument("--one", choices=["train", "load"], help=argparse.SUPPRESS)
+    parser.add_argument("--arm", help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--no_save", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    if args.one:
+        one = {
+            "train": lambda: train_arm(args, args.arm, args.seed),
+            "load": lambda: load_arm(args, args.arm),
+        }[args.one]()
+        print(json.dumps(one))
+        return
+    can_train = args.model_name_or_path is not None and args.data is not None
+    parts = args.parts.split(",") if args.parts else ["time", *["train"] * can_train, "table"]
+    if "train" in parts and not can_train:
+        parser.error("training needs --model_name_or_path and --data")
+    lines = Lines(args.out)
+    names = list(OPTIONS) if args.options else args.arms
+    for part in parts:
+        if part == "time":
+            wanted = ["float", *(name for name in names if name != "float" and not lines.has(part=part, arm=name))]
+            if len(wanted) > 1:
+                for found in time_arms(args, wanted):
+                    report(lines, {"part": part, "batch": args.time_batch, "sequence": args.time_sequence} | found)
+        elif part == "table":
+            print(markdown(lines.lines))
+        else:
+            for seed in args.seeds:
+                for name in names:
+                    key = {"part": part, "arm": name, "seed": seed, "rows": args.steps * args.batch or "all"}
+                    if not lines.has(**key):
+                        more = ["--one", part, "--arm", name, "--seed", str(seed)]
+                        saved = lines.has(part=part, arm=name)
+                        report(lines, key | attempt(args, more + ["--no_save"] * saved))
+
+
+def markdown(lines: list[dict[str, Any]]) -> str:
+    """The table of the lines; accuracies are means over seeds, with their differences to float with the same seeds."""
+    head = ["", "version", "accuracy", "seeds", "against float", "saved", "step", "wall", "peak memory", "file", "load"]
+    rows = []
+    for name, entry in ARMS.items():
+        mine = [line for line in lines if line["arm"] == name]
+        if not mine:
+            continue
+        trained = {line["seed"]: line for line in mine if line["part"] == "train" and "accuracy" in line}
+        plain = {
+            line["seed"]: line["accuracy"]
+            for line in lines
+            if line["arm"] == "float" and line["part"] == "train" and "accuracy" in line
+        }
+        row = [f"{name} ({entry.note})" if entry.note else name]
+        row.append(mine[-1]["peers"].get(entry.package) or mine[-1]["versions"].get(entry.package, ""))
+        if trained:
+            row += [f"{statistics.mean(line['accuracy'] for line in trained.values()):.4f}", str(len(trained))]
+            gaps = [line["accuracy"] - plain[seed] for seed, line in trained.items() if seed in plain]
+            spread = f" ± {statistics.stdev(gaps):.4f}" if len(gaps) > 1 and name != "float" else ""
+            row.append(f"{statistics.mean(gaps):+.4f}{spread}" if gaps and name != "float" else "")
+        else:
+            row += ["", "0", ""]
+        loaded = next((line for line in trained.values() if "bytes" in line), {})
+        row.append(f"{loaded['saved_accuracy']:.4f}" if "saved_accuracy" in loaded else "")
+        timed = next((line for line in mine if line["part"] == "time" and "cpu" in line), None)
+        row += [f"{timed[kind]['ratio_of_medians']:.3f}" for kind in ("cpu", "wall")] if timed else ["", ""]
+        memory = max((line["peak_mb"] for line in trained.values()), default=None)
+        row.append(f"{memory:.0f} MB" if memory else "")
+        row.append(f"{loaded['bytes'] / 1e6:.1f} MB" if "bytes" in loaded else "")
+        row.append(f"{loaded['load_seconds']:.2f} s" if "load_seconds" in loaded else "")
+        errors = [line.get("error") or line.get("save_error") for line in mine]
+        row[0] += "".join(f"; {error}" for error in dict.fromkeys(errors) if error)
+        rows.append(row)
+    return table(head, rows)
+
+
+def attempt(args: argparse.Namespace, more: list[str]) -> dict[str, Any]:
+    """The line of a process of its own, or its error."""
+    try:
+        return subprocess_line(args, more)
+    except RuntimeError as error:
+        return {"error": described(error)}
+
+
+def report(lines: Lines, line: dict[str, Any]) -> None:
+    """Print a line and keep it, with what the arm is."""
+    entry = ARMS[line["arm"]]
+    print(json.dumps(line), flush=True)
+    config = {"config": entry.make.config} if issubclass(entry.make, MoQ) else {}
+    lines.add({**line, "note": entry.note, **config, "peers": versions()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Tables and a figure of the lines that benchmarks/glue_study.py wrote.
+
+    python benchmarks/report_study.py --plan main --page docs/results.md --figure docs/img/study.png
+
+The score of a run is accuracy (SST-2), Matthews correlation (CoLA) or the mean of accuracy and F1 (MRPC), times 100,
+after the last epoch. A difference is paired: the mean over the seeds that both arms have, with its 95 % confidence
+interval of Student's t. "Basic QAT" beside an arm is the one with everything else the same: bits, groups, learning
+rate, start and teacher.
+"""
+
+import argparse
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from glue_study import PLANS, Arm, Run, identity_of
+from scipy.stats import t as student
+
+TASKS = {"sst2": "SST-2", "cola": "CoLA", "mrpc": "MRPC"}
+
+
+class Row(NamedTuple):
+    """One arm on one task: score by seed, and those of the arms it is compared with."""
+
+    task: str
+    arm: Arm
+    scores: Mapping[int, float]
+    reference: Mapping[int, float]
+    basic: Mapping[int, float]
+
+
+def score(metrics: Mapping[str, float]) -> float:
+    """The score of a run, in points."""
+    names = ("matthews_correlation",) if "matthews_correlation" in metrics else ("accuracy", "f1")
+    return 100 * statistics.fmean(metrics[name] for name in names if name in metrics)
+
+
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
+    """The mean difference over common seeds and half its 95 % interval; a dash if there are none."""
+    both = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    if not both:
+        return "-"
+    if len(both) == 1:
+        return f"{both[0]:+.1f}"
+    half = float(student.ppf(0.975, len(both) - 1)) * statistics.stdev(both) / math.sqrt(len(both))
+    return f"{statistics.fmean(both):+.1f} ± {half:.1f}"
+
+
+def spread(scores: Mapping[int, float]) -> str:
+    """Mean and standard deviation."""
+    values = list(scores.values())
+    return f"{statistics.fmean(values):.1f}" + (f" (sd {statistics.stdev(values):.1f})" if len(values) > 1 else "")
+
+
+def rows(plan: str, lines: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """The arms of a plan that have lines, by task, bits falling."""
+    by_run = {json.dumps(identity_of(line), sort_keys=True): line for line in lines if line["arm"] != "after training"}
+
+    def scores(arm: Arm | None, task: str) -> dict[int, float]:
+        if arm is None:
+            return {}
+        runs = {seed: by_run.get(Run(arm, task, seed).key()) for seed in PLANS[plan].seeds}
+        return {seed: score(line["metrics"]) for seed, line in runs.items() if line is not None}
+
+    result = []
+    for task in PLANS[plan].tasks:
+        floats = [arm for arm in PLANS[plan].arms if arm.moq is None]
+        best = max(floats, key=lambda arm: statistics.fmean(scores(arm, task).values() or [-math.inf]))
+        for arm in PLANS[plan].arms:
+            reference, basic = scores(best, task), scores(arm.basic(), task)
+            result.append(Row(task, arm, scores(arm, task), reference, basic))
+        for groups, bits in sorted({(x["groups"], x["bits"]) for x in lines if x["arm"] == "after training"}):
+            chosen = [
+                x
+                for x in lines
+                if (x["arm"], x["task"], x["groups"], x["bits"]) == ("after training", task, groups, bits)
+            ]
+            arm = Arm("after training", None, bits, best.learning_rate, groups=groups)
+            found = {x["seed"]: score(x["metrics"]) for x in chosen if x["learning_rate"] == best.learning_rate}
+            result.append(Row(task, arm, found, scores(best, task), {}))
+    return sorted((row for row in result if row.scores), key=lambda row: -row.arm.bits)
+
+
+def table(found: Iterable[Row], tasks: Sequence[str]) -> list[str]:
+    """A Markdown table: one line for each arm, its tasks side by side."""
+    arms: dict[Any, dict[str, Row]] = {}
+    for row in found:
+        key = (-row.arm.bits, row.arm.groups, row.arm.name, row.arm.learning_rate)
+        arms.setdefault(key, {})[row.task] = row
+    head = ["bits", "scales", "arm", "learning rate"]
+    for task in tasks:
+        head += [TASKS[task], "seeds", "against float", "against basic QAT"]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for (bits, groups, name, rate), by_task in arms.items():
+        cells = [str(-bits), groups if bits > -32 else "", name, f"{rate:g}"]
+        for task in tasks:
+            row = by_task.get(task)
+            if row is None:
+                cells += ["", "", "", ""]
+                continue
+            versus_basic = "" if row.arm.moq is None or row.arm == row.arm.basic() else paired(row.scores, row.basic)
+            versus_float = "" if row.scores == row.reference else paired(row.scores, row.reference)
+            cells += [spread(row.scores), str(len(row.scores)), versus_float, versus_basic]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def figure(found: Sequence[Row], tasks: Sequence[str], path: Path) -> None:
+    """Scores of each seed over bits, an arm a colour."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sheet, axes = pyplot.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.6), squeeze=False)
+    names = list(dict.fromkeys(row.arm.name for row in found if row.arm.groups == "8 blocks"))
+    for axis, task in zip(axes[0], tasks, strict=True):
+        for place, name in enumerate(names):
+            mine = [r for r in found if r.task == task and r.arm.name == name and r.arm.groups == "8 blocks"]
+            if not mine:
+                continue
+            at = [min(row.arm.bits, 10) for row in mine]
+            means = [statistics.fmean(row.scores.values()) for row in mine]
+            axis.plot(at, means, "o-", color=f"C{place}", label=name, markersize=4)
+            for x, row in zip(at, mine, strict=True):
+                axis.plot([x] * len(row.scores), list(row.scores.values()), ".", color=f"C{place}", alpha=0.3)
+        axis.set(title=TASKS[task], xlabel="bits")
+        axis.set_xticks([1, 2, 3, 4, 8, 10], ["1", "2", "3", "4", "8", "float"])
+    axes[0][0].set_ylabel("score")
+    axes[0][0].legend(fontsize=7)
+    sheet.tight_layout()
+    sheet.savefig(path, dpi=110)
+    pyplot.close(sheet)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the tables, or renew them in a page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    results = Path(__file__).parent / "results"
+    parser.add_argument("--plan", nargs="+", choices=PLANS, default=list(PLANS))
+    parser.add_argument("--input", type=Path, default=results / "glue_study.jsonl")
+    parser.add_argument("--page", type=Path, help="renew the tables between its <!-- study PLAN --> marks")
+    parser.add_argument("--figure", type=Path, help="draw the first plan")
+    args = parser.parse_args(argv)
+    lines = [json.loads(line) for line in args.input.read_text(encoding="utf-8").splitlines()]
+    for plan in args.plan:
+        found = rows(plan, lines)
+        tasks = [task for task in PLANS[plan].tasks if any(row.task == task for row in found)]
+        text = "\n".join(table(found, tasks))
+        if args.page is None:
+            print(f"{plan}\n\n{text}\n")
+        else:
+            page = args.page.read_text(encoding="utf-8")
+            marks = rf"(?s)(?<=<!-- study {plan} -->\n).*(?=<!-- end of study {plan} -->)"
+            args.page.write_text(re.sub(marks, lambda _, text=text: f"{text}\n", page), encoding="utf-8")
+        if args.figure is not None and plan == args.plan[0]:
+            figure(found, tasks, args.figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,557 @@
+"""`export_onnx`: a packed checkpoint as ONNX models with integer weights, and the proof that they answer the same."""
+
+import contextlib
+import copy
+import inspect
+import json
+import logging
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+
+from . import quantizer
+from .checkpoint import StoredLayer, stored_weights, verify_quantized
+from .config import MoQConfig, MoQError, __version__
+from .onnx_layers import (
+    FLAVOURS,
+    OPSET,
+    Flavour,
+    OnnxEmbedding,
+    OnnxInt8Linear,
+    OnnxLinear,
+    is_exact_signed,
+)
+from .quant_linear import dequantize_model, is_packed
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+logger = logging.getLogger(__name__)
+
+REPORT_NAME = "moq_export.json"
+FILE_NAMES: dict[Flavour, str] = {
+    "float": "model_float.onnx",
+    "weight-only": "model.onnx",
+    "dequantize-linear": "model_dequantize_linear.onnx",
+    "int8": "model_int8.onnx",
+}
+# One file may not have 2 GB; what comes near is loaded faster from a file that is mapped.
+EXTERNAL_DATA_ABOVE = 10**9
+TOLERANCE = 1e-4
+_KINDS = ("ForSequenceClassification", "ForTokenClassification", "Model")
+# Answered where the caller brings none: of several lengths, so that the padding is tested too.
+SENTENCES = (
+    "A quiet film that stays with you.",
+    "The plot makes no sense and the actors seem to know it.",
+    "He said that the meeting had been moved to Thursday because two of the speakers were late.",
+    "Prices rose by three percent in March.",
+    "Who wrote this?",
+    "The committee, which had met twice since the spring, could not agree on a date, a place or an agenda.",
+    "I would not call it good, but I would watch it again.",
+    "No.",
+    "Rain fell on the hills all night, and in the morning the river was over its banks.",
+    "The company said that its new engine uses a third less fuel than the one it replaces.",
+    "It was the best and the worst of their ideas.",
+    "Please send the report by noon.",
+)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How the answers of one ONNX model compare with those of the checkpoint in PyTorch.
+
+    Attributes:
+        largest_difference: Of the outputs, over all sentences and tokens that are no padding.
+        from_same_arithmetic: The same against PyTorch with the activations rounded as the int8 flavour rounds them;
+            None for other flavours.
+        agreement: Share of equal predictions; None where the model predicts no class.
+        metrics: GLUE metrics, where the data has labels.
+    """
+
+    largest_difference: float
+    from_same_arithmetic: float | None
+    agreement: float | None
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Export:
+    """What `export_onnx` wrote.
+
+    Attributes:
+        directory: Where.
+        bytes: Of each flavour's files; "float checkpoint" is what the float weights take.
+        layers: How each quantized layer lies in each flavour: "int4", "int8", "uint8", "float".
+        sentences: How many were compared.
+        checkpoint_metrics: Of the checkpoint in PyTorch.
+        proofs: By flavour.
+        activation_bits: Of the int8 flavour.
+    """
+
+    directory: Path
+    bytes: dict[str, int]
+    layers: dict[Flavour, dict[str, str]]
+    sentences: int
+    checkpoint_metrics: dict[str, float]
+    proofs: dict[Flavour, Proof]
+    activation_bits: int
+
+    def table(self) -> str:
+        """A line per flavour, for a terminal."""
+        before = self.bytes["float checkpoint"]
+        names = list(self.checkpoint_metrics)
+        rows = [("flavour", "file", "bytes", "of float", "largest difference", "agreement", *names)]
+        rows += [("checkpoint", "", "", "", "", "", *(f"{self.checkpoint_metrics[name]:.4f}" for name in names))]
+        for flavour, proof in self.proofs.items():
+            size = self.bytes[flavour]
+            agreement = "-" if proof.agreement is None else f"{proof.agreement:.4f}"
+            head = (flavour, FILE_NAMES[flavour], f"{size:,}", f"{size / before:.3f}")
+            tail = (f"{proof.metrics[name]:.4f}" for name in names)
+            rows += [(*head, f"{proof.largest_difference:.2e}", agreement, *tail)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, "", f"{self.sentences} sentences compared; {self.directory}"])
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the models are compared on.
+
+    Attributes:
+        texts: One or two texts per example.
+        labels: Class ids or scores; None if there are none.
+        task: GLUE's name, for the metric.
+    """
+
+    texts: Sequence[tuple[str, ...]]
+    labels: Sequence[float] | None = None
+    task: str | None = None
+
+
+def export_onnx(
+    directory: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    flavours: Sequence[Flavour] = ("weight-only", "int8"),
+    activation_bits: int | None = None,
+    data: Data | None = None,
+    max_length: int = 128,
+    tolerance: float = TOLERANCE,
+    external_data_above: int = EXTERNAL_DATA_ABOVE,
+) -> Export:
+    """Write a packed checkpoint as ONNX models, after proving that they answer as it does.
+
+    The folder holds a model per flavour, the model's `config.json`, its tokenizer and `moq_export.json`; plain
+    onnxruntime and `optimum.onnxruntime` load it. It appears when everything is proven, or not at all.
+
+    Args:
+        directory: What `save_quantized` wrote: a classifier of sequences or tokens, or a base model.
+        out: The folder to make. What an earlier export wrote there is replaced.
+        flavours: Some of "float", "weight-only", "dequantize-linear" and "int8".
+        activation_bits: Of the int8 flavour, 2 to 8; None is what the model was trained for, else 8.
+        data: Compared on; None: sentences of our own.
+        max_length: Tokens of an example, at most.
+        tolerance: Largest difference of the outputs that float and weight-only may have.
+        external_data_above: Bytes above which the weights lie in a file beside the model.
+
+    Returns:
+        Sizes, and the proof of each flavour.
+
+    Raises:
+        MoQError: The checkpoint is damaged or of another kind, the differences are too large, the data does not fit, or
+            onnx, onnxscript or onnxruntime are not installed.
+    """
+    _check_installed()
+    unknown = sorted(set(flavours) - set(FLAVOURS))
+    if unknown or not flavours:
+        raise MoQError(f"flavours: {', '.join(unknown) or 'none'}; legal are {', '.join(FLAVOURS)}")
+    folder, target = Path(directory), Path(out).resolve()
+    if target == folder.resolve() or target.is_file():
+        raise MoQError(f"{out} must be another folder than the checkpoint's, or a new one")
+    state = verify_quantized(folder)
+    if activation_bits is None:
+        activation_bits = _trained_bits(state.state) or 8
+    if not 2 <= activation_bits <= 8:
+        raise MoQError(f"activation_bits must be 2 to 8, got {activation_bits}")
+    model, tokenizer = load(folder)
+    batches, labels = _batches(model, tokenizer, data, max_length)
+    weights = stored_weights(folder)
+    answers = _torch_answers(model, batches)
+    proofs: dict[Flavour, Proof] = {}
+    sizes = {"float checkpoint": state.float_bytes}
+    layers: dict[Flavour, dict[str, str]] = {}
+    staging = target.parent / f".{target.name}.exporting"
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        for flavour in dict.fromkeys(flavours):
+            path = staging / FILE_NAMES[flavour]
+            prepared, stored = _prepare(model, weights, state.layers, flavour, activation_bits)
+            layers[flavour] = stored
+            _write_model(prepared, batches[0], path, stored, external_data_above)
+            sizes[flavour] = sum(file.stat().st_size for file in staging.glob(f"{path.name}*"))
+            session = make_session(path)
+            simulated = None
+            if flavour == "int8":
+                rounded = [
+                    name for name, kind in stored.items() if kind in ("int8", "uint8") and _is_linear(prepared, name)
+                ]
+                simulated = _torch_answers(model, batches, rounded, activation_bits)
+            proofs[flavour] = _prove(session, batches, answers, simulated, labels, data)
+            largest = proofs[flavour].largest_difference
+            if flavour in ("float", "weight-only") and not largest <= tolerance:
+                raise MoQError(
+                    f"the {flavour} model's outputs differ by {largest:.3g} from the checkpoint's, more than the "
+                    f"tolerance of {tolerance:g}: nothing is written to {out}"
+                )
+        metrics = _metrics([answer for answer in answers], labels, data)
+        export = Export(
+            Path(out), sizes, layers, sum(len(b["input_ids"]) for b in batches), metrics, proofs, activation_bits
+        )
+        _write_rest(staging, model, tokenizer, export, tolerance)
+        _publish(staging, target)
+    except OSError as error:
+        raise MoQError(f"cannot write the export to {target}: {error}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return export
+
+
+def load(directory: Path) -> tuple[Any, Any]:
+    """The model of a packed checkpoint with float weights on their grid, in eval mode, and its tokenizer.
+
+    Raises:
+        MoQError: It is of a kind that is not exported, or has no tokenizer.
+    """
+    config = transformers.AutoConfig.from_pretrained(directory)
+    name = (config.architectures or ["none"])[0]
+    architecture = getattr(transformers, name, None)
+    if architecture is None or not name.endswith(_KINDS):
+        raise MoQError(
+            f"{directory}: {name} is not exported; classifiers of sequences and tokens and base models are "
+            "(ForSequenceClassification, ForTokenClassification, Model)"
+        )
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError, KeyError) as error:
+        raise MoQError(
+            f"{directory} has no tokenizer, which the comparison on sentences needs: save it there with "
+            f"tokenizer.save_pretrained ({error})"
+        ) from None
+    model = architecture.from_pretrained(directory, attn_implementation="eager", dtype="auto")
+    if is_packed(model):
+        dequantize_model(model)
+    model.config.use_cache = False
+    return model.float().eval(), tokenizer
+
+
+def make_session(path: str | os.PathLike[str], threads: int = 0) -> "onnxruntime.InferenceSession":
+    """An onnxruntime session on the CPU; DequantizeLinear of weights is folded, so that it computes what it says."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+
+
+def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
+    """Rows of JSON lines: one or two texts under any names, in their order, and `label`, a class id or a score.
+
+    Args:
+        path: The file.
+        task: GLUE's name, which chooses the metric.
+
+    Raises:
+        MoQError: No such file, or a row that is no such row; names the line.
+    """
+    if task is not None and task not in _TASKS:
+        raise MoQError(f"task {task!r} is none of GLUE's: {', '.join(_TASKS)}")
+    texts, labels = [], []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise MoQError(f"cannot read {os.fspath(path)}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            text = tuple(value for name, value in row.items() if isinstance(value, str) and name != "label")
+            label = row.get("label")
+        except (ValueError, AttributeError):
+            text, label = (), None
+        if not 1 <= len(text) <= 2 or (label is not None and not isinstance(label, (int, float))):
+            raise MoQError(
+                f'{os.fspath(path)}, line {number}: must be a JSON object with one or two texts and a number "label"'
+            )
+        texts.append(text)
+        labels.append(label)
+    if not texts:
+        raise MoQError(f"{os.fspath(path)} holds no rows")
+    if len({len(text) for text in texts}) > 1 or len({label is None for label in labels}) > 1:
+        raise MoQError(f"{os.fspath(path)}: all rows must have as many texts, and all a label or none")
+    return Data(texts, None if labels[0] is None else cast(list[float], labels), task)
+
+
+# From the checkpoint to a graph.
+
+
+def _prepare(
+    model: Any,
+    weights: Mapping[str, quantizer.Quantized],
+    layers: Mapping[str, StoredLayer],
+    flavour: Flavour,
+    activation_bits: int,
+) -> tuple[Any, dict[str, str]]:
+    """A copy of the model with layers that emit integers, and what each becomes in the file."""
+    # Floats that integers take the place of are not worth copying.
+    prepared = copy.deepcopy(model, {id(model.get_submodule(name).weight): None for name in weights})
+    if flavour == "float":
+        return copy.deepcopy(model), {}
+    stored = dict.fromkeys(layers, "float")
+    for name, weight in weights.items():
+        module, bits = model.get_submodule(name), layers[name].bits
+        if isinstance(module, nn.Embedding):
+            stand_in: nn.Module = OnnxEmbedding(weight, bits)
+            stored[name] = "int4" if cast(OnnxEmbedding, stand_in).halved else "int8"
+        elif flavour == "int8" and weight.scale.shape[1] == 1:
+            stand_in = OnnxInt8Linear(weight, module.bias, activation_bits)
+            stored[name] = "int8" if is_exact_signed(weight.codes, activation_bits) else "uint8"
+        else:
+            stand_in = OnnxLinear(weight, module.bias, flavour != "dequantize-linear")
+            stored[name] = "int4" if bits <= 4 else "int8"
+        prepared.set_submodule(name, stand_in)
+    return prepared.eval(), stored
+
+
+def _is_linear(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_submodule(name), OnnxInt8Linear)
+
+
+def _write_model(
+    model: Any, example: Mapping[str, Tensor], path: Path, stored: Mapping[str, str], external_above: int
+) -> None:
+    import onnx_ir as ir
+
+    inputs = {name: tensor[:2, :16].contiguous() for name, tensor in example.items()}
+    axes = {name: {0: "batch", 1: "sequence"} for name in inputs}
+    with torch.no_grad(), _quiet():
+        outputs = list(model(**inputs))
+        program = torch.onnx.export(
+            model,
+            (),
+            kwargs=inputs,
+            dynamic_shapes=axes,
+            input_names=list(inputs),
+            output_names=outputs,
+            opset_version=OPSET,
+            dynamo=True,
+            verbose=False,
+        )
+    graph = cast(Any, program).model.graph
+    for name, kind in stored.items():
+        if kind == "int4" and isinstance(model.get_submodule(name), OnnxLinear):
+            parts = ("codes",) if model.get_submodule(name).folded else ("codes", "zero_point")
+            for value in (graph.initializers.get(f"{name}.{part}") for part in parts):
+                if value is not None:
+                    _narrow(value)
+    size = sum(value.const_value.nbytes for value in graph.initializers.values())
+    beside = f"{path.name}.data" if size > external_above else None
+    ir.save(cast(Any, program).model, path, external_data=beside)
+
+
+def _narrow(value: Any) -> None:
+    """Make an int8 initializer one of INT4, two to a byte."""
+    import ml_dtypes
+    import onnx_ir as ir
+
+    codes = value.const_value.numpy().astype(ml_dtypes.int4)
+    value.const_value = ir.Tensor(codes, dtype=ir.DataType.INT4, name=value.name)
+    value.type = ir.TensorType(ir.DataType.INT4)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter warns of what it decides by itself, and reports its progress."""
+    level = logging.getLogger("torch.onnx").level
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.getLogger("torch.onnx").setLevel(level)
+
+
+# The proof.
+
+
+def _batches(
+    model: Any, tokenizer: Any, data: Data | None, max_length: int
+) -> tuple[list[dict[str, Tensor]], Sequence[float] | None]:
+    texts = [(text,) for text in SENTENCES] if data is None else data.texts
+    accepted = inspect.signature(type(model).forward).parameters
+    limit = min(max_length, getattr(model.config, "max_position_embeddings", max_length))
+    batches = []
+    for start in range(0, len(texts), 16):
+        columns = [list(column) for column in zip(*texts[start : start + 16], strict=True)]
+        encoded = tokenizer(*columns, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+        batches.append({name: encoded[name] for name in tokenizer.model_input_names if name in accepted})
+    first = batches[0]["input_ids"]
+    if first.shape[0] < 2 or first.shape[1] < 2:
+        raise MoQError("the comparison needs at least two sentences")
+    return batches, None if data is None else data.labels
+
+
+def _torch_answers(
+    model: Any, batches: Sequence[Mapping[str, Tensor]], rounded: Sequence[str] = (), bits: int = 8
+) -> list[Tensor]:
+    """The first output for each batch; with the inputs of the layers `rounded` as the int8 flavour has them."""
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda module, args: (quantizer.fake_quantize_tokens(args[0], bits), *args[1:])
+        )
+        for name in rounded
+    ]
+    try:
+        with torch.inference_mode():
+            return [model(**batch)[0] for batch in batches]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _prove(
+    session: "onnxruntime.InferenceSession",
+    batches: Sequence[Mapping[str, Tensor]],
+    answers: Sequence[Tensor],
+    simulated: Sequence[Tensor] | None,
+    labels: Sequence[float] | None,
+    data: Data | None,
+) -> Proof:
+    found = [torch.from_numpy(session.run(None, {k: v.numpy() for k, v in batch.items()})[0]) for batch in batches]
+    kept = [batch["attention_mask"].bool() for batch in batches]
+    classes = answers[0].shape[-1]
+    predicts = session.get_outputs()[0].name == "logits" and classes > 1
+
+    def rows(outputs: Sequence[Tensor]) -> Tensor:
+        flat = [o[mask] if o.dim() == 3 else o for o, mask in zip(outputs, kept, strict=True)]
+        return torch.cat([o.reshape(-1, classes) for o in flat])
+
+    one, other = rows(found), rows(answers)
+    agreement = float((one.argmax(-1) == other.argmax(-1)).double().mean()) if predicts else None
+    return Proof(
+        largest_difference=_largest(one, other),
+        from_same_arithmetic=None if simulated is None else _largest(one, rows(simulated)),
+        agreement=agreement,
+        metrics=_metrics(found, labels, data),
+    )
+
+
+def _largest(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+_TASKS = {
+    "cola": ("matthews_correlation",),
+    "mnli": ("accuracy",),
+    "mrpc": ("accuracy", "f1"),
+    "qnli": ("accuracy",),
+    "qqp": ("accuracy", "f1"),
+    "rte": ("accuracy",),
+    "sst2": ("accuracy",),
+    "stsb": ("pearson", "spearmanr"),
+    "wnli": ("accuracy",),
+}
+
+
+def _metrics(outputs: Sequence[Tensor], labels: Sequence[float] | None, data: Data | None) -> dict[str, float]:
+    if labels is None or outputs[0].dim() != 2:
+        return {}
+    from scipy.stats import pearsonr, spearmanr
+    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+    logits = torch.cat(list(outputs)).numpy()
+    single = logits.shape[1] == 1
+    task = data.task if data is not None else None
+    wanted = _TASKS[task] if task is not None else _TASKS["stsb" if single else "sst2"]
+    if single != (wanted[0] == "pearson"):
+        raise MoQError(f"the task {task} does not fit a model with {logits.shape[1]} outputs")
+    predicted = logits[:, 0] if single else logits.argmax(1)
+    functions: dict[str, Any] = {
+        "accuracy": lambda: accuracy_score(labels, predicted),
+        "f1": lambda: f1_score(labels, predicted),
+        "matthews_correlation": lambda: matthews_corrcoef(labels, predicted),
+        "pearson": lambda: pearsonr(labels, predicted)[0],
+        "spearmanr": lambda: spearmanr(labels, predicted)[0],
+    }
+    return {name: float(functions[name]()) for name in wanted}
+
+
+# What lies beside the models.
+
+
+def _trained_bits(state: Mapping[str, Any]) -> int | None:
+    config = state.get("config")
+    activation = None if config is None else MoQConfig.from_dict(config).activation
+    return activation.bits if activation is not None and activation.enabled else None
+
+
+def _write_rest(folder: Path, model: Any, tokenizer: Any, export: Export, tolerance: float) -> None:
+    import onnx
+    import onnxruntime
+
+    config = copy.deepcopy(model.config)
+    for name in ("quantization_config", "_attn_implementation_internal"):
+        config.__dict__.pop(name, None)
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    versions = {
+        "moq_hf": __version__,
+        "torch": str(torch.__version__),
+        "onnx": onnx.__version__,
+        "onnxruntime": onnxruntime.__version__,
+    }
+    document = {
+        "opset": OPSET,
+        "activation_bits": export.activation_bits,
+        "tolerance": tolerance,
+        "sentences": export.sentences,
+        "bytes": export.bytes,
+        "checkpoint_metrics": export.checkpoint_metrics,
+        "proofs": {flavour: asdict(proof) for flavour, proof in export.proofs.items()},
+        "layers": export.layers,
+        "versions": versions,
+    }
+    (folder / REPORT_NAME).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _publish(staging: Path, target: Path) -> None:
+    if not target.exists():
+        staging.rename(target)
+        return
+    for name in FILE_NAMES.values():
+        for old in target.glob(f"{name}*"):
+            old.unlink()
+    for path in staging.iterdir():
+        path.replace(target / path.name)
+
+
+def _check_installed() -> None:
+    try:
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise MoQError(f"{error.name} is not installed: pip install 'moq_hf[onnx]'") from None

@@ -1,0 +1,130 @@
+"""What several training processes need: whole tensors from their shards, and the certainty that all ranks agree."""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .config import MoQError
+
+# What torch's CheckpointWrapper calls its module.
+_WRAPPED = "_checkpoint_wrapped_module"
+
+
+def is_distributed() -> bool:
+    """Whether this process trains with others."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether the tensor is a DTensor: each process holds a part, as FSDP2 leaves parameters between passes."""
+    return hasattr(tensor, "device_mesh")
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As `model.named_modules()`, by the names in the state dict: without those of activation checkpointing's wrappers.
+
+    FSDP's `activation_checkpointing` puts one around each block, which hands attributes through; it has the same name.
+    """
+    for name, module in model.named_modules():
+        yield f"{name}.".replace(f"{_WRAPPED}.", "")[:-1], module
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """As `model.named_parameters(remove_duplicate=False)`, with the names of `named_modules`."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name.replace(f"{_WRAPPED}.", ""), parameter
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor, without a graph; a sharded one gathered, which every process of its mesh must ask for."""
+    tensor = tensor.detach()
+    if not is_sharded(tensor):
+        return tensor
+    shards = cast(Any, tensor)
+    # Parameters that are offloaded to the CPU are gathered, and used, on the mesh's device.
+    return cast(Tensor, shards.to(shards.device_mesh.device_type).full_tensor())
+
+
+def copy_whole(target: Tensor, source: Tensor) -> None:
+    """Write a whole tensor, the same in every process, into one that may be sharded."""
+    if is_sharded(target):
+        from torch.distributed.tensor import distribute_tensor
+
+        shards = cast(Any, target)
+        source = distribute_tensor(source, shards.device_mesh, shards.placements, src_data_rank=None)
+    target.copy_(source)
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
+    """The state dict of a model with sharded parameters, gathered on the CPU; None for any other model.
+
+    Every process must ask for it; all get it.
+    """
+    if not any(map(is_sharded, model.parameters())):
+        return None
+    gathered: dict[int, Tensor] = {}
+    names = model.state_dict(keep_vars=True)
+    for value in names.values():
+        # Names that share a parameter go on sharing it.
+        if id(value) not in gathered:
+            gathered[id(value)] = whole(value).cpu()
+    return {name: gathered[id(value)] for name, value in names.items()}
+
+
+def check_supported(model: nn.Module) -> None:
+    """Refuse a model whose weights are spread over processes in a way that leaves none to quantize.
+
+    Raises:
+        MoQError: DeepSpeed ZeRO-3, FSDP1 or tensor parallelism; says what works instead.
+    """
+    instead = "DDP, FSDP2 and DeepSpeed ZeRO-1 and 2 work"
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise MoQError(f"DeepSpeed ZeRO-3 partitions the weights that are to be quantized; {instead}")
+    names = {name for module in model.modules() for name in (cls.__name__ for cls in type(module).__mro__)}
+    if "FullyShardedDataParallel" in names:
+        raise MoQError(f"FSDP1 flattens the weights that are to be quantized (fsdp_config: version 1); {instead}")
+    sharded = [parameter for parameter in model.parameters() if is_sharded(parameter)]
+    twice = any(sum(p.is_shard() for p in cast(Any, parameter).placements) > 1 for parameter in sharded)
+    if sharded and (twice or "FSDPModule" not in names):
+        raise MoQError(f"tensor-parallel weights cannot be quantized; {instead}")
+
+
+def agree(number: int, device: torch.device, state: Any) -> None:
+    """Stop in every process unless all of them call with the same number; one small message.
+
+    Args:
+        number: A checksum of what must be the same, 0 to 2^32 - 1.
+        device: Where the model is: the backend of a GPU has no messages for the CPU.
+        state: What the number stands for, to be shown for two ranks that differ.
+
+    Raises:
+        MoQError: The numbers differ.
+    """
+    if not is_distributed():
+        return
+    extremes = torch.tensor([number, -number], device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    high, low = extremes.tolist()
+    if high == -low:
+        return
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, state)
+    first, other = states[0], next((s for s in enumerate(states) if s[1] != states[0]), (0, states[0]))
+    raise MoQError(f"the processes disagree: rank 0 has {first}, rank {other[0]} has {other[1]}")
+
+
+def mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """The mean over the ranks of what is finite, the same on each of them; NaN where nothing is."""
+    if not is_distributed():
+        return values
+    own = torch.tensor(values)
+    finite = own.isfinite()
+    sums = torch.stack([own.where(finite, torch.zeros(())), finite.float()]).to(device)
+    dist.all_reduce(sums)
+    dist.broadcast(sums, 0)
+    total, count = sums.cpu()
+    means: list[float] = (total / count).tolist()
+    return means

@@ -1,0 +1,233 @@
+"""Trains tiny models in one process or in many: `torchrun --nproc-per-node 2 tests/launched.py OUT KIND CASE...`.
+
+KIND is ddp, fsdp2 (by the Trainer's own arguments), hand (a loop of one's own around `fully_shard`), zero1, zero2 or
+zero3. Rank 0 writes OUT/KIND-CASE.pt: the float weights, the bits, every switch and the losses. One launch serves many
+cases, since starting the processes takes most of the time.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, TrainingArguments, set_seed
+
+from moq_hf import MoQTrainer, QuantLinear
+from moq_hf.controller import MoQController
+from moq_hf.processes import whole_state_dict
+from moq_hf.quant_linear import quant_layers
+
+STEPS, GLOBAL_BATCH = 14, 8
+BASE: dict[str, Any] = {
+    "quantize_bits": {"start_bits": 6, "target_bits": 3},
+    # Of 18 and of 33 rows: two processes hold 9 and 9, 17 and 16 of them, so groups lie across the border.
+    "quantize_groups": 3,
+    "quantize_schedule": {"quantize_period": 2, "schedule_offset": 2},
+    "quantize_algo": {"scale_refresh": 3},
+}
+STOCHASTIC = {**BASE, "quantize_algo": {"scale_refresh": 3, "rounding": "stochastic"}}
+EIGENVALUE = {"enabled": True, "layer_name": "bert.encoder.layer", "num_samples": GLOBAL_BATCH, "max_overhead": 1.0}
+ACCUMULATE = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": GLOBAL_BATCH // 2}
+# Name to MoQ config and training arguments.
+CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    "float": (None, {}),
+    "nearest": (BASE, {}),
+    "stochastic": (STOCHASTIC, {}),
+    "asymmetric": ({**BASE, "quantize_type": "asymmetric"}, {}),
+    "one_group": ({**BASE, "quantize_groups": 1}, {}),
+    "per_channel": ({**BASE, "quantize_groups": "per_channel"}, {}),
+    "ternary": ({**BASE, "quantize_bits": {"start_bits": 4, "target_bits": 2}}, {}),
+    "blend": ({**BASE, "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.3}}, {}),
+    "embeddings": ({**BASE, "quantize_embeddings": 8}, {}),
+    "accumulate": (STOCHASTIC, ACCUMULATE),
+    "checkpointing": (STOCHASTIC, {"activation_checkpointing": True}),
+    "adamw": (BASE, {"optim": "adamw_torch", "learning_rate": 2e-3, "adam_epsilon": 1e-4}),
+    "adamw_stochastic": (STOCHASTIC, {"optim": "adamw_torch_fused", "learning_rate": 2e-3}),
+    "float_bf16": (None, {"bf16": True}),
+    "bf16": (BASE, {"bf16": True}),
+    "eigenvalues": ({**BASE, "eigenvalue": EIGENVALUE}, {}),
+    "eigenvalues_stochastic": ({**STOCHASTIC, "eigenvalue": EIGENVALUE}, {}),
+}
+
+
+class OnCpu(MoQTrainer):
+    """Accelerate obeys `fsdp` on GPUs only. This makes it take gloo's processes for such."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp and self.accelerator.device.type == "cpu":
+            state = self.accelerator.state
+            PartialState._shared_state["distributed_type"] = state.distributed_type = DistributedType.FSDP
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            if state.mixed_precision != "no":
+                state.fsdp_plugin.set_mixed_precision(state.mixed_precision)
+            self.is_fsdp_enabled = True
+
+
+class Stop(TrainerCallback):
+    """Ends training early, as a killed run would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+def new_model() -> BertForSequenceClassification:
+    set_seed(7)
+    config = BertConfig(
+        vocab_size=60,
+        hidden_size=18,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=33,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = BertForSequenceClassification(config)
+    with torch.no_grad():
+        # Blocks of clearly different curvature.
+        for index, scale in enumerate((3.0, 1.5, 0.5)):
+            model.bert.encoder.layer[index].output.dense.weight.mul_(scale)
+            model.bert.encoder.layer[index].intermediate.dense.weight.mul_(2 * scale)
+    return model
+
+
+def rows(count: int = 64) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, 60, (count, 10), generator=generator)
+    return [{"input_ids": row, "labels": int(row[0] > 30)} for row in ids]
+
+
+def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more: Any) -> OnCpu:
+    """A Trainer that takes the same global batch in any number of processes."""
+    config, settings = CASES[case]
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    settings = {"per_device_train_batch_size": GLOBAL_BATCH, "optim": "sgd", "learning_rate": 0.05, **settings, **more}
+    settings["per_device_train_batch_size"] //= world
+    if kind == "fsdp2":
+        checkpointing = settings.pop("activation_checkpointing", False)
+        settings["fsdp"] = True
+        settings["fsdp_config"] = {
+            "transformer_layer_cls_to_wrap": ["BertLayer"],
+            "activation_checkpointing": checkpointing,
+        }
+    if kind.startswith("zero"):
+        settings["deepspeed"] = {
+            "zero_optimization": {"stage": int(kind[-1])},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+        }
+    arguments = TrainingArguments(
+        str(folder), max_steps=STEPS, logging_steps=1, save_strategy=settings.pop("save_strategy", "no"),
+        report_to="none", use_cpu=True, disable_tqdm=True, seed=3, **settings,
+    )  # fmt: skip
+    return OnCpu(new_model(), arguments, train_dataset=rows(), moq_config=config, callbacks=list(callbacks))
+
+
+def by_hand(folder: Path, case: str) -> dict[str, Any]:
+    """A loop without a Trainer; in many processes every layer's shards by `fully_shard`."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, config = new_model(), CASES[case][0]
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if world > 1:
+        for block in model.bert.encoder.layer:
+            fully_shard(block.attention.self.query)
+            fully_shard(block)
+        fully_shard(model)
+    assert config is not None
+    from moq_hf import MoQConfig
+
+    controller = MoQController(model, MoQConfig.from_dict(config), STEPS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data, losses = rows(), []
+    for step in range(STEPS):
+        batch = [data[(GLOBAL_BATCH * step + i) % len(data)] for i in range(rank, GLOBAL_BATCH, world)]
+        inputs = {"input_ids": torch.stack([r["input_ids"] for r in batch])}
+        loss = model.train()(**inputs, labels=torch.tensor([r["labels"] for r in batch])).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.check_ranks()
+        controller.step()
+        mean = loss.detach() / world
+        if world > 1:
+            dist.all_reduce(mean)
+        losses.append(float(mean))
+    return {"model": model, "controller": controller, "losses": losses}
+
+
+def outcome(made: dict[str, Any]) -> dict[str, Any]:
+    """What two runs are compared by."""
+    model, controller = made["model"], made["controller"]
+    floats = whole_state_dict(model) or {name: value.detach().clone() for name, value in model.state_dict().items()}
+    layers = quant_layers(model)
+    return {
+        "weights": floats,
+        "bits": {name: layer.moq.bits for name, layer in layers.items()},
+        "quantized": {name: layer.quantized_weight().detach().clone() for name, layer in layers.items()},
+        "history": None if controller is None else json.loads(json.dumps(controller.history)),
+        "losses": made["losses"],
+        "eigenvalues": getattr(getattr(controller, "sensitivity", None), "eigenvalues", None),
+    }
+
+
+def run(folder: Path, kind: str, case: str) -> dict[str, Any]:
+    """One case from beginning to end."""
+    if kind == "hand":
+        return outcome(by_hand(folder, case))
+    trainer = trainer_for(folder / f"{kind}-{case}", kind, case)
+    trainer.train()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    controller = None if trainer.moq is None else trainer.moq.controller
+    found = outcome({"model": model, "controller": controller, "losses": losses})
+    if case == "nearest":
+        trainer.save_model(str(folder / f"{kind}-packed"))
+    return found
+
+
+def resumed(folder: Path, kind: str, case: str) -> bool:
+    """Whether a run that was stopped and resumed ends with the weights of one that was not, bit for bit."""
+    settings = {"save_strategy": "steps", "save_steps": 5}
+    whole = trainer_for(folder / f"{kind}-whole", kind, case, **settings)
+    whole.train()
+    expected = outcome({"model": whole.model, "controller": whole.moq.controller, "losses": []})
+    part = trainer_for(folder / f"{kind}-part", kind, case, [Stop(7)], **settings)
+    part.train()
+    again = trainer_for(folder / f"{kind}-part", kind, case, **settings)
+    again.train(resume_from_checkpoint=True)
+    found = outcome({"model": again.model, "controller": again.moq.controller, "losses": []})
+    equal = all(torch.equal(found["weights"][name], value) for name, value in expected["weights"].items())
+    return equal and found["bits"] == expected["bits"] and found["history"] == expected["history"]
+
+
+def main() -> None:
+    """Run the cases that the command line names."""
+    torch.set_num_threads(1)
+    folder, kind, cases = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    if kind == "hand":
+        dist.init_process_group("gloo")
+    for case in cases:
+        name = case.removeprefix("resume:")
+        found: Any = run(folder, kind, name) if name == case else resumed(folder, kind, name)
+        if dist.get_rank() == 0:
+            torch.save(found, folder / f"{kind}-{case.replace(':', '-')}.pt")
+    assert QuantLinear
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

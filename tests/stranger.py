@@ -1,0 +1,50 @@
+"""A process that has transformers and compressed-tensors, and no moq_hf: it loads what it is told to and computes.
+
+Run as a program it reads a line of JSON for each model, with its folder and class and a file of inputs and expected
+outputs, and answers with a line of JSON.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+
+def outputs_of(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Every tensor that the model gives for a batch."""
+    model.eval()
+    with torch.no_grad():
+        return [value for value in model(**inputs).to_tuple() if torch.is_tensor(value)]
+
+
+def tied_weights(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has more than one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return sorted(sorted(group) for group in names.values() if len(group) > 1)
+
+
+def answer(folder: str, model: str, tensors: str) -> dict[str, Any]:
+    """What a user of transformers sees who loads the model with `from_pretrained`."""
+    loaded = getattr(transformers, model).from_pretrained(folder)
+    inputs, expected = torch.load(tensors)
+    found = outputs_of(loaded, inputs)
+    equal = [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
+    return {"equal": bool(equal) and all(equal), "tied": tied_weights(loaded)}
+
+
+if __name__ == "__main__":
+    # None makes every import of it fail.
+    sys.modules["moq_hf"] = None  # type: ignore[assignment]
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        try:
+            reply = answer(**json.loads(line))
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), flush=True)

@@ -1,0 +1,111 @@
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_glue
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+sys.path.insert(0, str(tiny_glue.ROOT / "benchmarks"))
+
+import glue_study
+import report_study
+from glue_study import FLOAT, Plan, Run, qat, ramp
+
+TAUGHT = {"distillation": {"teacher": 5e-5}}
+PLAN = Plan((FLOAT, qat(2), ramp(3, 2, 0.8), ramp(3, 2, 0.8, "taught", TAUGHT)), ("sst2", "cola"), (1, 2))
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command line of the study of a tiny model, its output in `lines.jsonl`."""
+    monkeypatch.setattr(glue_study, "PLANS", {"small": PLAN})
+    monkeypatch.setattr(report_study, "PLANS", {"small": PLAN})
+    model = tiny_glue.make_model(tmp_path / "model")
+    config = AutoConfig.from_pretrained(model, hidden_size=64, intermediate_size=64)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(model)
+    for split, count in (("train", 160), ("validation", 24)):
+        (tmp_path / "glue" / "sst2").mkdir(parents=True, exist_ok=True)
+        tiny_glue.write_rows(tmp_path / "glue" / "sst2" / f"{split}.jsonl", tiny_glue.make_rows("sst2", count))
+    places = {"data_dir": "glue", "model_dir": "models", "output": "lines.jsonl", "model_name_or_path": "model"}
+    return ["--plan", "small", "--tasks", "sst2", *(f"--{name}={tmp_path / place}" for name, place in places.items())]
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "lines.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_study_runs_resumes_and_is_reported(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    glue_study.main([*words, "--seeds", "1"])
+    lines = lines_of(tmp_path)
+    after = [(line["bits"], line["groups"]) for line in lines if line["arm"] == "after training"]
+    assert len(after) == len(set(after)) == 12
+    trained = {line["arm"]: line for line in lines if line["arm"] != "after training"}
+    assert trained.keys() == {"float", "basic QAT", "MoQ 3 by 0.8", "taught"}
+    assert {line["steps"] for line in trained.values()} == {5}
+    assert [trained[name]["last_drop"] for name in trained if "float" not in name] == [None, 4, 4]
+    assert [line["mean_bits"] for line in trained.values()] == [32.0, 2.0, 2.0, 2.0]
+    assert trained["basic QAT"]["train_loss"] != trained["MoQ 3 by 0.8"]["train_loss"]
+
+    # Of a line that is lost only its run is done again, with the same outcome.
+    kept = [line for line in lines if line["arm"] != "MoQ 3 by 0.8"]
+    (tmp_path / "lines.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in kept), encoding="utf-8")
+    capsys.readouterr()
+    glue_study.main([*words, "--seeds", "1", "--list"])
+    assert capsys.readouterr().out.splitlines() == ["sst2 1 MoQ 3 by 0.8 2 8 blocks 5e-05"]
+    glue_study.main([*words, "--seeds", "1"])
+    again = lines_of(tmp_path)
+    assert len(again) == len(lines)
+    timed = ("seconds", "cpu_seconds")
+    assert [v for k, v in again[-1].items() if k not in timed] == [
+        v for k, v in trained["MoQ 3 by 0.8"].items() if k not in timed
+    ]
+
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- study small -->\nold\n<!-- end of study small -->\nafter\n", encoding="utf-8")
+    report_study.main(
+        ["--plan", "small", f"--input={tmp_path / 'lines.jsonl'}", f"--page={page}", f"--figure={tmp_path / 'f.png'}"]
+    )
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert text.count("after training") == 12
+    assert (tmp_path / "f.png").stat().st_size > 1000
+
+
+def test_an_arm_meets_the_basic_qat_that_is_like_it() -> None:
+    arm = ramp(8, 2, 0.3, "taught", TAUGHT, learning_rate=2e-4, groups="groups of 64", warm=1e-4)
+    assert arm.basic() == qat(2, moq=TAUGHT, learning_rate=2e-4, groups="groups of 64", warm=1e-4)
+    assert qat(2).basic() == qat(2)
+    assert FLOAT.basic() is None
+    blended = qat(2, "blend", {"fp16_mixed_quantize": {"enabled": True}})
+    assert blended.basic() == qat(2)
+    assert Run(blended, "sst2", 1).key() != Run(qat(2), "sst2", 1).key()
+    # The names of arms do not make other runs of them.
+    assert Run(qat(2, "x"), "sst2", 1).key() == Run(qat(2), "sst2", 1).key()
+
+
+def test_differences_are_paired() -> None:
+    ours, theirs = {1: 80.0, 2: 70.0, 3: 60.0, 4: 1.0}, {1: 79.0, 2: 68.0, 3: 57.0}
+    # Differences 1, 2, 3: mean 2, standard error 1 / sqrt 3, and Student's t of 2 degrees of freedom is 4.303.
+    assert report_study.paired(ours, theirs) == "+2.0 ± 2.5"
+    assert report_study.paired({1: 80.0}, theirs) == "+1.0"
+    assert report_study.paired({9: 80.0}, theirs) == "-"
+    assert report_study.score({"accuracy": 0.7, "f1": 0.8, "loss": 1.0}) == pytest.approx(75.0)
+    assert report_study.score({"matthews_correlation": 0.3, "loss": 1.0}) == pytest.approx(30.0)
+
+
+def test_every_plan_is_sound() -> None:
+    for plan in glue_study.PLANS.values():
+        keys = [Run(arm, task, 1).key() for arm in plan.arms for task in plan.tasks]
+        assert len(set(keys)) == len(keys)
+        from moq_hf import MoQConfig
+
+        for arm in plan.arms:
+            if arm.moq is not None:
+                config = dict(arm.config() or {})
+                if "distillation" in config:
+                    config["distillation"] = {**config["distillation"], "teacher": "folder"}
+                assert MoQConfig.from_dict(config).target_bits == arm.bits
