@@ -61,6 +61,10 @@ LEGAL: dict[str, list[Any]] = {
     "eigenvalue.gas_boundary_resolution": WHOLE, "eigenvalue.layer_name": [None, "layer", "layer.0", "é"],
     "eigenvalue.layer_num": [None, 0, *WHOLE], "eigenvalue.method": ["lanczos", "power"],
     "eigenvalue.max_overhead": SHARES, "eigenvalue.num_samples": WHOLE, "eigenvalue.finite_difference": [True, False],
+    "distillation.teacher": [None, None, "nobody/nothing", "é", "\x00"], "distillation.logits": [0, *SHARES, 1e299],
+    "distillation.hidden": [0, *SHARES, 1e299], "distillation.labels": [0, *SHARES],
+    "activation_quantization.enabled": [True, False], "activation_quantization.bits": [2, 8],
+    "activation_quantization.start_step": [0, *WHOLE],
     "modules_to_not_convert": [None, [], ["classifier"], ["layer.*"], ["*"], ["[", "]"], ["\ud800"]],
     "quantize_embeddings": [None, 2, 8], "seed": [0, 2**63 - 1],
 }  # fmt: skip
