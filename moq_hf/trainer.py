@@ -201,7 +201,9 @@ class MoQTrainer(Trainer):
         moq = self._live_moq()
         if moq is not None:
             moq.in_moq_trainer = True
-        elif isinstance(self.state.stateful_callbacks, dict) and "MoQCallback" in self.state.stateful_callbacks:
+            return
+        entry = cast(dict[str, Any], self.state.stateful_callbacks).get(MoQCallback.__name__)
+        if entry and entry["attributes"]["saved"]:
             logger.warning("moq_hf: the checkpoint was made with MoQ; without moq_config the run goes on in float")
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:

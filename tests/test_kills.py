@@ -18,13 +18,13 @@ RESULTS = ROOT / "benchmarks" / "results" / "kills.jsonl"
 
 @pytest.mark.parametrize("seeds", [range(5), pytest.param(range(50), marks=[LONG, pytest.mark.slow])], ids=len)
 def test_a_killed_run_ends_as_if_nothing_had_happened(seeds: range, tmp_path: Path) -> None:
-    expected: dict[tuple[str, str], dict[str, str]] = {}
+    expected: dict[tuple[bool, str], dict[str, str]] = {}
     lines = [kills.kill_and_resume(kills.Case.draw(seed), tmp_path, expected) for seed in seeds]
     for line in lines:
         print(json.dumps(line))
     assert [line["seed"] for line in lines if not line["equal"]] == []
     assert {line["trainer"] for line in lines} == set(kills.TRAINERS)
-    # The digests can tell runs apart.
+    # The digests can tell configs apart.
     assert len({result["weights"] for result in expected.values()}) == len(expected) > 1
 
 

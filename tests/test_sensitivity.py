@@ -515,14 +515,17 @@ def test_an_interrupted_run_does_not_disturb_the_next(tmp_path: Path) -> None:
     trainer.model.train()(input_ids=torch.ones(1, 4, dtype=torch.long))
 
 
-def test_only_what_counts_must_be_the_same_in_a_resumed_run(tmp_path: Path) -> None:
-    settings = {"save_strategy": "steps", "save_steps": 3}
-    moq(tmp_path, EIGEN, callbacks=[Stop(3)], **settings).train()
-    louder = {**EIGEN, "eigenvalue": {**EIGEN["eigenvalue"], "verbose": True}}
-    trained(moq(tmp_path, louder, **settings)).train(resume_from_checkpoint=True)
-    other = {**EIGEN, "eigenvalue": {**EIGEN["eigenvalue"], "num_samples": 7}}
-    with pytest.raises(MoQError, match=r"config: eigenvalue.num_samples was 12, is 7\. Resume"):
-        moq(tmp_path, other, **settings).train(resume_from_checkpoint=True)
+def test_a_resumed_run_may_measure_otherwise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """How many examples to take is asked at the first measurement, here after step 4; 0 is to ask again at the next."""
+    settings = {"save_strategy": "steps", "save_steps": 5}
+    moq(tmp_path, EIGEN, callbacks=[Stop(5)], **settings).train()
+    checkpoint = str(tmp_path / "checkpoint-5")
+    for change, asked, told in [({"verbose": True}, 8, ""), ({"num_samples": 4}, 0, "eigenvalue.num_samples: 12 -> 4")]:
+        caplog.clear()
+        trainer = moq(tmp_path, {**EIGEN, "eigenvalue": {**EIGEN["eigenvalue"], **change}})
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert ("goes on with another MoQ config" in caplog.text) == bool(told) and told in caplog.text
+        assert trainer.moq.controller.sensitivity.state_dict()["rows"] == asked  # type: ignore[union-attr]
 
 
 def test_a_given_loss_is_not_lost_in_silence(tmp_path: Path) -> None:

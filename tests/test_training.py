@@ -426,15 +426,6 @@ def test_wrong_use_is_told(act: Any, text: str, tmp_path: Path) -> None:
         act(tmp_path)
 
 
-def test_resuming_with_another_config_is_told_and_with_another_verbosity_is_not(tmp_path: Path) -> None:
-    settings = {"save_strategy": "steps", "save_steps": 5}
-    moq(tmp_path, callbacks=[Stop(5)], **settings).train()
-    changed = {**CONFIG, "quantize_bits": {"start_bits": 6, "target_bits": 4}}
-    with pytest.raises(MoQError, match=r"another MoQ config: quantize_bits.target_bits was 3, is 4"):
-        moq(tmp_path, changed, **settings).train(resume_from_checkpoint=True)
-    moq(tmp_path, {**CONFIG, "quantize_verbose": True}, **settings).train(resume_from_checkpoint=True)
-
-
 def test_a_checkpoint_made_without_moq_starts_the_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"save_strategy": "steps", "save_steps": 4}
     plain = Trainer(new_model(), arguments(tmp_path, **settings), train_dataset=rows(), callbacks=[Stop(4)])
