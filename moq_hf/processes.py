@@ -113,7 +113,10 @@ def agree(number: int, device: torch.device, state: Any) -> None:
     states: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(states, state)
     first, other = states[0], next((s for s in enumerate(states) if s[1] != states[0]), (0, states[0]))
-    raise MoQError(f"the processes disagree: rank 0 has {first}, rank {other[0]} has {other[1]}")
+    raise MoQError(
+        f"the processes disagree: rank 0 has {first}, rank {other[0]} has {other[1]}; all must have the same config, "
+        "checkpoint, length of the data and version of moq_hf"
+    )
 
 
 def mean_over_ranks(values: list[float], device: torch.device) -> list[float]:

@@ -1,8 +1,9 @@
-"""Trains tiny models in one process or in many: `torchrun --nproc-per-node 2 tests/launched.py OUT KIND CASE...`.
+"""Trains tiny models in one process or in many: `torchrun --nproc-per-node 2 tests/launched.py OUT KIND/CASE...`.
 
 KIND is ddp, fsdp2 (by the Trainer's own arguments), hand (a loop of one's own around `fully_shard`), zero1, zero2 or
-zero3. Rank 0 writes OUT/KIND-CASE.pt: the float weights, the bits, every switch and the losses. One launch serves many
-cases, since starting the processes takes most of the time.
+zero3, in this order: Accelerate keeps what it was first told. Rank 0 writes OUT/KIND-CASE.pt: the float weights, the
+bits, every switch and the losses; for KIND/resume/CASE whether a resumed run is equal, for KIND/error/CASE what each
+rank raised. One launch serves many cases, since starting the processes takes most of the time.
 """
 
 import json
@@ -17,7 +18,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, TrainingArguments, set_seed
 
-from moq_hf import MoQTrainer, QuantLinear
+from moq_hf import MoQConfig, MoQError, MoQTrainer
 from moq_hf.controller import MoQController
 from moq_hf.processes import whole_state_dict
 from moq_hf.quant_linear import quant_layers
@@ -146,10 +147,7 @@ def by_hand(folder: Path, case: str) -> dict[str, Any]:
             fully_shard(block.attention.self.query)
             fully_shard(block)
         fully_shard(model)
-    assert config is not None
-    from moq_hf import MoQConfig
-
-    controller = MoQController(model, MoQConfig.from_dict(config), STEPS)
+    controller = MoQController(model, MoQConfig.load(config), STEPS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     data, losses = rows(), []
     for step in range(STEPS):
@@ -213,18 +211,54 @@ def resumed(folder: Path, kind: str, case: str) -> bool:
     return equal and found["bits"] == expected["bits"] and found["history"] == expected["history"]
 
 
+class Break(TrainerCallback):
+    """Makes rank 1 differ from rank 0 after five steps."""
+
+    trainer: OnCpu
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if state.global_step != 5 or dist.get_rank() != 1:
+            return
+        if self.how == "bits":
+            schedule = self.trainer.moq.controller.schedule
+            schedule.bits[next(iter(schedule.bits))] -= 1
+        if self.how == "skipped":
+            optimizer._is_overflow = True
+
+
+def refused(folder: Path, kind: str, case: str) -> list[str | None]:
+    """What each rank raises where ranks differ (config, bits, skipped), or for a CASE that cannot be."""
+    how = Break(case)
+    name = "nearest"
+    if case == "config":
+        name = ("nearest", "ternary")[dist.get_rank()]
+    elif case in CASES:
+        name = case
+    how.trainer = trainer_for(folder / f"{kind}-{case}", kind, name, [how])
+    messages: list[str | None] = [None] * dist.get_world_size()
+    try:
+        how.trainer.train()
+        own = f"trained to step {how.trainer.state.global_step}"
+    except MoQError as error:
+        own = f"step {how.trainer.state.global_step}: {error}"
+    dist.all_gather_object(messages, own)
+    return messages
+
+
 def main() -> None:
     """Run the cases that the command line names."""
     torch.set_num_threads(1)
-    folder, kind, cases = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    if kind == "hand":
-        dist.init_process_group("gloo")
-    for case in cases:
-        name = case.removeprefix("resume:")
-        found: Any = run(folder, kind, name) if name == case else resumed(folder, kind, name)
+    PartialState(cpu=True)
+    folder = Path(sys.argv[1])
+    for argument in sys.argv[2:]:
+        kind, *modes, case = argument.split("/")
+        what = {"resume": resumed, "error": refused}[modes[0]] if modes else run
+        found = what(folder, kind, case)
         if dist.get_rank() == 0:
-            torch.save(found, folder / f"{kind}-{case.replace(':', '-')}.pt")
-    assert QuantLinear
+            torch.save(found, folder / f"{argument.replace('/', '-')}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
