@@ -30,7 +30,7 @@ JOBS = [
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one launch with all jobs."""
     folder = tmp_path_factory.mktemp("launched")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "tests" / "launched.py"), str(folder), *JOBS]
     inherited = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=inherited, capture_output=True, text=True, timeout=600)
