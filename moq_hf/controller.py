@@ -150,15 +150,10 @@ class MoQController:
         """
         if not is_distributed():
             return
-        state = {"config": self.config.to_dict(), "schedule": self.schedule.state_dict()}
-        sums = {name: zlib.crc32(json.dumps(part, sort_keys=True).encode()) for name, part in state.items()}
-        bits = {name: layer.moq.bits for name, layer in self.layers.items()}
-        shown = (
-            f"{self.schedule.steps} steps of {self.schedule.total_steps}, mean {self.mean_bits:.4f} bits (config "
-            f"{sums['config']:08x}, schedule {sums['schedule']:08x})" + ", step skipped" * skipped
-        )
+        sums = [_checksum(self.config.to_dict()), _checksum(self.schedule.state_dict())]
+        bits = [layer.moq.bits for layer in self.layers.values()]
         device = next(iter(self.layers.values())).weight.device
-        agree(zlib.crc32(json.dumps([sums, bits, skipped]).encode()), device, shown)
+        agree(_checksum([sums, bits, skipped]), device, lambda: self._shown(sums) + ", step skipped" * skipped)
 
     def measure(self, loss: Callable[[Inputs], Tensor]) -> dict[str, float] | None:
         """The eigenvalues for the coming `step`, measured if one is due; None without `eigenvalue.enabled`.
@@ -295,6 +290,12 @@ class MoQController:
                 )
         return notes
 
+    def _shown(self, sums: list[int]) -> str:
+        return (
+            f"{self.schedule.steps} steps of {self.schedule.total_steps}, mean {self.mean_bits:.4f} bits "
+            f"(config {sums[0]:08x}, schedule {sums[1]:08x})"
+        )
+
     def _block_of(self, layer: str) -> str:
         measured = self.sensitivity.blocks if self.sensitivity is not None else ()
         own = (block for block in measured if layer == block or layer.startswith(block + "."))
@@ -349,6 +350,10 @@ def _what_counts(config: MoQConfig) -> dict[str, Any]:
         for key, value in flat.items()
         if key not in _HARMLESS and not (off and key.startswith("eigenvalue.") and key != "eigenvalue.enabled")
     }
+
+
+def _checksum(state: Any) -> int:
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
 def _encode(ratio: Tensor) -> str:
