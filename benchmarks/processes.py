@@ -8,8 +8,10 @@ GPUs, since it obeys `fsdp` on GPUs only. ZeRO needs DeepSpeed and is left out w
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -90,7 +92,8 @@ def launch(launcher: str, kind: str, cases: list[str], references: dict[str, Any
             else:
                 way = "hand" if kind == "hand" else "ddp"
                 if (way, case) not in references:
-                    references[way, case] = launched.run(Path(folder, "one"), way, case)
+                    with contextlib.redirect_stdout(io.StringIO()):
+                        references[way, case] = launched.run(Path(folder, "one"), way, case)
                 row |= compared(references[way, case], two)
             results.append(row)
             print("  " + ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("launcher", "kind")), flush=True)
