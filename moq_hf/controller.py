@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import quantizer
 from .config import MoQConfig, MoQError
-from .processes import agree, is_distributed, named_modules
+from .processes import agree, device_of, is_distributed, named_modules
 from .quant_linear import (
     QuantLinear,
     Refresher,
@@ -150,10 +150,10 @@ class MoQController:
         """
         if not is_distributed():
             return
-        sums = [_checksum(self.config.to_dict()), _checksum(self.schedule.state_dict())]
+        sums = [_checksum(_what_counts(self.config)), _checksum(self.schedule.state_dict())]
         bits = [layer.moq.bits for layer in self.layers.values()]
-        device = next(iter(self.layers.values())).weight.device
-        agree(_checksum([sums, bits, skipped]), device, lambda: self._shown(sums) + ", step skipped" * skipped)
+        weight = next(iter(self.layers.values())).weight
+        agree(_checksum([sums, bits, skipped]), device_of(weight), lambda: self._shown(sums) + ", skipped" * skipped)
 
     def measure(self, loss: Callable[[Inputs], Tensor]) -> dict[str, float] | None:
         """The eigenvalues for the coming `step`, measured if one is due; None without `eigenvalue.enabled`.

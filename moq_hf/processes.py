@@ -38,14 +38,17 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name.replace(f"{_WRAPPED}.", ""), parameter
 
 
+def device_of(tensor: Tensor) -> torch.device:
+    """Where the tensor is computed with: that of the mesh for shards, which may be offloaded to the CPU."""
+    return torch.device(cast(Any, tensor).device_mesh.device_type) if is_sharded(tensor) else tensor.device
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The tensor, without a graph; a sharded one gathered, which every process of its mesh must ask for."""
     tensor = tensor.detach()
     if not is_sharded(tensor):
         return tensor
-    shards = cast(Any, tensor)
-    # Parameters that are offloaded to the CPU are gathered, and used, on the mesh's device.
-    return cast(Tensor, shards.to(shards.device_mesh.device_type).full_tensor())
+    return cast(Tensor, cast(Any, tensor.to(device_of(tensor))).full_tensor())
 
 
 def copy_whole(target: Tensor, source: Tensor) -> None:

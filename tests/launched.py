@@ -1,9 +1,9 @@
 """Trains tiny models in one process or in many: `torchrun --nproc-per-node 2 tests/launched.py OUT KIND/CASE...`.
 
-KIND is ddp, fsdp2 (by the Trainer's own arguments), hand (a loop of one's own around `fully_shard`), zero1, zero2 or
-zero3, in this order: Accelerate keeps what it was first told. Rank 0 writes OUT/KIND-CASE.pt: the float weights, the
-bits, every switch and the losses; for KIND/resume/CASE whether a resumed run is equal, for KIND/error/CASE what each
-rank raised. One launch serves many cases, since starting the processes takes most of the time.
+KIND is ddp, fsdp2 (by the Trainer's own arguments), stock (the same without MoQTrainer), hand (a loop of one's own
+around `fully_shard`), zero1, zero2 or zero3; ddp comes first, since Accelerate keeps what it was told. Rank 0 writes
+OUT/KIND-CASE.pt: the float weights, the bits, every switch and the losses; for KIND/resume/CASE if a resumed run is
+equal, for KIND/error/CASE what each rank raised. One launch serves many cases: starting takes most of the time.
 """
 
 import json
@@ -16,9 +16,16 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
-from moq_hf import MoQConfig, MoQError, MoQTrainer
+from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer
 from moq_hf.controller import MoQController
 from moq_hf.processes import whole_state_dict
 from moq_hf.quant_linear import quant_layers
@@ -51,12 +58,13 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "adamw_stochastic": (STOCHASTIC, {"optim": "adamw_torch_fused", "learning_rate": 2e-3}),
     "float_bf16": (None, {"bf16": True}),
     "bf16": (BASE, {"bf16": True}),
+    "compile": (STOCHASTIC, {"torch_compile": True, "torch_compile_backend": "eager"}),
     "eigenvalues": ({**BASE, "eigenvalue": EIGENVALUE}, {}),
     "eigenvalues_stochastic": ({**STOCHASTIC, "eigenvalue": EIGENVALUE}, {}),
 }
 
 
-class OnCpu(MoQTrainer):
+class OnCpu(Trainer):
     """Accelerate obeys `fsdp` on GPUs only. This makes it take gloo's processes for such."""
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -68,6 +76,10 @@ class OnCpu(MoQTrainer):
             if state.mixed_precision != "no":
                 state.fsdp_plugin.set_mixed_precision(state.mixed_precision)
             self.is_fsdp_enabled = True
+
+
+class MoQOnCpu(OnCpu, MoQTrainer):
+    """The same for MoQTrainer."""
 
 
 class Stop(TrainerCallback):
@@ -113,7 +125,7 @@ def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more:
     world = int(os.environ.get("WORLD_SIZE", 1))
     settings = {"per_device_train_batch_size": GLOBAL_BATCH, "optim": "sgd", "learning_rate": 0.05, **settings, **more}
     settings["per_device_train_batch_size"] //= world
-    if kind == "fsdp2":
+    if kind in ("fsdp2", "stock"):
         checkpointing = settings.pop("activation_checkpointing", False)
         settings["fsdp"] = True
         settings["fsdp_config"] = {
@@ -133,7 +145,11 @@ def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more:
         str(folder), max_steps=STEPS, logging_steps=1, save_strategy=settings.pop("save_strategy", "no"),
         report_to="none", use_cpu=True, disable_tqdm=True, seed=3, **settings,
     )  # fmt: skip
-    return OnCpu(new_model(), arguments, train_dataset=rows(), moq_config=config, callbacks=list(callbacks))
+    model = new_model()
+    if kind == "stock":
+        model.accepts_loss_kwargs = False
+        return OnCpu(model, arguments, train_dataset=rows(), callbacks=[MoQCallback(config), *callbacks])
+    return MoQOnCpu(model, arguments, train_dataset=rows(), moq_config=config, callbacks=list(callbacks))
 
 
 def by_hand(folder: Path, case: str) -> dict[str, Any]:
@@ -181,6 +197,12 @@ def outcome(made: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def controller_of(trainer: Trainer) -> MoQController | None:
+    """That of the callback in the Trainer."""
+    found = [c.controller for c in trainer.callback_handler.callbacks if isinstance(c, MoQCallback)]
+    return found[0] if found else None
+
+
 def run(folder: Path, kind: str, case: str) -> dict[str, Any]:
     """One case from beginning to end."""
     if kind == "hand":
@@ -189,9 +211,9 @@ def run(folder: Path, kind: str, case: str) -> dict[str, Any]:
     trainer.train()
     model = trainer.accelerator.unwrap_model(trainer.model)
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    controller = None if trainer.moq is None else trainer.moq.controller
+    controller = controller_of(trainer)
     found = outcome({"model": model, "controller": controller, "losses": losses})
-    if case == "nearest":
+    if case == "nearest" and kind != "stock":
         trainer.save_model(str(folder / f"{kind}-packed"))
     return found
 
@@ -201,12 +223,12 @@ def resumed(folder: Path, kind: str, case: str) -> bool:
     settings = {"save_strategy": "steps", "save_steps": 5}
     whole = trainer_for(folder / f"{kind}-whole", kind, case, **settings)
     whole.train()
-    expected = outcome({"model": whole.model, "controller": whole.moq.controller, "losses": []})
+    expected = outcome({"model": whole.model, "controller": controller_of(whole), "losses": []})
     part = trainer_for(folder / f"{kind}-part", kind, case, [Stop(7)], **settings)
     part.train()
     again = trainer_for(folder / f"{kind}-part", kind, case, **settings)
     again.train(resume_from_checkpoint=True)
-    found = outcome({"model": again.model, "controller": again.moq.controller, "losses": []})
+    found = outcome({"model": again.model, "controller": controller_of(again), "losses": []})
     equal = all(torch.equal(found["weights"][name], value) for name, value in expected["weights"].items())
     return equal and found["bits"] == expected["bits"] and found["history"] == expected["history"]
 
@@ -223,7 +245,7 @@ class Break(TrainerCallback):
         if state.global_step != 5 or dist.get_rank() != 1:
             return
         if self.how == "bits":
-            schedule = self.trainer.moq.controller.schedule
+            schedule = controller_of(self.trainer).schedule
             schedule.bits[next(iter(schedule.bits))] -= 1
         if self.how == "skipped":
             optimizer._is_overflow = True
