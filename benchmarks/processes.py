@@ -33,7 +33,8 @@ import moq_hf
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 FEATURES = ["nearest", "stochastic", "asymmetric", "one_group", "per_channel", "ternary", "blend", "embeddings"]
-TRAINER = [*FEATURES, "accumulate", "checkpointing", "adamw", "float", "float_bf16", "bf16", "resume/adamw_stochastic"]
+TRAINER = [*FEATURES, "accumulate", "checkpointing", "adamw", "compile", "float", "float_bf16", "bf16"]
+RESUME = "resume/adamw_stochastic"
 EIGENVALUES = ["eigenvalues", "eigenvalues_stochastic"]
 TORCHRUN = "torchrun --standalone --nproc-per-node 2"
 ACCELERATE = (
@@ -42,12 +43,13 @@ ACCELERATE = (
 )
 # Launcher, kind and cases.
 LAUNCHES = [
-    (TORCHRUN, "ddp", [*TRAINER, *EIGENVALUES, "error/config", "error/bits", "error/skipped"]),
-    (ACCELERATE, "ddp", ["nearest", "stochastic", "accumulate", *EIGENVALUES, "resume/adamw_stochastic"]),
-    (TORCHRUN, "fsdp2", [*TRAINER, "error/eigenvalues"]),
+    (TORCHRUN, "ddp", [*TRAINER, RESUME, *EIGENVALUES, "error/config", "error/bits", "error/skipped"]),
+    (ACCELERATE, "ddp", ["nearest", "stochastic", "accumulate", *EIGENVALUES, RESUME]),
+    (TORCHRUN, "fsdp2", [*TRAINER, RESUME, "error/eigenvalues"]),
+    (TORCHRUN, "stock", ["nearest", "stochastic", RESUME]),
     (TORCHRUN, "hand", FEATURES),
 ]
-ZERO = ["nearest", "stochastic", "ternary", "accumulate", *EIGENVALUES, "resume/adamw_stochastic"]
+ZERO = ["nearest", "stochastic", "ternary", "accumulate", *EIGENVALUES, RESUME]
 if importlib.util.find_spec("deepspeed") is not None:
     LAUNCHES += [(TORCHRUN, "zero1", ZERO), (TORCHRUN, "zero2", ZERO), (TORCHRUN, "zero3", ["error/nearest"])]
 

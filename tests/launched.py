@@ -209,12 +209,12 @@ def run(folder: Path, kind: str, case: str) -> dict[str, Any]:
         return outcome(by_hand(folder, case))
     trainer = trainer_for(folder / f"{kind}-{case}", kind, case)
     trainer.train()
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     controller = controller_of(trainer)
     found = outcome({"model": model, "controller": controller, "losses": losses})
-    if case == "nearest" and kind != "stock":
-        trainer.save_model(str(folder / f"{kind}-packed"))
+    if case in ("nearest", "compile") and kind != "stock":
+        trainer.save_model(str(folder / f"{kind}-{case}" / "packed"))
     return found
 
 

@@ -57,7 +57,7 @@ def test_two_processes_train_what_one_does(job: str, two_processes: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "job, saved", [("fsdp2/nearest", "fsdp2-packed"), ("stock/nearest", "stock-nearest/quantized")]
+    "job, saved", [("fsdp2/nearest", "fsdp2-nearest/packed"), ("stock/nearest", "stock-nearest/quantized")]
 )
 def test_the_packed_model_of_shards_loads(job: str, saved: str, two_processes: Path) -> None:
     """By `save_model` of a MoQTrainer, and by the callback at the end of a stock Trainer's training."""
