@@ -105,19 +105,22 @@ def launch(launcher: str, kind: str, cases: list[str], references: dict[str, Any
 def main() -> None:
     """Run all launches and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="*", help="leave out all others", default=None)
+    parser.add_argument("--kinds", nargs="*", help="run these alone, and keep what OUT has of the others", default=None)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/processes.json"))
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     references: dict[str, Any] = {}
+    kept = json.loads(args.out.read_text())["results"] if args.kinds is not None and args.out.exists() else []
     results = []
     for launcher, kind, cases in LAUNCHES:
         if args.kinds is None or kind in args.kinds:
             results += launch(launcher, kind, cases, references)
+        else:
+            results += [row for row in kept if row["kind"] == kind and row["launcher"] in launcher]
     deepspeed = {"deepspeed": importlib.metadata.version("deepspeed")} if importlib.util.find_spec("deepspeed") else {}
     document = {
-        "command": " ".join(["python", "benchmarks/processes.py", *sys.argv[1:]]),
+        "command": "python benchmarks/processes.py",
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
