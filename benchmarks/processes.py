@@ -54,6 +54,25 @@ if importlib.util.find_spec("deepspeed") is not None:
     LAUNCHES += [(TORCHRUN, "zero1", ZERO), (TORCHRUN, "zero2", ZERO), (TORCHRUN, "zero3", ["error/nearest"])]
 
 
+def table(results: list[dict[str, Any]]) -> str:
+    """The largest difference of a float weight, in Markdown: a row per case, a column per launcher and kind."""
+    columns = list(dict.fromkeys((row["kind"], row["launcher"]) for row in results if row["kind"] != "zero3"))
+    cells: dict[str, dict[tuple[str, str], str]] = {}
+    for row in results:
+        if "weights" in row:
+            agree = row["bits_equal"] and row["switches_equal"] and row.get("factors_equal", True)
+            cell = f"{row['weights']:.1e}" + ("" if agree else ", bits differ")
+        elif "resumed_equal" in row:
+            cell = "equal" if row["resumed_equal"] else "DIFFERS"
+        else:
+            continue
+        cells.setdefault(row["case"], {})[row["kind"], row["launcher"]] = cell
+    lines = ["| | " + " | ".join(f"{kind}, {launcher}" for kind, launcher in columns) + " |"]
+    lines += ["| --- |" + " --- |" * len(columns)]
+    lines += [f"| {case} | " + " | ".join(found.get(c, "") for c in columns) + " |" for case, found in cells.items()]
+    return "\n".join(lines)
+
+
 def compared(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
     """The largest differences of two outcomes."""
     found: dict[str, Any] = {}
@@ -133,6 +152,7 @@ def main() -> None:
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(table(results))
 
 
 if __name__ == "__main__":

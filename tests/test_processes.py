@@ -1,5 +1,7 @@
 """Several processes train what one does on the same global batch; processes that differ stop."""
 
+import importlib
+import json
 import os
 import subprocess
 import sys
@@ -88,6 +90,18 @@ def test_processes_that_differ_all_stop_before_the_next_step(case: str, two_proc
 def test_eigenvalues_of_shards_are_refused_before_training(two_processes: Path) -> None:
     messages = result(two_processes, "fsdp2/error/eigenvalues")
     assert [message.startswith("step 0: eigenvalue: sharded parameters") for message in messages] == [True, True]
+
+
+def test_the_table_in_the_docs_is_that_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    results = json.loads((ROOT / "benchmarks" / "results" / "processes.json").read_text())["results"]
+    table = importlib.import_module("processes").table(results)
+    assert table in (ROOT / "docs" / "processes.md").read_text()
+    # What the page says of all of them.
+    assert {row.get(name, True) for row in results for name in ("bits_equal", "switches_equal", "factors_equal")} == {
+        True
+    }
+    assert {row.get("resumed_equal", True) for row in results} == {True}
 
 
 class FullyShardedDataParallel(nn.Sequential):
