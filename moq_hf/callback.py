@@ -323,6 +323,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             raise MoQError("two MoQCallbacks in one Trainer: pass one (MoQTrainer(moq_config=) brings its own)")
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         self._switched = self._arrived = False
+        # What torch.compile wraps; with FSDP the Trainer shows the wrapper.
+        model = getattr(model, "_orig_mod", model)
         self.controller = MoQController(model, self.config, total_steps, dtype)
         return self.controller
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import quantizer
 from .config import MoQConfig, MoQConfigError, MoQError, __version__
-from .processes import agree, is_distributed, named_modules
+from .processes import agree, device_of, is_distributed, named_modules
 from .quant_linear import (
     QuantLayer,
     Refresher,
@@ -25,7 +25,7 @@ from .quant_linear import (
     quant_embeddings,
     take_over,
 )
-from .resume import changes, load_schedule
+from .resume import changes, load_schedule, what_counts
 from .schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from .sensitivity import Inputs, Sensitivity
 
@@ -171,15 +171,10 @@ class MoQController:
         """
         if not is_distributed():
             return
-        state = {"config": self.config.to_dict(), "schedule": self.schedule.state_dict()}
-        sums = {name: zlib.crc32(json.dumps(part, sort_keys=True).encode()) for name, part in state.items()}
-        bits = {name: layer.moq.bits for name, layer in self.layers.items()}
-        shown = (
-            f"{self.schedule.steps} steps of {self.schedule.total_steps}, mean {self.mean_bits:.4f} bits (config "
-            f"{sums['config']:08x}, schedule {sums['schedule']:08x})" + ", step skipped" * skipped
-        )
-        device = next(iter(self.layers.values())).weight.device
-        agree(zlib.crc32(json.dumps([sums, bits, skipped]).encode()), device, shown)
+        sums = [_checksum(what_counts(self.config)), _checksum(self.schedule.state_dict())]
+        bits = [layer.moq.bits for layer in self.layers.values()]
+        weight = next(iter(self.layers.values())).weight
+        agree(_checksum([sums, bits, skipped]), device_of(weight), lambda: self._shown(sums) + ", skipped" * skipped)
 
     def measure(self, loss: Callable[[Inputs], Tensor]) -> dict[str, float] | None:
         """The eigenvalues for the coming `step`, measured if one is due; None without `eigenvalue.enabled`.
@@ -345,6 +340,12 @@ class MoQController:
                 )
         return notes
 
+    def _shown(self, sums: list[int]) -> str:
+        return (
+            f"{self.schedule.steps} steps of {self.schedule.total_steps}, mean {self.mean_bits:.4f} bits "
+            f"(config {sums[0]:08x}, schedule {sums[1]:08x})"
+        )
+
     def _block_of(self, layer: str) -> str:
         measured = self.sensitivity.blocks if self.sensitivity is not None else ()
         own = (block for block in measured if layer == block or layer.startswith(block + "."))
@@ -381,6 +382,10 @@ class MoQController:
         then = "its target" if switch.bits == self.config.target_bits else f"and drops next after step {due}"
         reason = "" if switch.eigenvalue is None else f" (eigenvalue {switch.eigenvalue:.2f}, factor {switch.factor})"
         return f"step {switch.step}: {switch.block} {start} {switch.bits} bits, {then}{reason}"
+
+
+def _checksum(state: Any) -> int:
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
 def _encode(ratio: Tensor) -> str:

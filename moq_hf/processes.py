@@ -1,6 +1,6 @@
 """What several training processes need: whole tensors from their shards, and the certainty that all ranks agree."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -38,14 +38,17 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name.replace(f"{_WRAPPED}.", ""), parameter
 
 
+def device_of(tensor: Tensor) -> torch.device:
+    """Where the tensor is computed with: that of the mesh for shards, which may be offloaded to the CPU."""
+    return torch.device(cast(Any, tensor).device_mesh.device_type) if is_sharded(tensor) else tensor.device
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The tensor, without a graph; a sharded one gathered, which every process of its mesh must ask for."""
     tensor = tensor.detach()
     if not is_sharded(tensor):
         return tensor
-    shards = cast(Any, tensor)
-    # Parameters that are offloaded to the CPU are gathered, and used, on the mesh's device.
-    return cast(Tensor, shards.to(shards.device_mesh.device_type).full_tensor())
+    return cast(Tensor, cast(Any, tensor.to(device_of(tensor))).full_tensor())
 
 
 def copy_whole(target: Tensor, source: Tensor) -> None:
@@ -92,13 +95,13 @@ def check_supported(model: nn.Module) -> None:
         raise MoQError(f"tensor-parallel weights cannot be quantized; {instead}")
 
 
-def agree(number: int, device: torch.device, state: Any) -> None:
+def agree(number: int, device: torch.device, state: Callable[[], str]) -> None:
     """Stop in every process unless all of them call with the same number; one small message.
 
     Args:
         number: A checksum of what must be the same, 0 to 2^32 - 1.
         device: Where the model is: the backend of a GPU has no messages for the CPU.
-        state: What the number stands for, to be shown for two ranks that differ.
+        state: Tells what the number stands for, to be shown for two ranks that differ.
 
     Raises:
         MoQError: The numbers differ.
@@ -111,9 +114,12 @@ def agree(number: int, device: torch.device, state: Any) -> None:
     if high == -low:
         return
     states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, state)
+    dist.all_gather_object(states, state())
     first, other = states[0], next((s for s in enumerate(states) if s[1] != states[0]), (0, states[0]))
-    raise MoQError(f"the processes disagree: rank 0 has {first}, rank {other[0]} has {other[1]}")
+    raise MoQError(
+        f"the processes disagree: rank 0 has {first}, rank {other[0]} has {other[1]}; all must have the same config, "
+        "checkpoint, length of the data and version of moq_hf"
+    )
 
 
 def mean_over_ranks(values: list[float], device: torch.device) -> list[float]:

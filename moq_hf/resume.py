@@ -106,6 +106,13 @@ def check_whole(checkpoint: str | os.PathLike[str]) -> None:
     raise MoQError(f"cannot resume from {folder}: it is not whole ({fault}); {advice}")
 
 
+def what_counts(config: MoQConfig) -> dict[str, Any]:
+    """Dotted keys that decide on a number, with their values."""
+    off = not config.eigenvalue.enabled
+    unused = {key for key in _flat(config) if off and key.startswith("eigenvalue.") and key != "eigenvalue.enabled"}
+    return {key: value for key, value in _flat(config).items() if key not in _HARMLESS | unused}
+
+
 def changes(saved: MoQConfig, now: MoQConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted keys that count and differ, each with the saved value and that of now."""
     one, other = _flat(saved), _flat(now)

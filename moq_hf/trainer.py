@@ -226,7 +226,7 @@ class MoQTrainer(Trainer):
             self._saving_checkpoint = False
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        model = self.accelerator.unwrap_model(self.model)
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         layers: dict[str, QuantLayer] = {**quant_layers(model), **quant_embeddings(model)}
         if self._saving_checkpoint or all(layer.moq.bits == FLOAT_BITS for layer in layers.values()):
             super()._save(output_dir, state_dict)

@@ -1,8 +1,9 @@
-"""Trains tiny models in one process or in many: `torchrun --nproc-per-node 2 tests/launched.py OUT KIND CASE...`.
+"""Trains tiny models in one process or in many: `torchrun --nproc-per-node 2 tests/launched.py OUT KIND/CASE...`.
 
-KIND is ddp, fsdp2 (by the Trainer's own arguments), hand (a loop of one's own around `fully_shard`), zero1, zero2 or
-zero3. Rank 0 writes OUT/KIND-CASE.pt: the float weights, the bits, every switch and the losses. One launch serves many
-cases, since starting the processes takes most of the time.
+KIND is ddp, fsdp2 (by the Trainer's own arguments), stock (the same without MoQTrainer), hand (a loop of one's own
+around `fully_shard`), zero1, zero2 or zero3; ddp comes first, since Accelerate keeps what it was told. Rank 0 writes
+OUT/KIND-CASE.pt: the float weights, the bits, every switch and the losses; for KIND/resume/CASE if a resumed run is
+equal, for KIND/error/CASE what each rank raised. One launch serves many cases: starting takes most of the time.
 """
 
 import json
@@ -15,9 +16,16 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
-from moq_hf import MoQTrainer, QuantLinear
+from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer
 from moq_hf.controller import MoQController
 from moq_hf.processes import whole_state_dict
 from moq_hf.quant_linear import quant_layers
@@ -50,12 +58,13 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "adamw_stochastic": (STOCHASTIC, {"optim": "adamw_torch_fused", "learning_rate": 2e-3}),
     "float_bf16": (None, {"bf16": True}),
     "bf16": (BASE, {"bf16": True}),
+    "compile": (STOCHASTIC, {"torch_compile": True, "torch_compile_backend": "eager"}),
     "eigenvalues": ({**BASE, "eigenvalue": EIGENVALUE}, {}),
     "eigenvalues_stochastic": ({**STOCHASTIC, "eigenvalue": EIGENVALUE}, {}),
 }
 
 
-class OnCpu(MoQTrainer):
+class OnCpu(Trainer):
     """Accelerate obeys `fsdp` on GPUs only. This makes it take gloo's processes for such."""
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -67,6 +76,10 @@ class OnCpu(MoQTrainer):
             if state.mixed_precision != "no":
                 state.fsdp_plugin.set_mixed_precision(state.mixed_precision)
             self.is_fsdp_enabled = True
+
+
+class MoQOnCpu(OnCpu, MoQTrainer):
+    """The same for MoQTrainer."""
 
 
 class Stop(TrainerCallback):
@@ -112,7 +125,7 @@ def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more:
     world = int(os.environ.get("WORLD_SIZE", 1))
     settings = {"per_device_train_batch_size": GLOBAL_BATCH, "optim": "sgd", "learning_rate": 0.05, **settings, **more}
     settings["per_device_train_batch_size"] //= world
-    if kind == "fsdp2":
+    if kind in ("fsdp2", "stock"):
         checkpointing = settings.pop("activation_checkpointing", False)
         settings["fsdp"] = True
         settings["fsdp_config"] = {
@@ -132,7 +145,11 @@ def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more:
         str(folder), max_steps=STEPS, logging_steps=1, save_strategy=settings.pop("save_strategy", "no"),
         report_to="none", use_cpu=True, disable_tqdm=True, seed=3, **settings,
     )  # fmt: skip
-    return OnCpu(new_model(), arguments, train_dataset=rows(), moq_config=config, callbacks=list(callbacks))
+    model = new_model()
+    if kind == "stock":
+        model.accepts_loss_kwargs = False
+        return OnCpu(model, arguments, train_dataset=rows(), callbacks=[MoQCallback(config), *callbacks])
+    return MoQOnCpu(model, arguments, train_dataset=rows(), moq_config=config, callbacks=list(callbacks))
 
 
 def by_hand(folder: Path, case: str) -> dict[str, Any]:
@@ -146,10 +163,7 @@ def by_hand(folder: Path, case: str) -> dict[str, Any]:
             fully_shard(block.attention.self.query)
             fully_shard(block)
         fully_shard(model)
-    assert config is not None
-    from moq_hf import MoQConfig
-
-    controller = MoQController(model, MoQConfig.from_dict(config), STEPS)
+    controller = MoQController(model, MoQConfig.load(config), STEPS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     data, losses = rows(), []
     for step in range(STEPS):
@@ -183,18 +197,24 @@ def outcome(made: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def controller_of(trainer: Trainer) -> MoQController | None:
+    """That of the callback in the Trainer."""
+    found = [c.controller for c in trainer.callback_handler.callbacks if isinstance(c, MoQCallback)]
+    return found[0] if found else None
+
+
 def run(folder: Path, kind: str, case: str) -> dict[str, Any]:
     """One case from beginning to end."""
     if kind == "hand":
         return outcome(by_hand(folder, case))
     trainer = trainer_for(folder / f"{kind}-{case}", kind, case)
     trainer.train()
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    controller = None if trainer.moq is None else trainer.moq.controller
+    controller = controller_of(trainer)
     found = outcome({"model": model, "controller": controller, "losses": losses})
-    if case == "nearest":
-        trainer.save_model(str(folder / f"{kind}-packed"))
+    if case in ("nearest", "compile") and kind != "stock":
+        trainer.save_model(str(folder / f"{kind}-{case}" / "packed"))
     return found
 
 
@@ -203,28 +223,64 @@ def resumed(folder: Path, kind: str, case: str) -> bool:
     settings = {"save_strategy": "steps", "save_steps": 5}
     whole = trainer_for(folder / f"{kind}-whole", kind, case, **settings)
     whole.train()
-    expected = outcome({"model": whole.model, "controller": whole.moq.controller, "losses": []})
+    expected = outcome({"model": whole.model, "controller": controller_of(whole), "losses": []})
     part = trainer_for(folder / f"{kind}-part", kind, case, [Stop(7)], **settings)
     part.train()
     again = trainer_for(folder / f"{kind}-part", kind, case, **settings)
     again.train(resume_from_checkpoint=True)
-    found = outcome({"model": again.model, "controller": again.moq.controller, "losses": []})
+    found = outcome({"model": again.model, "controller": controller_of(again), "losses": []})
     equal = all(torch.equal(found["weights"][name], value) for name, value in expected["weights"].items())
     return equal and found["bits"] == expected["bits"] and found["history"] == expected["history"]
+
+
+class Break(TrainerCallback):
+    """Makes rank 1 differ from rank 0 after five steps."""
+
+    trainer: OnCpu
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if state.global_step != 5 or dist.get_rank() != 1:
+            return
+        if self.how == "bits":
+            schedule = controller_of(self.trainer).schedule
+            schedule.bits[next(iter(schedule.bits))] -= 1
+        if self.how == "skipped":
+            optimizer._is_overflow = True
+
+
+def refused(folder: Path, kind: str, case: str) -> list[str | None]:
+    """What each rank raises where ranks differ (config, bits, skipped), or for a CASE that cannot be."""
+    how = Break(case)
+    name = "nearest"
+    if case == "config":
+        name = ("nearest", "ternary")[dist.get_rank()]
+    elif case in CASES:
+        name = case
+    how.trainer = trainer_for(folder / f"{kind}-{case}", kind, name, [how])
+    messages: list[str | None] = [None] * dist.get_world_size()
+    try:
+        how.trainer.train()
+        own = f"trained to step {how.trainer.state.global_step}"
+    except MoQError as error:
+        own = f"step {how.trainer.state.global_step}: {error}"
+    dist.all_gather_object(messages, own)
+    return messages
 
 
 def main() -> None:
     """Run the cases that the command line names."""
     torch.set_num_threads(1)
-    folder, kind, cases = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    if kind == "hand":
-        dist.init_process_group("gloo")
-    for case in cases:
-        name = case.removeprefix("resume:")
-        found: Any = run(folder, kind, name) if name == case else resumed(folder, kind, name)
+    PartialState(cpu=True)
+    folder = Path(sys.argv[1])
+    for argument in sys.argv[2:]:
+        kind, *modes, case = argument.split("/")
+        what = {"resume": resumed, "error": refused}[modes[0]] if modes else run
+        found = what(folder, kind, case)
         if dist.get_rank() == 0:
-            torch.save(found, folder / f"{kind}-{case.replace(':', '-')}.pt")
-    assert QuantLinear
+            torch.save(found, folder / f"{argument.replace('/', '-')}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -22,9 +22,11 @@ from typing import NamedTuple
 
 import pytest
 import tiny_glue
+from accelerate.commands.launch import launch_command_parser as accelerate_parser
 from datasets import load_dataset
 from test_report import make_run
 from tiny_glue import quiet_logging
+from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
 from moq_hf import MoQConfig, cli
@@ -53,6 +55,7 @@ ADDED = {
     "benchmarks/eigen.py": ["--parts", "golden", "--threads", "1", "--out", "eigen.json"],
     "benchmarks/step_time.py": shlex.split("--batch 2 --sequence 16 --repeats 1 --threads 1 --out step_time.json"),
     "benchmarks/checkpoint_size.py": ["--base_layers", "1", "--out", "size.json"],
+    "benchmarks/processes.py": ["--kinds", "--out", "processes.json"],
     "benchmarks/triton_quant.py": shlex.split(
         "--hidden 64 --layers 1 --repeats 1 --no-compile --out triton_quant.json"
     ),
@@ -92,6 +95,7 @@ def commands_of(block: Block) -> list[str]:
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 SCRIPT = "python scripts/run_glue_moq.py "
+LAUNCHERS = ("torchrun ", "accelerate launch ")
 
 
 def all_commands() -> list[str]:
@@ -119,7 +123,9 @@ def test_blocks_have_a_known_language() -> None:
 
 def test_every_command_is_run() -> None:
     assert [
-        c for c in COMMANDS if c not in RUN_BY and not c.startswith(("python ", ".venv/bin/python ", "moq-hf "))
+        c
+        for c in COMMANDS
+        if c not in RUN_BY and not c.startswith(("python ", ".venv/bin/python ", "moq-hf ", *LAUNCHERS))
     ] == []
     assert [name for name in RUN_BY.values() if name not in globals()] == []
 
@@ -196,7 +202,9 @@ def test_moq_hf_commands(command: str, checkout: Path, capsys: pytest.CaptureFix
             assert told == block.output, str(block)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in RUN_BY and not c.startswith((SCRIPT, "moq-hf "))])
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if c not in RUN_BY and not c.startswith((SCRIPT, "moq-hf ", *LAUNCHERS))]
+)
 def test_other_commands(command: str, tmp_path: Path) -> None:
     program, *words = shlex.split(command)
     assert program in ("python", ".venv/bin/python")
@@ -212,6 +220,15 @@ def test_other_commands(command: str, tmp_path: Path) -> None:
         words[words.index("--model_name_or_path") + 1] = str(tiny_model(tmp_path / "tiny", vocab_size=1100))
     done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(LAUNCHERS)])
+def test_launchers_take_their_arguments(command: str) -> None:
+    """Launching is what tests/test_processes.py does; the script takes the arguments in a test of their own."""
+    parsers = {"torchrun": torchrun_parser, "accelerate": accelerate_parser}
+    words = shlex.split(command.replace("accelerate launch", "accelerate"))
+    parsed = parsers[words[0]]().parse_args(words[1:])
+    assert f"python {parsed.training_script} {shlex.join(parsed.training_script_args)}" in COMMANDS
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(SCRIPT)])

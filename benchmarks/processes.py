@@ -1,0 +1,159 @@
+"""How far two processes end from one process on the same global batch, per launcher and feature.
+
+    python benchmarks/processes.py
+
+Tiny BERTs from `tests/launched.py` with group borders inside of shards, 14 SGD steps. Compared are the weights, the
+bits of every layer and the step, block and bits of every switch. FSDP2's jobs make Accelerate take gloo's processes for
+GPUs, since it obeys `fsdp` on GPUs only. ZeRO needs DeepSpeed and is left out without it.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import io
+import json
+import logging
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+
+import moq_hf
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+FEATURES = ["nearest", "stochastic", "asymmetric", "one_group", "per_channel", "ternary", "blend", "embeddings"]
+TRAINER = [*FEATURES, "accumulate", "checkpointing", "adamw", "compile", "float", "float_bf16", "bf16"]
+RESUME = "resume/adamw_stochastic"
+EIGENVALUES = ["eigenvalues", "eigenvalues_stochastic"]
+TORCHRUN = "torchrun --standalone --nproc-per-node 2"
+ACCELERATE = (
+    "accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no "
+    "--main_process_port 29561"
+)
+# Launcher, kind and cases.
+LAUNCHES = [
+    (TORCHRUN, "ddp", [*TRAINER, RESUME, *EIGENVALUES, "error/config", "error/bits", "error/skipped"]),
+    (ACCELERATE, "ddp", ["nearest", "stochastic", "accumulate", *EIGENVALUES, RESUME]),
+    (TORCHRUN, "fsdp2", [*TRAINER, RESUME, "error/eigenvalues"]),
+    (TORCHRUN, "stock", ["nearest", "stochastic", RESUME]),
+    (TORCHRUN, "hand", FEATURES),
+]
+ZERO = ["nearest", "stochastic", "ternary", "accumulate", *EIGENVALUES, RESUME]
+if importlib.util.find_spec("deepspeed") is not None:
+    LAUNCHES += [(TORCHRUN, "zero1", ZERO), (TORCHRUN, "zero2", ZERO), (TORCHRUN, "zero3", ["error/nearest"])]
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The largest difference of a float weight, in Markdown: a row per case, a column per launcher and kind."""
+    columns = list(dict.fromkeys((row["kind"], row["launcher"]) for row in results if row["kind"] != "zero3"))
+    cells: dict[str, dict[tuple[str, str], str]] = {}
+    for row in results:
+        if "weights" in row:
+            agree = row["bits_equal"] and row["switches_equal"] and row.get("factors_equal", True)
+            cell = f"{row['weights']:.1e}" + ("" if agree else ", bits differ")
+        elif "resumed_equal" in row:
+            cell = "equal" if row["resumed_equal"] else "DIFFERS"
+        else:
+            continue
+        cells.setdefault(row["case"], {})[row["kind"], row["launcher"]] = cell
+    lines = ["| | " + " | ".join(f"{kind}, {launcher}" for kind, launcher in columns) + " |"]
+    lines += ["| --- |" + " --- |" * len(columns)]
+    lines += [f"| {case} | " + " | ".join(found.get(c, "") for c in columns) + " |" for case, found in cells.items()]
+    return "\n".join(lines)
+
+
+def compared(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
+    """The largest differences of two outcomes."""
+    found: dict[str, Any] = {}
+    for kind in ("weights", "quantized"):
+        found[kind] = max((float((two[kind][n] - v).abs().max()) for n, v in one[kind].items()), default=None)
+    found["loss"] = max(abs(a - b) for a, b in zip(one["losses"], two["losses"], strict=True))
+    found["bits_equal"] = one["bits"] == two["bits"]
+    found["switches_equal"] = [s[:4] for s in one["history"] or []] == [s[:4] for s in two["history"] or []]
+    if one["eigenvalues"]:
+        found["factors_equal"] = [s[5] for s in one["history"]] == [s[5] for s in two["history"]]
+    return found
+
+
+def launch(launcher: str, kind: str, cases: list[str], references: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run the cases in two processes, and in this one where they are not yet known."""
+    import launched
+
+    program, *options = shlex.split(launcher)
+    module = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}[program]
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", module, *options, str(ROOT / "tests" / "launched.py"), folder]
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        began = time.perf_counter()
+        jobs = [f"{kind}/{case}" for case in cases]
+        done = subprocess.run([*command, *jobs], env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        print(f"{program} {kind}: {len(cases)} cases, {time.perf_counter() - began:.0f} s", flush=True)
+        for case in cases:
+            row: dict[str, Any] = {"launcher": program, "kind": kind, "case": case}
+            two = torch.load(Path(folder, f"{kind}-{case.replace('/', '-')}.pt"), weights_only=False)
+            if case.startswith("resume/"):
+                row["resumed_equal"] = two
+            elif case.startswith("error/"):
+                row["raised"] = two
+            else:
+                way = "hand" if kind == "hand" else "ddp"
+                if (way, case) not in references:
+                    with contextlib.redirect_stdout(io.StringIO()):
+                        references[way, case] = launched.run(Path(folder, "one"), way, case)
+                row |= compared(references[way, case], two)
+            results.append(row)
+            print("  " + ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("launcher", "kind")), flush=True)
+    return results
+
+
+def main() -> None:
+    """Run all launches and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="*", help="run these alone, and keep what OUT has of the others", default=None)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/processes.json"))
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    references: dict[str, Any] = {}
+    kept = json.loads(args.out.read_text())["results"] if args.kinds is not None and args.out.exists() else []
+    results = []
+    for launcher, kind, cases in LAUNCHES:
+        if args.kinds is None or kind in args.kinds:
+            results += launch(launcher, kind, cases, references)
+        else:
+            results += [row for row in kept if row["kind"] == kind and row["launcher"] in launcher]
+    deepspeed = {"deepspeed": importlib.metadata.version("deepspeed")} if importlib.util.find_spec("deepspeed") else {}
+    document = {
+        "command": "python benchmarks/processes.py",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "accelerate": accelerate.__version__,
+            **deepspeed,
+            "moq_hf": moq_hf.__version__,
+        },
+        "results": results,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

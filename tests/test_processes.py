@@ -1,0 +1,139 @@
+"""Several processes train what one does on the same global batch; processes that differ stop."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import launched
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification
+
+from moq_hf import MoQError, processes, quantize_model, verify_quantized
+
+ROOT = Path(__file__).parents[1]
+ERRORS = ["config", "bits", "skipped"]
+JOBS = [
+    "ddp/eigenvalues_stochastic",
+    *(f"ddp/error/{case}" for case in ERRORS),
+    "fsdp2/error/eigenvalues",
+    "fsdp2/nearest",
+    "stock/nearest",
+    "fsdp2/resume/adamw_stochastic",
+    "hand/stochastic",
+]
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one launch with all jobs."""
+    folder = tmp_path_factory.mktemp("launched")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "tests" / "launched.py"), str(folder), *JOBS]
+    inherited = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=inherited, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def result(folder: Path, job: str) -> Any:
+    return torch.load(folder / f"{job.replace('/', '-')}.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("job", [job for job in JOBS if job.count("/") == 1])
+def test_two_processes_train_what_one_does(job: str, two_processes: Path, tmp_path: Path) -> None:
+    kind, case = job.split("/")
+    two, one = result(two_processes, job), launched.run(tmp_path, "hand" if kind == "hand" else "ddp", case)
+    assert two["bits"] == one["bits"]
+    assert [switch[:4] for switch in two["history"]] == [switch[:4] for switch in one["history"]] != []
+    for kind in ("weights", "quantized"):
+        for name, expected in one[kind].items():
+            torch.testing.assert_close(two[kind][name], expected, rtol=0, atol=1e-6)
+    # Losses are written with 4 digits and more.
+    assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "job, saved", [("fsdp2/nearest", "fsdp2-nearest/packed"), ("stock/nearest", "stock-nearest/quantized")]
+)
+def test_the_packed_model_of_shards_loads(job: str, saved: str, two_processes: Path) -> None:
+    """By `save_model` of a MoQTrainer, and by the callback at the end of a stock Trainer's training."""
+    trained = result(two_processes, job)
+    model = launched.new_model()
+    quantized = {f"{name}.weight": weight for name, weight in trained["quantized"].items()}
+    model.load_state_dict({**trained["weights"], **quantized})
+    folder = two_processes / saved
+    assert {layer.bits for layer in verify_quantized(folder).layers.values()} == {3}
+    loaded = AutoModelForSequenceClassification.from_pretrained(folder)
+    ids = torch.stack([row["input_ids"] for row in launched.rows(8)])
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def test_a_resumed_run_with_shards_is_an_uninterrupted_one(two_processes: Path) -> None:
+    assert result(two_processes, "fsdp2/resume/adamw_stochastic") is True
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_processes_that_differ_all_stop_before_the_next_step(case: str, two_processes: Path) -> None:
+    step = 0 if case == "config" else 5
+    first, second = result(two_processes, f"ddp/error/{case}")
+    assert first == second and first.startswith(f"step {step}: the processes disagree: rank 0 has {step} steps")
+    assert (", skipped" in first) == (case == "skipped")
+
+
+def test_eigenvalues_of_shards_are_refused_before_training(two_processes: Path) -> None:
+    messages = result(two_processes, "fsdp2/error/eigenvalues")
+    assert [message.startswith("step 0: eigenvalue: sharded parameters") for message in messages] == [True, True]
+
+
+def test_the_table_in_the_docs_is_that_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    results = json.loads((ROOT / "benchmarks" / "results" / "processes.json").read_text())["results"]
+    table = importlib.import_module("processes").table(results)
+    assert table in (ROOT / "docs" / "processes.md").read_text()
+    # What the page says of all of them.
+    assert {row.get(name, True) for row in results for name in ("bits_equal", "switches_equal", "factors_equal")} == {
+        True
+    }
+    assert {row.get("resumed_equal", True) for row in results} == {True}
+
+
+class FullyShardedDataParallel(nn.Sequential):
+    """By its name FSDP1."""
+
+
+def partitioned() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    model[0].weight.ds_id = 0
+    return model
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (partitioned, "ZeRO-3"),
+        (lambda: FullyShardedDataParallel(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), "FSDP1"),
+    ],
+)
+def test_what_takes_weights_apart_is_refused(make: Any, text: str) -> None:
+    with pytest.raises(MoQError, match=f"{text}.*DDP, FSDP2 and DeepSpeed ZeRO-1 and 2 work"):
+        quantize_model(make(), launched.BASE)
+
+
+def test_wrappers_of_activation_checkpointing_change_no_name() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plain, wrapped = (quantize_model(launched.new_model(), launched.BASE) for _ in range(2))
+    layers = wrapped.bert.encoder.layer
+    layers[0] = checkpoint_wrapper(layers[0])
+    wrapped.bert.pooler.dense = checkpoint_wrapper(wrapped.bert.pooler.dense)
+    assert set(dict(processes.named_modules(wrapped))) == set(dict(plain.named_modules()))
+    names = [name for name, _ in processes.named_parameters(wrapped)]
+    assert names == [name for name, _ in plain.named_parameters()]
+    assert list(processes.named_modules(wrapped))[-1][1] is wrapped.classifier
