@@ -5,7 +5,6 @@ import copy
 import inspect
 import json
 import logging
-import math
 import os
 import shutil
 import warnings
@@ -14,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -203,7 +201,9 @@ def export_onnx(
             session = make_session(path)
             simulated = None
             if flavour == "int8":
-                rounded = [name for name, kind in stored.items() if kind in ("int8", "uint8") and _is_linear(prepared, name)]
+                rounded = [
+                    name for name, kind in stored.items() if kind in ("int8", "uint8") and _is_linear(prepared, name)
+                ]
                 simulated = _torch_answers(model, batches, rounded, activation_bits)
             proofs[flavour] = _prove(session, batches, answers, simulated, labels, data)
             largest = proofs[flavour].largest_difference
@@ -213,7 +213,9 @@ def export_onnx(
                     f"tolerance of {tolerance:g}: nothing is written to {out}"
                 )
         metrics = _metrics([answer for answer in answers], labels, data)
-        export = Export(Path(out), sizes, layers, sum(len(b["input_ids"]) for b in batches), metrics, proofs, activation_bits)
+        export = Export(
+            Path(out), sizes, layers, sum(len(b["input_ids"]) for b in batches), metrics, proofs, activation_bits
+        )
         _write_rest(staging, model, tokenizer, export, tolerance)
         _publish(staging, target)
     except OSError as error:
@@ -312,10 +314,10 @@ def _prepare(
     activation_bits: int,
 ) -> tuple[Any, dict[str, str]]:
     """A copy of the model with layers that emit integers, and what each becomes in the file."""
-    # Floats that integers take the place of are not worth copying.
-    prepared = copy.deepcopy(model, {id(model.get_submodule(name).weight): None for name in weights})
     if flavour == "float":
-        return copy.deepcopy(model), {}
+        return model, {}
+    # The floats that integers take the place of are not worth copying.
+    prepared = copy.deepcopy(model, {id(model.get_submodule(name).weight): None for name in weights})
     stored = dict.fromkeys(layers, "float")
     for name, weight in weights.items():
         module, bits = model.get_submodule(name), layers[name].bits
@@ -340,6 +342,8 @@ def _write_model(
     model: Any, example: Mapping[str, Tensor], path: Path, stored: Mapping[str, str], external_above: int
 ) -> None:
     import onnx_ir as ir
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass, CommonSubexpressionEliminationPass
+    from onnxscript.optimizer import optimize_ir
 
     inputs = {name: tensor[:2, :16].contiguous() for name, tensor in example.items()}
     axes = {name: {0: "batch", 1: "sequence"} for name in inputs}
@@ -354,9 +358,17 @@ def _write_model(
             output_names=outputs,
             opset_version=OPSET,
             dynamo=True,
+            optimize=False,
             verbose=False,
         )
-    graph = cast(Any, program).model.graph
+    exported = cast(Any, program).model
+    integers = {f"{name}.{part}" for name in stored for part in ("codes", "zero_point")}
+    # The default would fold small integer weights into float ones.
+    optimize_ir(exported, should_fold=lambda node: False if integers & {v.name for v in node.inputs if v} else None)
+    CommonSubexpressionEliminationPass()(exported)
+    # Stack traces, with the paths of this machine.
+    ClearMetadataAndDocStringPass()(exported)
+    graph = exported.graph
     for name, kind in stored.items():
         if kind == "int4" and isinstance(model.get_submodule(name), OnnxLinear):
             parts = ("codes",) if model.get_submodule(name).folded else ("codes", "zero_point")
@@ -365,7 +377,7 @@ def _write_model(
                     _narrow(value)
     size = sum(value.const_value.nbytes for value in graph.initializers.values())
     beside = f"{path.name}.data" if size > external_above else None
-    ir.save(cast(Any, program).model, path, external_data=beside)
+    ir.save(exported, path, external_data=beside)
 
 
 def _narrow(value: Any) -> None:

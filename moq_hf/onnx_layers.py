@@ -2,7 +2,7 @@
 
 | flavour | linear layer | embedding table |
 | --- | --- | --- |
-| weight-only | x times Cast(codes) * scale, which a runtime folds into a float weight when it loads | Gather, then DequantizeLinear |
+| weight-only | x times Cast(codes) * scale, which a runtime folds into a float weight when it loads | Gather, then DequantizeLinear (4 bits: Cast, Sub, Mul) |
 | dequantize-linear | x times DequantizeLinear(codes), in blocks where the scales are | the same |
 | int8 | QuantizeLinear with a scale per token, MatMulInteger, Cast, Mul | the same |
 
@@ -14,6 +14,7 @@ weights are signed where two such products fit, that is with activations of 7 bi
 otherwise, which is exact too, and slower there.
 """  # noqa: E501 - a table row cannot be broken
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -27,6 +28,7 @@ FLAVOURS: tuple[Flavour, ...] = ("float", "weight-only", "dequantize-linear", "i
 
 OPSET = 21
 _INT16_MAX = 2**15 - 1
+_Attributes = dict[str, int | float | str | bool | Sequence[int] | Sequence[float] | Sequence[str] | Sequence[bool]]
 
 
 class OnnxLinear(nn.Module):
@@ -58,16 +60,22 @@ class OnnxLinear(nn.Module):
         return product if self.bias is None else product + self.bias
 
     def _folded(self) -> Tensor:
-        groups, columns = self.scale.shape
-        codes = self.codes.to(torch.float32).view(groups, -1, columns)
-        if self.zero_point is not None:
-            codes = codes - self.zero_point.to(torch.float32)[:, None]
-        return (codes * self.scale[:, None]).view(self.codes.shape)
+        codes, scale, zero = self.codes.to(torch.float32), self.scale, self.zero_point
+        groups, columns = scale.shape
+        if groups > 1:
+            codes, scale, zero = (
+                codes.view(groups, -1, columns),
+                scale[:, None],
+                None if zero is None else zero[:, None],
+            )
+        if zero is not None:
+            codes = codes - zero.to(torch.float32)
+        return (codes * scale).view(self.codes.shape)
 
     def _dequantized(self) -> Tensor:
         rows, columns = self.codes.shape
         groups = self.scale.shape[0]
-        blocks = {"axis": 0, "block_size": rows // groups} if groups > 1 else {"axis": 1}
+        blocks: _Attributes = {"axis": 0, "block_size": rows // groups} if groups > 1 else {"axis": 1}
         parts = [self.codes, self.scale if groups > 1 else self.scale[0]]
         if self.zero_point is not None:
             parts.append(self.zero_point if groups > 1 else self.zero_point[0])
@@ -111,7 +119,11 @@ class OnnxInt8Linear(nn.Module):
         """`input` `[..., in_features]`, rounded, times the weight, plus the bias."""
         scale = quantizer.token_scale(input, self.bits)
         quantized = torch.onnx.ops.symbolic(
-            "QuantizeLinear", (input / scale, self.one, self.middle), dtype=torch.uint8, shape=input.shape, version=OPSET
+            "QuantizeLinear",
+            (input / scale, self.one, self.middle),
+            dtype=torch.uint8,
+            shape=input.shape,
+            version=OPSET,
         )
         parts = [quantized, self.codes, self.middle]
         if self.zero_point is not None:
@@ -142,15 +154,20 @@ class OnnxEmbedding(nn.Module):
             codes = low + 16 * high
         self.codes: Tensor
         self.scale: Tensor
+        self.four: Tensor
         self.register_buffer("codes", codes.to(torch.uint8 if self.halved else torch.int8))
         self.register_buffer("scale", weight.scale)
+        self.register_buffer("four", torch.tensor(4, dtype=torch.uint8))
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows `[..., columns]` for the indices `input` `[...]`."""
         codes, scale = F.embedding(input, self.codes), F.embedding(input, self.scale)
         if self.halved:
-            codes = torch.cat((codes & 15, codes >> 4), -1).to(torch.int8) - 8
-        blocks = {"axis": -1, "block_size": self.columns}
+            high = torch.onnx.ops.symbolic(
+                "BitShift", (codes, self.four), {"direction": "RIGHT"}, dtype=torch.uint8, shape=codes.shape, version=11
+            )
+            return (torch.cat((codes & 15, high), -1).to(torch.float32) - 8) * scale
+        blocks: _Attributes = {"axis": -1, "block_size": self.columns}
         return torch.onnx.ops.symbolic(
             "DequantizeLinear", (codes, scale), blocks, dtype=torch.float32, shape=codes.shape, version=OPSET
         )
@@ -158,7 +175,8 @@ class OnnxEmbedding(nn.Module):
 
 def is_exact_signed(codes: Tensor, bits: int) -> bool:
     """Whether two products of these codes with unsigned activations of `bits` fit into 16 bits."""
-    return 2 * (2**bits - 1) * int(codes.abs().max()) <= _INT16_MAX
+    largest = int(codes.abs().max())
+    return 2 * ((1 << bits) - 1) * largest <= _INT16_MAX
 
 
 def _per_row(weight: quantizer.Quantized) -> quantizer.Quantized:

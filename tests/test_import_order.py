@@ -25,7 +25,10 @@ ORDER = [
     "report",
     "callback",
     "trainer",
+    "onnx_layers",
     "export",
+    "bench_worker",
+    "bench",
     "cli",
 ]
 STANDARD_LIBRARY_ONLY = {"config", "schedule"}
