@@ -34,8 +34,6 @@ from .quant_linear import dequantize_model, is_packed
 if TYPE_CHECKING:
     import onnxruntime
 
-logger = logging.getLogger(__name__)
-
 REPORT_NAME = "moq_export.json"
 FILE_NAMES: dict[Flavour, str] = {
     "float": "model_float.onnx",
@@ -185,6 +183,7 @@ def export_onnx(
     batches, labels = _batches(model, tokenizer, data, max_length)
     weights = stored_weights(folder)
     answers = _torch_answers(model, batches)
+    metrics = _metrics(answers, labels, data)
     proofs: dict[Flavour, Proof] = {}
     sizes = {"float checkpoint": state.float_bytes}
     layers: dict[Flavour, dict[str, str]] = {}
@@ -212,7 +211,6 @@ def export_onnx(
                     f"the {flavour} model's outputs differ by {largest:.3g} from the checkpoint's, more than the "
                     f"tolerance of {tolerance:g}: nothing is written to {out}"
                 )
-        metrics = _metrics([answer for answer in answers], labels, data)
         export = Export(
             Path(out), sizes, layers, sum(len(b["input_ids"]) for b in batches), metrics, proofs, activation_bits
         )
@@ -241,11 +239,14 @@ def load(directory: Path) -> tuple[Any, Any]:
         )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError):
+        tokenizer = None
+    # transformers makes one without words of a folder without a vocabulary.
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
         raise MoQError(
             f"{directory} has no tokenizer, which the comparison on sentences needs: save it there with "
-            f"tokenizer.save_pretrained ({error})"
-        ) from None
+            "tokenizer.save_pretrained"
+        )
     model = architecture.from_pretrained(directory, attn_implementation="eager", dtype="auto")
     if is_packed(model):
         dequantize_model(model)
@@ -347,7 +348,7 @@ def _write_model(
 
     inputs = {name: tensor[:2, :16].contiguous() for name, tensor in example.items()}
     axes = {name: {0: "batch", 1: "sequence"} for name in inputs}
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), quiet():
         outputs = list(model(**inputs))
         program = torch.onnx.export(
             model,
@@ -361,21 +362,21 @@ def _write_model(
             optimize=False,
             verbose=False,
         )
-    exported = cast(Any, program).model
-    integers = {f"{name}.{part}" for name in stored for part in ("codes", "zero_point")}
-    # The default would fold small integer weights into float ones.
-    optimize_ir(exported, should_fold=lambda node: False if integers & {v.name for v in node.inputs if v} else None)
-    CommonSubexpressionEliminationPass()(exported)
-    # Stack traces, with the paths of this machine.
-    ClearMetadataAndDocStringPass()(exported)
-    graph = exported.graph
-    for name, kind in stored.items():
-        if kind == "int4" and isinstance(model.get_submodule(name), OnnxLinear):
-            parts = ("codes",) if model.get_submodule(name).folded else ("codes", "zero_point")
-            for value in (graph.initializers.get(f"{name}.{part}") for part in parts):
-                if value is not None:
-                    _narrow(value)
-    size = sum(value.const_value.nbytes for value in graph.initializers.values())
+        exported = cast(Any, program).model
+        initializers = exported.graph.initializers
+        for name, kind in stored.items():
+            layer = model.get_submodule(name)
+            if kind == "int4" and isinstance(layer, OnnxLinear):
+                _narrow(initializers[f"{name}.codes"])
+                if not layer.folded and layer.zero_point is not None:
+                    _narrow(initializers[f"{name}.zero_point"])
+        integers = {f"{name}.{part}" for name in stored for part in ("codes", "zero_point")}
+        # The default would fold small integer weights into float ones.
+        optimize_ir(exported, should_fold=lambda node: False if integers & {v.name for v in node.inputs if v} else None)
+        CommonSubexpressionEliminationPass()(exported)
+        # Stack traces, with the paths of this machine.
+        ClearMetadataAndDocStringPass()(exported)
+    size = sum(value.const_value.nbytes for value in initializers.values())
     beside = f"{path.name}.data" if size > external_above else None
     ir.save(exported, path, external_data=beside)
 
@@ -391,16 +392,19 @@ def _narrow(value: Any) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """The exporter warns of what it decides by itself, and reports its progress."""
-    level = logging.getLogger("torch.onnx").level
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.getLogger("torch.onnx").setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 # The proof.

@@ -27,7 +27,7 @@ from transformers import (
 from moq_hf import MoQConfig, MoQError, quantize_model, quantizer, save_quantized
 from moq_hf.checkpoint import stored_weights
 from moq_hf.cli import main
-from moq_hf.export import Data, Export, export_onnx, read_data
+from moq_hf.export import Data, Export, export_onnx, quiet, read_data
 from moq_hf.onnx_layers import OnnxInt8Linear, OnnxLinear, is_exact_signed
 from moq_hf.quant_linear import quant_layers
 
@@ -176,12 +176,12 @@ def test_a_difference_above_the_tolerance_is_refused(
 
 
 def export_layer(layer: nn.Module, input: torch.Tensor, path: Path) -> torch.Tensor:
-    torch.onnx.export(layer.eval(), (input,), path, dynamo=True, verbose=False, opset_version=21, input_names=["x"])
+    with quiet():
+        torch.onnx.export(layer.eval(), (input,), path, dynamo=True, verbose=False, opset_version=21, input_names=["x"])
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run(None, {"x": input.numpy()})[0])
 
 
-@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
 @pytest.mark.parametrize("bits", [7, 8])
 def test_the_largest_sums_do_not_saturate(bits: int, tmp_path: Path) -> None:
     codes = torch.full((16, 64), 127, dtype=torch.int32)
