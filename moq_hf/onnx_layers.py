@@ -2,7 +2,7 @@
 
 | flavour | linear layer | embedding table |
 | --- | --- | --- |
-| weight-only | x times Cast(codes) * scale, which a runtime folds into a float weight when it loads | Gather, then DequantizeLinear (4 bits: Cast, Sub, Mul) |
+| weight-only | x times Cast(codes) * scale, which a runtime folds into a float weight when it loads | Gather, Cast, Mul |
 | dequantize-linear | x times DequantizeLinear(codes), in blocks where the scales are | the same |
 | int8 | QuantizeLinear with a scale per token, MatMulInteger, Cast, Mul | the same |
 
@@ -147,30 +147,23 @@ class OnnxEmbedding(nn.Module):
     def __init__(self, weight: quantizer.Quantized, bits: int) -> None:
         super().__init__()
         codes = weight.codes
-        self.columns = codes.shape[1]
-        self.halved = bits <= 4 and self.columns % 2 == 0
+        self.halved = bits <= 4 and codes.shape[1] % 2 == 0
         if self.halved:
             low, high = (codes + 8).chunk(2, 1)
             codes = low + 16 * high
         self.codes: Tensor
         self.scale: Tensor
-        self.four: Tensor
         self.register_buffer("codes", codes.to(torch.uint8 if self.halved else torch.int8))
         self.register_buffer("scale", weight.scale)
-        self.register_buffer("four", torch.tensor(4, dtype=torch.uint8))
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows `[..., columns]` for the indices `input` `[...]`."""
-        codes, scale = F.embedding(input, self.codes), F.embedding(input, self.scale)
+        codes, scale = F.embedding(input, self.codes).to(torch.float32), F.embedding(input, self.scale)
         if self.halved:
-            high = torch.onnx.ops.symbolic(
-                "BitShift", (codes, self.four), {"direction": "RIGHT"}, dtype=torch.uint8, shape=codes.shape, version=11
-            )
-            return (torch.cat((codes & 15, high), -1).to(torch.float32) - 8) * scale
-        blocks: _Attributes = {"axis": -1, "block_size": self.columns}
-        return torch.onnx.ops.symbolic(
-            "DequantizeLinear", (codes, scale), blocks, dtype=torch.float32, shape=codes.shape, version=OPSET
-        )
+            # OpenVINO computes something else with BitShift.
+            high = (codes / 16).floor()
+            codes = torch.cat((codes - 16 * high, high), -1) - 8
+        return codes * scale
 
 
 def is_exact_signed(codes: Tensor, bits: int) -> bool:
