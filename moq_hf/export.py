@@ -180,6 +180,9 @@ def export_onnx(
     if not 2 <= activation_bits <= 8:
         raise MoQError(f"activation_bits must be 2 to 8, got {activation_bits}")
     model, tokenizer = load(folder)
+    odd = [name for name in state.layers if not isinstance(model.get_submodule(name), nn.Linear | nn.Embedding)]
+    if odd:
+        raise MoQError(f"{directory}: only nn.Linear and nn.Embedding are exported, not {', '.join(odd)}")
     batches, labels = _batches(model, tokenizer, data, max_length)
     weights = stored_weights(folder)
     answers = _torch_answers(model, batches)
