@@ -200,12 +200,10 @@ def export_onnx(
             layers[flavour] = stored
             _write_model(prepared, batches[0], path, stored, external_data_above)
             sizes[flavour] = sum(file.stat().st_size for file in staging.glob(f"{path.name}*"))
-            session = make_session(path)
+            session = _session(path, flavour)
             simulated = None
             if flavour == "int8":
-                rounded = [
-                    name for name, kind in stored.items() if kind in ("int8", "uint8") and _is_linear(prepared, name)
-                ]
+                rounded = [name for name in stored if isinstance(prepared.get_submodule(name), OnnxInt8Linear)]
                 simulated = _torch_answers(model, batches, rounded, activation_bits)
             proofs[flavour] = _prove(session, batches, answers, simulated, labels, data)
             largest = proofs[flavour].largest_difference
@@ -235,7 +233,7 @@ def load(directory: Path) -> tuple[Any, Any]:
     config = transformers.AutoConfig.from_pretrained(directory)
     name = (config.architectures or ["none"])[0]
     architecture = getattr(transformers, name, None)
-    if architecture is None or not name.endswith(_KINDS):
+    if architecture is None or not name.endswith(_KINDS) or "Head" in name:
         raise MoQError(
             f"{directory}: {name} is not exported; classifiers of sequences and tokens and base models are "
             "(ForSequenceClassification, ForTokenClassification, Model)"
@@ -255,17 +253,6 @@ def load(directory: Path) -> tuple[Any, Any]:
         dequantize_model(model)
     model.config.use_cache = False
     return model.float().eval(), tokenizer
-
-
-def make_session(path: str | os.PathLike[str], threads: int = 0) -> "onnxruntime.InferenceSession":
-    """An onnxruntime session on the CPU; DequantizeLinear of weights is folded, so that it computes what it says."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    options.add_session_config_entry("session.disable_quant_qdq", "1")
-    return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
 
 
 def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
@@ -338,10 +325,6 @@ def _prepare(
     return prepared.eval(), stored
 
 
-def _is_linear(model: nn.Module, name: str) -> bool:
-    return isinstance(model.get_submodule(name), OnnxInt8Linear)
-
-
 def _write_model(
     model: Any, example: Mapping[str, Tensor], path: Path, stored: Mapping[str, str], external_above: int
 ) -> None:
@@ -353,18 +336,22 @@ def _write_model(
     axes = {name: {0: "batch", 1: "sequence"} for name in inputs}
     with torch.no_grad(), quiet():
         outputs = list(model(**inputs))
-        program = torch.onnx.export(
-            model,
-            (),
-            kwargs=inputs,
-            dynamic_shapes=axes,
-            input_names=list(inputs),
-            output_names=outputs,
-            opset_version=OPSET,
-            dynamo=True,
-            optimize=False,
-            verbose=False,
-        )
+        try:
+            program = torch.onnx.export(
+                model,
+                (),
+                kwargs=inputs,
+                dynamic_shapes=axes,
+                input_names=list(inputs),
+                output_names=outputs,
+                opset_version=OPSET,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+            )
+        except torch.onnx.errors.OnnxExporterError as error:
+            reason = " ".join(str(error.__cause__ or error).split())[:300]
+            raise MoQError(f"torch.onnx.export cannot export {type(model).__name__}: {reason}") from error
         exported = cast(Any, program).model
         initializers = exported.graph.initializers
         for name, kind in stored.items():
@@ -418,7 +405,8 @@ def _batches(
 ) -> tuple[list[dict[str, Tensor]], Sequence[float] | None]:
     texts = [(text,) for text in SENTENCES] if data is None else data.texts
     accepted = inspect.signature(type(model).forward).parameters
-    limit = min(max_length, getattr(model.config, "max_position_embeddings", max_length))
+    positions = getattr(model.config, "max_position_embeddings", max_length)
+    limit = min(max_length, positions, tokenizer.model_max_length)
     batches = []
     for start in range(0, len(texts), 16):
         columns = [list(column) for column in zip(*texts[start : start + 16], strict=True)]
@@ -446,6 +434,17 @@ def _torch_answers(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _session(path: Path, flavour: Flavour) -> "onnxruntime.InferenceSession":
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if flavour == "dequantize-linear":
+        # Otherwise onnxruntime rounds the activations to 8 bits.
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
+    return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
 
 
 def _prove(
@@ -502,6 +501,8 @@ def _metrics(outputs: Sequence[Tensor], labels: Sequence[float] | None, data: Da
     single = logits.shape[1] == 1
     task = data.task if data is not None else None
     wanted = _TASKS[task] if task is not None else _TASKS["stsb" if single else "sst2"]
+    if not single and any(label != int(label) for label in labels):
+        raise MoQError(f"labels must be class ids for a model with {logits.shape[1]} outputs")
     if single != (wanted[0] == "pearson"):
         raise MoQError(f"the task {task} does not fit a model with {logits.shape[1]} outputs")
     predicted = logits[:, 0] if single else logits.argmax(1)
