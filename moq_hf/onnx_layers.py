@@ -51,8 +51,8 @@ class OnnxLinear(nn.Module):
         self.bias: Tensor | None
         self.register_buffer("codes", codes.to(torch.int8))
         self.register_buffer("scale", scale)
-        self.register_buffer("zero_point", None if zero is None else zero.to(torch.int8))
-        self.register_buffer("bias", None if bias is None else bias.detach())
+        _set(self, "zero_point", None if zero is None else zero.to(torch.int8))
+        _set(self, "bias", None if bias is None else bias.detach())
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the weight, plus the bias."""
@@ -110,8 +110,8 @@ class OnnxInt8Linear(nn.Module):
         self.middle: Tensor
         self.register_buffer("codes", (codes.T + shift).to(dtype).contiguous())
         self.register_buffer("scale", scale[:, 0].contiguous())
-        self.register_buffer("zero_point", None if zero is None else (zero.flatten() + shift).to(dtype))
-        self.register_buffer("bias", None if bias is None else bias.detach())
+        _set(self, "zero_point", None if zero is None else (zero.flatten() + shift).to(dtype))
+        _set(self, "bias", None if bias is None else bias.detach())
         self.register_buffer("one", torch.ones(()))
         self.register_buffer("middle", torch.tensor(2 ** (bits - 1), dtype=torch.uint8))
 
@@ -170,6 +170,14 @@ def is_exact_signed(codes: Tensor, bits: int) -> bool:
     """Whether two products of these codes with unsigned activations of `bits` fit into 16 bits."""
     largest = int(codes.abs().max())
     return 2 * ((1 << bits) - 1) * largest <= _INT16_MAX
+
+
+def _set(module: nn.Module, name: str, value: Tensor | None) -> None:
+    # torch.export counts buffers that are None and then finds too few (2.13).
+    if value is None:
+        setattr(module, name, None)
+    else:
+        module.register_buffer(name, value)
 
 
 def _per_row(weight: quantizer.Quantized) -> quantizer.Quantized:
