@@ -44,6 +44,8 @@ class OnnxLinear(nn.Module):
         super().__init__()
         codes, scale, zero = _per_row(weight)
         codes, scale, zero = codes.T.contiguous(), scale.T.contiguous(), None if zero is None else zero.T.contiguous()
+        if not folded and len(scale) == 1:
+            scale, zero = scale[0], None if zero is None else zero[0]
         self.folded = folded
         self.codes: Tensor
         self.scale: Tensor
@@ -74,11 +76,10 @@ class OnnxLinear(nn.Module):
 
     def _dequantized(self) -> Tensor:
         rows, columns = self.codes.shape
-        groups = self.scale.shape[0]
-        blocks: _Attributes = {"axis": 0, "block_size": rows // groups} if groups > 1 else {"axis": 1}
-        parts = [self.codes, self.scale if groups > 1 else self.scale[0]]
-        if self.zero_point is not None:
-            parts.append(self.zero_point if groups > 1 else self.zero_point[0])
+        blocks: _Attributes = {"axis": 1}
+        if self.scale.dim() == 2:
+            blocks = {"axis": 0, "block_size": rows // len(self.scale)}
+        parts = [self.codes, self.scale] if self.zero_point is None else [self.codes, self.scale, self.zero_point]
         return torch.onnx.ops.symbolic(
             "DequantizeLinear", parts, blocks, dtype=torch.float32, shape=(rows, columns), version=OPSET
         )

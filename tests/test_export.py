@@ -157,13 +157,14 @@ def test_features_row_blocks_and_8_bit_activations(tmp_path: Path) -> None:
         "max_position_embeddings": 64,
     }
     config = config_of(quantize_groups=4, quantize_embeddings=8, quantize_type="asymmetric")
-    source = checkpoint(tmp_path / "packed", DistilBertModel(DistilBertConfig(**shape)), config)
-    found = export_onnx(source, tmp_path / "onnx", flavours=["int8"])
+    source = checkpoint(tmp_path / "packed", DistilBertModel(DistilBertConfig(**shape)), config, [8, 4])
+    found = export_onnx(source, tmp_path / "onnx", flavours=["int8", "dequantize-linear"])
+    assert found.proofs["dequantize-linear"].largest_difference < 1e-5
     proof = found.proofs["int8"]
     assert found.activation_bits == 8 and proof.agreement is None
     assert proof.from_same_arithmetic is not None and proof.from_same_arithmetic < 1e-4 < proof.largest_difference
     linears = {kind for name, kind in found.layers["int8"].items() if "embeddings" not in name}
-    assert linears == {"uint8"}
+    assert linears == {"uint8", "int8"}
 
 
 def test_a_difference_above_the_tolerance_is_refused(
