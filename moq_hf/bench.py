@@ -71,7 +71,7 @@ class Benchmark:
         engines = list(self.bytes)
         lines = ["| engine | model, MB | resident, MB |", "| --- | --- | --- |"]
         lines += [f"| {e} | {self.bytes[e] / 1e6:.1f} | {self.memory[e] / 1e6:.0f} |" for e in engines]
-        lines += ["", f"p50 / p90 in ms (speed against float PyTorch), {self.threads} threads:", ""]
+        lines += ["", f"p50 / p90 in ms (speed against float PyTorch), threads: {self.threads}", ""]
         lines += [f"| batch x sequence | {' | '.join(engines)} |", f"|{' --- |' * (len(engines) + 1)}"]
         for shape in dict.fromkeys((t.batch, t.sequence) for t in self.timings):
             found = {t.engine: t for t in self.timings if (t.batch, t.sequence) == shape}
@@ -169,7 +169,7 @@ def draw(result: Benchmark, path: str | os.PathLike[str]) -> None:
     )
     axes.set_xlabel("batch x sequence")
     axes.set_ylabel("speed, float PyTorch is 1")
-    axes.set_title(f"{result.threads} threads")
+    axes.set_title(f"threads: {result.threads}")
     axes.legend(fontsize="small", ncols=2)
     figure.savefig(path, dpi=100)
 

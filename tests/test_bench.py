@@ -32,7 +32,7 @@ def test_table_json_and_plot(packed: Path, tmp_path: Path, capsys: pytest.Captur
     assert found["memory"]["ONNX int8"] < found["memory"]["PyTorch float"] / 2
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     table = capsys.readouterr().out
-    assert "| 1 x 8 |" in table and "| 2 x 8 |" in table and "1 threads" in table
+    assert "| 1 x 8 |" in table and "| 2 x 8 |" in table and "threads: 1" in table
 
 
 def test_too_long_a_sequence(packed: Path) -> None:
