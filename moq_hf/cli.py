@@ -7,8 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from .bench import benchmark, draw, write_json
 from .checkpoint import verify_quantized
 from .config import MoQError
+from .export import EXTERNAL_DATA_ABOVE, TOLERANCE, export_onnx, read_data
+from .onnx_layers import FLAVOURS
 from .report import draw_plan, write_report
 from .schedule import plan
 
@@ -17,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run with the arguments `argv` (default: those of the process); give the exit status: 0, or 2 for wrong input."""
     parser = argparse.ArgumentParser(prog="moq-hf", description="Mixture-of-Quantization for Hugging Face Trainer.")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_plan, add_report, add_inspect):
+    for add in (add_plan, add_report, add_inspect, add_export, add_bench):
         add(subparsers)
     args = parser.parse_args(argv)
     try:
@@ -74,6 +77,112 @@ def add_inspect(subparsers: Any) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> None:
     print(verify_quantized(arguments.directory).table())
+
+
+def add_export(subparsers: Any) -> None:
+    """`moq-hf export DIR --to onnx OUT`: ONNX models of a packed checkpoint, proven to answer as it does."""
+    parser = subparsers.add_parser(
+        "export",
+        help="write a packed checkpoint as ONNX models, and prove that they answer as it does",
+        description="Write ONNX models with integer weights into OUT and compare their answers with the checkpoint's. "
+        "If weight-only differs by more than the tolerance, nothing is written and the exit status is 2.",
+    )
+    parser.add_argument("directory", metavar="DIR", help="a packed checkpoint with its tokenizer")
+    parser.add_argument("--to", required=True, choices=["onnx"], help="the format")
+    parser.add_argument("out", metavar="OUT", help="the folder to make")
+    parser.add_argument(
+        "--flavours",
+        nargs="+",
+        choices=FLAVOURS,
+        default=["weight-only", "int8"],
+        metavar="FLAVOUR",
+        help=f"some of {', '.join(FLAVOURS)}; default: weight-only int8",
+    )
+    parser.add_argument(
+        "--activation_bits",
+        type=_positive,
+        metavar="B",
+        help="of int8: 2 to 8; default: as trained, or 8; 7 is faster on CPUs without VNNI",
+    )
+    parser.add_argument(
+        "--validation_file",
+        metavar="FILE",
+        help='compare on these rows: JSON lines with one or two texts and "label"; default: sentences of our own',
+    )
+    parser.add_argument(
+        "--task_name",
+        metavar="TASK",
+        help="GLUE's name of the task, for the metric; default: accuracy, or correlations for scores",
+    )
+    parser.add_argument("--max_seq_length", type=_positive, default=128, metavar="N", help="default: 128")
+    parser.add_argument(
+        "--tolerance",
+        type=_positive_number,
+        default=TOLERANCE,
+        metavar="T",
+        help=f"largest difference of weight-only's outputs; default: {TOLERANCE:g}",
+    )
+    parser.add_argument(
+        "--external_data_above",
+        type=_positive,
+        default=EXTERNAL_DATA_ABOVE,
+        metavar="BYTES",
+        help="put larger weights into a file beside the model; default: 1000000000",
+    )
+    parser.set_defaults(run=lambda args: _export(parser, args))
+
+
+def add_bench(subparsers: Any) -> None:
+    """`moq-hf bench DIR`: how fast a packed checkpoint is in PyTorch and in onnxruntime."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="latency, throughput and memory of a packed checkpoint, in PyTorch and as ONNX",
+        description="Measure float PyTorch, packed PyTorch, ONNX float, weight-only and int8 on the CPU, in turn.",
+    )
+    parser.add_argument("directory", metavar="DIR", help="a packed checkpoint with its tokenizer")
+    parser.add_argument("--batch", type=_positive, nargs="+", default=[1, 8, 32], metavar="N", help="default: 1 8 32")
+    parser.add_argument(
+        "--sequence", type=_positive, nargs="+", default=[16, 64, 128], metavar="N", help="default: 16 64 128"
+    )
+    parser.add_argument("--threads", type=_positive, metavar="N", help="of each engine; default: PyTorch's number")
+    parser.add_argument("--activation_bits", type=_positive, metavar="B", help="as for export")
+    parser.add_argument("--repeats", type=_positive, default=20, metavar="N", help="rounds per shape; default: 20")
+    parser.add_argument("--json", metavar="FILE.json", help="write the figures too")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the speeds too")
+    parser.set_defaults(run=_bench)
+
+
+def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.task_name is not None and args.validation_file is None:
+        parser.error("--task_name goes with --validation_file")
+    data = None if args.validation_file is None else read_data(args.validation_file, args.task_name)
+    exported = export_onnx(
+        args.directory,
+        args.out,
+        flavours=args.flavours,
+        activation_bits=args.activation_bits,
+        data=data,
+        max_length=args.max_seq_length,
+        tolerance=args.tolerance,
+        external_data_above=args.external_data_above,
+    )
+    print(exported.table())
+
+
+def _bench(args: argparse.Namespace) -> None:
+    result = benchmark(
+        args.directory,
+        batches=args.batch,
+        sequences=args.sequence,
+        threads=args.threads,
+        activation_bits=args.activation_bits,
+        repeats=args.repeats,
+    )
+    print(result.table())
+    if args.json is not None:
+        write_json(result, args.json)
+    if args.plot is not None:
+        draw(result, args.plot)
 
 
 def _run_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -313,7 +313,7 @@ class MoQController:
         tables = f"{len(self.embeddings)} embedding tables to {bits}; " if self.embeddings else ""
         activation = self.config.activation
         if activation.enabled:
-            tables += f"their inputs to {activation.bits} after {activation.start_step} steps; "
+            tables += f"their inputs to {activation.bits} bits after {activation.start_step} steps; "
         return (
             f"{len(self.layers)} linear layers in {len(self.blocks)} blocks ({weights / 1e6:.1f} M weights) go from "
             f"{self.config.start_bits} to {self.config.target_bits} bits; {tables}"

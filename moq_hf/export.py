@@ -5,7 +5,6 @@ import copy
 import inspect
 import json
 import logging
-import math
 import os
 import shutil
 import warnings
@@ -14,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -35,8 +33,6 @@ from .quant_linear import dequantize_model, is_packed
 
 if TYPE_CHECKING:
     import onnxruntime
-
-logger = logging.getLogger(__name__)
 
 REPORT_NAME = "moq_export.json"
 FILE_NAMES: dict[Flavour, str] = {
@@ -184,9 +180,13 @@ def export_onnx(
     if not 2 <= activation_bits <= 8:
         raise MoQError(f"activation_bits must be 2 to 8, got {activation_bits}")
     model, tokenizer = load(folder)
+    odd = [name for name in state.layers if not isinstance(model.get_submodule(name), nn.Linear | nn.Embedding)]
+    if odd:
+        raise MoQError(f"{directory}: only nn.Linear and nn.Embedding are exported, not {', '.join(odd)}")
     batches, labels = _batches(model, tokenizer, data, max_length)
     weights = stored_weights(folder)
     answers = _torch_answers(model, batches)
+    metrics = _metrics(answers, labels, data)
     proofs: dict[Flavour, Proof] = {}
     sizes = {"float checkpoint": state.float_bytes}
     layers: dict[Flavour, dict[str, str]] = {}
@@ -200,12 +200,10 @@ def export_onnx(
             layers[flavour] = stored
             _write_model(prepared, batches[0], path, stored, external_data_above)
             sizes[flavour] = sum(file.stat().st_size for file in staging.glob(f"{path.name}*"))
-            session = make_session(path)
+            session = _session(path, flavour)
             simulated = None
             if flavour == "int8":
-                rounded = [
-                    name for name, kind in stored.items() if kind in ("int8", "uint8") and _is_linear(prepared, name)
-                ]
+                rounded = [name for name in stored if isinstance(prepared.get_submodule(name), OnnxInt8Linear)]
                 simulated = _torch_answers(model, batches, rounded, activation_bits)
             proofs[flavour] = _prove(session, batches, answers, simulated, labels, data)
             largest = proofs[flavour].largest_difference
@@ -214,7 +212,6 @@ def export_onnx(
                     f"the {flavour} model's outputs differ by {largest:.3g} from the checkpoint's, more than the "
                     f"tolerance of {tolerance:g}: nothing is written to {out}"
                 )
-        metrics = _metrics([answer for answer in answers], labels, data)
         export = Export(
             Path(out), sizes, layers, sum(len(b["input_ids"]) for b in batches), metrics, proofs, activation_bits
         )
@@ -236,34 +233,26 @@ def load(directory: Path) -> tuple[Any, Any]:
     config = transformers.AutoConfig.from_pretrained(directory)
     name = (config.architectures or ["none"])[0]
     architecture = getattr(transformers, name, None)
-    if architecture is None or not name.endswith(_KINDS):
+    if architecture is None or not name.endswith(_KINDS) or "Head" in name:
         raise MoQError(
             f"{directory}: {name} is not exported; classifiers of sequences and tokens and base models are "
             "(ForSequenceClassification, ForTokenClassification, Model)"
         )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError):
+        tokenizer = None
+    # transformers makes one without words of a folder without a vocabulary.
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
         raise MoQError(
             f"{directory} has no tokenizer, which the comparison on sentences needs: save it there with "
-            f"tokenizer.save_pretrained ({error})"
-        ) from None
+            "tokenizer.save_pretrained"
+        )
     model = architecture.from_pretrained(directory, attn_implementation="eager", dtype="auto")
     if is_packed(model):
         dequantize_model(model)
     model.config.use_cache = False
     return model.float().eval(), tokenizer
-
-
-def make_session(path: str | os.PathLike[str], threads: int = 0) -> "onnxruntime.InferenceSession":
-    """An onnxruntime session on the CPU; DequantizeLinear of weights is folded, so that it computes what it says."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    options.add_session_config_entry("session.disable_quant_qdq", "1")
-    return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
 
 
 def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
@@ -316,10 +305,10 @@ def _prepare(
     activation_bits: int,
 ) -> tuple[Any, dict[str, str]]:
     """A copy of the model with layers that emit integers, and what each becomes in the file."""
-    # Floats that integers take the place of are not worth copying.
-    prepared = copy.deepcopy(model, {id(model.get_submodule(name).weight): None for name in weights})
     if flavour == "float":
-        return copy.deepcopy(model), {}
+        return model, {}
+    # The floats that integers take the place of are not worth copying.
+    prepared = copy.deepcopy(model, {id(model.get_submodule(name).weight): None for name in weights})
     stored = dict.fromkeys(layers, "float")
     for name, weight in weights.items():
         module, bits = model.get_submodule(name), layers[name].bits
@@ -336,40 +325,50 @@ def _prepare(
     return prepared.eval(), stored
 
 
-def _is_linear(model: nn.Module, name: str) -> bool:
-    return isinstance(model.get_submodule(name), OnnxInt8Linear)
-
-
 def _write_model(
     model: Any, example: Mapping[str, Tensor], path: Path, stored: Mapping[str, str], external_above: int
 ) -> None:
     import onnx_ir as ir
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass, CommonSubexpressionEliminationPass
+    from onnxscript.optimizer import optimize_ir
 
     inputs = {name: tensor[:2, :16].contiguous() for name, tensor in example.items()}
     axes = {name: {0: "batch", 1: "sequence"} for name in inputs}
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), quiet():
         outputs = list(model(**inputs))
-        program = torch.onnx.export(
-            model,
-            (),
-            kwargs=inputs,
-            dynamic_shapes=axes,
-            input_names=list(inputs),
-            output_names=outputs,
-            opset_version=OPSET,
-            dynamo=True,
-            verbose=False,
-        )
-    graph = cast(Any, program).model.graph
-    for name, kind in stored.items():
-        if kind == "int4" and isinstance(model.get_submodule(name), OnnxLinear):
-            parts = ("codes",) if model.get_submodule(name).folded else ("codes", "zero_point")
-            for value in (graph.initializers.get(f"{name}.{part}") for part in parts):
-                if value is not None:
-                    _narrow(value)
-    size = sum(value.const_value.nbytes for value in graph.initializers.values())
+        try:
+            program = torch.onnx.export(
+                model,
+                (),
+                kwargs=inputs,
+                dynamic_shapes=axes,
+                input_names=list(inputs),
+                output_names=outputs,
+                opset_version=OPSET,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+            )
+        except torch.onnx.errors.OnnxExporterError as error:
+            reason = " ".join(str(error.__cause__ or error).split())[:300]
+            raise MoQError(f"torch.onnx.export cannot export {type(model).__name__}: {reason}") from error
+        exported = cast(Any, program).model
+        initializers = exported.graph.initializers
+        for name, kind in stored.items():
+            layer = model.get_submodule(name)
+            if kind == "int4" and isinstance(layer, OnnxLinear):
+                _narrow(initializers[f"{name}.codes"])
+                if not layer.folded and layer.zero_point is not None:
+                    _narrow(initializers[f"{name}.zero_point"])
+        integers = {f"{name}.{part}" for name in stored for part in ("codes", "zero_point")}
+        # The default would fold small integer weights into float ones.
+        optimize_ir(exported, should_fold=lambda node: False if integers & {v.name for v in node.inputs if v} else None)
+        CommonSubexpressionEliminationPass()(exported)
+        # Stack traces, with the paths of this machine.
+        ClearMetadataAndDocStringPass()(exported)
+    size = sum(value.const_value.nbytes for value in initializers.values())
     beside = f"{path.name}.data" if size > external_above else None
-    ir.save(cast(Any, program).model, path, external_data=beside)
+    ir.save(exported, path, external_data=beside)
 
 
 def _narrow(value: Any) -> None:
@@ -383,16 +382,19 @@ def _narrow(value: Any) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """The exporter warns of what it decides by itself, and reports its progress."""
-    level = logging.getLogger("torch.onnx").level
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.getLogger("torch.onnx").setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 # The proof.
@@ -403,7 +405,8 @@ def _batches(
 ) -> tuple[list[dict[str, Tensor]], Sequence[float] | None]:
     texts = [(text,) for text in SENTENCES] if data is None else data.texts
     accepted = inspect.signature(type(model).forward).parameters
-    limit = min(max_length, getattr(model.config, "max_position_embeddings", max_length))
+    positions = getattr(model.config, "max_position_embeddings", max_length)
+    limit = min(max_length, positions, tokenizer.model_max_length)
     batches = []
     for start in range(0, len(texts), 16):
         columns = [list(column) for column in zip(*texts[start : start + 16], strict=True)]
@@ -431,6 +434,17 @@ def _torch_answers(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _session(path: Path, flavour: Flavour) -> "onnxruntime.InferenceSession":
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if flavour == "dequantize-linear":
+        # Otherwise onnxruntime rounds the activations to 8 bits.
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
+    return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
 
 
 def _prove(
@@ -487,6 +501,8 @@ def _metrics(outputs: Sequence[Tensor], labels: Sequence[float] | None, data: Da
     single = logits.shape[1] == 1
     task = data.task if data is not None else None
     wanted = _TASKS[task] if task is not None else _TASKS["stsb" if single else "sst2"]
+    if not single and any(label != int(label) for label in labels):
+        raise MoQError(f"labels must be class ids for a model with {logits.shape[1]} outputs")
     if single != (wanted[0] == "pearson"):
         raise MoQError(f"the task {task} does not fit a model with {logits.shape[1]} outputs")
     predicted = logits[:, 0] if single else logits.argmax(1)

@@ -2,7 +2,7 @@
 
 | flavour | linear layer | embedding table |
 | --- | --- | --- |
-| weight-only | x times Cast(codes) * scale, which a runtime folds into a float weight when it loads | Gather, then DequantizeLinear |
+| weight-only | x times Cast(codes) * scale, which a runtime folds into a float weight when it loads | Gather, Cast, Mul |
 | dequantize-linear | x times DequantizeLinear(codes), in blocks where the scales are | the same |
 | int8 | QuantizeLinear with a scale per token, MatMulInteger, Cast, Mul | the same |
 
@@ -14,6 +14,7 @@ weights are signed where two such products fit, that is with activations of 7 bi
 otherwise, which is exact too, and slower there.
 """  # noqa: E501 - a table row cannot be broken
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -27,6 +28,7 @@ FLAVOURS: tuple[Flavour, ...] = ("float", "weight-only", "dequantize-linear", "i
 
 OPSET = 21
 _INT16_MAX = 2**15 - 1
+_Attributes = dict[str, int | float | str | bool | Sequence[int] | Sequence[float] | Sequence[str] | Sequence[bool]]
 
 
 class OnnxLinear(nn.Module):
@@ -42,6 +44,8 @@ class OnnxLinear(nn.Module):
         super().__init__()
         codes, scale, zero = _per_row(weight)
         codes, scale, zero = codes.T.contiguous(), scale.T.contiguous(), None if zero is None else zero.T.contiguous()
+        if not folded and len(scale) == 1:
+            scale, zero = scale[0], None if zero is None else zero[0]
         self.folded = folded
         self.codes: Tensor
         self.scale: Tensor
@@ -49,8 +53,8 @@ class OnnxLinear(nn.Module):
         self.bias: Tensor | None
         self.register_buffer("codes", codes.to(torch.int8))
         self.register_buffer("scale", scale)
-        self.register_buffer("zero_point", None if zero is None else zero.to(torch.int8))
-        self.register_buffer("bias", None if bias is None else bias.detach())
+        _set(self, "zero_point", None if zero is None else zero.to(torch.int8))
+        _set(self, "bias", None if bias is None else bias.detach())
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the weight, plus the bias."""
@@ -58,19 +62,24 @@ class OnnxLinear(nn.Module):
         return product if self.bias is None else product + self.bias
 
     def _folded(self) -> Tensor:
-        groups, columns = self.scale.shape
-        codes = self.codes.to(torch.float32).view(groups, -1, columns)
-        if self.zero_point is not None:
-            codes = codes - self.zero_point.to(torch.float32)[:, None]
-        return (codes * self.scale[:, None]).view(self.codes.shape)
+        codes, scale, zero = self.codes.to(torch.float32), self.scale, self.zero_point
+        groups, columns = scale.shape
+        if groups > 1:
+            codes, scale, zero = (
+                codes.view(groups, -1, columns),
+                scale[:, None],
+                None if zero is None else zero[:, None],
+            )
+        if zero is not None:
+            codes = codes - zero.to(torch.float32)
+        return (codes * scale).view(self.codes.shape)
 
     def _dequantized(self) -> Tensor:
         rows, columns = self.codes.shape
-        groups = self.scale.shape[0]
-        blocks = {"axis": 0, "block_size": rows // groups} if groups > 1 else {"axis": 1}
-        parts = [self.codes, self.scale if groups > 1 else self.scale[0]]
-        if self.zero_point is not None:
-            parts.append(self.zero_point if groups > 1 else self.zero_point[0])
+        blocks: _Attributes = {"axis": 1}
+        if self.scale.dim() == 2:
+            blocks = {"axis": 0, "block_size": rows // len(self.scale)}
+        parts = [self.codes, self.scale] if self.zero_point is None else [self.codes, self.scale, self.zero_point]
         return torch.onnx.ops.symbolic(
             "DequantizeLinear", parts, blocks, dtype=torch.float32, shape=(rows, columns), version=OPSET
         )
@@ -102,8 +111,8 @@ class OnnxInt8Linear(nn.Module):
         self.middle: Tensor
         self.register_buffer("codes", (codes.T + shift).to(dtype).contiguous())
         self.register_buffer("scale", scale[:, 0].contiguous())
-        self.register_buffer("zero_point", None if zero is None else (zero.flatten() + shift).to(dtype))
-        self.register_buffer("bias", None if bias is None else bias.detach())
+        _set(self, "zero_point", None if zero is None else (zero.flatten() + shift).to(dtype))
+        _set(self, "bias", None if bias is None else bias.detach())
         self.register_buffer("one", torch.ones(()))
         self.register_buffer("middle", torch.tensor(2 ** (bits - 1), dtype=torch.uint8))
 
@@ -139,8 +148,7 @@ class OnnxEmbedding(nn.Module):
     def __init__(self, weight: quantizer.Quantized, bits: int) -> None:
         super().__init__()
         codes = weight.codes
-        self.columns = codes.shape[1]
-        self.halved = bits <= 4 and self.columns % 2 == 0
+        self.halved = bits <= 4 and codes.shape[1] % 2 == 0
         if self.halved:
             low, high = (codes + 8).chunk(2, 1)
             codes = low + 16 * high
@@ -151,18 +159,26 @@ class OnnxEmbedding(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows `[..., columns]` for the indices `input` `[...]`."""
-        codes, scale = F.embedding(input, self.codes), F.embedding(input, self.scale)
+        codes, scale = F.embedding(input, self.codes).to(torch.float32), F.embedding(input, self.scale)
         if self.halved:
-            codes = torch.cat((codes & 15, codes >> 4), -1).to(torch.int8) - 8
-        blocks = {"axis": -1, "block_size": self.columns}
-        return torch.onnx.ops.symbolic(
-            "DequantizeLinear", (codes, scale), blocks, dtype=torch.float32, shape=codes.shape, version=OPSET
-        )
+            # OpenVINO computes something else with BitShift.
+            high = (codes / 16).floor()
+            codes = torch.cat((codes - 16 * high, high), -1) - 8
+        return codes * scale
 
 
 def is_exact_signed(codes: Tensor, bits: int) -> bool:
     """Whether two products of these codes with unsigned activations of `bits` fit into 16 bits."""
-    return 2 * (2**bits - 1) * int(codes.abs().max()) <= _INT16_MAX
+    largest = int(codes.abs().max())
+    return 2 * ((1 << bits) - 1) * largest <= _INT16_MAX
+
+
+def _set(module: nn.Module, name: str, value: Tensor | None) -> None:
+    # torch.export counts buffers that are None and then finds too few (2.13).
+    if value is None:
+        setattr(module, name, None)
+    else:
+        module.register_buffer(name, value)
 
 
 def _per_row(weight: quantizer.Quantized) -> quantizer.Quantized:

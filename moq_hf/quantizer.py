@@ -203,7 +203,8 @@ def fake_quantize_tokens(input: Tensor, bits: int) -> Tensor:
 
 def token_scale(input: Tensor, bits: int) -> Tensor:
     """The scale of each token, `[..., 1]` for float32 `[..., features]`: never below the smallest normal float32."""
-    return (input.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)).clamp(min=_TINY)
+    largest: Tensor = input.abs().amax(-1, keepdim=True)
+    return (largest / ((1 << bits - 1) - 1)).clamp(min=_TINY)
 
 
 def nonfinite(values: Tensor, groups: Groups = 1, group_size: int | None = None) -> Tensor:

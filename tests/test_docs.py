@@ -18,6 +18,7 @@ import subprocess
 import sys
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -29,7 +30,7 @@ from tiny_glue import quiet_logging
 from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
-from moq_hf import MoQConfig, cli
+from moq_hf import MoQConfig, cli, quantize_model, save_quantized
 
 __all__ = ["quiet_logging"]
 pytestmark = pytest.mark.usefixtures("quiet_logging")
@@ -38,6 +39,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path for pattern in ("*.md", "docs/*.md", "configs/README.md", "examples/**/*.md") for path in ROOT.glob(pattern)
 )
+EXPORT = "moq-hf export runs/mrpc --to onnx runs/mrpc-onnx --task_name mrpc --validation_file data/mrpc.jsonl"
+BENCH = "moq-hf bench runs/mrpc --threads 1 --activation_bits 7 --json bench.json --plot bench.png"
 # Where the commands are run that need a test of their own.
 RUN_BY = {
     "make demo": "test_make_demo",
@@ -46,6 +49,9 @@ RUN_BY = {
     "make bench": "test_make_bench",
     "pip install .": "test_pip_install",
     "python -m moq_hf.cli inspect runs/packed": "test_python_blocks",
+    "pip install 'moq_hf[onnx]'": "test_the_onnx_extra",
+    EXPORT: "test_python_blocks",
+    BENCH: "test_bench_command",
 }
 # What is added to the command line of a program, so that it ends soon and writes to the test's folder. The last of two
 # values of an argument counts.
@@ -183,11 +189,27 @@ def test_pip_install(tmp_path: Path) -> None:
     assert installed == {path.name for path in (source / "moq_hf").iterdir()}
 
 
+def test_the_onnx_extra() -> None:
+    assert re.search(r"^onnx =\n    onnx>", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+
+
+def test_bench_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does is run in test_bench.py; here, that it is understood."""
+    asked = []
+    result = SimpleNamespace(table=lambda: "")
+    monkeypatch.setattr(cli, "benchmark", lambda *args, **kwargs: asked.append((args, kwargs)) or result)
+    for name in ("write_json", "draw"):
+        monkeypatch.setattr(cli, name, lambda *args: asked.append(args))
+    assert cli.main(shlex.split(BENCH)[1:]) == 0
+    assert asked[0][0] == ("runs/mrpc",) and asked[0][1]["activation_bits"] == 7
+    assert asked[1:] == [(result, "bench.json"), (result, "bench.png")]
+
+
 def arguments_of(path: str) -> dict[str, object]:
     return json.loads((ROOT / path).read_text())
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("moq-hf ")])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("moq-hf ") and c not in RUN_BY])
 def test_moq_hf_commands(command: str, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)[1:]
     if words[0] == "report" and (ROOT / words[1]).is_dir() and not words[1].startswith("runs/"):
@@ -283,6 +305,13 @@ def prepared(page: Path) -> dict[str, object]:
         # What `make demo` leaves.
         tiny_model(Path("runs/demo/float"), vocab_size=1100)
         AutoTokenizer.from_pretrained("examples/demo/model").save_pretrained("runs/demo/float")
+    if page == ROOT / "docs" / "deploy.md":
+        model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained("examples/demo/model"))
+        quantize_model(model, {"quantize_bits": {"start_bits": 8, "target_bits": 8}})
+        save_quantized(model, "runs/mrpc", processing_class=AutoTokenizer.from_pretrained("examples/demo/model"))
+        Path("data").mkdir()
+        tiny_glue.write_rows(Path("data/mrpc.jsonl"), tiny_glue.make_rows("mrpc", 4))
+        assert cli.main(shlex.split(EXPORT)[1:]) == 0
     if page != ROOT / "README.md":
         return {}
     tokenizer = AutoTokenizer.from_pretrained("examples/demo/model")

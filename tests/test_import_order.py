@@ -28,7 +28,10 @@ ORDER = [
     "callback",
     "distillation",
     "trainer",
+    "onnx_layers",
     "export",
+    "bench_worker",
+    "bench",
     "cli",
 ]
 STANDARD_LIBRARY_ONLY = {"config", "schedule"}
