@@ -92,8 +92,7 @@ def interleaved(arms: dict[str, Callable[[], float]], repeats: int) -> dict[str,
 def simulator(args: argparse.Namespace, lines: Lines) -> None:
     """CPU time of quantizing all weights by each path, and of a step that does so per forward pass or once."""
     part = "simulator"
-    whole = fixed_batch(args.model_name_or_path, 16, 64)
-    quarters = [{key: value[4 * i : 4 * i + 4] for key, value in whole.items()} for i in range(4)]
+    batch = fixed_batch(args.model_name_or_path, 4, 64)
     weights = [layer.weight.detach() for layer in quant_layers(Trained(args.model_name_or_path, moq(8)).model).values()]
     # Compiled anew for each shape and grid otherwise allowed; the limit counts the grids too.
     torch._dynamo.config.recompile_limit = 64
@@ -126,9 +125,7 @@ def simulator(args: argparse.Namespace, lines: Lines) -> None:
                 out.copy_(weight)
             return time.process_time() - begin
 
-        float_arm = Trained(args.model_name_or_path, None)
         paths: dict[str, Callable[[], float]] = {
-            "float step": functools.partial(float_arm.step, [whole]),
             "copy": copy,
             "plain PyTorch": functools.partial(quantize, quantizer.fake_quantize),
             "numba": functools.partial(quantize, cpu_quant.fake_quantize),
@@ -136,9 +133,9 @@ def simulator(args: argparse.Namespace, lines: Lines) -> None:
         if not args.no_compile and not algo:
             paths["torch.compile"] = functools.partial(quantize, compiled)
         found = interleaved(paths, args.repeats)
-        print(name, {key: f"{value / found['float step']:.2%}" for key, value in found.items()}, flush=True)
+        print(name, {key: f"{1000 * value:.1f} ms" for key, value in found.items()}, flush=True)
         lines.add({"part": part, "what": "all weights", "grid": name, "cpu_seconds": rounded(found)})
-    for batches in ([whole], quarters):
+    for batches in ([batch], [batch] * 4):
         if lines.has(part=part, what="step", micro_batches=len(batches)):
             continue
         plain = MoQConfig.from_dict({**moq(8).to_dict(), "quantizer_kernel": False})
@@ -156,7 +153,7 @@ def simulator(args: argparse.Namespace, lines: Lines) -> None:
 
 def precision(args: argparse.Namespace, lines: Lines) -> None:
     """CPU time of a step in float32, under bf16 autocast and in fp16 with loss scaling, in float and with 8 bits."""
-    batch = fixed_batch(args.model_name_or_path, 16, 64)
+    batch = fixed_batch(args.model_name_or_path, 4, 64)
     dtypes = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if lines.has(part="precision"):
         return
@@ -242,7 +239,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=62, help="of a run of clipping")
     parser.add_argument("--eval_rows", type=int, default=436)
-    parser.add_argument("--repeats", type=int, default=9, help="of the timings")
+    parser.add_argument("--repeats", type=int, default=7, help="of the timings")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/levers.jsonl"))

@@ -561,10 +561,11 @@ def main() -> None:
     names = list(OPTIONS) if args.options else args.arms
     for part in parts:
         if part == "time":
-            wanted = ["float", *(name for name in names if name != "float" and not lines.has(part=part, arm=name))]
-            if len(wanted) > 1:
-                for found in time_arms(args, wanted):
-                    report(lines, {"part": part, "batch": args.time_batch, "sequence": args.time_sequence} | found)
+            shape = {"batch": args.time_batch, "sequence": args.time_sequence}
+            wanted = [name for name in names if name != "float" and not lines.has(part=part, arm=name, **shape)]
+            if wanted:
+                for found in time_arms(args, ["float", *wanted]):
+                    report(lines, {"part": part} | shape | found)
         elif part == "table":
             print(markdown(lines.lines))
         else:
