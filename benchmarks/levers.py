@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from short_runs import Batch, Lines, Task, fixed_batch, new_model, new_optimizer, train
+from short_runs import Batch, Lines, Task, fixed_batch, new_model, new_optimizer, table, train
 from step_time import moq
 from torch import nn
 
@@ -173,6 +173,50 @@ def precision(args: argparse.Namespace, lines: Lines) -> None:
     lines.add({"part": "precision", "cpu_seconds": rounded(found), "errors": errors})
 
 
+def tables(args: argparse.Namespace, lines: Lines) -> None:
+    """Print what the lines say, as Markdown."""
+    weights = [line for line in lines.lines if line.get("what") == "all weights"]
+    paths = list(dict.fromkeys(name for line in weights for name in line["cpu_seconds"]))
+    print(table(["grid", *paths], [[line["grid"], *(shown(line, path) for path in paths)] for line in weights]))
+    steps = [line for line in lines.lines if line.get("what") == "step"]
+    arms = list(dict.fromkeys(name for line in steps for name in line["cpu_seconds"]))
+    rows = [[str(line["micro_batches"]), *(over(line, arm, "float") for arm in arms)] for line in steps]
+    print("\n" + table(["micro-batches", *arms], rows))
+    for line in lines.lines:
+        if line["part"] == "precision":
+            found = [[arm, over(line, arm, "float32, float")] for arm in line["cpu_seconds"]]
+            print("\n" + table(["", "step"], found + [[arm, error] for arm, error in line["errors"].items()]))
+    runs = [line for line in lines.lines if line["part"] == "clipping"]
+    rows = []
+    for key in sorted({(line["bits"], line["lr"], line["clip"]) for line in runs}):
+        mine = [line for line in runs if (line["bits"], line["lr"], line["clip"]) == key]
+        bits, lr, clip = key
+        marks = list(mine[0]["accuracy"])
+        rows.append(
+            [
+                "float" if bits == 32 else str(bits),
+                f"{lr:g}",
+                f"{clip:g}" if clip else "none",
+                f"{sum(line['diverged'] for line in mine)} of {len(mine)}",
+                *(f"{statistics.mean(line['accuracy'].get(mark, 0.0) for line in mine):.3f}" for mark in marks),
+            ]
+        )
+    if runs:
+        head = ["bits", "learning rate", "clip at", "diverged", *(f"step {mark}" for mark in runs[0]["accuracy"])]
+        print("\n" + table(head, rows))
+
+
+def shown(line: dict[str, Any], path: str) -> str:
+    """Milliseconds, or nothing where the path was not run."""
+    seconds = line["cpu_seconds"].get(path)
+    return "" if seconds is None else f"{1000 * seconds:.1f} ms"
+
+
+def over(line: dict[str, Any], arm: str, base: str) -> str:
+    """As a multiple of another's."""
+    return f"{line['cpu_seconds'][arm] / line['cpu_seconds'][base]:.3f}"
+
+
 def rounded(seconds: dict[str, float]) -> dict[str, float]:
     """To microseconds."""
     return {name: round(value, 6) for name, value in seconds.items()}
@@ -196,13 +240,13 @@ def clipping_run(args: argparse.Namespace, task: Task, bits: int, lr: float, cli
     model = new_model(args.model_name_or_path, seed)
     controller = None if bits == 32 else MoQController(model, moq(bits))
     marks = sorted({round(args.steps * quarter / 4) for quarter in (1, 2, 3, 4)})
-    accuracy: dict[int, float] = {}
+    accuracy: dict[str, float] = {}
 
     def evaluate(step: int) -> None:
         if step in marks:
             model.eval()
             state = torch.get_rng_state()
-            accuracy[step] = round(task.accuracy(model, args.eval_rows), 4)
+            accuracy[str(step)] = round(task.accuracy(model, args.eval_rows), 4)
             torch.set_rng_state(state)
             model.train()
 
@@ -225,7 +269,7 @@ def clipping_run(args: argparse.Namespace, task: Task, bits: int, lr: float, cli
     }
 
 
-PARTS = {"simulator": simulator, "precision": precision, "clipping": clipping}
+PARTS = {"simulator": simulator, "precision": precision, "clipping": clipping, "table": tables}
 
 
 def main() -> None:
