@@ -90,9 +90,12 @@ def interleaved(arms: dict[str, Callable[[], float]], repeats: int) -> dict[str,
 
 
 def simulator(args: argparse.Namespace, lines: Lines) -> None:
-    """CPU time of quantizing all weights by each path, and of a step that does so per forward pass or once."""
+    """CPU time of quantizing all weights by each path, and of a step that does so per forward pass or once.
+
+    The step is that of a very small batch: what quantization adds does not depend on it, and shows in less noise.
+    """
     part = "simulator"
-    batch = fixed_batch(args.model_name_or_path, 4, 64)
+    batch = fixed_batch(args.model_name_or_path, 1, 8)
     weights = [layer.weight.detach() for layer in quant_layers(Trained(args.model_name_or_path, moq(8)).model).values()]
     # Compiled anew for each shape and grid otherwise allowed; the limit counts the grids too.
     torch._dynamo.config.recompile_limit = 64
@@ -136,7 +139,8 @@ def simulator(args: argparse.Namespace, lines: Lines) -> None:
         print(name, {key: f"{1000 * value:.1f} ms" for key, value in found.items()}, flush=True)
         lines.add({"part": part, "what": "all weights", "grid": name, "cpu_seconds": rounded(found)})
     for batches in ([batch], [batch] * 4):
-        if lines.has(part=part, what="step", micro_batches=len(batches)):
+        key = {"part": part, "what": "step", "micro_batches": len(batches), "tokens": batch["input_ids"].numel()}
+        if lines.has(**key):
             continue
         plain = MoQConfig.from_dict({**moq(8).to_dict(), "quantizer_kernel": False})
         trained = {
@@ -146,9 +150,13 @@ def simulator(args: argparse.Namespace, lines: Lines) -> None:
             "plain PyTorch, once per step": Trained(args.model_name_or_path, plain),
             "plain PyTorch, per forward": Trained(args.model_name_or_path, plain, every_forward=True),
         }
-        found = interleaved({key: functools.partial(arm.step, batches) for key, arm in trained.items()}, args.repeats)
-        print(len(batches), {key: f"{value / found['float']:.3f}" for key, value in found.items()}, flush=True)
-        lines.add({"part": part, "what": "step", "micro_batches": len(batches), "cpu_seconds": rounded(found)})
+        found = interleaved(
+            {name: functools.partial(arm.step, batches) for name, arm in trained.items()}, 2 * args.repeats
+        )
+        print(
+            len(batches), {arm: f"{1000 * (value - found['float']):.1f} ms" for arm, value in found.items()}, flush=True
+        )
+        lines.add({**key, "cpu_seconds": rounded(found)})
 
 
 def precision(args: argparse.Namespace, lines: Lines) -> None:
@@ -180,7 +188,7 @@ def tables(args: argparse.Namespace, lines: Lines) -> None:
     print(table(["grid", *paths], [[line["grid"], *(shown(line, path) for path in paths)] for line in weights]))
     steps = [line for line in lines.lines if line.get("what") == "step"]
     arms = list(dict.fromkeys(name for line in steps for name in line["cpu_seconds"]))
-    rows = [[str(line["micro_batches"]), *(over(line, arm, "float") for arm in arms)] for line in steps]
+    rows = [[str(line["micro_batches"]), *(added(line, arm) for arm in arms)] for line in steps]
     print("\n" + table(["micro-batches", *arms], rows))
     for line in lines.lines:
         if line["part"] == "precision":
@@ -210,6 +218,11 @@ def shown(line: dict[str, Any], path: str) -> str:
     """Milliseconds, or nothing where the path was not run."""
     seconds = line["cpu_seconds"].get(path)
     return "" if seconds is None else f"{1000 * seconds:.1f} ms"
+
+
+def added(line: dict[str, Any], arm: str) -> str:
+    """Milliseconds more than in float."""
+    return f"{1000 * (line['cpu_seconds'][arm] - line['cpu_seconds']['float']):.1f} ms"
 
 
 def over(line: dict[str, Any], arm: str, base: str) -> str:
