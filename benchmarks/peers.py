@@ -567,7 +567,8 @@ def main() -> None:
                 for found in time_arms(args, ["float", *wanted]):
                     report(lines, {"part": part} | shape | found)
         elif part == "table":
-            print(markdown(lines.lines))
+            rows = args.steps * args.batch or "all"
+            print(markdown([line for line in lines.lines if line.get("rows", rows) == rows]))
         else:
             for seed in args.seeds:
                 for name in names:
@@ -579,7 +580,7 @@ def main() -> None:
 
 
 def markdown(lines: list[dict[str, Any]]) -> str:
-    """The table of the lines.
+    """The table of the lines, whose runs are of one length.
 
     Accuracies are means over seeds, differences those to float with the same seeds; of two timings the later counts.
     "added" is the CPU time that a step of a very small batch takes more than in float, as a share of the float step of
