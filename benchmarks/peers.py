@@ -72,16 +72,19 @@ class Arm:
 
 
 def blank(name: str) -> nn.Module:
-    """The architecture, with weights that are about to be replaced."""
+    """The architecture of a BERT, with weights that are about to be replaced."""
     config = config_of(name)
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config)
     model = model.to_empty(device="cpu")
-    for module in model.modules():
-        # Not in a state dict: what the constructor would have computed.
-        for key, buffer in module.named_buffers(recurse=False):
-            if key in module._non_persistent_buffers_set:
-                buffer.copy_(torch.arange(buffer.shape[-1]).expand(buffer.shape) if key == "position_ids" else 0)
+    # What the constructor of a BERT computes and no state dict holds.
+    for name, buffer in model.named_buffers():
+        if name.endswith("position_ids"):
+            buffer.copy_(torch.arange(buffer.shape[-1]).expand(buffer.shape))
+        elif name.endswith("token_type_ids"):
+            buffer.zero_()
+        else:
+            raise ValueError(f"{name}: only models of BERT's kind are known here")
     return model.eval()
 
 
