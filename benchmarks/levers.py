@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from short_runs import Batch, Lines, Task, fixed_batch, new_model, new_optimizer, train
+from short_runs import Batch, Lines, Task, fixed_batch, new_model, new_optimizer, table, train
 from step_time import moq
 from torch import nn
 
@@ -90,10 +90,12 @@ def interleaved(arms: dict[str, Callable[[], float]], repeats: int) -> dict[str,
 
 
 def simulator(args: argparse.Namespace, lines: Lines) -> None:
-    """CPU time of quantizing all weights by each path, and of a step that does so per forward pass or once."""
+    """CPU time of quantizing all weights by each path, and of a step that does so per forward pass or once.
+
+    The step is that of a very small batch: what quantization adds does not depend on it, and shows in less noise.
+    """
     part = "simulator"
-    whole = fixed_batch(args.model_name_or_path, 16, 64)
-    quarters = [{key: value[4 * i : 4 * i + 4] for key, value in whole.items()} for i in range(4)]
+    batch = fixed_batch(args.model_name_or_path, 1, 8)
     weights = [layer.weight.detach() for layer in quant_layers(Trained(args.model_name_or_path, moq(8)).model).values()]
     # Compiled anew for each shape and grid otherwise allowed; the limit counts the grids too.
     torch._dynamo.config.recompile_limit = 64
@@ -126,9 +128,7 @@ def simulator(args: argparse.Namespace, lines: Lines) -> None:
                 out.copy_(weight)
             return time.process_time() - begin
 
-        float_arm = Trained(args.model_name_or_path, None)
         paths: dict[str, Callable[[], float]] = {
-            "float step": functools.partial(float_arm.step, [whole]),
             "copy": copy,
             "plain PyTorch": functools.partial(quantize, quantizer.fake_quantize),
             "numba": functools.partial(quantize, cpu_quant.fake_quantize),
@@ -136,10 +136,11 @@ def simulator(args: argparse.Namespace, lines: Lines) -> None:
         if not args.no_compile and not algo:
             paths["torch.compile"] = functools.partial(quantize, compiled)
         found = interleaved(paths, args.repeats)
-        print(name, {key: f"{value / found['float step']:.2%}" for key, value in found.items()}, flush=True)
+        print(name, {key: f"{1000 * value:.1f} ms" for key, value in found.items()}, flush=True)
         lines.add({"part": part, "what": "all weights", "grid": name, "cpu_seconds": rounded(found)})
-    for batches in ([whole], quarters):
-        if lines.has(part=part, what="step", micro_batches=len(batches)):
+    for batches in ([batch], [batch] * 4):
+        key = {"part": part, "what": "step", "micro_batches": len(batches), "tokens": batch["input_ids"].numel()}
+        if lines.has(**key):
             continue
         plain = MoQConfig.from_dict({**moq(8).to_dict(), "quantizer_kernel": False})
         trained = {
@@ -149,14 +150,18 @@ def simulator(args: argparse.Namespace, lines: Lines) -> None:
             "plain PyTorch, once per step": Trained(args.model_name_or_path, plain),
             "plain PyTorch, per forward": Trained(args.model_name_or_path, plain, every_forward=True),
         }
-        found = interleaved({key: functools.partial(arm.step, batches) for key, arm in trained.items()}, args.repeats)
-        print(len(batches), {key: f"{value / found['float']:.3f}" for key, value in found.items()}, flush=True)
-        lines.add({"part": part, "what": "step", "micro_batches": len(batches), "cpu_seconds": rounded(found)})
+        found = interleaved(
+            {name: functools.partial(arm.step, batches) for name, arm in trained.items()}, 2 * args.repeats
+        )
+        print(
+            len(batches), {arm: f"{1000 * (value - found['float']):.1f} ms" for arm, value in found.items()}, flush=True
+        )
+        lines.add({**key, "cpu_seconds": rounded(found)})
 
 
 def precision(args: argparse.Namespace, lines: Lines) -> None:
     """CPU time of a step in float32, under bf16 autocast and in fp16 with loss scaling, in float and with 8 bits."""
-    batch = fixed_batch(args.model_name_or_path, 16, 64)
+    batch = fixed_batch(args.model_name_or_path, 4, 64)
     dtypes = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if lines.has(part="precision"):
         return
@@ -174,6 +179,55 @@ def precision(args: argparse.Namespace, lines: Lines) -> None:
     found = interleaved(arms, args.repeats)
     print({key: f"{value / found['float32, float']:.3f}" for key, value in found.items()}, errors, flush=True)
     lines.add({"part": "precision", "cpu_seconds": rounded(found), "errors": errors})
+
+
+def tables(args: argparse.Namespace, lines: Lines) -> None:
+    """Print what the lines say, as Markdown."""
+    weights = [line for line in lines.lines if line.get("what") == "all weights"]
+    paths = list(dict.fromkeys(name for line in weights for name in line["cpu_seconds"]))
+    print(table(["grid", *paths], [[line["grid"], *(shown(line, path) for path in paths)] for line in weights]))
+    steps = [line for line in lines.lines if line.get("what") == "step"]
+    arms = list(dict.fromkeys(name for line in steps for name in line["cpu_seconds"]))
+    rows = [[str(line["micro_batches"]), *(added(line, arm) for arm in arms)] for line in steps]
+    print("\n" + table(["micro-batches", *arms], rows))
+    for line in lines.lines:
+        if line["part"] == "precision":
+            found = [[arm, over(line, arm, "float32, float")] for arm in line["cpu_seconds"]]
+            print("\n" + table(["", "step"], found + [[arm, error] for arm, error in line["errors"].items()]))
+    runs = [line for line in lines.lines if line["part"] == "clipping"]
+    rows = []
+    for key in sorted({(line["bits"], line["lr"], line["clip"]) for line in runs}):
+        mine = [line for line in runs if (line["bits"], line["lr"], line["clip"]) == key]
+        bits, lr, clip = key
+        marks = list(mine[0]["accuracy"])
+        rows.append(
+            [
+                "float" if bits == 32 else str(bits),
+                f"{lr:g}",
+                f"{clip:g}" if clip else "none",
+                f"{sum(line['diverged'] for line in mine)} of {len(mine)}",
+                *(f"{statistics.mean(line['accuracy'].get(mark, 0.0) for line in mine):.3f}" for mark in marks),
+            ]
+        )
+    if runs:
+        head = ["bits", "learning rate", "clip at", "diverged", *(f"step {mark}" for mark in runs[0]["accuracy"])]
+        print("\n" + table(head, rows))
+
+
+def shown(line: dict[str, Any], path: str) -> str:
+    """Milliseconds, or nothing where the path was not run."""
+    seconds = line["cpu_seconds"].get(path)
+    return "" if seconds is None else f"{1000 * seconds:.1f} ms"
+
+
+def added(line: dict[str, Any], arm: str) -> str:
+    """Milliseconds more than in float."""
+    return f"{1000 * (line['cpu_seconds'][arm] - line['cpu_seconds']['float']):.1f} ms"
+
+
+def over(line: dict[str, Any], arm: str, base: str) -> str:
+    """As a multiple of another's."""
+    return f"{line['cpu_seconds'][arm] / line['cpu_seconds'][base]:.3f}"
 
 
 def rounded(seconds: dict[str, float]) -> dict[str, float]:
@@ -199,13 +253,13 @@ def clipping_run(args: argparse.Namespace, task: Task, bits: int, lr: float, cli
     model = new_model(args.model_name_or_path, seed)
     controller = None if bits == 32 else MoQController(model, moq(bits))
     marks = sorted({round(args.steps * quarter / 4) for quarter in (1, 2, 3, 4)})
-    accuracy: dict[int, float] = {}
+    accuracy: dict[str, float] = {}
 
     def evaluate(step: int) -> None:
         if step in marks:
             model.eval()
             state = torch.get_rng_state()
-            accuracy[step] = round(task.accuracy(model, args.eval_rows), 4)
+            accuracy[str(step)] = round(task.accuracy(model, args.eval_rows), 4)
             torch.set_rng_state(state)
             model.train()
 
@@ -228,7 +282,7 @@ def clipping_run(args: argparse.Namespace, task: Task, bits: int, lr: float, cli
     }
 
 
-PARTS = {"simulator": simulator, "precision": precision, "clipping": clipping}
+PARTS = {"simulator": simulator, "precision": precision, "clipping": clipping, "table": tables}
 
 
 def main() -> None:
@@ -242,7 +296,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=62, help="of a run of clipping")
     parser.add_argument("--eval_rows", type=int, default=436)
-    parser.add_argument("--repeats", type=int, default=9, help="of the timings")
+    parser.add_argument("--repeats", type=int, default=7, help="of the timings")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/levers.jsonl"))

@@ -72,16 +72,19 @@ class Arm:
 
 
 def blank(name: str) -> nn.Module:
-    """The architecture, with weights that are about to be replaced."""
+    """The architecture of a BERT, with weights that are about to be replaced."""
     config = config_of(name)
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config)
     model = model.to_empty(device="cpu")
-    for module in model.modules():
-        # Not in a state dict: what the constructor would have computed.
-        for key, buffer in module.named_buffers(recurse=False):
-            if key in module._non_persistent_buffers_set:
-                buffer.copy_(torch.arange(buffer.shape[-1]).expand(buffer.shape) if key == "position_ids" else 0)
+    # What the constructor of a BERT computes and no state dict holds.
+    for name, buffer in model.named_buffers():
+        if name.endswith("position_ids"):
+            buffer.copy_(torch.arange(buffer.shape[-1]).expand(buffer.shape))
+        elif name.endswith("token_type_ids"):
+            buffer.zero_()
+        else:
+            raise ValueError(f"{name}: only models of BERT's kind are known here")
     return model.eval()
 
 
@@ -561,12 +564,14 @@ def main() -> None:
     names = list(OPTIONS) if args.options else args.arms
     for part in parts:
         if part == "time":
-            wanted = ["float", *(name for name in names if name != "float" and not lines.has(part=part, arm=name))]
-            if len(wanted) > 1:
-                for found in time_arms(args, wanted):
-                    report(lines, {"part": part, "batch": args.time_batch, "sequence": args.time_sequence} | found)
+            shape = {"batch": args.time_batch, "sequence": args.time_sequence}
+            wanted = [name for name in names if name != "float" and not lines.has(part=part, arm=name, **shape)]
+            if wanted:
+                for found in time_arms(args, ["float", *wanted]):
+                    report(lines, {"part": part} | shape | found)
         elif part == "table":
-            print(markdown(lines.lines))
+            rows = args.steps * args.batch or "all"
+            print(markdown([line for line in lines.lines if line.get("rows", rows) == rows]))
         else:
             for seed in args.seeds:
                 for name in names:
@@ -578,40 +583,50 @@ def main() -> None:
 
 
 def markdown(lines: list[dict[str, Any]]) -> str:
-    """The table of the lines; accuracies are means over seeds, with their differences to float with the same seeds."""
-    head = ["", "version", "accuracy", "seeds", "against float", "saved", "step", "wall", "peak memory", "file", "load"]
+    """The table of the lines, whose runs are of one length.
+
+    Accuracies are means over seeds, differences those to float with the same seeds; of two timings the later counts.
+    "added" is the CPU time that a step of a very small batch takes more than in float, as a share of the float step of
+    the large batch: what does not depend on the batch, which is all but torch.ao's activations.
+    """
+    head = ["", "version", "accuracy", "seeds", "against float", "loaded again"]
+    head += ["step", "added", "peak memory", "file", "load"]
+    timed = {(line["arm"], line["batch"]): line["cpu"] for line in lines if line["part"] == "time" and "cpu" in line}
+    small, large = min((b for _, b in timed), default=0), max((b for _, b in timed), default=0)
     rows = []
     for name, entry in ARMS.items():
         mine = [line for line in lines if line["arm"] == name]
         if not mine:
             continue
-        trained = {line["seed"]: line for line in mine if line["part"] == "train" and "accuracy" in line}
-        plain = {
-            line["seed"]: line["accuracy"]
-            for line in lines
-            if line["arm"] == "float" and line["part"] == "train" and "accuracy" in line
-        }
+        trained = accuracies(lines, name)
+        plain = accuracies(lines, "float")
         row = [f"{name} ({entry.note})" if entry.note else name]
         row.append(mine[-1]["peers"].get(entry.package) or mine[-1]["versions"].get(entry.package, ""))
-        if trained:
-            row += [f"{statistics.mean(line['accuracy'] for line in trained.values()):.4f}", str(len(trained))]
-            gaps = [line["accuracy"] - plain[seed] for seed, line in trained.items() if seed in plain]
-            spread = f" ± {statistics.stdev(gaps):.4f}" if len(gaps) > 1 and name != "float" else ""
-            row.append(f"{statistics.mean(gaps):+.4f}{spread}" if gaps and name != "float" else "")
+        row += [f"{statistics.mean(trained.values()):.4f}", str(len(trained))] if trained else ["", "0"]
+        gaps = [value - plain[seed] for seed, value in trained.items() if seed in plain and name != "float"]
+        spread = f" ± {statistics.stdev(gaps):.4f}" if len(gaps) > 1 else ""
+        row.append(f"{statistics.mean(gaps):+.4f}{spread}" if gaps else "")
+        saved = next((line for line in mine if "saved_accuracy" in line), {})
+        row.append(f"{saved['saved_accuracy']:.4f}" if saved else "")
+        row.append(f"{timed[name, large]['ratio_of_medians']:.3f}" if (name, large) in timed else "")
+        if small != large and (name, small) in timed:
+            more = timed[name, small]["median_seconds"] - timed["float", small]["median_seconds"]
+            row.append(f"{more / timed['float', large]['median_seconds']:.1%}")
         else:
-            row += ["", "0", ""]
-        loaded = next((line for line in trained.values() if "bytes" in line), {})
-        row.append(f"{loaded['saved_accuracy']:.4f}" if "saved_accuracy" in loaded else "")
-        timed = next((line for line in mine if line["part"] == "time" and "cpu" in line), None)
-        row += [f"{timed[kind]['ratio_of_medians']:.3f}" for kind in ("cpu", "wall")] if timed else ["", ""]
-        memory = max((line["peak_mb"] for line in trained.values()), default=None)
+            row.append("")
+        memory = max((line["peak_mb"] for line in mine if "peak_mb" in line), default=None)
         row.append(f"{memory:.0f} MB" if memory else "")
-        row.append(f"{loaded['bytes'] / 1e6:.1f} MB" if "bytes" in loaded else "")
-        row.append(f"{loaded['load_seconds']:.2f} s" if "load_seconds" in loaded else "")
+        row.append(f"{saved['bytes'] / 1e6:.1f} MB" if saved else "")
+        row.append(f"{saved['load_seconds']:.2f} s" if saved else "")
         errors = [line.get("error") or line.get("save_error") for line in mine]
         row[0] += "".join(f"; {error}" for error in dict.fromkeys(errors) if error)
         rows.append(row)
     return table(head, rows)
+
+
+def accuracies(lines: list[dict[str, Any]], name: str) -> dict[int, float]:
+    """An arm's by seed."""
+    return {line["seed"]: line["accuracy"] for line in lines if line["arm"] == name and "accuracy" in line}
 
 
 def attempt(args: argparse.Namespace, more: list[str]) -> dict[str, Any]:

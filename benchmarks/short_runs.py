@@ -33,9 +33,13 @@ class Lines:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self.lines: list[dict[str, Any]] = []
-        if path.exists():
-            self.lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """All of them, those of other processes too."""
+        if not self.path.exists():
+            return []
+        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
 
     def has(self, **key: Any) -> bool:
         """Whether there is a line with these values."""
@@ -44,7 +48,6 @@ class Lines:
     def add(self, line: dict[str, Any]) -> None:
         """Append a line, with what it was made by, at once."""
         line = {**line, **environment()}
-        self.lines.append(line)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 

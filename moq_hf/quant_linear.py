@@ -9,6 +9,7 @@ written in place, outside any compiled graph; the gradient passes straight throu
 """
 
 import fnmatch
+import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,10 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor, None]:
         return grad[0].to(ctx.dtype), None
+
+
+# Function.apply binds its arguments to it at each call; making it anew takes as long as all the rest.
+cast(Any, _StraightThrough.forward).__signature__ = inspect.signature(_StraightThrough.forward)
 
 
 def _straight_through(weight: Tensor, quantized: Tensor) -> Tensor:

@@ -60,6 +60,12 @@ ADDED = {
     "examples/demo/make_corpus.py": ["--out", "corpus"],
     "benchmarks/eigen.py": ["--parts", "golden", "--threads", "1", "--out", "eigen.json"],
     "benchmarks/step_time.py": shlex.split("--batch 2 --sequence 16 --repeats 1 --threads 1 --out step_time.json"),
+    "benchmarks/peers.py": [
+        *shlex.split("--parts time,table --repeats 2 --time_batch 2 --time_sequence 8 --out peers.jsonl --arms"),
+        "moq_hf, 8 bits",
+        "torchao, 8 bits",
+    ],
+    "benchmarks/levers.py": shlex.split("--parts precision,table --repeats 1 --out levers.jsonl"),
     "benchmarks/checkpoint_size.py": ["--base_layers", "1", "--out", "size.json"],
     "benchmarks/processes.py": ["--kinds", "--out", "processes.json"],
     "benchmarks/triton_quant.py": shlex.split(

@@ -1,0 +1,107 @@
+"""The benchmarks' own logic, on a tiny model: that they train, go on where they stopped, and say what they measured."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_glue
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import levers
+import peers
+import short_runs
+
+
+@pytest.fixture
+def args(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> argparse.Namespace:
+    """What the command line gives, for a model of random weights and 64 rows of random words."""
+    model = tiny_glue.make_model(tmp_path / "model")
+    AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+    for name in ("train", "validation"):
+        tiny_glue.write_rows(tmp_path / f"{name}.jsonl", tiny_glue.make_rows("sst2", 64))
+    return argparse.Namespace(
+        model_name_or_path=str(model),
+        data=tmp_path,
+        batch=32,
+        steps=2,
+        lr=1e-3,
+        eval_rows=16,
+        no_save=False,
+        threads=1,
+        time_batch=2,
+        time_sequence=4,
+        repeats=2,
+    )
+
+
+def test_arms_see_the_same_batches_and_save_what_they_trained(
+    args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_this_process(passed: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+        return peers.load_arm(argparse.Namespace(**vars(passed), folder=words[-1]), words[3])
+
+    monkeypatch.setattr(peers, "subprocess_line", in_this_process)
+    plain, ours = (peers.train_arm(args, name, 1) for name in ("float", "moq_hf, 4 bits at once"))
+    assert (
+        plain["batches"] == ours["batches"] != peers.digest(peers.Task(args.model_name_or_path, args.data).batches(2))
+    )
+    for line in (plain, ours):
+        assert line["accuracy"] == line["saved_accuracy"]
+        assert line["bytes"] > 0 and line["load_seconds"] > 0 and line["peak_mb"] > 0
+    assert plain["last_losses"] != ours["last_losses"]
+
+
+def test_a_peer_that_is_missing_leaves_its_error(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optimum.quanto", None)
+    names = ["float", "moq_hf, 8 bits", "optimum-quanto, 8 bits"]
+    found = {line["arm"]: line for line in peers.time_arms(args, names)}
+    assert "ModuleNotFoundError" in found["optimum-quanto, 8 bits"]["error"]
+    assert found["float"]["cpu"]["ratio_of_medians"] == 1.0 and found["moq_hf, 8 bits"]["cpu"]["median_seconds"] > 0
+
+
+def test_the_table_pairs_seeds_and_shares() -> None:
+    known = {"peers": {}, "versions": {"moq_hf": "1"}}
+    lines = [
+        {"part": "train", "arm": arm, "seed": seed, "accuracy": accuracy, **known}
+        for arm, seed, accuracy in [
+            ("float", 1, 0.8),
+            ("float", 2, 0.7),
+            ("moq_hf, 8 bits", 1, 0.81),
+            ("moq_hf, 8 bits", 2, 0.73),
+            ("moq_hf, 8 bits", 3, 0.1),
+        ]
+    ]
+    for arm, batch, seconds in [
+        ("float", 16, 1.0),
+        ("float", 1, 0.1),
+        ("moq_hf, 8 bits", 16, 1.04),
+        ("moq_hf, 8 bits", 1, 0.11),
+    ]:
+        cpu = {"median_seconds": seconds, "ratio_of_medians": seconds}
+        lines.append({"part": "time", "arm": arm, "batch": batch, "cpu": cpu, **known})
+    cells = peers.markdown(lines).splitlines()[-1].split(" | ")
+    assert cells[2:5] == ["0.5467", "3", "+0.0200 ± 0.0141"]
+    assert cells[6:8] == ["1.040", "1.0%"]
+
+
+def test_a_run_without_a_finite_loss_has_diverged(args: argparse.Namespace) -> None:
+    task = short_runs.Task(args.model_name_or_path, args.data)
+    fine = levers.clipping_run(args, task, 2, 1e-4, 1.0, 1)
+    assert fine["diverged"] == (fine["final_loss"] > levers.CHANCE)
+    assert list(fine["accuracy"]) == ["1", "2"]
+    gone = levers.clipping_run(args, task, 32, 1e30, 0.0, 1)
+    assert gone["diverged"] and (gone["final_loss"] is None or gone["final_loss"] > levers.CHANCE)
+
+
+def test_lines_are_not_measured_twice(args: argparse.Namespace, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "lines.jsonl"
+    lines = short_runs.Lines(path)
+    lines.add({"part": "a", "seed": 1})
+    assert short_runs.Lines(path).has(part="a", seed=1) and not lines.has(part="a", seed=2)
+    (line,) = map(json.loads, path.read_text().splitlines())
+    assert str(tmp_path) not in json.dumps(line) and line["versions"]["torch"]
