@@ -114,7 +114,7 @@ class Plan:
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
 
 
-LOW = {"learning_rate": 2e-4}
+LOW: dict[str, Any] = {"learning_rate": 2e-4}
 # The learning rate of the teacher stands in for its folder.
 TEACHER = {"distillation": {"teacher": 1e-4, "hidden": 0.0, "labels": 1.0}}
 HIDDEN = {"distillation": {"teacher": 1e-4, "hidden": 0.1, "labels": 1.0}}
@@ -123,6 +123,20 @@ ALONE = {"distillation": {"teacher": 1e-4}}
 # The float share is gone after 40 of 250 steps.
 BLEND = {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.025}}
 PLANS = {
+    # What the tables of docs/results.md compare.
+    "main": Plan(
+        (
+            replace(FLOAT, **LOW),
+            qat(2, **LOW),
+            ramp(8, 2, 0.3, "MoQ", **LOW),
+            qat(4, **LOW),
+            ramp(8, 4, 0.3, "MoQ", **LOW),
+            ramp(12, 8, 0.3, "MoQ", **LOW),
+            qat(3, **LOW),
+            ramp(8, 3, 0.3, "MoQ", **LOW),
+            qat(8, **LOW),
+        )
+    ),
     # Whether a teacher helps where 2 bits are hardest.
     "teacher": Plan(
         (
