@@ -235,7 +235,9 @@ def test_wrong_arguments(classifier: Path, tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(MoQError, match="missing"):
         export_onnx(TOKENIZER, tmp_path / "out")
     with pytest.raises(MoQError, match="does not fit"):
-        export_onnx(classifier, tmp_path / "out", data=Data([("a",), ("b",)], [1.0, 2.5], "stsb"))
+        export_onnx(classifier, tmp_path / "out", data=Data([("a",), ("b",)], [1, 0], "stsb"))
+    with pytest.raises(MoQError, match="class ids"):
+        export_onnx(classifier, tmp_path / "out", data=Data([("a",), ("b",)], [1.0, 2.5]))
     with pytest.raises(MoQError, match="at least two"):
         export_onnx(classifier, tmp_path / "out", data=Data([("a",)]))
     assert main(["export", str(tmp_path), "--to", "onnx", str(tmp_path / "out")]) == 2
