@@ -11,6 +11,7 @@ from typing import Any
 import launched
 import pytest
 import torch
+from filelock import FileLock
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
@@ -31,14 +32,23 @@ JOBS = [
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of one launch with all jobs."""
-    folder = tmp_path_factory.mktemp("launched")
+    """The folder of one launch with all jobs, which xdist's workers share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "launched"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            launch(folder)
+    return folder
+
+
+def launch(folder: Path) -> None:
+    folder.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "tests" / "launched.py"), str(folder), *JOBS]
     inherited = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=inherited, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    return folder
+    (folder / "done").touch()
 
 
 def result(folder: Path, job: str) -> Any:
