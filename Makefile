@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+# Those that need no data and no other libraries.
+MEASUREMENTS := checkpoint_size eigen kills processes soak step_time triton_quant
 PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
 
 .DELETE_ON_ERROR:
@@ -30,7 +32,7 @@ check: $(INSTALLED)
 	@$(PY) -m mypy
 
 bench: $(INSTALLED)
-	@for file in benchmarks/*.py; do echo "== $$file" && HF_HUB_OFFLINE=1 $(PY) "$$file" || exit 1; done
+	@for name in $(MEASUREMENTS); do echo "== $$name" && HF_HUB_OFFLINE=1 $(PY) benchmarks/$$name.py || exit 1; done
 
 clean:
 	rm -rf $(VENV) runs build dist moq_hf.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

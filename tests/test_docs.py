@@ -176,9 +176,11 @@ def test_make_bench(tmp_path: Path) -> None:
     (tmp_path / "benchmarks").mkdir()
     for name in ("first", "second"):
         (tmp_path / "benchmarks" / f"{name}.py").write_text(f"print('ran {name}')")
-    done = make("bench", cwd=tmp_path)
+    done = make("bench", "MEASUREMENTS=first second", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "ran first" in done.stdout and "ran second" in done.stdout
+    (listed,) = re.findall(r"^MEASUREMENTS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert [name for name in listed.split() if not (ROOT / "benchmarks" / f"{name}.py").exists()] == []
 
 
 def test_pip_install(tmp_path: Path) -> None:
