@@ -77,7 +77,7 @@ def test_begins_at_its_step_and_a_resumed_run_knows(tiny_bert: nn.Module, tiny_b
     assert {layer.moq.activation_bits for layer in other.layers.values()} == {None}
     other.load_state_dict(state)
     assert torch.equal(tiny_bert(**tiny_batch).logits, before)
-    with pytest.raises(MoQError, match=r"activation_quantization\.bits was 7, is 8"):
+    with pytest.raises(MoQError, match=r"activation_quantization\.bits: 7 -> 8"):
         MoQController(tiny_bert, MoQConfig.from_dict(config_of(bits=8, start_step=3)), 9).load_state_dict(state)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from moq_hf.config import BlendConfig, EigenvalueConfig, MoQConfig, MoQError, ScheduleConfig
@@ -399,6 +399,8 @@ def test_a_saved_state_keeps_its_deadline(config: MoQConfig, steps: int, random:
         assert straight.state_dict() == resumed.state_dict()
 
 
+# Most plans are reached.
+@settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(configs, st.integers(10, 400), shares, st.none() | st.floats(0.001, 1))
 def test_what_a_plan_says_would_fit_fits(plain: MoQConfig, steps: int, share: float, blend: float | None) -> None:
     more = {"blend": BlendConfig(blend is not None, blend or 1.0)}
