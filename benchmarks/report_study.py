@@ -73,12 +73,11 @@ def rows(plan: str, lines: Sequence[Mapping[str, Any]]) -> list[Row]:
         for arm in PLANS[plan].arms:
             reference, basic = scores(best, task), scores(arm.basic(), task)
             result.append(Row(task, arm, scores(arm, task), reference, basic))
-        for groups, bits in sorted({(x["groups"], x["bits"]) for x in lines if x["arm"] == "after training"}):
-            chosen = [
-                x
-                for x in lines
-                if (x["arm"], x["task"], x["groups"], x["bits"]) == ("after training", task, groups, bits)
-            ]
+        after = [
+            line for line in lines if line["arm"] == "after training" and any(arm.after for arm in PLANS[plan].arms)
+        ]
+        for groups, bits in sorted({(line["groups"], line["bits"]) for line in after}):
+            chosen = [x for x in after if (x["task"], x["groups"], x["bits"]) == (task, groups, bits)]
             arm = Arm("after training", None, bits, best.learning_rate, groups=groups)
             found = {x["seed"]: score(x["metrics"]) for x in chosen if x["learning_rate"] == best.learning_rate}
             result.append(Row(task, arm, found, scores(best, task), {}))
@@ -102,7 +101,7 @@ def table(found: Iterable[Row], tasks: Sequence[str]) -> list[str]:
             if row is None:
                 cells += ["", "", "", ""]
                 continue
-            versus_basic = "" if row.arm.moq is None or row.arm == row.arm.basic() else paired(row.scores, row.basic)
+            versus_basic = "" if row.scores == row.basic or row.arm.moq is None else paired(row.scores, row.basic)
             versus_float = "" if row.scores == row.reference else paired(row.scores, row.reference)
             cells += [spread(row.scores), str(len(row.scores)), versus_float, versus_basic]
         lines.append("| " + " | ".join(cells) + " |")
