@@ -110,6 +110,7 @@ def benchmark(
         MoQError: As `export_onnx`; a sequence is longer than the model takes; an engine failed.
     """
     folder, threads = Path(directory), threads or torch.get_num_threads()
+    packed_bytes = verify_quantized(folder).file_bytes
     model, _ = load(folder)
     limit = getattr(model.config, "max_position_embeddings", math.inf)
     if max(sequences) > limit:
@@ -125,7 +126,7 @@ def benchmark(
         engines |= {f"ONNX {f}": ("onnx", Path(temporary, "onnx", FILE_NAMES[f])) for f in flavours}
         sizes = {
             "PyTorch float": Path(temporary, "float", "model.safetensors").stat().st_size,
-            "PyTorch packed": verify_quantized(folder).file_bytes,
+            "PyTorch packed": packed_bytes,
             **{f"ONNX {flavour}": written.bytes[flavour] for flavour in flavours},
         }
         workers = {name: _Worker(engine, path, threads) for name, (engine, path) in engines.items()}
@@ -171,7 +172,7 @@ def draw(result: Benchmark, path: str | os.PathLike[str]) -> None:
     axes.set_ylabel("speed, float PyTorch is 1")
     axes.set_title(f"threads: {result.threads}")
     axes.legend(fontsize="small", ncols=2)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=100, format="png")
 
 
 class _Worker:

@@ -77,11 +77,6 @@ class MoQController:
             layer.moq.dtype = dtype
         take_over([*self.layers.values(), *self.embeddings.values()])
         self._refresher = Refresher({**self.layers, **self.embeddings}, config)
-        start = config.activation.start_step
-        if config.activation.enabled and total_steps is not None and start >= total_steps:
-            raise MoQError(
-                f"activation_quantization.start_step: {start} is not reached in {total_steps} optimizer steps"
-            )
         self.schedule = PrecisionSchedule(config, self.blocks, total_steps)
         self.history: list[Switch] = []
         self._apply_bits(self.blocks)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -31,13 +32,16 @@ _COMMON = ("vocab_size", "num_labels", "model_type")
 _COMMON_HIDDEN = ("hidden_size", "num_hidden_layers")
 
 
-def load_teacher(source: str | PreTrainedModel, model: nn.Module, config: DistillationConfig) -> PreTrainedModel:
-    """The teacher, frozen, in evaluation mode and on the model's device.
+def load_teacher(
+    source: str | PreTrainedModel, model: nn.Module, config: DistillationConfig, device: torch.device
+) -> PreTrainedModel:
+    """The teacher, frozen, in evaluation mode and on `device`.
 
     Args:
         source: A model, or the folder or Hub id of one of `model`'s class.
         model: The student.
         config: What will be compared.
+        device: Where the model trains; with FSDP2 and ZeRO it is not there yet.
 
     Raises:
         MoQError: There is no such model, or it does not fit the student.
@@ -46,14 +50,21 @@ def load_teacher(source: str | PreTrainedModel, model: nn.Module, config: Distil
         raise MoQError(f"distillation: needs a transformers model, got {type(model).__name__}")
     if isinstance(source, str):
         try:
-            teacher = type(model).from_pretrained(source)
-        except (OSError, ValueError, RuntimeError) as error:
+            teacher, found = cast(Any, type(model)).from_pretrained(source, output_loading_info=True)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             reason = " ".join(str(error).split())
             raise MoQError(f"distillation.teacher: cannot load {source} as {type(model).__name__}: {reason}") from error
+        if found["missing_keys"]:
+            raise MoQError(
+                f"distillation.teacher: {source} holds no weights for {', '.join(sorted(found['missing_keys']))}: "
+                f"fine-tune it on the task first, as {type(model).__name__}"
+            )
         if is_packed(teacher):
             teacher = cast(PreTrainedModel, dequantize_model(teacher))
-    else:
+    elif isinstance(source, PreTrainedModel):
         teacher = source
+    else:
+        raise MoQError(f"distillation: the teacher must be a transformers model, got {type(source).__name__}")
     if teacher is model:
         raise MoQError("distillation: the teacher is the model in training itself; give a copy, made before")
     names = _COMMON + (_COMMON_HIDDEN if config.hidden else ())
@@ -67,7 +78,7 @@ def load_teacher(source: str | PreTrainedModel, model: nn.Module, config: Distil
     if named and ours != theirs:
         raise MoQError(f"distillation: the labels are {ours} in the model and {theirs} in the teacher")
     teacher.requires_grad_(False).train(False)
-    return cast(PreTrainedModel, cast(nn.Module, teacher).to(model.device))
+    return cast(PreTrainedModel, cast(nn.Module, teacher).to(device))
 
 
 def distillation_loss(
@@ -86,8 +97,13 @@ def distillation_loss(
         A scalar, float32.
 
     Raises:
-        MoQError: The outputs have no logits, or no hidden states.
+        MoQError: The outputs have no names, no logits, or no hidden states.
     """
+    for output in (student, teacher):
+        if not isinstance(output, Mapping):
+            raise MoQError(
+                f"distillation: the model's output has no names (return_dict), it is {type(output).__name__}"
+            )
     total = config.labels * task_loss.float() if config.labels else task_loss.new_zeros((), dtype=torch.float32)
     if config.logits:
         names = [name for name in student if name.endswith("logits")]

@@ -5,6 +5,7 @@ import copy
 import inspect
 import json
 import logging
+import math
 import os
 import shutil
 import warnings
@@ -33,6 +34,8 @@ from .quant_linear import dequantize_model, is_packed
 
 if TYPE_CHECKING:
     import onnxruntime
+
+logger = logging.getLogger(__name__)
 
 REPORT_NAME = "moq_export.json"
 FILE_NAMES: dict[Flavour, str] = {
@@ -174,6 +177,8 @@ def export_onnx(
     folder, target = Path(directory), Path(out).resolve()
     if target == folder.resolve() or target.is_file():
         raise MoQError(f"{out} must be another folder than the checkpoint's, or a new one")
+    if any(target.glob("*.safetensors")):
+        raise MoQError(f"{out} holds another model, whose config.json would be replaced; give a new folder")
     state = verify_quantized(folder)
     if activation_bits is None:
         activation_bits = _trained_bits(state.state) or 8
@@ -204,6 +209,11 @@ def export_onnx(
             simulated = None
             if flavour == "int8":
                 rounded = [name for name in stored if isinstance(prepared.get_submodule(name), OnnxInt8Linear)]
+                if not rounded:
+                    logger.warning(
+                        "moq_hf: the int8 model multiplies no integers: all layers have several scales in a row "
+                        "(quantize_group_size) or more than 8 bits"
+                    )
                 simulated = _torch_answers(model, batches, rounded, activation_bits)
             proofs[flavour] = _prove(session, batches, answers, simulated, labels, data)
             largest = proofs[flavour].largest_difference
@@ -233,10 +243,10 @@ def load(directory: Path) -> tuple[Any, Any]:
     config = transformers.AutoConfig.from_pretrained(directory)
     name = (config.architectures or ["none"])[0]
     architecture = getattr(transformers, name, None)
-    if architecture is None or not name.endswith(_KINDS) or "Head" in name:
+    if architecture is None or not name.endswith(_KINDS) or "Head" in name or config.is_encoder_decoder:
         raise MoQError(
             f"{directory}: {name} is not exported; classifiers of sequences and tokens and base models are "
-            "(ForSequenceClassification, ForTokenClassification, Model)"
+            "(ForSequenceClassification, ForTokenClassification, Model), without a decoder beside the encoder"
         )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
@@ -279,6 +289,8 @@ def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
             row = json.loads(line)
             text = tuple(value for name, value in row.items() if isinstance(value, str) and name != "label")
             label = row.get("label")
+            if isinstance(label, float) and not math.isfinite(label):
+                raise ValueError
         except (ValueError, AttributeError):
             text, label = (), None
         if not 1 <= len(text) <= 2 or (label is not None and not isinstance(label, (int, float))):
@@ -404,6 +416,10 @@ def _batches(
     model: Any, tokenizer: Any, data: Data | None, max_length: int
 ) -> tuple[list[dict[str, Tensor]], Sequence[float] | None]:
     texts = [(text,) for text in SENTENCES] if data is None else data.texts
+    if data is not None and data.labels is not None and len(data.labels) != len(texts):
+        raise MoQError(f"{len(texts)} texts need as many labels, not {len(data.labels)}")
+    if len(texts) < 2:
+        raise MoQError("the comparison needs at least two sentences")
     accepted = inspect.signature(type(model).forward).parameters
     positions = getattr(model.config, "max_position_embeddings", max_length)
     limit = min(max_length, positions, tokenizer.model_max_length)
@@ -413,8 +429,8 @@ def _batches(
         encoded = tokenizer(*columns, padding=True, truncation=True, max_length=limit, return_tensors="pt")
         batches.append({name: encoded[name] for name in tokenizer.model_input_names if name in accepted})
     first = batches[0]["input_ids"]
-    if first.shape[0] < 2 or first.shape[1] < 2:
-        raise MoQError("the comparison needs at least two sentences")
+    if first.shape[1] < 2:
+        raise MoQError("the comparison needs sentences of two tokens or more")
     return batches, None if data is None else data.labels
 
 
@@ -503,8 +519,12 @@ def _metrics(outputs: Sequence[Tensor], labels: Sequence[float] | None, data: Da
     wanted = _TASKS[task] if task is not None else _TASKS["stsb" if single else "sst2"]
     if not single and any(label != int(label) for label in labels):
         raise MoQError(f"labels must be class ids for a model with {logits.shape[1]} outputs")
-    if single != (wanted[0] == "pearson"):
+    if single != (wanted[0] == "pearson") or (
+        logits.shape[1] > 2 and {"f1", "matthews_correlation"}.intersection(wanted)
+    ):
         raise MoQError(f"the task {task} does not fit a model with {logits.shape[1]} outputs")
+    if not single and not all(0 <= label < logits.shape[1] for label in labels):
+        raise MoQError(f"labels must be 0 to {logits.shape[1] - 1} for a model with {logits.shape[1]} outputs")
     predicted = logits[:, 0] if single else logits.argmax(1)
     functions: dict[str, Any] = {
         "accuracy": lambda: accuracy_score(labels, predicted),

@@ -108,16 +108,15 @@ def check_whole(checkpoint: str | os.PathLike[str]) -> None:
 
 def what_counts(config: MoQConfig) -> dict[str, Any]:
     """Dotted keys that decide on a number, with their values."""
-    off = not config.eigenvalue.enabled
-    unused = {key for key in _flat(config) if off and key.startswith("eigenvalue.") and key != "eigenvalue.enabled"}
-    return {key: value for key, value in _flat(config).items() if key not in _HARMLESS | unused}
+    flat = _flat(config)
+    ignored = _HARMLESS | _unused(flat)
+    return {key: value for key, value in flat.items() if key not in ignored}
 
 
 def changes(saved: MoQConfig, now: MoQConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted keys that count and differ, each with the saved value and that of now."""
     one, other = _flat(saved), _flat(now)
-    unused = {key for key in one if key.startswith("eigenvalue.") and key != "eigenvalue.enabled"}
-    ignored = _HARMLESS | (unused if not saved.eigenvalue.enabled and not now.eigenvalue.enabled else set())
+    ignored = _HARMLESS | _unused(one, other)
     return {key: (one[key], other[key]) for key in one if key not in ignored and one[key] != other[key]}
 
 
@@ -170,6 +169,12 @@ def _flat(config: MoQConfig) -> dict[str, Any]:
     for key, value in config.to_dict().items():
         flat |= {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {key: value}
     return flat
+
+
+def _unused(*configs: Mapping[str, Any]) -> set[str]:
+    """Keys of sections that are off in all of these flat configs."""
+    off = {key.partition(".")[0] for key in configs[0] if key.endswith(".enabled") and not any(c[key] for c in configs)}
+    return {key for key in configs[0] if key.partition(".")[0] in off and not key.endswith(".enabled")}
 
 
 def _replay(schedule: PrecisionSchedule, history: Sequence[Switch], steps: int, bits: Mapping[str, int]) -> str | None:

@@ -67,8 +67,8 @@ class PrecisionSchedule:
         total_steps: Optimizer steps of the whole run; not needed for an explicit period without a deadline.
 
     Raises:
-        MoQError: No blocks, a name given twice, no `total_steps` where they are needed, or too few of them for the
-            deadline: the text says what would fit.
+        MoQError: No blocks, a name given twice, no `total_steps` where they are needed, or too few of them for
+            `activation_quantization.start_step` or for the deadline: the text says what would fit.
 
     Attributes:
         total_steps: As given, or with a deadline those that a loaded state was planned for.
@@ -86,6 +86,11 @@ class PrecisionSchedule:
             raise MoQError(f"blocks named twice: {', '.join(twice)}")
         self.config = config
         self.total_steps = total_steps
+        start = config.activation.start_step
+        if config.activation.enabled and total_steps is not None and start >= total_steps:
+            raise MoQError(
+                f"activation_quantization.start_step: {start} is not reached in {total_steps} optimizer steps"
+            )
         self._room = _room(config, total_steps)
         self.steps = 0
         start = config.start_bits if config.schedule.offset == 0 else FLOAT_BITS
@@ -338,8 +343,8 @@ def plan(
 
     Raises:
         MoQConfigError: The config is wrong.
-        MoQError: The config quantizes nothing within `total_steps`, has more drops than fit before its deadline, or
-            the eigenvalues are wrong.
+        MoQError: The config quantizes nothing within `total_steps` or activations from after it, has more drops than
+            fit before its deadline, or the eigenvalues are wrong.
     """
     config = MoQConfig.load(config)
     if not isinstance(total_steps, int) or total_steps < 1:

@@ -135,14 +135,16 @@ class MoQTrainer(Trainer):
 
     def _find_teacher(self, given: PreTrainedModel | None) -> PreTrainedModel | None:
         config = self.moq.config if self.moq is not None else None
-        source = given if given is not None or config is None else config.distillation.teacher
+        source: str | PreTrainedModel | None = given
+        if given is None and config is not None and config.enabled:
+            source = config.distillation.teacher
         if source is None:
             return None
         if config is None or not config.enabled:
             raise MoQError("a teacher is for quantized training: give a moq_config that is enabled")
         # The loss below is a mean over the micro-batch, whatever the model's own would be.
         self.loss_is_scaled_for_ga = False
-        return load_teacher(source, self.accelerator.unwrap_model(self.model), config.distillation)
+        return load_teacher(source, self.accelerator.unwrap_model(self.model), config.distillation, self.args.device)
 
     def compute_loss(
         self,

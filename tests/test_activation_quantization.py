@@ -9,6 +9,7 @@ from torch import nn
 from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, quantizer
 from moq_hf.controller import MoQController
 from moq_hf.quant_linear import quant_layers
+from moq_hf.schedule import plan
 
 
 def config_of(**activation: Any) -> dict[str, Any]:
@@ -84,6 +85,8 @@ def test_begins_at_its_step_and_a_resumed_run_knows(tiny_bert: nn.Module, tiny_b
 def test_a_start_that_is_never_reached_is_an_error(tiny_bert: nn.Module) -> None:
     with pytest.raises(MoQError, match=r"activation_quantization\.start_step: 5 is not reached in 5 optimizer steps"):
         MoQController(tiny_bert, MoQConfig.from_dict(config_of(start_step=5)), total_steps=5)
+    with pytest.raises(MoQError, match=r"start_step: 5 is not reached in 5 optimizer steps"):
+        plan(config_of(start_step=5), 5)
 
 
 def test_wrong_values_are_told() -> None:

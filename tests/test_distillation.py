@@ -1,4 +1,5 @@
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from transformers import (
 )
 from transformers.modeling_outputs import ModelOutput
 
-from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, MoQTrainer
+from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, MoQTrainer, quantize_model, save_quantized
 from moq_hf.config import DistillationConfig
-from moq_hf.distillation import distillation_loss
+from moq_hf.distillation import distillation_loss, load_teacher
 
 CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 4, "target_bits": 2},
@@ -195,6 +196,41 @@ def test_other_mistakes(teacher: Path, tmp_path: Path) -> None:
         stock.train()
     with pytest.raises(MoQConfigError, match="logits, hidden and labels are all 0"):
         MoQConfig.from_dict({**CONFIG, "distillation": {"logits": 0, "hidden": 0}})
+
+
+def test_a_teacher_that_cannot_teach(teacher: Path, tmp_path: Path) -> None:
+    new_model(2).bert.save_pretrained(tmp_path / "body")
+    with pytest.raises(MoQError, match=r"body holds no weights for classifier\.bias, classifier\.weight: fine-tune it"):
+        new_trainer(tmp_path, with_teacher(tmp_path / "body"))
+    cut = tmp_path / "cut"
+    shutil.copytree(teacher, cut)
+    (cut / "model.safetensors").write_bytes((teacher / "model.safetensors").read_bytes()[:2000])
+    with pytest.raises(MoQError, match=r"cannot load .*cut as BertForSequenceClassification: .*header"):
+        new_trainer(tmp_path, with_teacher(cut))
+    with pytest.raises(MoQError, match="the teacher must be a transformers model, got Linear"):
+        new_trainer(tmp_path, CONFIG, torch.nn.Linear(2, 2))
+    run = new_trainer(tmp_path, with_teacher(teacher))
+    run.model.config.return_dict = False
+    with pytest.raises(MoQError, match=r"output has no names \(return_dict\), it is tuple"):
+        run.train()
+
+
+def test_a_packed_teacher(tmp_path: Path) -> None:
+    master = new_model(2)
+    quantize_model(master, CONFIG)
+    save_quantized(master, tmp_path / "packed")
+    assert new_trainer(tmp_path, with_teacher(tmp_path / "packed")).train().global_step == 8
+
+
+def test_switched_off_there_is_no_teacher(tmp_path: Path) -> None:
+    config = {**with_teacher(tmp_path / "nowhere"), "enabled": False}
+    assert new_trainer(tmp_path, config).train().global_step == 8
+
+
+def test_the_teacher_goes_where_training_will_be(tmp_path: Path) -> None:
+    # FSDP2 and ZeRO move the student when training begins.
+    loaded = load_teacher(new_model(2), new_model(1), DistillationConfig("x"), torch.device("meta"))
+    assert loaded.device.type == "meta"
 
 
 def test_token_classification(tmp_path: Path) -> None:

@@ -21,11 +21,13 @@ from transformers import (
     BertForTokenClassification,
     DistilBertConfig,
     DistilBertModel,
+    T5Config,
+    T5Model,
     set_seed,
 )
 
 from moq_hf import MoQConfig, MoQError, quantize_model, quantizer, save_quantized
-from moq_hf.checkpoint import stored_weights
+from moq_hf.checkpoint import stored_weights, verify_quantized
 from moq_hf.cli import main
 from moq_hf.export import Data, Export, export_onnx, quiet, read_data
 from moq_hf.onnx_layers import OnnxInt8Linear, OnnxLinear, is_exact_signed
@@ -214,6 +216,7 @@ def test_linear_is_dequantize(tmp_path: Path) -> None:
         ('{"a": "x", "label": 1}\n{"a": "x"}', "all a label or none"),
         ('{"a": "x", "label": "yes"}', "line 1"),
         ('{"label": 1}', "line 1"),
+        ('{"a": "x", "label": NaN}', "line 1"),
         ("[1]", "line 1"),
     ],
 )
@@ -238,8 +241,18 @@ def test_wrong_arguments(classifier: Path, tmp_path: Path, capsys: pytest.Captur
         export_onnx(classifier, tmp_path / "out", data=Data([("a",), ("b",)], [1, 0], "stsb"))
     with pytest.raises(MoQError, match="class ids"):
         export_onnx(classifier, tmp_path / "out", data=Data([("a",), ("b",)], [1.0, 2.5]))
-    with pytest.raises(MoQError, match="at least two"):
-        export_onnx(classifier, tmp_path / "out", data=Data([("a",)]))
+    with pytest.raises(MoQError, match="labels must be 0 to 1"):
+        export_onnx(classifier, tmp_path / "out", data=Data([("a",), ("b",)], [0, 2], "mrpc"))
+    with pytest.raises(MoQError, match="as many labels"):
+        export_onnx(classifier, tmp_path / "out", data=Data([("a",), ("b",)], [0]))
+    for texts in ([("a",)], []):
+        with pytest.raises(MoQError, match="at least two"):
+            export_onnx(classifier, tmp_path / "out", data=Data(texts))
+    packed = tmp_path / "packed"
+    shutil.copytree(classifier, packed)
+    with pytest.raises(MoQError, match="holds another model"):
+        export_onnx(classifier, packed)
+    verify_quantized(packed)
     assert main(["export", str(tmp_path), "--to", "onnx", str(tmp_path / "out")]) == 2
     assert "moq_state.json is missing" in capsys.readouterr().err
     bare = tmp_path / "bare"
@@ -248,5 +261,9 @@ def test_wrong_arguments(classifier: Path, tmp_path: Path, capsys: pytest.Captur
         export_onnx(bare, tmp_path / "out")
     other = checkpoint(tmp_path / "other", BertForMaskedLM(BertConfig(**SHAPE)), config_of())
     with pytest.raises(MoQError, match="BertForMaskedLM is not exported"):
+        export_onnx(other, tmp_path / "out")
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    other = checkpoint(tmp_path / "t5", T5Model(T5Config(vocab_size=1100, **sizes)), config_of())
+    with pytest.raises(MoQError, match="T5Model is not exported"):
         export_onnx(other, tmp_path / "out")
     assert not (tmp_path / "out").exists()

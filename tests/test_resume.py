@@ -327,6 +327,8 @@ EIGENVALUES = {"enabled": True, "num_samples": 4, "max_overhead": 1.0}
     [
         (AFTER, changed(quantize_verbose=True, quantizer_kernel=False), ""),
         (AFTER, changed(eigenvalue={"tol": 0.5, "verbose": True}), ""),
+        (AFTER, changed(activation_quantization={"bits": 7}), ""),
+        (AFTER, changed(fp16_mixed_quantize={"quantize_change_ratio": 0.5}), ""),
         (AFTER, changed(seed=3), "seed: 0 -> 3"),
         (AFTER, changed(quantize_algo={"scale_refresh": 9}), "quantize_algo.scale_refresh: 3 -> 9"),
         (AFTER, changed(quantize_bits={"target_bits": 4}), "quantize_bits.target_bits: 3 -> 4"),
