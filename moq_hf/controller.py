@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import quantizer
-from .config import MoQConfig, MoQConfigError, MoQError, __version__
+from .config import MoQConfig, MoQConfigError, MoQError, PerGroup, __version__
 from .processes import agree, device_of, is_distributed, named_modules
 from .quant_linear import (
     QuantLayer,
@@ -333,6 +333,11 @@ class MoQController:
                     f"the output heads {', '.join(heads)} are quantized too, since modules_to_not_convert is given "
                     "without them; add them to it to leave them in full precision"
                 )
+        if self.config.activation.enabled and isinstance(self.config.grouping, PerGroup):
+            notes.append(
+                "activation_quantization: integer products need one scale per row, so the int8 export keeps layers with "
+                "a quantize_group_size weight-only; set quantize_groups instead, for instance per_channel"
+            )
         return notes
 
     def _shown(self, sums: list[int]) -> str:

@@ -191,6 +191,10 @@ def test_other_mistakes(teacher: Path, tmp_path: Path) -> None:
     arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     with pytest.raises(MoQError, match="the teacher is the model in training itself"):
         MoQTrainer(model, arguments, None, rows(), moq_config=CONFIG, teacher=model)
+    partner = new_model(2)
+    partner.bert.embeddings = model.bert.embeddings
+    with pytest.raises(MoQError, match="shares parameters with the model in training: bert.embeddings"):
+        MoQTrainer(model, arguments, None, rows(), moq_config=CONFIG, teacher=partner)
     stock = Trainer(new_model(1), arguments, None, rows(), callbacks=[MoQCallback(with_teacher(teacher))])
     with pytest.raises(MoQError, match="a callback cannot change the loss; use MoQTrainer"):
         stock.train()
