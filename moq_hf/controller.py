@@ -335,8 +335,8 @@ class MoQController:
                 )
         if self.config.activation.enabled and isinstance(self.config.grouping, PerGroup):
             notes.append(
-                "activation_quantization: integer products need one scale per row, so the int8 export keeps layers with "
-                "a quantize_group_size weight-only; set quantize_groups instead, for instance per_channel"
+                "activation_quantization: integer products need one scale per row, so the int8 export keeps layers "
+                "with a quantize_group_size weight-only; set quantize_groups instead, for instance per_channel"
             )
         return notes
 
