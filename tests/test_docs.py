@@ -65,6 +65,7 @@ ADDED = {
         "moq_hf, 8 bits",
         "torchao, 8 bits",
     ],
+    "benchmarks/glue_study.py": ["--list"],
     "benchmarks/levers.py": shlex.split("--parts precision,table --repeats 1 --out levers.jsonl"),
     "benchmarks/checkpoint_size.py": ["--base_layers", "1", "--out", "size.json"],
     "benchmarks/processes.py": ["--kinds", "--out", "processes.json"],

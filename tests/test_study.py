@@ -97,6 +97,14 @@ def test_differences_are_paired() -> None:
     assert report_study.score({"matthews_correlation": 0.3, "loss": 1.0}) == pytest.approx(30.0)
 
 
+def test_the_tables_are_those_of_the_committed_lines(tmp_path: Path) -> None:
+    page, copy = tiny_glue.ROOT / "docs" / "results.md", tmp_path / "results.md"
+    copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    report_study.main(["--plan", "main", "explore", "teacher", "--page", str(copy)])
+    command = "python benchmarks/report_study.py --plan main explore teacher --page docs/results.md"
+    assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), f"renew them with: {command}"
+
+
 def test_every_plan_is_sound() -> None:
     for plan in glue_study.PLANS.values():
         keys = [Run(arm, task, 1).key() for arm in plan.arms for task in plan.tasks]
