@@ -66,6 +66,7 @@ ADDED = {
         "torchao, 8 bits",
     ],
     "benchmarks/glue_study.py": ["--list"],
+    "benchmarks/report_study.py": [],
     "benchmarks/levers.py": shlex.split("--parts precision,table --repeats 1 --out levers.jsonl"),
     "benchmarks/checkpoint_size.py": ["--base_layers", "1", "--out", "size.json"],
     "benchmarks/processes.py": ["--kinds", "--out", "processes.json"],
