@@ -133,6 +133,16 @@ class ActivationConfig:
     start_step: int = 0
 
 
+# Attributes of `MoQConfig` that have attributes of their own.
+_PARTS: dict[str, Any] = {
+    "schedule": ScheduleConfig,
+    "blend": BlendConfig,
+    "eigenvalue": EigenvalueConfig,
+    "distillation": DistillationConfig,
+    "activation": ActivationConfig,
+}
+
+
 class _Key(NamedTuple):
     """One key of the file: path, attribute of `MoQConfig`, kind of value, default as the file spells it, meaning."""
 
@@ -366,10 +376,7 @@ class MoQConfig:
 
     def __post_init__(self) -> None:
         """Check what the constructor was given."""
-        types: dict[str, Any] = {"symmetric": bool, "stochastic": bool, "grouping": Grouping}
-        types |= {"distillation": DistillationConfig}
-        types |= {"schedule": ScheduleConfig, "blend": BlendConfig, "eigenvalue": EigenvalueConfig}
-        types |= {"activation": ActivationConfig}
+        types: dict[str, Any] = {"symmetric": bool, "stochastic": bool, "grouping": Grouping, **_PARTS}
         strange = [
             f"{name}: {_show(getattr(self, name))} is no {getattr(kind, '__name__', kind)}"
             for name, kind in types.items()
@@ -634,9 +641,11 @@ def _faults(values: Mapping[str, Any]) -> Iterator[str]:
     if not bits_are_right:
         return
     if target > start:
-        yield (
-            f"quantize_bits: target_bits {target} is above start_bits {start}; bits only fall, "
-            f"so start_bits must be {target} or more"
+        given = "quantize_bits.target_bits" in values
+        yield f"quantize_bits: target_bits {target} is above start_bits {start}" + (
+            f"; bits only fall, so start_bits must be {target} or more"
+            if given
+            else " (it is the default); set it to 8, 4, 3 or 2"
         )
     elif get("enabled") is True and target == 16:
         yield (
@@ -677,10 +686,8 @@ def _attributes(values: Mapping[str, Any]) -> dict[str, Any]:
         value = converted.get(key.path, get(key.path)) if key.path in converted else get(key.path)
         head, _, tail = key.attribute.rpartition(".")
         (parts.setdefault(head, {}) if head else result)[tail] = value
-    types: dict[str, Any] = {"schedule": ScheduleConfig, "blend": BlendConfig, "eigenvalue": EigenvalueConfig}
-    types |= {"distillation": DistillationConfig, "activation": ActivationConfig}
     for name, arguments in parts.items():
-        kinds = {f.name: f.type for f in fields(types[name])}
+        kinds = {f.name: f.type for f in fields(_PARTS[name])}
         floats = {k: float(v) for k, v in arguments.items() if kinds[k] is float}
-        result[name] = types[name](**{**arguments, **floats})
+        result[name] = _PARTS[name](**{**arguments, **floats})
     return result
