@@ -70,16 +70,15 @@ def rows(plan: str, lines: Sequence[Mapping[str, Any]]) -> list[Row]:
     for task in PLANS[plan].tasks:
         floats = [arm for arm in PLANS[plan].arms if arm.moq is None]
         best = max(floats, key=lambda arm: statistics.fmean(scores(arm, task).values() or [-math.inf]))
+        rate = Run(best, task, 1).learning_rate
         for arm in PLANS[plan].arms:
             reference, basic = scores(best, task), scores(arm.basic(), task)
             result.append(Row(task, arm, scores(arm, task), reference, basic))
-        after = [
-            line for line in lines if line["arm"] == "after training" and any(arm.after for arm in PLANS[plan].arms)
-        ]
-        for groups, bits in sorted({(line["groups"], line["bits"]) for line in after}):
-            chosen = [x for x in after if (x["task"], x["groups"], x["bits"]) == (task, groups, bits)]
+        wanted = {(arm.groups, arm.bits) for arm in PLANS[plan].arms if arm.moq is not None} if best.after else set()
+        for groups, bits in sorted(wanted):
             arm = Arm("after training", None, bits, best.learning_rate, groups=groups)
-            found = {x["seed"]: score(x["metrics"]) for x in chosen if x["learning_rate"] == best.learning_rate}
+            run = {"arm": arm.name, "task": task, "groups": groups, "bits": bits, "learning_rate": rate}
+            found = {x["seed"]: score(x["metrics"]) for x in lines if run.items() <= x.items()}
             result.append(Row(task, arm, found, scores(best, task), {}))
     return sorted((row for row in result if row.scores), key=lambda row: -row.arm.bits)
 
@@ -95,7 +94,7 @@ def table(found: Iterable[Row], tasks: Sequence[str]) -> list[str]:
         head += [TASKS[task], "seeds", "against float", "against basic QAT"]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for (bits, groups, name, rate), by_task in arms.items():
-        cells = [str(-bits), groups if bits > -32 else "", name, f"{rate:g}"]
+        cells = [str(-bits), groups if bits > -32 else "", name, f"{rate:g}" if rate else "the task's"]
         for task in tasks:
             row = by_task.get(task)
             if row is None:
@@ -116,12 +115,10 @@ def figure(found: Sequence[Row], tasks: Sequence[str], path: Path) -> None:
     from matplotlib import pyplot
 
     sheet, axes = pyplot.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.6), squeeze=False)
-    names = list(dict.fromkeys(row.arm.name for row in found if row.arm.groups == "8 blocks"))
+    names = list(dict.fromkeys(row.arm.name for row in found))
     for axis, task in zip(axes[0], tasks, strict=True):
         for place, name in enumerate(names):
-            mine = [r for r in found if r.task == task and r.arm.name == name and r.arm.groups == "8 blocks"]
-            if not mine:
-                continue
+            mine = [row for row in found if (row.task, row.arm.name) == (task, name)]
             at = [min(row.arm.bits, 10) for row in mine]
             means = [statistics.fmean(row.scores.values()) for row in mine]
             axis.plot(at, means, "o-", color=f"C{place}", label=name, markersize=4)
