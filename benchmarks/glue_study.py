@@ -37,6 +37,7 @@ LENGTH, BATCH, EVAL_BATCH = 128, 32, 128
 EPOCHS = {"sst2": 1, "cola": 2, "mrpc": 2}
 # That with which the float model did best among 5e-5, 1e-4 and 2e-4 as far as they were tried (docs/results.md).
 RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 2e-4}
+OWN = -1.0  # Stands for the task's of `RATES`.
 GROUPS: dict[str, dict[str, Any]] = {
     "8 blocks": {"quantize_groups": 8},
     "per channel": {"quantize_groups": "per_channel"},
@@ -52,7 +53,7 @@ class Arm:
         name: What the tables call it.
         moq: Its configuration, or None for float.
         bits: Of its target; the float arm has 32 and also writes a line for each of `after`.
-        learning_rate: The largest one; 0 takes that of the task.
+        learning_rate: The largest one.
         epochs: Passes over the data; 0 takes those of the task.
         groups: A key of `GROUPS`.
         after: Bits to which the float model is quantized after training.
@@ -60,16 +61,31 @@ class Arm:
     """
 
     name: str
-    moq: Mapping[str, Any] | None = None
+    moq: dict[str, Any] | None = None
     bits: int = 32
-    learning_rate: float = 0.0
+    learning_rate: float = OWN
     epochs: float = 0
     groups: str = "8 blocks"
     after: tuple[int, ...] = ()
     warm: float = 0.0
 
+    def on(self, task: str) -> "Arm":
+        """Itself with the task's learning rate wherever it has `OWN`."""
+
+        def settled(rate: float) -> float:
+            return RATES[task] if rate == OWN else rate
+
+        moq = copy.deepcopy(self.moq)
+        if moq is not None and "distillation" in moq:
+            moq["distillation"]["teacher"] = settled(moq["distillation"]["teacher"])
+        return replace(self, moq=moq, learning_rate=settled(self.learning_rate), warm=settled(self.warm))
+
+    def plain(self) -> "Arm | None":
+        """Basic QAT from the pretrained model and without a teacher."""
+        return None if self.moq is None else qat(self.bits, learning_rate=self.learning_rate, groups=self.groups)
+
     def basic(self) -> "Arm | None":
-        """Basic QAT with everything else the same, for the comparison."""
+        """Basic QAT with everything else the same: what the schedule is measured against."""
         if self.moq is None:
             return None
         published = {"quantize_bits", "quantize_schedule", "eigenvalue", "fp16_mixed_quantize"}
@@ -82,6 +98,10 @@ class Arm:
             groups=self.groups,
             warm=self.warm,
         )
+
+    def label(self, rate: float | None) -> str:
+        """Its name, with the learning rate where that is not `rate`."""
+        return self.name + (f", learning rate {self.learning_rate:g}" if self.learning_rate not in (OWN, rate) else "")
 
     def config(self) -> dict[str, Any] | None:
         """The whole configuration."""
@@ -122,7 +142,10 @@ CHANNELS: dict[str, Any] = {"groups": "per channel"}
 TEACHER = {"distillation": {"teacher": 1e-4, "hidden": 0.0, "labels": 1.0}}
 HIDDEN = {"distillation": {"teacher": 1e-4, "hidden": 0.1, "labels": 1.0}}
 # As in TernaryBERT: without the labels.
-ALONE = {"distillation": {"teacher": 1e-4}}
+ALONE = {"distillation": {"teacher": 1e-4, "labels": 0.0}}
+# From the float model of the same seed, which is also the teacher.
+TAUGHT: dict[str, Any] = {"moq": {"distillation": {"teacher": OWN, "labels": 1.0}}, "warm": OWN, **CHANNELS}
+UNLABELLED = {**TAUGHT, "moq": {"distillation": {"teacher": OWN, "labels": 0.0}}}
 # The float share is gone after 40 of 250 steps.
 BLEND = {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.025}}
 PLANS = {
@@ -131,26 +154,42 @@ PLANS = {
         (
             FLOAT,
             qat(2, **CHANNELS),
+            qat(2, "basic QAT, taught", **TAUGHT),
             ramp(8, 2, 0.3, "MoQ", **CHANNELS),
+            ramp(8, 2, 0.3, "MoQ, taught", **TAUGHT),
             qat(3, **CHANNELS),
+            qat(3, "basic QAT, taught", **TAUGHT),
             ramp(8, 3, 0.3, "MoQ", **CHANNELS),
+            ramp(8, 3, 0.3, "MoQ, taught", **TAUGHT),
             qat(4, **CHANNELS),
             ramp(8, 4, 0.3, "MoQ", **CHANNELS),
             ramp(12, 8, 0.3, "MoQ", **CHANNELS),
-            qat(8, **CHANNELS),
         )
     ),
-    # Whether a teacher helps where 2 bits are hardest.
+    # What a float start, its model as the teacher, and the labels beside it bring at 2 bits.
     "teacher": Plan(
+        (
+            FLOAT,
+            qat(2, **CHANNELS),
+            qat(2, "basic QAT, taught without labels", **UNLABELLED),
+            qat(2, "basic QAT, taught", **TAUGHT),
+            ramp(8, 2, 0.3, "MoQ, taught without labels", **UNLABELLED),
+            ramp(8, 2, 0.3, "MoQ, taught", **TAUGHT),
+        ),
+        seeds=(1, 2),
+    ),
+    # The same where a short run from the pretrained model learns nothing at 2 bits.
+    "pretrained": Plan(
         (
             replace(FLOAT, learning_rate=1e-4, after=()),
             qat(2, "basic QAT, teacher alone", ALONE, **LOW),
             ramp(8, 2, 0.3, "MoQ 8 by 0.3, teacher alone", ALONE, **LOW),
             qat(2, **LOW),
             ramp(8, 2, 0.3, **LOW),
+            qat(2, "basic QAT, taught without labels", learning_rate=2e-4, **UNLABELLED),
         ),
         tasks=("cola",),
-        seeds=(1, 2, 3),
+        seeds=(1,),
     ),
     # What the ramp should look like.
     "ramp": Plan(
@@ -196,6 +235,8 @@ PLANS = {
             ramp(6, 2, 0.15, "MoQ 6 by 0.15, teacher alone", ALONE, **LOW),
             qat(2, "basic QAT, float start, teacher alone", ALONE, warm=1e-4, **LOW),
             ramp(6, 2, 0.15, "MoQ 6 by 0.15, float start, teacher alone", ALONE, warm=1e-4, **LOW),
+            qat(2, "basic QAT, taught without labels", learning_rate=1e-4, **UNLABELLED),
+            qat(2, "basic QAT, taught", learning_rate=1e-4, **TAUGHT),
         ),
         tasks=("sst2",),
         seeds=(1, 2, 3),
@@ -212,22 +253,20 @@ class Run:
     seed: int
     rows: int | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arm", self.arm.on(self.task))
+
     @property
     def epochs(self) -> float:
         """Passes over the data."""
         return self.arm.epochs or EPOCHS[self.task]
-
-    @property
-    def learning_rate(self) -> float:
-        """The largest one."""
-        return self.arm.learning_rate or RATES[self.task]
 
     def identity(self) -> dict[str, Any]:
         """What decides the outcome, in JSON types."""
         return {
             "task": self.task,
             "seed": self.seed,
-            "learning_rate": self.learning_rate,
+            "learning_rate": self.arm.learning_rate,
             "epochs": self.epochs,
             "moq": self.arm.config(),
             "warm": self.arm.warm,
@@ -277,7 +316,7 @@ class Machine:
 
     def float_model(self, run: Run) -> Path:
         """The folder of a float run's model."""
-        return self.models / f"{run.task}-{run.seed}-{run.learning_rate:g}-{run.epochs:g}"
+        return self.models / f"{run.task}-{run.seed}-{run.arm.learning_rate:g}-{run.epochs:g}"
 
     def score(self, task: str, prediction: Any) -> dict[str, float]:
         """The metrics of a task, by `evaluate`."""
@@ -320,7 +359,7 @@ def execute(run: Run) -> list[dict[str, Any]]:
     arguments = TrainingArguments(
         folder,
         seed=run.seed,
-        learning_rate=run.learning_rate,
+        learning_rate=run.arm.learning_rate,
         num_train_epochs=run.epochs,
         per_device_train_batch_size=BATCH,
         per_device_eval_batch_size=EVAL_BATCH,
@@ -451,7 +490,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = list(waiting(args, lines))
     if args.list:
         for run in runs:
-            print(run.task, run.seed, run.arm.name, run.arm.bits, run.arm.groups, f"{run.learning_rate:g}")
+            print(run.task, run.seed, run.arm.name, run.arm.bits, run.arm.groups, f"{run.arm.learning_rate:g}")
         return
     args.model_dir.mkdir(parents=True, exist_ok=True)
     settings = (args.model_name_or_path, args.data_dir, args.model_dir)
@@ -477,7 +516,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     run.seed,
                     run.arm.name,
                     run.arm.bits,
-                    f"{run.learning_rate:g}",
+                    f"{run.arm.learning_rate:g}",
                     new[0]["metrics"],
                     new[0]["seconds"],
                     flush=True,

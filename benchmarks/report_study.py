@@ -4,8 +4,8 @@
 
 The score of a run is accuracy (SST-2), Matthews correlation (CoLA) or the mean of accuracy and F1 (MRPC), times 100,
 after the last epoch. A difference is paired: the mean over the seeds that both arms have, with its 95 % confidence
-interval of Student's t. "Basic QAT" beside an arm is the one with everything else the same: bits, groups, learning
-rate, start and teacher.
+interval of Student's t. "Against basic QAT" is against the one of the same bits, groups and learning rate that starts
+from the pretrained model and has no teacher; "by the schedule" against the one that has also start and teacher in common.
 """
 
 import argparse
@@ -17,10 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from glue_study import PLANS, Arm, Run, identity_of
+from glue_study import PLANS, RATES, Arm, Run, identity_of
 from scipy.stats import t as student
 
-TASKS = {"sst2": "SST-2", "cola": "CoLA", "mrpc": "MRPC"}
+TASKS = {"sst2": "SST-2", "cola": "CoLA", "mrpc": "MRPC", "mean": "all three"}
 
 
 class Row(NamedTuple):
@@ -30,6 +30,7 @@ class Row(NamedTuple):
     arm: Arm
     scores: Mapping[int, float]
     reference: Mapping[int, float]
+    plain: Mapping[int, float]
     basic: Mapping[int, float]
 
 
@@ -70,41 +71,49 @@ def rows(plan: str, lines: Sequence[Mapping[str, Any]]) -> list[Row]:
     for task in PLANS[plan].tasks:
         floats = [arm for arm in PLANS[plan].arms if arm.moq is None]
         best = max(floats, key=lambda arm: statistics.fmean(scores(arm, task).values() or [-math.inf]))
-        rate = Run(best, task, 1).learning_rate
         for arm in PLANS[plan].arms:
-            reference, basic = scores(best, task), scores(arm.basic(), task)
-            result.append(Row(task, arm, scores(arm, task), reference, basic))
+            own = [scores(each, task) for each in (arm, best, arm.plain(), arm.basic())]
+            result.append(Row(task, arm, *own))
         wanted = {(arm.groups, arm.bits) for arm in PLANS[plan].arms if arm.moq is not None} if best.after else set()
         for groups, bits in sorted(wanted):
             arm = Arm("after training", None, bits, best.learning_rate, groups=groups)
+            rate = best.on(task).learning_rate
             run = {"arm": arm.name, "task": task, "groups": groups, "bits": bits, "learning_rate": rate}
             found = {x["seed"]: score(x["metrics"]) for x in lines if run.items() <= x.items()}
-            result.append(Row(task, arm, found, scores(best, task), {}))
+            result.append(Row(task, arm, found, scores(best, task), {}, {}))
     return sorted((row for row in result if row.scores), key=lambda row: -row.arm.bits)
 
 
-def table(found: Iterable[Row], tasks: Sequence[str]) -> list[str]:
-    """A Markdown table: one line for each arm, its tasks side by side."""
-    arms: dict[Any, dict[str, Row]] = {}
-    for row in found:
-        key = (-row.arm.bits, row.arm.groups, row.arm.name, row.arm.learning_rate)
-        arms.setdefault(key, {})[row.task] = row
-    head = ["bits", "scales", "arm", "learning rate"]
-    for task in tasks:
-        head += [TASKS[task], "seeds", "against float", "against basic QAT"]
+def table(found: Iterable[Row], task: str) -> list[str]:
+    """A Markdown table of one task, an arm a line."""
+    head = ["bits", "scales", "arm", TASKS[task], "seeds", "against float", "against basic QAT", "by the schedule"]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    for (bits, groups, name, rate), by_task in arms.items():
-        cells = [str(-bits), groups if bits > -32 else "", name, f"{rate:g}" if rate else "the task's"]
-        for task in tasks:
-            row = by_task.get(task)
-            if row is None:
-                cells += ["", "", "", ""]
-                continue
-            versus_basic = "" if row.scores == row.basic or row.arm.moq is None else paired(row.scores, row.basic)
-            versus_float = "" if row.scores == row.reference else paired(row.scores, row.reference)
-            cells += [spread(row.scores), str(len(row.scores)), versus_float, versus_basic]
-        lines.append("| " + " | ".join(cells) + " |")
+    for row in found:
+        if row.task == task:
+            trained = row.arm.moq is not None
+            versus = [
+                "" if row.scores == row.reference else paired(row.scores, row.reference),
+                paired(row.scores, row.plain) if trained and row.scores != row.plain else "",
+                paired(row.scores, row.basic) if trained and row.scores != row.basic else "",
+            ]
+            what = [str(row.arm.bits), row.arm.groups if row.arm.bits < 32 else "", row.arm.label(RATES.get(task))]
+            cells = [*what, spread(row.scores), str(len(row.scores)), *versus]
+            lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def average(found: Iterable[Row], tasks: Sequence[str]) -> list[Row]:
+    """The arms that every task has, each with its mean over the tasks for the seeds that all of them have."""
+    arms: dict[tuple[int, str, str, float], list[Row]] = {}
+    for row in found:
+        arms.setdefault((row.arm.bits, row.arm.groups, row.arm.name, row.arm.learning_rate), []).append(row)
+
+    def mean(parts: list[Mapping[int, float]]) -> dict[int, float]:
+        return {seed: statistics.fmean(part[seed] for part in parts) for seed in parts[0] if all(seed in p for p in parts)}
+
+    whole = [rows for rows in arms.values() if len(rows) == len(tasks)]
+    means = [Row("mean", rows[0].arm, *(mean(list(part)) for part in list(zip(*rows))[2:])) for rows in whole]
+    return [row for row in means if row.scores]
 
 
 def figure(found: Sequence[Row], tasks: Sequence[str], path: Path) -> None:
@@ -146,7 +155,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for plan in args.plan:
         found = rows(plan, lines)
         tasks = [task for task in PLANS[plan].tasks if any(row.task == task for row in found)]
-        text = "\n".join(table(found, tasks))
+        if len(tasks) > 1:
+            found += average(found, tasks)
+            tasks += ["mean"] if found[-1].task == "mean" else []
+        text = "\n\n".join("\n".join(table(found, task)) for task in tasks)
         if args.page is None:
             print(f"{plan}\n\n{text}\n")
         else:

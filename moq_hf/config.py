@@ -116,7 +116,7 @@ class DistillationConfig:
     teacher: str | None = None
     logits: float = 1.0
     hidden: float = 1.0
-    labels: float = 0.0
+    labels: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ _KEYS = (
     ),
     _Key("distillation.logits", "distillation.logits", "float [0..", 1.0, "weight of the teacher's logits in the loss"),
     _Key("distillation.hidden", "distillation.hidden", "float [0..", 1.0, "weight of the teacher's hidden states"),
-    _Key("distillation.labels", "distillation.labels", "float [0..", 0.0, "weight of the task's own loss"),
+    _Key("distillation.labels", "distillation.labels", "float [0..", 1.0, "weight of the task's own loss"),
     _Key(
         "activation_quantization.enabled",
         "activation.enabled",
@@ -635,9 +635,9 @@ def _faults(values: Mapping[str, Any]) -> Iterator[str]:
             f"quantize_groups {_show(values['quantize_groups'])} and quantize_group_size "
             f"{_show(values['quantize_group_size'])} exclude each other: give one"
         )
-    weights = [get(f"distillation.{name}") for name in ("logits", "hidden", "labels")]
-    if not wrong & {"distillation.logits", "distillation.hidden", "distillation.labels"} and not any(weights):
-        yield "distillation: logits, hidden and labels are all 0, so there is no loss to train with"
+    weights = {f"distillation.{name}" for name in ("logits", "hidden")}
+    if not wrong & weights and not any(map(get, weights)):
+        yield "distillation: logits and hidden are both 0, so a teacher would teach nothing; give one a weight"
     if not bits_are_right:
         return
     if target > start:

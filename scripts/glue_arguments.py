@@ -53,6 +53,9 @@ class ModelArguments:
     model_name_or_path: str | None = _option("Model folder, or name of a model on the Hub.")
     moq_config: str | None = _option("JSON file of the quantization (see configs/). Without it: plain float training.")
     float_baseline: bool = _option("Before that, train the same in float, and report both.", False)
+    teacher_name_or_path: str | None = _option(
+        "Float model fine-tuned on the task (folder or Hub name) whose outputs are learned too; for 2 and 3 bits."
+    )
     config_name: str | None = _option(
         "Model configuration (folder, JSON file or Hub name), if not the model's own. "
         "Without --model_name_or_path: train it from scratch."
@@ -273,9 +276,11 @@ def _check_model(model_args: ModelArguments, args: Any) -> list[str]:
     problems = []
     if model_args.float_baseline and not (model_args.moq_config and args.do_train and args.do_eval):
         problems.append("--float_baseline needs --moq_config, --do_train and --do_eval: it compares two trainings")
+    if model_args.teacher_name_or_path and not (model_args.moq_config and args.do_train):
+        problems.append("--teacher_name_or_path needs --moq_config and --do_train: it teaches a model in quantization")
     if model_args.model_name_or_path is None and model_args.config_name is None:
         problems.append("no model: give --model_name_or_path, or --config_name to train from scratch")
-    for name in ("model_name_or_path", "config_name", "tokenizer_name"):
+    for name in ("model_name_or_path", "teacher_name_or_path", "config_name", "tokenizer_name"):
         value = getattr(model_args, name)
         if value is None:
             continue

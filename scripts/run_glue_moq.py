@@ -9,6 +9,7 @@ The arguments are those of Hugging Face's `run_glue.py` in its transformers 5 fo
 """
 
 import copy
+import dataclasses
 import logging
 import math
 import re
@@ -260,11 +261,14 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
         moq_config = None
     elif not moq_config.enabled:
         logger.warning("%s says enabled: false: plain float training", model_args.moq_config)
+    if moq_config is not None and model_args.teacher_name_or_path:
+        taught = dataclasses.replace(moq_config.distillation, teacher=model_args.teacher_name_or_path)
+        moq_config = dataclasses.replace(moq_config, distillation=taught)
 
     task = TASKS.get(data_args.task_name or "")
     data_name = data_args.dataset_name or ("nyu-mll/glue" if not data_args.files() else None)
-    model_names = (model_args.model_name_or_path, model_args.config_name, model_args.tokenizer_name)
-    set_up_hub([data_name, *model_names], args.push_to_hub, args.hub_token)
+    names = (getattr(model_args, f"{what}_name_or_path") for what in ("model", "teacher"))
+    set_up_hub([data_name, *names, model_args.config_name, model_args.tokenizer_name], args.push_to_hub, args.hub_token)
     splits = load_splits(model_args, data_args, args)
     for split in splits.values():
         logger.info("%s: %d examples, columns %s", split.source, len(split.data), ", ".join(split.data.column_names))

@@ -56,6 +56,12 @@ CASES = [
     ("missing model folder", {"model_name_or_path": "./no/such"}, ["--model_name_or_path ./no/such", "no such folder"]),
     ("model folder without a model", {"model_name_or_path": "{d}/folder.csv"}, [r"folder\.csv", r"config\.json"]),
     ("file for a model", {"model_name_or_path": "{d}/good.jsonl"}, [r"good\.jsonl", "not a folder"]),
+    ("teacher of nothing", {"teacher_name_or_path": "{d}/three"}, ["--teacher_name_or_path needs --moq_config"]),
+    (
+        "missing teacher",
+        {"teacher_name_or_path": "./no/such", "moq_config": "{d}/good.jsonl"},
+        ["--teacher_name_or_path ./no/such", "no such folder"],
+    ),
     ("impossible model name", {"model_name_or_path": "bert base"}, ["bert base", "neither a folder nor"]),
     ("unknown kind of model", {"config_name": "{d}/strange"}, ["configuration", "strange", "model_type|model type"]),
     ("model without weights", {"model_name_or_path": "{d}/model"}, ["model", r"safetensors|pytorch_model"]),

@@ -161,6 +161,20 @@ def test_moq_reaches_its_target(
     assert {layer.bits for layer in verify_quantized(lower).layers.values()} == {3}
 
 
+def test_a_float_model_teaches_its_quantized_copy(arguments: dict[str, object], tmp_path: Path) -> None:
+    config = tmp_path / "moq.json"
+    config.write_text(json.dumps(MOQ))
+    given = arguments | files("sst2", tmp_path)
+    master = run(given | {"output_dir": tmp_path / "float"}, "do_train")
+    start = {"config_name": None, "model_name_or_path": master, "moq_config": config, "max_steps": 8}
+    taught = {"teacher_name_or_path": master, "output_dir": tmp_path / "taught"}
+    states = [run(given | start | more, "do_train") for more in ({}, taught)]
+    recorded = [verify_quantized(out).state["config"]["distillation"]["teacher"] for out in states]
+    assert recorded == [None, str(master)]
+    losses = [read_json(out / "train_results.json")["train_loss"] for out in states]
+    assert losses[0] < losses[1]
+
+
 def test_a_moq_config_that_is_off_is_told(
     arguments: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
