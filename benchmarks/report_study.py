@@ -4,8 +4,8 @@
 
 The score of a run is accuracy (SST-2), Matthews correlation (CoLA) or the mean of accuracy and F1 (MRPC), times 100,
 after the last epoch. A difference is paired: the mean over the seeds that both arms have, with its 95 % confidence
-interval of Student's t. "Against basic QAT" is against the one of the same bits, groups and learning rate that starts
-from the pretrained model and has no teacher; "by the schedule" against the one that has also start and teacher in common.
+interval of Student's t. "Against basic QAT": the one of the same bits, groups and learning rate that starts from the
+pretrained model and has no teacher. "By the schedule": against the one that has start and teacher in common too.
 """
 
 import argparse
@@ -24,7 +24,7 @@ TASKS = {"sst2": "SST-2", "cola": "CoLA", "mrpc": "MRPC", "mean": "all three"}
 
 
 class Row(NamedTuple):
-    """One arm on one task: score by seed, and those of the arms it is compared with."""
+    """One arm on one task: score by seed, and those of float, of plain basic QAT and of basic QAT like it."""
 
     task: str
     arm: Arm
@@ -108,12 +108,16 @@ def average(found: Iterable[Row], tasks: Sequence[str]) -> list[Row]:
     for row in found:
         arms.setdefault((row.arm.bits, row.arm.groups, row.arm.name, row.arm.learning_rate), []).append(row)
 
-    def mean(parts: list[Mapping[int, float]]) -> dict[int, float]:
-        return {seed: statistics.fmean(part[seed] for part in parts) for seed in parts[0] if all(seed in p for p in parts)}
+    def mean(parts: Sequence[Mapping[int, float]]) -> dict[int, float]:
+        common = set(parts[0]).intersection(*parts)
+        return {seed: statistics.fmean(part[seed] for part in parts) for seed in sorted(common)}
 
-    whole = [rows for rows in arms.values() if len(rows) == len(tasks)]
-    means = [Row("mean", rows[0].arm, *(mean(list(part)) for part in list(zip(*rows))[2:])) for rows in whole]
-    return [row for row in means if row.scores]
+    result = []
+    for rows in arms.values():
+        columns = [[row[column] for row in rows] for column in range(2, len(Row._fields))]
+        if len(rows) == len(tasks) and mean(columns[0]):
+            result.append(Row("mean", rows[0].arm, *map(mean, columns)))
+    return result
 
 
 def figure(found: Sequence[Row], tasks: Sequence[str], path: Path) -> None:

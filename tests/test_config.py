@@ -404,6 +404,8 @@ def test_there_is_a_recipe_for_everything() -> None:
     assert {path.stem for path in RECIPES} == {
         "moq",
         "moq_w4",
+        "moq_w3",
+        "moq_w2",
         "moq_eigen",
         "moq_auto",
         *(f"glue_{task}" for task in TRAIN),
@@ -414,8 +416,9 @@ def test_there_is_a_recipe_for_everything() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_read(path: Path) -> None:
     config = MoQConfig.from_file(path)
-    assert config.enabled and config.grouping == RowBlocks(8)
-    assert config.target_bits == (4 if path.stem in ("moq_w4", "moq_auto") else 8)
+    low = {"moq_w4": 4, "moq_w3": 3, "moq_w2": 2}
+    assert config.enabled and config.grouping == (PerChannel() if path.stem in low else RowBlocks(8))
+    assert config.target_bits == (low | {"moq_auto": 4}).get(path.stem, 8)
 
 
 def test_arithmetic_of_the_auto_recipe() -> None:
@@ -424,10 +427,19 @@ def test_arithmetic_of_the_auto_recipe() -> None:
     assert told == [*(block.target_step for block in made.blocks), made.deadline_step]
 
 
-@pytest.mark.parametrize("name", ["moq", "moq_w4"])
-def test_arithmetic_of_the_general_recipes(name: str) -> None:
-    config = MoQConfig.from_file(ROOT / "configs" / f"{name}.json")
-    bits, offset, period, drops, *_ = (re.split(r"\s(?=\d)", cell) for cell in rows_of(README)[f"{name}.json"])
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_arithmetic_of_the_low_recipes(bits: int) -> None:
+    config = MoQConfig.from_file(ROOT / "configs" / f"moq_w{bits}.json")
+    told = rows_of(README)[f"moq_w{bits}.json"]
+    assert told[:3] == [f"{config.start_bits} to {bits}", "0", "auto"]
+    schedule = PrecisionSchedule(config, ["b"], 345)
+    drops = [step for step in range(1, 346) for switch in schedule.advance() if switch.before != FLOAT_BITS]
+    assert told[3] == f"on MRPC {' '.join(map(str, drops))}"
+
+
+def test_arithmetic_of_the_general_recipe() -> None:
+    config = MoQConfig.from_file(ROOT / "configs" / "moq.json")
+    bits, offset, period, drops, *_ = (re.split(r"\s(?=\d)", cell) for cell in rows_of(README)["moq.json"])
     assert bits == [f"{config.start_bits} to", str(config.target_bits)]
     assert [offset, period] == [[str(config.schedule.offset)], [str(config.schedule.period)]]
     assert [int(step) for step in drops] == drops_of(config)

@@ -283,7 +283,11 @@ def test_script_commands(command: str, checkout: Path, capfd: pytest.CaptureFixt
             # Each drop needs a step.
             short["max_steps"] = math.ceil((config.start_bits - config.target_bits) / config.schedule.deadline)
     if "config_name" not in given and not (ROOT / given["model_name_or_path"]).is_dir():
-        short |= {"model_name_or_path": tiny_model(checkout / "tiny"), "ignore_mismatched_sizes": "true"}
+        names = tiny_glue.TASKS[given["task_name"]].labels if given.get("teacher_name_or_path") else ()
+        named = {"id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}} if names else {}
+        short |= {"model_name_or_path": tiny_model(checkout / "tiny", **named), "ignore_mismatched_sizes": "true"}
+    if "teacher_name_or_path" in given:
+        short["teacher_name_or_path"] = short["model_name_or_path"]
     if "train_file" not in given:
         short |= tiny_files(given["task_name"], checkout)
     with chdir(checkout):
@@ -292,7 +296,7 @@ def test_script_commands(command: str, checkout: Path, capfd: pytest.CaptureFixt
     assert (checkout / "out" / "trainer_state.json").is_file()
 
 
-def tiny_model(folder: Path, **changed: int) -> Path:
+def tiny_model(folder: Path, **changed: object) -> Path:
     """A model in the place of one from the Hub."""
     tiny_glue.make_model(folder)
     config = AutoConfig.from_pretrained(folder, **changed)
