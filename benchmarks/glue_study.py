@@ -88,8 +88,8 @@ class Arm:
         """Basic QAT with everything else the same: what the schedule is measured against."""
         if self.moq is None:
             return None
-        published = {"quantize_bits", "quantize_schedule", "eigenvalue", "fp16_mixed_quantize"}
-        kept = {name: value for name, value in self.moq.items() if name not in published}
+        scheduling = {"quantize_bits", "quantize_schedule", "eigenvalue", "fp16_mixed_quantize"}
+        kept = {name: value for name, value in self.moq.items() if name not in scheduling}
         return qat(
             self.bits,
             moq=kept,
@@ -108,20 +108,26 @@ class Arm:
         return None if self.moq is None else {**self.moq, **GROUPS[self.groups]}
 
 
-def qat(bits: int, name: str = "basic QAT", moq: Mapping[str, Any] | None = None, **more: Any) -> Arm:
-    """Target bits from the first step on."""
-    return ramp(bits, bits, 1.0, name, moq, **more)
+def qat(bits: int, name: str = "basic QAT", moq: Mapping[str, Any] | None = None, offset: int = 0, **more: Any) -> Arm:
+    """Target bits from step `offset` on, float until then."""
+    config = {
+        "quantize_bits": {"start_bits": bits, "target_bits": bits},
+        "quantize_schedule": {"quantize_period": 1, "schedule_offset": offset},
+    }
+    return Arm(name, {**config, **(moq or {})}, bits, **more)
 
 
 def ramp(
     start: int, bits: int, deadline: float, name: str = "", moq: Mapping[str, Any] | None = None, **more: Any
 ) -> Arm:
-    """From `start` bits to `bits` within the share `deadline` of the run."""
-    schedule = {"quantize_period": "auto", "schedule_offset": 0, "deadline": deadline}
+    """From `start` bits to `bits` within the share `deadline` of the run; basic QAT if these are the same."""
     if start == bits:
-        schedule = {"quantize_period": 1, "schedule_offset": 0}
-    config = {"quantize_bits": {"start_bits": start, "target_bits": bits}, "quantize_schedule": schedule, **(moq or {})}
-    return Arm(name or f"MoQ {start} by {deadline:g}", config, bits, **more)
+        return qat(bits, name or "basic QAT", moq, **more)
+    config = {
+        "quantize_bits": {"start_bits": start, "target_bits": bits},
+        "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 0, "deadline": deadline},
+    }
+    return Arm(name or f"MoQ {start} by {deadline:g}", {**config, **(moq or {})}, bits, **more)
 
 
 FLOAT = Arm("float", after=(8, 4, 3, 2))
@@ -138,14 +144,18 @@ class Plan:
 
 LOW: dict[str, Any] = {"learning_rate": 2e-4}
 CHANNELS: dict[str, Any] = {"groups": "per channel"}
-# The learning rate of the teacher stands in for its folder.
-TEACHER = {"distillation": {"teacher": 1e-4, "hidden": 0.0, "labels": 1.0}}
-HIDDEN = {"distillation": {"teacher": 1e-4, "hidden": 0.1, "labels": 1.0}}
-# As in TernaryBERT: without the labels.
-ALONE = {"distillation": {"teacher": 1e-4, "labels": 0.0}}
-# From the float model of the same seed, which is also the teacher.
+# The learning rate of the teacher stands in for its folder. Taught: from the float model of the same seed, which is also
+# the teacher.
 TAUGHT: dict[str, Any] = {"moq": {"distillation": {"teacher": OWN, "labels": 1.0}}, "warm": OWN, **CHANNELS}
 UNLABELLED = {**TAUGHT, "moq": {"distillation": {"teacher": OWN, "labels": 0.0}}}
+# From the pretrained model with a teacher; the last one as in TernaryBERT.
+FROM_PRETRAINED = {
+    "teacher's logits and labels": {"distillation": {"teacher": 1e-4, "hidden": 0.0, "labels": 1.0}},
+    "teacher and labels": {"distillation": {"teacher": 1e-4, "hidden": 0.1, "labels": 1.0}},
+    "teacher alone": {"distillation": {"teacher": 1e-4, "labels": 0.0}},
+}
+ASYMMETRIC = {"quantize_algo": {"q_type": "asymmetric"}}
+RAMPS = ((8, 0.3), (8, 0.5), (6, 0.15), (4, 0.1), (4, 0.5), (3, 0.5), (3, 0.7))
 # The float share is gone after 40 of 250 steps.
 BLEND = {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.025}}
 PLANS = {
@@ -166,80 +176,89 @@ PLANS = {
             ramp(12, 8, 0.3, "MoQ", **CHANNELS),
         )
     ),
-    # What a float start, its model as the teacher, and the labels beside it bring at 2 bits.
-    "teacher": Plan(
+    # What a float start and its model as the teacher bring at 2 bits, with and without the labels; other teachers.
+    "teachers": Plan(
         (
             FLOAT,
             qat(2, **CHANNELS),
-            qat(2, "basic QAT, taught without labels", **UNLABELLED),
             qat(2, "basic QAT, taught", **TAUGHT),
-            ramp(8, 2, 0.3, "MoQ, taught without labels", **UNLABELLED),
             ramp(8, 2, 0.3, "MoQ, taught", **TAUGHT),
+            qat(2, "basic QAT, taught without labels", **UNLABELLED),
+            ramp(8, 2, 0.3, "MoQ, taught without labels", **UNLABELLED),
+            *(
+                ramp(start, 2, 0.3, f"{arm}, {name}", moq, **LOW)
+                for name, moq in FROM_PRETRAINED.items()
+                for arm, start in (("basic QAT", 2), ("MoQ", 8))
+            ),
         ),
         seeds=(1, 2),
     ),
-    # The same where a short run from the pretrained model learns nothing at 2 bits.
-    "pretrained": Plan(
+    # Which scales suit which bits.
+    "groups": Plan(
         (
-            replace(FLOAT, learning_rate=1e-4, after=()),
-            qat(2, "basic QAT, teacher alone", ALONE, **LOW),
-            ramp(8, 2, 0.3, "MoQ 8 by 0.3, teacher alone", ALONE, **LOW),
-            qat(2, **LOW),
-            ramp(8, 2, 0.3, **LOW),
-            qat(2, "basic QAT, taught without labels", learning_rate=2e-4, **UNLABELLED),
-        ),
-        tasks=("cola",),
-        seeds=(1,),
-    ),
-    # What the ramp should look like.
-    "ramp": Plan(
-        (
-            qat(2, **LOW),
-            ramp(8, 2, 0.3, **LOW),
-            qat(2, groups="groups of 64", **LOW),
-            ramp(8, 2, 0.3, groups="groups of 64", **LOW),
-            ramp(6, 2, 0.15, **LOW),
-            ramp(8, 2, 0.5, **LOW),
-        ),
-        tasks=("sst2", "cola"),
-        seeds=(1, 2, 3),
-    ),
-    # Which learning rate suits float and low bits, whether a short ramp pays, and what else helps at 2 bits.
-    "explore": Plan(
-        (
-            replace(FLOAT, learning_rate=1e-4, after=()),
-            qat(2, **LOW),
-            ramp(8, 2, 0.3, **LOW),
-            qat(2, "basic QAT, teacher's logits", TEACHER, **LOW),
-            ramp(8, 2, 0.3, "MoQ 8 by 0.3, teacher's logits", TEACHER, **LOW),
-            qat(1, **LOW),
-            ramp(8, 1, 0.3, **LOW),
-            ramp(8, 2, 0.5, **LOW),
-            qat(2, "basic QAT, float start", warm=1e-4, **LOW),
-            ramp(8, 2, 0.3, "MoQ 8 by 0.3, float start", warm=1e-4, **LOW),
-            ramp(8, 2, 0.5, "MoQ 8 by 0.5, eigenvalues", {"eigenvalue": {"enabled": True}}, **LOW),
-            qat(2, "blend by 0.16", BLEND, **LOW),
-            qat(2, groups="groups of 64", **LOW),
-            ramp(8, 2, 0.3, groups="groups of 64", **LOW),
-            qat(3, **LOW),
-            ramp(8, 3, 0.3, **LOW),
-            replace(FLOAT, learning_rate=2e-4, after=()),
-            qat(2, learning_rate=5e-4),
-            ramp(8, 2, 0.3, learning_rate=5e-4),
-            qat(2, "basic QAT, teacher", HIDDEN, **LOW),
-            ramp(8, 2, 0.3, "MoQ 8 by 0.3, teacher", HIDDEN, **LOW),
-            ramp(6, 2, 0.15, **LOW),
-            ramp(4, 2, 0.1, **LOW),
-            ramp(6, 2, 0.15, learning_rate=5e-4),
-            qat(2, "basic QAT, teacher alone", ALONE, **LOW),
-            ramp(6, 2, 0.15, "MoQ 6 by 0.15, teacher alone", ALONE, **LOW),
-            qat(2, "basic QAT, float start, teacher alone", ALONE, warm=1e-4, **LOW),
-            ramp(6, 2, 0.15, "MoQ 6 by 0.15, float start, teacher alone", ALONE, warm=1e-4, **LOW),
-            qat(2, "basic QAT, taught without labels", learning_rate=1e-4, **UNLABELLED),
-            qat(2, "basic QAT, taught", learning_rate=1e-4, **TAUGHT),
+            FLOAT,
+            *(
+                ramp(start, bits, 0.3, "" if start == bits else "MoQ", groups=groups)
+                for bits in (4, 3, 2)
+                for groups in GROUPS
+                for start in (bits, 8)
+            ),
+            *(
+                ramp(start, 2, 0.3, f"{'MoQ' if start == 8 else 'basic QAT'}, asymmetric", ASYMMETRIC, groups=groups)
+                for groups in ("8 blocks", "per channel")
+                for start in (2, 8)
+            ),
         ),
         tasks=("sst2",),
         seeds=(1, 2, 3),
+    ),
+    # What the schedule should look like at 2 bits, and the learning rate with it.
+    "schedules": Plan(
+        (
+            FLOAT,
+            replace(FLOAT, learning_rate=1e-4, after=()),
+            qat(2),
+            *(ramp(start, 2, deadline) for start, deadline in RAMPS),
+            *(qat(2, f"basic QAT from step {step}", offset=step) for step in (75, 125, 175)),
+            qat(2, "basic QAT, float start", warm=1e-4),
+            qat(2, learning_rate=1e-4),
+            ramp(8, 2, 0.3, learning_rate=1e-4),
+            qat(2, learning_rate=5e-4),
+            ramp(6, 2, 0.15, learning_rate=5e-4),
+            qat(2, "basic QAT, float start", warm=2e-4, learning_rate=5e-5),
+            qat(1),
+            ramp(8, 1, 0.3),
+        ),
+        tasks=("sst2",),
+        seeds=(1, 2, 3),
+    ),
+    # The options of the schedule and of rounding, at 3 bits.
+    "options": Plan(
+        (
+            FLOAT,
+            qat(3, **CHANNELS),
+            ramp(8, 3, 0.3, "MoQ", **CHANNELS),
+            ramp(8, 3, 0.3, "MoQ, eigenvalues", {"eigenvalue": {"enabled": True}}, **CHANNELS),
+            ramp(8, 3, 0.3, "MoQ, blend", BLEND, **CHANNELS),
+            ramp(8, 3, 0.3, "MoQ, stochastic", {"quantize_algo": {"rounding": "stochastic"}}, **CHANNELS),
+            ramp(8, 3, 0.3, "MoQ, asymmetric", ASYMMETRIC, **CHANNELS),
+        ),
+        tasks=("sst2",),
+        seeds=(1, 2, 3),
+    ),
+    # Learning rates where float learns little, from the pretrained model.
+    "rates": Plan(
+        (
+            *(replace(FLOAT, learning_rate=rate, after=(4, 3, 2)) for rate in (5e-5, 1e-4, 2e-4)),
+            *(
+                ramp(start, bits, 0.3, learning_rate=rate)
+                for bits in (3, 2)
+                for rate in (5e-5, 1e-4, 2e-4)
+                for start in (bits, 8)
+            ),
+        ),
+        tasks=("cola",),
+        seeds=(1,),
     ),
 }
 

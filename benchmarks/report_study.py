@@ -102,6 +102,24 @@ def table(found: Iterable[Row], task: str) -> list[str]:
     return lines
 
 
+def others(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A Markdown table of the runs that no plan has any more, a run a line."""
+    planned = {
+        Run(arm, task, seed).key()
+        for plan in PLANS.values()
+        for task in plan.tasks
+        for arm in plan.arms
+        for seed in plan.seeds
+    }
+    result = ["| task | bits | scales | arm | learning rate | seed | score |", "|" + " --- |" * 7]
+    for line in sorted(lines, key=lambda line: (line["task"], -line["bits"], line["arm"])):
+        if line["arm"] != "after training" and json.dumps(identity_of(line), sort_keys=True) not in planned:
+            what = [TASKS[line["task"]], line["bits"], line["groups"], line["arm"], f"{line['learning_rate']:g}"]
+            cells = [*what, line["seed"], f"{score(line['metrics']):.1f}"]
+            result.append("| " + " | ".join(map(str, cells)) + " |")
+    return result
+
+
 def average(found: Iterable[Row], tasks: Sequence[str]) -> list[Row]:
     """The arms that every task has, each with its mean over the tasks for the seeds that all of them have."""
     arms: dict[tuple[int, str, str, float], list[Row]] = {}
@@ -118,6 +136,12 @@ def average(found: Iterable[Row], tasks: Sequence[str]) -> list[Row]:
         if len(rows) == len(tasks) and mean(columns[0]):
             result.append(Row("mean", rows[0].arm, *map(mean, columns)))
     return result
+
+
+def tables(found: Sequence[Row], tasks: Sequence[str]) -> list[str]:
+    """The Markdown table of each task, and that of their mean where there is more than one."""
+    means = average(found, tasks) if len(tasks) > 1 else []
+    return ["\n".join(table([*found, *means], task)) for task in (*tasks, *(["mean"] if means else []))]
 
 
 def figure(found: Sequence[Row], tasks: Sequence[str], path: Path) -> None:
@@ -150,26 +174,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables, or renew them in a page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     results = Path(__file__).parent / "results"
-    parser.add_argument("--plan", nargs="+", choices=PLANS, default=list(PLANS))
+    parser.add_argument("--plan", nargs="+", choices=[*PLANS, "others"], default=[*PLANS, "others"])
     parser.add_argument("--input", type=Path, default=results / "glue_study.jsonl")
     parser.add_argument("--page", type=Path, help="renew the tables between its <!-- study PLAN --> marks")
     parser.add_argument("--figure", type=Path, help="draw the first plan")
     args = parser.parse_args(argv)
     lines = [json.loads(line) for line in args.input.read_text(encoding="utf-8").splitlines()]
     for plan in args.plan:
-        found = rows(plan, lines)
-        tasks = [task for task in PLANS[plan].tasks if any(row.task == task for row in found)]
-        if len(tasks) > 1:
-            found += average(found, tasks)
-            tasks += ["mean"] if found[-1].task == "mean" else []
-        text = "\n\n".join("\n".join(table(found, task)) for task in tasks)
+        if plan == "others":
+            found, tasks = [], []
+            text = "\n".join(others(lines))
+        else:
+            found = rows(plan, lines)
+            tasks = [task for task in PLANS[plan].tasks if any(row.task == task for row in found)]
+            text = "\n\n".join(tables(found, tasks))
         if args.page is None:
             print(f"{plan}\n\n{text}\n")
         else:
             page = args.page.read_text(encoding="utf-8")
             marks = rf"(?s)(?<=<!-- study {plan} -->\n).*(?=<!-- end of study {plan} -->)"
             args.page.write_text(re.sub(marks, lambda _, text=text: f"{text}\n", page), encoding="utf-8")
-        if args.figure is not None and plan == args.plan[0]:
+        if args.figure is not None and tasks and plan == args.plan[0]:
             figure(found, tasks, args.figure)
 
 
