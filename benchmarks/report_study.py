@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from glue_study import PLANS, RATES, Arm, Run, identity_of
+from glue_study import EPOCHS, PLANS, RATES, Arm, Run, identity_of
 from scipy.stats import t as student
 
 TASKS = {"sst2": "SST-2", "cola": "CoLA", "mrpc": "MRPC", "mean": "all three"}
@@ -41,14 +41,15 @@ def score(metrics: Mapping[str, float]) -> float:
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
-    """The mean difference over common seeds and half its 95 % interval; a dash if there are none."""
+    """The mean difference over common seeds and half its 95 % interval; their number where that is not `ours`'."""
     both = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     if not both:
-        return "-"
+        return ""
+    few = f" ({len(both)} of {len(ours)})" if len(both) < len(ours) else ""
     if len(both) == 1:
-        return f"{both[0]:+.1f}"
+        return f"{both[0]:+.1f}{few}"
     half = float(student.ppf(0.975, len(both) - 1)) * statistics.stdev(both) / math.sqrt(len(both))
-    return f"{statistics.fmean(both):+.1f} ± {half:.1f}"
+    return f"{statistics.fmean(both):+.1f} ± {half:.1f}{few}"
 
 
 def spread(scores: Mapping[int, float]) -> str:
@@ -59,7 +60,13 @@ def spread(scores: Mapping[int, float]) -> str:
 
 def rows(plan: str, lines: Sequence[Mapping[str, Any]]) -> list[Row]:
     """The arms of a plan that have lines, by task, bits falling."""
-    by_run = {json.dumps(identity_of(line), sort_keys=True): line for line in lines if line["arm"] != "after training"}
+    by_run, quantized = {}, {}
+    for line in lines:
+        key = json.dumps(identity_of(line), sort_keys=True)
+        if line["arm"] == "after training":
+            quantized[key, line["bits"], line["groups"]] = line
+        else:
+            by_run[key] = line
 
     def scores(arm: Arm | None, task: str) -> dict[int, float]:
         if arm is None:
@@ -69,18 +76,23 @@ def rows(plan: str, lines: Sequence[Mapping[str, Any]]) -> list[Row]:
 
     result = []
     for task in PLANS[plan].tasks:
-        floats = [arm for arm in PLANS[plan].arms if arm.moq is None]
-        best = max(floats, key=lambda arm: statistics.fmean(scores(arm, task).values() or [-math.inf]))
+        reference = next(arm for arm in PLANS[plan].arms if arm.moq is None)
         for arm in PLANS[plan].arms:
-            own = [scores(each, task) for each in (arm, best, arm.plain(), arm.basic())]
-            result.append(Row(task, arm, *own))
-        wanted = {(arm.groups, arm.bits) for arm in PLANS[plan].arms if arm.moq is not None} if best.after else set()
+            key = Run(arm, task, 1).key()
+            others = (reference, arm.plain(), arm.basic())
+            own = [each if each is None or Run(each, task, 1).key() != key else None for each in others]
+            result.append(Row(task, arm, *(scores(each, task) for each in (arm, *own))))
+        wanted = (
+            {(arm.groups, arm.bits) for arm in PLANS[plan].arms if arm.moq is not None} if reference.after else set()
+        )
         for groups, bits in sorted(wanted):
-            arm = Arm("after training", None, bits, best.learning_rate, groups=groups)
-            rate = best.on(task).learning_rate
-            run = {"arm": arm.name, "task": task, "groups": groups, "bits": bits, "learning_rate": rate}
-            found = {x["seed"]: score(x["metrics"]) for x in lines if run.items() <= x.items()}
-            result.append(Row(task, arm, found, scores(best, task), {}, {}))
+            arm = Arm("after training", None, bits, reference.learning_rate, groups=groups)
+            found = {
+                seed: score(quantized[Run(reference, task, seed).key(), bits, groups]["metrics"])
+                for seed in PLANS[plan].seeds
+                if (Run(reference, task, seed).key(), bits, groups) in quantized
+            }
+            result.append(Row(task, arm, found, scores(reference, task), {}, {}))
     return sorted((row for row in result if row.scores), key=lambda row: -row.arm.bits)
 
 
@@ -90,12 +102,7 @@ def table(found: Iterable[Row], task: str) -> list[str]:
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for row in found:
         if row.task == task:
-            trained = row.arm.moq is not None
-            versus = [
-                "" if row.scores == row.reference else paired(row.scores, row.reference),
-                paired(row.scores, row.plain) if trained and row.scores != row.plain else "",
-                paired(row.scores, row.basic) if trained and row.scores != row.basic else "",
-            ]
+            versus = [paired(row.scores, others) for others in (row.reference, row.plain, row.basic)]
             what = [str(row.arm.bits), row.arm.groups if row.arm.bits < 32 else "", row.arm.label(RATES.get(task))]
             cells = [*what, spread(row.scores), str(len(row.scores)), *versus]
             lines.append("| " + " | ".join(cells) + " |")
@@ -103,19 +110,24 @@ def table(found: Iterable[Row], task: str) -> list[str]:
 
 
 def others(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A Markdown table of the runs that no plan has any more, a run a line."""
+    """A Markdown table of the runs on all data that no plan has any more, a run a line."""
     planned = {
-        Run(arm, task, seed).key()
+        run.key()
         for plan in PLANS.values()
         for task in plan.tasks
         for arm in plan.arms
         for seed in plan.seeds
+        for run in (Run(arm, task, seed), Run(arm, task, seed).teacher())
+        if run is not None
     }
-    result = ["| task | bits | scales | arm | learning rate | seed | score |", "|" + " --- |" * 7]
-    for line in sorted(lines, key=lambda line: (line["task"], -line["bits"], line["arm"])):
-        if line["arm"] != "after training" and json.dumps(identity_of(line), sort_keys=True) not in planned:
-            what = [TASKS[line["task"]], line["bits"], line["groups"], line["arm"], f"{line['learning_rate']:g}"]
-            cells = [*what, line["seed"], f"{score(line['metrics']):.1f}"]
+    head = ["task", "bits", "scales", "arm", "start", "learning rate", "seed", "score"]
+    result = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    trained = [line for line in lines if line["arm"] != "after training" and line["rows"] is None]
+    for line in sorted(trained, key=lambda line: (line["task"], -line["bits"], line["arm"], line["groups"])):
+        if json.dumps(identity_of(line), sort_keys=True) not in planned:
+            start = f"float at {line['warm']:g}" if line["warm"] else "pretrained"
+            what = [TASKS[line["task"]], line["bits"], line["groups"] if line["bits"] < 32 else "", line["arm"]]
+            cells = [*what, start, f"{line['learning_rate']:g}", line["seed"], f"{score(line['metrics']):.1f}"]
             result.append("| " + " | ".join(map(str, cells)) + " |")
     return result
 
@@ -131,16 +143,16 @@ def average(found: Iterable[Row], tasks: Sequence[str]) -> list[Row]:
         return {seed: statistics.fmean(part[seed] for part in parts) for seed in sorted(common)}
 
     result = []
-    for rows in arms.values():
-        columns = [[row[column] for row in rows] for column in range(2, len(Row._fields))]
-        if len(rows) == len(tasks) and mean(columns[0]):
-            result.append(Row("mean", rows[0].arm, *map(mean, columns)))
+    for own in arms.values():
+        columns = [[row[column] for row in own] for column in range(2, len(Row._fields))]
+        if len(own) == len(tasks) and mean(columns[0]):
+            result.append(Row("mean", own[0].arm, *map(mean, columns)))
     return result
 
 
 def tables(found: Sequence[Row], tasks: Sequence[str]) -> list[str]:
-    """The Markdown table of each task, and that of their mean where there is more than one."""
-    means = average(found, tasks) if len(tasks) > 1 else []
+    """The Markdown table of each task, and that of their mean where all three are there."""
+    means = average(found, tasks) if len(tasks) == len(EPOCHS) else []
     return ["\n".join(table([*found, *means], task)) for task in (*tasks, *(["mean"] if means else []))]
 
 
@@ -193,7 +205,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             page = args.page.read_text(encoding="utf-8")
             marks = rf"(?s)(?<=<!-- study {plan} -->\n).*(?=<!-- end of study {plan} -->)"
-            args.page.write_text(re.sub(marks, lambda _, text=text: f"{text}\n", page), encoding="utf-8")
+            renewed, count = re.subn(marks, lambda _, text=text: f"{text}\n", page)
+            if count != 1:
+                parser.error(f"{args.page} has {count} places for the plan {plan}, between <!-- study {plan} --> marks")
+            args.page.write_text(renewed, encoding="utf-8")
         if args.figure is not None and tasks and plan == args.plan[0]:
             figure(found, tasks, args.figure)
 

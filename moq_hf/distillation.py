@@ -8,8 +8,8 @@ The loss is a weighted sum of three means over a batch:
   all layers. Padding does not count.
 - labels: the task's own loss.
 
-As in TernaryBERT (Zhang et al., 2020, arXiv 2009.12812), which adds attention scores; those do not exist with fused
-attention.
+As in TernaryBERT (Zhang et al., 2020, arXiv 2009.12812), which has no labels, and adds attention scores; those do not
+exist with fused attention.
 """
 
 import logging

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
-    from moq_hf import MoQTrainer
+    from moq_hf import MoQConfig, MoQTrainer
 
 logger = logging.getLogger("run_glue_moq")
 
@@ -262,13 +262,13 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
     elif not moq_config.enabled:
         logger.warning("%s says enabled: false: plain float training", model_args.moq_config)
     if moq_config is not None and model_args.teacher_name_or_path:
-        taught = dataclasses.replace(moq_config.distillation, teacher=model_args.teacher_name_or_path)
-        moq_config = dataclasses.replace(moq_config, distillation=taught)
+        moq_config = with_teacher(moq_config, model_args.teacher_name_or_path)
 
     task = TASKS.get(data_args.task_name or "")
     data_name = data_args.dataset_name or ("nyu-mll/glue" if not data_args.files() else None)
-    names = (getattr(model_args, f"{what}_name_or_path") for what in ("model", "teacher"))
-    set_up_hub([data_name, *names, model_args.config_name, model_args.tokenizer_name], args.push_to_hub, args.hub_token)
+    teacher = None if moq_config is None else moq_config.distillation.teacher
+    model_names = (model_args.model_name_or_path, teacher, model_args.config_name, model_args.tokenizer_name)
+    set_up_hub([data_name, *model_names], args.push_to_hub, args.hub_token)
     splits = load_splits(model_args, data_args, args)
     for split in splits.values():
         logger.info("%s: %d examples, columns %s", split.source, len(split.data), ", ".join(split.data.column_names))
@@ -347,6 +347,22 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
     if args.push_to_hub:
         trainer.push_to_hub(**card)
         logger.info("uploaded to %s", trainer.hub_model_id)
+
+
+def with_teacher(config: "MoQConfig", teacher: str) -> "MoQConfig":
+    """Give the configuration with `distillation.teacher` set.
+
+    Raises:
+        UserError: the configuration is switched off.
+    """
+    if not config.enabled:
+        raise UserError(
+            "--teacher_name_or_path teaches a model in quantization, but the --moq_config says enabled: false"
+        )
+    before = config.distillation.teacher
+    if before is not None and before != teacher:
+        logger.info("the teacher is %s, not %s as the --moq_config says", teacher, before)
+    return dataclasses.replace(config, distillation=dataclasses.replace(config.distillation, teacher=teacher))
 
 
 def _check_head(model_args: ModelArguments, config: "PreTrainedConfig", count: int) -> None:

@@ -287,7 +287,7 @@ def test_script_commands(command: str, checkout: Path, capfd: pytest.CaptureFixt
         named = {"id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}} if names else {}
         short |= {"model_name_or_path": tiny_model(checkout / "tiny", **named), "ignore_mismatched_sizes": "true"}
     if "teacher_name_or_path" in given:
-        short["teacher_name_or_path"] = short["model_name_or_path"]
+        short["teacher_name_or_path"] = short.get("model_name_or_path", given["model_name_or_path"])
     if "train_file" not in given:
         short |= tiny_files(given["task_name"], checkout)
     with chdir(checkout):

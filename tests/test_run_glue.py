@@ -161,7 +161,9 @@ def test_moq_reaches_its_target(
     assert {layer.bits for layer in verify_quantized(lower).layers.values()} == {3}
 
 
-def test_a_float_model_teaches_its_quantized_copy(arguments: dict[str, object], tmp_path: Path) -> None:
+def test_a_float_model_teaches_its_quantized_copy(
+    arguments: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "moq.json"
     config.write_text(json.dumps(MOQ))
     given = arguments | files("sst2", tmp_path)
@@ -173,6 +175,10 @@ def test_a_float_model_teaches_its_quantized_copy(arguments: dict[str, object], 
     assert recorded == [None, str(master)]
     losses = [read_json(out / "train_results.json")["train_loss"] for out in states]
     assert losses[0] < losses[1]
+    # The argument counts more than the file.
+    config.write_text(json.dumps(MOQ | {"distillation": {"teacher": "elsewhere"}}))
+    run(given | start | taught | {"overwrite_cache": "true", "output_dir": tmp_path / "again"}, "do_train")
+    assert f"the teacher is {master}, not elsewhere" in capsys.readouterr().out
 
 
 def test_a_moq_config_that_is_off_is_told(
@@ -180,8 +186,12 @@ def test_a_moq_config_that_is_off_is_told(
 ) -> None:
     config = tmp_path / "moq.json"
     config.write_text(json.dumps(MOQ | {"enabled": False}))
-    run(arguments | files("sst2", tmp_path) | {"moq_config": config, "max_steps": 1}, "do_train")
+    given = arguments | files("sst2", tmp_path) | {"moq_config": config, "max_steps": 1}
+    run(given, "do_train")
     assert "enabled: false: plain float training" in capsys.readouterr().out
+    taught = given | {"teacher_name_or_path": arguments["config_name"]}
+    assert main([*words_of(taught), "--do_train"]) == 2
+    assert "but the --moq_config says enabled: false" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".json"])

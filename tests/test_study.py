@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ sys.path.insert(0, str(tiny_glue.ROOT / "benchmarks"))
 
 import glue_study
 import report_study
-from glue_study import FLOAT, Plan, Run, qat, ramp
+from glue_study import FLOAT, OWN, Plan, Run, qat, ramp
 
-TAUGHT = {"distillation": {"teacher": 2e-4}}
+TAUGHT = {"distillation": {"teacher": OWN}}
 PLAN = Plan((FLOAT, qat(2), ramp(3, 2, 0.8), ramp(3, 2, 0.8, "taught", TAUGHT)), ("sst2", "cola"), (1, 2))
 
 
@@ -76,8 +77,9 @@ def test_the_study_runs_resumes_and_is_reported(
 
 
 def test_an_arm_meets_the_basic_qat_that_is_like_it() -> None:
-    arm = ramp(8, 2, 0.3, "taught", TAUGHT, learning_rate=2e-4, groups="groups of 64", warm=1e-4)
-    assert arm.basic() == qat(2, moq=TAUGHT, learning_rate=2e-4, groups="groups of 64", warm=1e-4)
+    arm = ramp(8, 2, 0.3, "taught", TAUGHT, learning_rate=2e-4, groups="groups of 64", warm=2e-4)
+    assert arm.basic() == qat(2, moq=TAUGHT, learning_rate=2e-4, groups="groups of 64", warm=2e-4)
+    assert arm.plain() == qat(2, learning_rate=2e-4, groups="groups of 64")
     assert qat(2).basic() == qat(2)
     assert FLOAT.basic() is None
     blended = qat(2, "blend", {"fp16_mixed_quantize": {"enabled": True}})
@@ -87,22 +89,82 @@ def test_an_arm_meets_the_basic_qat_that_is_like_it() -> None:
     assert Run(qat(2, "x"), "sst2", 1).key() == Run(qat(2), "sst2", 1).key()
 
 
+def test_tables_compare_the_same_seeds_with_the_right_arms(monkeypatch: pytest.MonkeyPatch) -> None:
+    taught = {"moq": {"distillation": {"teacher": OWN}}, "warm": OWN}
+    arms = (FLOAT, qat(2), ramp(8, 2, 0.3, "MoQ"), qat(2, "QAT, taught", **taught), ramp(8, 2, 0.3, "taught", **taught))
+    monkeypatch.setattr(report_study, "PLANS", {"small": Plan(arms, seeds=(1, 2, 3))})
+    # By task, then arm: the scores of seeds 1, 2, 3. CoLA is without seed 1; MoQ ties with basic QAT on MRPC.
+    scores = {
+        "sst2": ([90, 91, 92], [80, 81, 82], [82, 82, 82], [85, 86, 87], [88, 88, 88]),
+        "cola": ([None, 30, 32], [None, 10, 12], [None, 12, 14], [None, 20, 20], [None, 20, 22]),
+        "mrpc": ([80, 81, 82], [75, 75, 75], [75, 75, 75], [77, 78, 79], [78, 79, 80]),
+    }
+    lines: list[dict[str, Any]] = []
+    for task, by_arm in scores.items():
+        name = "matthews_correlation" if task == "cola" else "accuracy"
+        for arm, values in zip(arms, by_arm, strict=True):
+            for seed, value in enumerate(values, 1):
+                if value is not None:
+                    common = {**Run(arm, task, seed).identity(), "metrics": {name: value / 100}}
+                    lines.append({**common, "arm": arm.name, "bits": arm.bits, "groups": arm.groups})
+                    if arm is FLOAT:
+                        after = {"arm": "after training", "bits": 2, "groups": "8 blocks"}
+                        # A seed that the plan has not, a part of the data, and other scales do not count.
+                        lines.append({**common, **after, "metrics": {name: (value - 20) / 100}})
+                        lines.append({**common, **after, "seed": 4})
+                        lines.append({**common, **after, "rows": 7})
+                        lines.append({**common, **after, "groups": "per channel"})
+    found = report_study.rows("small", lines)
+    text = report_study.tables(found, list(scores))
+    cells = [[line.split(" | ")[2:] for line in each.splitlines()[2:]] for each in text]
+    assert cells[0] == [
+        ["float", "91.0 (sd 1.0)", "3", "", "", " |"],
+        ["basic QAT", "81.0 (sd 1.0)", "3", "-10.0 ± 0.0", "", " |"],
+        ["MoQ", "82.0 (sd 0.0)", "3", "-9.0 ± 2.5", "+1.0 ± 2.5", "+1.0 ± 2.5 |"],
+        ["QAT, taught", "86.0 (sd 1.0)", "3", "-5.0 ± 0.0", "+5.0 ± 0.0", " |"],
+        ["taught", "88.0 (sd 0.0)", "3", "-3.0 ± 2.5", "+7.0 ± 2.5", "+2.0 ± 2.5 |"],
+        ["after training", "71.0 (sd 1.0)", "3", "-20.0 ± 0.0", "", " |"],
+    ]
+    # A tie is told.
+    assert cells[2][2] == ["MoQ", "75.0 (sd 0.0)", "3", "-6.0 ± 2.5", "+0.0 ± 0.0", "+0.0 ± 0.0 |"]
+    # Over all three, seeds 2 and 3 alone: (91 + 30 + 81) / 3 and (92 + 32 + 82) / 3.
+    assert cells[3][0] == ["float", "68.0 (sd 0.9)", "2", "", "", " |"]
+    # (88 + 20 + 79) / 3 and (88 + 22 + 80) / 3, of basic QAT (81 + 10 + 75) / 3 and (82 + 12 + 75) / 3.
+    assert cells[3][4][:4] == ["taught", "62.8 (sd 0.7)", "2", "-5.2 ± 2.1"]
+    assert cells[3][4][4].startswith("+7.0 ± ") and len(text) == 4
+    assert len(report_study.tables(found, ["sst2", "mrpc"])) == 2
+    assert len(report_study.others(lines)) == 2
+    monkeypatch.setattr(report_study, "PLANS", {"small": Plan(arms[:2], seeds=(1, 2, 3))})
+    # The float runs of the taught arms are no runs of their own.
+    assert len(report_study.others(lines)) == 2 + 3 * 8
+
+
 def test_differences_are_paired() -> None:
     ours, theirs = {1: 80.0, 2: 70.0, 3: 60.0, 4: 1.0}, {1: 79.0, 2: 68.0, 3: 57.0}
     # Differences 1, 2, 3: mean 2, standard error 1 / sqrt 3, and Student's t of 2 degrees of freedom is 4.303.
-    assert report_study.paired(ours, theirs) == "+2.0 ± 2.5"
+    assert report_study.paired(ours, theirs) == "+2.0 ± 2.5 (3 of 4)"
     assert report_study.paired({1: 80.0}, theirs) == "+1.0"
-    assert report_study.paired({9: 80.0}, theirs) == "-"
+    assert report_study.paired({1: 80.0, 9: 1.0}, theirs) == "+1.0 (1 of 2)"
+    assert report_study.paired({9: 80.0}, theirs) == ""
     assert report_study.score({"accuracy": 0.7, "f1": 0.8, "loss": 1.0}) == pytest.approx(75.0)
     assert report_study.score({"matthews_correlation": 0.3, "loss": 1.0}) == pytest.approx(30.0)
 
 
-def test_the_tables_are_those_of_the_committed_lines(tmp_path: Path) -> None:
-    page, copy = tiny_glue.ROOT / "docs" / "results.md", tmp_path / "results.md"
-    copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
-    report_study.main(["--plan", "main", "explore", "teacher", "--page", str(copy)])
-    command = "python benchmarks/report_study.py --plan main explore teacher --page docs/results.md"
-    assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), f"renew them with: {command}"
+@pytest.mark.parametrize("name", ["results", "study"])
+def test_the_tables_are_those_of_the_committed_lines(name: str, tmp_path: Path) -> None:
+    page, copy = tiny_glue.ROOT / "docs" / f"{name}.md", tmp_path / "page.md"
+    text = page.read_text(encoding="utf-8")
+    copy.write_text(text, encoding="utf-8")
+    plans = re.findall(r"<!-- study (\w+) -->", text)
+    report_study.main(["--plan", *plans, "--page", str(copy)])
+    command = f"python benchmarks/report_study.py --plan {' '.join(plans)} --page docs/{name}.md"
+    assert copy.read_text(encoding="utf-8") == text, f"renew them with: {command}"
+
+
+def test_every_plan_is_on_a_page() -> None:
+    pages = (tiny_glue.ROOT / "docs" / f"{name}.md" for name in ("results", "study"))
+    shown = [plan for page in pages for plan in re.findall(r"<!-- study (\w+) -->", page.read_text(encoding="utf-8"))]
+    assert sorted(shown) == sorted([*glue_study.PLANS, "others"])
 
 
 def test_every_plan_is_sound() -> None:
