@@ -173,8 +173,8 @@ def figure(found: Sequence[Row], tasks: Sequence[str], path: Path) -> None:
             axis.plot(at, means, "o-", color=f"C{place}", label=name, markersize=4)
             for x, row in zip(at, mine, strict=True):
                 axis.plot([x] * len(row.scores), list(row.scores.values()), ".", color=f"C{place}", alpha=0.3)
-        axis.set(title=TASKS[task], xlabel="bits")
-        axis.set_xticks([1, 2, 3, 4, 8, 10], ["1", "2", "3", "4", "8", "float"])
+        axis.set(title=TASKS[task], xlabel="bits", xlim=(1.5, 10.5))
+        axis.set_xticks([2, 3, 4, 8, 10], ["2", "3", "4", "8", "float"])
     axes[0][0].set_ylabel("score")
     axes[0][0].legend(fontsize=7)
     sheet.tight_layout()
