@@ -54,6 +54,7 @@ class Arm:
         moq: Its configuration, or None for float.
         bits: Of its target; the float arm has 32 and also writes a line for each of `after`.
         learning_rate: The largest one.
+        epochs: Passes over the data; 0 takes those of the task.
         groups: A key of `GROUPS`.
         after: Bits to which the float model is quantized after training.
         warm: Learning rate of the float run whose model it starts from; 0: from the pretrained one.
@@ -63,6 +64,7 @@ class Arm:
     moq: dict[str, Any] | None = None
     bits: int = 32
     learning_rate: float = OWN
+    epochs: float = 0
     groups: str = "8 blocks"
     after: tuple[int, ...] = ()
     warm: float = 0.0
@@ -80,7 +82,9 @@ class Arm:
 
     def plain(self) -> "Arm | None":
         """Basic QAT from the pretrained model and without a teacher."""
-        return None if self.moq is None else qat(self.bits, learning_rate=self.learning_rate, groups=self.groups)
+        if self.moq is None:
+            return None
+        return qat(self.bits, learning_rate=self.learning_rate, epochs=self.epochs, groups=self.groups)
 
     def basic(self) -> "Arm | None":
         """Basic QAT with everything else the same: what the schedule is measured against."""
@@ -92,6 +96,7 @@ class Arm:
             self.bits,
             moq=kept,
             learning_rate=self.learning_rate,
+            epochs=self.epochs,
             groups=self.groups,
             warm=self.warm,
         )
@@ -179,7 +184,22 @@ PLANS = {
             qat(2, "basic QAT, float start alone", warm=OWN, **CHANNELS),
             qat(2, "basic QAT, teacher alone", TAUGHT["moq"], **CHANNELS),
         ),
-        seeds=(1, 2),
+        seeds=(1, 2, 3),
+    ),
+    # As many steps as the float start and what follows have together.
+    "budget": Plan(
+        (
+            FLOAT,
+            replace(FLOAT, name="float, twice the steps", epochs=2, after=()),
+            qat(2, "basic QAT, float start alone", warm=OWN, **CHANNELS),
+            qat(2, "basic QAT, taught", **TAUGHT),
+            ramp(8, 2, 0.3, "MoQ, taught", **TAUGHT),
+            qat(2, "basic QAT, twice the steps", epochs=2, **CHANNELS),
+            ramp(8, 2, 0.3, "MoQ, twice the steps", epochs=2, **CHANNELS),
+            qat(2, "float, from the middle of twice the steps 2 bits", epochs=2, offset=250, **CHANNELS),
+        ),
+        tasks=("sst2",),
+        seeds=(1, 2, 3),
     ),
     # Which scales suit which bits.
     "groups": Plan(
@@ -267,7 +287,7 @@ class Run:
     @property
     def epochs(self) -> float:
         """Passes over the data."""
-        return EPOCHS[self.task]
+        return self.arm.epochs or EPOCHS[self.task]
 
     def identity(self) -> dict[str, Any]:
         """What decides the outcome, in JSON types."""
