@@ -144,7 +144,6 @@ class Plan:
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
 
 
-LOW: dict[str, Any] = {"learning_rate": 2e-4}
 CHANNELS: dict[str, Any] = {"groups": "per channel"}
 # Taught: from the float model of the same seed, with it as the teacher; its learning rate stands in for its folder.
 TAUGHT: dict[str, Any] = {"moq": {"distillation": {"teacher": OWN, "labels": 1.0}}, "warm": OWN, **CHANNELS}
@@ -494,14 +493,18 @@ def identity_of(line: Mapping[str, Any]) -> dict[str, Any]:
     return {name: line[name] for name in ("task", "seed", "learning_rate", "epochs", "moq", "warm", "rows")}
 
 
+def key_of(line: Mapping[str, Any]) -> str:
+    """`Run.key` of the run that wrote a line."""
+    return json.dumps(identity_of(line), sort_keys=True)
+
+
 def waiting(args: argparse.Namespace, lines: list[dict[str, Any]]) -> Iterator[Run]:
     """The runs whose lines are not there, or whose model a run needs: seed by seed, a teacher before its pupils."""
-    done = {json.dumps(identity_of(line), sort_keys=True) for line in lines if line["arm"] != "after training"}
+    done = {key_of(line) for line in lines if line["arm"] != "after training"}
     quantized: dict[str, set[tuple[int, str]]] = {}
     for line in lines:
         if line["arm"] == "after training":
-            key = json.dumps(identity_of(line), sort_keys=True)
-            quantized.setdefault(key, set()).add((line["bits"], line["groups"]))
+            quantized.setdefault(key_of(line), set()).add((line["bits"], line["groups"]))
 
     def is_done(run: Run) -> bool:
         wanted = {(bits, groups) for bits in run.arm.after for groups in GROUPS}

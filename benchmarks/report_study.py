@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from glue_study import EPOCHS, PLANS, RATES, Arm, Run, identity_of
+from glue_study import EPOCHS, PLANS, RATES, Arm, Run, key_of
 from scipy.stats import t as student
 
 TASKS = {"sst2": "SST-2", "cola": "CoLA", "mrpc": "MRPC", "mean": "all three"}
@@ -62,7 +62,7 @@ def rows(plan: str, lines: Sequence[Mapping[str, Any]]) -> list[Row]:
     """The arms of a plan that have lines, by task, bits falling."""
     by_run, quantized = {}, {}
     for line in lines:
-        key = json.dumps(identity_of(line), sort_keys=True)
+        key = key_of(line)
         if line["arm"] == "after training":
             quantized[key, line["bits"], line["groups"]] = line
         else:
@@ -87,11 +87,8 @@ def rows(plan: str, lines: Sequence[Mapping[str, Any]]) -> list[Row]:
         )
         for groups, bits in sorted(wanted):
             arm = Arm("after training", None, bits, reference.learning_rate, groups=groups)
-            found = {
-                seed: score(quantized[Run(reference, task, seed).key(), bits, groups]["metrics"])
-                for seed in PLANS[plan].seeds
-                if (Run(reference, task, seed).key(), bits, groups) in quantized
-            }
+            places = {seed: (Run(reference, task, seed).key(), bits, groups) for seed in PLANS[plan].seeds}
+            found = {seed: score(quantized[at]["metrics"]) for seed, at in places.items() if at in quantized}
             result.append(Row(task, arm, found, scores(reference, task), {}, {}))
     return sorted((row for row in result if row.scores), key=lambda row: -row.arm.bits)
 
@@ -124,7 +121,7 @@ def others(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     result = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     trained = [line for line in lines if line["arm"] != "after training" and line["rows"] is None]
     for line in sorted(trained, key=lambda line: (line["task"], -line["bits"], line["arm"], line["groups"])):
-        if json.dumps(identity_of(line), sort_keys=True) not in planned:
+        if key_of(line) not in planned:
             start = f"float at {line['warm']:g}" if line["warm"] else "pretrained"
             what = [TASKS[line["task"]], line["bits"], line["groups"] if line["bits"] < 32 else "", line["arm"]]
             cells = [*what, start, f"{line['learning_rate']:g}", line["seed"], f"{score(line['metrics']):.1f}"]
