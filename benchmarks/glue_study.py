@@ -35,8 +35,10 @@ from glue_data import TASKS
 
 LENGTH, BATCH, EVAL_BATCH = 128, 32, 128
 EPOCHS = {"sst2": 1, "cola": 2, "mrpc": 2}
+STEPS = {"sst2": 250, "cola": 268, "mrpc": 115}  # Of an epoch.
 # On SST-2 and CoLA the best of 5e-5, 1e-4 and 2e-4 for the float model, with seed 1 (docs/study.md); MRPC had no other.
 RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 2e-4}
+RESTART = "cosine_with_restarts"
 OWN = -1.0  # Stands for the task's of `RATES`.
 GROUPS: dict[str, dict[str, Any]] = {
     "8 blocks": {"quantize_groups": 8},
@@ -54,23 +56,25 @@ class Arm:
         moq: Its configuration, or None for float.
         bits: Of its target; the float arm has 32 and also writes a line for each of `after`.
         learning_rate: The largest one.
-        epochs: Passes over the data; 0 takes those of the task.
+        times: How many times the task's epochs.
         groups: A key of `GROUPS`.
         after: Bits to which the float model is quantized after training.
         warm: Learning rate of the float run whose model it starts from; 0: from the pretrained one.
+        decay: Of the learning rate, as Trainer's `lr_scheduler_type`; the restart of `RESTART` is in the middle.
     """
 
     name: str
     moq: dict[str, Any] | None = None
     bits: int = 32
     learning_rate: float = OWN
-    epochs: float = 0
+    times: float = 1
     groups: str = "8 blocks"
     after: tuple[int, ...] = ()
     warm: float = 0.0
+    decay: str = "linear"
 
     def on(self, task: str) -> "Arm":
-        """Itself with the task's learning rate wherever it has `OWN`."""
+        """Itself with the task's learning rate wherever it has `OWN`, and the task's step for a share of the run."""
 
         def settled(rate: float) -> float:
             return RATES[task] if rate == OWN else rate
@@ -78,13 +82,17 @@ class Arm:
         moq = copy.deepcopy(self.moq)
         if moq is not None and "distillation" in moq:
             moq["distillation"]["teacher"] = settled(moq["distillation"]["teacher"])
+        if moq is not None and 0 < moq["quantize_schedule"]["schedule_offset"] < 1:
+            moq["quantize_schedule"]["schedule_offset"] = round(
+                moq["quantize_schedule"]["schedule_offset"] * STEPS[task] * EPOCHS[task] * self.times
+            )
         return replace(self, moq=moq, learning_rate=settled(self.learning_rate), warm=settled(self.warm))
 
     def plain(self) -> "Arm | None":
         """Basic QAT from the pretrained model and without a teacher."""
         if self.moq is None:
             return None
-        return qat(self.bits, learning_rate=self.learning_rate, epochs=self.epochs, groups=self.groups)
+        return qat(self.bits, learning_rate=self.learning_rate, times=self.times, groups=self.groups, decay=self.decay)
 
     def basic(self) -> "Arm | None":
         """Basic QAT with everything else the same: what the schedule is measured against."""
@@ -96,9 +104,10 @@ class Arm:
             self.bits,
             moq=kept,
             learning_rate=self.learning_rate,
-            epochs=self.epochs,
+            times=self.times,
             groups=self.groups,
             warm=self.warm,
+            decay=self.decay,
         )
 
     def label(self, rate: float | None) -> str:
@@ -110,26 +119,48 @@ class Arm:
         return None if self.moq is None else {**self.moq, **GROUPS[self.groups]}
 
 
-def qat(bits: int, name: str = "basic QAT", moq: Mapping[str, Any] | None = None, offset: int = 0, **more: Any) -> Arm:
-    """Target bits from step `offset` on, float until then."""
-    config = {
-        "quantize_bits": {"start_bits": bits, "target_bits": bits},
-        "quantize_schedule": {"quantize_period": 1, "schedule_offset": offset},
-    }
-    return Arm(name, {**config, **(moq or {})}, bits, **more)
+def qat(
+    bits: int,
+    name: str = "basic QAT",
+    moq: Mapping[str, Any] | None = None,
+    offset: float = 0,
+    reset: bool = False,
+    **more: Any,
+) -> Arm:
+    """Target bits from step `offset` on, or from that share of the run if it is below 1; float until then."""
+    schedule = {"quantize_period": 1, "schedule_offset": offset}
+    return _arm(name, bits, bits, schedule, reset, moq, more)
 
 
 def ramp(
-    start: int, bits: int, deadline: float, name: str = "", moq: Mapping[str, Any] | None = None, **more: Any
+    start: int,
+    bits: int,
+    deadline: float,
+    name: str = "",
+    moq: Mapping[str, Any] | None = None,
+    reset: bool = False,
+    **more: Any,
 ) -> Arm:
     """From `start` bits to `bits` within the share `deadline` of the run; basic QAT if these are the same."""
     if start == bits:
         return qat(bits, name or "basic QAT", moq, **more)
-    config = {
-        "quantize_bits": {"start_bits": start, "target_bits": bits},
-        "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 0, "deadline": deadline},
-    }
-    return Arm(name or f"MoQ {start} by {deadline:g}", {**config, **(moq or {})}, bits, **more)
+    schedule = {"quantize_period": "auto", "schedule_offset": 0, "deadline": deadline}
+    return _arm(name or f"MoQ {start} by {deadline:g}", start, bits, schedule, reset, moq, more)
+
+
+def _arm(
+    name: str,
+    start: int,
+    bits: int,
+    schedule: dict[str, Any],
+    reset: bool,
+    moq: Mapping[str, Any] | None,
+    more: Mapping[str, Any],
+) -> Arm:
+    # Left out where it is the default, which the lines of before it was there have.
+    own = {**schedule, "reset_optimizer": True} if reset else schedule
+    config = {"quantize_bits": {"start_bits": start, "target_bits": bits}, "quantize_schedule": own}
+    return Arm(name, {**config, **(moq or {})}, bits, **more)
 
 
 FLOAT = Arm("float", after=(8, 4, 3, 2))
@@ -148,10 +179,16 @@ CHANNELS: dict[str, Any] = {"groups": "per channel"}
 # Taught: from the float model of the same seed, with it as the teacher; its learning rate stands in for its folder.
 TAUGHT: dict[str, Any] = {"moq": {"distillation": {"teacher": OWN, "labels": 1.0}}, "warm": OWN, **CHANNELS}
 UNLABELLED = {**TAUGHT, "moq": {"distillation": {"teacher": OWN, "labels": 0.0}}}
+EIGENVALUES = {"eigenvalue": {"enabled": True}}
 ASYMMETRIC = {"quantize_algo": {"q_type": "asymmetric"}}
 RAMPS = ((8, 0.3), (8, 0.5), (6, 0.15), (4, 0.1), (4, 0.5), (3, 0.5), (3, 0.7))
-# The float share lasts 40 steps after each drop.
-BLEND = {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.025}}
+
+
+def blend(steps: int) -> dict[str, Any]:
+    """The float share lasts so many steps after each drop."""
+    return {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 1 / steps}}
+
+
 PLANS = {
     # What the first table of docs/results.md compares.
     "main": Plan(
@@ -189,16 +226,53 @@ PLANS = {
     "budget": Plan(
         (
             FLOAT,
-            replace(FLOAT, name="float, twice the steps", epochs=2, after=()),
+            replace(FLOAT, name="float, twice the steps", times=2, after=()),
             qat(2, "basic QAT, float start alone", warm=OWN, **CHANNELS),
             qat(2, "basic QAT, taught", **TAUGHT),
             ramp(8, 2, 0.3, "MoQ, taught", **TAUGHT),
-            qat(2, "basic QAT, twice the steps", epochs=2, **CHANNELS),
-            ramp(8, 2, 0.3, "MoQ, twice the steps", epochs=2, **CHANNELS),
-            qat(2, "float, from the middle of twice the steps 2 bits", epochs=2, offset=250, **CHANNELS),
+            qat(2, "basic QAT, twice the steps", times=2, **CHANNELS),
+            ramp(8, 2, 0.3, "MoQ, twice the steps", times=2, **CHANNELS),
+            ramp(8, 2, 0.3, "MoQ, twice the steps, reset", times=2, reset=True, **CHANNELS),
+            qat(2, "2 bits from the middle of twice the steps", times=2, offset=0.5, **CHANNELS),
+            qat(2, "2 bits from the middle of twice the steps, reset", times=2, offset=0.5, reset=True, **CHANNELS),
+            qat(2, "basic QAT, twice the steps, restart", times=2, decay=RESTART, **CHANNELS),
+            qat(
+                2,
+                "2 bits from the middle of twice the steps, restart",
+                times=2,
+                offset=0.5,
+                decay=RESTART,
+                **CHANNELS,
+            ),
+        ),
+    ),
+    # The optimizer's averages at a drop.
+    "resets": Plan(
+        (
+            FLOAT,
+            *(
+                arm
+                for bits in (2, 3)
+                for arm in (
+                    qat(bits, **CHANNELS),
+                    ramp(8, bits, 0.3, "MoQ", **CHANNELS),
+                    ramp(8, bits, 0.3, "MoQ, reset", reset=True, **CHANNELS),
+                )
+            ),
+            *(
+                arm
+                for groups in ("8 blocks", "groups of 64")
+                for arm in (
+                    qat(2, groups=groups),
+                    ramp(8, 2, 0.3, "MoQ", groups=groups),
+                    ramp(8, 2, 0.3, "MoQ, reset", reset=True, groups=groups),
+                )
+            ),
+            qat(2, "basic QAT, taught", **TAUGHT),
+            ramp(8, 2, 0.3, "MoQ, taught", **TAUGHT),
+            ramp(8, 2, 0.3, "MoQ, taught, reset", reset=True, **TAUGHT),
         ),
         tasks=("sst2",),
-        seeds=(1, 2, 3),
     ),
     # Which scales suit which bits.
     "groups": Plan(
@@ -239,16 +313,22 @@ PLANS = {
         tasks=("sst2",),
         seeds=(1, 2, 3),
     ),
-    # The options of the schedule and of rounding, at 3 bits.
+    # The options of the schedule and of rounding.
     "options": Plan(
         (
             FLOAT,
             qat(3, **CHANNELS),
             ramp(8, 3, 0.3, "MoQ", **CHANNELS),
-            ramp(8, 3, 0.3, "MoQ, eigenvalues", {"eigenvalue": {"enabled": True}}, **CHANNELS),
-            ramp(8, 3, 0.3, "MoQ, blend", BLEND, **CHANNELS),
+            ramp(8, 3, 0.3, "MoQ, eigenvalues", EIGENVALUES, **CHANNELS),
+            ramp(8, 3, 0.3, "MoQ, blend of 40 steps", blend(40), **CHANNELS),
             ramp(8, 3, 0.3, "MoQ, stochastic", {"quantize_algo": {"rounding": "stochastic"}}, **CHANNELS),
             ramp(8, 3, 0.3, "MoQ, asymmetric", ASYMMETRIC, **CHANNELS),
+            qat(2, **CHANNELS),
+            ramp(8, 2, 0.3, "MoQ", **CHANNELS),
+            ramp(8, 2, 0.3, "MoQ, eigenvalues", EIGENVALUES, **CHANNELS),
+            ramp(8, 2, 0.3, "MoQ, blend of 40 steps", blend(40), **CHANNELS),
+            qat(2, "2 bits at once, blend of 75 steps", blend(75), **CHANNELS),
+            qat(2, "2 bits at once, blend of 125 steps", blend(125), **CHANNELS),
         ),
         tasks=("sst2",),
         seeds=(1, 2, 3),
@@ -286,7 +366,7 @@ class Run:
     @property
     def epochs(self) -> float:
         """Passes over the data."""
-        return self.arm.epochs or EPOCHS[self.task]
+        return EPOCHS[self.task] * self.arm.times
 
     def identity(self) -> dict[str, Any]:
         """What decides the outcome, in JSON types."""
@@ -297,6 +377,7 @@ class Run:
             "epochs": self.epochs,
             "moq": self.arm.config(),
             "warm": self.arm.warm,
+            "decay": self.arm.decay,
             "rows": self.rows,
         }
 
@@ -398,6 +479,8 @@ def execute(run: Run) -> list[dict[str, Any]]:
         seed=run.seed,
         learning_rate=run.arm.learning_rate,
         num_train_epochs=run.epochs,
+        lr_scheduler_type=run.arm.decay,
+        lr_scheduler_kwargs={"num_cycles": 2} if run.arm.decay == RESTART else None,
         per_device_train_batch_size=BATCH,
         per_device_eval_batch_size=EVAL_BATCH,
         train_sampling_strategy="group_by_length",
@@ -490,7 +573,7 @@ def after_training(trainer: Any, run: Run, bits: int, groups: str, grouping: Map
 
 def identity_of(line: Mapping[str, Any]) -> dict[str, Any]:
     """`Run.identity` of the run that wrote a line."""
-    return {name: line[name] for name in ("task", "seed", "learning_rate", "epochs", "moq", "warm", "rows")}
+    return {name: line[name] for name in ("task", "seed", "learning_rate", "epochs", "moq", "warm", "decay", "rows")}
 
 
 def key_of(line: Mapping[str, Any]) -> str:

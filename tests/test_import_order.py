@@ -21,6 +21,7 @@ ORDER = [
     "quant_linear",
     "eigen",
     "sensitivity",
+    "optimizer",
     "controller",
     "checkpoint",
     "card",

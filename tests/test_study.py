@@ -85,6 +85,12 @@ def test_an_arm_meets_the_basic_qat_that_is_like_it() -> None:
     blended = qat(2, "blend", {"fp16_mixed_quantize": {"enabled": True}})
     assert blended.basic() == qat(2)
     assert Run(blended, "sst2", 1).key() != Run(qat(2), "sst2", 1).key()
+    # A share of the run is a step of the task's, of as many epochs as the arm has.
+    late = qat(2, "late", offset=0.5, times=2, decay=glue_study.RESTART)
+    identity = Run(late, "cola", 1).identity()
+    assert identity["moq"]["quantize_schedule"]["schedule_offset"] == 536
+    assert (identity["epochs"], identity["decay"]) == (4, "cosine_with_restarts")
+    assert late.basic() == late.plain() == qat(2, times=2, decay=glue_study.RESTART)
     # The names of arms do not make other runs of them.
     assert Run(qat(2, "x"), "sst2", 1).key() == Run(qat(2), "sst2", 1).key()
 
@@ -173,7 +179,7 @@ def test_every_plan_is_sound() -> None:
         assert len(set(keys)) == len(keys)
         from moq_hf import MoQConfig
 
-        for arm in plan.arms:
+        for arm in (arm.on("sst2") for arm in plan.arms):
             if arm.moq is not None:
                 config = dict(arm.config() or {})
                 if "distillation" in config:
