@@ -120,47 +120,27 @@ class Arm:
 
 
 def qat(
-    bits: int,
-    name: str = "basic QAT",
-    moq: Mapping[str, Any] | None = None,
-    offset: float = 0,
-    reset: bool = False,
-    **more: Any,
+    bits: int, name: str = "basic QAT", moq: Mapping[str, Any] | None = None, offset: float = 0, **more: Any
 ) -> Arm:
     """Target bits from step `offset` on, or from that share of the run if it is below 1; float until then."""
-    schedule = {"quantize_period": 1, "schedule_offset": offset}
-    return _arm(name, bits, bits, schedule, reset, moq, more)
+    config = {
+        "quantize_bits": {"start_bits": bits, "target_bits": bits},
+        "quantize_schedule": {"quantize_period": 1, "schedule_offset": offset},
+    }
+    return Arm(name, {**config, **(moq or {})}, bits, **more)
 
 
 def ramp(
-    start: int,
-    bits: int,
-    deadline: float,
-    name: str = "",
-    moq: Mapping[str, Any] | None = None,
-    reset: bool = False,
-    **more: Any,
+    start: int, bits: int, deadline: float, name: str = "", moq: Mapping[str, Any] | None = None, **more: Any
 ) -> Arm:
     """From `start` bits to `bits` within the share `deadline` of the run; basic QAT if these are the same."""
     if start == bits:
         return qat(bits, name or "basic QAT", moq, **more)
-    schedule = {"quantize_period": "auto", "schedule_offset": 0, "deadline": deadline}
-    return _arm(name or f"MoQ {start} by {deadline:g}", start, bits, schedule, reset, moq, more)
-
-
-def _arm(
-    name: str,
-    start: int,
-    bits: int,
-    schedule: dict[str, Any],
-    reset: bool,
-    moq: Mapping[str, Any] | None,
-    more: Mapping[str, Any],
-) -> Arm:
-    # Left out where it is the default, which the lines of before it was there have.
-    own = {**schedule, "reset_optimizer": True} if reset else schedule
-    config = {"quantize_bits": {"start_bits": start, "target_bits": bits}, "quantize_schedule": own}
-    return Arm(name, {**config, **(moq or {})}, bits, **more)
+    config = {
+        "quantize_bits": {"start_bits": start, "target_bits": bits},
+        "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 0, "deadline": deadline},
+    }
+    return Arm(name or f"MoQ {start} by {deadline:g}", {**config, **(moq or {})}, bits, **more)
 
 
 FLOAT = Arm("float", after=(8, 4, 3, 2))
@@ -232,9 +212,7 @@ PLANS = {
             ramp(8, 2, 0.3, "MoQ, taught", **TAUGHT),
             qat(2, "basic QAT, twice the steps", times=2, **CHANNELS),
             ramp(8, 2, 0.3, "MoQ, twice the steps", times=2, **CHANNELS),
-            ramp(8, 2, 0.3, "MoQ, twice the steps, reset", times=2, reset=True, **CHANNELS),
             qat(2, "2 bits from the middle of twice the steps", times=2, offset=0.5, **CHANNELS),
-            qat(2, "2 bits from the middle of twice the steps, reset", times=2, offset=0.5, reset=True, **CHANNELS),
             qat(2, "basic QAT, twice the steps, restart", times=2, decay=RESTART, **CHANNELS),
             qat(
                 2,
@@ -245,34 +223,6 @@ PLANS = {
                 **CHANNELS,
             ),
         ),
-    ),
-    # The optimizer's averages at a drop.
-    "resets": Plan(
-        (
-            FLOAT,
-            *(
-                arm
-                for bits in (2, 3)
-                for arm in (
-                    qat(bits, **CHANNELS),
-                    ramp(8, bits, 0.3, "MoQ", **CHANNELS),
-                    ramp(8, bits, 0.3, "MoQ, reset", reset=True, **CHANNELS),
-                )
-            ),
-            *(
-                arm
-                for groups in ("8 blocks", "groups of 64")
-                for arm in (
-                    qat(2, groups=groups),
-                    ramp(8, 2, 0.3, "MoQ", groups=groups),
-                    ramp(8, 2, 0.3, "MoQ, reset", reset=True, groups=groups),
-                )
-            ),
-            qat(2, "basic QAT, taught", **TAUGHT),
-            ramp(8, 2, 0.3, "MoQ, taught", **TAUGHT),
-            ramp(8, 2, 0.3, "MoQ, taught, reset", reset=True, **TAUGHT),
-        ),
-        tasks=("sst2",),
     ),
     # Which scales suit which bits.
     "groups": Plan(

@@ -196,7 +196,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         if skipped:
             return
         was_at_target = self.controller.at_target
-        switches = self.controller.step(self.controller.measure(self._measured_loss), kwargs.get("optimizer"))
+        switches = self.controller.step(self.controller.measure(self._measured_loss))
         if switches:
             self._switched = True
         self._arrived = self.controller.at_target and not was_at_target

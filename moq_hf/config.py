@@ -56,13 +56,11 @@ class ScheduleConfig:
         period: Steps after the offset to the first drop; None is "auto".
         offset: Steps before anything is quantized.
         deadline: Share of the run by which every block is at its target; None: there is none, or 0.25 with "auto".
-        reset_optimizer: Whether the optimizer's averages start afresh at a drop.
     """
 
     period: int | None = 100
     offset: int = 100
     deadline: float | None = None
-    reset_optimizer: bool = False
 
     def __post_init__(self) -> None:
         """Give "auto" its deadline."""
@@ -224,13 +222,6 @@ _KEYS = (
         "float? 0..1",
         None,
         'share of the run by which every block is at its target; 0.25 with the period `"auto"`',
-    ),
-    _Key(
-        "quantize_schedule.reset_optimizer",
-        "schedule.reset_optimizer",
-        "bool",
-        False,
-        "at a drop the optimizer's averages of gradients start afresh",
     ),
     _Key(
         "fp16_mixed_quantize.enabled",

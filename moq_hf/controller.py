@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from . import quantizer
 from .config import MoQConfig, MoQConfigError, MoQError, PerGroup, __version__
-from .optimizer import reset
 from .processes import agree, device_of, is_distributed, named_modules
 from .quant_linear import (
     QuantLayer,
@@ -132,21 +131,18 @@ class MoQController:
                 saved += table.weight.numel() * (full - 8) - table.weight.shape[0] * full
         return self.float_size_mb - saved / 8e6
 
-    def step(self, eigenvalues: Mapping[str, float] | None = None, optimizer: Any = None) -> tuple[Switch, ...]:
+    def step(self, eigenvalues: Mapping[str, float] | None = None) -> tuple[Switch, ...]:
         """After an optimizer step that was not skipped: advance the schedule and quantize every weight once.
 
         Args:
             eigenvalues: As for `PrecisionSchedule.advance`.
-            optimizer: What took the step; needed for `quantize_schedule.reset_optimizer`.
 
         Returns:
             What changed.
 
         Raises:
-            MoQError: A weight holds NaN or Inf, or there is no optimizer to reset.
+            MoQError: A weight holds NaN or Inf.
         """
-        if self.config.schedule.reset_optimizer and optimizer is None:
-            raise MoQError("quantize_schedule.reset_optimizer: give the optimizer: controller.step(optimizer=...)")
         switches = self.schedule.advance(eigenvalues)
         self.history += switches
         switched = {switch.block for switch in switches}
@@ -154,8 +150,6 @@ class MoQController:
         # In the same order in all processes, which gather shards for it.
         self._apply_bits(block for block in self.blocks if due or block in switched)
         self.refresh(wait=False)
-        if switches and self.config.schedule.reset_optimizer:
-            reset(optimizer)
         self._log(switches)
         return switches
 

@@ -24,7 +24,7 @@ _STATE = "trainer_state.json"
 _HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel", "eigenvalue.verbose"})
 # They count from the next search for ratios, random number, measurement or loss on.
 _FROM_NOW_ON = frozenset(
-    {"quantize_algo.scale_refresh", "quantize_schedule.reset_optimizer", "seed"}
+    {"quantize_algo.scale_refresh", "seed"}
     | {f"eigenvalue.{name}" for name in ("max_iter", "tol", "stability", "gas_boundary_resolution", "method")}
     | {f"eigenvalue.{name}" for name in ("max_overhead", "num_samples", "finite_difference")}
     | {f"distillation.{name}" for name in ("teacher", "logits", "hidden", "labels")}

@@ -38,7 +38,6 @@ BASE: dict[str, Any] = {
     "quantize_schedule": {"quantize_period": 2, "schedule_offset": 2},
     "quantize_algo": {"scale_refresh": 3},
 }
-RESET = {**BASE, "quantize_schedule": {**BASE["quantize_schedule"], "reset_optimizer": True}}
 STOCHASTIC = {**BASE, "quantize_algo": {"scale_refresh": 3, "rounding": "stochastic"}}
 EIGENVALUE = {"enabled": True, "layer_name": "bert.encoder.layer", "num_samples": GLOBAL_BATCH, "max_overhead": 1.0}
 ACCUMULATE = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": GLOBAL_BATCH // 2}
@@ -56,8 +55,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "accumulate": (STOCHASTIC, ACCUMULATE),
     "checkpointing": (STOCHASTIC, {"activation_checkpointing": True}),
     "adamw": (BASE, {"optim": "adamw_torch", "learning_rate": 2e-3, "adam_epsilon": 1e-4}),
-    "adamw_reset": (RESET, {"optim": "adamw_torch", "learning_rate": 2e-3, "adam_epsilon": 1e-4}),
-    "adamw_stochastic": ({**STOCHASTIC, "quantize_schedule": RESET["quantize_schedule"]}, {"optim": "adamw_torch_fused", "learning_rate": 2e-3}),
+    "adamw_stochastic": (STOCHASTIC, {"optim": "adamw_torch_fused", "learning_rate": 2e-3}),
     "float_bf16": (None, {"bf16": True}),
     "bf16": (BASE, {"bf16": True}),
     "compile": (STOCHASTIC, {"torch_compile": True, "torch_compile_backend": "eager"}),

@@ -21,7 +21,6 @@ ORDER = [
     "quant_linear",
     "eigen",
     "sensitivity",
-    "optimizer",
     "controller",
     "checkpoint",
     "card",
