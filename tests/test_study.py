@@ -173,6 +173,14 @@ def test_every_plan_is_on_a_page() -> None:
     assert sorted(shown) == sorted([*glue_study.PLANS, "others"])
 
 
+@pytest.mark.parametrize(("bits", "name"), [(4, "MoQ"), (3, "basic QAT, taught"), (2, "basic QAT, taught")])
+def test_the_recipes_for_low_bits_are_what_was_measured(bits: int, name: str) -> None:
+    (arm,) = (arm for arm in glue_study.PLANS["main"].arms if (arm.bits, arm.name) == (bits, name))
+    measured = {key: value for key, value in (arm.config() or {}).items() if key != "distillation"}
+    recipe = tiny_glue.ROOT / "configs" / f"moq_w{bits}.json"
+    assert json.loads(recipe.read_text(encoding="utf-8")) == measured
+
+
 def test_every_plan_is_sound() -> None:
     for plan in glue_study.PLANS.values():
         keys = [Run(arm, task, 1).key() for arm in plan.arms for task in plan.tasks]
