@@ -183,6 +183,7 @@ PLANS = {
             ramp(8, 3, 0.3, "MoQ", **CHANNELS),
             ramp(8, 3, 0.3, "MoQ, taught", **TAUGHT),
             qat(4, **CHANNELS),
+            qat(4, "basic QAT, taught", **TAUGHT),
             ramp(8, 4, 0.3, "MoQ", **CHANNELS),
             ramp(12, 8, 0.3, "MoQ", **CHANNELS),
             qat(8, **CHANNELS),
