@@ -71,6 +71,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._began = 0.0
         # A MoQTrainer repairs the stock Trainer's loss scale, hands over its batches and saves packed models itself.
         self.in_moq_trainer = self._joins_moq_trainer = False
+        # Its fingerprint; the model itself is MoQTrainer's.
+        self.teacher: int | None = None
         self._state: TrainerState | None = None
         self._switched = self._arrived = False
         self._scale = 0.0
@@ -80,7 +82,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         """What the Trainer writes into `trainer_state.json`, in JSON types."""
         saved = None if self.controller is None else self.controller.state_dict()
         step = None if self._state is None else self._state.global_step
-        attributes = {"saved": saved, "saved_at": step, "loss_was_given": self.loss_was_given}
+        attributes = {"saved": saved, "saved_at": step, "loss_was_given": self.loss_was_given, "teacher": self.teacher}
         return {"args": {"config": self.config.to_dict()}, "attributes": attributes}
 
     def join_moq_trainer(self) -> None:
@@ -91,7 +93,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Make the layers quantized ones, before anything wraps the model."""
         # The same callback may be given to another Trainer later.
         self.in_moq_trainer, self._joins_moq_trainer = self._joins_moq_trainer, False
-        self.trainer_loss = None
+        self.trainer_loss = self.teacher = None
         if not self.config.enabled:
             logger.info("moq_hf is off: the config says enabled: false")
             return
@@ -141,7 +143,18 @@ class MoQCallback(TrainerCallback, ExportableState):
             logger.info("resumed at step %d, mean %.2f bits", state.global_step, controller.mean_bits)
             if changed:
                 logger.warning("moq_hf: the run goes on with another MoQ config: %s", describe(changed))
-            saved_at = _entries(state)[type(self).__name__]["attributes"].get("saved_at", state.global_step)
+            before = _entries(state)[type(self).__name__]["attributes"]
+            taught_by = before.get("teacher")
+            if taught_by != self.teacher and "distillation.teacher" not in changed:
+                had = "a" if self.teacher is None else "no" if taught_by is None else "another"
+                goes_on = "without one" if self.teacher is None else "with the one given"
+                logger.warning(
+                    "moq_hf: the checkpoint at step %d had %s teacher: the run goes on %s",
+                    state.global_step,
+                    had,
+                    goes_on,
+                )
+            saved_at = before.get("saved_at", state.global_step)
             if saved_at != state.global_step:
                 logger.warning(
                     "moq_hf: the checkpoint at step %d was trained without MoQ after step %s: its schedule goes on as "

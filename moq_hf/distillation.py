@@ -13,6 +13,7 @@ exist with fused attention.
 """
 
 import logging
+import zlib
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -33,7 +34,11 @@ _COMMON_HIDDEN = ("hidden_size", "num_hidden_layers")
 
 
 def load_teacher(
-    source: str | PreTrainedModel, model: nn.Module, config: DistillationConfig, device: torch.device
+    source: str | PreTrainedModel,
+    model: nn.Module,
+    config: DistillationConfig,
+    device: torch.device,
+    init_kwargs: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """The teacher, frozen, in evaluation mode and on `device`.
 
@@ -42,6 +47,7 @@ def load_teacher(
         model: The student.
         config: What will be compared.
         device: Where the model trains; with FSDP2 and ZeRO it is not there yet.
+        init_kwargs: For `from_pretrained`, where `source` is a name.
 
     Raises:
         MoQError: There is no such model, or it does not fit the student.
@@ -50,7 +56,9 @@ def load_teacher(
         raise MoQError(f"distillation: needs a transformers model, got {type(model).__name__}")
     if isinstance(source, str):
         try:
-            teacher, found = cast(Any, type(model)).from_pretrained(source, output_loading_info=True)
+            teacher, found = cast(Any, type(model)).from_pretrained(
+                source, output_loading_info=True, **(init_kwargs or {})
+            )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             reason = " ".join(str(error).split())
             raise MoQError(f"distillation.teacher: cannot load {source} as {type(model).__name__}: {reason}") from error
@@ -83,6 +91,15 @@ def load_teacher(
         raise MoQError(f"distillation: the labels are {ours} in the model and {theirs} in the teacher")
     teacher.requires_grad_(False).train(False)
     return cast(PreTrainedModel, cast(nn.Module, teacher).to(device))
+
+
+def fingerprint(teacher: nn.Module) -> int:
+    """A checksum of the parameters' names and bytes, 0 to 2^32 - 1: a resumed run tells by it whether it is another."""
+    total = 0
+    for name, parameter in teacher.named_parameters():
+        data = parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
+        total = zlib.crc32(data, zlib.crc32(name.encode(), total))
+    return total
 
 
 def distillation_loss(

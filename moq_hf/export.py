@@ -151,7 +151,8 @@ def export_onnx(
     """Write a packed checkpoint as ONNX models, after proving that they answer as it does.
 
     The folder holds a model per flavour, the model's `config.json`, its tokenizer and `moq_export.json`; plain
-    onnxruntime and `optimum.onnxruntime` load it. It appears when everything is proven, or not at all.
+    onnxruntime and `optimum.onnxruntime` load it. It appears when everything is proven, or not at all; in a folder that
+    is there, `moq_export.json` comes last.
 
     Args:
         directory: What `save_quantized` wrote: a classifier of sequences or tokens, or a base model.
@@ -578,10 +579,11 @@ def _publish(staging: Path, target: Path) -> None:
     if not target.exists():
         staging.rename(target)
         return
-    for name in FILE_NAMES.values():
+    # A folder without the report is one that was left in the middle of this.
+    for name in (REPORT_NAME, *FILE_NAMES.values()):
         for old in target.glob(f"{name}*"):
             old.unlink()
-    for path in staging.iterdir():
+    for path in sorted(staging.iterdir(), key=lambda path: path.name == REPORT_NAME):
         path.replace(target / path.name)
 
 

@@ -22,7 +22,7 @@ from .callback import MoQCallback, base_model_of, last_metrics
 from .card import write_card
 from .checkpoint import STATE_NAME, record_metrics, save_quantized
 from .config import MoQConfig, MoQError
-from .distillation import distillation_loss, load_teacher
+from .distillation import distillation_loss, fingerprint, load_teacher
 from .processes import whole_state_dict
 from .quant_linear import QuantLayer, quant_embeddings, quant_layers, shared_weights, without_peft
 from .resume import check_whole, checkpoints, fault_of, last_checkpoint
@@ -52,6 +52,7 @@ class MoQTrainer(Trainer):
         *args: As for `Trainer`.
         moq_config: A `MoQConfig`, a mapping or the path of a JSON file; None trains in float.
         teacher: A float model for distillation, in place of `distillation.teacher` in the config.
+        teacher_init_kwargs: For the `from_pretrained` of `distillation.teacher`: `token`, `cache_dir`, `revision`, ...
         **kwargs: As for `Trainer`.
 
     Raises:
@@ -73,6 +74,7 @@ class MoQTrainer(Trainer):
         *args: Any,
         moq_config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         teacher: PreTrainedModel | None = None,
+        teacher_init_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         self.moq: MoQCallback | None = None
@@ -92,7 +94,10 @@ class MoQTrainer(Trainer):
         if self.moq is not None:
             self.moq.join_moq_trainer()
         super().__init__(*args, **{**kwargs, "callbacks": callbacks})
-        self._teacher = self._find_teacher(teacher)
+        self._teacher = self._find_teacher(teacher, teacher_init_kwargs)
+        self._teacher_fingerprint = None if self._teacher is None else fingerprint(self._teacher)
+        if self.moq is not None:
+            self.moq.teacher = self._teacher_fingerprint
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, as `Trainer.train`; `resume_from_checkpoint=True` takes the last checkpoint that is whole.
@@ -133,7 +138,9 @@ class MoQTrainer(Trainer):
             moq.observe(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
 
-    def _find_teacher(self, given: PreTrainedModel | None) -> PreTrainedModel | None:
+    def _find_teacher(
+        self, given: PreTrainedModel | None, init_kwargs: Mapping[str, Any] | None
+    ) -> PreTrainedModel | None:
         config = self.moq.config if self.moq is not None else None
         source: str | PreTrainedModel | None = given
         if given is None and config is not None and config.enabled:
@@ -144,7 +151,8 @@ class MoQTrainer(Trainer):
             raise MoQError("a teacher is for quantized training: give a moq_config that is enabled")
         # The loss below is a mean over the micro-batch, whatever the model's own would be.
         self.loss_is_scaled_for_ga = False
-        return load_teacher(source, self.accelerator.unwrap_model(self.model), config.distillation, self.args.device)
+        student = self.accelerator.unwrap_model(self.model)
+        return load_teacher(source, student, config.distillation, self.args.device, init_kwargs)
 
     def compute_loss(
         self,
@@ -203,6 +211,7 @@ class MoQTrainer(Trainer):
         moq = self._live_moq()
         if moq is not None:
             moq.in_moq_trainer = True
+            moq.teacher = self._teacher_fingerprint
             return
         entry = cast(dict[str, Any], self.state.stateful_callbacks).get(MoQCallback.__name__)
         if entry and entry["attributes"]["saved"]:

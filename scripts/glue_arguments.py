@@ -54,7 +54,7 @@ class ModelArguments:
     moq_config: str | None = _option("JSON file of the quantization (see configs/). Without it: plain float training.")
     float_baseline: bool = _option("Before that, train the same in float, and report both.", False)
     teacher_name_or_path: str | None = _option(
-        "Model fine-tuned on the task (folder, or Hub name that needs no --token) whose outputs are learned too."
+        "Model fine-tuned on the task (folder or Hub name) whose outputs are learned too."
     )
     config_name: str | None = _option(
         "Model configuration (folder, JSON file or Hub name), if not the model's own. "

@@ -310,6 +310,7 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
                 processing_class=tokenizer,
                 data_collator=default_data_collator if data_args.pad_to_max_length else collator,
                 moq_config=quantization,
+                teacher_init_kwargs={"cache_dir": model_args.cache_dir, "token": model_args.token},
             )
         except OSError as err:
             # The Trainer makes the output folder and, for an upload, the repository.

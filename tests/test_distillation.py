@@ -17,7 +17,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, MoQTrainer, quantize_model, save_quantized
 from moq_hf.config import DistillationConfig
-from moq_hf.distillation import distillation_loss, load_teacher
+from moq_hf.distillation import distillation_loss, fingerprint, load_teacher
 
 CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 4, "target_bits": 2},
@@ -152,6 +152,47 @@ def test_resumes_bit_for_bit(teacher: Path, tmp_path: Path) -> None:
     resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-3"))
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (2, 2, None),
+        (2, 3, "had another teacher: the run goes on with the one given"),
+        (2, None, "had a teacher: the run goes on without one"),
+        (None, 2, "had no teacher: the run goes on with the one given"),
+    ],
+)
+def test_a_resumed_run_tells_of_another_teacher(
+    before: int | None, after: int | None, told: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (None if seed is None else new_model(seed) for seed in (before, after))
+    new_trainer(tmp_path, CONFIG, first, save_strategy="steps", save_steps=4).train()
+    caplog.clear()
+    new_trainer(tmp_path, CONFIG, second).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    text = [record.message for record in caplog.records if "teacher" in record.message]
+    assert text == ([] if told is None else [f"moq_hf: the checkpoint at step 4 {told}"])
+
+
+def test_a_restored_callback_knows_the_teacher_of_now(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    new_trainer(tmp_path, CONFIG, new_model(2), save_strategy="steps", save_steps=4).train()
+    resumed = new_trainer(tmp_path, CONFIG, new_model(3), restore_callback_states_from_checkpoint=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert "had another teacher" in caplog.text
+
+
+def test_a_teacher_in_a_cache_of_its_own(teacher: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "cache" / "models--somebody--teacher"
+    shutil.copytree(teacher, kept / "snapshots" / ("0" * 40))
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("0" * 40)
+    config = {**CONFIG, "distillation": {"teacher": "somebody/teacher"}}
+    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    with pytest.raises(MoQError, match="cannot load somebody/teacher"):
+        MoQTrainer(new_model(1), arguments, None, rows(), moq_config=config)
+    where = {"cache_dir": tmp_path / "cache"}
+    found = MoQTrainer(new_model(1), arguments, None, rows(), moq_config=config, teacher_init_kwargs=where)
+    assert fingerprint(found._teacher) == fingerprint(BertForSequenceClassification.from_pretrained(teacher))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from transformers import (
 from moq_hf import MoQConfig, MoQError, quantize_model, quantizer, save_quantized
 from moq_hf.checkpoint import stored_weights, verify_quantized
 from moq_hf.cli import main
-from moq_hf.export import Data, Export, export_onnx, quiet, read_data
+from moq_hf.export import Data, Export, _publish, export_onnx, quiet, read_data
 from moq_hf.onnx_layers import OnnxInt8Linear, OnnxLinear, is_exact_signed
 from moq_hf.quant_linear import quant_layers
 
@@ -111,6 +111,38 @@ def test_the_proof(exported: Export) -> None:
     assert report["opset"] == 21 and report["activation_bits"] == 7
     assert report["proofs"]["weight-only"]["agreement"] == 1.0
     assert "weight-only" in exported.table()
+
+
+def test_an_export_killed_over_an_older_one_is_told_by_its_missing_report(
+    exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, names = tmp_path / "old", {path.name for path in exported.directory.iterdir()}
+    shutil.copytree(exported.directory, target)
+    move = Path.replace
+
+    def killed_at(last: int) -> None:
+        staging = tmp_path / "new"
+        shutil.copytree(exported.directory, staging)
+        left = iter(range(last))
+
+        def replace(path: Path, place: Path) -> Path:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return move(path, place)
+
+        monkeypatch.setattr(Path, "replace", replace)
+        try:
+            _publish(staging, target)
+        finally:
+            monkeypatch.setattr(Path, "replace", move)
+            shutil.rmtree(staging)
+
+    for moved in range(len(names)):
+        with pytest.raises(KeyboardInterrupt):
+            killed_at(moved)
+        assert not (target / "moq_export.json").exists()
+    killed_at(len(names))
+    assert {path.name for path in target.iterdir()} == names
 
 
 def test_any_batch_and_length_in_plain_onnxruntime(classifier: Path, exported: Export) -> None:
