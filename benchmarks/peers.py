@@ -578,7 +578,7 @@ def main() -> None:
                     key = {"part": part, "arm": name, "seed": seed, "rows": args.steps * args.batch or "all"}
                     if not lines.has(**key):
                         more = ["--one", part, "--arm", name, "--seed", str(seed)]
-                        saved = lines.has(part=part, arm=name)
+                        saved = lines.has(part=part, arm=name, rows=key["rows"])
                         report(lines, key | attempt(args, more + ["--no_save"] * saved))
 
 
