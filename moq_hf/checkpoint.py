@@ -57,18 +57,14 @@ from .quant_linear import (
     QuantConv1D,
     QuantEmbedding,
     QuantLayer,
-    adapters,
     check_finite,
     dequantize_model,
-    is_linear,
     is_packed,
-    plain_name,
     quant_embeddings,
     quant_layers,
-    shared_weights,
-    without_peft,
 )
 from .schedule import FLOAT_BITS
+from .selection import adapters, is_linear, plain_name, shared_weights, without_peft
 
 logger = logging.getLogger(__name__)
 

@@ -12,21 +12,10 @@ from torch import Tensor, nn
 from . import quantizer
 from .config import MoQConfig, MoQConfigError, MoQError, PerGroup, __version__
 from .processes import agree, device_of, is_distributed, named_modules
-from .quant_linear import (
-    QuantLayer,
-    Refresher,
-    adapters,
-    block_of,
-    is_linear,
-    kernels_wanted,
-    output_heads,
-    plain_name,
-    prepare_model,
-    quant_embeddings,
-    take_over,
-)
+from .quant_linear import QuantLayer, Refresher, kernels_wanted, prepare_model, quant_embeddings, take_over
 from .resume import changes, load_schedule, what_counts
 from .schedule import FLOAT_BITS, PrecisionSchedule, Switch
+from .selection import adapters, block_of, is_linear, output_heads, plain_name
 from .sensitivity import Inputs, Sensitivity
 
 logger = logging.getLogger(__name__)

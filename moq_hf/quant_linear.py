@@ -8,24 +8,23 @@ A model gets its quantized layers by a change of class, so that parameter object
 written in place, outside any compiled graph; the gradient passes straight through to the float weight.
 """
 
-import fnmatch
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeGuard, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.pytorch_utils import Conv1D
 
 from . import cpu_quant, quantizer, triton_quant
 from .config import MoQConfig, MoQError, PerChannel, PerGroup, RowBlocks
-from .processes import check_supported, copy_whole, is_sharded, named_modules, named_parameters, whole
+from .processes import check_supported, copy_whole, is_sharded, named_modules, whole
 from .schedule import FLOAT_BITS
+from .selection import is_peft, select_embeddings, select_layers
 
 _Key = tuple[int, int, torch.device, torch.dtype]
 
@@ -589,184 +588,13 @@ class Refresher:
         )
 
 
-def select_layers(model: nn.Module, config: MoQConfig) -> dict[str, nn.Linear | Conv1D]:
-    """The linear layers that the config quantizes, by name.
-
-    Raises:
-        MoQError: As `quantize_model`.
-    """
-    linears = dict(_linears(model))
-    if not linears:
-        found = sorted({type(module).__name__ for module in model.modules() if not list(module.children())})
-        raise MoQError(f"the model has no linear layer to quantize; its layers are {', '.join(found) or 'none'}")
-    if config.modules_to_not_convert is None:
-        left_out = set(output_heads(model, linears))
-    else:
-        left_out = set()
-        every = [name for name, _ in named_modules(model) if name]
-        for pattern in config.modules_to_not_convert:
-            matches = {name for name in linears if _matches(name, pattern)}
-            if not matches and not any(_matches(name, pattern) for name in every):
-                raise MoQError(
-                    f"modules_to_not_convert: {pattern!r} matches no module; the linear layers are {', '.join(linears)}"
-                )
-            left_out |= matches
-    chosen = {name: layer for name, layer in linears.items() if name not in left_out}
-    if not chosen:
-        reason = "modules_to_not_convert names" if config.modules_to_not_convert is not None else "output heads are"
-        raise MoQError(f"no linear layer is left to quantize: {reason} all of them ({', '.join(linears)})")
-    _check_weights(chosen)
-    _check_groups(chosen, config)
-    _check_adapters(model, chosen)
-    return chosen
-
-
-def select_embeddings(model: nn.Module, config: MoQConfig) -> dict[str, nn.Embedding]:
-    """The embedding tables that the config quantizes, by name: none without `quantize_embeddings`.
-
-    Tables of a class with a forward pass of its own, sparse ones and ones with a `max_norm` are left alone.
-
-    Raises:
-        MoQError: There is none, or one shares its weight with another layer.
-    """
-    if config.quantize_embeddings is None:
-        return {}
-    left_out, added = config.modules_to_not_convert or (), adapters(model)
-    chosen = {
-        name: module
-        for name, module in named_modules(model)
-        if isinstance(module, nn.Embedding)
-        and type(module).forward in (nn.Embedding.forward, QuantEmbedding.forward)
-        and module.max_norm is None
-        and not module.sparse
-        and not any(_matches(name, pattern) for pattern in left_out)
-        and not any(_is_below(name, adapter) for adapter in added)
-    }
-    if not chosen:
-        raise MoQError("quantize_embeddings: the model has no embedding table that can be quantized; set it to null")
-    sharing = shared_weights(model, chosen)
-    if sharing:
-        raise MoQError(
-            f"quantize_embeddings: {'; '.join(sharing)}; a shared table is not supported: set quantize_embeddings to "
-            "null, or name it in modules_to_not_convert"
-        )
-    return chosen
-
-
-def shared_weights(model: nn.Module, layers: Iterable[str]) -> list[str]:
-    """One line for each of the layers whose weight is also another layer's."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in named_parameters(model):
-        names.setdefault(id(parameter), []).append(name)
-    found = []
-    for layer in layers:
-        weight = model.get_submodule(layer).weight
-        others = [name for name in names[id(weight)] if name != f"{layer}.weight"]
-        if others:
-            found.append(f"{layer}.weight is also {', '.join(others)}")
-    return found
-
-
-def output_heads(model: nn.Module, linears: Iterable[str]) -> list[str]:
-    """Names of the linear layers that are output heads: by default they stay in full precision.
-
-    For a transformers model with a base model: whatever lies outside of it. Otherwise the output embeddings; failing
-    those, of a module made of transformers models (T5's two stacks, a body in a module of one's own) their heads and
-    whatever lies outside of them; of any other module the last linear layer.
-    """
-    names = list(linears)
-    inner = without_peft(model)
-    if inner is not model:
-        path = next(name for name, module in named_modules(model) if module is inner) + "."
-        return [path + head for head in output_heads(inner, [name.removeprefix(path) for name in names])]
-    prefix = getattr(model, "base_model_prefix", "")
-    if prefix and isinstance(getattr(model, prefix, None), nn.Module):
-        return [name for name in names if not name.startswith(prefix + ".")]
-    get = getattr(model, "get_output_embeddings", None)
-    output = get() if callable(get) else None
-    if output is not None:
-        heads = [name for name, module in named_modules(model) if module is output]
-        return [name for name in names if any(_is_below(name, head) for head in heads)]
-    parts: dict[str, nn.Module] = {}
-    for path, module in named_modules(model):
-        if path and hasattr(module, "base_model_prefix") and not any(_is_below(path, part) for part in parts):
-            parts[path] = module
-    if parts:
-        body = set[str]()
-        for path, part in parts.items():
-            inside = [name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}.")]
-            body |= {f"{path}.{name}" for name in set(inside) - set(output_heads(part, inside))}
-        return [name for name in names if name not in body]
-    is_base_model = hasattr(model, "base_model_prefix")
-    return [] if is_base_model or len(names) == 1 else names[-1:]
-
-
-def block_of(model: nn.Module, name: str) -> str:
-    """The block of a layer: its place in the outermost `ModuleList` on its path, or itself outside of any."""
-    parts = name.split(".")
-    module: nn.Module = model
-    for depth, part in enumerate(parts):
-        if isinstance(module, nn.ModuleList):
-            return ".".join(parts[: depth + 1])
-        module = cast(nn.Module, getattr(module, part))
-    return name
-
-
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
-    added = adapters(model)
-    for name, module in named_modules(model):
-        # MultiheadAttention reads the weight of its output projection without calling the layer.
-        if not is_linear(module) or isinstance(module, NonDynamicallyQuantizableLinear):
-            continue
-        if not any(_is_below(name, adapter) for adapter in added):
-            yield name, module
-
-
-def is_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
-    """Whether a module is a linear layer: `nn.Linear`, or `Conv1D` of transformers, quantized or not."""
-    return isinstance(module, nn.Linear | Conv1D)
-
-
-def without_peft(model: nn.Module) -> nn.Module:
-    """The model that a `PeftModel` wraps, with the adapters in it; any other model as it is."""
-    get = getattr(model, "get_base_model", None) if hasattr(model, "peft_config") else None
-    return cast(nn.Module, get()) if callable(get) else model
-
-
-def adapters(model: nn.Module) -> list[str]:
-    """The names of the modules that PEFT has put into the model, none of which is quantized.
-
-    They lie beside the `base_layer` that they adapt, or are copies to be trained of an `original_module`.
-    """
-    found = []
-    for name, module in named_modules(model):
-        parts = dict(module.named_children())
-        if "base_layer" in parts and _is_peft(module):
-            found += [f"{name}.{part}" for part in parts if part != "base_layer"]
-        elif {"original_module", "modules_to_save"} <= parts.keys() and _is_peft(module):
-            found.append(f"{name}.modules_to_save")
-    return found
-
-
-def plain_name(name: str, added: Iterable[str]) -> str | None:
-    """What a module or tensor is called in the model before PEFT came; None for what belongs to one of its adapters."""
-    if any(_is_below(name, adapter) for adapter in added):
-        return None
-    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
-
-
 def _guard_merging(model: nn.Module) -> None:
     """Refuse to merge adapters into weights that are computed with quantized: the sum is on no grid."""
     for module in model.modules():
-        if isinstance(module._modules.get("base_layer"), QuantLayer) and _is_peft(module):
+        if isinstance(module._modules.get("base_layer"), QuantLayer) and is_peft(module):
             module.merge = _refuse_merging  # type: ignore[assignment]
         elif module.__dict__.get("merge") is _refuse_merging:
             del module.merge
-
-
-def _is_peft(module: nn.Module) -> bool:
-    """Whether PEFT made this wrapper of a layer; told by a property, since PEFT need not be installed."""
-    return hasattr(module, "active_adapters")
 
 
 def _refuse_merging(*args: Any, **kwargs: Any) -> None:
@@ -774,15 +602,6 @@ def _refuse_merging(*args: Any, **kwargs: Any) -> None:
         "adapters cannot be merged into quantized layers: call moq_hf.dequantize_model(model) first, then the merged "
         "model computes the same in float"
     )
-
-
-def _is_below(name: str, module: str) -> bool:
-    return name == module or name.startswith(module + ".")
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """A glob over the whole name, or a run of whole components of it: its beginning, its end, or in between."""
-    return fnmatch.fnmatchcase(name, pattern) or f".{pattern}." in f".{name}."
 
 
 def _restore(layer: QuantLayer) -> None:
@@ -814,48 +633,3 @@ def _options(config: MoQConfig, index: int) -> dict[str, Any]:
         "seed": config.seed,
         "layer": index,
     }
-
-
-def _check_weights(layers: Mapping[str, nn.Linear | Conv1D]) -> None:
-    odd = [f"{name} ({layer.weight.dtype})" for name, layer in layers.items() if not layer.weight.is_floating_point()]
-    if odd:
-        raise MoQError(
-            f"these layers are quantized already, their weights are not floating point: {', '.join(odd)}; "
-            "load the model in float, or name them in modules_to_not_convert"
-        )
-
-
-def _check_adapters(model: nn.Module, layers: Iterable[str]) -> None:
-    """DoRA takes the norm of the float weight in training, and that of the quantized one once it is loaded."""
-    parents = {name: model.get_submodule(name.removesuffix(".base_layer")) for name in layers if "base_layer" in name}
-    wrong = [name for name, parent in parents.items() if len(getattr(parent, "lora_magnitude_vector", ()))]
-    if wrong:
-        raise MoQError(
-            f"DoRA on quantized layers would compute something else after loading: {', '.join(wrong)}; use LoRA "
-            "without use_dora, or name them in modules_to_not_convert"
-        )
-
-
-def _features(layer: nn.Linear | Conv1D) -> dict[str, int]:
-    if isinstance(layer, Conv1D):
-        return {"out_features": layer.nf, "in_features": layer.nx}
-    return {"out_features": layer.out_features, "in_features": layer.in_features}
-
-
-def _check_groups(layers: Mapping[str, nn.Linear | Conv1D], config: MoQConfig) -> None:
-    match config.grouping:
-        case RowBlocks(count):
-            key, axis, instead = "quantize_groups", "out_features", ', or "per_channel"'
-        case PerGroup(count):
-            key, axis, instead = "quantize_group_size", "in_features", ""
-        case _:
-            return
-    sizes = {name: _features(layer)[axis] for name, layer in layers.items()}
-    wrong = [f"{name} ({axis} {size})" for name, size in sizes.items() if size % count]
-    if wrong:
-        fits = [n for n in range(1, min(sizes.values()) + 1) if all(size % n == 0 for size in sizes.values())]
-        near = sorted(fits, key=lambda n: abs(n - count))[:3]
-        raise MoQError(
-            f"{key} {count} does not divide the weights of {', '.join(wrong)}; "
-            f"nearest values that fit every layer: {', '.join(map(str, sorted(near)))}{instead}"
-        )

@@ -24,9 +24,10 @@ from .checkpoint import STATE_NAME, record_metrics, save_quantized
 from .config import MoQConfig, MoQError
 from .distillation import distillation_loss, fingerprint, load_teacher
 from .processes import whole_state_dict
-from .quant_linear import QuantLayer, quant_embeddings, quant_layers, shared_weights, without_peft
+from .quant_linear import QuantLayer, quant_embeddings, quant_layers
 from .resume import check_whole, checkpoints, fault_of, last_checkpoint
 from .schedule import FLOAT_BITS
+from .selection import shared_weights, without_peft
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ ORDER = [
     "triton_quant",
     "packed",
     "processes",
+    "selection",
     "quant_linear",
     "eigen",
     "sensitivity",

@@ -11,7 +11,8 @@ from transformers import BertForSequenceClassification
 from moq_hf import MoQError, QuantLinear, cpu_quant, dequantize_model, quantize_model
 from moq_hf import quantizer as q
 from moq_hf.config import MoQConfig
-from moq_hf.quant_linear import block_of, quant_layers, select_layers
+from moq_hf.quant_linear import quant_layers
+from moq_hf.selection import block_of, select_layers
 
 CONFIG = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_groups": 4}
 STOCHASTIC = {**CONFIG, "quantize_algo": {"rounding": "stochastic"}}

@@ -30,7 +30,8 @@ from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKEND
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from moq_hf import MoQCallback, MoQError, MoQTrainer, dequantize_model, quantize_model, save_quantized, verify_quantized
-from moq_hf.quant_linear import is_linear, quant_embeddings, quant_layers
+from moq_hf.quant_linear import quant_embeddings, quant_layers
+from moq_hf.selection import is_linear
 
 TASK = "sequence classification"
 TARGET = {CONFIG["quantize_bits"]["target_bits"]}
