@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from .config import DistillationConfig, MoQError
 from .quant_linear import dequantize_model, is_packed
+from .selection import without_peft
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def load_teacher(
 
     Args:
         source: A model, or the folder or Hub id of one of `model`'s class.
-        model: The student.
+        model: The student; of a `PeftModel` the one with the adapters in it counts.
         config: What will be compared.
         device: Where the model trains; with FSDP2 and ZeRO it is not there yet.
         init_kwargs: For `from_pretrained`, where `source` is a name.
@@ -52,6 +53,7 @@ def load_teacher(
     Raises:
         MoQError: There is no such model, or it does not fit the student.
     """
+    model = without_peft(model)
     if not isinstance(model, PreTrainedModel):
         raise MoQError(f"distillation: needs a transformers model, got {type(model).__name__}")
     if isinstance(source, str):

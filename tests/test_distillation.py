@@ -18,6 +18,7 @@ from transformers.modeling_outputs import ModelOutput
 from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, MoQTrainer, quantize_model, save_quantized
 from moq_hf.config import DistillationConfig
 from moq_hf.distillation import distillation_loss, fingerprint, load_teacher
+from moq_hf.quant_linear import quant_layers
 
 CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 4, "target_bits": 2},
@@ -221,6 +222,24 @@ def test_a_narrower_teacher_of_logits_only(tmp_path: Path) -> None:
     config = {**CONFIG, "distillation": {"hidden": 0}}
     run = new_trainer(tmp_path, config, new_model(2, hidden_size=32, num_hidden_layers=1))
     assert run.train().global_step == 8
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_student_with_adapters(teacher: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"], r=4)
+    pupil = peft.get_peft_model(new_model(1), lora)
+    arguments = TrainingArguments(
+        str(tmp_path), report_to="none", use_cpu=True, max_steps=32, logging_steps=8, learning_rate=1e-2
+    )
+    config = {**EIGHT, "distillation": {"teacher": str(teacher), "labels": 0}}
+    run = MoQTrainer(pupil, arguments, None, rows(), moq_config=config)
+    run.train()
+    losses = [log["loss"] for log in run.state.log_history if "loss" in log]
+    assert losses[-1] < losses[0]
+    assert all(layer.moq.bits == 8 for layer in quant_layers(pupil).values())
+    with pytest.raises(MoQError, match="the teacher is the model in training itself"):
+        MoQTrainer(pupil, arguments, None, rows(), moq_config=CONFIG, teacher=pupil.get_base_model())
 
 
 def test_other_mistakes(teacher: Path, tmp_path: Path) -> None:
