@@ -404,6 +404,7 @@ def test_there_is_a_recipe_for_everything() -> None:
     assert {path.stem for path in RECIPES} == {
         "moq",
         "moq_w4",
+        "moq_w4_taught",
         "moq_w3",
         "moq_w2",
         "moq_eigen",
@@ -416,7 +417,7 @@ def test_there_is_a_recipe_for_everything() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_read(path: Path) -> None:
     config = MoQConfig.from_file(path)
-    low = {"moq_w4": 4, "moq_w3": 3, "moq_w2": 2}
+    low = {"moq_w4": 4, "moq_w4_taught": 4, "moq_w3": 3, "moq_w2": 2}
     assert config.enabled and config.grouping == (PerChannel() if path.stem in low else RowBlocks(8))
     assert config.target_bits == (low | {"moq_auto": 4}).get(path.stem, 8)
 
@@ -434,9 +435,9 @@ def test_arithmetic_of_the_low_recipes() -> None:
     schedule = PrecisionSchedule(config, ["b"], 345)
     drops = [step for step in range(1, 346) for switch in schedule.advance() if switch.before != FLOAT_BITS]
     assert told[3] == f"on MRPC {' '.join(map(str, drops))}"
-    for bits in (3, 2):
-        config = MoQConfig.from_file(ROOT / "configs" / f"moq_w{bits}.json")
-        assert rows_of(README)[f"moq_w{bits}.json"][:4] == [str(bits), "0", "1", "none"]
+    for name, bits in (("moq_w4_taught.json", 4), ("moq_w3.json", 3), ("moq_w2.json", 2)):
+        config = MoQConfig.from_file(ROOT / "configs" / name)
+        assert rows_of(README)[name][:4] == [str(bits), "0", "1", "none"]
         assert PrecisionSchedule(config, ["b"]).at_target
 
 

@@ -173,12 +173,20 @@ def test_every_plan_is_on_a_page() -> None:
     assert sorted(shown) == sorted([*glue_study.PLANS, "others"])
 
 
-@pytest.mark.parametrize(("bits", "name"), [(4, "MoQ"), (3, "basic QAT, taught"), (2, "basic QAT, taught")])
-def test_the_recipes_for_low_bits_are_what_was_measured(bits: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "bits", "name"),
+    [
+        ("moq_w4", 4, "MoQ"),
+        ("moq_w4_taught", 4, "basic QAT, taught"),
+        ("moq_w3", 3, "basic QAT, taught"),
+        ("moq_w2", 2, "basic QAT, taught"),
+    ],
+)
+def test_the_recipes_for_low_bits_are_what_was_measured(recipe: str, bits: int, name: str) -> None:
     (arm,) = (arm for arm in glue_study.PLANS["main"].arms if (arm.bits, arm.name) == (bits, name))
     measured = {key: value for key, value in (arm.config() or {}).items() if key != "distillation"}
-    recipe = tiny_glue.ROOT / "configs" / f"moq_w{bits}.json"
-    assert json.loads(recipe.read_text(encoding="utf-8")) == measured
+    text = (tiny_glue.ROOT / "configs" / f"{recipe}.json").read_text(encoding="utf-8")
+    assert json.loads(text) == measured
 
 
 def test_every_plan_is_sound() -> None:
