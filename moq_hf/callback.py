@@ -71,7 +71,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._began = 0.0
         # A MoQTrainer repairs the stock Trainer's loss scale, hands over its batches and saves packed models itself.
         self.in_moq_trainer = self._joins_moq_trainer = False
-        # Its fingerprint; the model itself is MoQTrainer's.
+        # The fingerprint of the teacher, which itself is MoQTrainer's.
         self.teacher: int | None = None
         self._state: TrainerState | None = None
         self._switched = self._arrived = False

@@ -61,7 +61,7 @@ def load_teacher(
             teacher, found = cast(Any, type(model)).from_pretrained(
                 source, output_loading_info=True, **(init_kwargs or {})
             )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
             reason = " ".join(str(error).split())
             raise MoQError(f"distillation.teacher: cannot load {source} as {type(model).__name__}: {reason}") from error
         if found["missing_keys"]:

@@ -143,9 +143,12 @@ class MoQTrainer(Trainer):
         self, given: PreTrainedModel | None, init_kwargs: Mapping[str, Any] | None
     ) -> PreTrainedModel | None:
         config = self.moq.config if self.moq is not None else None
+        named = None if config is None else config.distillation.teacher
+        if init_kwargs and (given is not None or named is None):
+            raise MoQError("teacher_init_kwargs are for the teacher that distillation.teacher names; there is none")
         source: str | PreTrainedModel | None = given
         if given is None and config is not None and config.enabled:
-            source = config.distillation.teacher
+            source = named
         if source is None:
             return None
         if config is None or not config.enabled:

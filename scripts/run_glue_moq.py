@@ -300,6 +300,8 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
     def build(arguments: Any, quantization: MoQConfig | None) -> MoQTrainer:
         # The same first weights and the same order of the data, whatever ran before.
         set_seed(arguments.seed)
+        named = quantization is not None and quantization.distillation.teacher is not None
+        hub = {"cache_dir": model_args.cache_dir, "token": model_args.token}
         try:
             return MoQTrainer(
                 model=load_model(model_args, config),
@@ -310,7 +312,7 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
                 processing_class=tokenizer,
                 data_collator=default_data_collator if data_args.pad_to_max_length else collator,
                 moq_config=quantization,
-                teacher_init_kwargs={"cache_dir": model_args.cache_dir, "token": model_args.token},
+                teacher_init_kwargs=hub if named else None,
             )
         except OSError as err:
             # The Trainer makes the output folder and, for an upload, the repository.

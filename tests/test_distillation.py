@@ -194,6 +194,12 @@ def test_a_teacher_in_a_cache_of_its_own(teacher: Path, tmp_path: Path) -> None:
     where = {"cache_dir": tmp_path / "cache"}
     found = MoQTrainer(new_model(1), arguments, None, rows(), moq_config=config, teacher_init_kwargs=where)
     assert fingerprint(found._teacher) == fingerprint(BertForSequenceClassification.from_pretrained(teacher))
+    with pytest.raises(MoQError, match=r"cannot load .* unexpected keyword argument 'cash_dir'"):
+        wrong = with_teacher(teacher)
+        MoQTrainer(new_model(1), arguments, None, rows(), moq_config=wrong, teacher_init_kwargs={"cash_dir": "x"})
+    for more in ({"moq_config": CONFIG}, {"moq_config": config, "teacher": new_model(2)}, {}):
+        with pytest.raises(MoQError, match="teacher_init_kwargs are for the teacher"):
+            MoQTrainer(new_model(1), arguments, None, rows(), teacher_init_kwargs=where, **more)
 
 
 @pytest.mark.parametrize(
