@@ -64,7 +64,7 @@ class Trained:
         for batch in micro_batches:
             if self.every_forward:
                 for layer in quant_layers(self.model).values():
-                    layer.moq.key = None
+                    layer.moq.source = None
             with torch.autocast("cpu", self.dtype or torch.bfloat16, enabled=self.dtype is not None):
                 loss = self.model(**batch).loss
             self.scaler.scale(loss / len(micro_batches)).backward()

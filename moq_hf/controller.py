@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from . import quantizer
 from .config import MoQConfig, MoQConfigError, MoQError, PerGroup, __version__
 from .processes import agree, device_of, is_distributed, named_modules
-from .quant_linear import QuantLayer, Refresher, kernels_wanted, prepare_model, quant_embeddings, take_over
+from .quant_linear import (
+    QuantLayer,
+    Refresher,
+    check_readers,
+    kernels_wanted,
+    lead_copies,
+    prepare_model,
+    quant_embeddings,
+    take_over,
+)
 from .resume import changes, load_schedule, what_counts
 from .schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from .selection import adapters, block_of, is_linear, output_heads, plain_name
@@ -160,6 +169,14 @@ class MoQController:
         weight = next(iter(self.layers.values())).weight
         agree(_checksum([sums, bits, skipped]), device_of(weight), lambda: self._shown(sums) + ", skipped" * skipped)
 
+    def check_readers(self) -> None:
+        """Stop if the model uses a float weight past its layer: after a backward pass, in all processes.
+
+        Raises:
+            MoQError: Names the layers.
+        """
+        check_readers({**self.layers, **self.embeddings})
+
     def measure(self, loss: Callable[[Inputs], Tensor]) -> dict[str, float] | None:
         """The eigenvalues for the coming `step`, measured if one is due; None without `eigenvalue.enabled`.
 
@@ -201,6 +218,7 @@ class MoQController:
             table.moq.bits = (self.config.quantize_embeddings if self.has_begun else None) or FLOAT_BITS
         self._refresher.refresh()
         self._refresher.check_finite(wait=wait)
+        lead_copies()
 
     def metrics(self) -> dict[str, float]:
         """Scalars for a Trainer's log.

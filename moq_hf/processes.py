@@ -23,6 +23,11 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model that `torch.compile` wrapped; any other one as it is."""
+    return cast(nn.Module, getattr(model, "_orig_mod", model))
+
+
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """As `model.named_modules()`, by the names in the state dict: without those of activation checkpointing's wrappers.
 
@@ -120,6 +125,15 @@ def agree(number: int, device: torch.device, state: Callable[[], str]) -> None:
         f"the processes disagree: rank 0 has {first}, rank {other[0]} has {other[1]}; all must have the same config, "
         "checkpoint, length of the data and version of moq_hf"
     )
+
+
+def any_over_ranks(flags: list[bool], like: Tensor) -> list[bool]:
+    """Which of the flags is set in any process; all must ask, with the device of `like`."""
+    if not is_distributed():
+        return flags
+    counts = torch.tensor(flags, dtype=torch.int32, device=device_of(like))
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    return [bool(count) for count in counts.tolist()]
 
 
 def mean_over_ranks(values: list[float], device: torch.device) -> list[float]:

@@ -8,11 +8,15 @@ A model gets its quantized layers by a change of class, so that parameter object
 written in place, outside any compiled graph; the gradient passes straight through to the float weight.
 """
 
+import copy
 import inspect
+import os
+import sys
+import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +26,13 @@ from transformers.pytorch_utils import Conv1D
 
 from . import cpu_quant, quantizer, triton_quant
 from .config import MoQConfig, MoQError, PerChannel, PerGroup, RowBlocks
-from .processes import check_supported, copy_whole, is_sharded, named_modules, whole
+from .processes import any_over_ranks, check_supported, copy_whole, is_sharded, named_modules, uncompiled, whole
 from .schedule import FLOAT_BITS
 from .selection import is_peft, select_embeddings, select_layers
 
 _Key = tuple[int, int, torch.device, torch.dtype]
+# Every call of a module runs this code, whatever the module's class is.
+_MODULE_CALL = nn.Module._call_impl.__code__
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -58,6 +64,24 @@ def _straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
     return cast(Tensor, _StraightThrough.apply(weight, quantized))  # type: ignore[no-untyped-call]
 
 
+def in_forward() -> bool:
+    """Whether this thread is inside a module's forward pass, or recomputes one for checkpointing.
+
+    Read off the stack: a flag would have to be kept right through exceptions, threads, copies and wrappers.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    # Autograd runs hooks with gradients off, and what checkpointing recomputes with gradients on.
+    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        return True
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _MODULE_CALL:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 @dataclass
 class LayerState:
     """How a layer is quantized now.
@@ -67,12 +91,17 @@ class LayerState:
         bits: 1 to 16; 32 is unquantized.
         ratio: Clipping ratio per group, or None for absmax.
         blend: Share of the float weight in the forward pass.
-        step: Optimizer steps taken, for stochastic rounding.
+        step: Optimizer steps taken, for stochastic rounding and the next search for ratios.
         dtype: Of the quantized weight: what the matmul wants under autocast. None is the weight's own.
         plain: Only `quantizer` may compute, no faster path.
         gathered: `weight` was quantized from all shards of a parameter. FSDP2 puts a parameter of its own in the
-            place of the sharded one for a forward pass; that is never looked at.
+            place of the sharded one for a forward pass.
         weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device).
+        read: The same in the float weight's dtype, for those who read the weight under autocast; made when asked for.
+        source: The float weight that `weight` was made of; None makes it stale.
+        key: What `source` was like then: its version, its memory, device and dtype.
+        used: Whether a forward pass has used the weight since the layer was made ready.
+        origin: For a deep copy the layer that it was copied from, and some of the weights that it then had.
         config: What the model was made ready with.
         activation_bits: Of the layer's input, one scale per token; None leaves it alone.
     """
@@ -86,13 +115,27 @@ class LayerState:
     plain: bool = False
     gathered: bool = False
     weight: Tensor | None = None
+    read: Tensor | None = field(default=None, repr=False)
+    source: Tensor | None = field(default=None, repr=False)
     key: _Key | None = field(default=None, repr=False)
+    used: bool = False
+    origin: "tuple[weakref.ref[QuantLayer], Tensor] | None" = field(default=None, repr=False)
     config: MoQConfig | None = field(default=None, repr=False)
     activation_bits: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), **dict.fromkeys(("weight", "read", "source", "key", "origin"))}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerState":
+        return LayerState(**{**copy.deepcopy(self.__getstate__(), memo), "origin": self.origin})
 
 
 class QuantLayer(nn.Module):
     """What quantized layers share: a float `weight` that is trained and its quantized copy.
+
+    Whoever reads `weight` inside a forward pass gets the quantized one, with the gradient straight through to the float
+    one: the layer itself, a model that multiplies with `layer.weight`, a fused path of PyTorch. Anywhere else `weight`
+    is the float parameter, as in the state dict.
 
     Attributes:
         moq: The layer's `LayerState`.
@@ -100,40 +143,109 @@ class QuantLayer(nn.Module):
     """
 
     moq: LayerState
-    weight: Tensor
     is_transposed = False
 
     @property
-    def matrix(self) -> Tensor:
-        """`weight` with a row for each output, `[rows, columns]`: a view, of which groups and grids are told."""
-        return self.weight.t() if self.is_transposed else self.weight
+    def weight(self) -> Tensor:
+        """The float parameter; in a forward pass the quantized weight, in the parameter's dtype."""
+        weight = self._float_weight()
+        if weight is None:
+            # nn.Module, which looks next, says so.
+            raise AttributeError
+        # Shards are for FSDP2 itself to see, which puts the whole weight in their place before anything is computed.
+        if is_sharded(weight) or not in_forward():
+            return weight
+        return self.quantized_weight(weight.dtype, to_read=True)
 
-    def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        # Parameters never come here: nn.Module registers them. What comes is the tensor of a replica.
+        self.__dict__["weight"] = value
+
+    @weight.deleter
+    def weight(self) -> None:
+        del self.__dict__["weight"]
+
+    @property
+    def float_weight(self) -> Tensor:
+        """The parameter that is trained, or what stands in its place: of a replica, of `torch.func`, of FSDP2."""
+        weight = self._float_weight()
+        if weight is None:
+            raise MoQError(
+                f"a quantized {type(self).__name__} has no weight any more: parametrize layers before they are "
+                "quantized (they stay in float then), or not at all"
+            )
+        return weight
+
+    def _float_weight(self) -> Tensor | None:
+        weight = self._parameters.get("weight")
+        return self.__dict__.get("weight") if weight is None else weight
+
+    @property
+    def matrix(self) -> Tensor:
+        """The float weight with a row for each output, `[rows, columns]`: a view, of which groups and grids are told."""
+        return self.float_weight.t() if self.is_transposed else self.float_weight
+
+    def is_stale(self) -> bool:
+        """Whether the quantized weight is not that of the float weight as it is now: the one place that decides it.
+
+        | what changes the float weight | how it is seen |
+        | --- | --- |
+        | an optimizer's step | the controller refreshes; without one, the hook after every step of an optimizer |
+        | `load_state_dict`, also with `assign` | `_load_from_state_dict` refreshes, with ratios searched afresh |
+        | `.to()`, `.half()`, `.cuda()` | `_apply` refreshes |
+        | in place under `no_grad`, `swap_tensors` | the tensor's version |
+        | another parameter in its place, `torch.func` | the tensor itself, to which a reference is held |
+        | `weight.data = other` | the address of its memory |
+        | `weight.data.copy_()` and the like (an EMA's) | `eval()`, and `train()` after it, quantize afresh whatever |
+        | any of these under `torch.compile` | `train()` and `eval()`, which run outside of the graph, look |
+        | a sharded weight (FSDP2) | its own parameter of a forward pass is looked at only after `eval()` |
+
+        Not seen is what is written through `.data` between an optimizer's step and a training pass after it, and in a
+        compiled model what is changed in place without a call of `train()` or `eval()`: call `refresh()` then.
+        """
+        state, weight = self.moq, self.float_weight
+        if state.gathered and not is_sharded(weight):
+            # In the dtype of a MixedPrecisionPolicy it would be quantized otherwise.
+            return state.source is None and state.key is not None and weight.dtype == state.key[3]
+        return state.source is not weight or state.key != _key(weight)
+
+    def quantized_weight(self, dtype: torch.dtype | None = None, *, to_read: bool = False) -> Tensor:
         """What the forward pass multiplies with: of the shape of `weight`, gradient straight through to it.
 
         Args:
             dtype: Of the activations. Outside autocast a weight kept in another dtype is quantized afresh in its own.
+            to_read: Give it in `dtype` under autocast too, which does not cast what is not multiplied.
         """
-        state = self.moq
+        state, weight = self.moq, self.float_weight
         if not torch.compiler.is_compiling():
+            state.used = True
             if self.__dict__.get("_is_replica", False):
                 # Replicas share the state of the module they were copied from.
-                return _straight_through(self.weight, self._compute(state.dtype))
-            if state.key != self._key() and (is_sharded(self.weight) or not state.gathered):
+                return _straight_through(weight, self._compute(state.dtype))
+            if self.is_stale():
                 self.refresh(in_place=False)
         quantized = state.weight
         if quantized is None:
-            return self.weight
+            return weight
         autocast = torch.is_autocast_enabled(quantized.device.type)
         if state.gathered:
             # FSDP2's MixedPrecisionPolicy gathers its parameters in a dtype of its own.
-            if not autocast and quantized.dtype != self.weight.dtype:
-                quantized = quantized.to(self.weight.dtype)
-            return _straight_through(self.weight, quantized)
+            if (to_read or not autocast) and quantized.dtype != weight.dtype:
+                quantized = quantized.to(weight.dtype)
+            return _straight_through(weight, quantized)
         kept_for_autocast = state.dtype is not None and dtype is not None and quantized.dtype != dtype
-        if kept_for_autocast and not autocast:
-            quantized = self._compute(self.weight.dtype)
-        return _straight_through(self.weight, quantized)
+        if kept_for_autocast and (to_read or not autocast):
+            quantized = self._in_own_dtype(quantized)
+        return _straight_through(weight, quantized)
+
+    def _in_own_dtype(self, quantized: Tensor) -> Tensor:
+        """The quantized weight in the float weight's dtype, where it is kept in another."""
+        if torch.compiler.is_compiling():
+            return quantized.to(self.float_weight.dtype)
+        if self.moq.read is None:
+            self.moq.read = self._compute(self.float_weight.dtype)
+        return self.moq.read
 
     def quantized_input(self, input: Tensor) -> Tensor:
         """`input` `[..., features]` as the layer multiplies with it, gradient straight through."""
@@ -146,16 +258,35 @@ class QuantLayer(nn.Module):
         Args:
             in_place: Write into the tensor that holds the last result, so that compiled graphs see the new one.
         """
-        state = self.moq
-        state.key = self._key()
-        state.gathered = is_sharded(self.weight) and state.bits != FLOAT_BITS
-        if state.bits == FLOAT_BITS or self.weight.is_meta:
+        state, weight = self.moq, self.float_weight
+        from_shards = state.gathered and not is_sharded(weight)
+        self.mark_fresh()
+        state.gathered = (from_shards or is_sharded(weight)) and state.bits != FLOAT_BITS
+        if state.bits == FLOAT_BITS or weight.is_meta:
             state.weight = None
             return
         old = state.weight
-        keep = in_place and old is not None and old.device == self.weight.device
-        keep = keep and old is not None and old.dtype == (state.dtype or self.weight.dtype)
+        keep = in_place and old is not None and old.device == weight.device
+        keep = keep and old is not None and old.dtype == (state.dtype or weight.dtype)
         state.weight = self._compute(state.dtype, out=old if keep else None)
+
+    def mark_fresh(self) -> None:
+        """Note that the quantized weight is that of the float weight as it is now."""
+        weight = self.float_weight
+        self.moq.source, self.moq.key, self.moq.read = weight, _key(weight), None
+
+    def train(self, mode: bool = True) -> Self:
+        """As `nn.Module.train`; evaluation, and training after it, start from a weight that is quantized afresh."""
+        changes = mode != self.training
+        super().train(mode)
+        state = self.moq
+        if changes or not mode:
+            state.source = None
+        # Shards are gathered in forward passes, which all processes take part in.
+        if not is_sharded(self.float_weight) and not state.gathered and self.is_stale():
+            # A backward pass may still need the last result.
+            self.refresh(in_place=False)
+        return self
 
     def set_bits(self, bits: int, config: MoQConfig) -> None:
         """Change the precision, with the clipping ratios that the config wants there; takes effect with `refresh`."""
@@ -164,14 +295,41 @@ class QuantLayer(nn.Module):
         if bits != FLOAT_BITS and quantizer.wants_least_squares(config.scale, bits, config.symmetric):
             options = {key: self.moq.options[key] for key in ("groups", "group_size", "symmetric")}
             search: Any = quantizer if self.moq.plain else cpu_quant
-            if kernels_wanted(config, self.weight.device):
+            if kernels_wanted(config, self.float_weight.device):
                 search = triton_quant
             self.moq.ratio = search.least_squares_ratio(self._whole_matrix(), bits, **options)
+
+    def search_ratios(self) -> None:
+        """Search the clipping ratios again, where the layer has some: for weights that are others now."""
+        if self.moq.ratio is not None and self.moq.config is not None:
+            self.set_bits(self.moq.bits, self.moq.config)
+
+    def take_step(self) -> None:
+        """After an optimizer step that no controller follows: count it, search ratios if they are due, refresh."""
+        self.moq.step += 1
+        if self.moq.config is not None and self.moq.step % self.moq.config.scale_refresh == 0:
+            self.search_ratios()
+        self.refresh()
+
+    def follow(self) -> None:
+        """Take over the precision of the layer that this one was copied from, once its own weights have changed.
+
+        So an EMA's copy, made before the first switch, is quantized as the model is. A copy that is kept as it was, a
+        float teacher for instance, stays as it was.
+        """
+        if self.moq.origin is None:
+            return
+        origin, kept = self.moq.origin[0](), self.moq.origin[1]
+        if not isinstance(origin, QuantLayer) or torch.equal(_some(self.float_weight), kept):
+            return
+        for name in ("bits", "ratio", "blend", "step", "dtype", "activation_bits"):
+            setattr(self.moq, name, getattr(origin.moq, name))
+        self.moq.source = None
 
     def nonfinite(self) -> Tensor:
         """Whether the weight held NaN or Inf when it was quantized: a bool scalar on its device."""
         if self.moq.weight is None:
-            return torch.zeros((), dtype=torch.bool, device=self.weight.device)
+            return torch.zeros((), dtype=torch.bool, device=self.float_weight.device)
         options = self.moq.options
         values = self.moq.weight.t() if self.is_transposed else self.moq.weight
         return quantizer.nonfinite(values, options["groups"], options["group_size"])
@@ -184,7 +342,7 @@ class QuantLayer(nn.Module):
     def _compute(self, dtype: torch.dtype | None, out: Tensor | None = None) -> Tensor:
         state = self.moq
         if state.bits == FLOAT_BITS:
-            return self.weight.detach()
+            return self.float_weight.detach()
         # Leaving inference mode makes a result that training can use later.
         with torch.inference_mode(False), torch.no_grad():
             faster: Any = quantizer if state.plain else cpu_quant
@@ -203,33 +361,34 @@ class QuantLayer(nn.Module):
             return values.t().contiguous() if out is None else out.copy_(values.t())
 
     def _whole_matrix(self) -> Tensor:
-        weight = whole(self.weight)
+        weight = whole(self.float_weight)
+        if self.moq.gathered and not is_sharded(self.float_weight):
+            # FSDP2 frees the memory of its own parameter, which NumPy's view of it would forbid.
+            weight = weight.clone()
         return weight.t().contiguous() if self.is_transposed else weight
-
-    def _key(self) -> _Key:
-        # Catches what no hook tells: a changed or replaced weight. Fused optimizers do not bump the version.
-        weight = self.weight
-        return id(weight), 0 if weight.is_inference() else weight._version, weight.device, weight.dtype
 
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantLayer":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.moq.ratio is not None:
-            self.moq.ratio = self.moq.ratio.to(self.weight.device)
+            self.moq.ratio = self.moq.ratio.to(self.float_weight.device)
         self.refresh(in_place=False)
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
+        self.search_ratios()
         self.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state["moq"] = LayerState(**{**vars(self.moq), "weight": None, "key": None})
-        return state
+        weight = self.float_weight
+        kept = None if weight.is_meta or is_sharded(weight) else (weakref.ref(self), _some(weight))
+        copied = LayerState(**self.moq.__getstate__())
+        copied.origin = kept
+        return {**self.__dict__, "moq": copied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _LAYERS.add(self)
+        _add_layers([self])
         self.refresh()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -310,34 +469,80 @@ def base_class(cls: type[QuantLayer]) -> type[nn.Module]:
     return cast(type[nn.Module], second)
 
 
+def _key(weight: Tensor) -> _Key:
+    try:
+        pointer = 0 if is_sharded(weight) else weight.data_ptr()
+    except RuntimeError:
+        # Tensors of torch.func and of tracing have no memory of their own.
+        pointer = 0
+    return 0 if weight.is_inference() else weight._version, pointer, weight.device, weight.dtype
+
+
+def _some(weight: Tensor) -> Tensor:
+    """64 elements from all over the weight, or a few more."""
+    flat = weight.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // 64)].clone()
+
+
 def _new_layer(base: type[nn.Module]) -> QuantLayer:
     cls = quant_class(base)
     return cls.__new__(cls)
 
 
-# Every quantized layer alive: an optimizer outside a Trainer refreshes those that it owns.
+# Every quantized layer alive: an optimizer outside a Trainer refreshes those that it owns. Other threads may be adding
+# some: the sets are changed and looked through under the lock.
 _LAYERS: "weakref.WeakSet[QuantLayer]" = weakref.WeakSet()
 _CONTROLLED: "weakref.WeakSet[QuantLayer]" = weakref.WeakSet()
+_LOCK = threading.RLock()
+
+
+def _new_lock() -> None:
+    global _LOCK
+    _LOCK = threading.RLock()
+
+
+# A thread that the child of a fork does not have may have held it.
+os.register_at_fork(after_in_child=_new_lock)
+
+
+def _add_layers(layers: Iterable[QuantLayer]) -> None:
+    with _LOCK:
+        _LAYERS.update(layers)
+        _CONTROLLED.difference_update(layers)
+
+
+def _all_layers() -> list[QuantLayer]:
+    with _LOCK:
+        return list(_LAYERS)
 
 
 def take_over(layers: Iterable[QuantLayer]) -> None:
     """Leave the refreshing of these layers after each optimizer step to the caller."""
-    _CONTROLLED.update(layers)
+    with _LOCK:
+        _CONTROLLED.update(layers)
+
+
+def lead_copies() -> None:
+    """Let the copies of quantized layers, those of an EMA for instance, have the precision that the layers have now."""
+    for layer in _all_layers():
+        layer.follow()
 
 
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not _LAYERS:
-        return
     layers: dict[int, list[QuantLayer]] = {}
-    for layer in list(_LAYERS):
-        layers.setdefault(id(layer.weight), []).append(layer)
+    for layer in _all_layers():
+        layers.setdefault(id(layer._float_weight()), []).append(layer)
+    if not layers:
+        return
+    with _LOCK:
+        controlled = set(_CONTROLLED)
     # In the optimizer's order: processes that gather shards must do so in the same one.
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         for layer in layers.get(id(parameter), ()):
-            if layer in _CONTROLLED:
-                layer.moq.key = None
+            if layer in controlled:
+                layer.moq.source = None
             else:
-                layer.refresh()
+                layer.take_step()
 
 
 register_optimizer_step_post_hook(_after_optimizer_step)
@@ -362,7 +567,8 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
             weight. The model is a float one then.
         MoQConfigError: The config is wrong.
     """
-    config = MoQConfig.load(config)
+    config, given = MoQConfig.load(config), model
+    model = uncompiled(model)
     layers = prepare_model(model, config)
     embeddings = quant_embeddings(model)
     for linear in layers.values():
@@ -379,7 +585,7 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
             _restore(layer)
         _guard_merging(model)
         raise
-    return model
+    return given
 
 
 def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"] = "quantized") -> nn.Module:
@@ -400,19 +606,21 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
     """
     if weights not in ("quantized", "float"):
         raise MoQError(f'weights must be "quantized" or "float", got {weights!r}')
+    given, model = model, uncompiled(model)
     if is_packed(model):
         _unpack(model)
-        return model
+        return given
     layers = {**quant_layers(model), **quant_embeddings(model)}
     if not layers:
         raise MoQError("the model has no quantized layer")
     for layer in layers.values():
         if weights == "quantized":
+            layer.refresh()
             with torch.no_grad():
-                copy_whole(layer.weight, layer.quantized_weight())
+                copy_whole(layer.float_weight, layer.quantized_weight())
         _restore(layer)
     _guard_merging(model)
-    return model
+    return given
 
 
 def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
@@ -470,10 +678,35 @@ def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLayer]:
         layer = cast(QuantLayer, module)
         options = dict(_ROW_OPTIONS) if isinstance(layer, QuantEmbedding) else _options(config, index)
         layer.moq = LayerState(options=options, config=config, plain=config.kernel is False)
-        _CONTROLLED.discard(layer)
-        _LAYERS.add(layer)
+        _add_layers([layer])
     _guard_merging(model)
     return quant_layers(model)
+
+
+def check_readers(layers: Mapping[str, QuantLayer]) -> None:
+    """Stop if a model used a float weight past its quantized layer: call it where gradients are, in all processes.
+
+    Whoever takes `layer.weight` in a forward pass gets the quantized one. A weight that was taken otherwise (from
+    `named_parameters()`, from `_parameters`) has a gradient while its layer was never used.
+
+    Raises:
+        MoQError: Names the layers.
+    """
+    weights = [layer.float_weight for layer in layers.values()]
+    used = {id(weight) for weight, layer in zip(weights, layers.values(), strict=True) if layer.moq.used}
+    # Elsewhere in the batch, in another process, the layer may have been used.
+    was_used = any_over_ranks([id(weight) in used for weight in weights], weights[0])
+    wrong = [
+        name
+        for name, weight, fine in zip(layers, weights, was_used, strict=True)
+        if not fine and weight.grad is not None and bool((whole(weight.grad) != 0).any())
+    ]
+    if wrong:
+        named = ", ".join(f'"{name}"' for name in wrong)
+        raise MoQError(
+            f"the weights of these layers are used without the layers, past their quantization: {', '.join(wrong)}; "
+            f"leave them in full precision: add {named} to modules_to_not_convert"
+        )
 
 
 def check_finite(layers: Mapping[str, QuantLayer]) -> None:
@@ -484,7 +717,7 @@ def check_finite(layers: Mapping[str, QuantLayer]) -> None:
     """
     if not layers:
         return
-    device = next(iter(layers.values())).weight.device
+    device = next(iter(layers.values())).float_weight.device
     flags = torch.stack([layer.nonfinite().to(device) for layer in layers.values()])
     if bool(flags.any()):
         _refuse_nonfinite(name for name, flag in zip(layers, flags.tolist(), strict=True) if flag)
@@ -524,10 +757,10 @@ class Refresher:
             batch.update([layer.moq.step for layer in layers], [layer.moq.blend for layer in layers])
             batch.run()
             for layer in layers:
-                layer.moq.key = layer._key()
+                layer.mark_fresh()
         fast = []
         for layer in self._single.values():
-            if layer.moq.plain or not cpu_quant.applies(layer.weight, layer.moq.dtype or layer.weight.dtype):
+            if layer.moq.plain or not cpu_quant.applies(layer.float_weight, layer.moq.dtype or layer.float_weight.dtype):
                 layer.refresh()
             else:
                 fast.append(layer)
@@ -551,7 +784,7 @@ class Refresher:
         """What the batches depend on: they hold pointers."""
         found: list[tuple[Any, ...]] = []
         for layer in self._layers.values():
-            state, weight = layer.moq, layer.weight
+            state, weight = layer.moq, layer.float_weight
             pointer = 0 if weight.is_meta or is_sharded(weight) else weight.data_ptr()
             tensors = (pointer, id(state.weight), id(state.ratio))
             found.append((*tensors, weight.device, weight.dtype, state.bits, state.dtype))
@@ -565,12 +798,12 @@ class Refresher:
             if job is None:
                 self._single[name] = layer
             else:
-                jobs.setdefault(layer.weight.device, {})[name] = job
+                jobs.setdefault(layer.float_weight.device, {})[name] = job
         self._batches = [(triton_quant.Batch(list(named.values())), list(named)) for named in jobs.values()]
         self._made_for = self._identities()
 
     def _job(self, layer: QuantLayer) -> "triton_quant.Job | None":
-        state, weight = layer.moq, layer.weight.detach()
+        state, weight = layer.moq, layer.float_weight.detach()
         dtype = state.dtype or weight.dtype
         if state.bits == FLOAT_BITS or weight.is_meta or is_sharded(weight) or not weight.is_contiguous():
             return None
@@ -605,8 +838,9 @@ def _refuse_merging(*args: Any, **kwargs: Any) -> None:
 
 
 def _restore(layer: QuantLayer) -> None:
-    _LAYERS.discard(layer)
-    _CONTROLLED.discard(layer)
+    with _LOCK:
+        _LAYERS.discard(layer)
+        _CONTROLLED.discard(layer)
     del layer.moq
     cast(nn.Module, layer).__class__ = base_class(type(layer))
 
