@@ -1,8 +1,9 @@
 """Mixture-of-Quantization for Hugging Face Trainer: fine-tuning whose weights step down to 8, 4 or 2 bits."""
 
 from .callback import MoQCallback
-from .checkpoint import save_quantized, verify_quantized
+from .checkpoint import verify_quantized
 from .config import MoQConfig, MoQConfigError, MoQError, __version__
+from .delivery import save_quantized
 from .eigen import block_eigenvalues
 from .packed import load_packed
 from .quant_linear import QuantLinear, dequantize_model, quantize_model

@@ -4,7 +4,6 @@ import inspect
 import json
 import logging
 import os
-import re
 import sys
 import time
 import weakref
@@ -19,13 +18,15 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from .card import write_card
-from .checkpoint import save_quantized
 from .config import MoQConfig, MoQError
 from .controller import MoQController
-from .processes import whole_state_dict
+from .delivery import deliver
+from .processes import is_sharded, uncompiled, whole_state_dict
+from .proof import Answers, kept_batch
+from .quant_linear import is_quantized
 from .resume import checkpoints, describe, fault_of
 from .schedule import Plan, outcome, plan
+from .selection import select_layers
 from .sensitivity import Inputs
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,9 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._switched = self._arrived = False
         self._scale = 0.0
         self._plan: Plan | None = None
+        # A batch of this run, to prove on what it delivers.
+        self._kept: dict[str, Any] | None = None
+        self._readers_checked = False
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into `trainer_state.json`, in JSON types."""
@@ -96,6 +100,14 @@ class MoQCallback(TrainerCallback, ExportableState):
         self.trainer_loss = self.teacher = None
         if not self.config.enabled:
             logger.info("moq_hf is off: the config says enabled: false")
+            return
+        model = uncompiled(kwargs["model"])
+        if is_quantized(model):
+            # By an earlier run: evaluating it must give what that run delivered.
+            select_layers(model, self.config)
+            if self.controller is not None and self.controller.model is not model:
+                self.controller = None
+            logger.info("the model is quantized already, and stays as it is until training begins")
             return
         # How long the run is will be known when it begins, with a new controller; none of its steps is taken before.
         self._build(args, state, kwargs["model"], sys.maxsize)
@@ -124,6 +136,11 @@ class MoQCallback(TrainerCallback, ExportableState):
         if self.config.distillation.teacher is not None and not self.in_moq_trainer:
             raise MoQError("distillation.teacher: a callback cannot change the loss; use MoQTrainer")
         taken = 0 if resumed is not None else state.global_step
+        own = self.controller is not None and self.controller.schedule.steps == 0
+        if resumed is None and not own and is_quantized(kwargs["model"]):
+            logger.warning(
+                "moq_hf: the model was quantized before this run, which begins its schedule anew, from float"
+            )
         controller = self._build(args, state, kwargs["model"], state.max_steps - taken)
         self._began = time.perf_counter()
         self._scale = _loss_scale(kwargs.get("optimizer"))
@@ -135,9 +152,13 @@ class MoQCallback(TrainerCallback, ExportableState):
                 )
             rows = (state.train_batch_size or args.train_batch_size) * args.gradient_accumulation_steps
             controller.sensitivity.plan(state.max_steps, rows, args.bf16 or args.fp16)
-            # MoQTrainer hands its batches over itself.
-            if not self.in_moq_trainer:
-                self._listen(controller.model)
+        # A compiled model's hooks are compiled too; what it is proven on is taken from the data in the end.
+        compiled = _is_compiled(kwargs["model"], args)
+        self._kept, self._readers_checked = None, compiled
+        # MoQTrainer hands over what eigenvalues are measured on.
+        measured = controller.sensitivity is not None and not self.in_moq_trainer
+        if measured or (self.config.prove and not compiled):
+            self._listen(controller.model)
         if resumed is not None:
             changed = controller.load_state_dict(resumed)
             logger.info("resumed at step %d, mean %.2f bits", state.global_step, controller.mean_bits)
@@ -169,6 +190,8 @@ class MoQCallback(TrainerCallback, ExportableState):
                 state.global_step,
                 state.global_step + self.config.schedule.offset,
             )
+            # What was evaluated in float is no candidate for the best quantized model.
+            _reset_best(state)
         controller.check_ranks()
         schedule = controller.schedule
         # Steps that the schedule never counted: those before it began, and skipped ones.
@@ -206,6 +229,9 @@ class MoQCallback(TrainerCallback, ExportableState):
             return
         skipped = self._was_skipped(kwargs.get("optimizer"))
         self.controller.check_ranks(skipped)
+        if not self._readers_checked:
+            self._readers_checked = True
+            self.controller.check_readers()
         if skipped:
             return
         was_at_target = self.controller.at_target
@@ -268,7 +294,9 @@ class MoQCallback(TrainerCallback, ExportableState):
             controller.sensitivity.report(time.perf_counter() - self._began)
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             path = Path(state.best_model_checkpoint) / "trainer_state.json"
-            best = json.loads(path.read_text(encoding="utf-8"))["stateful_callbacks"][type(self).__name__]
+            best = json.loads(path.read_text(encoding="utf-8"))["stateful_callbacks"].get(type(self).__name__)
+            if best is None or not best["attributes"]["saved"]:
+                raise MoQError(f"{state.best_model_checkpoint}, the best checkpoint, was made without MoQ")
             controller.load_state_dict(best["attributes"]["saved"])
         else:
             controller.refresh()
@@ -282,35 +310,38 @@ class MoQCallback(TrainerCallback, ExportableState):
                 self.config.target_bits,
                 "; no checkpoint was a candidate for load_best_model_at_end" if args.load_best_model_at_end else "",
             )
+        if self._kept is None and self.config.prove and state.global_step > 0:
+            self._kept = _first_batch(kwargs.get("train_dataloader"))
         if not self.in_moq_trainer and controller.has_begun:
-            gathered = whole_state_dict(controller.model)
+            answers, gathered = self.answers(args), whole_state_dict(controller.model)
             if args.should_save:
-                self._write_packed(controller, args, state, kwargs, gathered)
+                told = deliver(
+                    controller.model,
+                    Path(cast(str, args.output_dir), "quantized"),
+                    answers,
+                    processing_class=kwargs.get("processing_class"),
+                    controller=controller,
+                    metrics=last_metrics(state),
+                    state_dict=gathered,
+                )
+                tqdm.write(f"moq_hf: {told}")
 
-    def _write_packed(
-        self,
-        controller: MoQController,
-        args: TrainingArguments,
-        state: TrainerState,
-        kwargs: Mapping[str, Any],
-        gathered: dict[str, Tensor] | None,
-    ) -> None:
-        folder = Path(cast(str, args.output_dir), "quantized")
-        try:
-            save_quantized(
-                controller.model,
-                folder,
-                processing_class=kwargs.get("processing_class"),
-                controller=controller,
-                metrics=last_metrics(state),
-                state_dict=gathered,
-            )
-            write_card(folder, base_model=base_model_of(controller.model))
-        # Training is done: what cannot be packed is still the Trainer's to save.
-        except (MoQError, OSError) as error:
-            logger.warning("moq_hf: no packed model is written: %s", error)
-        else:
-            logger.info("the packed model is in %s", folder)
+    def answers(self, args: TrainingArguments) -> Answers | None:
+        """What the model answers to a batch of its run, to be held against what is delivered; in every process.
+
+        Args:
+            args: The Trainer's.
+
+        Returns:
+            The answers, in processes that save; None without a batch, before training or with `prove: false`.
+        """
+        if self.controller is None or self._kept is None:
+            return None
+        model = self.controller.model
+        # Shards answer in all processes, or in none.
+        if not args.should_save and not any(map(is_sharded, model.parameters())):
+            return None
+        return Answers(model, self._kept, torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None)
 
     def observe(self, inputs: Mapping[str, Any]) -> None:
         """Take a training micro-batch, as `loss` takes it, for measuring eigenvalues; without them it does nothing."""
@@ -324,6 +355,15 @@ class MoQCallback(TrainerCallback, ExportableState):
             self._tap.remove()
         self._tap = model.register_forward_hook(_Tap(self, model), with_kwargs=True)
 
+    def take(self, inputs: Mapping[str, Any]) -> None:
+        """Take what went through the model in training: keep the first batch, measure eigenvalues on some."""
+        if self._kept is None and self.config.prove:
+            self._kept = kept_batch(inputs)
+        if self.in_moq_trainer or self.controller is None or self.controller.sensitivity is None:
+            cast(RemovableHandle, self._tap).remove()
+        else:
+            self.observe(inputs)
+
     def _measured_loss(self, inputs: Inputs) -> Tensor:
         model = cast(MoQController, self.controller).model
         loss = self.loss or self.trainer_loss
@@ -336,9 +376,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             raise MoQError("two MoQCallbacks in one Trainer: pass one (MoQTrainer(moq_config=) brings its own)")
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         self._switched = self._arrived = False
-        # What torch.compile wraps; with FSDP the Trainer shows the wrapper.
-        model = getattr(model, "_orig_mod", model)
-        self.controller = MoQController(model, self.config, total_steps, dtype)
+        # With FSDP the Trainer shows what torch.compile made.
+        self.controller = MoQController(uncompiled(model), self.config, total_steps, dtype)
         return self.controller
 
     def _was_skipped(self, optimizer: Any) -> bool:
@@ -385,7 +424,7 @@ class _Tap:
         inputs = {**dict(zip(self._names, args, strict=False)), **kwargs}
         # The mean over what is measured is meant, not over the optimizer step's batch.
         inputs.pop("num_items_in_batch", None)
-        callback.observe(inputs)
+        callback.take(inputs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -398,17 +437,28 @@ def _nothing() -> None:
     return None
 
 
-def base_model_of(model: nn.Module) -> str | None:
-    """The Hub id that the model was loaded from, or None: a path of one's machine is nobody else's business."""
-    name = getattr(getattr(model, "config", None), "_name_or_path", None) or ""
-    return name if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not Path(name).exists() else None
-
-
 def last_metrics(state: TrainerState) -> dict[str, Any]:
     """The last evaluation in the log; that of the best checkpoint, if one was chosen."""
     logs = [log for log in state.log_history if any(name.startswith("eval_") for name in log)]
     best = [log for log in logs if log["step"] == state.best_global_step]
     return dict((best or logs or [{}])[-1])
+
+
+def _is_compiled(model: Any, args: TrainingArguments) -> bool:
+    """Whether torch.compile traces the model or a part of it."""
+    if args.torch_compile or uncompiled(model) is not model:
+        return True
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    return any(getattr(part, "_compiled_call_impl", None) is not None for part in parts)
+
+
+def _first_batch(dataloader: Any) -> dict[str, Any] | None:
+    """A training batch, for the proof, where the model's own could not be listened to."""
+    try:
+        batch = next(iter(dataloader))
+    except (TypeError, StopIteration):
+        return None
+    return kept_batch(batch) if isinstance(batch, Mapping) else None
 
 
 def _entries(state: TrainerState) -> dict[str, Any]:

@@ -25,6 +25,7 @@ _NO_METRIC = re.compile(r"^(epoch|step|total_flos)$|_(runtime|per_second|samples
 def write_card(
     directory: str | os.PathLike[str],
     *,
+    found: Verification | None = None,
     model_name: str | None = None,
     base_model: str | None = None,
     task: str | None = None,
@@ -35,11 +36,13 @@ def write_card(
     license: str | None = None,
     tags: Iterable[str] = (),
     training: Mapping[str, Any] | None = None,
+    picture: bool = True,
 ) -> Path:
     """Write `README.md` into a packed checkpoint, and the picture of its bits if matplotlib is installed.
 
     Args:
         directory: What `save_quantized` wrote; its metrics, sizes and bits are those of the card.
+        found: What `verify_quantized` gives for it; None: it is verified now.
         model_name: Where it will be found: a Hub id; None is the directory's name.
         base_model: Hub id of the model that was fine-tuned.
         task: As the Hub spells it, "text-classification" for instance.
@@ -50,6 +53,7 @@ def write_card(
         license: As the Hub spells it.
         tags: More tags.
         training: Hyperparameters, for the section on reproducing the model.
+        picture: Draw the bits too, if matplotlib is installed.
 
     Returns:
         The card's path.
@@ -58,7 +62,7 @@ def write_card(
         MoQError: The checkpoint is damaged.
     """
     folder = Path(directory)
-    found = verify_quantized(folder)
+    found = found or verify_quantized(folder)
     name = model_name or folder.resolve().name
     metrics, before = (_metrics(found.state.get(key) or {}) for key in ("metrics", "float_metrics"))
     results = [
@@ -91,7 +95,8 @@ def write_card(
         _loading(name, folder),
         _results(metrics, before),
         _sizes(found),
-        _bits(found.layers, _draw(folder / PICTURE, found.layers)),
+        _proof(found),
+        _bits(found.layers, picture and _draw(folder / PICTURE, found.layers)),
         _making(found.state, training),
     ]
     path = folder / "README.md"
@@ -114,14 +119,30 @@ def _head(name: str, base_model: str | None, data: str | None, found: Verificati
     low = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
     origin = f" from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
     trained = f"Fine-tuned{origin}{f' on {data}' if data else ''} with Mixture-of-Quantization"
+    stored = "packed integers in the format of compressed-tensors"
+    if found.state.get("layout") == "floats":
+        stored = "floats on the grid of their integers, since transformers could not load them packed"
     return (
         f"# {name.rpartition('/')[2]}\n\n{trained} (moq_hf): the precision of its linear layers fell step by step "
-        f"while it trained, to {low} bits. The weights are packed integers in the format of compressed-tensors: "
+        f"while it trained, to {low} bits. The weights are {stored}: "
         f"{_mb(found.file_bytes)} instead of {_mb(found.float_bytes)}."
     )
 
 
+def _proof(found: Verification) -> str:
+    if found.proof is None:
+        return ""
+    reason = found.state.get("reason")
+    return f"## Proof\n\n{found.proof}." + (f"\n\nWhy not packed otherwise: {reason}." if reason else "")
+
+
 def _loading(name: str, folder: Path) -> str:
+    if not (folder / "config.json").exists():
+        return (
+            "## Use\n\nThe model is of a class of its own: make one, and load the weights into it.\n\n"
+            "```python\nfrom safetensors.torch import load_file\n\n"
+            'model.load_state_dict(load_file("model.safetensors"))\n```'
+        )
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     architecture = (config.get("architectures") or ["AutoModel"])[0]
     head = re.search(r"For\w+$", architecture)

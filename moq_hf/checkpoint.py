@@ -1,4 +1,4 @@
-"""Packed checkpoints: `save_quantized` writes them, plain `from_pretrained` loads them, `verify_quantized` proves them.
+"""Packed checkpoints: how they are written, so that plain `from_pretrained` loads them, and how they are verified.
 
 A packed checkpoint is an ordinary transformers folder. Layers of 1 to 8 bits are packed integers in the format of
 compressed-tensors, written with that library, so that a process which never heard of moq_hf computes the same, bit for
@@ -15,11 +15,13 @@ How the grids of `quantizer` are told to compressed-tensors, (code - zero) * sca
 | asymmetric | block, whatever the groups: transformers cannot load packed zero points | int8, one per scale |
 | binary | block; codes -1 and 0, twice the scale | -1/2 |
 
-Models whose `_init_weights` reaches into other weights (T5) cannot hold packed modules in transformers 5.
-Theirs are unpacked while loading (`dequantize`), which knows one scheme for all layers: strategy channel or group, and
-as many bits as the largest layer has.
+That is the layout "packed": the modules hold packed weights after loading, and the model's first forward pass unpacks
+them. It does not fit models whose `_init_weights` reaches into other weights (T5), and those whose parts are called by
+themselves (the encoder by `generate` of BART, the towers of CLIP). Theirs is "unpacked": unpacked while loading
+(`dequantize`), which knows one scheme for all layers: strategy channel or group, and as many bits as the largest layer
+has. Where neither computes what the model did, the layout is "floats": ordinary weights, on their grid.
 
-So are those with `Conv1D` layers (GPT-2), which compressed-tensors does not know as modules. Their weights lie in the
+Models with `Conv1D` layers (GPT-2), which compressed-tensors does not know as modules. Their weights lie in the
 file as in the model, `[in_features, out_features]`, so that each scale is one of columns:
 
 | grid | strategy | scales, and zero points in int8 |
@@ -43,16 +45,18 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from . import quantizer
 from .config import MoQError, __version__
 from .controller import MoQController
-from .processes import is_sharded, named_modules
+from .processes import is_sharded, named_modules, uncompiled, without_fsdp
+from .proof import ADAPTER, Answers, Proof, quiet
 from .quant_linear import (
     QuantConv1D,
     QuantEmbedding,
@@ -69,13 +73,13 @@ from .selection import adapters, is_linear, plain_name, shared_weights, without_
 logger = logging.getLogger(__name__)
 
 STATE_NAME = "moq_state.json"
-ADAPTER = "adapter"
 MAX_PACKED_BITS = 8
 _CONFIG = "config.json"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _Value = TypeVar("_Value")
+Layout = Literal["packed", "unpacked", "floats"]
 _ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
@@ -119,12 +123,14 @@ class Verification:
         file_bytes: Size of the weight files together.
         float_bytes: Size of the same tensors in float.
         state: The content of `moq_state.json`.
+        proof: How the folder answered beside the model, when it was saved or now, with `inputs`; None: not tried.
     """
 
     layers: dict[str, StoredLayer]
     file_bytes: int
     float_bytes: int
     state: dict[str, Any]
+    proof: Proof | None = None
 
     def table(self) -> str:
         """A line per layer and the totals, for a terminal."""
@@ -169,78 +175,155 @@ class Verification:
         )
 
 
-def save_quantized(
+def write_packed(
     model: nn.Module,
     directory: str | os.PathLike[str],
     *,
-    processing_class: Any = None,
-    controller: MoQController | None = None,
-    metrics: Mapping[str, Any] | None = None,
-    float_metrics: Mapping[str, Any] | None = None,
-    state_dict: Mapping[str, Tensor] | None = None,
-    max_shard_size: int | str = "50GB",
-) -> Path:
-    """Write `model` as a packed checkpoint that plain `from_pretrained` loads, with the same logits bit for bit.
+    inputs: Mapping[str, Any] | Answers | None = None,
+    layout: Layout | None = None,
+    **saved: Any,
+) -> "Verification":
+    """What `save_quantized` does, but for the model card; same arguments and errors. Gives what was written."""
+    answers = inputs if isinstance(inputs, Answers) or inputs is None else Answers(model, inputs)
+    saving = _Saving(model, directory, **saved)
+    saving.check()
+    layouts = [layout] if layout is not None else saving.layouts()
+    if answers is None:
+        del layouts[1:]
+    return saving.save(layouts, answers)
 
-    The model stays as it is. A directory that is not there appears whole or not at all. One that is there keeps its
-    other files; its old model is gone before the first new file comes, and nothing loads before the last one is there.
 
-    Of a `PeftModel` the base model is packed; its adapters are saved by `save_pretrained` into the folder `adapter`.
+def write_floats(model: nn.Module, directory: str | os.PathLike[str], reason: str, **saved: Any) -> "Verification":
+    """Write any model as floats on their grid: what is left to do for one that cannot be packed.
+
+    The tensors lie in `model.safetensors` under their names in the state dict, for `load_state_dict`. A model of
+    transformers has its `config.json` beside them; where its class allows it, `from_pretrained` loads the folder.
 
     Args:
-        model: A transformers model with quantized layers, or a `PeftModel` around one.
-        directory: Where to; made if missing.
-        processing_class: Tokenizer or processor to save along.
-        controller: The run's, for its history; without one the state holds the config and the bits alone.
-        metrics: Figures to keep in `moq_state.json`.
-        float_metrics: The same of a model that was trained in float.
-        state_dict: The model's float tensors, where they are not in the model itself (FSDP).
-        max_shard_size: As for `save_pretrained`.
+        model: With quantized layers.
+        directory: Where to.
+        reason: Why it is not packed, for `moq_state.json`.
+        **saved: What goes with the model: the keyword arguments that `save_quantized` has for it.
 
     Returns:
-        The directory.
+        What was written.
 
     Raises:
-        MoQError: The model is no transformers model or has no quantized layer, a quantized weight is shared, sharded or
-            holds NaN or Inf, or the files cannot be written.
+        MoQError: The files cannot be written, or a weight holds NaN or Inf.
     """
-    target = Path(directory).resolve()
-    peft_model, model = model, without_peft(model)
-    added = adapters(model)
-    quantized: dict[str, QuantLayer] = {**quant_layers(model), **quant_embeddings(model)}
-    _check_model(model, quantized, target, state_dict is None)
-    layers = _plain(quantized, added)
-    path = next(name for name, module in peft_model.named_modules() if module is model)
-    given = {name.removeprefix(f"{path}."): tensor for name, tensor in (state_dict or {}).items()}
-    tensors = _plain(given or model.state_dict(), added)
-    plan = _Plan(model, layers)
-    stored = {name: plan.store(name, layer, tensors) for name, layer in layers.items()}
-    # Beside what does not exist yet, so that it appears whole; inside what does, which may be a file system of its own.
-    staging = target / ".saving" if target.exists() else target.parent / f".{target.name}.saving"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Left by a save that was killed.
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir()
-        _write(staging, model, tensors, plan, processing_class, max_shard_size)
-        if peft_model is not model:
-            cast(Any, peft_model).save_pretrained(staging / ADAPTER, state_dict=state_dict)
-        state = _state(layers, stored, controller)
-        state |= {"metrics": clean_metrics(metrics or {}), "float_metrics": clean_metrics(float_metrics or {})}
-        state["tensors"] = {name: _digest(tensor) for name, tensor in _tensors(staging)}
-        state["config_json"] = _sha256((staging / _CONFIG).read_bytes())
-        _write_state(staging, state)
-        verify_quantized(staging)
-        _publish(staging, target)
-    except (OSError, SafetensorError) as error:
-        raise MoQError(f"cannot write the packed model to {target}: {_text(error)}") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    _warn_of_dense(stored)
-    return Path(directory)
+    return _Saving(model, directory, **saved).save(["floats"], None, reason=reason, by_hand=True)
 
 
-def verify_quantized(directory: str | os.PathLike[str], model: nn.Module | None = None) -> Verification:
+class _Saving:
+    """One model on its way into a folder."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        directory: str | os.PathLike[str],
+        *,
+        processing_class: Any = None,
+        controller: MoQController | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        float_metrics: Mapping[str, Any] | None = None,
+        state_dict: Mapping[str, Tensor] | None = None,
+        max_shard_size: int | str = "50GB",
+    ) -> None:
+        self.target = Path(directory).resolve()
+        self.whole_model = uncompiled(model)
+        self.model: Any = without_peft(self.whole_model)
+        self.added = adapters(self.model)
+        self.quantized: dict[str, QuantLayer] = {**quant_layers(self.model), **quant_embeddings(self.model)}
+        self.layers = _plain(self.quantized, self.added)
+        self.processing_class, self.controller = processing_class, controller
+        self.metrics = {"metrics": clean_metrics(metrics or {}), "float_metrics": clean_metrics(float_metrics or {})}
+        self.state_dict, self.max_shard_size = state_dict, max_shard_size
+
+    def check(self) -> None:
+        _check_model(self.model, self.quantized, self.target, self.state_dict is None)
+
+    def layouts(self) -> list[Layout]:
+        """Those that transformers can load, the best one first; the last one is right for every model."""
+        packed = [name for name, layer in self.layers.items() if layer.moq.bits <= MAX_PACKED_BITS]
+        has_conv1d = any(isinstance(layer, QuantConv1D) for layer in self.layers.values())
+        if has_conv1d or _parts_are_called(self.model) or _init_reaches_into(self.model, packed):
+            return ["unpacked", "floats"]
+        return ["packed", "unpacked", "floats"]
+
+    def save(
+        self, layouts: list[Layout], answers: Answers | None, *, reason: str | None = None, by_hand: bool = False
+    ) -> "Verification":
+        """Write the first layout that agrees with the answers, if there are any, and else the last one."""
+        target = self.target
+        # Beside what does not exist yet, so that it appears whole; inside what does, perhaps a file system of its own.
+        staging = target / ".saving" if target.exists() else target.parent / f".{target.name}.saving"
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            for layout in layouts:
+                # Left by a save that was killed, or by the layout before.
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir()
+                plan = self._write(staging, layout, by_hand)
+                proof = None if answers is None else answers.prove(staging)
+                if proof is None or proof.agrees is not False:
+                    break
+                reason = f"{layout}: {proof.reason}" if reason is None else f"{reason}; {layout}: {proof.reason}"
+            found = self._write_state(staging, layout, plan, proof, reason)
+            _publish(staging, target)
+        except (OSError, SafetensorError) as error:
+            raise MoQError(f"cannot write the packed model to {target}: {_text(error)}") from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        if layout != "floats":
+            _warn_of_dense(plan.stored)
+        if proof is not None and proof.agrees is False:
+            logger.warning("moq_hf: %s: what is written does not compute what was evaluated: %s", target, proof.reason)
+        elif reason is not None:
+            logger.warning(
+                "moq_hf: %s holds %s: %s",
+                target,
+                "floats on the grid, not packed" if layout == "floats" else "weights that are unpacked while loading",
+                reason,
+            )
+        return found
+
+    def _tensors(self) -> dict[str, Tensor]:
+        path = next(name for name, module in self.whole_model.named_modules() if module is self.model)
+        given = {name.removeprefix(f"{path}."): tensor for name, tensor in (self.state_dict or {}).items()}
+        return _plain(given or self.model.state_dict(), self.added)
+
+    def _write(self, folder: Path, layout: Layout, by_hand: bool) -> "_Plan":
+        tensors = self._tensors()
+        plan = _Plan(self.model, self.layers, layout)
+        for name, layer in self.layers.items():
+            plan.stored[name] = plan.store(name, layer, tensors)
+        with quiet():
+            if by_hand:
+                _write_by_hand(folder, self.whole_model, self.model, tensors, self.processing_class)
+            else:
+                _write(folder, self.model, tensors, plan, self.processing_class, self.max_shard_size)
+                if self.whole_model is not self.model:
+                    cast(Any, self.whole_model).save_pretrained(folder / ADAPTER, state_dict=self.state_dict)
+        return plan
+
+    def _write_state(
+        self, folder: Path, layout: Layout, plan: "_Plan", proof: Proof | None, reason: str | None
+    ) -> "Verification":
+        state = _state(self.layers, plan.stored, self.controller) | self.metrics
+        state |= {"layout": layout, "reason": reason, "proof": None if proof is None else proof.to_dict()}
+        state["tensors"] = {name: _digest(tensor) for name, tensor in _tensors(folder)}
+        config = folder / _CONFIG
+        state["config_json"] = _sha256(config.read_bytes()) if config.exists() else None
+        _write_state(folder, state)
+        return verify_quantized(folder)
+
+
+def verify_quantized(
+    directory: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+) -> Verification:
     """Read a packed checkpoint back and prove that each weight is on the grid that it declares.
 
     Every tensor is compared with the digest taken when it was saved, every code with the range of its grid.
@@ -248,6 +331,8 @@ def verify_quantized(directory: str | os.PathLike[str], model: nn.Module | None 
     Args:
         directory: What `save_quantized` wrote.
         model: The model that was saved: its weights, as its forward pass uses them, must be those in the files.
+        inputs: A batch as the model's forward pass takes it: plain `from_pretrained` loads the folder, and its answers
+            must be the model's.
 
     Returns:
         The layers with their sizes.
@@ -257,8 +342,8 @@ def verify_quantized(directory: str | os.PathLike[str], model: nn.Module | None 
     """
     folder = Path(directory)
     state = _read_state(folder)
-    config = _read_json(folder / _CONFIG)
-    if _sha256((folder / _CONFIG).read_bytes()) != state["config_json"]:
+    config = {} if state["config_json"] is None else _read_json(folder / _CONFIG)
+    if state["config_json"] not in (None, _sha256((folder / _CONFIG).read_bytes())):
         raise MoQError(f"{folder / _CONFIG} is not as it was saved")
     layers = {name: _layer_of_json(entry) for name, entry in state["layers"].items()}
     expected, found = dict(state["tensors"]), set()
@@ -296,20 +381,30 @@ def verify_quantized(directory: str | os.PathLike[str], model: nn.Module | None 
     if missing or values:
         raise MoQError(f"{folder}: missing from the weights: {', '.join(missing or values)}")
     size = sum(path.stat().st_size for path in _weight_files(folder))
-    return Verification(layers, size, float_bytes, state)
+    saved = state.get("proof")
+    proof = None if saved is None else Proof(**saved)
+    if inputs is not None:
+        if model is None:
+            raise MoQError("inputs are for the comparison with a model: give the model too")
+        proof = Answers(model, inputs).prove(folder)
+        if not proof.agrees:
+            raise MoQError(f"{folder}: {proof}")
+    return Verification(layers, size, float_bytes, state, proof)
 
 
 class _Plan:
     """How the layers of one model are stored; collects the config groups of compressed-tensors as they come up."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, QuantLayer]) -> None:
+    def __init__(self, model: nn.Module, layers: Mapping[str, QuantLayer], layout: Layout) -> None:
+        self.layout = layout
         self.groups: dict[str, dict[str, Any]] = {}
+        self.stored: dict[str, StoredLayer] = {}
         self.modules = set(_plain(dict(named_modules(model)), adapters(model)))
         self.prefix = str(getattr(model, "base_model_prefix", ""))
         self.is_base = bool(self.prefix) and not hasattr(model, self.prefix)
         self.has_conv1d = any(isinstance(layer, QuantConv1D) for layer in layers.values())
         packed = {name: layer.moq.bits for name, layer in layers.items() if self._is_packed(layer)}
-        self.at_load = self.has_conv1d or _init_reaches_into(model, packed)
+        self.at_load = layout == "unpacked"
         # Binary codes, -1 and 1, do not fit into one symmetric bit.
         self.container = max([2, *packed.values()])
         self.dtypes = {str(layer.weight.dtype) for name, layer in layers.items() if name in packed}
@@ -339,7 +434,7 @@ class _Plan:
         values = quantizer.Quantized(codes.cpu(), scale.cpu(), None if zero is None else zero.cpu())
         common |= {"scales": tuple(values.scale.shape), "max_error": _max_error(weight.cpu(), values)}
         is_packed = self._is_packed(layer)
-        if not is_packed and (self.at_load or not isinstance(layer, QuantEmbedding)):
+        if not is_packed and (self.layout != "packed" or not isinstance(layer, QuantEmbedding)):
             tensors[key] = _turned(quantizer.dequantize(*values, dtype=weight.dtype), layer)
             grid = (_text64(values.scale), None if values.zero_point is None else _text64(values.zero_point))
             return StoredLayer(**common, stored="dense", bytes=weight.nbytes, grid=grid)
@@ -356,7 +451,9 @@ class _Plan:
         )
 
     def _is_packed(self, layer: QuantLayer) -> bool:
-        if isinstance(layer, QuantEmbedding) or layer.moq.bits > MAX_PACKED_BITS or layer.moq.blend:
+        if self.layout == "floats" or isinstance(layer, QuantEmbedding):
+            return False
+        if layer.moq.bits > MAX_PACKED_BITS or layer.moq.blend:
             return False
         blocks_lie_across = self.has_conv1d and layer.moq.options["group_size"] is not None
         return isinstance(layer, QuantConv1D) or not blocks_lie_across
@@ -446,13 +543,29 @@ def _bytes_of(values: quantizer.Quantized, bits: int) -> tuple[dict[str, Any], d
     return scheme, {"weight": values.codes.to(torch.int8), "weight_scale": values.scale}
 
 
+def _parts_are_called(model: Any) -> bool:
+    """Whether users call parts of the model by themselves, past the first forward pass that would unpack all of it."""
+    config = model.config
+    return bool(getattr(config, "is_encoder_decoder", False) or getattr(config, "sub_configs", None))
+
+
 def _init_reaches_into(model: nn.Module, packed: Iterable[str]) -> bool:
-    """Whether the model's class initializes modules through the weights of others, which packed ones do not have."""
-    names = list(packed)
-    with torch.device("meta"):
-        shell = cast(Any, type(model))(copy.deepcopy(model.config))
-    for name in names:
-        del shell.get_submodule(name).weight
+    """Whether the model's class initializes modules through the weights of others, which packed ones do not have.
+
+    Raises:
+        MoQError: transformers cannot make a model of the class, as `from_pretrained` would have to.
+    """
+    cls, names = without_fsdp(type(model)), list(packed)
+    try:
+        with torch.device("meta"):
+            shell = cast(Any, cls)(copy.deepcopy(cast(Any, model).config))
+        for name in names:
+            del shell.get_submodule(name).weight
+    except Exception as error:
+        raise MoQError(
+            f"from_pretrained could not load it, since {cls.__name__}(config) does not make such a model: "
+            f"{_text(error)}"
+        ) from error
     for module in shell.modules():
         module.__dict__.pop("_is_hf_initialized", None)
     try:
@@ -527,6 +640,19 @@ def _write(
         )
 
 
+def _write_by_hand(
+    folder: Path, whole_model: nn.Module, model: Any, tensors: Mapping[str, Tensor], processing_class: Any
+) -> None:
+    """The state dict in a file, whatever the model is: each tensor by itself, as no two may share memory there."""
+    if whole_model is not model:
+        cast(Any, whole_model).save_pretrained(folder / ADAPTER)
+    apart = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    save_file(apart, folder / _SINGLE, metadata={"format": "pt"})
+    for part in (getattr(model, "config", None), processing_class):
+        if part is not None and hasattr(part, "save_pretrained"):
+            part.save_pretrained(folder)
+
+
 def _state(
     layers: Mapping[str, QuantLayer],
     stored: Mapping[str, StoredLayer],
@@ -546,11 +672,22 @@ def _state(
     return {
         "format": 1,
         "versions": versions,
-        "config": None if config is None else config.to_dict(),
+        "config": None if config is None else _shareable(config.to_dict()),
         "step": None if controller is None else controller.schedule.steps,
         "history": [] if controller is None else [switch._asdict() for switch in controller.history],
         "layers": {name: asdict(layer) for name, layer in stored.items()},
     }
+
+
+def _shareable(config: dict[str, Any]) -> dict[str, Any]:
+    """Without the path of a teacher on this machine; its Hub id stays."""
+    return {**config, "distillation": {**config["distillation"], "teacher": hub_id(config["distillation"]["teacher"])}}
+
+
+def hub_id(name: str | None) -> str | None:
+    """The Hub id that a model was loaded from, or None: a path of one's machine is nobody else's business."""
+    name = name or ""
+    return name if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not Path(name).exists() else None
 
 
 def record_metrics(
@@ -799,7 +936,8 @@ def _check_dense(where: str, layer: StoredLayer, weight: Tensor) -> Tensor:
     tiles = weight.float().view(rows, layer.shape[0] // rows, columns, -1)
     codes = (tiles / scale[:, None, :, None]).round().nan_to_num(0.0).view(weight.shape)
     if zero is None:
-        limit = 2 ** (layer.bits - 1) - 1
+        # Binary codes are -1 and 1.
+        limit = max(1, 2 ** (layer.bits - 1) - 1)
         codes = codes.clamp(-limit, limit)
     else:
         tiles = codes.view(tiles.shape) + zero[:, None, :, None]

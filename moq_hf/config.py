@@ -318,6 +318,13 @@ _KEYS = (
         None,
         "bits of embedding tables, one scale per row, a byte per weight when saved; null leaves them alone",
     ),
+    _Key(
+        "prove",
+        "prove",
+        "bool",
+        True,
+        "load what a run delivers with plain transformers, and compare its answers with those of the model in memory",
+    ),
     _Key("seed", "seed", "int 0..9223372036854775807", 0, "of stochastic rounding and of the eigenvalue start vectors"),
 )
 _BY_PATH = {key.path: key for key in _KEYS}
@@ -371,6 +378,7 @@ class MoQConfig:
     activation: ActivationConfig = ActivationConfig()
     modules_to_not_convert: tuple[str, ...] | None = None
     quantize_embeddings: int | None = None
+    prove: bool = True
     seed: int = 0
     ignored_sections: tuple[str, ...] = field(default=(), compare=False)
 

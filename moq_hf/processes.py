@@ -28,6 +28,13 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return cast(nn.Module, getattr(model, "_orig_mod", model))
 
 
+def without_fsdp(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that a model had before FSDP2 made another one of it."""
+    if cls.__bases__[0].__name__ == "FSDPModule":
+        return cast(type[nn.Module], cls.__bases__[1])
+    return cls
+
+
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """As `model.named_modules()`, by the names in the state dict: without those of activation checkpointing's wrappers.
 

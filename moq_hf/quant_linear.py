@@ -183,7 +183,7 @@ class QuantLayer(nn.Module):
 
     @property
     def matrix(self) -> Tensor:
-        """The float weight with a row for each output, `[rows, columns]`: a view, of which groups and grids are told."""
+        """The float weight with a row for each output, `[rows, columns]`: a view, as groups and grids count it."""
         return self.float_weight.t() if self.is_transposed else self.float_weight
 
     def is_stale(self) -> bool:
@@ -633,6 +633,12 @@ def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
     return {name: module for name, module in named_modules(model) if isinstance(module, QuantEmbedding)}
 
 
+def is_quantized(model: Any) -> bool:
+    """Whether any layer of the model computes with a quantized weight now."""
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    return any(isinstance(part, QuantLayer) and part.moq.bits != FLOAT_BITS for part in parts)
+
+
 def is_packed(model: nn.Module) -> bool:
     """Whether `from_pretrained` made this model of a packed checkpoint: its layers may have no weights yet."""
     quantizer_of_transformers = getattr(model, "hf_quantizer", None)
@@ -760,7 +766,9 @@ class Refresher:
                 layer.mark_fresh()
         fast = []
         for layer in self._single.values():
-            if layer.moq.plain or not cpu_quant.applies(layer.float_weight, layer.moq.dtype or layer.float_weight.dtype):
+            if layer.moq.plain or not cpu_quant.applies(
+                layer.float_weight, layer.moq.dtype or layer.float_weight.dtype
+            ):
                 layer.refresh()
             else:
                 fast.append(layer)

@@ -21,7 +21,7 @@ _SENTINEL = "checkpoint-is-incomplete.txt"
 _STATE = "trainer_state.json"
 
 # They change no number.
-_HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel", "eigenvalue.verbose"})
+_HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel", "eigenvalue.verbose", "prove"})
 # They count from the next search for ratios, random number, measurement or loss on.
 _FROM_NOW_ON = frozenset(
     {"quantize_algo.scale_refresh", "seed"}

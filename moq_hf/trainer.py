@@ -18,16 +18,16 @@ from transformers.modelcard import TrainingSummary
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .callback import MoQCallback, base_model_of, last_metrics
+from .callback import MoQCallback, last_metrics
 from .card import write_card
-from .checkpoint import STATE_NAME, record_metrics, save_quantized
+from .checkpoint import STATE_NAME, record_metrics
 from .config import MoQConfig, MoQError
+from .delivery import base_model_of, deliver
 from .distillation import distillation_loss, fingerprint, load_teacher
 from .processes import whole_state_dict
-from .quant_linear import QuantLayer, quant_embeddings, quant_layers
+from .proof import Answers
+from .quant_linear import is_quantized, quant_layers
 from .resume import check_whole, checkpoints, fault_of, last_checkpoint
-from .schedule import FLOAT_BITS
-from .selection import shared_weights, without_peft
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,7 @@ class MoQTrainer(Trainer):
         self.float_metrics: Mapping[str, Any] | None = None
         self._loss_checked = False
         self._saving_checkpoint = False
+        self._answers: Answers | None = None
         if self.moq is not None:
             self.moq.join_moq_trainer()
         super().__init__(*args, **{**kwargs, "callbacks": callbacks})
@@ -240,36 +241,39 @@ class MoQTrainer(Trainer):
         finally:
             self._saving_checkpoint = False
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Deliver the model, packed if that can be loaded, and prove it; in every process.
+
+        Raises:
+            MoQError: The files cannot be written, or a weight holds NaN or Inf.
+        """
+        moq = self._live_moq()
+        if moq is not None and not self._saving_checkpoint and is_quantized(self.model):
+            self._answers = moq.answers(self.args)
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._answers = None
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        layers: dict[str, QuantLayer] = {**quant_layers(model), **quant_embeddings(model)}
-        if self._saving_checkpoint or all(layer.moq.bits == FLOAT_BITS for layer in layers.values()):
+        if self._saving_checkpoint or not is_quantized(model):
             super()._save(output_dir, state_dict)
             return
-        if state_dict is None:
-            state_dict = whole_state_dict(model)
-        moq = self._live_moq()
-        if not isinstance(without_peft(model), PreTrainedModel) or shared_weights(model, layers):
-            logger.warning("moq_hf: saved in float, on the grid: %s cannot be packed", type(model).__name__)
-            state_dict = dict(model.state_dict() if state_dict is None else state_dict)
-            with torch.no_grad():
-                for name, layer in layers.items():
-                    state_dict[f"{name}.weight"] = layer.quantized_weight(layer.weight.dtype).detach()
-            super()._save(output_dir, state_dict)
-            return
+        folder = Path(cast(str, output_dir if output_dir is not None else self.args.output_dir))
+        saved: dict[str, Any] = {
+            "processing_class": self.processing_class or getattr(self.data_collator, "tokenizer", None),
+            "metrics": self.final_metrics or last_metrics(self.state),
+            "float_metrics": self.float_metrics,
+            "state_dict": whole_state_dict(model) if state_dict is None else state_dict,
+        }
         if not self.args.should_save:
             return
-        folder = cast(str, output_dir if output_dir is not None else self.args.output_dir)
-        save_quantized(
-            model,
-            folder,
-            processing_class=self.processing_class or getattr(self.data_collator, "tokenizer", None),
-            controller=None if moq is None else moq.controller,
-            metrics=self.final_metrics or last_metrics(self.state),
-            float_metrics=self.float_metrics,
-            state_dict=state_dict,
-        )
-        torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+        moq = self._live_moq()
+        controller = None if moq is None else moq.controller
+        told = deliver(model, folder, self._answers, controller=controller, picture=False, **saved)
+        tqdm.write(f"moq_hf: {told}")
+        torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the card of the packed model, with the last metrics; the Trainer's own where none was saved."""
