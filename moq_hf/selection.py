@@ -223,6 +223,12 @@ def _check_weights(layers: Mapping[str, nn.Linear | Conv1D]) -> None:
             f"these layers are quantized already, their weights are not floating point: {', '.join(odd)}; "
             "load the model in float, or name them in modules_to_not_convert"
         )
+    late = [name for name, layer in layers.items() if hasattr(layer, "moq") and misfit(layer) is not None]
+    if late:
+        raise MoQError(
+            f"{', '.join(late)}: the weight has been parametrized since the layer was quantized; remove the "
+            "parametrization and call dequantize_model before registering it"
+        )
 
 
 def _check_adapters(model: nn.Module, layers: Iterable[str]) -> None:

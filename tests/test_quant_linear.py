@@ -310,6 +310,13 @@ def test_what_a_change_of_class_would_break_stays_in_float_and_is_named(first: A
         quantize_model(nn.Sequential(first()), CONFIG)
 
 
+def test_a_parametrization_that_comes_too_late_is_told() -> None:
+    model = quantize_model(net(), CONFIG)
+    parametrizations.weight_norm(model[0])
+    with pytest.raises(MoQError, match="0: the weight has been parametrized since the layer was quantized"):
+        quantize_model(model, CONFIG)
+
+
 def test_a_head_with_a_forward_of_its_own_is_the_head_still() -> None:
     model = net()
     model[4] = Scaled(8, 4)
