@@ -24,7 +24,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -486,7 +486,7 @@ def execute(run: Run) -> list[dict[str, Any]]:
         "train_loss": [log["loss"] for log in logs if "loss" in log],
         "steps": trainer.state.global_step,
         "last_drop": controller.history[-1].step if controller is not None and controller.history else None,
-        "mean_bits": controller.mean_bits if controller is not None else 32.0,
+        "mean_bits": mean_bits(controller.layers.values()) if controller is not None else 32.0,
         "seconds": round(seconds, 1),
         "cpu_seconds": round(cpu_seconds, 1),
     }
@@ -520,6 +520,12 @@ def after_training(trainer: Any, run: Run, bits: int, groups: str, grouping: Map
         },
         "mean_bits": float(bits),
     }
+
+
+def mean_bits(layers: Collection[Any]) -> float:
+    """Bits per quantized weight, whatever the rest of the model is."""
+    bits = sum(layer.weight.numel() * layer.moq.bits for layer in layers)
+    return bits / sum(layer.weight.numel() for layer in layers)
 
 
 def identity_of(line: Mapping[str, Any]) -> dict[str, Any]:

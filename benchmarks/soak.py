@@ -129,7 +129,7 @@ def main() -> None:
         runs.append(answer.get())
         process.join()
         first, last = runs[-1]["memory"][0], runs[-1]["memory"][-1]
-        print(f"{name}: {runs[-1]['seconds']} s, mean {runs[-1]['mean_bits']:.2f} bits")
+        print(f"{name}: {runs[-1]['seconds']} s, mean {runs[-1]['mean_bits']:.2f} bits over the model")
         for key in ("rss_kb", "tensors", "tensor_bytes", "objects", "log_entries"):
             print(f"  {key:12} {first[key]:>12,} at step {first['step']:,} {last[key]:>12,} at the end")
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "moq_hf": moq_hf.__version__}

@@ -161,7 +161,9 @@ class MoQCallback(TrainerCallback, ExportableState):
             self._listen(controller.model)
         if resumed is not None:
             changed = controller.load_state_dict(resumed)
-            logger.info("resumed at step %d, mean %.2f bits", state.global_step, controller.mean_bits)
+            logger.info(
+                "resumed at step %d, mean %.2f bits over the whole model", state.global_step, controller.mean_bits
+            )
             if changed:
                 logger.warning("moq_hf: the run goes on with another MoQ config: %s", describe(changed))
             before = _entries(state)[type(self).__name__]["attributes"]
@@ -203,7 +205,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             logger.info("%s", controller.summary())
             if controller.sensitivity is not None:
                 logger.info("%s", controller.sensitivity.summary())
-            tqdm.write(f"moq_hf plan: {self._plan.table()}")
+            tqdm.write(f"moq_hf plan: {self._plan.table()}\nin quantized layers: {controller.coverage()}")
             self._warn(controller, args)
             if planned_for not in (None, steps, state.max_steps):
                 logger.warning(
@@ -247,7 +249,13 @@ class MoQCallback(TrainerCallback, ExportableState):
         if self._switched:
             control.should_log = True
         if self._arrived:
-            logger.info("step %d: every layer is at %d bits", state.global_step, self.config.target_bits)
+            logger.info(
+                "step %d: every quantized layer is at %d bits, %s; mean %.2f bits over the whole model",
+                state.global_step,
+                self.config.target_bits,
+                self.controller.coverage(),
+                self.controller.mean_bits,
+            )
         if self._arrived or not self.controller.at_target:
             _reset_best(state)
         self._switched = self._arrived = False
@@ -305,7 +313,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         _entries(state)[type(self).__name__] = self.state()
         if state.is_world_process_zero and not controller.at_target:
             logger.warning(
-                "moq_hf: training ended at a mean of %.2f bits, before every layer was at %d bits%s",
+                "moq_hf: training ended at a mean of %.2f bits over the whole model, before every quantized layer was "
+                "at %d bits%s",
                 controller.mean_bits,
                 self.config.target_bits,
                 "; no checkpoint was a candidate for load_best_model_at_end" if args.load_best_model_at_end else "",

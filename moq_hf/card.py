@@ -124,8 +124,9 @@ def _head(name: str, base_model: str | None, data: str | None, found: Verificati
         stored = "floats on the grid of their integers, since transformers could not load them packed"
     return (
         f"# {name.rpartition('/')[2]}\n\n{trained} (moq_hf): the precision of its linear layers fell step by step "
-        f"while it trained, to {low} bits. The weights are {stored}: "
-        f"{_mb(found.file_bytes)} instead of {_mb(found.float_bytes)}."
+        f"while it trained, to {low} bits. {found.coverage()} are quantized, which makes {found.mean_bits:.2f} bits "
+        f"per parameter over the whole model. The quantized weights are {stored}: {_mb(found.file_bytes)} instead of "
+        f"{_mb(found.float_bytes)} in all."
     )
 
 
@@ -180,6 +181,8 @@ def _sizes(found: Verification) -> str:
             f"| {len(found.layers)} quantized layers | {_mb(before)} | {_mb(after)} | {after / before:.3f} |",
             f"| all weights | {_mb(found.float_bytes)} | {_mb(found.file_bytes)} "
             f"| {found.file_bytes / found.float_bytes:.3f} |",
+            "",
+            f"Quantized: {found.coverage()}; mean {found.mean_bits:.2f} bits over the whole model.",
         ]
     )
 

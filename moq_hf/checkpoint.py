@@ -69,6 +69,7 @@ from .quant_linear import (
 )
 from .schedule import FLOAT_BITS
 from .selection import adapters, is_linear, plain_name, shared_weights, without_peft
+from .sizes import ModelSizes, covered
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,7 @@ class Verification:
         file_bytes: Size of the weight files together.
         float_bytes: Size of the same tensors in float.
         state: The content of `moq_state.json`.
+        others: Count and bytes of the floating-point numbers beside the quantized layers' weights.
         proof: How the folder answered beside the model, when it was saved or now, with `inputs`; None: not tried.
     """
 
@@ -130,6 +132,7 @@ class Verification:
     file_bytes: int
     float_bytes: int
     state: dict[str, Any]
+    others: tuple[int, int]
     proof: Proof | None = None
 
     def table(self) -> str:
@@ -163,8 +166,32 @@ class Verification:
             f"{8 * after / weights:.3f} bits a weight",
             f"all weights: {self.file_bytes:,} bytes, {self.float_bytes:,} before "
             f"({self.file_bytes / self.float_bytes:.3f})",
+            f"quantized: {self.coverage()}; mean {self.mean_bits:.2f} bits over the whole model",
         ]
         return "\n".join(lines)
+
+    def coverage(self) -> str:
+        """What share of the model's parameters is quantized, in words."""
+        return covered(*self.parameters)
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """How many parameters of the model are quantized, and how many there are, each counted once."""
+        # Folders of earlier versions do not tell; their tensors do, but for buffers and PEFT's adapters.
+        quantized = sum(math.prod(layer.shape) for layer in self.layers.values())
+        counted = self.state.get("parameters") or {"quantized": quantized, "total": quantized + self.others[0]}
+        return counted["quantized"], counted["total"]
+
+    @property
+    def mean_bits(self) -> float:
+        """Bits per parameter of the whole model; a parameter that is not quantized has those of its dtype."""
+        quantized, total = self.parameters
+        bits = sum(
+            8 * layer.bytes_before if layer.stored == "float" else math.prod(layer.shape) * layer.bits
+            for layer in self.layers.values()
+        )
+        count, size = self.others
+        return (bits + (total - quantized) * 8 * size / max(1, count)) / total
 
     @property
     def quantized_bytes(self) -> tuple[int, int]:
@@ -311,6 +338,8 @@ class _Saving:
     ) -> "Verification":
         state = _state(self.layers, plan.stored, self.controller) | self.metrics
         state |= {"layout": layout, "reason": reason, "proof": None if proof is None else proof.to_dict()}
+        sizes = ModelSizes(self.whole_model, self.quantized)
+        state["parameters"] = {"total": sizes.total, "quantized": sizes.quantized}
         state["tensors"] = {name: _digest(tensor) for name, tensor in _tensors(folder)}
         config = folder / _CONFIG
         state["config_json"] = _sha256(config.read_bytes()) if config.exists() else None
@@ -351,6 +380,7 @@ def verify_quantized(
     groups = config.get("quantization_config", {}).get("config_groups", {})
     compared = _weights_of(model) if model is not None else {}
     float_bytes = sum(layer.bytes_before for layer in layers.values())
+    others, others_bytes = 0, 0
     try:
         for name, tensor in _tensors(folder):
             if name not in expected:
@@ -363,6 +393,8 @@ def verify_quantized(
                 values[owner][part] = tensor
             else:
                 float_bytes += tensor.nbytes
+                if tensor.is_floating_point():
+                    others, others_bytes = others + tensor.numel(), others_bytes + tensor.nbytes
                 if model is not None and not _same(tensor, compared.get(name)):
                     raise MoQError(f"{folder}: tensor {name} differs from the model's")
             if owner not in values:
@@ -389,7 +421,7 @@ def verify_quantized(
         proof = Answers(model, inputs).prove(folder)
         if not proof.agrees:
             raise MoQError(f"{folder}: {proof}")
-    return Verification(layers, size, float_bytes, state, proof)
+    return Verification(layers, size, float_bytes, state, (others, others_bytes), proof)
 
 
 class _Plan:

@@ -24,8 +24,19 @@ from .quant_linear import (
 )
 from .resume import changes, load_schedule, what_counts
 from .schedule import FLOAT_BITS, PrecisionSchedule, Switch
-from .selection import adapters, block_of, is_linear, output_heads, plain_name
+from .selection import (
+    adapters,
+    block_of,
+    embeddings_to_quantize,
+    is_linear,
+    linears,
+    misfit,
+    output_heads,
+    plain_name,
+    shared_weights,
+)
 from .sensitivity import Inputs, Sensitivity
+from .sizes import ModelSizes, covered, in_words, last_part
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +64,7 @@ class MoQController:
         blocks: Block name to the names of its layers. Layers outside of every block are blocks of their own.
         schedule: The `PrecisionSchedule`.
         sensitivity: The `Sensitivity` that gives the schedule its eigenvalues; None unless the config enables them.
+        sizes: The `ModelSizes`.
         history: Every `Switch` so far.
     """
 
@@ -74,6 +86,7 @@ class MoQController:
             self.blocks.setdefault(self._block_of(name), []).append(name)
             layer.moq.dtype = dtype
         take_over([*self.layers.values(), *self.embeddings.values()])
+        self.sizes = ModelSizes(model, {**self.layers, **self.embeddings})
         self._refresher = Refresher({**self.layers, **self.embeddings}, config)
         self.schedule = PrecisionSchedule(config, self.blocks, total_steps)
         self.history: list[Switch] = []
@@ -99,14 +112,18 @@ class MoQController:
 
     @property
     def mean_bits(self) -> float:
-        """Bits per quantized weight, over all quantized layers."""
-        sizes = {name: layer.weight.numel() for name, layer in self.layers.items()}
-        return sum(size * self.layers[name].moq.bits for name, size in sizes.items()) / sum(sizes.values())
+        """Bits per parameter of the whole model now; a parameter that is not quantized has those of its dtype."""
+        return self.sizes.mean_bits
+
+    @property
+    def quantized_share(self) -> float:
+        """The part of the model's parameters, 0 to 1, that the schedule quantizes; the same before its offset."""
+        return self.sizes.share
 
     @property
     def float_size_mb(self) -> float:
         """Megabytes (10^6 bytes) of the model's parameters in their own dtypes."""
-        return sum(p.numel() * p.element_size() for p in self.model.parameters()) / 1e6
+        return self.sizes.float_mb
 
     @property
     def size_mb(self) -> float:
@@ -114,20 +131,11 @@ class MoQController:
 
         Embedding tables take a byte a weight, as they are saved.
         """
-        saved = 0.0
-        for layer in self.layers.values():
-            bits, full = layer.moq.bits, 8 * layer.weight.element_size()
-            if bits < full:
-                rows, columns = layer.matrix.shape
-                groups = quantizer.group_shape(
-                    rows, columns, layer.moq.options["groups"], layer.moq.options["group_size"]
-                )
-                saved += layer.weight.numel() * (full - bits) - groups[0] * groups[1] * full
-        for table in self.embeddings.values():
-            if table.moq.bits != FLOAT_BITS:
-                full = 8 * table.weight.element_size()
-                saved += table.weight.numel() * (full - 8) - table.weight.shape[0] * full
-        return self.float_size_mb - saved / 8e6
+        return self.sizes.mb
+
+    def coverage(self) -> str:
+        """What share of the model's parameters is quantized from the offset on, in words."""
+        return covered(self.sizes.quantized, self.sizes.total)
 
     def step(self, eigenvalues: Mapping[str, float] | None = None) -> tuple[Switch, ...]:
         """After an optimizer step that was not skipped: advance the schedule and quantize every weight once.
@@ -223,11 +231,16 @@ class MoQController:
     def metrics(self) -> dict[str, float]:
         """Scalars for a Trainer's log.
 
-        Always the mean bits and the size of the model now, in megabytes, and where the config blends, each block's
-        share of the float weights. At the step of a switch also each block's bits, period and eigenvalue.
+        Always bits per parameter and the size of the whole model now, in megabytes, the share of it that is quantized,
+        and where the config blends, each block's share of the float weights. At the step of a switch also each block's
+        bits, period and eigenvalue.
         """
         bits, period = self.schedule.bits, self.schedule.period
-        scalars = {"moq/mean_bits": round(self.mean_bits, 4), "moq/size_mb": round(self.size_mb, 4)}
+        scalars = {
+            "moq/mean_bits": round(self.mean_bits, 4),
+            "moq/quantized_share": round(self.quantized_share, 4),
+            "moq/size_mb": round(self.size_mb, 4),
+        }
         if self.config.blend.enabled:
             scalars |= {f"moq/blend/{block}": round(share, 6) for block, share in self.schedule.blend.items()}
         if not self.history or self.history[-1].step != self.schedule.steps:
@@ -302,29 +315,36 @@ class MoQController:
         return changed
 
     def summary(self) -> str:
-        """One line: what is quantized and what is left alone."""
+        """One line: what is quantized and what is left alone, and why if neither the config nor its place says so."""
         added = adapters(self.model)
-        left = [
-            name
-            for name, module in named_modules(self.model)
-            if is_linear(module) and name not in self.layers and plain_name(name, added)
-        ]
-        left += ["PEFT's adapters"] if added else []
+        left: dict[str, list[str]] = {}
+        for name, module in named_modules(self.model):
+            table = isinstance(module, nn.Embedding) and self.config.quantize_embeddings is not None
+            reason = misfit(module) if is_linear(module) or table else None
+            if name in self.layers or not plain_name(name, added) or not (is_linear(module) or reason):
+                continue
+            left.setdefault(f"left in float, {reason}" if reason else "left in full precision", []).append(name)
+        if added:
+            left.setdefault("left in full precision", []).append("PEFT's adapters")
         weights = sum(layer.weight.numel() for layer in self.layers.values())
-        bits = self.config.quantize_embeddings
-        tables = f"{len(self.embeddings)} embedding tables to {bits}; " if self.embeddings else ""
+        parts = [
+            f"{len(self.layers)} linear layers in {len(self.blocks)} blocks ({in_words(weights)} weights) go from "
+            f"{self.config.start_bits} to {self.config.target_bits} bits"
+        ]
+        if self.embeddings:
+            parts.append(f"{len(self.embeddings)} embedding tables to {self.config.quantize_embeddings}")
         activation = self.config.activation
         if activation.enabled:
-            tables += f"their inputs to {activation.bits} bits after {activation.start_step} steps; "
-        return (
-            f"{len(self.layers)} linear layers in {len(self.blocks)} blocks ({weights / 1e6:.1f} M weights) go from "
-            f"{self.config.start_bits} to {self.config.target_bits} bits; {tables}"
-            f"left in full precision: {', '.join(left) or 'no linear layer'}"
-        )
+            parts.append(f"their inputs to {activation.bits} bits after {activation.start_step} steps")
+        parts.append(f"quantized: {self.coverage()}")
+        parts += [f"{why}: {', '.join(names)}" for why, names in left.items()] or ["no linear layer is left out"]
+        return "; ".join(parts)
 
     def warnings(self) -> list[str]:
         """What a user should know before the first step."""
         notes = []
+        if self.quantized_share < 0.5:
+            notes.append(self._what_stays_in_float())
         devices = {layer.weight.device for layer in self.layers.values()}
         if self.config.kernel and not all(kernels_wanted(self.config, device) for device in devices):
             notes.append(
@@ -334,7 +354,7 @@ class MoQController:
         if self.sensitivity is not None and len(self.sensitivity.blocks) == 1:
             notes.append("eigenvalue: there is only one block, so nothing to compare it with: its factor is always 5")
         if self.config.modules_to_not_convert is not None:
-            heads = [name for name in output_heads(self.model, self.layers) if name in self.layers]
+            heads = [name for name in output_heads(self.model, dict(linears(self.model))) if name in self.layers]
             if heads:
                 notes.append(
                     f"the output heads {', '.join(heads)} are quantized too, since modules_to_not_convert is given "
@@ -346,6 +366,20 @@ class MoQController:
                 "with a quantize_group_size weight-only; set quantize_groups instead, for instance per_channel"
             )
         return notes
+
+    def _what_stays_in_float(self) -> str:
+        others = self.sizes.largest_others()
+        shown = [group for group, count in others.items() if count >= 0.01 * sum(others.values())][:4]
+        told = [f"{in_words(others[group])} in {group}" for group in shown]
+        rest = sum(others.values()) - sum(others[group] for group in shown)
+        if rest:
+            told.append(f"{in_words(rest)} elsewhere")
+        tables = [name for name in embeddings_to_quantize(self.model, self.config) if name not in self.embeddings]
+        # A table that is shared is an error there.
+        if tables and not shared_weights(self.model, tables):
+            names = dict.fromkeys(last_part(f"{name}.weight") for name in tables)
+            told[-1] += f"; quantize_embeddings would take {', '.join(names)}"
+        return f"only {self.coverage()} are in quantized layers; the others: {', '.join(told)}"
 
     def _shown(self, sums: list[int]) -> str:
         return (
@@ -374,7 +408,7 @@ class MoQController:
             blocks = [s.block for s in switches if (s.before, s.bits) == (before, bits)]
             layers = sum(len(self.blocks[block]) for block in blocks)
             logger.info(
-                "step %d: %s -> %d bits in %d of %d layers; mean %.2f bits",
+                "step %d: %s -> %d bits in %d of %d layers; mean %.2f bits over the whole model",
                 switches[0].step,
                 "float" if before == FLOAT_BITS else before,
                 bits,

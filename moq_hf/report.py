@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import MoQConfig, MoQError
 from .schedule import FLOAT_BITS, Plan
+from .sizes import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,6 +67,21 @@ class Run:
         start = f"moq/{kind}/"
         names = dict.fromkeys(key for entry in self.log for key in entry if key.startswith(start))
         return {name.removeprefix(start): self.series(name) for name in sorted(names, key=_natural)}
+
+    @property
+    def quantized_share(self) -> float | None:
+        """The part of the model's parameters that is quantized, 0 to 1; None if the log is of an earlier version."""
+        shares = self.series("moq/quantized_share")[1]
+        return shares[-1] if shares else None
+
+    def mean_bits(self) -> tuple[list[int], list[float]]:
+        """The steps at which bits per parameter of the whole model were logged, and those bits.
+
+        A log of an earlier version has bits per quantized weight under that name: they are given if it has no others.
+        """
+        told = self.quantized_share is not None
+        logged = [entry for entry in self.log if "moq/mean_bits" in entry and ("moq/quantized_share" in entry) == told]
+        return [entry["step"] for entry in logged], [entry["moq/mean_bits"] for entry in logged]
 
     def switches(self) -> list[int]:
         """The steps at which any block changed its bits."""
@@ -401,7 +417,7 @@ def _finish(axes: "Axes", series: Mapping[str, Any], ylabel: str) -> None:
 
 def _mark_switches(axes: "Axes", run: Run) -> None:
     """A dotted line at each drop, with the mean bits after it where there is room for them."""
-    mean = dict(zip(*run.series("moq/mean_bits"), strict=True))
+    mean = dict(zip(*run.mean_bits(), strict=True))
     written = math.inf
     steps = run.switches()
     if len(steps) > 12:
@@ -448,12 +464,14 @@ def _page(run: Run, figures: Mapping[str, tuple["Figure", str]]) -> str:
     blocks = max(len(run.by_block("bits")), 3)
     pairs = [*_DARK.items(), *_palette(blocks)]
     light, dark = ("".join(f"--c{i}:{pair[k]};" for i, pair in enumerate(pairs)) for k in (0, 1))
-    mean, sizes = run.series("moq/mean_bits")[1], run.series("moq/size_mb")[1]
+    mean, sizes, share = run.mean_bits()[1], run.series("moq/size_mb")[1], run.quantized_share
     facts = [
-        ("mean bits", f"{mean[-1]:.2f}"),
+        ("mean bits of the quantized layers" if share is None else "mean bits of the whole model", f"{mean[-1]:.2f}"),
         ("from, to", f"{run.config.start_bits} to {run.config.target_bits} bits"),
         ("optimizer steps", f"{run.steps:,}"),
     ]
+    if share is not None:
+        facts.insert(1, ("quantized", f"{percent(share)} of the parameters"))
     if run.float_size_mb and sizes:
         facts.append(("size", f"{run.float_size_mb:,.1f} to {sizes[-1]:,.1f} MB"))
     rows = [

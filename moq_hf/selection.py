@@ -13,32 +13,37 @@ from .processes import named_modules, named_parameters
 
 
 def select_layers(model: nn.Module, config: MoQConfig) -> dict[str, nn.Linear | Conv1D]:
-    """The linear layers that the config quantizes, by name.
+    """The linear layers that the config quantizes, by name; without those of which `misfit` says why not.
 
     Raises:
         MoQError: As `quantize_model`.
     """
-    linears = dict(_linears(model))
-    if not linears:
+    every = dict(linears(model))
+    if not every:
         found = sorted({type(module).__name__ for module in model.modules() if not list(module.children())})
         raise MoQError(f"the model has no linear layer to quantize; its layers are {', '.join(found) or 'none'}")
     if config.modules_to_not_convert is None:
-        left_out = set(output_heads(model, linears))
+        left_out = set(output_heads(model, every))
     else:
         left_out = set()
-        every = [name for name, _ in named_modules(model) if name]
+        modules = [name for name, _ in named_modules(model) if name]
         for pattern in config.modules_to_not_convert:
-            matches = {name for name in linears if _matches(name, pattern)}
-            if not matches and not any(_matches(name, pattern) for name in every):
+            matches = {name for name in every if _matches(name, pattern)}
+            if not matches and not any(_matches(name, pattern) for name in modules):
                 raise MoQError(
-                    f"modules_to_not_convert: {pattern!r} matches no module; the linear layers are {', '.join(linears)}"
+                    f"modules_to_not_convert: {pattern!r} matches no module; the linear layers are {', '.join(every)}"
                 )
             left_out |= matches
-    chosen = {name: layer for name, layer in linears.items() if name not in left_out}
+    chosen = {name: layer for name, layer in every.items() if name not in left_out}
     if not chosen:
         reason = "modules_to_not_convert names" if config.modules_to_not_convert is not None else "output heads are"
-        raise MoQError(f"no linear layer is left to quantize: {reason} all of them ({', '.join(linears)})")
+        raise MoQError(f"no linear layer is left to quantize: {reason} all of them ({', '.join(every)})")
     _check_weights(chosen)
+    misfits = {name: misfit(layer) for name, layer in chosen.items()}
+    chosen = {name: layer for name, layer in chosen.items() if misfits[name] is None}
+    if not chosen:
+        told = ", ".join(f"{name} has {why}" for name, why in misfits.items())
+        raise MoQError(f"no linear layer is left to quantize: {told}")
     _check_groups(chosen, config)
     _check_adapters(model, chosen)
     return chosen
@@ -47,25 +52,14 @@ def select_layers(model: nn.Module, config: MoQConfig) -> dict[str, nn.Linear | 
 def select_embeddings(model: nn.Module, config: MoQConfig) -> dict[str, nn.Embedding]:
     """The embedding tables that the config quantizes, by name: none without `quantize_embeddings`.
 
-    Tables of a class with a forward pass of its own, sparse ones and ones with a `max_norm` are left alone.
+    Tables of which `misfit` says why, sparse ones and ones with a `max_norm` are left alone.
 
     Raises:
         MoQError: There is none, or one shares its weight with another layer.
     """
     if config.quantize_embeddings is None:
         return {}
-    left_out, added = config.modules_to_not_convert or (), adapters(model)
-    chosen = {
-        name: module
-        for name, module in named_modules(model)
-        if isinstance(module, nn.Embedding)
-        # One that is quantized already has a forward pass of ours, and a state.
-        and (type(module).forward is nn.Embedding.forward or hasattr(module, "moq"))
-        and module.max_norm is None
-        and not module.sparse
-        and not any(_matches(name, pattern) for pattern in left_out)
-        and not any(_is_below(name, adapter) for adapter in added)
-    }
+    chosen = embeddings_to_quantize(model, config)
     if not chosen:
         raise MoQError("quantize_embeddings: the model has no embedding table that can be quantized; set it to null")
     sharing = shared_weights(model, chosen)
@@ -75,6 +69,34 @@ def select_embeddings(model: nn.Module, config: MoQConfig) -> dict[str, nn.Embed
             "null, or name it in modules_to_not_convert"
         )
     return chosen
+
+
+def embeddings_to_quantize(model: nn.Module, config: MoQConfig) -> dict[str, nn.Embedding]:
+    """The embedding tables that `quantize_embeddings` takes, or would take, by name; shared ones too."""
+    left_out, added = config.modules_to_not_convert or (), adapters(model)
+    return {
+        name: module
+        for name, module in named_modules(model)
+        if isinstance(module, nn.Embedding)
+        and misfit(module) is None
+        and module.max_norm is None
+        and not module.sparse
+        and not any(_matches(name, pattern) for pattern in left_out)
+        and not any(_is_below(name, adapter) for adapter in added)
+    }
+
+
+def misfit(module: nn.Module) -> str | None:
+    """Why a linear layer or an embedding table cannot be quantized and stays as it is; None if it can be."""
+    plain = (nn.Linear.forward, Conv1D.forward, nn.Embedding.forward)
+    # One that is quantized already has a forward pass of ours, and a state. What accelerate hangs on the instance is
+    # around the class's own.
+    if type(module).forward not in plain and not hasattr(module, "moq"):
+        return "a forward of its own"
+    # Parametrizations and the old weight_norm compute it anew at each access: there is nothing to train, nor to keep.
+    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+        return "a computed weight"
+    return None
 
 
 def shared_weights(model: nn.Module, layers: Iterable[str]) -> list[str]:
@@ -136,7 +158,8 @@ def block_of(model: nn.Module, name: str) -> str:
     return name
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
+def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
+    """Every linear layer by its name, but for those of PEFT's adapters."""
     added = adapters(model)
     for name, module in named_modules(model):
         # MultiheadAttention reads the weight of its output projection without calling the layer.
@@ -199,6 +222,12 @@ def _check_weights(layers: Mapping[str, nn.Linear | Conv1D]) -> None:
         raise MoQError(
             f"these layers are quantized already, their weights are not floating point: {', '.join(odd)}; "
             "load the model in float, or name them in modules_to_not_convert"
+        )
+    late = [name for name, layer in layers.items() if hasattr(layer, "moq") and misfit(layer) is not None]
+    if late:
+        raise MoQError(
+            f"{', '.join(late)}: the weight has been parametrized since the layer was quantized; remove the "
+            "parametrization and call dequantize_model before registering it"
         )
 
 

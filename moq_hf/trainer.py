@@ -124,7 +124,7 @@ class MoQTrainer(Trainer):
             for callback in self.callback_handler.callbacks:
                 bar = getattr(callback, "training_bar", None)
                 if isinstance(bar, tqdm):
-                    bar.set_postfix_str(f"{logs['moq/mean_bits']:.2f} bits")
+                    bar.set_postfix_str(f"{logs['moq/mean_bits']:.2f} bits per parameter")
         super().log(logs, *args, **kwargs)
 
     def training_step(

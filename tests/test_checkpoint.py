@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -579,4 +580,5 @@ def test_inspect_prints_a_table(saved: Path, capsys: pytest.CaptureFixture[str])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["module", "bits", "scales", "stored", "bytes", "before", "max", "error", "(steps)"]
     assert lines[1].split()[:4] == ["bert.encoder.layer.0.attention.self.query", "8", "4", "packed"]
-    assert lines[-2].startswith("16 quantized layers: ") and lines[-1].startswith("all weights: ")
+    assert lines[-3].startswith("16 quantized layers: ") and lines[-2].startswith("all weights: ")
+    assert re.fullmatch(r"quantized: 9\d\.\d % of the model's [\d,]+ parameters; mean \d\.\d\d bits .*", lines[-1])

@@ -22,6 +22,7 @@ ORDER = [
     "quant_linear",
     "eigen",
     "sensitivity",
+    "sizes",
     "controller",
     "proof",
     "checkpoint",

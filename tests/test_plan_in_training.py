@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_training import CONFIG, Stop, arguments, assert_same, moq, new_model, rows, stock, trained, weights
+from test_training import (
+    CONFIG,
+    Stop,
+    arguments,
+    assert_same,
+    moq,
+    new_model,
+    over_the_model,
+    rows,
+    stock,
+    trained,
+    weights,
+)
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from moq_hf import MoQCallback, MoQError, MoQTrainer, plan
@@ -22,6 +34,7 @@ PLAN = """\
 moq_hf plan: 16 optimizer steps, 6 to 3 bits, offset 2, period 2, no deadline
 block        6 bits  5 bits  4 bits  3 bits  at target
 every block       2       4       6      10         10
+in quantized layers: 72.1 % of the model's 6,034 parameters
 """
 OUTCOME = """\
 moq_hf: after 16 optimizer steps; planned: 3 bits after step 10
@@ -58,7 +71,7 @@ def test_auto_meets_its_deadline(tmp_path: Path, capsys: pytest.CaptureFixture[s
     told = capsys.readouterr().out
     assert "offset 2, period auto, deadline at step 12" in told
     drops = {log["step"]: log["moq/mean_bits"] for log in trainer.state.log_history if "moq/mean_bits" in log}
-    assert drops == {2: 6, 4: 5, 6: 4, 10: 3}
+    assert drops == {step: over_the_model(bits, trainer.model) for step, bits in {2: 6, 4: 5, 6: 4, 10: 3}.items()}
 
 
 def test_a_resumed_run_keeps_its_deadline(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -74,7 +87,7 @@ def test_a_resumed_run_keeps_its_deadline(tmp_path: Path, caplog: pytest.LogCapt
     longer.train(resume_from_checkpoint=str(tmp_path / "resumed" / "checkpoint-5"))
     assert "was planned for a run of 16 optimizer steps, this one has 40; its deadline stays at step 12" in caplog.text
     bits = {log["step"]: log["moq/mean_bits"] for log in longer.state.log_history if "moq/mean_bits" in log}
-    assert bits[6] == 4 and bits[10] == 3
+    assert [bits[6], bits[10]] == [over_the_model(now, longer.model) for now in (4, 3)]
 
 
 def test_a_run_too_short_for_its_deadline_ends_before_the_first_step(tmp_path: Path) -> None:
@@ -101,7 +114,7 @@ def test_every_scalar_reaches_the_reporters_and_the_history(tmp_path: Path) -> N
     trainer.callback_handler.callbacks.insert(1, reporter)
     trainer.train()
     blocks = ["bert.encoder.layer.0", "bert.encoder.layer.1", "bert.pooler.dense"]
-    always = {"moq/mean_bits", "moq/size_mb"} | {f"moq/blend/{block}" for block in blocks}
+    always = {"moq/mean_bits", "moq/quantized_share", "moq/size_mb"} | {f"moq/blend/{block}" for block in blocks}
     at_switch = {f"moq/{kind}/{block}" for kind in ("bits", "period") for block in blocks}
     history = {log["step"]: log for log in trainer.state.log_history if "loss" in log}
     for logs in (reporter.logs, history):
@@ -113,10 +126,13 @@ def test_every_scalar_reaches_the_reporters_and_the_history(tmp_path: Path) -> N
 
 def test_tensorboard_has_the_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    trained(moq(tmp_path, report_to="tensorboard", logging_steps=5))
+    trainer = trained(moq(tmp_path, report_to="tensorboard", logging_steps=5))
     events = EventAccumulator(str(tmp_path / "events")).Reload()
     series = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert series["train/moq/mean_bits"] == [(2, 6), (4, 5), (5, 5), (6, 4), (10, 3), (15, 3)]
+    bits = [(2, 6), (4, 5), (5, 5), (6, 4), (10, 3), (15, 3)]
+    assert series["train/moq/mean_bits"] == [
+        (step, pytest.approx(over_the_model(now, trainer.model))) for step, now in bits
+    ]
     assert series["train/moq/bits/bert.pooler.dense"] == [(2, 6), (4, 5), (6, 4), (10, 3)]
     assert series["train/moq/period/bert.encoder.layer.0"] == [(2, 2), (4, 4), (6, 8), (10, 16)]
     assert len(series["train/moq/size_mb"]) == 6
@@ -135,7 +151,9 @@ def test_the_progress_bar_has_the_mean_bits(tmp_path: Path, monkeypatch: pytest.
         callbacks=[Watch()],
     )  # fmt: skip
     trainer.train()
-    assert seen == [None] * 2 + ["6.00 bits"] * 2 + ["5.00 bits"] * 2 + ["4.00 bits"] * 4 + ["3.00 bits"] * 6
+    bits = [6] * 2 + [5] * 2 + [4] * 4 + [3] * 6
+    told = [f"{over_the_model(now, trainer.model):.2f} bits per parameter" for now in bits]
+    assert seen == [None] * 2 + told
 
 
 @pytest.mark.parametrize(
@@ -194,7 +212,8 @@ def test_the_saved_state_has_the_whole_history(tmp_path: Path) -> None:
     saved = state["stateful_callbacks"]["MoQCallback"]["attributes"]["saved"]
     assert [switch[0] for switch in saved["history"]] == [2] * 3 + [4] * 3 + [6] * 3 + [10] * 3
     page = write_report(tmp_path).read_text()
-    assert "<dd>3.00</dd>" in page and "<dd>6 to 3 bits</dd>" in page and "there was no evaluation" in page
+    assert f"<dd>{over_the_model(3, trainer.model):.2f}</dd>" in page and "<dd>6 to 3 bits</dd>" in page
+    assert "there was no evaluation" in page
     assert saved["float_size_mb"] == sum(p.numel() for p in trainer.model.parameters()) * 4 / 1e6
 
 

@@ -1,4 +1,5 @@
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -6,11 +7,14 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
-from transformers import BertForSequenceClassification
+from torch.nn.utils import parametrizations
+from transformers import BertForSequenceClassification, PhimoeConfig, PhimoeForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from moq_hf import MoQError, QuantLinear, cpu_quant, dequantize_model, quantize_model
 from moq_hf import quantizer as q
 from moq_hf.config import MoQConfig
+from moq_hf.controller import MoQController
 from moq_hf.quant_linear import quant_layers
 from moq_hf.selection import block_of, select_layers
 
@@ -18,8 +22,20 @@ CONFIG = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_groups
 STOCHASTIC = {**CONFIG, "quantize_algo": {"rounding": "stochastic"}}
 
 
+class Named(nn.Linear):
+    """A subclass without a forward of its own, as libraries make them to tell layers apart."""
+
+
 class Scaled(nn.Linear):
-    """A subclass with a forward of its own below the quantized one."""
+    """A subclass with a forward of its own, as a cosine layer or loralib's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 16 * super().forward(x)
+
+
+class ScaledConv1D(Conv1D):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 16 * super().forward(x)
 
 
 def net(*, kind: type[nn.Linear] = nn.Linear) -> nn.Sequential:
@@ -52,14 +68,15 @@ def count_quantizations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_keeps_parameters_keys_and_hooks() -> None:
-    model = net(kind=Scaled)
+    model = net(kind=Named)
     seen = []
     model[0].register_forward_hook(lambda *_: seen.append(1))
     parameters, keys = dict(model.named_parameters()), list(model.state_dict())
     assert quantize_model(model, CONFIG) is model
     assert list(model.state_dict()) == keys
     assert all(p is parameters[name] for name, p in model.named_parameters())
-    assert isinstance(model[0], QuantLinear) and isinstance(model[0], Scaled)
+    assert isinstance(model[0], QuantLinear) and isinstance(model[0], Named)
+    assert type(model[0]).__name__ == "QuantNamed"
     # The last layer of a model that has no heads by name is its head.
     assert type(model[4]) is nn.Linear
     model(torch.randn(2, 8))
@@ -134,7 +151,7 @@ def test_follows_load_state_dict_and_changes_in_place(assign: bool) -> None:
     assert torch.equal(layer.quantized_weight(), q.fake_quantize(layer.weight.detach(), 4, groups=4))
 
 
-@pytest.mark.parametrize("kind", [nn.Linear, Scaled])
+@pytest.mark.parametrize("kind", [nn.Linear, Named])
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_are_independent(kind: type[nn.Linear], clone: Any) -> None:
     model = quantize_model(net(kind=kind), STOCHASTIC)
@@ -259,6 +276,80 @@ def test_names_and_globs_leave_layers_out(tiny_bert: BertForSequenceClassificati
 def test_blocks_are_entries_of_the_outermost_list(tiny_bert: BertForSequenceClassification) -> None:
     assert block_of(tiny_bert, "bert.encoder.layer.1.attention.self.query") == "bert.encoder.layer.1"
     assert block_of(tiny_bert, "bert.pooler.dense") == "bert.pooler.dense"
+
+
+OLD_WEIGHT_NORM = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+
+
+@pytest.mark.parametrize(
+    "first, reason",
+    [
+        (lambda: Scaled(8, 16), "a forward of its own"),
+        (lambda: ScaledConv1D(16, 8), "a forward of its own"),
+        (lambda: parametrizations.weight_norm(nn.Linear(8, 16)), "a computed weight"),
+        (lambda: parametrizations.spectral_norm(nn.Linear(8, 16)), "a computed weight"),
+        pytest.param(
+            lambda: nn.utils.weight_norm(nn.Linear(8, 16)), "a computed weight", marks=OLD_WEIGHT_NORM, id="old"
+        ),
+    ],
+)
+def test_what_a_change_of_class_would_break_stays_in_float_and_is_named(first: Any, reason: str) -> None:
+    model = net().eval()
+    model[0] = first().eval()
+    x = torch.randn(3, 8)
+    kind, before = type(model[0]), model[0](x)
+    controller = MoQController(model, MoQConfig.from_dict(CONFIG))
+    quantize_model(model, CONFIG)
+    assert list(controller.layers) == list(quant_layers(model)) == ["2"]
+    assert type(model[0]) is kind and torch.equal(model[0](x), before)
+    assert f"; left in float, {reason}: 0; left in full precision: 4" in controller.summary()
+    after = model(x)
+    assert torch.equal(dequantize_model(model)(x), after)
+    named = {**CONFIG, "modules_to_not_convert": ["0", "4"]}
+    assert list(quant_layers(quantize_model(model, named))) == ["2"]
+    with pytest.raises(MoQError, match=f"no linear layer is left to quantize: 0 has {reason}"):
+        quantize_model(nn.Sequential(first()), CONFIG)
+
+
+def test_a_parametrization_that_comes_too_late_is_told() -> None:
+    model = quantize_model(net(), CONFIG)
+    parametrizations.weight_norm(model[0])
+    with pytest.raises(MoQError, match="0: the weight has been parametrized since the layer was quantized"):
+        quantize_model(model, CONFIG)
+
+
+def test_a_head_with_a_forward_of_its_own_is_the_head_still() -> None:
+    model = net()
+    model[4] = Scaled(8, 4)
+    assert list(quant_layers(quantize_model(model, CONFIG))) == ["0", "2"]
+    # Nor is the last quantized layer taken for a head where the config names the real one.
+    controller = MoQController(net(), MoQConfig.from_dict({**CONFIG, "modules_to_not_convert": ["4"]}))
+    assert [note for note in controller.warnings() if "output heads" in note] == []
+
+
+def test_what_hangs_on_the_instance_is_no_forward_of_its_own() -> None:
+    model = net()
+    # As accelerate's hooks do.
+    model[0].forward = functools.partial(type(model[0]).forward, model[0])
+    assert "0" in quant_layers(quantize_model(model, CONFIG))
+    assert "0" in quant_layers(quantize_model(model, CONFIG))
+
+
+def test_a_table_with_a_computed_weight_stays_in_float() -> None:
+    model = nn.Sequential(nn.Embedding(9, 8), parametrizations.weight_norm(nn.Embedding(9, 8)), *net())
+    config = MoQConfig.from_dict({**CONFIG, "quantize_embeddings": 8})
+    controller = MoQController(model, config)
+    assert list(controller.embeddings) == ["0"] and "left in float, a computed weight: 1" in controller.summary()
+
+
+def test_a_router_with_a_forward_of_its_own_goes_on_routing() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = PhimoeForCausalLM(
+        PhimoeConfig(vocab_size=50, num_hidden_layers=1, num_local_experts=4, max_position_embeddings=64, **sizes)
+    )
+    quantize_model(model, {**CONFIG, "quantize_groups": 1})
+    assert len(quant_layers(model)) == 4 and "QuantLinear" not in repr(model.model.layers[0].mlp)
+    model(input_ids=torch.arange(8)[None])
 
 
 @pytest.mark.parametrize(
