@@ -92,7 +92,7 @@ def write_card(
     )
     sections = [
         _head(name, base_model, dataset_name or dataset, found),
-        _loading(name, folder),
+        _loading(name, folder, found.state.get("by_hand", False)),
         _results(metrics, before),
         _sizes(found),
         _proof(found),
@@ -137,8 +137,8 @@ def _proof(found: Verification) -> str:
     return f"## Proof\n\n{found.proof}." + (f"\n\nWhy not packed otherwise: {reason}." if reason else "")
 
 
-def _loading(name: str, folder: Path) -> str:
-    if not (folder / "config.json").exists():
+def _loading(name: str, folder: Path, by_hand: bool) -> str:
+    if by_hand:
         return (
             "## Use\n\nThe model is of a class of its own: make one, and load the weights into it.\n\n"
             "```python\nfrom safetensors.torch import load_file\n\n"

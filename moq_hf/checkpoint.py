@@ -271,9 +271,9 @@ class _Saving:
 
     def layouts(self) -> list[Layout]:
         """Those that transformers can load, the best one first; the last one is right for every model."""
-        packed = [name for name, layer in self.layers.items() if layer.moq.bits <= MAX_PACKED_BITS]
-        has_conv1d = any(isinstance(layer, QuantConv1D) for layer in self.layers.values())
-        if has_conv1d or _parts_are_called(self.model) or _init_reaches_into(self.model, packed):
+        plan = _Plan(self.model, self.layers, "packed")
+        packed = [name for name, layer in self.layers.items() if plan.is_packed(layer)]
+        if plan.has_conv1d or _parts_are_called(self.model) or _init_reaches_into(self.model, packed):
             return ["unpacked", "floats"]
         return ["packed", "unpacked", "floats"]
 
@@ -295,7 +295,7 @@ class _Saving:
                 if proof is None or proof.agrees is not False:
                     break
                 reason = f"{layout}: {proof.reason}" if reason is None else f"{reason}; {layout}: {proof.reason}"
-            found = self._write_state(staging, layout, plan, proof, reason)
+            found = self._write_state(staging, layout, plan, proof, reason, by_hand)
             _publish(staging, target)
         except (OSError, SafetensorError) as error:
             raise MoQError(f"cannot write the packed model to {target}: {_text(error)}") from error
@@ -334,10 +334,12 @@ class _Saving:
         return plan
 
     def _write_state(
-        self, folder: Path, layout: Layout, plan: "_Plan", proof: Proof | None, reason: str | None
+        self, folder: Path, layout: Layout, plan: "_Plan", proof: Proof | None, reason: str | None, by_hand: bool
     ) -> "Verification":
         state = _state(self.layers, plan.stored, self.controller) | self.metrics
         state |= {"layout": layout, "reason": reason, "proof": None if proof is None else proof.to_dict()}
+        # Nobody's `save_pretrained` wrote it.
+        state["by_hand"] = by_hand
         sizes = ModelSizes(self.whole_model, self.quantized)
         state["parameters"] = {"total": sizes.total, "quantized": sizes.quantized}
         state["tensors"] = {name: _digest(tensor) for name, tensor in _tensors(folder)}
@@ -372,7 +374,7 @@ def verify_quantized(
     folder = Path(directory)
     state = _read_state(folder)
     config = {} if state["config_json"] is None else _read_json(folder / _CONFIG)
-    if state["config_json"] not in (None, _sha256((folder / _CONFIG).read_bytes())):
+    if config and _sha256((folder / _CONFIG).read_bytes()) != state["config_json"]:
         raise MoQError(f"{folder / _CONFIG} is not as it was saved")
     layers = {name: _layer_of_json(entry) for name, entry in state["layers"].items()}
     expected, found = dict(state["tensors"]), set()
@@ -435,7 +437,7 @@ class _Plan:
         self.prefix = str(getattr(model, "base_model_prefix", ""))
         self.is_base = bool(self.prefix) and not hasattr(model, self.prefix)
         self.has_conv1d = any(isinstance(layer, QuantConv1D) for layer in layers.values())
-        packed = {name: layer.moq.bits for name, layer in layers.items() if self._is_packed(layer)}
+        packed = {name: layer.moq.bits for name, layer in layers.items() if self.is_packed(layer)}
         self.at_load = layout == "unpacked"
         # Binary codes, -1 and 1, do not fit into one symmetric bit.
         self.container = max([2, *packed.values()])
@@ -465,7 +467,7 @@ class _Plan:
             raise MoQError(f"{key} cannot be quantized: {error}") from error
         values = quantizer.Quantized(codes.cpu(), scale.cpu(), None if zero is None else zero.cpu())
         common |= {"scales": tuple(values.scale.shape), "max_error": _max_error(weight.cpu(), values)}
-        is_packed = self._is_packed(layer)
+        is_packed = self.is_packed(layer)
         if not is_packed and (self.layout != "packed" or not isinstance(layer, QuantEmbedding)):
             tensors[key] = _turned(quantizer.dequantize(*values, dtype=weight.dtype), layer)
             grid = (_text64(values.scale), None if values.zero_point is None else _text64(values.zero_point))
@@ -482,7 +484,7 @@ class _Plan:
             group=self._group(name, scheme, "pack-quantized" if is_packed else "int-quantized"),
         )
 
-    def _is_packed(self, layer: QuantLayer) -> bool:
+    def is_packed(self, layer: QuantLayer) -> bool:
         if self.layout == "floats" or isinstance(layer, QuantEmbedding):
             return False
         if layer.moq.bits > MAX_PACKED_BITS or layer.moq.blend:

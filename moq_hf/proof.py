@@ -210,7 +210,10 @@ def _outputs_by_module(answers: Answers, model: nn.Module) -> dict[str, list[Ten
     handles = []
 
     def keep(name: str) -> Any:
-        return lambda module, args, output: found.setdefault(name, [t.detach().clone() for t in _floats(output)])
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            found.setdefault(name, [tensor.detach().clone() for tensor in _floats(output)])
+
+        return hook
 
     for name, module in model.named_modules():
         handles.append(module.register_forward_hook(keep(name)))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from stranger import outputs_of, tied_weights
+from stranger import generated_by, outputs_of, tied_weights
 from torch import nn
 from transformers import (
     AlbertConfig,
@@ -151,12 +151,18 @@ class Stranger:
         command = [sys.executable, str(Path(__file__).with_name("stranger.py"))]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def load(self, folder: Path, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Whether `from_pretrained(folder)` computes what the model does, and which weights it ties."""
+    def load(
+        self, folder: Path, model: nn.Module, inputs: Mapping[str, torch.Tensor], generate: bool = False
+    ) -> dict[str, Any]:
+        """Whether `from_pretrained(folder)` computes what the model does, and which weights it ties.
+
+        With `generate` also whether it says the same, if it is a model that generates.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-            torch.save((dict(inputs), outputs_of(model, inputs)), file.name)
-            request = {"folder": str(folder), "model": type(model).__name__, "tensors": file.name}
+            text = generated_by(model, inputs) if generate else None
+            torch.save((dict(inputs), outputs_of(model, inputs), text), file.name)
+            request = {"folder": str(folder), "model": type(model).__name__, "tensors": file.name, "generate": generate}
             print(json.dumps(request), file=self._process.stdin, flush=True)
             reply: dict[str, Any] = json.loads(self._process.stdout.readline())
         return reply

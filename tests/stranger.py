@@ -17,6 +17,7 @@ from torch import nn
 def outputs_of(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Every tensor that the model gives for a batch."""
     model.eval()
+    torch.manual_seed(0)
     with torch.no_grad():
         return [value for value in model(**inputs).to_tuple() if torch.is_tensor(value)]
 
@@ -29,10 +30,24 @@ def tied_weights(model: nn.Module) -> list[list[str]]:
     return sorted(sorted(group) for group in names.values() if len(group) > 1)
 
 
-def answer(folder: str, model: str, tensors: str) -> dict[str, Any]:
+def generated_by(model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """What the model says next, if it is one that generates."""
+    if not getattr(model, "can_generate", lambda: False)():
+        return None
+    prompt = {name: inputs[name] for name in (model.main_input_name, "attention_mask") if name in inputs}
+    made: torch.Tensor = model.eval().generate(**prompt, max_new_tokens=4, do_sample=False)
+    return made
+
+
+def answer(folder: str, model: str, tensors: str, generate: bool = False) -> dict[str, Any]:
     """What a user of transformers sees who loads the model with `from_pretrained`."""
     loaded = getattr(transformers, model).from_pretrained(folder)
-    inputs, expected = torch.load(tensors)
+    inputs, expected, text = torch.load(tensors)
+    if generate:
+        # Before anything else is called, as most users do.
+        tokens = generated_by(loaded, inputs)
+        assert (tokens is None) == (text is None), "one of the two generates, the other does not"
+        assert tokens is None or torch.equal(tokens, text), "other tokens are generated"
     found = outputs_of(loaded, inputs)
     equal = [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
     return {"equal": bool(equal) and all(equal), "tied": tied_weights(loaded)}

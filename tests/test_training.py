@@ -163,8 +163,9 @@ def test_one_quantization_per_layer_and_optimizer_step(
     trainer.train()
     trainer.evaluate()
     layers = len(quant_layers(trainer.model))
-    # One for each step; and one each for the beginning, the move to the device and the end of training.
-    assert len(calls) == layers * (6 + 3)
+    # One for each step; and one each for the beginning, the move to the device, the end of training, the proof of what
+    # it delivers and the evaluation.
+    assert len(calls) == layers * (6 + 5)
 
 
 class Stop(TrainerCallback):
