@@ -154,7 +154,7 @@ class _Key(NamedTuple):
 
 
 # Of whole numbers: beyond it counting steps would be slow, and printing them fail.
-_LARGEST = 2**63 - 1
+LARGEST = 2**63 - 1
 
 
 # Kinds: bool, bool?, int LO..HI, float (0..1] and so on; "?" admits null; anything else is one of the words.
@@ -599,7 +599,7 @@ def _is_legal(value: Any, kind: str) -> bool:
         return False
     if name == "float" and not -1e300 < value < 1e300:
         return False
-    if name == "int" and value > _LARGEST:
+    if name == "int" and value > LARGEST:
         return False
     floor = value >= float(low.lstrip("[")) if name == "int" or low.startswith("[") else value > float(low)
     return floor and (not high or value <= (int(high) if name == "int" else float(high)))
@@ -616,7 +616,7 @@ def _faults(values: Mapping[str, Any]) -> Iterator[str]:
             hint = f" (write {int(value)})" if type(value) is float and value.is_integer() and whole else ""
             words = difflib.get_close_matches(value, key.kind.split("|"), 1) if isinstance(value, str) else []
             hint = f" (did you mean {json.dumps(words[0])}?)" if words and "|" in key.kind else hint
-            hint = " and below 2**63" if type(value) is int and value > _LARGEST and whole else hint
+            hint = " and below 2**63" if type(value) is int and value > LARGEST and whole else hint
             yield f"{path}: {_show(value)} is not legal; it must be {_legal(key.kind)}{hint}"
 
     def get(path: str) -> Any:

@@ -84,6 +84,15 @@ def test_a_run_too_short_for_its_deadline_ends_before_the_first_step(tmp_path: P
     assert trainer.state.global_step == 0
 
 
+@pytest.mark.parametrize("deadline", [0.6, 1.0])
+def test_a_deadline_with_one_drop_trains(deadline: float, tmp_path: Path) -> None:
+    schedule = {"quantize_period": 10, "schedule_offset": 0, "deadline": deadline}
+    config = {**CONFIG, "quantize_bits": {"start_bits": 8, "target_bits": 7}, "quantize_schedule": schedule}
+    trainer = trained(stock(tmp_path, config))
+    drops = {log["step"]: log["moq/mean_bits"] for log in trainer.state.log_history if "moq/mean_bits" in log}
+    assert drops[min(10, int(16 * deadline))] == 7
+
+
 class Reporter(TrainerCallback):
     """Stands where TensorBoard and W&B stand: before the callbacks that the user gave."""
 
