@@ -24,7 +24,7 @@ from .checkpoint import save_quantized
 from .config import MoQConfig, MoQError
 from .controller import MoQController
 from .processes import whole_state_dict
-from .resume import checkpoints, describe, fault_of
+from .resume import check_room, checkpoints, describe, fault_of, planned_steps, saved_state
 from .schedule import Plan, outcome, plan
 from .sensitivity import Inputs
 
@@ -123,8 +123,12 @@ class MoQCallback(TrainerCallback, ExportableState):
             return
         if self.config.distillation.teacher is not None and not self.in_moq_trainer:
             raise MoQError("distillation.teacher: a callback cannot change the loss; use MoQTrainer")
-        taken = 0 if resumed is not None else state.global_step
-        controller = self._build(args, state, kwargs["model"], state.max_steps - taken)
+        if resumed is None:
+            self._check_length(state)
+            length = state.max_steps - state.global_step
+        else:
+            length = planned_steps(self.config, resumed, state.max_steps)
+        controller = self._build(args, state, kwargs["model"], length)
         self._began = time.perf_counter()
         self._scale = _loss_scale(kwargs.get("optimizer"))
         if controller.sensitivity is not None:
@@ -175,6 +179,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         steps = state.max_steps - (state.global_step - schedule.steps)
         # With a deadline, a resumed schedule is that of the run that it began in.
         planned_for = schedule.total_steps if schedule.deadline_step is not None else None
+        check_room(schedule, steps)
         self._plan = plan(self.config, planned_for or steps)
         if state.is_world_process_zero:
             logger.info("%s", controller.summary())
@@ -350,8 +355,18 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     def _saved_state(self, state: TrainerState) -> Mapping[str, Any] | None:
         entry = _entries(state).get(type(self).__name__)
-        saved: Mapping[str, Any] | None = None if entry is None else entry["attributes"]["saved"]
-        return saved
+        return None if entry is None else saved_state(entry)
+
+    def _check_length(self, state: TrainerState) -> None:
+        """Before a schedule that starts in the middle of a run: whether quantization begins before its end."""
+        first = state.global_step + self.config.schedule.offset
+        if 0 < state.global_step and first >= state.max_steps:
+            place = "its last step," if state.global_step >= state.max_steps else "step"
+            raise MoQError(
+                f"the checkpoint is at {place} {state.global_step} of {state.max_steps}, and was made without MoQ, whose "
+                f"schedule starts there: with schedule_offset {self.config.schedule.offset} nothing would be quantized "
+                f"before the end. Train for more than {first} steps (max_steps, num_train_epochs)"
+            )
 
     def _forget_best(self, state: TrainerState) -> None:
         if self.controller is not None and not self.controller.at_target:

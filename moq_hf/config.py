@@ -378,7 +378,7 @@ class MoQConfig:
         """Check what the constructor was given."""
         types: dict[str, Any] = {"symmetric": bool, "stochastic": bool, "grouping": Grouping, **_PARTS}
         strange = [
-            f"{name}: {_show(getattr(self, name))} is no {getattr(kind, '__name__', kind)}"
+            f"{name}: {show(getattr(self, name))} is no {getattr(kind, '__name__', kind)}"
             for name, kind in types.items()
             if not isinstance(getattr(self, name), kind)
         ]
@@ -437,7 +437,7 @@ class MoQConfig:
     @classmethod
     def _parse(cls, document: Any, where: str) -> "MoQConfig":
         if not isinstance(document, Mapping):
-            raise MoQConfigError(f"{where}: must be an object of keys, got {_show(document)}")
+            raise MoQConfigError(f"{where}: must be an object of keys, got {show(document)}")
         ignored: tuple[str, ...] = ()
         faults: list[str] = []
         block = document
@@ -446,7 +446,7 @@ class MoQConfig:
             ignored = tuple(str(key) for key in document if key != "quantize_training" and key not in _TOP)
             faults += [f"{key}: belongs into quantize_training" for key in document if key in _TOP]
             if not isinstance(block, Mapping):
-                raise MoQConfigError(f"{where}: quantize_training must be an object of keys, got {_show(block)}")
+                raise MoQConfigError(f"{where}: quantize_training must be an object of keys, got {show(block)}")
         elif _DEEPSPEED.intersection(key for key in document if isinstance(key, str)):
             raise MoQConfigError(
                 f"{where}: a DeepSpeed config without the section quantize_training, so there is nothing to quantize"
@@ -500,7 +500,7 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -520,7 +520,7 @@ def _flatten(block: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in block.items():
         if not isinstance(key, str):
-            faults.append(f"{_show(key)}: keys must be text")
+            faults.append(f"{show(key)}: keys must be text")
         elif key == "quantize-algo" and "quantize_algo" in block:
             faults.append("quantize_algo and quantize-algo: two spellings of one key, give one")
         elif key == "quantize_type":
@@ -528,7 +528,7 @@ def _flatten(block: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
         elif key.replace("quantize-algo", "quantize_algo") in _SECTIONS:
             section = key.replace("-", "_")
             if not isinstance(value, Mapping):
-                faults.append(f"{section}: {_show(value)} is not an object of keys")
+                faults.append(f"{section}: {show(value)} is not an object of keys")
                 continue
             legal = [path.split(".")[1] for path in _BY_PATH if path.startswith(section + ".")]
             for inner, inner_value in value.items():
@@ -617,7 +617,7 @@ def _faults(values: Mapping[str, Any]) -> Iterator[str]:
             words = difflib.get_close_matches(value, key.kind.split("|"), 1) if isinstance(value, str) else []
             hint = f" (did you mean {json.dumps(words[0])}?)" if words and "|" in key.kind else hint
             hint = " and below 2**63" if type(value) is int and value > LARGEST and whole else hint
-            yield f"{path}: {_show(value)} is not legal; it must be {_legal(key.kind)}{hint}"
+            yield f"{path}: {show(value)} is not legal; it must be {_legal(key.kind)}{hint}"
 
     def get(path: str) -> Any:
         return values.get(path, _BY_PATH[path].default)
@@ -627,13 +627,13 @@ def _faults(values: Mapping[str, Any]) -> Iterator[str]:
     kinds = [path for path in ("quantize_type", "quantize_algo.q_type") if path in values]
     if len(kinds) == 2 and values[kinds[0]] != values[kinds[1]]:
         yield (
-            f"{kinds[0]} is {_show(values[kinds[0]])} but {kinds[1]} is {_show(values[kinds[1]])}: "
+            f"{kinds[0]} is {show(values[kinds[0]])} but {kinds[1]} is {show(values[kinds[1]])}: "
             "they mean the same, give one"
         )
     if get("quantize_group_size") is not None and values.get("quantize_groups", 1) != 1:
         yield (
-            f"quantize_groups {_show(values['quantize_groups'])} and quantize_group_size "
-            f"{_show(values['quantize_group_size'])} exclude each other: give one"
+            f"quantize_groups {show(values['quantize_groups'])} and quantize_group_size "
+            f"{show(values['quantize_group_size'])} exclude each other: give one"
         )
     weights = {f"distillation.{name}" for name in ("logits", "hidden")}
     if not wrong & weights and not any(map(get, weights)):

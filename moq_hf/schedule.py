@@ -186,6 +186,20 @@ class PrecisionSchedule:
             last = self._following(last, left, factor)
         return self.config.schedule.offset + last
 
+    def last_drop(self) -> int:
+        """The optimizer step after which every block is at its target at the latest, blends included, from now on."""
+        factor = MAX_FACTOR if self.config.eigenvalue.enabled else 1
+        last = 0
+        for name, bits in self.bits.items():
+            changed, period = self._changed[name], self.period[name]
+            if bits == FLOAT_BITS:
+                changed = max(self.steps + 1, self.config.schedule.offset)
+            for left in range(min(bits, self.config.start_bits) - self.config.target_bits - 1, -1, -1):
+                changed = max(self.steps + 1, self.config.schedule.offset + period)
+                period = self._following(period, left, factor)
+            last = max(last, changed + _fade(self.config))
+        return last
+
     def _first(self) -> int:
         """Steps from the offset to the first drop."""
         drops = self.config.start_bits - self.config.target_bits

@@ -25,7 +25,7 @@ from .config import MoQConfig, MoQError
 from .distillation import distillation_loss, fingerprint, load_teacher
 from .processes import whole_state_dict
 from .quant_linear import QuantLayer, quant_embeddings, quant_layers
-from .resume import check_whole, checkpoints, fault_of, last_checkpoint
+from .resume import check_whole, checkpoints, fault_of, last_checkpoint, saved_state
 from .schedule import FLOAT_BITS
 from .selection import shared_weights, without_peft
 
@@ -218,7 +218,7 @@ class MoQTrainer(Trainer):
             moq.teacher = self._teacher_fingerprint
             return
         entry = cast(dict[str, Any], self.state.stateful_callbacks).get(MoQCallback.__name__)
-        if entry and entry["attributes"]["saved"]:
+        if entry is not None and saved_state(entry) is not None:
             logger.warning("moq_hf: the checkpoint was made with MoQ; without moq_config the run goes on in float")
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:

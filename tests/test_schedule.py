@@ -441,6 +441,24 @@ def test_what_a_plan_says_would_fit_fits(plain: MoQConfig, steps: int, share: fl
     assert offered == advice.count(", or ") + 1
 
 
+@given(any_deadline | configs, lengths, FACTORS)
+def test_the_last_drop_is_foreseen(config: MoQConfig, steps: int, factors: list[int]) -> None:
+    schedule = make_schedule(config, ["a"], steps)
+    most = 5 if config.eigenvalue.enabled else 1
+    bounds = []
+    while schedule.bits["a"] > config.target_bits:
+        bounds.append(schedule.last_drop())
+        jump(schedule)
+        factor = min(most, factors[len(bounds) - 1])
+        schedule.advance({"a": (factor - 1) / 4})
+    # What is left of the blend.
+    while not schedule.at_target:
+        schedule.steps += 1
+    assert all(schedule.steps <= bound for bound in bounds) and schedule.steps == schedule.last_drop()
+    if most == 1:
+        assert {schedule.steps} >= set(bounds)
+
+
 def test_a_plan_reads_well() -> None:
     text = str(plan(make(12, 8, 1, 5, eigenvalue=EigenvalueConfig(enabled=True)), 345))
     assert text.splitlines() == [
