@@ -360,11 +360,11 @@ class MoQCallback(TrainerCallback, ExportableState):
     def _check_length(self, state: TrainerState) -> None:
         """Before a schedule that starts in the middle of a run: whether quantization begins before its end."""
         first = state.global_step + self.config.schedule.offset
-        if 0 < state.global_step and first >= state.max_steps:
+        if state.global_step > 0 and first >= state.max_steps:
             place = "its last step," if state.global_step >= state.max_steps else "step"
             raise MoQError(
-                f"the checkpoint is at {place} {state.global_step} of {state.max_steps}, and was made without MoQ, whose "
-                f"schedule starts there: with schedule_offset {self.config.schedule.offset} nothing would be quantized "
+                f"the checkpoint is at {place} {state.global_step} of {state.max_steps}, and was made without MoQ, "
+                f"whose schedule starts there: with schedule_offset {self.config.schedule.offset} nothing would be quantized "
                 f"before the end. Train for more than {first} steps (max_steps, num_train_epochs)"
             )
 

@@ -4,7 +4,8 @@ import difflib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -153,6 +154,8 @@ class _Key(NamedTuple):
     meaning: str
 
 
+# Of the things that are wrong with a file, that many are told one by one.
+MOST_FAULTS = 20
 # Of whole numbers: beyond it counting steps would be slow, and printing them fail.
 LARGEST = 2**63 - 1
 
@@ -458,7 +461,7 @@ class MoQConfig:
         if faults:
             raise _error(where, faults)
         if ignored:
-            logger.info("not moq_hf's, left alone: %s", ", ".join(ignored))
+            logger.info("not moq_hf's, left alone: %s", _listed(ignored))
         return cls(**_attributes(values), ignored_sections=ignored)
 
     def to_dict(self) -> dict[str, Any]:
@@ -489,11 +492,11 @@ def key_table() -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        raise ValueError(f"key given twice: {', '.join(twice)}")
-    return dict(pairs)
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"key given twice: {_listed(sorted(key for key, count in counts.items() if count > 1))}")
+    return found
 
 
 def _no_constant(name: str) -> Any:
@@ -501,6 +504,10 @@ def _no_constant(name: str) -> Any:
 
 
 def show(value: Any) -> str:
+    """A value as JSON has it, cut short, for an error."""
+    # Of what is long only the beginning is shown, and need not be written.
+    if isinstance(value, (str, list, tuple)):
+        value = value[:80]
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -508,10 +515,24 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def show_key(path: str) -> str:
+    """A key, cut short, for an error."""
+    if not path.isprintable():
+        return show(path)
+    return path if len(path) <= 80 else path[:77] + "..."
+
+
+def _listed(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - MOST_FAULTS} more" if len(keys) > MOST_FAULTS else ""
+    return ", ".join(map(show_key, keys[:MOST_FAULTS])) + more
+
+
 def _error(where: str, faults: list[str]) -> MoQConfigError:
     if len(faults) == 1:
         return MoQConfigError(f"{where}: {faults[0]}")
-    lines = [f"{where}: {len(faults)} things are wrong", *(f"  - {fault}" for fault in faults)]
+    lines = [f"{where}: {len(faults)} things are wrong", *(f"  - {fault}" for fault in faults[:MOST_FAULTS])]
+    if len(faults) > MOST_FAULTS:
+        lines.append(f"  and {len(faults) - MOST_FAULTS} more")
     return MoQConfigError("\n".join(lines))
 
 
@@ -535,20 +556,25 @@ def _flatten(block: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
                 if f"{section}.{inner}" in _BY_PATH:
                     values[f"{section}.{inner}"] = inner_value
                 else:
-                    faults.append(_unknown(f"{section}.{inner}", str(inner), legal, section))
+                    faults.append(_unknown(str(inner), legal, section, len(faults)))
         elif key in _TOP:
             values[key] = value
         else:
-            faults.append(_unknown(key, key, sorted(_TOP | {"quantize_training"}), ""))
+            faults.append(_unknown(key, sorted(_TOP | {"quantize_training"}), "", len(faults)))
     return values
 
 
-def _unknown(path: str, name: str, legal: list[str], section: str) -> str:
+def _unknown(name: str, legal: list[str], section: str, earlier: int) -> str:
+    start = f"{section}." if section else ""
+    path = show_key(start + name)
+    # Which key was meant takes time to find, and is not told after so many others, nor for a text that is no name.
+    if earlier >= MOST_FAULTS or len(name) > 80:
+        return f"{path}: unknown key"
     # "enabled" and "verbose" stand in several places and point nowhere.
     inner = {key.split(".")[1]: key for key in _BY_PATH if "." in key and not key.endswith(("enabled", "verbose"))}
     near = difflib.get_close_matches(name, legal, 1, 0.6)
     if near and name not in inner:
-        return f"{path}: unknown key, did you mean {section + '.' if section else ''}{near[0]}?"
+        return f"{path}: unknown key, did you mean {start}{near[0]}?"
     elsewhere = difflib.get_close_matches(name, inner, 1, 0.8)
     if elsewhere:
         return f"{path}: unknown key, did you mean {inner[elsewhere[0]]}?"
@@ -614,7 +640,8 @@ def _faults(values: Mapping[str, Any]) -> Iterator[str]:
             wrong.add(path)
             whole = key.kind.startswith(("int", "groups", "period"))
             hint = f" (write {int(value)})" if type(value) is float and value.is_integer() and whole else ""
-            words = difflib.get_close_matches(value, key.kind.split("|"), 1) if isinstance(value, str) else []
+            is_word = isinstance(value, str) and len(value) <= 80
+            words = difflib.get_close_matches(value, key.kind.split("|"), 1) if is_word else []
             hint = f" (did you mean {json.dumps(words[0])}?)" if words and "|" in key.kind else hint
             hint = " and below 2**63" if type(value) is int and value > LARGEST and whole else hint
             yield f"{path}: {show(value)} is not legal; it must be {_legal(key.kind)}{hint}"

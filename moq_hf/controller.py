@@ -370,8 +370,8 @@ def _decode(name: str, letters: str, layer: QuantLayer) -> Tensor:
     shape = quantizer.group_shape(rows, columns, options["groups"], options["group_size"])
     if len(letters) != shape[0] * shape[1] or set(letters) - set(_LETTERS):
         raise MoQError(
-            f"the checkpoint's MoQ state is damaged: ratios.{name} must be {shape[0] * shape[1]} clipping ratios, letters "
-            f"from {_LETTERS[0]} to {_LETTERS[-1]}, not {show(letters)}"
+            f"the checkpoint's MoQ state is damaged: ratios.{name} must be {shape[0] * shape[1]} clipping ratios, "
+            f"letters from {_LETTERS[0]} to {_LETTERS[-1]}, not {show(letters)}"
         )
     ratios = [quantizer.RATIOS[_LETTERS.index(letter)] for letter in letters]
     return torch.tensor(ratios, dtype=torch.float32, device=layer.weight.device).reshape(shape)

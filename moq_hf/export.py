@@ -168,8 +168,8 @@ def export_onnx(
         Sizes, and the proof of each flavour.
 
     Raises:
-        MoQError: The checkpoint is damaged or of another kind, `out` holds something else, the differences are too large,
-            the data does not fit, or onnx, onnxscript or onnxruntime are not installed.
+        MoQError: The checkpoint is damaged or of another kind, `out` holds something else, the differences are too
+            large, the data does not fit, or onnx, onnxscript or onnxruntime are not installed.
     """
     _check_installed()
     unknown = sorted(set(flavours) - set(FLAVOURS))

@@ -1,4 +1,4 @@
-"""JSON files that a hand may have changed: each value is of the kind that is asked for, or one error tells which is not."""
+"""JSON files that a hand may have changed: a value is of the kind that is asked for, or one error names its key."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import LARGEST, MoQError, show
+from .config import LARGEST, MoQError, show, show_key
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,7 @@ class Entry:
         return MoQError(f"{self.where}: {self.key or 'it'} must be {legal}, not {show(self.value)}")
 
     def _key(self, name: str) -> str:
-        shown = name if len(name) <= 80 else f"{name[:77]}..."
-        return f"{self.key}.{shown}" if self.key else shown
+        return f"{self.key}.{show_key(name)}" if self.key else show_key(name)
 
 
 def read_json(path: Path) -> Entry:

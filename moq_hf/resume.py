@@ -232,8 +232,9 @@ def check_room(schedule: PrecisionSchedule, total_steps: int) -> None:
     if schedule.deadline_step is not None and last > max(total_steps, schedule.steps):
         raise MoQError(
             f"the checkpoint's schedule was planned for {schedule.total_steps} optimizer steps, and after "
-            f"{schedule.steps} of them it is not over: its last change may come only after step {last}, but this run ends "
-            f"after step {total_steps}. Resume with {last} steps or more (max_steps, num_train_epochs), or start a new run"
+            f"{schedule.steps} of them it is not over: its last change may come only after step {last}, but this run "
+            f"ends after step {total_steps}. Resume with {last} steps or more (max_steps, num_train_epochs), or start "
+            "a new run"
         )
 
 

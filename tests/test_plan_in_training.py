@@ -99,7 +99,7 @@ def test_a_schedule_that_is_over_resumes_in_a_run_of_any_length(tmp_path: Path) 
 def test_a_changed_deadline_is_that_of_the_length_of_now(tmp_path: Path) -> None:
     trained(moq(tmp_path, AUTO, save_strategy="steps", save_steps=6))
     sooner = {**AUTO, "quantize_schedule": {**AUTO["quantize_schedule"], "deadline": 0.5}}
-    with pytest.raises(MoQError, match="0.5 of 8 optimizer steps is step 4"):
+    with pytest.raises(MoQError, match=r"0\.5 of 8 optimizer steps is step 4"):
         moq(tmp_path, sooner, max_steps=8).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
 
 
