@@ -364,8 +364,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             place = "its last step," if state.global_step >= state.max_steps else "step"
             raise MoQError(
                 f"the checkpoint is at {place} {state.global_step} of {state.max_steps}, and was made without MoQ, "
-                f"whose schedule starts there: with schedule_offset {self.config.schedule.offset} nothing would be quantized "
-                f"before the end. Train for more than {first} steps (max_steps, num_train_epochs)"
+                f"whose schedule starts there: with schedule_offset {self.config.schedule.offset} nothing would be "
+                f"quantized before the end. Train for more than {first} steps (max_steps, num_train_epochs)"
             )
 
     def _forget_best(self, state: TrainerState) -> None:

@@ -98,6 +98,16 @@ class Entry:
             raise self.fault("text")
         return self.value
 
+    def word(self, *words: str) -> str:
+        """One of these words.
+
+        Raises:
+            MoQError: It is none.
+        """
+        if not isinstance(self.value, str) or self.value not in words:
+            raise self.fault(" or ".join(words))
+        return self.value
+
     def flag(self) -> bool:
         """True or false.
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import random
 import re
 import resource
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_hand import WRONG, places
 from safetensors.torch import load_file
 from test_training import (
     BLEND,
@@ -323,20 +323,6 @@ def test_a_state_of_a_newer_version_or_a_damaged_one_is_told(run: Path) -> None:
     ]:
         with pytest.raises(MoQError, match=text):
             MoQController(new_model(), MoQConfig.from_dict(CONFIG), 16).load_state_dict(wrong)
-
-
-def places(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every value in a document."""
-    if path:
-        yield path
-    inner = (
-        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
-    )
-    for key, value in inner:
-        yield from places(value, (*path, key))
-
-
-WRONG: list[Any] = [None, -1, 0, 1.5, 10**400, math.inf, math.nan, "x", True, [], [[]], {}, {"x": None}]
 
 
 @pytest.mark.parametrize("seed", range(3))
