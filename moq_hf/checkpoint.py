@@ -735,6 +735,38 @@ def _recorded(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
     return state, {name: _layer_of_json(layer) for name, layer in layers.items()}
 
 
+def recorded(directory: str | os.PathLike[str]) -> Verification:
+    """What `moq_state.json` says of a packed checkpoint; its weights are not looked at.
+
+    Args:
+        directory: What `save_quantized` wrote.
+
+    Returns:
+        As `verify_quantized`; both sizes are 0 where there are no weight files.
+
+    Raises:
+        MoQError: The state is missing, or it or a weight file is damaged; names the file and the key.
+    """
+    folder = Path(directory)
+    state, layers = _recorded(folder)
+    files = [path for path in _weight_files(folder) if path.is_file()]
+    if not files:
+        return Verification(layers, 0, 0, state)
+    saved = sum(layer.bytes_before - layer.bytes for layer in layers.values())
+    size = sum(path.stat().st_size for path in files)
+    return Verification(layers, size, size - sum(map(_head_bytes, files)) + saved, state)
+
+
+def _head_bytes(path: Path) -> int:
+    """What of a weight file is its table of contents."""
+    try:
+        # Opening compares the size of the file with the table.
+        with safe_open(path, "pt"), path.open("rb") as file:
+            return 8 + int.from_bytes(file.read(8), "little")
+    except (OSError, SafetensorError) as error:
+        raise MoQError(f"{path} cannot be read: {_text(error)}") from error
+
+
 # What the weights of a layer that is stored so can have.
 _BITS = {"packed": (1, MAX_PACKED_BITS), "int8": (2, MAX_PACKED_BITS), "dense": (1, 16)}
 

@@ -41,7 +41,7 @@ from transformers import (
 )
 
 from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, save_quantized, verify_quantized
-from moq_hf.checkpoint import STATE_NAME
+from moq_hf.checkpoint import STATE_NAME, recorded
 from moq_hf.cli import main
 from moq_hf.controller import MoQController
 from moq_hf.quant_linear import quant_embeddings, quant_layers
@@ -415,6 +415,15 @@ def test_a_shard_index_points_nowhere_else(place: Any, tmp_path: Path, monkeypat
     with pytest.raises(MoQError, match=r"index.json: weight_map.bert\S* must be (text|the name of a file of weights)"):
         verify_quantized(folder)
     assert opened == []
+
+
+def test_what_is_recorded_is_what_is_verified(tmp_path: Path) -> None:
+    save_quantized(mixed(bert(), [8, 4, 12], config_of(8, quantize_embeddings=8)), tmp_path, max_shard_size="20KB")
+    assert recorded(tmp_path) == verify_quantized(tmp_path)
+    shard = next(tmp_path.glob("model-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(MoQError, match=f"{shard.name} cannot be read"):
+        recorded(tmp_path)
 
 
 def test_any_value_changed_by_hand_is_one_error_or_none(tmp_path: Path) -> None:
