@@ -24,7 +24,7 @@ from .delivery import deliver
 from .processes import is_sharded, uncompiled, whole_state_dict
 from .proof import Answers, kept_batch
 from .quant_linear import is_quantized
-from .resume import checkpoints, describe, fault_of
+from .resume import check_room, checkpoints, describe, fault_of, planned_steps, saved_state
 from .schedule import Plan, outcome, plan
 from .selection import select_layers
 from .sensitivity import Inputs
@@ -135,13 +135,17 @@ class MoQCallback(TrainerCallback, ExportableState):
             return
         if self.config.distillation.teacher is not None and not self.in_moq_trainer:
             raise MoQError("distillation.teacher: a callback cannot change the loss; use MoQTrainer")
-        taken = 0 if resumed is not None else state.global_step
         own = self.controller is not None and self.controller.schedule.steps == 0
         if resumed is None and not own and is_quantized(kwargs["model"]):
             logger.warning(
                 "moq_hf: the model was quantized before this run, which begins its schedule anew, from float"
             )
-        controller = self._build(args, state, kwargs["model"], state.max_steps - taken)
+        if resumed is None:
+            self._check_length(state)
+            length = state.max_steps - state.global_step
+        else:
+            length = planned_steps(self.config, resumed, state.max_steps)
+        controller = self._build(args, state, kwargs["model"], length)
         self._began = time.perf_counter()
         self._scale = _loss_scale(kwargs.get("optimizer"))
         if controller.sensitivity is not None:
@@ -200,6 +204,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         steps = state.max_steps - (state.global_step - schedule.steps)
         # With a deadline, a resumed schedule is that of the run that it began in.
         planned_for = schedule.total_steps if schedule.deadline_step is not None else None
+        check_room(schedule, steps)
         self._plan = plan(self.config, planned_for or steps)
         if state.is_world_process_zero:
             logger.info("%s", controller.summary())
@@ -300,12 +305,18 @@ class MoQCallback(TrainerCallback, ExportableState):
             tqdm.write(f"moq_hf: {outcome(self._plan, controller.history, controller.schedule.steps)}")
         if controller.sensitivity is not None:
             controller.sensitivity.report(time.perf_counter() - self._began)
+        best = None
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             path = Path(state.best_model_checkpoint) / "trainer_state.json"
-            best = json.loads(path.read_text(encoding="utf-8"))["stateful_callbacks"].get(type(self).__name__)
-            if best is None or not best["attributes"]["saved"]:
-                raise MoQError(f"{state.best_model_checkpoint}, the best checkpoint, was made without MoQ")
-            controller.load_state_dict(best["attributes"]["saved"])
+            entries = json.loads(path.read_text(encoding="utf-8"))["stateful_callbacks"]
+            best = saved_state(entries[type(self).__name__]) if type(self).__name__ in entries else None
+            if best is None:
+                logger.warning(
+                    "moq_hf: %s, the best checkpoint, was made without MoQ: its weights are delivered at the bits of now",
+                    state.best_model_checkpoint,
+                )
+        if best is not None:
+            controller.load_state_dict(best)
         else:
             controller.refresh()
         controller.check_ranks()
@@ -398,8 +409,18 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     def _saved_state(self, state: TrainerState) -> Mapping[str, Any] | None:
         entry = _entries(state).get(type(self).__name__)
-        saved: Mapping[str, Any] | None = None if entry is None else entry["attributes"]["saved"]
-        return saved
+        return None if entry is None else saved_state(entry)
+
+    def _check_length(self, state: TrainerState) -> None:
+        """Before a schedule that starts in the middle of a run: whether quantization begins before its end."""
+        first = state.global_step + self.config.schedule.offset
+        if state.global_step > 0 and first >= state.max_steps:
+            place = "its last step," if state.global_step >= state.max_steps else "step"
+            raise MoQError(
+                f"the checkpoint is at {place} {state.global_step} of {state.max_steps}, and was made without MoQ, "
+                f"whose schedule starts there: with schedule_offset {self.config.schedule.offset} nothing would be "
+                f"quantized before the end. Train for more than {first} steps (max_steps, num_train_epochs)"
+            )
 
     def _forget_best(self, state: TrainerState) -> None:
         if self.controller is not None and not self.controller.at_target:

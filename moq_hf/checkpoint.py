@@ -43,7 +43,7 @@ import platform
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -53,7 +53,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from . import quantizer
-from .config import MoQError, __version__
+from .config import MoQError, __version__, show
 from .controller import MoQController
 from .processes import is_sharded, named_modules, uncompiled, without_fsdp
 from .proof import ADAPTER, Answers, Proof, quiet
@@ -67,6 +67,7 @@ from .quant_linear import (
     quant_embeddings,
     quant_layers,
 )
+from .reading import Entry, read_json
 from .schedule import FLOAT_BITS
 from .selection import adapters, is_linear, plain_name, shared_weights, without_peft
 from .sizes import ModelSizes, covered
@@ -132,7 +133,7 @@ class Verification:
     file_bytes: int
     float_bytes: int
     state: dict[str, Any]
-    others: tuple[int, int]
+    others: tuple[int, int] = (0, 0)
     proof: Proof | None = None
 
     def table(self) -> str:
@@ -372,14 +373,15 @@ def verify_quantized(
         MoQError: Something is damaged, missing or different; names the file and the tensor.
     """
     folder = Path(directory)
-    state = _read_state(folder)
-    config = {} if state["config_json"] is None else _read_json(folder / _CONFIG)
-    if config and _sha256((folder / _CONFIG).read_bytes()) != state["config_json"]:
-        raise MoQError(f"{folder / _CONFIG} is not as it was saved")
-    layers = {name: _layer_of_json(entry) for name, entry in state["layers"].items()}
+    state, layers = _recorded(folder)
+    # A model of a class of its own has none.
+    path = folder / _CONFIG
+    config = Entry({}, str(path)) if state["config_json"] is None else _read_json(path)
+    if state["config_json"] is not None and _sha256(path.read_bytes()) != state["config_json"]:
+        raise MoQError(f"{path} is not as it was saved")
     expected, found = dict(state["tensors"]), set()
     values: dict[str, dict[str, Tensor]] = {name: {} for name in layers}
-    groups = config.get("quantization_config", {}).get("config_groups", {})
+    groups = _groups(config, layers)
     compared = _weights_of(model) if model is not None else {}
     float_bytes = sum(layer.bytes_before for layer in layers.values())
     others, others_bytes = 0, 0
@@ -391,6 +393,8 @@ def verify_quantized(
                 raise MoQError(f"{folder}: tensor {name} is damaged")
             found.add(name)
             owner, _, part = name.rpartition(".")
+            if part == "weight_packed" and owner not in layers:
+                raise MoQError(f"{folder / STATE_NAME}: layers.{owner} is missing, whose packed weight there is")
             if owner in values and part.startswith("weight"):
                 values[owner][part] = tensor
             else:
@@ -415,8 +419,8 @@ def verify_quantized(
     if missing or values:
         raise MoQError(f"{folder}: missing from the weights: {', '.join(missing or values)}")
     size = sum(path.stat().st_size for path in _weight_files(folder))
-    saved = state.get("proof")
-    proof = None if saved is None else Proof(**saved)
+    saved = Entry(state, str(folder / STATE_NAME)).get("proof")
+    proof = None if saved.is_null else _proof_of(saved)
     if inputs is not None:
         if model is None:
             raise MoQError("inputs are for the comparison with a model: give the model too")
@@ -524,7 +528,7 @@ class _Plan:
         parts = {
             "weight_packed": pack_to_int32(codes.to(torch.int8), width),
             "weight_scale": _turned(scale, layer),
-            "weight_shape": torch.tensor(codes.shape),
+            "weight_shape": torch.tensor(codes.shape, device="cpu"),
         }
         if zero is not None:
             parts["weight_zero_point"] = _turned(zero, layer)
@@ -808,12 +812,12 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    weight_map = _read_json(folder / _INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) and _WEIGHTS.fullmatch(name) for name in weight_map.values()
-    ):
-        raise MoQError(f"{folder / _INDEX} is damaged: it must name the file of each tensor")
-    return weight_map
+    files = _read_json(folder / _INDEX)["weight_map"].mapping()
+    for entry in files.values():
+        # A name with a path would have files read that are not the model's.
+        if not _WEIGHTS.fullmatch(entry.text()):
+            raise entry.fault("the name of a file of weights in this folder")
+    return {name: entry.text() for name, entry in files.items()}
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -850,35 +854,169 @@ def _write_state(folder: Path, state: dict[str, Any]) -> None:
     temporary.replace(folder / STATE_NAME)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Entry:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except FileNotFoundError:
         raise MoQError(f"{path} is missing: {_UNFINISHED}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise MoQError(f"{path} cannot be read: {_text(error)}") from error
-    if not isinstance(document, dict):
-        raise MoQError(f"{path} is damaged: it must hold an object of keys")
-    return document
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise MoQError(f"{folder} is no directory")
     path = folder / STATE_NAME
-    state = _read_json(path)
-    if state.get("digest") != _sha256(_canonical(state)):
+    state: dict[str, Any] = _read_json(path).value
+    try:
+        digest = _sha256(_canonical(state))
+    except RecursionError:
+        digest = None
+    if digest is None or state.get("digest") != digest:
         raise MoQError(f"{path} is damaged: its digest does not fit its content")
-    if state["format"] != 1:
-        raise MoQError(
-            f"{path} is of format {state['format']}, written by moq_hf {state['versions']['moq_hf']}: update"
-        )
+    if state.get("format") != 1:
+        versions = state.get("versions")
+        writer = versions.get("moq_hf") if isinstance(versions, dict) else None
+        raise MoQError(f"{path} is of format {show(state.get('format'))}, written by moq_hf {show(writer)}: update")
     return state
 
 
-def _layer_of_json(entry: Mapping[str, Any]) -> StoredLayer:
-    values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in entry.items()}
+def _recorded(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
+    """The state of a packed checkpoint and its layers. The digest proves integrity against accident alone.
+
+    Raises:
+        MoQError: A value is not of the type or in the range of what is written; names the file and the key.
+    """
+    state = _read_state(folder)
+    entry = Entry(state, str(folder / STATE_NAME))
+    if not entry["config_json"].is_null:
+        entry["config_json"].text()
+    for digest in entry["tensors"].mapping().values():
+        digest.text()
+    for name in ("versions", "config", "metrics", "float_metrics"):
+        if not entry.get(name).is_null:
+            entry[name].mapping()
+    if not entry["step"].is_null:
+        entry["step"].whole()
+    for switch in entry["history"].items():
+        switch["step"].whole(1)
+        switch["block"].text()
+        for name in ("before", "bits"):
+            switch[name].whole(1, FLOAT_BITS)
+        if not switch["eigenvalue"].is_null:
+            switch["eigenvalue"].number(0.0, 1.0)
+    if not entry.get("proof").is_null:
+        _proof_of(entry["proof"])
+    layers = entry["layers"].mapping()
+    if not layers:
+        raise entry["layers"].fault("the layers by name")
+    return state, {name: _layer_of_json(layer) for name, layer in layers.items()}
+
+
+def _proof_of(entry: Entry) -> Proof:
+    agrees = None if entry["agrees"].is_null else entry["agrees"].flag()
+    difference = None if entry["largest_difference"].is_null else entry["largest_difference"].number(0.0)
+    tokens = None if entry["tokens"].is_null else entry["tokens"].whole()
+    reason = None if entry["reason"].is_null else entry["reason"].text()
+    return Proof(agrees, entry["examples"].whole(), difference, tokens, reason, entry["seconds"].number(0.0))
+
+
+def recorded(directory: str | os.PathLike[str]) -> Verification:
+    """What `moq_state.json` says of a packed checkpoint; its weights are not looked at.
+
+    Args:
+        directory: What `save_quantized` wrote.
+
+    Returns:
+        As `verify_quantized`; both sizes are 0 where there are no weight files.
+
+    Raises:
+        MoQError: The state is missing, or it or a weight file is damaged; names the file and the key.
+    """
+    folder = Path(directory)
+    state, layers = _recorded(folder)
+    files = [path for path in _weight_files(folder) if path.is_file()]
+    if not files:
+        return Verification(layers, 0, 0, state)
+    saved = sum(layer.bytes_before - layer.bytes for layer in layers.values())
+    size = sum(path.stat().st_size for path in files)
+    return Verification(layers, size, size - sum(map(_head_bytes, files)) + saved, state)
+
+
+def _head_bytes(path: Path) -> int:
+    """What of a weight file is its table of contents."""
+    try:
+        # Opening compares the size of the file with the table.
+        with safe_open(path, "pt"), path.open("rb") as file:
+            return 8 + int.from_bytes(file.read(8), "little")
+    except (OSError, SafetensorError) as error:
+        raise MoQError(f"{path} cannot be read: {_text(error)}") from error
+
+
+# What the weights of a layer that is stored so can have.
+_BITS = {"packed": (1, MAX_PACKED_BITS), "int8": (2, MAX_PACKED_BITS), "dense": (1, 16)}
+
+
+def _layer_of_json(entry: Entry) -> StoredLayer:
+    values: dict[str, Any] = {}
+    known = {field.name: field for field in fields(StoredLayer)}
+    for name, value in entry.mapping().items():
+        if name not in known:
+            raise MoQError(f"{value.where}: {value.key} is unknown; legal are {', '.join(known)}")
+        values[name] = tuple(value.value) if isinstance(value.value, list) else value.value
+    for name, field in known.items():
+        if field.default is MISSING:
+            values[name] = values.get(name, entry[name].value)
+    entry["kind"].word("linear", "conv1d", "embedding")
+    stored = entry["stored"].word("float", *_BITS)
+    entry["symmetric"].flag()
+    entry["bytes"].whole()
+    entry["bytes_before"].whole(1)
+    entry["max_error"].number(0.0)
+    shape = [size.whole(1, 2**31) for size in entry["shape"].items(2)]
+    scales = [count.whole(0, 2**31) for count in entry["scales"].items(2)]
+    if stored == "float":
+        if entry["bits"].value != FLOAT_BITS:
+            entry["bits"].whole(1, 16)
+        return StoredLayer(**values)
+    entry["bits"].whole(*_BITS[stored])
+    if any(count == 0 or size % count for size, count in zip(shape, scales, strict=True)):
+        raise entry["scales"].fault(f"divisors of the shape {shape}")
+    if stored != "dense":
+        entry["group"].text()
+        return StoredLayer(**values)
+    for part in entry["grid"].items(2)[: 1 if entry["symmetric"].flag() else 2]:
+        # 4 bytes each, as text of 4 letters for 3 bytes.
+        if (
+            not re.fullmatch(r"[A-Za-z0-9+/]*={0,2}", part.text())
+            or len(part.text()) != -(-math.prod(scales) * 4 // 3) * 4
+        ):
+            raise part.fault(f"{math.prod(scales)} values of 4 bytes in base64")
     return StoredLayer(**values)
+
+
+def _groups(config: Entry, layers: Mapping[str, StoredLayer]) -> dict[str, Any]:
+    """The config groups, after each layer was found to have the bits that its group declares.
+
+    Raises:
+        MoQError: One has not, or a group is missing or not as it was written.
+    """
+    packed = {name: layer for name, layer in layers.items() if layer.group is not None}
+    if not packed:
+        return {}
+    quantization = config["quantization_config"]
+    groups = quantization["config_groups"]
+    # Unpacked while loading, all layers have the container of the largest.
+    at_load = quantization.get("dequantize").value is True
+    for name, layer in packed.items():
+        weights = groups[cast(str, layer.group)]["weights"]
+        weights["symmetric"].flag()
+        width = weights["num_bits"].whole(1, MAX_PACKED_BITS)
+        if layer.bits > width or (layer.bits < width and not (at_load and layer.stored == "packed")):
+            raise MoQError(
+                f"{Path(config.where).with_name(STATE_NAME)}: layers.{name}.bits is {layer.bits}, but its codes have "
+                f"{width} bits ({weights.key}.num_bits in {_CONFIG})"
+            )
+    found: dict[str, Any] = groups.value
+    return found
 
 
 def _weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -928,6 +1066,7 @@ def _check_grid(where: str, layer: StoredLayer, parts: Mapping[str, Tensor], gro
     if layer.stored == "int8":
         if parts["weight"].dtype != torch.int8 or bool((parts["weight"].int().abs() > limit).any()):
             raise MoQError(f"{where}: codes beyond {limit} at {layer.bits} bits")
+        _check_reach(where, layer, parts["weight"].int())
         return quantizer.dequantize(parts["weight"], scale)
 
     from compressed_tensors.compressors import PackedQuantizationCompressor
@@ -941,7 +1080,7 @@ def _check_grid(where: str, layer: StoredLayer, parts: Mapping[str, Tensor], gro
     codes = unpack_from_int32(packed, width, shape)
     if not torch.equal(pack_to_int32(codes, width), packed) or parts["weight_shape"].tolist() != list(shape):
         raise MoQError(f"{where}: the packed codes are not those of a weight {list(shape)} at {width} bits")
-    codes = codes.int()
+    codes = reaching = codes.int()
     if not layer.symmetric:
         zero = parts["weight_zero_point"]
         if zero.dtype == torch.int32:
@@ -950,6 +1089,7 @@ def _check_grid(where: str, layer: StoredLayer, parts: Mapping[str, Tensor], gro
             values = values + 2 ** (width - 1)
             if bool(((values < 0) | (values >= 2**layer.bits)).any()):
                 raise MoQError(f"{where}: {what} beyond {2**layer.bits - 1} at {layer.bits} bits")
+        reaching = torch.cat([codes.flatten(), zero.int().flatten()]) + 2 ** (width - 1)
     elif layer.bits == 1:
         if width == 1 and not bool((parts["weight_zero_point"] == -0.5).all()):
             raise MoQError(f"{where}: the zero points of binary codes must be -1/2")
@@ -957,8 +1097,27 @@ def _check_grid(where: str, layer: StoredLayer, parts: Mapping[str, Tensor], gro
             raise MoQError(f"{where}: binary codes must be -1 and 1")
     elif bool((codes.abs() > limit).any()):
         raise MoQError(f"{where}: codes beyond {limit} at {layer.bits} bits")
+    _check_reach(where, layer, reaching)
     scheme = QuantizationScheme.model_validate({**group, "targets": []})
     return cast(Tensor, PackedQuantizationCompressor.decompress(dict(parts), scheme)["weight"])
+
+
+def _check_reach(where: str, layer: StoredLayer, codes: Tensor) -> None:
+    """Whether some code needs the bits that the layer declares, as that of a group's largest weight does.
+
+    Stochastic rounding may leave it one short, an asymmetric grid two. Ternary and binary grids have other codes.
+
+    Args:
+        where: For the error.
+        layer: As it is declared.
+        codes: Of a symmetric grid; codes and zero points from 0 of an asymmetric one.
+
+    Raises:
+        MoQError: All codes, some of which are not 0, are of a grid with fewer bits.
+    """
+    largest, fewer = int(codes.abs().max()), 2 ** (layer.bits - 1) // (2 if layer.symmetric else 1)
+    if layer.bits > 2 and 0 < largest < fewer:
+        raise MoQError(f"{where}: no code is beyond {fewer - 1}, so they are of fewer than {layer.bits} bits")
 
 
 def _check_dense(where: str, layer: StoredLayer, weight: Tensor) -> Tensor:
@@ -969,13 +1128,15 @@ def _check_dense(where: str, layer: StoredLayer, weight: Tensor) -> Tensor:
     weight = _turned(weight, layer)
     tiles = weight.float().view(rows, layer.shape[0] // rows, columns, -1)
     codes = (tiles / scale[:, None, :, None]).round().nan_to_num(0.0).view(weight.shape)
-    if zero is None:
-        # Binary codes are -1 and 1.
-        limit = max(1, 2 ** (layer.bits - 1) - 1)
+    if layer.bits == 1:
+        codes = weight.sign().where(weight != 0, torch.ones_like(weight))
+    elif zero is None:
+        limit = 2 ** (layer.bits - 1) - 1
         codes = codes.clamp(-limit, limit)
     else:
         tiles = codes.view(tiles.shape) + zero[:, None, :, None]
         codes = tiles.clamp(0, 2**layer.bits - 1).view(weight.shape)
+    _check_reach(where, layer, codes if zero is None else torch.cat([codes.flatten(), zero.float().flatten()]))
     if not torch.equal(quantizer.dequantize(codes, scale, zero, dtype=weight.dtype), weight):
         raise MoQError(f"{where}: a weight is not on the grid of {layer.bits} bits")
     return _turned(weight, layer)
@@ -1008,7 +1169,7 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, quantizer.Qua
 
     folder = Path(directory)
     layers = verify_quantized(folder).layers
-    groups = _read_json(folder / _CONFIG).get("quantization_config", {}).get("config_groups", {})
+    groups = _groups(_read_json(folder / _CONFIG), layers)
     parts: dict[str, dict[str, Tensor]] = {name: {} for name, layer in layers.items() if layer.group is not None}
     for name, tensor in _tensors(folder):
         owner, _, part = name.rpartition(".")

@@ -9,7 +9,7 @@ from typing import Any
 
 from .bench import benchmark, draw, write_json
 from .checkpoint import verify_quantized
-from .config import MoQError
+from .config import LARGEST, MoQError
 from .export import EXTERNAL_DATA_ABOVE, TOLERANCE, export_onnx, read_data
 from .onnx_layers import FLAVOURS
 from .report import draw_plan, write_report
@@ -197,7 +197,9 @@ def _run_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
     if steps is None:
         # As the Trainer counts: an epoch's last batch and its last accumulation may be short.
         batches = math.ceil(args.num_examples / (args.batch_size * args.num_processes))
-        steps = math.ceil(args.epochs * math.ceil(batches / args.gradient_accumulation))
+        length = args.epochs * math.ceil(batches / args.gradient_accumulation)
+        # What is too long for a plan; it may be infinite.
+        steps = math.ceil(min(length, 2.0 * LARGEST))
     planned = plan(args.moq_config, steps)
     if args.plot is not None:
         draw_plan(planned, args.plot)
@@ -206,7 +208,7 @@ def _run_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
 
 def _positive(text: str) -> int:
     value = int(text)
-    if value < 1:
+    if not 1 <= value <= LARGEST:
         raise ValueError
     return value
 
@@ -219,7 +221,7 @@ def _positive_number(text: str) -> float:
 
 
 # What argparse calls a wrong value.
-_positive.__name__ = "whole number from 1"
+_positive.__name__ = "whole number from 1 and below 2**63"
 _positive_number.__name__ = "number above 0"
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ import difflib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -153,8 +154,10 @@ class _Key(NamedTuple):
     meaning: str
 
 
+# Of the things that are wrong with a file, that many are told one by one.
+MOST_FAULTS = 20
 # Of whole numbers: beyond it counting steps would be slow, and printing them fail.
-_LARGEST = 2**63 - 1
+LARGEST = 2**63 - 1
 
 
 # Kinds: bool, bool?, int LO..HI, float (0..1] and so on; "?" admits null; anything else is one of the words.
@@ -386,7 +389,7 @@ class MoQConfig:
         """Check what the constructor was given."""
         types: dict[str, Any] = {"symmetric": bool, "stochastic": bool, "grouping": Grouping, **_PARTS}
         strange = [
-            f"{name}: {_show(getattr(self, name))} is no {getattr(kind, '__name__', kind)}"
+            f"{name}: {show(getattr(self, name))} is no {getattr(kind, '__name__', kind)}"
             for name, kind in types.items()
             if not isinstance(getattr(self, name), kind)
         ]
@@ -445,7 +448,7 @@ class MoQConfig:
     @classmethod
     def _parse(cls, document: Any, where: str) -> "MoQConfig":
         if not isinstance(document, Mapping):
-            raise MoQConfigError(f"{where}: must be an object of keys, got {_show(document)}")
+            raise MoQConfigError(f"{where}: must be an object of keys, got {show(document)}")
         ignored: tuple[str, ...] = ()
         faults: list[str] = []
         block = document
@@ -454,7 +457,7 @@ class MoQConfig:
             ignored = tuple(str(key) for key in document if key != "quantize_training" and key not in _TOP)
             faults += [f"{key}: belongs into quantize_training" for key in document if key in _TOP]
             if not isinstance(block, Mapping):
-                raise MoQConfigError(f"{where}: quantize_training must be an object of keys, got {_show(block)}")
+                raise MoQConfigError(f"{where}: quantize_training must be an object of keys, got {show(block)}")
         elif _DEEPSPEED.intersection(key for key in document if isinstance(key, str)):
             raise MoQConfigError(
                 f"{where}: a DeepSpeed config without the section quantize_training, so there is nothing to quantize"
@@ -466,7 +469,7 @@ class MoQConfig:
         if faults:
             raise _error(where, faults)
         if ignored:
-            logger.info("not moq_hf's, left alone: %s", ", ".join(ignored))
+            logger.info("not moq_hf's, left alone: %s", _listed(ignored))
         return cls(**_attributes(values), ignored_sections=ignored)
 
     def to_dict(self) -> dict[str, Any]:
@@ -497,18 +500,22 @@ def key_table() -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        raise ValueError(f"key given twice: {', '.join(twice)}")
-    return dict(pairs)
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"key given twice: {_listed(sorted(key for key, count in counts.items() if count > 1))}")
+    return found
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """A value as JSON has it, cut short, for an error."""
+    # Of what is long only the beginning is shown, and need not be written.
+    if isinstance(value, (str, list, tuple)):
+        value = value[:80]
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -516,10 +523,24 @@ def _show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def show_key(path: str) -> str:
+    """A key, cut short, for an error."""
+    if not path.isprintable():
+        return show(path)
+    return path if len(path) <= 80 else path[:77] + "..."
+
+
+def _listed(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - MOST_FAULTS} more" if len(keys) > MOST_FAULTS else ""
+    return ", ".join(map(show_key, keys[:MOST_FAULTS])) + more
+
+
 def _error(where: str, faults: list[str]) -> MoQConfigError:
     if len(faults) == 1:
         return MoQConfigError(f"{where}: {faults[0]}")
-    lines = [f"{where}: {len(faults)} things are wrong", *(f"  - {fault}" for fault in faults)]
+    lines = [f"{where}: {len(faults)} things are wrong", *(f"  - {fault}" for fault in faults[:MOST_FAULTS])]
+    if len(faults) > MOST_FAULTS:
+        lines.append(f"  and {len(faults) - MOST_FAULTS} more")
     return MoQConfigError("\n".join(lines))
 
 
@@ -528,7 +549,7 @@ def _flatten(block: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in block.items():
         if not isinstance(key, str):
-            faults.append(f"{_show(key)}: keys must be text")
+            faults.append(f"{show(key)}: keys must be text")
         elif key == "quantize-algo" and "quantize_algo" in block:
             faults.append("quantize_algo and quantize-algo: two spellings of one key, give one")
         elif key == "quantize_type":
@@ -536,27 +557,32 @@ def _flatten(block: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
         elif key.replace("quantize-algo", "quantize_algo") in _SECTIONS:
             section = key.replace("-", "_")
             if not isinstance(value, Mapping):
-                faults.append(f"{section}: {_show(value)} is not an object of keys")
+                faults.append(f"{section}: {show(value)} is not an object of keys")
                 continue
             legal = [path.split(".")[1] for path in _BY_PATH if path.startswith(section + ".")]
             for inner, inner_value in value.items():
                 if f"{section}.{inner}" in _BY_PATH:
                     values[f"{section}.{inner}"] = inner_value
                 else:
-                    faults.append(_unknown(f"{section}.{inner}", str(inner), legal, section))
+                    faults.append(_unknown(str(inner), legal, section, len(faults)))
         elif key in _TOP:
             values[key] = value
         else:
-            faults.append(_unknown(key, key, sorted(_TOP | {"quantize_training"}), ""))
+            faults.append(_unknown(key, sorted(_TOP | {"quantize_training"}), "", len(faults)))
     return values
 
 
-def _unknown(path: str, name: str, legal: list[str], section: str) -> str:
+def _unknown(name: str, legal: list[str], section: str, earlier: int) -> str:
+    start = f"{section}." if section else ""
+    path = show_key(start + name)
+    # Which key was meant takes time to find, and is not told after so many others, nor for a text that is no name.
+    if earlier >= MOST_FAULTS or len(name) > 80:
+        return f"{path}: unknown key"
     # "enabled" and "verbose" stand in several places and point nowhere.
     inner = {key.split(".")[1]: key for key in _BY_PATH if "." in key and not key.endswith(("enabled", "verbose"))}
     near = difflib.get_close_matches(name, legal, 1, 0.6)
     if near and name not in inner:
-        return f"{path}: unknown key, did you mean {section + '.' if section else ''}{near[0]}?"
+        return f"{path}: unknown key, did you mean {start}{near[0]}?"
     elsewhere = difflib.get_close_matches(name, inner, 1, 0.8)
     if elsewhere:
         return f"{path}: unknown key, did you mean {inner[elsewhere[0]]}?"
@@ -607,7 +633,7 @@ def _is_legal(value: Any, kind: str) -> bool:
         return False
     if name == "float" and not -1e300 < value < 1e300:
         return False
-    if name == "int" and value > _LARGEST:
+    if name == "int" and value > LARGEST:
         return False
     floor = value >= float(low.lstrip("[")) if name == "int" or low.startswith("[") else value > float(low)
     return floor and (not high or value <= (int(high) if name == "int" else float(high)))
@@ -622,10 +648,11 @@ def _faults(values: Mapping[str, Any]) -> Iterator[str]:
             wrong.add(path)
             whole = key.kind.startswith(("int", "groups", "period"))
             hint = f" (write {int(value)})" if type(value) is float and value.is_integer() and whole else ""
-            words = difflib.get_close_matches(value, key.kind.split("|"), 1) if isinstance(value, str) else []
+            is_word = isinstance(value, str) and len(value) <= 80
+            words = difflib.get_close_matches(value, key.kind.split("|"), 1) if is_word else []
             hint = f" (did you mean {json.dumps(words[0])}?)" if words and "|" in key.kind else hint
-            hint = " and below 2**63" if type(value) is int and value > _LARGEST and whole else hint
-            yield f"{path}: {_show(value)} is not legal; it must be {_legal(key.kind)}{hint}"
+            hint = " and below 2**63" if type(value) is int and value > LARGEST and whole else hint
+            yield f"{path}: {show(value)} is not legal; it must be {_legal(key.kind)}{hint}"
 
     def get(path: str) -> Any:
         return values.get(path, _BY_PATH[path].default)
@@ -635,13 +662,13 @@ def _faults(values: Mapping[str, Any]) -> Iterator[str]:
     kinds = [path for path in ("quantize_type", "quantize_algo.q_type") if path in values]
     if len(kinds) == 2 and values[kinds[0]] != values[kinds[1]]:
         yield (
-            f"{kinds[0]} is {_show(values[kinds[0]])} but {kinds[1]} is {_show(values[kinds[1]])}: "
+            f"{kinds[0]} is {show(values[kinds[0]])} but {kinds[1]} is {show(values[kinds[1]])}: "
             "they mean the same, give one"
         )
     if get("quantize_group_size") is not None and values.get("quantize_groups", 1) != 1:
         yield (
-            f"quantize_groups {_show(values['quantize_groups'])} and quantize_group_size "
-            f"{_show(values['quantize_group_size'])} exclude each other: give one"
+            f"quantize_groups {show(values['quantize_groups'])} and quantize_group_size "
+            f"{show(values['quantize_group_size'])} exclude each other: give one"
         )
     weights = {f"distillation.{name}" for name in ("logits", "hidden")}
     if not wrong & weights and not any(map(get, weights)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import quantizer
-from .config import MoQConfig, MoQConfigError, MoQError, PerGroup, __version__
+from .config import MoQConfig, MoQError, PerGroup, __version__, show
 from .processes import agree, device_of, is_distributed, named_modules
 from .quant_linear import (
     QuantLayer,
@@ -22,7 +22,7 @@ from .quant_linear import (
     quant_embeddings,
     take_over,
 )
-from .resume import changes, load_schedule, what_counts
+from .resume import STATE_VERSION, changes, check_state, load_schedule, what_counts
 from .schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from .selection import (
     adapters,
@@ -40,8 +40,6 @@ from .sizes import ModelSizes, covered, in_words, last_part
 
 logger = logging.getLogger(__name__)
 
-# Of `MoQController.state_dict`. 1, that of 0.1.0, had no number.
-STATE_VERSION = 2
 # A group's clipping ratio is one letter in the saved state: A is 1.00, B 0.95, ... Q 0.20.
 _LETTERS = "ABCDEFGHIJKLMNOPQ"
 
@@ -281,22 +279,7 @@ class MoQController:
             MoQError: The state is of other layers, of a config that this one cannot go on from (see `load_schedule`),
                 of a newer moq_hf, or damaged.
         """
-        version = state.get("version", 1)
-        if not isinstance(version, int) or version > STATE_VERSION:
-            raise MoQError(
-                f"the checkpoint's MoQ state has version {version}, written by moq_hf {state.get('moq_hf')}; this is "
-                f"moq_hf {__version__}, which reads versions up to {STATE_VERSION}: install that moq_hf or a newer one"
-            )
-        try:
-            return self._load(state)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, MoQError) and not isinstance(error, MoQConfigError):
-                raise
-            raise MoQError(
-                f"the checkpoint's MoQ state is damaged ({type(error).__name__}: {error}); resume from another one"
-            ) from error
-
-    def _load(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        check_state(state)
         # A checkpoint of an earlier version lacks the keys that came later: they had their defaults.
         changed = changes(MoQConfig.from_dict(state["config"]), self.config)
         load_schedule(self.schedule, state, changed)
@@ -305,7 +288,7 @@ class MoQController:
             for name in names:
                 layer = self.layers[name]
                 layer.moq.bits = self.schedule.bits[block]
-                layer.moq.ratio = _decode(state["ratios"][name], layer) if name in state["ratios"] else None
+                layer.moq.ratio = _decode(name, state["ratios"][name], layer) if name in state["ratios"] else None
         # Before the offset a changed config may have made other blocks of the layers.
         if self.sensitivity is not None and (self.has_begun or not changed):
             # Other limits, another number of examples.
@@ -433,11 +416,14 @@ def _encode(ratio: Tensor) -> str:
     return "".join(_LETTERS[round((1.0 - value) * 20)] for value in ratio.flatten().tolist())
 
 
-def _decode(letters: str, layer: QuantLayer) -> Tensor:
+def _decode(name: str, letters: str, layer: QuantLayer) -> Tensor:
     options = layer.moq.options
     rows, columns = layer.matrix.shape
     shape = quantizer.group_shape(rows, columns, options["groups"], options["group_size"])
-    if len(letters) != shape[0] * shape[1]:
-        raise MoQError(f"the saved state has {len(letters)} clipping ratios for a layer with {shape[0] * shape[1]}")
+    if len(letters) != shape[0] * shape[1] or set(letters) - set(_LETTERS):
+        raise MoQError(
+            f"the checkpoint's MoQ state is damaged: ratios.{name} must be {shape[0] * shape[1]} clipping ratios, "
+            f"letters from {_LETTERS[0]} to {_LETTERS[-1]}, not {show(letters)}"
+        )
     ratios = [quantizer.RATIOS[_LETTERS.index(letter)] for letter in letters]
     return torch.tensor(ratios, dtype=torch.float32, device=layer.weight.device).reshape(shape)

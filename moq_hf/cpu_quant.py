@@ -8,6 +8,7 @@ computes. The loops are in `numba_kernels`.
 import functools
 import importlib.util
 import logging
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -31,7 +32,8 @@ def available() -> bool:
     if importlib.util.find_spec("numba") is None:
         return False
     try:
-        _fake_quantize(torch.ones(1, 4), torch.empty(1, 4), 8, (1, 1))
+        weight = torch.ones(1, 4, dtype=torch.float32, device="cpu")
+        _fake_quantize(weight, torch.empty_like(weight), 8, (1, 1))
     except Exception as error:
         # What numba raises where it cannot compile, or finds no folder for its cache, is of many kinds.
         logger.info("numba cannot be used: %s: %s", type(error).__name__, error)
@@ -139,7 +141,7 @@ def least_squares_ratio(
         layout: dict[str, Any] = {"groups": groups, "group_size": group_size}
         return quantizer.least_squares_ratio(weight, bits, **layout, symmetric=symmetric)
     shape = quantizer.check(weight, bits, groups, group_size, symmetric)
-    best = torch.empty(shape)
+    best = torch.empty(shape, dtype=torch.float32, device=weight.device)
     ratios = np.array(quantizer.RATIOS, dtype=np.float32)
     length = weight.numel() // best.numel()
     _kernels().least_squares_ratio(_flat(weight.detach()), _flat(best), length, bits, symmetric, ratios)
@@ -190,6 +192,11 @@ def _kernels() -> Any:
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="moq_hf")
+
+
+# A child process has a copy of the pool and none of its threads: what is given to it would wait for ever.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def _flat(tensor: Tensor) -> "np.ndarray[Any, Any]":

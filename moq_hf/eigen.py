@@ -100,7 +100,7 @@ def block_eigenvalues(
         first = parameters[name][0]
         generator = torch.Generator().manual_seed(seed)
         size = sum(p.numel() for p in parameters[name])
-        return torch.randn(size, generator=generator).to(first.device)
+        return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(first.device)
 
     def iterate(names: list[str], products: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
         for name in names:
@@ -217,8 +217,8 @@ class Lanczos:
 
     def _ends(self, beta: float) -> tuple[tuple[float, float], tuple[float, float]]:
         """Lowest and highest Ritz value, each with the estimate of its error."""
-        off = torch.tensor(self._off, dtype=torch.float64)
-        matrix = torch.diag(torch.tensor(self._diagonal, dtype=torch.float64))
+        off = torch.tensor(self._off, dtype=torch.float64, device="cpu")
+        matrix = torch.diag(torch.tensor(self._diagonal, dtype=torch.float64, device="cpu"))
         if len(self._off):
             matrix += torch.diag(off, 1) + torch.diag(off, -1)
         values, vectors = torch.linalg.eigh(matrix)
@@ -349,7 +349,8 @@ def check_second_derivative(loss: Loss, parameters: Iterable[Tensor], *, finite_
     """
     parameters = list(parameters)
     size = sum(p.numel() for p in parameters)
-    vector = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(parameters[0].device)
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(parameters[0].device)
     vector /= vector.norm()
     step = difference_step(vector)
     wide, narrow = (_difference([loss], parameters, vector, h) for h in (step, step / 2))

@@ -156,7 +156,7 @@ def export_onnx(
 
     Args:
         directory: What `save_quantized` wrote: a classifier of sequences or tokens, or a base model.
-        out: The folder to make. What an earlier export wrote there is replaced.
+        out: The folder to make, an empty one, or that of an earlier export, which is replaced.
         flavours: Some of "float", "weight-only", "dequantize-linear" and "int8".
         activation_bits: Of the int8 flavour, 2 to 8; None is what the model was trained for, else 8.
         data: Compared on; None: sentences of our own.
@@ -168,8 +168,8 @@ def export_onnx(
         Sizes, and the proof of each flavour.
 
     Raises:
-        MoQError: The checkpoint is damaged or of another kind, the differences are too large, the data does not fit, or
-            onnx, onnxscript or onnxruntime are not installed.
+        MoQError: The checkpoint is damaged or of another kind, `out` holds something else, the differences are too
+            large, the data does not fit, or onnx, onnxscript or onnxruntime are not installed.
     """
     _check_installed()
     unknown = sorted(set(flavours) - set(FLAVOURS))
@@ -178,8 +178,7 @@ def export_onnx(
     folder, target = Path(directory), Path(out).resolve()
     if target == folder.resolve() or target.is_file():
         raise MoQError(f"{out} must be another folder than the checkpoint's, or a new one")
-    if any(target.glob("*.safetensors")):
-        raise MoQError(f"{out} holds another model, whose config.json would be replaced; give a new folder")
+    _check_target(target)
     state = verify_quantized(folder)
     if activation_bits is None:
         activation_bits = _trained_bits(state.state) or 8
@@ -205,7 +204,8 @@ def export_onnx(
             prepared, stored = _prepare(model, weights, state.layers, flavour, activation_bits)
             layers[flavour] = stored
             _write_model(prepared, batches[0], path, stored, external_data_above)
-            sizes[flavour] = sum(file.stat().st_size for file in staging.glob(f"{path.name}*"))
+            files = (path, path.with_name(_data_name(path.name)))
+            sizes[flavour] = sum(file.stat().st_size for file in files if file.exists())
             session = _session(path, flavour)
             simulated = None
             if flavour == "int8":
@@ -380,7 +380,7 @@ def _write_model(
         # Stack traces, with the paths of this machine.
         ClearMetadataAndDocStringPass()(exported)
     size = sum(value.const_value.nbytes for value in initializers.values())
-    beside = f"{path.name}.data" if size > external_above else None
+    beside = _data_name(path.name) if size > external_above else None
     ir.save(exported, path, external_data=beside)
 
 
@@ -575,14 +575,40 @@ def _write_rest(folder: Path, model: Any, tokenizer: Any, export: Export, tolera
     (folder / REPORT_NAME).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
+def _data_name(model: str) -> str:
+    """The file beside a model that holds its weights, if they are large."""
+    return f"{model}.data"
+
+
+def _check_target(target: Path) -> None:
+    """Whether nobody else's file can be lost by an export into the folder.
+
+    Raises:
+        MoQError: There may be one.
+    """
+    if not target.exists() or not any(target.iterdir()):
+        return
+    try:
+        report = json.loads((target / REPORT_NAME).read_text(encoding="utf-8"))
+        flavours = set(report["proofs"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        flavours = set()
+    if not flavours or flavours - set(FLAVOURS):
+        raise MoQError(
+            f"{target} is not empty and has no {REPORT_NAME} of a finished export, so what it holds may not be ours to "
+            "replace; give a new or an empty folder"
+        )
+    if any(target.glob("*.safetensors")):
+        raise MoQError(f"{target} holds another model, whose config.json would be replaced; give a new folder")
+
+
 def _publish(staging: Path, target: Path) -> None:
     if not target.exists():
         staging.rename(target)
         return
     # A folder without the report is one that was left in the middle of this.
-    for name in (REPORT_NAME, *FILE_NAMES.values()):
-        for old in target.glob(f"{name}*"):
-            old.unlink()
+    for name in (REPORT_NAME, *FILE_NAMES.values(), *map(_data_name, FILE_NAMES.values())):
+        (target / name).unlink(missing_ok=True)
     for path in sorted(staging.iterdir(), key=lambda path: path.name == REPORT_NAME):
         path.replace(target / path.name)
 

@@ -102,7 +102,7 @@ class OnnxInt8Linear(nn.Module):
         shift = 0 if self.signed else 128
         dtype = torch.int8 if self.signed else torch.uint8
         if zero is None and shift:
-            zero = torch.zeros(len(codes), dtype=torch.int32)
+            zero = torch.zeros(len(codes), dtype=torch.int32, device=codes.device)
         self.codes: Tensor
         self.scale: Tensor
         self.zero_point: Tensor | None
@@ -113,8 +113,8 @@ class OnnxInt8Linear(nn.Module):
         self.register_buffer("scale", scale[:, 0].contiguous())
         _set(self, "zero_point", None if zero is None else (zero.flatten() + shift).to(dtype))
         _set(self, "bias", None if bias is None else bias.detach())
-        self.register_buffer("one", torch.ones(()))
-        self.register_buffer("middle", torch.tensor(2 ** (bits - 1), dtype=torch.uint8))
+        self.register_buffer("one", torch.ones((), dtype=torch.float32, device=codes.device))
+        self.register_buffer("middle", torch.tensor(2 ** (bits - 1), dtype=torch.uint8, device=codes.device))
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]`, rounded, times the weight, plus the bias."""

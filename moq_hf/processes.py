@@ -147,9 +147,9 @@ def mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
     """The mean over the ranks of what is finite, the same on each of them; NaN where nothing is."""
     if not is_distributed():
         return values
-    own = torch.tensor(values)
+    own = torch.tensor(values, dtype=torch.float32, device="cpu")
     finite = own.isfinite()
-    sums = torch.stack([own.where(finite, torch.zeros(())), finite.float()]).to(device)
+    sums = torch.stack([own.where(finite, torch.zeros_like(own)), finite.float()]).to(device)
     dist.all_reduce(sums)
     dist.broadcast(sums, 0)
     total, count = sums.cpu()

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,8 +58,11 @@ class Proof:
         return f"delivered = evaluated: {told}"
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON types."""
-        return asdict(self)
+        """In JSON types, which have no infinite numbers."""
+        found = asdict(self)
+        if self.largest_difference is not None and not isfinite(self.largest_difference):
+            found["largest_difference"] = None
+        return found
 
 
 class Answers:

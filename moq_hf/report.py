@@ -1,7 +1,8 @@
 """What a run did, as one page: bits, eigenvalues, loss, metrics and sizes, from the Trainer's own log.
 
 Nothing is measured here. Everything is read from the folder of a finished run: `trainer_state.json`, there or in its
-newest checkpoint, and `eval_results.json`. matplotlib, the extra `report`, draws.
+newest checkpoint, and `eval_results.json`; where the Trainer saved no state, the `moq_state.json` of the packed model.
+matplotlib, the extra `report`, draws.
 """
 
 import html
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import MoQConfig, MoQError
+from .checkpoint import STATE_NAME, Verification, recorded
+from .config import LARGEST, MoQConfig, MoQConfigError, MoQError
+from .reading import Entry, read_json
 from .schedule import FLOAT_BITS, Plan
 from .sizes import percent
 
@@ -29,7 +32,14 @@ _INK, _FAINT, _ACCENT, _GREY = "#22262b", "#c9ced4", "#2563c9", "#8a929b"
 # The same on a dark ground.
 _DARK = {_INK: "#e4e7eb", _FAINT: "#454b53", _ACCENT: "#7aa7f5", _GREY: "#9aa3ad"}
 _DOTTED = "dotted: the precision falls, with the mean bits after it"
-_NO_METRIC = re.compile(r"_(runtime|per_second|samples|model_preparation_time)(_mm)?$")
+_NO_METRIC = re.compile(r"^(epoch|step|total_flos)$|_(runtime|per_second|samples|model_preparation_time)(_mm)?$")
+# What a run logs of MoQ, with the range of its values.
+_RANGES = {
+    "mean_bits": (0.0, FLOAT_BITS),
+    "bits": (1.0, FLOAT_BITS),
+    "eigenvalue": (0.0, 1.0),
+    "size_mb": (0.0, math.inf),
+}
 
 
 @dataclass(frozen=True)
@@ -40,11 +50,12 @@ class Run:
         directory: Where it was read from.
         config: What it followed.
         steps: Optimizer steps taken.
-        log: The Trainer's log, entry by entry.
+        log: The Trainer's log, entry by entry; without it, the switches of the packed model's history.
         float_size_mb: Size of the parameters before anything was quantized, in megabytes; None if it is not recorded.
         quantized: Name to value of the last evaluation's metrics, without `eval_`.
         in_float: The same of the float run beside it; empty if there is none.
         float_log: The log of that run.
+        has_log: Whether `log` is the Trainer's.
     """
 
     directory: Path
@@ -55,6 +66,7 @@ class Run:
     quantized: Mapping[str, float]
     in_float: Mapping[str, float]
     float_log: Sequence[Mapping[str, Any]]
+    has_log: bool = True
 
     def series(self, name: str, in_float: bool = False) -> tuple[list[int], list[float]]:
         """The steps at which a scalar was logged, here or in the float run, and its values."""
@@ -104,37 +116,89 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
             `run_glue_moq.py --float_baseline` puts it, if it is there.
 
     Raises:
-        MoQError: There is no trainer_state.json, it is no run with MoQ, or `float_directory` has no metrics.
+        MoQError: There is neither a trainer_state.json nor a packed model, it is no run with MoQ, `float_directory` has
+            no metrics, or a file is not as it was written; names the file and the key.
     """
     directory = Path(directory)
     if not directory.is_dir():
         raise MoQError(f"{directory} is no folder; give the output_dir of a finished run")
-    states = _states(directory)
-    if not states:
-        raise MoQError(
-            f"{directory} has no trainer_state.json, nor has a checkpoint in it: call trainer.save_state() after "
-            "training, or let the Trainer save checkpoints"
-        )
-    state = _read_json(states[0])
-    entry = (state.get("stateful_callbacks") or {}).get("MoQCallback")
-    log = state.get("log_history") or []
-    if not isinstance(entry, dict) or not any("moq/mean_bits" in line for line in log):
-        raise MoQError(f"{directory} is no run with MoQ: its trainer_state.json has no bits")
-    saved = entry["attributes"]["saved"] or {}
     float_run = Path(float_directory) if float_directory is not None else directory / "float"
     in_float = _metrics(float_run)
     if float_directory is not None and not in_float:
         raise MoQError(f"{float_directory} has neither eval_results.json nor an evaluation in a trainer_state.json")
+    states = _states(directory)
+    if not states:
+        packed = [folder for folder in (directory / "quantized", directory) if (folder / STATE_NAME).is_file()]
+        if packed:
+            return _packed_run(packed[0], directory, in_float, _log_of(float_run))
+        raise MoQError(
+            f"{directory} has no trainer_state.json, nor has a checkpoint in it, nor is a packed model there or in its "
+            "folder quantized: call trainer.save_state() after training, or let the Trainer save checkpoints"
+        )
+    state = read_json(states[0])
+    callbacks = state.get("stateful_callbacks")
+    entry = callbacks if callbacks.is_null else callbacks.get("MoQCallback")
+    log = [] if entry.is_null else _log(state)
+    if not any("moq/mean_bits" in line for line in log):
+        raise MoQError(f"{directory} is no run with MoQ: its trainer_state.json has no bits")
+    saved = entry["attributes"]["saved"]
+    size = saved if saved.is_null else saved.get("float_size_mb")
     return Run(
         directory,
-        MoQConfig.from_dict(entry["args"]["config"]),
-        state.get("global_step", 0),
+        _config(entry["args"]["config"]),
+        state["global_step"].whole(),
         log,
-        saved.get("float_size_mb"),
+        None if size.is_null else size.number(0.0),
         _metrics(directory),
         in_float,
         _log_of(float_run),
     )
+
+
+def _packed_run(
+    packed: Path, directory: Path, in_float: Mapping[str, float], float_log: Sequence[Mapping[str, Any]]
+) -> Run:
+    """What the packed model's state tells of a run whose Trainer saved none."""
+    found = recorded(packed)
+    state = Entry(found.state, str(packed / STATE_NAME))
+    if state["config"].is_null or state["step"].is_null:
+        raise MoQError(f"{state.where} is of a model that was quantized without a run, or without its controller")
+    log: dict[int, dict[str, Any]] = {}
+    for switch in found.state["history"]:
+        line = log.setdefault(switch["step"], {"step": switch["step"]})
+        line[f"moq/bits/{switch['block']}"] = switch["bits"]
+        if switch["eigenvalue"] is not None:
+            line[f"moq/eigenvalue/{switch['block']}"] = switch["eigenvalue"]
+    steps = state["step"].whole()
+    end = {"step": steps, "moq/mean_bits": _mean_bits(found)}
+    if found.file_bytes:
+        end["moq/size_mb"] = found.file_bytes / 1e6
+    logged = {name: _named(state.get(name)) for name in ("metrics", "float_metrics")}
+    return Run(
+        directory,
+        _config(state["config"]),
+        steps,
+        [*(log[step] for step in sorted(log)), end],
+        found.float_bytes / 1e6 if found.file_bytes else None,
+        _metrics(directory) or logged["metrics"],
+        in_float or logged["float_metrics"],
+        float_log,
+        has_log=False,
+    )
+
+
+def _mean_bits(found: Verification) -> float:
+    """Bits per weight of the linear layers, as the log has them."""
+    linear = [layer for layer in found.layers.values() if layer.kind != "embedding"] or list(found.layers.values())
+    sizes = [math.prod(layer.shape) for layer in linear]
+    return sum(size * layer.bits for size, layer in zip(sizes, linear, strict=True)) / sum(sizes)
+
+
+def _config(entry: Entry) -> MoQConfig:
+    try:
+        return MoQConfig.from_dict({name: value.value for name, value in entry.mapping().items()})
+    except MoQConfigError as error:
+        raise MoQError(f"{entry.where}: {entry.key}: {error}") from error
 
 
 def write_report(
@@ -202,35 +266,45 @@ def _states(directory: Path) -> list[Path]:
     return [path for path in (directory / "trainer_state.json", *reversed(checkpoints)) if path.is_file()]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MoQError(f"cannot read {path}: {error}") from error
-    if not isinstance(document, dict):
-        raise MoQError(f"{path} is no object of keys")
-    return document
+def _log(state: Entry) -> list[dict[str, Any]]:
+    """The log in a `trainer_state.json`, its lines checked where they will be drawn."""
+    history = state.get("log_history")
+    lines = [] if history.is_null else history.items()
+    for line in lines:
+        line["step"].whole()
+        for name, entry in line.mapping().items():
+            if name.startswith("moq/"):
+                entry.number(*_RANGES.get(name.split("/")[1], ()))
+            elif isinstance(entry.value, int) and not isinstance(entry.value, bool):
+                entry.whole(-LARGEST)
+    return [line.value for line in lines]
 
 
 def _log_of(directory: Path) -> list[dict[str, Any]]:
     """The log of a run; empty where there is none."""
     found = _states(directory)
-    return (_read_json(found[0]).get("log_history") or []) if found else []
+    return _log(read_json(found[0])) if found else []
 
 
 def _metrics(directory: Path) -> dict[str, float]:
     """Those of eval_results.json, else of the last evaluation in the log."""
     path = directory / "eval_results.json"
-    values: Mapping[str, Any] = {}
     if path.is_file():
-        values = _read_json(path)
+        values = read_json(path)
     else:
         evaluations = (line for line in reversed(_log_of(directory)) if any(key.startswith("eval_") for key in line))
-        values = next(evaluations, {})
+        values = Entry(next(evaluations, {}), str(directory))
+    return _named(Entry({k: v.value for k, v in values.mapping().items() if k.startswith("eval_")}, values.where))
+
+
+def _named(values: Entry) -> dict[str, float]:
+    """The metrics of an evaluation, without its times and counts, and without the Trainer's prefix."""
+    entries = {} if values.is_null else values.mapping()
     return {
-        name.removeprefix("eval_"): float(value)
-        for name, value in values.items()
-        if name.startswith("eval_") and not _NO_METRIC.search(name) and isinstance(value, (int, float))
+        name.removeprefix("eval_"): entry.number()
+        for name, entry in entries.items()
+        if not _NO_METRIC.search(name)
+        and (type(entry.value) is int or (isinstance(entry.value, float) and math.isfinite(entry.value)))
     }
 
 
@@ -302,17 +376,21 @@ def _figures(run: Run) -> dict[str, tuple["Figure", str]]:
             (
                 "Eigenvalue of each block over the largest of all, where any block drops; where it stays as it is, the "
                 "last measurement served again."
+                if run.has_log
+                else "Eigenvalue of each block over the largest of all, at the steps at which it dropped itself."
             ),
         )
 
-    figure, axes = _new_figure(3.0)
-    for name, label, color in (("loss", "training", _GREY), ("eval_loss", "evaluation", _ACCENT)):
-        steps, values = run.series(name)
-        if steps:
-            axes.plot(steps, values, color=color, label=label, linewidth=1.6, marker="o" if len(steps) < 3 else None)
-    _mark_switches(axes, run)
-    _finish(axes, {}, "loss")
-    figures["loss"] = figure, f"Loss over optimizer steps; {_DOTTED}."
+    if run.has_log:
+        figure, axes = _new_figure(3.0)
+        for name, label, color in (("loss", "training", _GREY), ("eval_loss", "evaluation", _ACCENT)):
+            steps, values = run.series(name)
+            if steps:
+                marker = "o" if len(steps) < 3 else None
+                axes.plot(steps, values, color=color, label=label, linewidth=1.6, marker=marker)
+        _mark_switches(axes, run)
+        _finish(axes, {}, "loss")
+        figures["loss"] = figure, f"Loss over optimizer steps; {_DOTTED}."
 
     # Those of the page's table that were evaluated on the way too; the loss has its own figure.
     metrics = [name for name in run.quantized if name != "loss" and len(run.series(f"eval_{name}")[0]) > 1]
@@ -507,6 +585,11 @@ def _page(run: Run, figures: Mapping[str, tuple["Figure", str]]) -> str:
             parts.append(_table(["metric", "float", "quantized", "difference"], rows))
     if rows and "comparison" not in figures:
         parts.append("<h2>Last evaluation</h2>" + _table(["metric", "value"], [(row[0], row[2]) for row in rows]))
+    if not run.has_log:
+        parts.append(
+            "<p class=note>The run saved no trainer_state.json, so this is what its packed model records: the curve of "
+            "the loss and evaluations on the way are not there, and sizes are those of the weight files.</p>"
+        )
     if missing:
         parts.append(f"<p class=note>Not shown: {'; '.join(missing)}.</p>")
     config = json.dumps(run.config.to_dict(), indent=2)

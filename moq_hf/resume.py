@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import re
 import zipfile
@@ -11,10 +12,16 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from .config import MoQConfig, MoQError
-from .schedule import FLOAT_BITS, PrecisionSchedule, Switch
+from .config import MoQConfig, MoQConfigError, MoQError, __version__
+from .reading import Entry
+from .schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch
 
 logger = logging.getLogger(__name__)
+
+# Of `MoQController.state_dict`. 1, that of 0.1.0, had no number.
+STATE_VERSION = 2
+# Of a period: 15 drops from the largest one of a config.
+_LONGEST = 2**128
 
 # Put into a checkpoint's folder by the Trainer's `enable_jit_checkpoint` while it saves.
 _SENTINEL = "checkpoint-is-incomplete.txt"
@@ -106,6 +113,81 @@ def check_whole(checkpoint: str | os.PathLike[str]) -> None:
     raise MoQError(f"cannot resume from {folder}: it is not whole ({fault}); {advice}")
 
 
+def saved_state(entry: Any) -> Mapping[str, Any] | None:
+    """The controller's state in a callback's entry in `trainer_state.json`; None where it had no controller.
+
+    Raises:
+        MoQError: The entry, or the state, is not as it was written; names the key.
+    """
+    saved = Entry(entry, "the checkpoint's trainer_state.json is damaged", "stateful_callbacks.MoQCallback")
+    saved = saved["attributes"]["saved"]
+    if not saved.is_null:
+        _check_state(saved)
+    found: Mapping[str, Any] | None = saved.value
+    return found
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Check types and ranges of what `MoQController.state_dict` gave and a file may have changed.
+
+    Raises:
+        MoQError: Something is not as it was written, or written by a newer moq_hf; names the key.
+    """
+    _check_state(Entry(state, "the checkpoint's MoQ state is damaged"))
+
+
+def _check_state(state: Entry) -> None:
+    version = state.mapping().get("version", Entry(1, "")).value
+    if not isinstance(version, int) or version > STATE_VERSION:
+        raise MoQError(
+            f"the checkpoint's MoQ state has version {version}, written by moq_hf {state.get('moq_hf').value}; this is "
+            f"moq_hf {__version__}, which reads versions up to {STATE_VERSION}: install that moq_hf or a newer one"
+        )
+    try:
+        config = MoQConfig.from_dict({name: entry.value for name, entry in state["config"].mapping().items()})
+    except MoQConfigError as error:
+        raise MoQError(f"{state.where}: {state['config'].key}: {error}") from error
+    schedule = state["schedule"]
+    steps = schedule["steps"].whole()
+    if config.schedule.deadline is not None:
+        schedule["total_steps"].whole(1)
+    blocks = schedule["blocks"].mapping()
+    for entry in blocks.values():
+        bits, period, changed = entry.items(3)
+        if bits.value != FLOAT_BITS:
+            bits.whole(config.target_bits, config.start_bits)
+        period.whole(1, _LONGEST)
+        changed.whole(0, steps)
+    for entry in state["ratios"].mapping().values():
+        entry.text()
+    for entry in state["history"].items():
+        step, block, before, bits, period, factor, eigenvalue = entry.items(len(Switch._fields))
+        step.whole(0, steps)
+        block.text()
+        before.whole(1, FLOAT_BITS)
+        bits.whole(1, FLOAT_BITS)
+        period.whole(1, _LONGEST)
+        factor.whole(1, MAX_FACTOR)
+        if not eigenvalue.is_null:
+            eigenvalue.number(0.0, 1.0)
+    if config.eigenvalue.enabled:
+        _check_sensitivity(state["sensitivity"], blocks)
+
+
+def _check_sensitivity(state: Entry, blocks: Mapping[str, Entry]) -> None:
+    for name, entry in state["eigenvalues"].mapping().items():
+        if name not in blocks:
+            raise MoQError(f"{state.where}: {entry.key}: there is no such block")
+        # One that was infinite is a float of Python's JSON, NaN is null.
+        if not entry.is_null and entry.value != math.inf:
+            entry.number(0.0)
+    for name in ("spent", "products"):
+        state[name].number(0.0)
+    for name in ("rows", "measured_at"):
+        state[name].whole()
+    state["samples"].text()
+
+
 def what_counts(config: MoQConfig) -> dict[str, Any]:
     """Dotted keys that decide on a number, with their values."""
     flat = _flat(config)
@@ -118,6 +200,42 @@ def changes(saved: MoQConfig, now: MoQConfig) -> dict[str, tuple[Any, Any]]:
     one, other = _flat(saved), _flat(now)
     ignored = _HARMLESS | _unused(one, other)
     return {key: (one[key], other[key]) for key in one if key not in ignored and one[key] != other[key]}
+
+
+def planned_steps(config: MoQConfig, state: Mapping[str, Any], total_steps: int) -> int:
+    """The length to build a schedule for that is to go on from a saved state: that of its plan, if its deadline stays.
+
+    Args:
+        config: Of now.
+        state: As from `MoQController.state_dict`, checked.
+        total_steps: Optimizer steps of the run that goes on.
+    """
+    changed = changes(MoQConfig.from_dict(state["config"]), config)
+    if config.schedule.deadline is None or _is_replayed(state, changed):
+        return total_steps
+    planned: int = state["schedule"]["total_steps"]
+    return planned
+
+
+def check_room(schedule: PrecisionSchedule, total_steps: int) -> None:
+    """Check that what is left of a schedule with a deadline fits into the run that goes on.
+
+    Args:
+        schedule: As it goes on.
+        total_steps: Optimizer steps of the run, those counted that the schedule counts.
+
+    Raises:
+        MoQError: It does not; says what would.
+    """
+    activation = schedule.config.activation
+    last = max(schedule.last_drop(), activation.start_step if activation.enabled else 0)
+    if schedule.deadline_step is not None and last > max(total_steps, schedule.steps):
+        raise MoQError(
+            f"the checkpoint's schedule was planned for {schedule.total_steps} optimizer steps, and after "
+            f"{schedule.steps} of them it is not over: its last change may come only after step {last}, but this run "
+            f"ends after step {total_steps}. Resume with {last} steps or more (max_steps, num_train_epochs), or start "
+            "a new run"
+        )
 
 
 def load_schedule(
@@ -138,10 +256,9 @@ def load_schedule(
     """
     bits = {name: block[0] for name, block in state["schedule"]["blocks"].items()}
     steps: int = state["schedule"]["steps"]
-    begun = any(block != FLOAT_BITS for block in bits.values())
-    fixed = changed.keys() - SCHEDULE_KEYS - _FROM_NOW_ON if begun else set()
+    fixed = changed.keys() - SCHEDULE_KEYS - _FROM_NOW_ON if _has_begun(state) else set()
     faults = [f"{_told(key, changed[key])}, fixed from the offset on" for key in changed if key in fixed]
-    if not faults and (SCHEDULE_KEYS.intersection(changed) if begun else changed):
+    if not faults and _is_replayed(state, changed):
         otherwise = _replay(schedule, [Switch(*switch) for switch in state["history"]], steps, bits)
         if otherwise:
             told = describe({key: pair for key, pair in changed.items() if key in SCHEDULE_KEYS})
@@ -153,6 +270,15 @@ def load_schedule(
             f"the checkpoint was made with another MoQ config, and after its {steps} steps a run cannot go on with "
             f"this one: {'; '.join(faults)}. Resume with the checkpoint's config, or start a new run"
         )
+
+
+def _has_begun(state: Mapping[str, Any]) -> bool:
+    return any(block[0] != FLOAT_BITS for block in state["schedule"]["blocks"].values())
+
+
+def _is_replayed(state: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> bool:
+    """Whether the schedule of now takes the passed steps anew, for what changed in the config."""
+    return bool(SCHEDULE_KEYS.intersection(changed) if _has_begun(state) else changed)
 
 
 def describe(changed: Mapping[str, tuple[Any, Any]]) -> str:

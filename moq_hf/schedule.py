@@ -21,7 +21,6 @@ least one step and no later than the cap. So a block of factor 1 doubles as abov
 times as late: with the factor 5, at R.
 """
 
-import bisect
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from .config import AUTO_DEADLINE, MoQConfig, MoQError
+from .config import AUTO_DEADLINE, LARGEST, MoQConfig, MoQError
 
 FLOAT_BITS = 32
 # That of the block with the largest eigenvalue.
@@ -186,6 +185,20 @@ class PrecisionSchedule:
         for left in range(drops - 1, 0, -1):
             last = self._following(last, left, factor)
         return self.config.schedule.offset + last
+
+    def last_drop(self) -> int:
+        """The optimizer step after which every block is at its target at the latest, blends included, from now on."""
+        factor = MAX_FACTOR if self.config.eigenvalue.enabled else 1
+        last = 0
+        for name, bits in self.bits.items():
+            changed, period = self._changed[name], self.period[name]
+            if bits == FLOAT_BITS:
+                changed = max(self.steps + 1, self.config.schedule.offset)
+            for left in range(min(bits, self.config.start_bits) - self.config.target_bits - 1, -1, -1):
+                changed = max(self.steps + 1, self.config.schedule.offset + period)
+                period = self._following(period, left, factor)
+            last = max(last, changed + _fade(self.config))
+        return last
 
     def _first(self) -> int:
         """Steps from the offset to the first drop."""
@@ -349,6 +362,8 @@ def plan(
     config = MoQConfig.load(config)
     if not isinstance(total_steps, int) or total_steps < 1:
         raise MoQError(f"total_steps must be a whole number from 1, got {total_steps!r}")
+    if total_steps > LARGEST:
+        raise MoQError("total_steps must be below 2**63")
     if not config.enabled:
         raise MoQError("enabled is false: nothing would be quantized")
     if config.schedule.offset >= total_steps:
@@ -439,8 +454,12 @@ def _cap(room: int, since: int, left: int) -> int:
 
 def _root(value: int, degree: int) -> int:
     """The root of a whole number, rounded down: exact, where a float would differ from machine to machine."""
-    high = 1 << -(-value.bit_length() // degree)
-    return bisect.bisect_right(range(high + 1), value, key=lambda root: root**degree) - 1
+    low, high = 0, 1 << -(-value.bit_length() // degree)
+    # Halved by hand: bisect and range end where whole numbers of C do.
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if middle**degree <= value else (low, middle)
+    return low
 
 
 def _fade(config: MoQConfig) -> int:

@@ -4,6 +4,7 @@ import base64
 import io
 import logging
 import math
+import pickle
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -98,9 +99,19 @@ class Samples:
         return base64.b64encode(zlib.compress(buffer.getvalue())).decode()
 
     def load_state_dict(self, text: str, device: torch.device) -> None:
-        """Go on with what was kept."""
-        buffer = io.BytesIO(zlib.decompress(base64.b64decode(text)))
-        self._batches = torch.load(buffer, map_location=device, weights_only=True)
+        """Go on with what was kept.
+
+        Raises:
+            MoQError: It is something else.
+        """
+        try:
+            buffer = io.BytesIO(zlib.decompress(base64.b64decode(text)))
+            kept = torch.load(buffer, map_location=device, weights_only=True)
+        except (ValueError, RuntimeError, EOFError, OSError, zlib.error, pickle.UnpicklingError):
+            kept = None
+        if not isinstance(kept, list) or not all(isinstance(batch, dict) and _can_split(batch) for batch in kept):
+            raise MoQError("the checkpoint's MoQ state is damaged: sensitivity.samples are no training examples")
+        self._batches = kept
 
 
 def _rows(inputs: Inputs) -> int:
@@ -300,7 +311,11 @@ class Sensitivity:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Go on from a saved state.
+
+        Raises:
+            MoQError: Its samples are damaged.
+        """
         self.eigenvalues = {k: math.nan if v is None else v for k, v in state["eigenvalues"].items()}
         self.values = normalise(self.eigenvalues) if self.eigenvalues else {}
         self._spent, self._products = state["spent"], state["products"]

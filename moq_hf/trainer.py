@@ -27,7 +27,7 @@ from .distillation import distillation_loss, fingerprint, load_teacher
 from .processes import whole_state_dict
 from .proof import Answers
 from .quant_linear import is_quantized, quant_layers
-from .resume import check_whole, checkpoints, fault_of, last_checkpoint
+from .resume import check_whole, checkpoints, fault_of, last_checkpoint, saved_state
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ class MoQTrainer(Trainer):
             moq.teacher = self._teacher_fingerprint
             return
         entry = cast(dict[str, Any], self.state.stateful_callbacks).get(MoQCallback.__name__)
-        if entry and entry["attributes"]["saved"]:
+        if entry is not None and saved_state(entry) is not None:
             logger.warning("moq_hf: the checkpoint was made with MoQ; without moq_config the run goes on in float")
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:

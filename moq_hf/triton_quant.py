@@ -46,7 +46,7 @@ def available(device: torch.device) -> bool:
 
     if triton.knobs.runtime.interpret != (device.type == "cpu"):
         return False
-    weight = torch.ones(1, 4, device=device)
+    weight = torch.ones(1, 4, dtype=torch.float32, device=device)
     try:
         return torch.equal(fake_quantize(weight, 8), weight)
     except Exception as error:
@@ -129,7 +129,7 @@ class Batch:
             if self._copied is not None and not self._copied.query():  # type: ignore[no-untyped-call]
                 return []
             if self._copy is None:
-                self._copy = torch.zeros(len(self.jobs), dtype=torch.int32, pin_memory=True)
+                self._copy = torch.zeros(len(self.jobs), dtype=torch.int32, device="cpu", pin_memory=True)
             found = self._copy.tolist()
             self._copy.copy_(self._flags, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]

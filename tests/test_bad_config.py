@@ -1,6 +1,8 @@
 """Wrong configs: one MoQConfigError that names the key, the value, what is legal and what was probably meant."""
 
 import json
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +291,51 @@ def test_one_readable_error(document: Any, fragments: list[str], tmp_path: Path)
         with pytest.raises(MoQConfigError) as caught:
             MoQConfig.from_file(path)
         check(caught.value, [*fragments, "bad.json"])
+
+
+@pytest.mark.parametrize("place", ["top", "section", "beside", "twice"])
+def test_thousands_of_wrong_keys_are_told_briefly_and_at_once(place: str, tmp_path: Path) -> None:
+    keys = {f"quantize_bit_{index}": index for index in range(20_000)}
+    documents = {
+        "top": with_bits(**keys),
+        "section": {"quantize_bits": BITS["quantize_bits"] | keys},
+        "beside": {"quantize_training": with_bits(sead=1)} | keys,
+        "twice": with_bits(**keys),
+    }
+    text = json.dumps(documents[place])
+    if place == "twice":
+        text = text[:-1] + ", " + text[1:]
+    path = tmp_path / "moq.json"
+    path.write_text(text)
+    began = time.process_time()
+    with pytest.raises(MoQConfigError) as caught:
+        MoQConfig.from_file(path)
+    # It took 4.6 s and 7 MB.
+    assert time.process_time() - began < 1.0
+    message = str(caught.value)
+    assert len(message) < 20_000
+    if place in ("top", "section"):
+        lines = message.split("\n")
+        assert lines[0].endswith("20000 things are wrong") and lines[-1] == "  and 19980 more" and len(lines) == 22
+        assert re.search("did you mean|legal here are", lines[1]) and "quantize_bit_19" in lines[20]
+    elif place == "twice":
+        assert message.endswith("and 19981 more")
+
+
+def test_huge_keys_and_values_are_cut_short() -> None:
+    for document in (
+        {"a" * 10**7: 1},
+        with_bits(quantize_type="s" * 10**7),
+        with_bits(seed=[0] * 10**6),
+        with_bits(seed={"a" * 10**6: 1}),
+        with_bits(quantize_algo={"b" * 10**7: 1}),
+        with_bits(modules_to_not_convert=["x"] * 10**6 + [1]),
+        {"quantize_training": "x" * 10**7},
+        {"line\nbreak\x1b[2J": 1} | BITS,
+    ):
+        with pytest.raises(MoQConfigError) as caught:
+            MoQConfig.from_dict(document)
+        check(caught.value, [])
 
 
 def test_the_table_is_long_and_names_are_unique() -> None:

@@ -13,11 +13,13 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from by_hand import WRONG, places
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
@@ -28,6 +30,8 @@ from transformers import (
     BertForSequenceClassification,
     DistilBertConfig,
     DistilBertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
     RobertaConfig,
     RobertaForSequenceClassification,
     T5Config,
@@ -38,8 +42,9 @@ from transformers import (
 )
 
 from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, save_quantized, verify_quantized
-from moq_hf.checkpoint import STATE_NAME
+from moq_hf.checkpoint import STATE_NAME, recorded
 from moq_hf.cli import main
+from moq_hf.controller import MoQController
 from moq_hf.quant_linear import quant_embeddings, quant_layers
 
 LONG = pytest.mark.skipif("MOQ_HF_LONG_TESTS" not in os.environ, reason="a minute; set MOQ_HF_LONG_TESTS to run it")
@@ -261,6 +266,195 @@ def test_codes_off_the_grid_are_noticed(
     forge(tmp_path, tensors)
     with pytest.raises(MoQError, match=text):
         verify_quantized(tmp_path)
+
+
+def rewrite(folder: Path, change: Any, name: str = STATE_NAME) -> None:
+    """Changes a JSON file of a packed folder, with digests that were forged to fit."""
+    from moq_hf.checkpoint import _sha256, _write_state
+
+    state = json.loads((folder / STATE_NAME).read_text())
+    document = state if name == STATE_NAME else json.loads((folder / name).read_text())
+    change(document)
+    if name != STATE_NAME:
+        (folder / name).write_text(json.dumps(document))
+        state["config_json"] = _sha256((folder / "config.json").read_bytes())
+    _write_state(folder, state)
+
+
+QUERY = "bert.encoder.layer.0.attention.self.query"
+OUTPUT = "bert.encoder.layer.0.attention.output.dense"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda s: s.pop("format"), "is of format null, written by moq_hf"),
+        (lambda s: s.update(format=2, versions=[]), "is of format 2, written by moq_hf null: update"),
+        (lambda s: s.pop("tensors"), "tensors is missing"),
+        (lambda s: s.update(tensors=[]), r"tensors must be an object of keys, not \[\]"),
+        (lambda s: s.pop("layers"), "layers is missing"),
+        (lambda s: s.update(layers=[]), "layers must be an object of keys"),
+        (lambda s: s.update(layers={}), "layers must be the layers by name, not {}"),
+        (lambda s: s["layers"].pop(QUERY), f"layers.{QUERY} is missing, whose packed weight there is"),
+        (lambda s: s.update(config_json=7), "config_json must be text, not 7"),
+        (lambda s: s.update(history=[[1]]), "history.0 must be an object of keys"),
+        (lambda s: s.update(step="x"), "step must be a whole number from 0"),
+        (lambda s: s["layers"][QUERY].update(x=1), f"layers.{QUERY}.x is unknown; legal are kind, bits"),
+        (lambda s: s["layers"][QUERY].pop("kind"), f"layers.{QUERY}.kind is missing"),
+        (lambda s: s["layers"][QUERY].update(kind="lstm"), "kind must be linear or conv1d or embedding"),
+        (lambda s: s["layers"][QUERY].update(shape="x"), 'shape must be a list of 2, not "x"'),
+        (lambda s: s["layers"][QUERY].update(shape=[0, 32]), "shape.0 must be a whole number from 1"),
+        (lambda s: s["layers"][QUERY].update(scales=[0, 0]), r"scales must be divisors of the shape \[32, 32\]"),
+        (lambda s: s["layers"][QUERY].update(bytes="x"), "bytes must be a whole number from 0"),
+        (lambda s: s["layers"][QUERY].update(bytes_before=0), "bytes_before must be a whole number from 1"),
+        (lambda s: s["layers"][QUERY].update(max_error=10**400), "max_error must be a finite number"),
+        (lambda s: s["layers"][QUERY].update(symmetric=1), "symmetric must be true or false, not 1"),
+        (lambda s: s["layers"][QUERY].update(group=None), "group must be text, not null"),
+        (lambda s: s["layers"][QUERY].update(group="none"), "config.json: quantization_config.config_groups.none is"),
+        (lambda s: s["layers"][QUERY].update(bits=0), f"layers.{QUERY}.bits must be a whole number from 1 to 8, not 0"),
+        (lambda s: s["layers"][QUERY].update(bits=10**6), "bits must be a whole number from 1 to 8"),
+        (lambda s: s["layers"][QUERY].update(bits=9), "bits must be a whole number from 1 to 8, not 9"),
+        (lambda s: s["layers"][QUERY].update(bits=5), f"layers.{QUERY}.bits is 5, but its codes have 4 bits"),
+        (lambda s: s["layers"][QUERY].update(bits=3), f"layers.{QUERY}.bits is 3, but its codes have 4 bits"),
+        (lambda s: s["layers"][OUTPUT].update(bits=17), "bits must be a whole number from 1 to 16, not 17"),
+        (lambda s: s["layers"][OUTPUT].update(bits=13), "no code is beyond 2047, so they are of fewer than 13 bits"),
+        (lambda s: s["layers"][OUTPUT].update(bits=11), "a weight is not on the grid of 11 bits"),
+        (lambda s: s["layers"][OUTPUT].update(grid=["x", None]), "grid.0 must be 4 values of 4 bytes in base64"),
+        (lambda s: s["layers"][OUTPUT].update(grid=None), "grid must be a list of 2, not null"),
+    ],
+)
+def test_a_state_changed_by_hand_is_one_error_that_names_file_and_key(
+    change: Any, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_quantized(mixed(bert(), [4, 4, 4, 12], config_of(4)), tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises(MoQError, match=text) as error:
+        verify_quantized(tmp_path)
+    assert str(tmp_path) in str(error.value)
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith(f"error: {error.value}\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda c: c.update(quantization_config=None), "quantization_config must be an object of keys, not null"),
+        (lambda c: c.pop("quantization_config"), "config.json: quantization_config is missing"),
+        (lambda c: c["quantization_config"].pop("config_groups"), "quantization_config.config_groups is missing"),
+        (
+            lambda c: c["quantization_config"]["config_groups"].update(group_0=5),
+            "group_0 must be an object of keys, not 5",
+        ),
+        (
+            lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(num_bits=40),
+            "group_0.weights.num_bits must be a whole number from 1 to 8, not 40",
+        ),
+        (
+            lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].pop("symmetric"),
+            "group_0.weights.symmetric is missing",
+        ),
+        (
+            lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(num_bits=8),
+            "bits is 4, but its codes have 8 bits",
+        ),
+    ],
+)
+def test_a_config_changed_by_hand_is_one_error(change: Any, text: str, tmp_path: Path) -> None:
+    save_quantized(mixed(bert(), [4], config_of(4)), tmp_path)
+    rewrite(tmp_path, change, "config.json")
+    with pytest.raises(MoQError, match=text):
+        verify_quantized(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+def test_bits_in_a_container_are_held_against_the_codes(kind: str, tmp_path: Path) -> None:
+    """Models that are unpacked while loading have one width for all layers, so only the codes tell the bits."""
+    config = config_of(5, quantize_algo={"q_type": kind})
+    save_quantized(mixed(text_t5(T5ForSequenceClassification), [5, 3, 4], config), tmp_path)
+    layers = {name: layer.bits for name, layer in verify_quantized(tmp_path).layers.items()}
+    assert set(layers.values()) == {3, 4, 5}
+    for name, bits in list(layers.items())[:3]:
+        for other in (1, 2, 3, 4, 5, 6, 7, bits):
+            rewrite(tmp_path, partial(put, path=("layers", name, "bits"), value=other))
+            if other == bits:
+                verify_quantized(tmp_path)
+                continue
+            with pytest.raises(MoQError, match=r"binary codes must be|beyond|is 6, but|is 7, but"):
+                verify_quantized(tmp_path)
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(32, 32), torch.full((32, 32), -1.0), torch.linspace(1, 1.01, 1024)])
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+def test_odd_weights_are_of_their_bits(kind: str, weight: torch.Tensor, tmp_path: Path) -> None:
+    for bits in (2, 3, 4, 8, 12):
+        model = bert()
+        with torch.no_grad():
+            model.bert.pooler.dense.weight.copy_(weight.view(32, 32))
+        save_quantized(mixed(model, [bits], config_of(bits, quantize_algo={"q_type": kind})), tmp_path)
+        verify_quantized(tmp_path, model)
+
+
+def test_dense_binary_layers_are_on_their_grid(tmp_path: Path) -> None:
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=60, bos_token_id=1, eos_token_id=1, pad_token_id=0)
+    model = GPT2ForSequenceClassification(config)
+    quantize_model(model, config_of(1, quantize_groups=1, quantize_group_size=16, modules_to_not_convert=[]))
+    save_quantized(model, tmp_path)
+    found = verify_quantized(tmp_path, model).layers["score"]
+    assert (found.stored, found.bits) == ("dense", 1)
+
+
+@pytest.mark.parametrize("place", ["../outside.safetensors", "{outside}", "sub/model.safetensors", "x", "", 5, None])
+def test_a_shard_index_points_nowhere_else(place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, outside = tmp_path / "packed", tmp_path / "outside.safetensors"
+    save_quantized(mixed(bert(), [4], config_of(4)), folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(outside)
+    place = place.format(outside=outside) if isinstance(place, str) else place
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, place)}))
+    opened: list[Path] = []
+    monkeypatch.setattr("moq_hf.checkpoint.safe_open", lambda path, **_: opened.append(path))
+    with pytest.raises(MoQError, match=r"index.json: weight_map.bert\S* must be (text|the name of a file of weights)"):
+        verify_quantized(folder)
+    assert opened == []
+
+
+def test_what_is_recorded_is_what_is_verified(tmp_path: Path) -> None:
+    save_quantized(mixed(bert(), [8, 4, 12], config_of(8, quantize_embeddings=8)), tmp_path, max_shard_size="20KB")
+    assert recorded(tmp_path) == verify_quantized(tmp_path)
+    shard = next(tmp_path.glob("model-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(MoQError, match=f"{shard.name} cannot be read"):
+        recorded(tmp_path)
+
+
+def test_any_value_changed_by_hand_is_one_error_or_none(tmp_path: Path) -> None:
+    controller = MoQController(
+        bert(), MoQConfig.from_dict(config_of(4, quantize_embeddings=4, quantize_schedule={"schedule_offset": 1})), 9
+    )
+    controller.step()
+    save_quantized(controller.model, tmp_path / "ok", controller=controller, metrics={"eval_f1": 0.5})
+    generator, told = random.Random(0), 0
+    for name in (STATE_NAME, "config.json"):
+        document = json.loads((tmp_path / "ok" / name).read_text())
+        for path in places(document):
+            if path[0] in ("digest", "config_json") or generator.random() < 0.4:
+                continue
+            folder = tmp_path / "changed"
+            shutil.copytree(tmp_path / "ok", folder, dirs_exist_ok=True)
+            rewrite(folder, partial(put, path=path, value=generator.choice(WRONG)), name)
+            try:
+                verify_quantized(folder).table()
+            except MoQError as error:
+                assert len(str(error)) < 2000
+                told += 1
+    print(f"{told} told")
+    assert told > 50
+
+
+def put(document: Any, path: tuple[Any, ...], value: Any) -> None:
+    for key in path[:-1]:
+        document = document[key]
+    document[path[-1]] = value
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,14 @@
 import importlib.util
 import itertools
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from test_triton_quant import LAYOUTS, MODES, same_bits
 
-from moq_hf import cpu_quant, quantizer
+from moq_hf import cpu_quant, eigen, quantize_model, quantizer
 
 needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 
@@ -122,3 +124,60 @@ def test_each_calls_all_and_raises() -> None:
         assert sorted(seen) == list(range(20))
         with pytest.raises(ZeroDivisionError):
             cpu_quant.each(lambda item: 1 // item, [1, 0, 1])
+
+
+# With threads of torch, so that no thread of the test run is in the way.
+FORK = """
+import os, signal
+from moq_hf import cpu_quant
+import torch
+
+torch.set_num_threads(2)
+seen = []
+cpu_quant.each(seen.append, range(4))
+child = os.fork()
+if not child:
+    # What hangs ends here, with the parent.
+    signal.alarm(20)
+    cpu_quant.each(seen.append, range(4))
+    os._exit(0 if len(seen) == 8 else 1)
+assert os.waitpid(child, 0)[1] == 0, "the child hangs"
+cpu_quant.each(seen.append, range(4))
+assert len(seen) == 8
+"""
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("around", [torch.bfloat16, torch.float16, torch.float64, torch.device("meta")], ids=str)
+def test_default_dtypes_and_devices_change_nothing(around: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+    parameters = {"0": list(model[0].parameters())}
+    inputs = torch.randn(4, 8)
+
+    def measured() -> Any:
+        eigenvalues = eigen.block_eigenvalues(lambda: model(inputs).square().sum(), parameters)
+        eigen.check_second_derivative(lambda: model(inputs).square().sum(), parameters["0"])
+        cpu_quant.available.cache_clear()
+        return eigenvalues["0"].value, cpu_quant.available(), cpu_quant.least_squares_ratio(model[0].weight, 4)
+
+    expected = measured()
+    before = torch.get_default_dtype()
+    try:
+        if isinstance(around, torch.dtype):
+            torch.set_default_dtype(around)
+            found = measured()
+            quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+        else:
+            with around:
+                found = measured()
+                quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    finally:
+        torch.set_default_dtype(before)
+        cpu_quant.available.cache_clear()
+    assert found[:2] == expected[:2] and same_bits(found[2], expected[2])
+    layer: Any = model[0]
+    assert same_bits(layer.quantized_weight(), quantizer.fake_quantize(layer.weight, 4, ratio=expected[2]))

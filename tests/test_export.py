@@ -171,12 +171,16 @@ def test_token_classes_asymmetric_groups_and_external_data(tmp_path: Path) -> No
     # On top of what an earlier export left.
     (tmp_path / "onnx").mkdir()
     (tmp_path / "onnx" / "model_int8.onnx").write_text("old")
+    (tmp_path / "onnx" / "model_int8.onnx.data").write_text("old")
+    (tmp_path / "onnx" / "model_int8.onnx.backup").write_text("mine")
+    (tmp_path / "onnx" / "moq_export.json").write_text('{"proofs": {"int8": {}}}')
     flavours = ("dequantize-linear", "weight-only")
     found = export_onnx(source, tmp_path / "onnx", flavours=flavours, external_data_above=1000)
     for proof in found.proofs.values():
         assert proof.largest_difference < 1e-5 and proof.agreement == 1.0
     assert (tmp_path / "onnx" / "model.onnx.data").stat().st_size > 100_000
-    assert not (tmp_path / "onnx" / "model_int8.onnx").exists()
+    left = {path.name for path in (tmp_path / "onnx").glob("model_int8*")}
+    assert left == {"model_int8.onnx.backup"}
     kinds = {v.data_type for v in initializers(tmp_path / "onnx" / "model_dequantize_linear.onnx").values()}
     assert {TensorProto.INT4, TensorProto.INT8} <= kinds
 
@@ -199,6 +203,37 @@ def test_features_row_blocks_and_8_bit_activations(tmp_path: Path) -> None:
     assert proof.from_same_arithmetic is not None and proof.from_same_arithmetic < 1e-4 < proof.largest_difference
     linears = {kind for name, kind in found.layers["int8"].items() if "embeddings" not in name}
     assert linears == {"uint8", "int8"}
+
+
+@pytest.mark.parametrize(
+    "report",
+    [None, "", "{", "[1]", "null", "{}", '{"proofs": 1}', '{"proofs": {}}', '{"proofs": {"model": {}}}', "[" * 100_000],
+    ids=lambda text: str(text)[:30],
+)
+def test_a_folder_of_somebody_else_is_left_as_it_is(report: str | None, classifier: Path, tmp_path: Path) -> None:
+    target = tmp_path / "mine"
+    target.mkdir()
+    for name in ("pytorch_model.bin", "config.json", "model.onnx", "model.onnx_data", "model_int8.onnx.old"):
+        (target / name).write_text(f"my {name}")
+    if report is not None:
+        (target / "moq_export.json").write_text(report)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    with pytest.raises(
+        MoQError, match=r"mine is not empty and has no moq_export\.json .* give a new or an empty folder"
+    ):
+        export_onnx(classifier, target, flavours=["weight-only"])
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_an_empty_folder_is_taken_and_then_our_own(classifier: Path, tmp_path: Path) -> None:
+    target = tmp_path / "onnx"
+    target.mkdir()
+    for flavour in ("float", "weight-only"):
+        export_onnx(classifier, target, flavours=[flavour])  # type: ignore[list-item]
+        assert json.loads((target / "moq_export.json").read_text())["proofs"].keys() == {flavour}
+        assert (target / "model.onnx").exists() == (flavour == "weight-only")
+    assert not (target / "model_float.onnx").exists()
 
 
 def test_a_difference_above_the_tolerance_is_refused(
@@ -282,6 +317,9 @@ def test_wrong_arguments(classifier: Path, tmp_path: Path, capsys: pytest.Captur
             export_onnx(classifier, tmp_path / "out", data=Data(texts))
     packed = tmp_path / "packed"
     shutil.copytree(classifier, packed)
+    with pytest.raises(MoQError, match=r"packed is not empty and has no moq_export\.json"):
+        export_onnx(classifier, packed)
+    (packed / "moq_export.json").write_text('{"proofs": {"int8": {}}}')
     with pytest.raises(MoQError, match="holds another model"):
         export_onnx(classifier, packed)
     verify_quantized(packed)

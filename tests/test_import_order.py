@@ -9,6 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "moq_hf"
 ORDER = [
     "config",
+    "reading",
     "schedule",
     "resume",
     "quantizer",
@@ -38,7 +39,7 @@ ORDER = [
     "bench",
     "cli",
 ]
-STANDARD_LIBRARY_ONLY = {"config", "schedule"}
+STANDARD_LIBRARY_ONLY = {"config", "reading", "schedule"}
 # Modules that are there by Python's rules, not in the order: the package root imports everything.
 ROOT = {"__init__"}
 

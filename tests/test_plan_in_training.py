@@ -90,11 +90,46 @@ def test_a_resumed_run_keeps_its_deadline(tmp_path: Path, caplog: pytest.LogCapt
     assert [bits[6], bits[10]] == [over_the_model(now, longer.model) for now in (4, 3)]
 
 
+def test_a_schedule_that_is_over_resumes_in_a_run_of_any_length(tmp_path: Path) -> None:
+    trained(moq(tmp_path, AUTO, save_strategy="steps", save_steps=3))
+    # Every block is at 3 bits after step 10. Of 13 steps the deadline would be step 9, of 4 too early for three drops.
+    for step, steps in ((12, 13), (15, 40), (9, 10), (9, 12)):
+        resumed = moq(tmp_path / "out", AUTO, max_steps=steps)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert resumed.moq.controller.at_target and resumed.state.global_step == steps
+        assert resumed.moq.controller.history[-1].step == 10
+    for step, steps in ((3, 4), (6, 9)):
+        with pytest.raises(
+            MoQError,
+            match=rf"planned for 16 .* after {step} of them it is not over: .* after step 10, but "
+            rf"this run ends after step {steps}. Resume with 10 steps or more",
+        ):
+            moq(tmp_path / "out", AUTO, max_steps=steps).train(
+                resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}")
+            )
+
+
+def test_a_changed_deadline_is_that_of_the_length_of_now(tmp_path: Path) -> None:
+    trained(moq(tmp_path, AUTO, save_strategy="steps", save_steps=6))
+    sooner = {**AUTO, "quantize_schedule": {**AUTO["quantize_schedule"], "deadline": 0.5}}
+    with pytest.raises(MoQError, match=r"0\.5 of 8 optimizer steps is step 4"):
+        moq(tmp_path, sooner, max_steps=8).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
 def test_a_run_too_short_for_its_deadline_ends_before_the_first_step(tmp_path: Path) -> None:
     trainer = stock(tmp_path, AUTO, max_steps=6)
     with pytest.raises(MoQError, match=r"0.75 of 6 optimizer steps is step 4; .* What would fit: start_bits 5, or"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("deadline", [0.6, 1.0])
+def test_a_deadline_with_one_drop_trains(deadline: float, tmp_path: Path) -> None:
+    schedule = {"quantize_period": 10, "schedule_offset": 0, "deadline": deadline}
+    config = {**CONFIG, "quantize_bits": {"start_bits": 8, "target_bits": 7}, "quantize_schedule": schedule}
+    trainer = trained(stock(tmp_path, config))
+    drops = {log["step"]: log["moq/mean_bits"] for log in trainer.state.log_history if "moq/mean_bits" in log}
+    assert drops[min(10, int(16 * deadline))] == 7
 
 
 class Reporter(TrainerCallback):

@@ -1,6 +1,7 @@
 """report.py and the command line: what they say of a run is what its log says."""
 
 import json
+import math
 import random
 import re
 import subprocess
@@ -10,10 +11,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from by_hand import WRONG, places
 from matplotlib import image
+from test_training import CONFIG as TRAINED
+from test_training import new_model, stock
 from transformers import Trainer, TrainingArguments
 
-from moq_hf import cli, report
+from moq_hf import MoQCallback, cli, quantize_model, report, save_quantized, verify_quantized
 from moq_hf.config import MoQConfig, MoQError
 from moq_hf.schedule import PrecisionSchedule, plan
 
@@ -144,8 +148,11 @@ def test_the_newest_checkpoint_serves_too(tmp_path: Path) -> None:
     [
         (None, "is no folder"),
         ({}, "has no trainer_state.json, nor"),
-        ({"trainer_state.json": "{"}, "cannot read .*trainer_state.json"),
-        ({"trainer_state.json": "[]"}, "is no object of keys"),
+        ({"trainer_state.json": "{"}, "trainer_state.json cannot be read"),
+        ({"trainer_state.json": "[" * 100_000}, "trainer_state.json cannot be read"),
+        ({"trainer_state.json": "[]"}, "must hold an object of keys"),
+        ({"trainer_state.json": "{}"}, "is no run with MoQ"),
+        ({"moq_state.json": "{}"}, "moq_state.json is damaged: its digest"),
         ({"trainer_state.json": '{"global_step": 1, "log_history": [{"loss": 1}]}'}, "is no run with MoQ"),
     ],
 )
@@ -154,6 +161,115 @@ def test_a_folder_of_something_else_is_told(files: Any, text: str, tmp_path: Pat
         (tmp_path / name).write_text(content)
     with pytest.raises(MoQError, match=text):
         report.write_report(tmp_path if files is not None else tmp_path / "none")
+
+
+BEGIN = "stateful_callbacks.MoQCallback"
+
+
+@pytest.mark.parametrize(
+    "path, value, text",
+    [
+        (("global_step",), "x", 'trainer_state.json: global_step must be a whole number from 0, not "x"'),
+        (("global_step",), 10**400, "global_step must be a whole number"),
+        (("stateful_callbacks",), [], r"stateful_callbacks must be an object of keys, not \[\]"),
+        (("stateful_callbacks", "MoQCallback"), 5, f"{BEGIN} must be an object of keys, not 5"),
+        (("stateful_callbacks", "MoQCallback"), {}, f"{BEGIN}.attributes is missing"),
+        (("stateful_callbacks", "MoQCallback", "args"), {}, f"{BEGIN}.args.config is missing"),
+        (("stateful_callbacks", "MoQCallback", "args", "config"), [], f"{BEGIN}.args.config must be an object"),
+        (("stateful_callbacks", "MoQCallback", "args", "config", "seed"), -1, f"{BEGIN}.args.config: .*seed: -1"),
+        (("stateful_callbacks", "MoQCallback", "attributes", "saved"), 7, f"{BEGIN}.attributes.saved must be"),
+        (
+            ("stateful_callbacks", "MoQCallback", "attributes", "saved", "float_size_mb"),
+            math.nan,
+            "saved.float_size_mb must be a finite number, not NaN",
+        ),
+        (("log_history",), {"step": 1}, "log_history must be a list"),
+        (("log_history", 1), 5, "log_history.1 must be an object of keys, not 5"),
+        (("log_history", 1), {"loss": 1}, "log_history.1.step is missing"),
+        (("log_history", 1, "step"), None, "log_history.1.step must be a whole number from 0, not null"),
+        (("log_history", 1, "loss"), 10**400, "log_history.1.loss must be a whole number"),
+        (("log_history", 1, "moq/mean_bits"), math.inf, "log_history.1.moq/mean_bits must be a finite number"),
+        (("log_history", 1, "moq/bits/x"), 10**6, "log_history.1.moq/bits/x must be a number from 1 to 32"),
+        (("log_history", 1, "moq/eigenvalue/x"), "x", "log_history.1.moq/eigenvalue/x must be a finite number"),
+    ],
+)
+def test_a_state_changed_by_hand_is_one_error_that_names_the_key(
+    path: tuple[Any, ...], value: Any, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = make_run(tmp_path, steps=40)
+    place: Any = state
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    assert cli.main(["report", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert re.search(text, told) and str(tmp_path) in told and told.count("\n") == 1
+
+
+def test_any_value_changed_by_hand_gives_a_run_or_one_error(tmp_path: Path) -> None:
+    state = make_run(tmp_path, steps=20, config=CONFIG | {"quantize_schedule": {"quantize_period": 5}})
+    generator, told = random.Random(0), 0
+    for path in places(state):
+        changed = json.loads(json.dumps(state))
+        place = changed
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = generator.choice(WRONG)
+        (tmp_path / "trainer_state.json").write_text(json.dumps(changed))
+        try:
+            run = report.read_run(tmp_path)
+            with report._drawing():
+                report._figures(run)
+        except MoQError as error:
+            assert len(str(error)) < 1000
+            told += 1
+    assert told > 20
+
+
+def test_a_diverged_run_is_drawn(tmp_path: Path) -> None:
+    state = make_run(tmp_path)
+    for line in state["log_history"][-9:]:
+        line |= {"loss": math.nan, "eval_loss": math.inf, "eval_f1": math.nan} if "eval_f1" in line else {}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    report.write_report(tmp_path)
+
+
+def test_a_run_without_a_saved_state_is_read_from_its_packed_model(tmp_path: Path) -> None:
+    config = {**TRAINED, "eigenvalue": {"enabled": True, "num_samples": 4, "max_overhead": 1.0}}
+    trainer = stock(tmp_path, config, eval_strategy="steps", eval_steps=8)
+    trainer.train()
+    assert not (tmp_path / "trainer_state.json").exists()
+    found = report.read_run(tmp_path)
+    (callback,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, MoQCallback))
+    controller = callback.controller
+    assert found.config == MoQConfig.from_dict(config) and found.steps == 16
+    assert set(found.by_block("bits")) == set(controller.blocks)
+    for block, (steps, bits) in found.by_block("bits").items():
+        assert list(zip(steps, bits, strict=True)) == [(s.step, s.bits) for s in controller.history if s.block == block]
+    assert found.switches() == sorted({switch.step for switch in controller.history})
+    assert found.series("moq/mean_bits") == ([16], [controller.mean_bits])
+    assert found.quantized.keys() == {"loss", "score"} and "eigenvalue" in str(found.log)
+    packed = verify_quantized(tmp_path / "quantized")
+    assert found.series("moq/size_mb")[1] == [packed.file_bytes / 1e6]
+    assert found.float_size_mb == packed.float_bytes / 1e6 == pytest.approx(controller.float_size_mb, rel=0.02)
+    page = report.write_report(tmp_path).read_text()
+    assert re.findall("<h2>(.*?)</h2>", page) == ["Bits", "Sensitivity", "Size", "Last evaluation"]
+    assert page.count("The run saved no trainer_state.json") == 1 and not (tmp_path / "moq_loss.png").exists()
+    # The packed folder alone does too, without its weights as well.
+    (tmp_path / "quantized" / "model.safetensors").unlink()
+    found = report.read_run(tmp_path / "quantized")
+    assert found.float_size_mb is None and found.series("moq/size_mb") == ([], [])
+    report.write_report(tmp_path / "quantized", tmp_path / "page")
+    # What the Trainer saved comes first.
+    trainer.save_state()
+    assert report.read_run(tmp_path).has_log
+
+
+def test_a_packed_model_without_a_run_is_told(tmp_path: Path) -> None:
+    save_quantized(quantize_model(new_model(), TRAINED), tmp_path)
+    with pytest.raises(MoQError, match="of a model that was quantized without a run"):
+        report.read_run(tmp_path)
 
 
 def test_a_float_run_without_metrics_is_told(run: Path, tmp_path: Path) -> None:
@@ -217,8 +333,17 @@ def test_steps_are_counted_as_the_trainer_counts(
         ),
         (["plan", *PLAN, "--epochs", "3"], "give --num_examples, --batch_size, or --max_steps"),
         (["plan", *PLAN, "--max_steps", "3", "--epochs", "3"], "it goes without --epochs"),
-        (["plan", *PLAN, "--max_steps", "0"], "argument --max_steps: invalid whole number from 1 value: '0'"),
-        (["plan", *PLAN, "--max_steps", "many"], "invalid whole number from 1 value: 'many'"),
+        (
+            ["plan", *PLAN, "--max_steps", "0"],
+            r"argument --max_steps: invalid whole number from 1 and below 2\*\*63 value: '0'",
+        ),
+        (["plan", *PLAN, "--max_steps", "many"], "invalid whole number from 1 .* value: 'many'"),
+        (["plan", *PLAN, "--max_steps", "40000000000000000000"], "value: '40000000000000000000'"),
+        (["plan", *PLAN, "--max_steps", "9" * 5000], "argument --max_steps: invalid whole number from 1"),
+        (
+            ["plan", *PLAN, "--num_examples", str(2**62), "--batch_size", "1", "--epochs", "1e300"],
+            r"error: total_steps must be below 2\*\*63",
+        ),
         (["plan", *PLAN, "--epochs", "nan"], "invalid number above 0 value: 'nan'"),
         (["plan"], "--moq_config"),
         ([], "COMMAND"),

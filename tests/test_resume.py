@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 import re
 import resource
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_hand import WRONG, places
 from safetensors.torch import load_file
 from test_training import (
     BLEND,
@@ -37,9 +39,9 @@ from moq_hf import (
     save_quantized,
     verify_quantized,
 )
-from moq_hf.controller import STATE_VERSION, MoQController
+from moq_hf.controller import MoQController
 from moq_hf.quant_linear import quant_layers
-from moq_hf.resume import changes, checkpoints, fault_of, load_schedule
+from moq_hf.resume import STATE_VERSION, changes, checkpoints, fault_of, load_schedule
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 OLD = Path(__file__).parent / "golden" / "checkpoint_0_1_0.json"
@@ -303,16 +305,70 @@ def test_a_state_of_a_newer_version_or_a_damaged_one_is_told(run: Path) -> None:
     for wrong, text in [
         (spoiled(state, "version", value=99), "has version 99, written by moq_hf 0.1.0; .* or a newer one"),
         (spoiled(state, "version", value="x"), "has version x"),
-        (spoiled(state, "schedule"), r"damaged \(KeyError: 'schedule'\)"),
-        (spoiled(state, "ratios", value=5), "damaged"),
-        (spoiled(state, "ratios", f"{block}.output.dense", value="Z!"), "clipping ratios|damaged"),
-        (spoiled(state, "history", value=[[1, 2]]), "damaged"),
-        (spoiled(state, "schedule", "blocks", block, value=[1]), "damaged"),
-        (spoiled(state, "config", "quantize_bits", value=3), "(?s)damaged .*quantize_bits"),
+        (spoiled(state, "schedule"), "is damaged: schedule is missing"),
+        (spoiled(state, "ratios", value=5), "ratios must be an object of keys, not 5"),
+        (
+            spoiled(state, "ratios", f"{block}.output.dense", value="Z!"),
+            r"ratios.bert.encoder.layer.0.output.dense must be 4 clipping ratios, letters from A to Q, not \"Z!\"",
+        ),
+        (spoiled(state, "history", value=[[1, 2]]), r"history.0 must be a list of 7, not \[1, 2\]"),
+        (spoiled(state, "schedule", "blocks", block, value=[1]), f"schedule.blocks.{block} must be a list of 3"),
+        (spoiled(state, "schedule", "steps", value=-1), "schedule.steps must be a whole number from 0, not -1"),
+        (
+            spoiled(state, "schedule", "blocks", block, 0, value=7),
+            f"schedule.blocks.{block}.0 must be a whole number from 3 to 6, not 7",
+        ),
+        (spoiled(state, "config", "quantize_bits", value=3), "(?s)damaged: config: .*quantize_bits"),
         (spoiled(state, "schedule", "blocks", block), "another set of blocks"),
     ]:
         with pytest.raises(MoQError, match=text):
             MoQController(new_model(), MoQConfig.from_dict(CONFIG), 16).load_state_dict(wrong)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_value_changed_by_hand_is_one_error_or_none(seed: int) -> None:
+    config = MoQConfig.from_dict(changed(eigenvalue=EIGENVALUES, quantize_schedule={"deadline": 0.75}))
+    controller = MoQController(new_model(), config, 16)
+    assert controller.sensitivity is not None
+    controller.sensitivity.samples.add({"input_ids": torch.ones(2, 3, dtype=torch.long)})
+    controller.sensitivity.eigenvalues = dict.fromkeys(controller.sensitivity.blocks, 1.0)
+    for _ in range(5):
+        controller.step()
+    state = json.loads(json.dumps(controller.state_dict()))
+    state["history"] = state["history"][-1:]
+    generator = random.Random(seed)
+    told = 0
+    for path in places(state):
+        wrong = spoiled(state, *path, value=generator.choice(WRONG))
+        try:
+            controller.load_state_dict(wrong)
+            controller.step()
+        except MoQError as error:
+            assert len(str(error)) < 1000
+            told += 1
+    print(f"{told} told")
+    assert told > 50
+    controller.load_state_dict(state)
+
+
+def test_an_entry_changed_by_hand_is_told(run: Path, tmp_path: Path) -> None:
+    entry = saved(run, 7)
+    for wrong, text in [
+        (5, r"stateful_callbacks.MoQCallback must be an object of keys, not 5"),
+        ({"args": {}}, r"stateful_callbacks.MoQCallback.attributes is missing"),
+        (spoiled(entry, "attributes", "saved"), r"MoQCallback.attributes.saved is missing"),
+        (spoiled(entry, "attributes", value=[1]), r"MoQCallback.attributes must be an object of keys, not \[1\]"),
+        (
+            spoiled(entry, "attributes", "saved", "schedule", "steps", value="x"),
+            r"saved.schedule.steps must be a whole",
+        ),
+        (spoiled(entry, "attributes", "saved", "config", "seed", value=-1), r"saved.config: .*seed: -1 is not legal"),
+    ]:
+        folder = put(part(run, tmp_path / "run", 7), 7, wrong)
+        for make in (stock, moq):
+            with pytest.raises(MoQError, match=f"trainer_state.json is damaged: .*{text}"):
+                make(tmp_path / "out").train(resume_from_checkpoint=str(folder / "checkpoint-7"))
+        shutil.rmtree(folder)
 
 
 # ---- other configs
@@ -470,6 +526,20 @@ def test_a_checkpoint_made_without_moq_says_when_quantization_begins(
         "moq_hf: the checkpoint at step 4 was made without MoQ: its schedule starts now, with quantization after step 6"
     ]
     assert trainer_state(trainer)["schedule"]["steps"] == 12
+
+
+def test_a_finished_float_run_has_no_step_left_for_moq(run: Path, tmp_path: Path) -> None:
+    folder = put(part(run, tmp_path, 16), 16, None)
+    for config in (CONFIG, changed(quantize_schedule={"quantize_period": "auto"})):
+        with pytest.raises(
+            MoQError, match=r"is at its last step, 16 of 16, and was made without .* more than 18 steps"
+        ):
+            stock(tmp_path, config).train(resume_from_checkpoint=str(folder / "checkpoint-16"))
+    with pytest.raises(
+        MoQError, match=r"is at step 15 of 16, and was made without .* schedule_offset 2 .* than 17 steps"
+    ):
+        put(folder, 15, None)
+        stock(tmp_path).train(resume_from_checkpoint=str(folder / "checkpoint-15"))
 
 
 def test_without_checkpoints_the_saved_state_is_that_of_the_end(tmp_path: Path) -> None:

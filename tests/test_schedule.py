@@ -5,11 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from moq_hf.config import BlendConfig, EigenvalueConfig, MoQConfig, MoQError, ScheduleConfig
-from moq_hf.schedule import FLOAT_BITS, Plan, PrecisionSchedule, Switch, plan
+from moq_hf.config import (
+    LARGEST,
+    ActivationConfig,
+    BlendConfig,
+    EigenvalueConfig,
+    MoQConfig,
+    MoQError,
+    ScheduleConfig,
+)
+from moq_hf.schedule import FLOAT_BITS, Plan, PrecisionSchedule, Switch, _root, plan
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = [path.stem for path in sorted(GOLDEN.glob("schedule_*.json")) if "engine" not in path.stem]
@@ -145,6 +153,8 @@ def test_blend_falls_to_zero_and_starts_again_for_a_block_that_switched() -> Non
         (lambda: plan(make(8, 4, 1, offset=5), 5), "schedule_offset 5 is not before the end"),
         (lambda: plan(make(8, 4, 1), 0), "total_steps must be a whole number from 1, got 0"),
         (lambda: plan(make(8, 4, 1), "345"), "total_steps must be a whole number from 1, got '345'"),
+        (lambda: plan(make(8, 4, 1), 2**63), r"total_steps must be below 2\*\*63"),
+        (lambda: plan(make(8, 4, 1), 10**5000), r"total_steps must be below 2\*\*63"),
         (lambda: plan(MoQConfig(enabled=False), 5), "enabled is false"),
         (lambda: plan(make(8, 4, 1), 5, ["a"], {"b": 0.5}), "unknown block 'b'"),
         (lambda: plan({"quantize_bits": {"target_bits": 20}}, 5), "target_bits: 20"),
@@ -431,6 +441,24 @@ def test_what_a_plan_says_would_fit_fits(plain: MoQConfig, steps: int, share: fl
     assert offered == advice.count(", or ") + 1
 
 
+@given(any_deadline | configs, lengths, FACTORS)
+def test_the_last_drop_is_foreseen(config: MoQConfig, steps: int, factors: list[int]) -> None:
+    schedule = make_schedule(config, ["a"], steps)
+    most = 5 if config.eigenvalue.enabled else 1
+    bounds = []
+    while schedule.bits["a"] > config.target_bits:
+        bounds.append(schedule.last_drop())
+        jump(schedule)
+        factor = min(most, factors[len(bounds) - 1])
+        schedule.advance({"a": (factor - 1) / 4})
+    # What is left of the blend.
+    while not schedule.at_target:
+        schedule.steps += 1
+    assert all(schedule.steps <= bound for bound in bounds) and schedule.steps == schedule.last_drop()
+    if most == 1:
+        assert {schedule.steps} >= set(bounds)
+
+
 def test_a_plan_reads_well() -> None:
     text = str(plan(make(12, 8, 1, 5, eigenvalue=EigenvalueConfig(enabled=True)), 345))
     assert text.splitlines() == [
@@ -463,3 +491,48 @@ def test_a_plan_as_json() -> None:
         ],
         "notes": [],
     }
+
+
+EXTREMES = st.sampled_from([1, 2, 3, 99, 2**31, 2**62, LARGEST - 1, LARGEST]) | st.integers(1, LARGEST)
+TINY = st.sampled_from([5e-324, 1e-300, 1e-18, 1e-9, 0.25, 0.6, 0.9999999999999999, 1.0]) | st.floats(1e-9, 1)
+
+
+@given(
+    bits=st.tuples(st.integers(1, 16), st.integers(1, 16)).filter(lambda pair: pair[0] > pair[1]),
+    period=st.none() | EXTREMES,
+    offset=st.just(0) | EXTREMES,
+    deadline=st.none() | TINY,
+    ratio=st.none() | st.floats(1e-9, 1),
+    activation=st.none() | st.just(0) | EXTREMES,
+    measured=st.booleans(),
+    steps=EXTREMES,
+)
+@example((8, 7), 10, 0, 0.6, None, None, False, LARGEST)
+def test_no_size_is_too_large(
+    bits: Any, period: Any, offset: int, deadline: Any, ratio: Any, activation: Any, measured: bool, steps: int
+) -> None:
+    config = make(
+        *bits,
+        period,
+        offset,
+        deadline,
+        blend=BlendConfig(ratio is not None, ratio or 1.0),
+        activation=ActivationConfig(activation is not None, start_step=activation or 0),
+        eigenvalue=EigenvalueConfig(enabled=measured),
+    )
+    try:
+        made = plan(config, steps)
+    except MoQError as error:
+        assert str(error)
+        return
+    assert str(made) and json.dumps(made.to_dict())
+    # As the callback makes it before the length of the run is known.
+    schedule = PrecisionSchedule(config, "ab", LARGEST)
+    jump(schedule)
+    assert schedule.advance({"a": 1.0})
+
+
+@given(st.integers(0, 2**400), st.integers(1, 16))
+def test_roots_are_exact(value: int, degree: int) -> None:
+    root = _root(value, degree)
+    assert root**degree <= value < (root + 1) ** degree
