@@ -312,7 +312,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             best = saved_state(entries[type(self).__name__]) if type(self).__name__ in entries else None
             if best is None:
                 logger.warning(
-                    "moq_hf: %s, the best checkpoint, was made without MoQ: its weights are delivered at the bits of now",
+                    "moq_hf: %s, the best checkpoint, was made without MoQ: its weights get the bits of now",
                     state.best_model_checkpoint,
                 )
         if best is not None:

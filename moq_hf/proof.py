@@ -86,10 +86,17 @@ class Answers:
         began = time.perf_counter()
         self.outputs: list[Tensor] = []
         self.generated: Tensor | None = None
+        rounding = {m: m.moq.activation_bits for m in self.model.modules() if isinstance(m, QuantLayer)}
         try:
+            # Plain transformers rounds no activations: that is training for the int8 export.
+            for layer in rounding:
+                layer.moq.activation_bits = None
             self.outputs, self.generated = self._answer(self.model)
         except Exception as error:
             self.reason = f"the model in memory cannot evaluate a training batch ({_text(error)})"
+        finally:
+            for layer, bits in rounding.items():
+                layer.moq.activation_bits = bits
         self.seconds = time.perf_counter() - began
 
     def prove(self, folder: str | Path) -> Proof:
