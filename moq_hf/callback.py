@@ -335,16 +335,21 @@ class MoQCallback(TrainerCallback, ExportableState):
         if not self.in_moq_trainer and controller.has_begun:
             answers, gathered = self.answers(args), whole_state_dict(controller.model)
             if args.should_save:
-                told = deliver(
-                    controller.model,
+                self._deliver(
+                    controller,
                     Path(cast(str, args.output_dir), "quantized"),
                     answers,
                     processing_class=kwargs.get("processing_class"),
-                    controller=controller,
                     metrics=last_metrics(state),
                     state_dict=gathered,
                 )
-                tqdm.write(f"moq_hf: {told}")
+
+    def _deliver(self, controller: MoQController, folder: Path, answers: Answers | None, **saved: Any) -> None:
+        try:
+            tqdm.write(f"moq_hf: {deliver(controller.model, folder, answers, controller=controller, **saved)}")
+        # Training is done: what there is no room for is still the Trainer's to save.
+        except (MoQError, OSError) as error:
+            logger.warning("moq_hf: nothing is delivered to %s: %s", folder, error)
 
     def answers(self, args: TrainingArguments) -> Answers | None:
         """What the model answers to a batch of its run, to be held against what is delivered; in every process.
