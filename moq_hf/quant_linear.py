@@ -97,6 +97,7 @@ class LayerState:
         gathered: `weight` was quantized from all shards of a parameter. FSDP2 puts a parameter of its own in the
             place of the sharded one for a forward pass.
         weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device).
+        version: The tensor version of `weight` when it was made; None while it is.
         read: The same in the float weight's dtype, for those who read the weight under autocast; made when asked for.
         source: The float weight that `weight` was made of; None makes it stale.
         key: What `source` was like then: its version, its memory, device and dtype.
@@ -115,6 +116,7 @@ class LayerState:
     plain: bool = False
     gathered: bool = False
     weight: Tensor | None = None
+    version: int | None = None
     read: Tensor | None = field(default=None, repr=False)
     source: Tensor | None = field(default=None, repr=False)
     key: _Key | None = field(default=None, repr=False)
@@ -135,7 +137,8 @@ class QuantLayer(nn.Module):
 
     Whoever reads `weight` inside a forward pass gets the quantized one, with the gradient straight through to the float
     one: the layer itself, a model that multiplies with `layer.weight`, a fused path of PyTorch. Anywhere else `weight`
-    is the float parameter, as in the state dict.
+    is the float parameter, as in the state dict. Writing the quantized weight in place is an error, told at the next
+    use; what a forward pass writes through `layer.weight.data` is not seen, and lost.
 
     Attributes:
         moq: The layer's `LayerState`.
@@ -155,7 +158,11 @@ class QuantLayer(nn.Module):
         # Shards are for FSDP2 itself to see, which puts the whole weight in their place before anything is computed.
         if is_sharded(weight) or not in_forward():
             return weight
-        return self.quantized_weight(weight.dtype, to_read=True)
+        try:
+            return self.quantized_weight(weight.dtype, to_read=True)
+        except AttributeError as error:
+            # nn.Module would look on, and give the float weight.
+            raise RuntimeError(f"the weight of {self} cannot be quantized: {error}") from error
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
@@ -164,6 +171,8 @@ class QuantLayer(nn.Module):
 
     @weight.deleter
     def weight(self) -> None:
+        if "weight" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute 'weight'")
         del self.__dict__["weight"]
 
     @property
@@ -183,7 +192,7 @@ class QuantLayer(nn.Module):
 
     @property
     def matrix(self) -> Tensor:
-        """The float weight with a row for each output, `[rows, columns]`: a view, of which groups and grids are told."""
+        """The float weight with a row for each output, `[rows, columns]`: a view; groups and grids are those of it."""
         return self.float_weight.t() if self.is_transposed else self.float_weight
 
     def is_stale(self) -> bool:
@@ -225,6 +234,8 @@ class QuantLayer(nn.Module):
                 return _straight_through(weight, self._compute(state.dtype))
             if self.is_stale():
                 self.refresh(in_place=False)
+            else:
+                self.check_unwritten()
         quantized = state.weight
         if quantized is None:
             return weight
@@ -260,6 +271,8 @@ class QuantLayer(nn.Module):
         """
         state, weight = self.moq, self.float_weight
         from_shards = state.gathered and not is_sharded(weight)
+        self.check_unwritten()
+        state.version = None
         self.mark_fresh()
         state.gathered = (from_shards or is_sharded(weight)) and state.bits != FLOAT_BITS
         if state.bits == FLOAT_BITS or weight.is_meta:
@@ -268,7 +281,26 @@ class QuantLayer(nn.Module):
         old = state.weight
         keep = in_place and old is not None and old.device == weight.device
         keep = keep and old is not None and old.dtype == (state.dtype or weight.dtype)
-        state.weight = self._compute(state.dtype, out=old if keep else None)
+        self._keep(self._compute(state.dtype, out=old if keep else None))
+
+    def _keep(self, quantized: Tensor) -> None:
+        self.moq.weight, self.moq.version = quantized, quantized._version
+
+    def check_unwritten(self) -> None:
+        """Stop if code in a forward pass wrote into the quantized weight that it read: the float one never saw it.
+
+        Raises:
+            MoQError: Says what to do. The quantized weight is forgotten.
+        """
+        state = self.moq
+        if state.weight is None or state.version is None or state.weight._version == state.version:
+            return
+        state.weight = state.source = None
+        raise MoQError(
+            f"the weight of {self} was written in place in a forward pass, where it is the quantized copy of the one "
+            "that is trained: write it outside of the forward pass, or leave the layer in full precision with "
+            "modules_to_not_convert"
+        )
 
     def mark_fresh(self) -> None:
         """Note that the quantized weight is that of the float weight as it is now."""
@@ -760,7 +792,8 @@ class Refresher:
                 layer.mark_fresh()
         fast = []
         for layer in self._single.values():
-            if layer.moq.plain or not cpu_quant.applies(layer.float_weight, layer.moq.dtype or layer.float_weight.dtype):
+            weight = layer.float_weight
+            if layer.moq.plain or not cpu_quant.applies(weight, layer.moq.dtype or weight.dtype):
                 layer.refresh()
             else:
                 fast.append(layer)
@@ -814,7 +847,7 @@ class Refresher:
         kept = state.weight
         if kept is None or kept.device != weight.device or kept.dtype != dtype or kept.shape != weight.shape:
             with torch.inference_mode(False), torch.no_grad():
-                state.weight = torch.empty_like(weight, dtype=dtype)
+                layer._keep(torch.empty_like(weight, dtype=dtype))
         out = cast(Tensor, state.weight)
         return triton_quant.Job(
             weight, out, state.bits, ratio=state.ratio, step=state.step, blend=state.blend, **state.options
