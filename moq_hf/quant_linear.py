@@ -645,11 +645,15 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
     layers = {**quant_layers(model), **quant_embeddings(model)}
     if not layers:
         raise MoQError("the model has no quantized layer")
+    written: set[int] = set()
     for layer in layers.values():
-        if weights == "quantized":
-            layer.refresh()
+        weight = layer.float_weight
+        # Layers may share it, and what is quantized twice may be something else.
+        if weights == "quantized" and not weight.is_meta and id(weight) not in written:
+            written.add(id(weight))
+            layer.check_unwritten()
             with torch.no_grad():
-                copy_whole(layer.float_weight, layer.quantized_weight())
+                copy_whole(weight, layer._compute(weight.dtype))
         _restore(layer)
     _guard_merging(model)
     return given

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeGuard, cast
 
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
 from .config import MoQConfig, MoQError, PerGroup, RowBlocks
@@ -139,8 +138,7 @@ def block_of(model: nn.Module, name: str) -> str:
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
     added = adapters(model)
     for name, module in named_modules(model):
-        # MultiheadAttention reads the weight of its output projection without calling the layer.
-        if not is_linear(module) or isinstance(module, NonDynamicallyQuantizableLinear):
+        if not is_linear(module):
             continue
         if not any(_is_below(name, adapter) for adapter in added):
             yield name, module
