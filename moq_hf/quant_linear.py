@@ -105,6 +105,7 @@ class LayerState:
         origin: For a deep copy the layer that it was copied from, and some of the weights that it then had.
         config: What the model was made ready with.
         activation_bits: Of the layer's input, one scale per token; None leaves it alone.
+        name: The layer's in the model that was made ready, for messages.
     """
 
     options: dict[str, Any]
@@ -124,6 +125,7 @@ class LayerState:
     origin: "tuple[weakref.ref[QuantLayer], Tensor] | None" = field(default=None, repr=False)
     config: MoQConfig | None = field(default=None, repr=False)
     activation_bits: int | None = None
+    name: str = ""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), **dict.fromkeys(("weight", "read", "source", "key", "origin"))}
@@ -162,7 +164,7 @@ class QuantLayer(nn.Module):
             return self.quantized_weight(weight.dtype, to_read=True)
         except AttributeError as error:
             # nn.Module would look on, and give the float weight.
-            raise RuntimeError(f"the weight of {self} cannot be quantized: {error}") from error
+            raise RuntimeError(f"{self.moq.name}.weight cannot be quantized: {error}") from error
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
@@ -297,9 +299,9 @@ class QuantLayer(nn.Module):
             return
         state.weight = state.source = None
         raise MoQError(
-            f"the weight of {self} was written in place in a forward pass, where it is the quantized copy of the one "
-            "that is trained: write it outside of the forward pass, or leave the layer in full precision with "
-            "modules_to_not_convert"
+            f"{state.name}.weight was written in place in a forward pass, where it is the quantized copy of the one "
+            "that is trained: write it outside of the forward pass, or leave the layer in full precision: add "
+            f'"{state.name}" to modules_to_not_convert'
         )
 
     def mark_fresh(self) -> None:
@@ -708,12 +710,12 @@ def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLayer]:
     for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
         if name not in chosen:
             _restore(layer)
-    for index, module in enumerate(chosen.values()):
+    for index, (name, module) in enumerate(chosen.items()):
         if not isinstance(module, QuantLayer):
             module.__class__ = quant_class(type(module))
         layer = cast(QuantLayer, module)
         options = dict(_ROW_OPTIONS) if isinstance(layer, QuantEmbedding) else _options(config, index)
-        layer.moq = LayerState(options=options, config=config, plain=config.kernel is False)
+        layer.moq = LayerState(options=options, config=config, plain=config.kernel is False, name=name)
         _add_layers([layer])
     _guard_merging(model)
     return quant_layers(model)
