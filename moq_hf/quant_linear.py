@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Literal, Self, cast
 
 import torch
@@ -74,12 +75,19 @@ def in_forward() -> bool:
     # Autograd runs hooks with gradients off, and what checkpointing recomputes with gradients on.
     if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
         return True
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _MODULE_CALL:
+        code = frame.f_code
+        if code is _MODULE_CALL or (code.co_name == "forward" and _is_of_module(frame)):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
+
+
+def _is_of_module(frame: FrameType) -> bool:
+    """Whether a function called `forward` is a module's: it can be called without the module's `__call__`."""
+    names = frame.f_code.co_varnames
+    return bool(names) and isinstance(frame.f_locals.get(names[0]), nn.Module)
 
 
 @dataclass
@@ -99,6 +107,7 @@ class LayerState:
         weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device).
         version: The tensor version of `weight` when it was made; None while it is.
         read: The same in the float weight's dtype, for those who read the weight under autocast; made when asked for.
+        read_version: As `version`, of `read`.
         source: The float weight that `weight` was made of; None makes it stale.
         key: What `source` was like then: its version, its memory, device and dtype.
         used: Whether a forward pass has used the weight since the layer was made ready.
@@ -119,6 +128,7 @@ class LayerState:
     weight: Tensor | None = None
     version: int | None = None
     read: Tensor | None = field(default=None, repr=False)
+    read_version: int = 0
     source: Tensor | None = field(default=None, repr=False)
     key: _Key | None = field(default=None, repr=False)
     used: bool = False
@@ -256,9 +266,13 @@ class QuantLayer(nn.Module):
         """The quantized weight in the float weight's dtype, where it is kept in another."""
         if torch.compiler.is_compiling():
             return quantized.to(self.float_weight.dtype)
-        if self.moq.read is None:
-            self.moq.read = self._compute(self.float_weight.dtype)
-        return self.moq.read
+        read = self.moq.read
+        if read is None:
+            read = self._compute(self.float_weight.dtype)
+            # Another thread may be looking: what it can see is complete.
+            self.moq.read_version = read._version
+            self.moq.read = read
+        return read
 
     def quantized_input(self, input: Tensor) -> Tensor:
         """`input` `[..., features]` as the layer multiplies with it, gradient straight through."""
@@ -295,9 +309,11 @@ class QuantLayer(nn.Module):
             MoQError: Says what to do. The quantized weight is forgotten.
         """
         state = self.moq
-        if state.weight is None or state.version is None or state.weight._version == state.version:
+        weight, read = state.weight, state.read
+        is_written = weight is not None and state.version not in (None, weight._version)
+        if not is_written and (read is None or read._version == state.read_version):
             return
-        state.weight = state.source = None
+        state.weight = state.read = state.source = None
         raise MoQError(
             f"{state.name}.weight was written in place in a forward pass, where it is the quantized copy of the one "
             "that is trained: write it outside of the forward pass, or leave the layer in full precision: add "

@@ -648,6 +648,43 @@ def test_writing_in_a_forward_pass_fails_loudly(read: Read) -> None:
     assert torch.equal(model(x), plain(model)(x))
 
 
+def clamp(layer: Any, args: Any) -> None:
+    with torch.no_grad():
+        layer.weight.clamp_(-0.1, 0.1)
+
+
+def test_writing_in_a_hook_or_under_autocast_fails_loudly_too() -> None:
+    model = reader(lambda self, x: self.proj(x))
+    model.proj.register_forward_pre_hook(clamp)
+    with pytest.raises(MoQError, match=r"^proj.weight was written"):
+        model(torch.randn(3, 8))
+    model = reader(written)
+    model.proj.moq.dtype = torch.bfloat16
+    model.proj.refresh()
+    with pytest.raises(MoQError, match=r"^proj.weight was written"), torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(3, 8))
+
+
+def test_dequantizing_after_writing_fails_loudly_too() -> None:
+    model = reader(written_after_reading)
+    model(torch.randn(3, 8))
+    with pytest.raises(MoQError, match=r"^proj.weight was written"):
+        dequantize_model(model)
+
+
+def test_forward_may_be_called_by_its_name() -> None:
+    model = reader()
+    x = torch.randn(3, 8)
+    assert torch.equal(model.forward(x), plain(model)(x))
+    assert torch.equal(Reader.forward(model, x), plain(model)(x))
+
+    def forward(x: Tensor) -> bool:
+        return in_forward()
+
+    # Of no module.
+    assert not forward(x)
+
+
 def test_before_the_switch_writing_reaches_the_parameter() -> None:
     model = reader(written)
     for layer in quant_layers(model).values():
