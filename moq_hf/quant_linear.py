@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Literal, Self, cast
 
 import torch
@@ -74,12 +75,19 @@ def in_forward() -> bool:
     # Autograd runs hooks with gradients off, and what checkpointing recomputes with gradients on.
     if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
         return True
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _MODULE_CALL:
+        code = frame.f_code
+        if code is _MODULE_CALL or (code.co_name == "forward" and _is_of_module(frame)):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
+
+
+def _is_of_module(frame: FrameType) -> bool:
+    """Whether a function called `forward` is a module's: it can be called without the module's `__call__`."""
+    names = frame.f_code.co_varnames
+    return bool(names) and isinstance(frame.f_locals.get(names[0]), nn.Module)
 
 
 @dataclass
@@ -97,13 +105,16 @@ class LayerState:
         gathered: `weight` was quantized from all shards of a parameter. FSDP2 puts a parameter of its own in the
             place of the sharded one for a forward pass.
         weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device).
+        version: The tensor version of `weight` when it was made; None while it is.
         read: The same in the float weight's dtype, for those who read the weight under autocast; made when asked for.
+        read_version: As `version`, of `read`.
         source: The float weight that `weight` was made of; None makes it stale.
         key: What `source` was like then: its version, its memory, device and dtype.
         used: Whether a forward pass has used the weight since the layer was made ready.
         origin: For a deep copy the layer that it was copied from, and some of the weights that it then had.
         config: What the model was made ready with.
         activation_bits: Of the layer's input, one scale per token; None leaves it alone.
+        name: The layer's in the model that was made ready, for messages.
     """
 
     options: dict[str, Any]
@@ -115,13 +126,16 @@ class LayerState:
     plain: bool = False
     gathered: bool = False
     weight: Tensor | None = None
+    version: int | None = None
     read: Tensor | None = field(default=None, repr=False)
+    read_version: int = 0
     source: Tensor | None = field(default=None, repr=False)
     key: _Key | None = field(default=None, repr=False)
     used: bool = False
     origin: "tuple[weakref.ref[QuantLayer], Tensor] | None" = field(default=None, repr=False)
     config: MoQConfig | None = field(default=None, repr=False)
     activation_bits: int | None = None
+    name: str = ""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), **dict.fromkeys(("weight", "read", "source", "key", "origin"))}
@@ -135,7 +149,8 @@ class QuantLayer(nn.Module):
 
     Whoever reads `weight` inside a forward pass gets the quantized one, with the gradient straight through to the float
     one: the layer itself, a model that multiplies with `layer.weight`, a fused path of PyTorch. Anywhere else `weight`
-    is the float parameter, as in the state dict.
+    is the float parameter, as in the state dict. Writing the quantized weight in place is an error, told at the next
+    use; what a forward pass writes through `layer.weight.data` is not seen, and lost.
 
     Attributes:
         moq: The layer's `LayerState`.
@@ -155,7 +170,11 @@ class QuantLayer(nn.Module):
         # Shards are for FSDP2 itself to see, which puts the whole weight in their place before anything is computed.
         if is_sharded(weight) or not in_forward():
             return weight
-        return self.quantized_weight(weight.dtype, to_read=True)
+        try:
+            return self.quantized_weight(weight.dtype, to_read=True)
+        except AttributeError as error:
+            # nn.Module would look on, and give the float weight.
+            raise RuntimeError(f"{self.moq.name}.weight cannot be quantized: {error}") from error
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
@@ -164,6 +183,8 @@ class QuantLayer(nn.Module):
 
     @weight.deleter
     def weight(self) -> None:
+        if "weight" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute 'weight'")
         del self.__dict__["weight"]
 
     @property
@@ -225,6 +246,8 @@ class QuantLayer(nn.Module):
                 return _straight_through(weight, self._compute(state.dtype))
             if self.is_stale():
                 self.refresh(in_place=False)
+            else:
+                self.check_unwritten()
         quantized = state.weight
         if quantized is None:
             return weight
@@ -243,9 +266,13 @@ class QuantLayer(nn.Module):
         """The quantized weight in the float weight's dtype, where it is kept in another."""
         if torch.compiler.is_compiling():
             return quantized.to(self.float_weight.dtype)
-        if self.moq.read is None:
-            self.moq.read = self._compute(self.float_weight.dtype)
-        return self.moq.read
+        read = self.moq.read
+        if read is None:
+            read = self._compute(self.float_weight.dtype)
+            # Another thread may be looking: what it can see is complete.
+            self.moq.read_version = read._version
+            self.moq.read = read
+        return read
 
     def quantized_input(self, input: Tensor) -> Tensor:
         """`input` `[..., features]` as the layer multiplies with it, gradient straight through."""
@@ -260,6 +287,8 @@ class QuantLayer(nn.Module):
         """
         state, weight = self.moq, self.float_weight
         from_shards = state.gathered and not is_sharded(weight)
+        self.check_unwritten()
+        state.version = None
         self.mark_fresh()
         state.gathered = (from_shards or is_sharded(weight)) and state.bits != FLOAT_BITS
         if state.bits == FLOAT_BITS or weight.is_meta:
@@ -268,7 +297,28 @@ class QuantLayer(nn.Module):
         old = state.weight
         keep = in_place and old is not None and old.device == weight.device
         keep = keep and old is not None and old.dtype == (state.dtype or weight.dtype)
-        state.weight = self._compute(state.dtype, out=old if keep else None)
+        self._keep(self._compute(state.dtype, out=old if keep else None))
+
+    def _keep(self, quantized: Tensor) -> None:
+        self.moq.weight, self.moq.version = quantized, quantized._version
+
+    def check_unwritten(self) -> None:
+        """Stop if code in a forward pass wrote into the quantized weight that it read: the float one never saw it.
+
+        Raises:
+            MoQError: Says what to do. The quantized weight is forgotten.
+        """
+        state = self.moq
+        weight, read = state.weight, state.read
+        is_written = weight is not None and state.version not in (None, weight._version)
+        if not is_written and (read is None or read._version == state.read_version):
+            return
+        state.weight = state.read = state.source = None
+        raise MoQError(
+            f"{state.name}.weight was written in place in a forward pass, where it is the quantized copy of the one "
+            "that is trained: write it outside of the forward pass, or leave the layer in full precision: add "
+            f'"{state.name}" to modules_to_not_convert'
+        )
 
     def mark_fresh(self) -> None:
         """Note that the quantized weight is that of the float weight as it is now."""
@@ -613,11 +663,15 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
     layers = {**quant_layers(model), **quant_embeddings(model)}
     if not layers:
         raise MoQError("the model has no quantized layer")
+    written: set[int] = set()
     for layer in layers.values():
-        if weights == "quantized":
-            layer.refresh()
+        weight = layer.float_weight
+        # Layers may share it, and what is quantized twice may be something else.
+        if weights == "quantized" and not weight.is_meta and id(weight) not in written:
+            written.add(id(weight))
+            layer.check_unwritten()
             with torch.no_grad():
-                copy_whole(layer.float_weight, layer.quantized_weight())
+                copy_whole(weight, layer._compute(weight.dtype))
         _restore(layer)
     _guard_merging(model)
     return given
@@ -678,12 +732,12 @@ def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLayer]:
     for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
         if name not in chosen:
             _restore(layer)
-    for index, module in enumerate(chosen.values()):
+    for index, (name, module) in enumerate(chosen.items()):
         if not isinstance(module, QuantLayer):
             module.__class__ = quant_class(type(module))
         layer = cast(QuantLayer, module)
         options = dict(_ROW_OPTIONS) if isinstance(layer, QuantEmbedding) else _options(config, index)
-        layer.moq = LayerState(options=options, config=config, plain=config.kernel is False)
+        layer.moq = LayerState(options=options, config=config, plain=config.kernel is False, name=name)
         _add_layers([layer])
     _guard_merging(model)
     return quant_layers(model)
@@ -766,9 +820,8 @@ class Refresher:
                 layer.mark_fresh()
         fast = []
         for layer in self._single.values():
-            if layer.moq.plain or not cpu_quant.applies(
-                layer.float_weight, layer.moq.dtype or layer.float_weight.dtype
-            ):
+            weight = layer.float_weight
+            if layer.moq.plain or not cpu_quant.applies(weight, layer.moq.dtype or weight.dtype):
                 layer.refresh()
             else:
                 fast.append(layer)
@@ -822,7 +875,7 @@ class Refresher:
         kept = state.weight
         if kept is None or kept.device != weight.device or kept.dtype != dtype or kept.shape != weight.shape:
             with torch.inference_mode(False), torch.no_grad():
-                state.weight = torch.empty_like(weight, dtype=dtype)
+                layer._keep(torch.empty_like(weight, dtype=dtype))
         out = cast(Tensor, state.weight)
         return triton_quant.Job(
             weight, out, state.bits, ratio=state.ratio, step=state.step, blend=state.blend, **state.options

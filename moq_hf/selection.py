@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeGuard, cast
 
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
 from .config import MoQConfig, MoQError, PerGroup, RowBlocks
@@ -162,8 +161,7 @@ def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
     """Every linear layer by its name, but for those of PEFT's adapters."""
     added = adapters(model)
     for name, module in named_modules(model):
-        # MultiheadAttention reads the weight of its output projection without calling the layer.
-        if not is_linear(module) or isinstance(module, NonDynamicallyQuantizableLinear):
+        if not is_linear(module):
             continue
         if not any(_is_below(name, adapter) for adapter in added):
             yield name, module
