@@ -456,6 +456,7 @@ def test_autocast_casts_what_is_multiplied_and_nothing_else() -> None:
         assert torch.equal(found["elementwise"], first.float()[:, :1] * exact[0])
         read_before = found["read"]
         other = plain(model)
+        assert torch.equal(other.proj.weight, exact)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(out, other(x))
             # The layer, called, gives the same as the reader.
@@ -563,8 +564,11 @@ def test_replicas_of_data_parallel_read_the_quantized_weight() -> None:
         replica._modules[name] = part
     assert replica.proj.weight is replica.proj.float_weight is not model.proj.weight
     assert not isinstance(replica.proj.weight, nn.Parameter)
+    state = model.proj.moq.weight
     out = replica(x)
     assert torch.equal(out, plain(model)(x))
+    # Replicas, in threads of their own, leave the state that they share alone.
+    assert model.proj.moq.weight is state and not model.proj.is_stale()
     out.sum().backward()
     grad = parameter(model.proj).grad
     model.zero_grad(set_to_none=True)

@@ -305,6 +305,10 @@ def test_copies_follow_only_once_their_weights_have_changed() -> None:
     lead_copies()
     assert (teacher[0].moq.bits, average[0].moq.bits) == (FLOAT_BITS, 4)
     assert is_fresh(average)
+    # Its weights stay as they are now; the precision alone changes.
+    model[0].moq.bits = 3
+    lead_copies()
+    assert average[0].moq.bits == 3 and is_fresh(average)
     # The copy of a copy follows the copy, and nothing follows what is gone.
     second = copy.deepcopy(average)
     del model
