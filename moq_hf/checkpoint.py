@@ -191,8 +191,9 @@ class Verification:
             8 * layer.bytes_before if layer.stored == "float" else math.prod(layer.shape) * layer.bits
             for layer in self.layers.values()
         )
-        count, size = self.others
-        return (bits + (total - quantized) * 8 * size / max(1, count)) / total
+        # Without the weight files nothing tells their dtype: float32 then.
+        count, size = self.others if self.others[0] else (1, 4)
+        return (bits + (total - quantized) * 8 * size / count) / total
 
     @property
     def quantized_bytes(self) -> tuple[int, int]:
@@ -905,6 +906,8 @@ def _recorded(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
             switch["eigenvalue"].number(0.0, 1.0)
     if not entry.get("proof").is_null:
         _proof_of(entry["proof"])
+    if not entry.get("parameters").is_null:
+        entry["parameters"]["total"].whole(entry["parameters"]["quantized"].whole(1))
     layers = entry["layers"].mapping()
     if not layers:
         raise entry["layers"].fault("the layers by name")
@@ -938,19 +941,29 @@ def recorded(directory: str | os.PathLike[str]) -> Verification:
         return Verification(layers, 0, 0, state)
     saved = sum(layer.bytes_before - layer.bytes for layer in layers.values())
     size = sum(path.stat().st_size for path in files)
-    return Verification(layers, size, size - sum(map(_head_bytes, files)) + saved, state)
+    found = [_head(path, layers) for path in files]
+    others = (sum(count for _, count, _ in found), sum(size for _, _, size in found))
+    return Verification(layers, size, size - sum(head for head, _, _ in found) + saved, state, others)
 
 
-def _head_bytes(path: Path) -> int:
-    """What of a weight file is its table of contents."""
+def _head(path: Path, layers: Mapping[str, StoredLayer]) -> tuple[int, int, int]:
+    """What of a weight file is its table of contents, and count and bytes of the numbers beside quantized weights."""
+    count = size = 0
     try:
         # Opening compares the size of the file with the table.
-        with safe_open(path, "pt"), path.open("rb") as file:
-            return 8 + int.from_bytes(file.read(8), "little")
+        with safe_open(path, "pt") as weights, path.open("rb") as file:
+            for name in weights.keys():  # noqa: SIM118
+                owner, _, part = name.rpartition(".")
+                dtype = _FLOATS.get(weights.get_slice(name).get_dtype())
+                if dtype is not None and not (owner in layers and part.startswith("weight")):
+                    numbers = math.prod(weights.get_slice(name).get_shape())
+                    count, size = count + numbers, size + numbers * dtype.itemsize
+            return 8 + int.from_bytes(file.read(8), "little"), count, size
     except (OSError, SafetensorError) as error:
         raise MoQError(f"{path} cannot be read: {_text(error)}") from error
 
 
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What the weights of a layer that is stored so can have.
 _BITS = {"packed": (1, MAX_PACKED_BITS), "int8": (2, MAX_PACKED_BITS), "dense": (1, 16)}
 

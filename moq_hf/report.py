@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint import STATE_NAME, Verification, recorded
+from .checkpoint import STATE_NAME, recorded
 from .config import LARGEST, MoQConfig, MoQConfigError, MoQError
 from .reading import Entry, read_json
 from .schedule import FLOAT_BITS, Plan
@@ -170,7 +170,8 @@ def _packed_run(
         if switch["eigenvalue"] is not None:
             line[f"moq/eigenvalue/{switch['block']}"] = switch["eigenvalue"]
     steps = state["step"].whole()
-    end = {"step": steps, "moq/mean_bits": _mean_bits(found)}
+    share = found.parameters[0] / found.parameters[1]
+    end = {"step": steps, "moq/mean_bits": found.mean_bits, "moq/quantized_share": share}
     if found.file_bytes:
         end["moq/size_mb"] = found.file_bytes / 1e6
     logged = {name: _named(state.get(name)) for name in ("metrics", "float_metrics")}
@@ -185,13 +186,6 @@ def _packed_run(
         float_log,
         has_log=False,
     )
-
-
-def _mean_bits(found: Verification) -> float:
-    """Bits per weight of the linear layers, as the log has them."""
-    linear = [layer for layer in found.layers.values() if layer.kind != "embedding"] or list(found.layers.values())
-    sizes = [math.prod(layer.shape) for layer in linear]
-    return sum(size * layer.bits for size, layer in zip(sizes, linear, strict=True)) / sum(sizes)
 
 
 def _config(entry: Entry) -> MoQConfig:
