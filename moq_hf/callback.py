@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from .checkpoint import shareable
 from .config import MoQConfig, MoQError
 from .controller import MoQController
 from .delivery import deliver
@@ -320,8 +321,11 @@ class MoQCallback(TrainerCallback, ExportableState):
         else:
             controller.refresh()
         controller.check_ranks()
-        # For trainer.save_state(), which is called after this.
-        _entries(state)[type(self).__name__] = self.state()
+        # For trainer.save_state(), which is called after this: its file goes to the Hub with the rest.
+        entry = self.state()
+        for part in (entry["args"], entry["attributes"]["saved"]):
+            part["config"] = shareable(part["config"])
+        _entries(state)[type(self).__name__] = entry
         if state.is_world_process_zero and not controller.at_target:
             logger.warning(
                 "moq_hf: training ended at a mean of %.2f bits over the whole model, before every quantized layer was "

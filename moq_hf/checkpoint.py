@@ -711,14 +711,14 @@ def _state(
     return {
         "format": 1,
         "versions": versions,
-        "config": None if config is None else _shareable(config.to_dict()),
+        "config": None if config is None else shareable(config.to_dict()),
         "step": None if controller is None else controller.schedule.steps,
         "history": [] if controller is None else [switch._asdict() for switch in controller.history],
         "layers": {name: asdict(layer) for name, layer in stored.items()},
     }
 
 
-def _shareable(config: dict[str, Any]) -> dict[str, Any]:
+def shareable(config: dict[str, Any]) -> dict[str, Any]:
     """Without the path of a teacher on this machine; its Hub id stays."""
     return {**config, "distillation": {**config["distillation"], "teacher": hub_id(config["distillation"]["teacher"])}}
 

@@ -304,13 +304,14 @@ def test_the_path_of_a_teacher_stays_at_home(tmp_path: Path) -> None:
     trainer = MoQTrainer(bert(), arguments(tmp_path / "run"), train_dataset=rows_of(TASK), moq_config=config)
     trainer.train()
     trainer.save_model()
+    trainer.save_state()
     trainer.create_model_card()
-    for name in ("README.md", "moq_state.json"):
+    for name in ("README.md", "moq_state.json", "trainer_state.json"):
         assert "secret" not in (tmp_path / "run" / name).read_text(encoding="utf-8")
     assert state_of(tmp_path / "run")["config"]["distillation"]["teacher"] is None
     # A name on the Hub is everybody's.
     assert (
-        checkpoint._shareable(MoQConfig.from_dict({**CONFIG, "distillation": {"teacher": "org/name"}}).to_dict())[
+        checkpoint.shareable(MoQConfig.from_dict({**CONFIG, "distillation": {"teacher": "org/name"}}).to_dict())[
             "distillation"
         ]["teacher"]
         == "org/name"

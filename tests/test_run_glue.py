@@ -172,8 +172,10 @@ def test_a_float_model_teaches_its_quantized_copy(
     start = {"config_name": None, "model_name_or_path": master, "moq_config": config, "max_steps": 8}
     taught = {"teacher_name_or_path": master, "output_dir": tmp_path / "taught"}
     states = [run(given | start | more, "do_train") for more in ({}, taught)]
-    recorded = [verify_quantized(out).state["config"]["distillation"]["teacher"] for out in states]
-    assert recorded == [None, str(master)]
+    # The path of the teacher is nobody else's business.
+    assert not any(
+        str(master) in (out / name).read_text() for out in states for name in ("README.md", "moq_state.json")
+    )
     losses = [read_json(out / "train_results.json")["train_loss"] for out in states]
     assert losses[0] < losses[1]
     # The argument counts more than the file.
