@@ -351,9 +351,9 @@ class MoQCallback(TrainerCallback, ExportableState):
     def _deliver(self, controller: MoQController, folder: Path, answers: Answers | None, **saved: Any) -> None:
         try:
             tqdm.write(f"moq_hf: {deliver(controller.model, folder, answers, controller=controller, **saved)}")
-        # Training is done: what there is no room for is still the Trainer's to save.
-        except (MoQError, OSError) as error:
-            logger.warning("moq_hf: nothing is delivered to %s: %s", folder, error)
+        # Training is done: what cannot be written here is still the Trainer's to save.
+        except Exception as error:
+            logger.warning("moq_hf: nothing is delivered to %s: %s: %s", folder, type(error).__name__, error)
 
     def answers(self, args: TrainingArguments) -> Answers | None:
         """What the model answers to a batch of its run, to be held against what is delivered; in every process.
@@ -495,7 +495,9 @@ def _first_batch(dataloader: Any) -> dict[str, Any] | None:
     """A training batch, for the proof, where the model's own could not be listened to."""
     try:
         batch = next(iter(dataloader))
-    except (TypeError, StopIteration):
+    # Training is done: data that cannot be read twice, or at all, must not lose its result.
+    except Exception as error:
+        logger.warning("moq_hf: what is delivered will not be proven, for want of a batch (%s)", type(error).__name__)
         return None
     return kept_batch(batch) if isinstance(batch, Mapping) else None
 

@@ -92,7 +92,7 @@ def write_card(
     )
     sections = [
         _head(name, base_model, dataset_name or dataset, found),
-        _loading(name, folder, found.state.get("by_hand", False)),
+        _loading(name, folder, found.state.get("by_hand") or (found.proof is not None and found.proof.agrees is False)),
         _results(metrics, before),
         _sizes(found),
         _proof(found),
@@ -131,16 +131,17 @@ def _head(name: str, base_model: str | None, data: str | None, found: Verificati
 
 
 def _proof(found: Verification) -> str:
-    if found.proof is None:
-        return ""
     reason = found.state.get("reason")
-    return f"## Proof\n\n{found.proof}." + (f"\n\nWhy not packed otherwise: {reason}." if reason else "")
+    told = [f"{found.proof}."] if found.proof is not None else []
+    told += [f"Why not packed otherwise: {reason}."] if reason else []
+    return "\n\n".join(["## Proof", *told]) if told else ""
 
 
 def _loading(name: str, folder: Path, by_hand: bool) -> str:
     if by_hand:
         return (
-            "## Use\n\nThe model is of a class of its own: make one, and load the weights into it.\n\n"
+            "## Use\n\n`from_pretrained` alone does not make this model: make one as it was made for training, and "
+            "load the weights into it.\n\n"
             "```python\nfrom safetensors.torch import load_file\n\n"
             'model.load_state_dict(load_file("model.safetensors"))\n```'
         )

@@ -43,7 +43,7 @@ import platform
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -80,6 +80,8 @@ _CONFIG = "config.json"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+# What would make transformers load an older model, or put its adapters, into a new one.
+_OF_ANOTHER = ("config.json", "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _Value = TypeVar("_Value")
 Layout = Literal["packed", "unpacked", "floats"]
 _ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
@@ -332,14 +334,17 @@ class _Saving:
             else:
                 _write(folder, self.model, tensors, plan, self.processing_class, self.max_shard_size)
                 if self.whole_model is not self.model:
-                    cast(Any, self.whole_model).save_pretrained(folder / ADAPTER, state_dict=self.state_dict)
+                    _write_adapter(folder / ADAPTER, self.whole_model, self.state_dict)
         return plan
 
     def _write_state(
         self, folder: Path, layout: Layout, plan: "_Plan", proof: Proof | None, reason: str | None, by_hand: bool
     ) -> "Verification":
         state = _state(self.layers, plan.stored, self.controller) | self.metrics
-        state |= {"layout": layout, "reason": reason, "proof": None if proof is None else proof.to_dict()}
+        if proof is not None and proof.reason is not None:
+            proof = replace(proof, reason=_without_paths(proof.reason))
+        state |= {"layout": layout, "reason": None if reason is None else _without_paths(reason)}
+        state["proof"] = None if proof is None else proof.to_dict()
         # Nobody's `save_pretrained` wrote it.
         state["by_hand"] = by_hand
         sizes = ModelSizes(self.whole_model, self.quantized)
@@ -683,13 +688,33 @@ def _write_by_hand(
     folder: Path, whole_model: nn.Module, model: Any, tensors: Mapping[str, Tensor], processing_class: Any
 ) -> None:
     """The state dict in a file, whatever the model is: each tensor by itself, as no two may share memory there."""
-    if whole_model is not model:
-        cast(Any, whole_model).save_pretrained(folder / ADAPTER)
-    apart = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    apart = {n: t.detach().cpu().clone().contiguous() for n, t in tensors.items() if isinstance(t, Tensor)}
     save_file(apart, folder / _SINGLE, metadata={"format": "pt"})
+    left = [f"{name} (no tensor)" for name in tensors.keys() - apart.keys()]
+    if whole_model is not model:
+        _write_adapter(folder / ADAPTER, whole_model, None)
     for part in (getattr(model, "config", None), processing_class):
-        if part is not None and hasattr(part, "save_pretrained"):
-            part.save_pretrained(folder)
+        try:
+            if part is not None and hasattr(part, "save_pretrained"):
+                part.save_pretrained(folder)
+        # The weights are what must not be lost.
+        except Exception as error:
+            left.append(f"{type(part).__name__} ({_text(error)})")
+            if part is not processing_class:
+                (folder / _CONFIG).unlink(missing_ok=True)
+    if left:
+        logger.warning("moq_hf: not saved beside the weights: %s", ", ".join(left))
+
+
+def _write_adapter(folder: Path, model: Any, state_dict: Mapping[str, Tensor] | None) -> None:
+    """PEFT's own files, but for a path on this machine and the card that has it."""
+    model.save_pretrained(folder, state_dict=state_dict)
+    (folder / "README.md").unlink(missing_ok=True)
+    path = folder / "adapter_config.json"
+    if path.exists():
+        document = json.loads(path.read_text(encoding="utf-8"))
+        document["base_model_name_or_path"] = hub_id(document.get("base_model_name_or_path"))
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def _state(
@@ -721,6 +746,10 @@ def _state(
 def shareable(config: dict[str, Any]) -> dict[str, Any]:
     """Without the path of a teacher on this machine; its Hub id stays."""
     return {**config, "distillation": {**config["distillation"], "teacher": hub_id(config["distillation"]["teacher"])}}
+
+
+def _without_paths(text: str) -> str:
+    return re.sub(r"(?<![\w.:/])(/[^\s/'\",;:()]+){2,}/?", "...", text)
 
 
 def hub_id(name: str | None) -> str | None:
@@ -777,8 +806,9 @@ def _publish(staging: Path, target: Path) -> None:
     for name in entries:
         (target / name).unlink(missing_ok=True)
     for path in list(target.iterdir()):
-        if path.is_file() and _WEIGHTS.fullmatch(path.name):
+        if path.is_file() and (_WEIGHTS.fullmatch(path.name) or path.name in _OF_ANOTHER):
             path.unlink()
+    shutil.rmtree(target / ADAPTER, ignore_errors=True)
     for path in sorted(staging.rglob("*"), key=lambda path: path.name in entries):
         if path.is_file():
             place = target / path.relative_to(staging)

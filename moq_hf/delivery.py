@@ -114,7 +114,7 @@ def base_model_of(model: nn.Module) -> str | None:
 
 def _write_card(folder: Path, model: nn.Module, found: Verification, picture: bool) -> None:
     path = folder / "README.md"
-    if path.exists() and "(moq_hf)" not in path.read_text(encoding="utf-8", errors="replace"):
+    if path.exists() and "Mixture-of-Quantization (moq_hf)" not in path.read_text(encoding="utf-8", errors="replace"):
         logger.info("%s is not moq_hf's: it stays", path)
         return
     write_card(folder, found=found, base_model=base_model_of(without_peft(model)), picture=picture)
@@ -123,6 +123,8 @@ def _write_card(folder: Path, model: nn.Module, found: Verification, picture: bo
 def _told(folder: Path, found: Verification) -> str:
     what = {"packed": "packed", "unpacked": "packed, unpacked while loading", "floats": "floats on the grid"}
     proof = "" if found.proof is None else f"; {found.proof}"
+    if found.state["by_hand"]:
+        proof = "; not proven: only load_state_dict loads it"
     return (
         f"{folder}: {what[found.state['layout']]}, {found.file_bytes / 1e6:,.2f} MB "
         f"({found.float_bytes / 1e6:,.2f} in float){proof}"

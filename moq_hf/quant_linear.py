@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import Trainer
 from transformers.pytorch_utils import Conv1D
 
 from . import cpu_quant, quantizer, triton_quant
@@ -34,6 +35,7 @@ from .selection import is_peft, select_embeddings, select_layers
 _Key = tuple[int, int, torch.device, torch.dtype]
 # Every call of a module runs this code, whatever the module's class is.
 _MODULE_CALL = nn.Module._call_impl.__code__
+_FORWARD = ("forward", "compute_loss", "prediction_step")
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -78,16 +80,16 @@ def in_forward() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if code is _MODULE_CALL or (code.co_name == "forward" and _is_of_module(frame)):
+        if code is _MODULE_CALL or (code.co_name in _FORWARD and _is_of_module(frame)):
             return True
         frame = frame.f_back
     return False
 
 
 def _is_of_module(frame: FrameType) -> bool:
-    """Whether a function called `forward` is a module's: it can be called without the module's `__call__`."""
+    """Whether a function of such a name is a module's, called without its `__call__`, or a Trainer's, with its loss."""
     names = frame.f_code.co_varnames
-    return bool(names) and isinstance(frame.f_locals.get(names[0]), nn.Module)
+    return bool(names) and isinstance(frame.f_locals.get(names[0]), (nn.Module, Trainer))
 
 
 @dataclass
@@ -814,10 +816,13 @@ class Refresher:
             self._make_batches()
         for batch, names in self._batches:
             layers = [self._layers[name] for name in names]
+            for layer in layers:
+                layer.check_unwritten()
             batch.update([layer.moq.step for layer in layers], [layer.moq.blend for layer in layers])
             batch.run()
             for layer in layers:
                 layer.mark_fresh()
+                layer._keep(cast(Tensor, layer.moq.weight))
         fast = []
         for layer in self._single.values():
             weight = layer.float_weight

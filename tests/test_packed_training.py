@@ -12,7 +12,8 @@ from test_training import ARRIVAL, CONFIG, Stop, arguments, assert_same, moq, ne
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequenceClassification, Trainer
 
 from moq_hf import MoQCallback, MoQTrainer, quantize_model, verify_quantized
-from moq_hf.callback import base_model_of, last_metrics
+from moq_hf.callback import last_metrics
+from moq_hf.delivery import base_model_of
 from moq_hf.card import write_card
 from moq_hf.checkpoint import STATE_NAME, record_metrics
 from moq_hf.quant_linear import quant_embeddings, quant_layers
