@@ -467,6 +467,37 @@ def test_a_change_that_would_corrupt_a_run_is_refused(
         moq(tmp_path, config).train(resume_from_checkpoint=str(run / f"checkpoint-{step}"))
 
 
+@pytest.mark.parametrize(
+    "section, change",
+    [
+        ("eigenvalue", {"max_iter": 50}),
+        ("eigenvalue", {"tol": 0.5}),
+        ("eigenvalue", {"stability": 1e-5}),
+        ("eigenvalue", {"gas_boundary_resolution": 2}),
+        ("eigenvalue", {"method": "power"}),
+        ("eigenvalue", {"max_overhead": 0.5}),
+        ("eigenvalue", {"num_samples": 8}),
+        ("eigenvalue", {"finite_difference": True}),
+        ("distillation", {"teacher": "org/other"}),
+        ("distillation", {"logits": 0.5}),
+        ("distillation", {"hidden": 0.5}),
+        ("distillation", {"labels": 0.5}),
+    ],
+    ids=str,
+)
+def test_what_counts_for_later_steps_alone_may_change_after_the_offset(section: str, change: dict[str, Any]) -> None:
+    sections: dict[str, Any] = {"eigenvalue": {"enabled": True}, "distillation": {"teacher": "org/name"}}
+    saved_config = MoQConfig.from_dict(changed(**sections))
+    now = MoQConfig.from_dict(changed(**{**sections, section: {**sections[section], **change}}))
+    told = changes(saved_config, now)
+    assert [*told] == [f"{section}.{key}" for key in change]
+    one, made = PrecisionSchedule(saved_config, ["a", "b"], 16), PrecisionSchedule(now, ["a", "b"], 16)
+    for _ in range(AFTER):
+        one.advance({})
+    load_schedule(made, {"schedule": one.state_dict(), "history": []}, told)
+    assert made.state_dict() == one.state_dict() and set(made.bits.values()) == {5}
+
+
 def test_a_changed_schedule_goes_by_the_eigenvalues_that_were_measured(tmp_path: Path) -> None:
     config = MoQConfig.from_dict(changed(quantize_bits={"start_bits": 8}, eigenvalue={"enabled": True}))
     later = MoQConfig.from_dict(

@@ -19,9 +19,11 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from moq_hf import MoQCallback, MoQError, MoQTrainer, QuantLinear, cpu_quant
 from moq_hf import quantizer as q
+from moq_hf.callback import _loss_of
 from moq_hf.quant_linear import quant_layers
 
 CONFIG = {
@@ -433,6 +435,16 @@ def test_off_means_off(tmp_path: Path) -> None:
 def test_wrong_use_is_told(act: Any, text: str, tmp_path: Path) -> None:
     with pytest.raises(MoQError, match=text):
         act(tmp_path)
+
+
+def test_the_loss_is_found_in_any_output_that_has_one() -> None:
+    loss, logits = torch.tensor(2.0), torch.ones(3, 2)
+    for output in (SequenceClassifierOutput(loss=loss, logits=logits), {"loss": loss}, (loss, logits), [loss]):
+        assert _loss_of(output) is loss
+    without: list[Any] = [SequenceClassifierOutput(logits=logits), {}, {"logits": logits}, (), (logits,), logits, None]
+    for output in without:
+        with pytest.raises(MoQError, match="the model's output has no loss"):
+            _loss_of(output)
 
 
 def test_a_checkpoint_made_without_moq_starts_the_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
