@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequ
 
 from moq_hf import MoQCallback, MoQTrainer, quantize_model, verify_quantized
 from moq_hf.callback import last_metrics
-from moq_hf.delivery import base_model_of
 from moq_hf.card import write_card
 from moq_hf.checkpoint import STATE_NAME, record_metrics
+from moq_hf.delivery import base_model_of
 from moq_hf.quant_linear import quant_embeddings, quant_layers
 
 IDS = torch.arange(5, 26).view(3, 7)
