@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from model_zoo import CONFIG, arguments, inputs_of, new_model, rows_of
@@ -376,3 +377,127 @@ def test_nothing_is_said_of_a_run_in_float(tmp_path: Path, caplog: pytest.LogCap
     )
     trainer.save_model()
     assert not (tmp_path / "moq_state.json").exists()
+
+
+class Odd(BertForSequenceClassification):
+    """Answers in evaluation with what a buffer, which no file has, makes of it."""
+
+    answer = staticmethod(lambda logits: {"predictions": logits.argmax(-1)})
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("prior", torch.zeros(2), persistent=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        return out if self.training else self.answer(out.logits + self.prior)
+
+
+def masked(logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"logits": torch.cat([logits, torch.full((len(logits), 1), torch.finfo(torch.float).min)], 1)}
+
+
+@pytest.mark.parametrize("answer", [Odd.answer, masked])
+def test_classes_and_masked_scores_are_compared_too(
+    answer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Odd, "answer", staticmethod(answer))
+    model = quantize_model(bert(Odd), FIXED)
+    save_quantized(model, tmp_path, inputs=inputs_of(TASK, model))
+    assert state_of(tmp_path)["proof"]["agrees"] is True
+    with torch.no_grad():
+        likely = int(BertForSequenceClassification.forward(model, **inputs_of(TASK, model)).logits[0].argmax())
+    model.prior[1 - likely] += 9.0
+    with pytest.raises(MoQError, match="NOT what was evaluated: outputs differ by"):
+        verify_quantized(tmp_path, model, inputs=inputs_of(TASK, model))
+
+
+def test_nothing_to_compare_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Odd, "answer", staticmethod(lambda logits: {"text": "fine"}))
+    model = quantize_model(bert(Odd), FIXED)
+    save_quantized(model, tmp_path, inputs=inputs_of(TASK, model))
+    assert "not proven, the model gives no tensor to compare" in str(verify_quantized(tmp_path).proof)
+
+
+def test_want_of_memory_is_no_disagreement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantize_model(bert(), FIXED)
+    answers = Answers(model, inputs_of(TASK, model))
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Answers, "_load", full)
+    save_quantized(model, tmp_path, inputs=answers)
+    assert state_of(tmp_path)["layout"] == "packed" and "does not fit" in str(verify_quantized(tmp_path).proof)
+
+
+class Once(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """A stream that is read once."""
+
+    def __init__(self) -> None:
+        self.was_read = False
+
+    def __iter__(self) -> Any:
+        if self.was_read:
+            raise RuntimeError("the stream is consumed")
+        self.was_read = True
+        return iter(rows_of(TASK) * 9)
+
+
+class Around(Trainer):
+    """Calls parts of the model, never the model."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = model.classifier(model.bert(input_ids=inputs["input_ids"]).pooler_output)
+        return nn.functional.cross_entropy(logits, inputs["labels"])
+
+
+def test_data_that_cannot_be_read_again_loses_no_result(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = bert()
+    Around(model, arguments(tmp_path), train_dataset=Once(), callbacks=[MoQCallback(CONFIG)]).train()
+    assert "will not be proven, for want of a batch (RuntimeError)" in caplog.text
+    verify_quantized(tmp_path / "quantized", model)
+
+
+def test_a_config_that_is_no_json_loses_no_result(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = bert()
+    model.config.label2id = {"a": np.int64(0), "b": np.int64(1)}
+    train(model, tmp_path)
+    assert "not saved beside the weights: BertConfig (Object of type int64" in caplog.text
+    verify_quantized(tmp_path / "quantized", model)
+
+
+def test_nothing_of_an_older_model_stays(tmp_path: Path) -> None:
+    model = quantize_model(bert(), FIXED)
+    save_quantized(model, tmp_path)
+    (tmp_path / "adapter").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors", "adapter/adapter_config.json", "notes.txt"):
+        (tmp_path / name).write_text("{}")
+    tower = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    checkpoint.write_floats(quantize_model(tower, FIXED), tmp_path, "a reason with /home/somebody/a/path in it")
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert left == {"README.md", "model.safetensors", "moq_state.json", "notes.txt"}
+    assert state_of(tmp_path)["reason"] == "a reason with ... in it"
+
+
+def test_a_loss_that_reads_a_weight_reads_the_quantized_one(tmp_path: Path) -> None:
+    seen = []
+
+    class Reading(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            seen.append(model.bert.pooler.dense.weight)
+            return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+    model = bert()
+    data: Any = rows_of(TASK)
+    callback = MoQCallback(FIXED)
+    trainer = Reading(model, arguments(tmp_path), train_dataset=data, eval_dataset=data, callbacks=[callback])
+    trainer.evaluate()
+    layer = quant_layers(model)["bert.pooler.dense"]
+    assert torch.equal(seen[-1], layer.quantized_weight()) and not torch.equal(seen[-1], layer.weight)
+
+
+def test_a_card_of_ones_own_stays_though_it_names_the_library(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# My notes\nTrained with the library (moq_hf).", encoding="utf-8")
+    save_quantized(quantize_model(bert(), FIXED), tmp_path)
+    assert (tmp_path / "README.md").read_text(encoding="utf-8").startswith("# My notes")
