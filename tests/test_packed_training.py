@@ -1,7 +1,6 @@
 """What a training run leaves behind: the packed model of the right step, with its history, metrics and card."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -121,15 +120,16 @@ def test_what_cannot_be_packed_does_not_cost_the_run(tmp_path: Path, caplog: pyt
         BertForMaskedLM(config), arguments(tmp_path, max_steps=4), train_dataset=data, callbacks=[callback]
     )
     trainer.train()
-    assert "no packed model is written: cls.predictions.decoder.weight is also" in caplog.text
-    assert not (tmp_path / "quantized").exists() and not list(tmp_path.rglob("*.saving"))
+    assert "holds floats on the grid, not packed: cls.predictions.decoder.weight is also" in caplog.text
+    found = verify_quantized(tmp_path / "quantized", trainer.model)
+    assert {layer.stored for layer in found.layers.values()} == {"dense"} and not list(tmp_path.rglob("*.saving"))
     # A MoQTrainer saves what was evaluated, in float.
     trainer = MoQTrainer(
         BertForMaskedLM(config), arguments(tmp_path, max_steps=4), train_dataset=data, moq_config=shared
     )
     trainer.train()
     trainer.save_model(str(tmp_path / "float"))
-    assert "BertForMaskedLM cannot be packed" in caplog.text
+    assert f"{tmp_path / 'float'} holds floats on the grid, not packed: cls.predictions" in caplog.text
     assert torch.equal(logits(BertForMaskedLM.from_pretrained(tmp_path / "float")), logits(trainer.model))
 
 
@@ -263,8 +263,7 @@ def test_the_metrics_are_those_of_the_last_evaluation(tmp_path: Path) -> None:
     assert last_metrics(trainer.state)["eval_a"] == 1.0
 
 
-def test_the_tokenizer_comes_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+def test_the_tokenizer_comes_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "examples" / "demo" / "model")
     for make in (stock, moq):
         trainer = make(tmp_path / make.__name__)
@@ -274,5 +273,5 @@ def test_the_tokenizer_comes_along(tmp_path: Path, caplog: pytest.LogCaptureFixt
         if make is moq:
             trainer.save_model()
         assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
-    assert f"the packed model is in {tmp_path / 'stock' / 'quantized'}" in caplog.text
+    assert f"moq_hf: {tmp_path / 'stock' / 'quantized'}: packed, " in capsys.readouterr().out
     assert json.loads((tmp_path / "moq" / STATE_NAME).read_text())["versions"]["transformers"]
