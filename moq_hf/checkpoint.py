@@ -298,7 +298,11 @@ class _Saving:
                 proof = None if answers is None else answers.prove(staging)
                 if proof is None or proof.agrees is not False:
                     break
-                reason = f"{layout}: {proof.reason}" if reason is None else f"{reason}; {layout}: {proof.reason}"
+                # What is wrong with every layout is said once.
+                if reason is None:
+                    reason = f"{layout}: {proof.reason}"
+                elif str(proof.reason) not in reason:
+                    reason = f"{reason}; {layout}: {proof.reason}"
             found = self._write_state(staging, layout, plan, proof, reason, by_hand)
             _publish(staging, target)
         except (OSError, SafetensorError) as error:

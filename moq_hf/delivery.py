@@ -103,7 +103,10 @@ def deliver(
     except Exception as error:
         reason = str(error) if isinstance(error, MoQError) else f"{type(error).__name__}: {error}"
         found = write_floats(model, folder, " ".join(reason.split()), **saved)
-    _write_card(folder, model, found, picture)
+    try:
+        _write_card(folder, model, found, picture)
+    except Exception as error:
+        logger.warning("moq_hf: %s has no model card: %s: %s", folder, type(error).__name__, error)
     return _told(folder, found)
 
 
