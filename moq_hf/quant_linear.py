@@ -14,10 +14,10 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +26,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import Trainer
 from transformers.pytorch_utils import Conv1D
 
-from . import cpu_quant, quantizer, triton_quant
-from .config import MoQConfig, MoQError, PerChannel, PerGroup, RowBlocks
-from .processes import any_over_ranks, check_supported, copy_whole, is_sharded, named_modules, uncompiled, whole
+from . import quantizer, triton_quant
+from .config import MoQConfig
+from .errors import MoQError
+from .kernels import cpu as cpu_quant
+from .kernels.backend import kernels_wanted
+from .processes import is_sharded, whole
 from .schedule import FLOAT_BITS
-from .selection import is_peft, select_embeddings, select_layers
 
 _Key = tuple[int, int, torch.device, torch.dtype]
 # Every call of a module runs this code, whatever the module's class is.
@@ -440,7 +442,7 @@ class QuantLayer(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _add_layers([self])
+        add_layers([self])
         self.refresh()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -557,13 +559,22 @@ def _new_lock() -> None:
 os.register_at_fork(after_in_child=_new_lock)
 
 
-def _add_layers(layers: Iterable[QuantLayer]) -> None:
+def add_layers(layers: Iterable[QuantLayer]) -> None:
+    """Watch these layers: the next optimizer step refreshes those that it owns."""
     with _LOCK:
         _LAYERS.update(layers)
         _CONTROLLED.difference_update(layers)
 
 
-def _all_layers() -> list[QuantLayer]:
+def drop_layer(layer: QuantLayer) -> None:
+    """Watch a layer no longer."""
+    with _LOCK:
+        _LAYERS.discard(layer)
+        _CONTROLLED.discard(layer)
+
+
+def all_layers() -> list[QuantLayer]:
+    """Every quantized layer alive."""
     with _LOCK:
         return list(_LAYERS)
 
@@ -574,15 +585,9 @@ def take_over(layers: Iterable[QuantLayer]) -> None:
         _CONTROLLED.update(layers)
 
 
-def lead_copies() -> None:
-    """Let the copies of quantized layers, those of an EMA for instance, have the precision that the layers have now."""
-    for layer in _all_layers():
-        layer.follow()
-
-
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     layers: dict[int, list[QuantLayer]] = {}
-    for layer in _all_layers():
+    for layer in all_layers():
         layers.setdefault(id(layer._float_weight()), []).append(layer)
     if not layers:
         return
@@ -598,338 +603,3 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: A
 
 
 register_optimizer_step_post_hook(_after_optimizer_step)
-
-
-def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str) -> nn.Module:
-    """Make the linear layers of `model` quantized ones, at the config's `start_bits` at once.
-
-    Changes the model in place. Layers that the config leaves out, and those of an earlier call that it does not name
-    any more, are plain float layers afterwards. With `enabled: false` that is all of them.
-
-    Args:
-        model: Any module.
-        config: A `MoQConfig`, a mapping or the path of a JSON file.
-
-    Returns:
-        The model.
-
-    Raises:
-        MoQError: Nothing to quantize, a name in `modules_to_not_convert` that matches nothing, groups that do not
-            divide a layer's weight, weights that ZeRO-3, FSDP1 or tensor parallelism took apart, or NaN or Inf in a
-            weight. The model is a float one then.
-        MoQConfigError: The config is wrong.
-    """
-    config, given = MoQConfig.load(config), model
-    model = uncompiled(model)
-    layers = prepare_model(model, config)
-    embeddings = quant_embeddings(model)
-    for linear in layers.values():
-        linear.set_bits(config.start_bits, config)
-        linear.moq.activation_bits = config.activation.bits if config.activation.enabled else None
-        linear.refresh()
-    for table in embeddings.values():
-        table.moq.bits = config.quantize_embeddings or FLOAT_BITS
-        table.refresh()
-    try:
-        check_finite({**layers, **embeddings})
-    except MoQError:
-        for layer in [*layers.values(), *embeddings.values()]:
-            _restore(layer)
-        _guard_merging(model)
-        raise
-    return given
-
-
-def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"] = "quantized") -> nn.Module:
-    """Make every quantized layer of `model` a plain one again, in place.
-
-    Does it too for a model that `from_pretrained` loaded from a packed checkpoint, so that it can be trained on.
-
-    Args:
-        model: Any module.
-        weights: "quantized" writes what the forward pass used into the weights, so that the model computes the same;
-            "float" leaves the float weights that were trained.
-
-    Returns:
-        The model.
-
-    Raises:
-        MoQError: `weights` is neither, or the model has no quantized layer.
-    """
-    if weights not in ("quantized", "float"):
-        raise MoQError(f'weights must be "quantized" or "float", got {weights!r}')
-    given, model = model, uncompiled(model)
-    if is_packed(model):
-        _unpack(model)
-        return given
-    layers = {**quant_layers(model), **quant_embeddings(model)}
-    if not layers:
-        raise MoQError("the model has no quantized layer")
-    written: set[int] = set()
-    for layer in layers.values():
-        weight = layer.float_weight
-        # Layers may share it, and what is quantized twice may be something else.
-        if weights == "quantized" and not weight.is_meta and id(weight) not in written:
-            written.add(id(weight))
-            layer.check_unwritten()
-            with torch.no_grad():
-                copy_whole(weight, layer._compute(weight.dtype))
-        _restore(layer)
-    _guard_merging(model)
-    return given
-
-
-def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
-    """The quantized linear layers by their names, each once, in model order."""
-    return {name: module for name, module in named_modules(model) if isinstance(module, QuantLinear | QuantConv1D)}
-
-
-def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
-    """The quantized embedding tables by their names, each once, in model order."""
-    return {name: module for name, module in named_modules(model) if isinstance(module, QuantEmbedding)}
-
-
-def is_quantized(model: Any) -> bool:
-    """Whether any layer of the model computes with a quantized weight now."""
-    parts = model.modules() if isinstance(model, nn.Module) else ()
-    return any(isinstance(part, QuantLayer) and part.moq.bits != FLOAT_BITS for part in parts)
-
-
-def is_packed(model: nn.Module) -> bool:
-    """Whether `from_pretrained` made this model of a packed checkpoint: its layers may have no weights yet."""
-    quantizer_of_transformers = getattr(model, "hf_quantizer", None)
-    return quantizer_of_transformers is not None and hasattr(quantizer_of_transformers, "compressor")
-
-
-def _unpack(model: nn.Module) -> None:
-    from compressed_tensors.compressors import decompress_module
-    from compressed_tensors.quantization import QuantizationMetadata, QuantizationStatus
-
-    loader = cast(Any, model).hf_quantizer
-    for module in model.modules():
-        if not hasattr(module, "quantization_scheme"):
-            continue
-        if module.quantization_status == QuantizationStatus.COMPRESSED:
-            decompress_module(module)
-        QuantizationMetadata.clear_quantization(module)
-        del module.quantization_status
-        # What is left of the wrapped forward would hide that of a quantized class.
-        module.__dict__.pop("forward", None)
-        module.weight = nn.Parameter(cast(Tensor, module.weight).detach())
-        module.requires_grad_(True)
-    loader.compressor.remove_decompression_hook(model)
-    loader.remove_quantization_config(model)
-
-
-def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLayer]:
-    """What `quantize_model` does, with every layer still unquantized (32 bits); gives the linear layers by name."""
-    if config.enabled and is_packed(model):
-        raise MoQError(
-            "the model comes from a packed checkpoint: call moq_hf.dequantize_model(model) before training it"
-        )
-    chosen: dict[str, nn.Module] = {}
-    if config.enabled:
-        check_supported(model)
-        chosen = {**select_layers(model, config), **select_embeddings(model, config)}
-    for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
-        if name not in chosen:
-            _restore(layer)
-    for index, (name, module) in enumerate(chosen.items()):
-        if not isinstance(module, QuantLayer):
-            module.__class__ = quant_class(type(module))
-        layer = cast(QuantLayer, module)
-        options = dict(_ROW_OPTIONS) if isinstance(layer, QuantEmbedding) else _options(config, index)
-        layer.moq = LayerState(options=options, config=config, plain=config.kernel is False, name=name)
-        _add_layers([layer])
-    _guard_merging(model)
-    return quant_layers(model)
-
-
-def check_readers(layers: Mapping[str, QuantLayer]) -> None:
-    """Stop if a model used a float weight past its quantized layer: call it where gradients are, in all processes.
-
-    Whoever takes `layer.weight` in a forward pass gets the quantized one. A weight that was taken otherwise (from
-    `named_parameters()`, from `_parameters`) has a gradient while its layer was never used.
-
-    Raises:
-        MoQError: Names the layers.
-    """
-    weights = [layer.float_weight for layer in layers.values()]
-    used = {id(weight) for weight, layer in zip(weights, layers.values(), strict=True) if layer.moq.used}
-    # Elsewhere in the batch, in another process, the layer may have been used.
-    was_used = any_over_ranks([id(weight) in used for weight in weights], weights[0])
-    wrong = [
-        name
-        for name, weight, fine in zip(layers, weights, was_used, strict=True)
-        if not fine and weight.grad is not None and bool((whole(weight.grad) != 0).any())
-    ]
-    if wrong:
-        named = ", ".join(f'"{name}"' for name in wrong)
-        raise MoQError(
-            f"the weights of these layers are used without the layers, past their quantization: {', '.join(wrong)}; "
-            f"leave them in full precision: add {named} to modules_to_not_convert"
-        )
-
-
-def check_finite(layers: Mapping[str, QuantLayer]) -> None:
-    """Stop if a weight held NaN or Inf when it was last quantized; one wait for the device, not one per layer.
-
-    Raises:
-        MoQError: Names the parameters.
-    """
-    if not layers:
-        return
-    device = next(iter(layers.values())).float_weight.device
-    flags = torch.stack([layer.nonfinite().to(device) for layer in layers.values()])
-    if bool(flags.any()):
-        _refuse_nonfinite(name for name, flag in zip(layers, flags.tolist(), strict=True) if flag)
-
-
-def _refuse_nonfinite(layers: Iterable[str]) -> None:
-    names = ", ".join(f"{name}.weight" for name in layers)
-    raise MoQError(f"NaN or Inf in {names}: training has diverged or the checkpoint is damaged")
-
-
-def kernels_wanted(config: MoQConfig, device: torch.device) -> bool:
-    """Whether the Triton kernels quantize weights on `device`: unless the config forbids it, where they can run."""
-    return config.kernel is not False and triton_quant.available(device)
-
-
-class Refresher:
-    """Quantizes many layers after each optimizer step: all in one launch where the kernels run, else one by one.
-
-    Args:
-        layers: By name.
-        config: Says whether kernels may be used.
-    """
-
-    def __init__(self, layers: Mapping[str, QuantLayer], config: MoQConfig) -> None:
-        self._layers = dict(layers)
-        self._config = config
-        self._batches: list[tuple[triton_quant.Batch, list[str]]] = []
-        self._single = self._layers
-        self._made_for: list[tuple[Any, ...]] = []
-
-    def refresh(self) -> None:
-        """Quantize every layer's weight once, from what it is now."""
-        if self._identities() != self._made_for:
-            self._make_batches()
-        for batch, names in self._batches:
-            layers = [self._layers[name] for name in names]
-            for layer in layers:
-                layer.check_unwritten()
-            batch.update([layer.moq.step for layer in layers], [layer.moq.blend for layer in layers])
-            batch.run()
-            for layer in layers:
-                layer.mark_fresh()
-                layer._keep(cast(Tensor, layer.moq.weight))
-        fast = []
-        for layer in self._single.values():
-            weight = layer.float_weight
-            if layer.moq.plain or not cpu_quant.applies(weight, layer.moq.dtype or weight.dtype):
-                layer.refresh()
-            else:
-                fast.append(layer)
-        cpu_quant.each(QuantLayer.refresh, fast)
-
-    def check_finite(self, *, wait: bool = True) -> None:
-        """Stop if a weight held NaN or Inf.
-
-        Args:
-            wait: For the device. Otherwise weights that a kernel quantized are judged as they were a step or more ago.
-
-        Raises:
-            MoQError: Names the parameters.
-        """
-        bad = [names[index] for batch, names in self._batches for index in batch.nonfinite(wait=wait)]
-        if bad:
-            _refuse_nonfinite(bad)
-        check_finite(self._single)
-
-    def _identities(self) -> list[tuple[Any, ...]]:
-        """What the batches depend on: they hold pointers."""
-        found: list[tuple[Any, ...]] = []
-        for layer in self._layers.values():
-            state, weight = layer.moq, layer.float_weight
-            pointer = 0 if weight.is_meta or is_sharded(weight) else weight.data_ptr()
-            tensors = (pointer, id(state.weight), id(state.ratio))
-            found.append((*tensors, weight.device, weight.dtype, state.bits, state.dtype))
-        return found
-
-    def _make_batches(self) -> None:
-        self._single = {}
-        jobs: dict[torch.device, dict[str, triton_quant.Job]] = {}
-        for name, layer in self._layers.items():
-            job = self._job(layer)
-            if job is None:
-                self._single[name] = layer
-            else:
-                jobs.setdefault(layer.float_weight.device, {})[name] = job
-        self._batches = [(triton_quant.Batch(list(named.values())), list(named)) for named in jobs.values()]
-        self._made_for = self._identities()
-
-    def _job(self, layer: QuantLayer) -> "triton_quant.Job | None":
-        state, weight = layer.moq, layer.float_weight.detach()
-        dtype = state.dtype or weight.dtype
-        if state.bits == FLOAT_BITS or weight.is_meta or is_sharded(weight) or not weight.is_contiguous():
-            return None
-        if layer.is_transposed:
-            return None
-        if not {dtype, weight.dtype} <= triton_quant.DTYPES.keys() or not kernels_wanted(self._config, weight.device):
-            return None
-        kept = state.weight
-        if kept is None or kept.device != weight.device or kept.dtype != dtype or kept.shape != weight.shape:
-            with torch.inference_mode(False), torch.no_grad():
-                layer._keep(torch.empty_like(weight, dtype=dtype))
-        out = cast(Tensor, state.weight)
-        return triton_quant.Job(
-            weight, out, state.bits, ratio=state.ratio, step=state.step, blend=state.blend, **state.options
-        )
-
-
-def _guard_merging(model: nn.Module) -> None:
-    """Refuse to merge adapters into weights that are computed with quantized: the sum is on no grid."""
-    for module in model.modules():
-        if isinstance(module._modules.get("base_layer"), QuantLayer) and is_peft(module):
-            module.merge = _refuse_merging  # type: ignore[assignment]
-        elif module.__dict__.get("merge") is _refuse_merging:
-            del module.merge
-
-
-def _refuse_merging(*args: Any, **kwargs: Any) -> None:
-    raise MoQError(
-        "adapters cannot be merged into quantized layers: call moq_hf.dequantize_model(model) first, then the merged "
-        "model computes the same in float"
-    )
-
-
-def _restore(layer: QuantLayer) -> None:
-    with _LOCK:
-        _LAYERS.discard(layer)
-        _CONTROLLED.discard(layer)
-    del layer.moq
-    cast(nn.Module, layer).__class__ = base_class(type(layer))
-
-
-# How embedding tables are quantized, whatever the config says of the linear layers.
-_ROW_OPTIONS = {"groups": "per_channel", "group_size": None, "symmetric": True, "rounding": "nearest"}
-
-
-def _options(config: MoQConfig, index: int) -> dict[str, Any]:
-    groups: quantizer.Groups = 1
-    group_size = None
-    match config.grouping:
-        case RowBlocks(count):
-            groups = count
-        case PerChannel():
-            groups = "per_channel"
-        case PerGroup(size):
-            group_size = size
-    return {
-        "groups": groups,
-        "group_size": group_size,
-        "symmetric": config.symmetric,
-        "rounding": "stochastic" if config.stochastic else "nearest",
-        "seed": config.seed,
-        "layer": index,
-    }

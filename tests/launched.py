@@ -26,9 +26,9 @@ from transformers import (
 )
 
 from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer
-from moq_hf.controller import MoQController
+from moq_hf.model.convert import quant_layers
 from moq_hf.processes import whole_state_dict
-from moq_hf.quant_linear import quant_layers
+from moq_hf.training.controller import MoQController
 
 STEPS, GLOBAL_BATCH = 14, 8
 BASE: dict[str, Any] = {

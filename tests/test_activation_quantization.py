@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, quantizer
-from moq_hf.controller import MoQController
-from moq_hf.quant_linear import quant_layers
-from moq_hf.schedule import plan
+from moq_hf.model.convert import quant_layers
+from moq_hf.plan import plan
+from moq_hf.training.controller import MoQController
 
 
 def config_of(**activation: Any) -> dict[str, Any]:

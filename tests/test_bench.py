@@ -8,8 +8,8 @@ from test_export import SHAPE, checkpoint, config_of
 from transformers import BertConfig, BertForSequenceClassification
 
 from moq_hf import MoQError
-from moq_hf.bench import benchmark
 from moq_hf.cli import main
+from moq_hf.deploy.bench import benchmark
 
 ENGINES = ["PyTorch float", "PyTorch packed", "ONNX float", "ONNX weight-only", "ONNX int8"]
 

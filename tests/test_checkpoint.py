@@ -42,10 +42,11 @@ from transformers import (
 )
 
 from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, save_quantized, verify_quantized
-from moq_hf.checkpoint import STATE_NAME, recorded
 from moq_hf.cli import main
-from moq_hf.controller import MoQController
-from moq_hf.quant_linear import quant_embeddings, quant_layers
+from moq_hf.model.convert import quant_embeddings, quant_layers
+from moq_hf.packed.state import STATE_NAME
+from moq_hf.packed.verify import recorded
+from moq_hf.training.controller import MoQController
 
 LONG = pytest.mark.skipif("MOQ_HF_LONG_TESTS" not in os.environ, reason="a minute; set MOQ_HF_LONG_TESTS to run it")
 IDS = {"input_ids": torch.arange(5, 32).view(3, 9)}
@@ -234,12 +235,13 @@ def test_layers_above_8_bits_are_dense_on_their_grid_and_named(
 
 def forge(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Writes the tensors with digests that fit, so that only the check of the grid is left."""
-    from moq_hf.checkpoint import _digest, _write_state
+    from moq_hf.packed.files import digest_of
+    from moq_hf.packed.state import write_state
 
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     state = json.loads((folder / STATE_NAME).read_text())
-    state["tensors"] = {name: _digest(tensor) for name, tensor in tensors.items()}
-    _write_state(folder, state)
+    state["tensors"] = {name: digest_of(tensor) for name, tensor in tensors.items()}
+    write_state(folder, state)
 
 
 @pytest.mark.parametrize(
@@ -270,15 +272,15 @@ def test_codes_off_the_grid_are_noticed(
 
 def rewrite(folder: Path, change: Any, name: str = STATE_NAME) -> None:
     """Changes a JSON file of a packed folder, with digests that were forged to fit."""
-    from moq_hf.checkpoint import _sha256, _write_state
+    from moq_hf.packed.state import sha256, write_state
 
     state = json.loads((folder / STATE_NAME).read_text())
     document = state if name == STATE_NAME else json.loads((folder / name).read_text())
     change(document)
     if name != STATE_NAME:
         (folder / name).write_text(json.dumps(document))
-        state["config_json"] = _sha256((folder / "config.json").read_bytes())
-    _write_state(folder, state)
+        state["config_json"] = sha256((folder / "config.json").read_bytes())
+    write_state(folder, state)
 
 
 QUERY = "bert.encoder.layer.0.attention.self.query"
@@ -412,7 +414,7 @@ def test_a_shard_index_points_nowhere_else(place: Any, tmp_path: Path, monkeypat
     place = place.format(outside=outside) if isinstance(place, str) else place
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, place)}))
     opened: list[Path] = []
-    monkeypatch.setattr("moq_hf.checkpoint.safe_open", lambda path, **_: opened.append(path))
+    monkeypatch.setattr("moq_hf.packed.files.safe_open", lambda path, **_: opened.append(path))
     with pytest.raises(MoQError, match=r"index.json: weight_map.bert\S* must be (text|the name of a file of weights)"):
         verify_quantized(folder)
     assert opened == []
@@ -576,7 +578,7 @@ def test_a_killed_save_leaves_a_whole_model_or_none(kills: int, tmp_path: Path) 
         torch.manual_seed(seed)
         whole.append(first(mixed(bert(), [8, 4, seed], config_of(8)), IDS))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["moq_hf.checkpoint", "transformers", "test_checkpoint"])
+    context.set_forkserver_preload(["moq_hf.packed.save", "transformers", "test_checkpoint"])
     generator = random.Random(0)
     outcomes = []
     for kill in range(kills):

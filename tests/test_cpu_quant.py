@@ -8,7 +8,8 @@ import pytest
 import torch
 from test_triton_quant import LAYOUTS, MODES, same_bits
 
-from moq_hf import cpu_quant, eigen, quantize_model, quantizer
+from moq_hf import eigen, quantize_model, quantizer
+from moq_hf.kernels import cpu as cpu_quant
 
 needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 

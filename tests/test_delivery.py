@@ -24,10 +24,12 @@ from transformers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from moq_hf import MoQCallback, MoQError, MoQTrainer, checkpoint, quantize_model, save_quantized, verify_quantized
+from moq_hf import MoQCallback, MoQError, MoQTrainer, quantize_model, save_quantized, verify_quantized
 from moq_hf.config import MoQConfig
-from moq_hf.proof import Answers
-from moq_hf.quant_linear import quant_layers
+from moq_hf.model.convert import quant_layers
+from moq_hf.packed import save as checkpoint
+from moq_hf.packed import state
+from moq_hf.packed.proof import Answers
 
 TASK = "sequence classification"
 FIXED = {**CONFIG, "quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_schedule": {"schedule_offset": 0}}
@@ -36,7 +38,7 @@ FIXED = {**CONFIG, "quantize_bits": {"start_bits": 4, "target_bits": 4}, "quanti
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the time of so small a run would go into the picture in its model card."""
-    monkeypatch.setattr("moq_hf.card._draw", lambda path, layers: False)
+    monkeypatch.setattr("moq_hf.packed.card._draw", lambda path, layers: False)
 
 
 def bert(kind: type[PreTrainedModel] = BertForSequenceClassification, *more: Any) -> Any:
@@ -143,7 +145,7 @@ def test_where_nothing_agrees_the_warning_is_loud(
 ) -> None:
     model = quantize_model(bert(), FIXED)
     monkeypatch.setattr(Answers, "_others", lambda self, loaded: ["some.layer"])
-    monkeypatch.setattr("moq_hf.proof._distance", lambda one, other: 0.5)
+    monkeypatch.setattr("moq_hf.packed.proof._distance", lambda one, other: 0.5)
     save_quantized(model, tmp_path, inputs=inputs_of(TASK, model))
     assert (
         "what is written does not compute what was evaluated: outputs differ by 0.5, first in some.layer" in caplog.text
@@ -169,7 +171,7 @@ def test_verify_quantized_compares_answers(tmp_path: Path) -> None:
 def test_what_cannot_be_proven_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantize_model(bert(), FIXED)
     batch = inputs_of(TASK, model)
-    monkeypatch.setattr("moq_hf.proof._fits", lambda size, device: False)
+    monkeypatch.setattr("moq_hf.packed.proof._fits", lambda size, device: False)
     save_quantized(model, tmp_path, inputs=batch)
     assert "does not fit beside it" in str(verify_quantized(tmp_path).proof)
     assert state_of(tmp_path)["layout"] == "packed"
@@ -312,7 +314,7 @@ def test_the_path_of_a_teacher_stays_at_home(tmp_path: Path) -> None:
     assert state_of(tmp_path / "run")["config"]["distillation"]["teacher"] is None
     # A name on the Hub is everybody's.
     assert (
-        checkpoint.shareable(MoQConfig.from_dict({**CONFIG, "distillation": {"teacher": "org/name"}}).to_dict())[
+        state.shareable(MoQConfig.from_dict({**CONFIG, "distillation": {"teacher": "org/name"}}).to_dict())[
             "distillation"
         ]["teacher"]
         == "org/name"

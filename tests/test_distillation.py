@@ -17,8 +17,8 @@ from transformers.modeling_outputs import ModelOutput
 
 from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, MoQTrainer, quantize_model, save_quantized
 from moq_hf.config import DistillationConfig
-from moq_hf.distillation import distillation_loss, fingerprint, load_teacher
-from moq_hf.quant_linear import quant_layers
+from moq_hf.model.convert import quant_layers
+from moq_hf.training.distillation import distillation_loss, fingerprint, load_teacher
 
 CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 4, "target_bits": 2},

@@ -29,8 +29,11 @@ from transformers import (
 )
 
 from moq_hf import MoQError, block_eigenvalues, dequantize_model, quantize_model
-from moq_hf.eigen import check_second_derivative, difference_step, layer_blocks, measuring, normalise
-from moq_hf.quant_linear import quant_layers
+from moq_hf.eigen import check_second_derivative, difference_step
+from moq_hf.model.convert import quant_layers
+from moq_hf.model.inventory import layer_blocks
+from moq_hf.training.measuring import measuring
+from moq_hf.training.sensitivity import normalize
 
 GOLDEN = Path(__file__).parent / "golden" / "eigen_h16_init"
 
@@ -473,6 +476,6 @@ def test_the_list_may_be_named_and_limited(tiny_bert: Any) -> None:
 
 def test_normalised() -> None:
     nan, inf = math.nan, math.inf
-    assert normalise({"a": -4.0, "b": 2.0, "c": 0.0}) == {"a": 1.0, "b": 0.5, "c": 0.0}
-    assert normalise({"a": -4.0, "b": nan, "c": inf, "d": 1.0}) == {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.25}
-    assert normalise({"a": nan, "b": inf}) == {"a": 1.0, "b": 1.0} == normalise({"a": 0.0, "b": nan})
+    assert normalize({"a": -4.0, "b": 2.0, "c": 0.0}) == {"a": 1.0, "b": 0.5, "c": 0.0}
+    assert normalize({"a": -4.0, "b": nan, "c": inf, "d": 1.0}) == {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.25}
+    assert normalize({"a": nan, "b": inf}) == {"a": 1.0, "b": 1.0} == normalize({"a": 0.0, "b": nan})

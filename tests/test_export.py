@@ -27,11 +27,12 @@ from transformers import (
 )
 
 from moq_hf import MoQConfig, MoQError, quantize_model, quantizer, save_quantized
-from moq_hf.checkpoint import stored_weights, verify_quantized
 from moq_hf.cli import main
-from moq_hf.export import Data, Export, _publish, export_onnx, quiet, read_data
-from moq_hf.onnx_layers import OnnxInt8Linear, OnnxLinear, is_exact_signed
-from moq_hf.quant_linear import quant_layers
+from moq_hf.deploy.data import Data, quiet, read_data
+from moq_hf.deploy.onnx import Export, _publish, export_onnx
+from moq_hf.deploy.onnx_layers import OnnxInt8Linear, OnnxLinear, is_exact_signed
+from moq_hf.model.convert import quant_layers
+from moq_hf.packed.verify import stored_weights, verify_quantized
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = ROOT / "examples" / "demo" / "model"

@@ -10,7 +10,7 @@ from model_zoo import PAGE, Stranger
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the time of so small a run would go into the picture in its model card."""
-    monkeypatch.setattr("moq_hf.card._draw", lambda path, layers: False)
+    monkeypatch.setattr("moq_hf.packed.card._draw", lambda path, layers: False)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

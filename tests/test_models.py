@@ -34,16 +34,17 @@ from moq_hf import (
     MoQCallback,
     MoQConfig,
     MoQError,
-    cpu_quant,
     dequantize_model,
     quantize_model,
     quantizer,
     save_quantized,
     verify_quantized,
 )
-from moq_hf.checkpoint import stored_weights
-from moq_hf.packed import load_packed
-from moq_hf.quant_linear import QuantConv1D, quant_layers
+from moq_hf.kernels import cpu as cpu_quant
+from moq_hf.model.convert import quant_layers
+from moq_hf.packed.inference import load_packed
+from moq_hf.packed.verify import stored_weights
+from moq_hf.quant_linear import QuantConv1D
 
 RENEW = "python tests/model_zoo.py"
 
@@ -51,7 +52,7 @@ RENEW = "python tests/model_zoo.py"
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the time of so small a run would go into the picture in its model card."""
-    monkeypatch.setattr("moq_hf.card._draw", lambda path, layers: False)
+    monkeypatch.setattr("moq_hf.packed.card._draw", lambda path, layers: False)
 
 
 def rows_of_page(text: str) -> dict[str, list[list[str]]]:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
 
 from moq_hf import MoQError, load_packed, quantize_model, quantizer, save_quantized, triton_quant
-from moq_hf.packed import PackedLinear
+from moq_hf.packed.inference import PackedLinear
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

@@ -12,10 +12,10 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequ
 
 from moq_hf import MoQCallback, MoQTrainer, quantize_model, verify_quantized
 from moq_hf.callback import last_metrics
-from moq_hf.card import write_card
-from moq_hf.checkpoint import STATE_NAME, record_metrics
-from moq_hf.delivery import base_model_of
-from moq_hf.quant_linear import quant_embeddings, quant_layers
+from moq_hf.model.convert import quant_embeddings, quant_layers
+from moq_hf.packed.card import write_card
+from moq_hf.packed.delivery import base_model_of
+from moq_hf.packed.state import STATE_NAME, record_metrics
 
 IDS = torch.arange(5, 26).view(3, 7)
 EMBEDDINGS = {**CONFIG, "quantize_embeddings": 8}

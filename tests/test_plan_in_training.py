@@ -23,10 +23,11 @@ from test_training import (
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from moq_hf import MoQCallback, MoQError, MoQTrainer, plan
-from moq_hf.controller import MoQController
-from moq_hf.quant_linear import quant_layers
-from moq_hf.report import write_report
-from moq_hf.schedule import Switch, outcome
+from moq_hf.model.convert import quant_layers
+from moq_hf.plan import outcome
+from moq_hf.report.page import write_report
+from moq_hf.schedule import Switch
+from moq_hf.training.controller import MoQController
 
 AUTO = {**CONFIG, "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 2, "deadline": 0.75}}
 BLEND = {**CONFIG, "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.25}}
@@ -215,7 +216,7 @@ def test_the_size_counts_bits_and_scales(keys: Any, per_layer: Any, tiny_bert: A
 def test_verbose_lines_are_sentences(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = {**CONFIG, "quantize_verbose": True}
     controller = MoQController(new_model(), MoQCallback(config).config)
-    with caplog.at_level(logging.INFO, "moq_hf.controller"):
+    with caplog.at_level(logging.INFO, "moq_hf.training.controller"):
         for _ in range(10):
             controller.step({"bert.encoder.layer.0": 0.0, "bert.encoder.layer.1": 0.0})
     lines = [message for message in caplog.messages if "layer.1" in message]

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from moq_hf import MoQCallback, MoQTrainer, QuantLinear
-from moq_hf.quant_linear import quant_layers
+from moq_hf.model.convert import quant_layers
 
 EIGEN = {**CONFIG, "eigenvalue": {"enabled": True, "num_samples": 4, "max_overhead": 1.0}}
 

@@ -34,7 +34,9 @@ from transformers import (
 
 from moq_hf import MoQCallback, MoQError, dequantize_model, quantize_model, save_quantized
 from moq_hf import quantizer as q
-from moq_hf.quant_linear import QuantLayer, check_readers, in_forward, quant_embeddings, quant_layers
+from moq_hf.model.convert import quant_embeddings, quant_layers
+from moq_hf.model.refresh import check_readers
+from moq_hf.quant_linear import QuantLayer, in_forward
 
 CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 4, "target_bits": 3},
@@ -142,7 +144,7 @@ READERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], dict[
 def test_families_that_read_weights_are_evaluated_as_delivered(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moq_hf.card._draw", lambda path, layers: False)
+    monkeypatch.setattr("moq_hf.packed.card._draw", lambda path, layers: False)
     make, rows, config, name = READERS[family]
     model, data = make(), rows()
     trainer = Trainer(

@@ -17,9 +17,14 @@ from test_training import CONFIG as TRAINED
 from test_training import new_model, stock
 from transformers import Trainer, TrainingArguments
 
-from moq_hf import MoQCallback, cli, quantize_model, report, save_quantized, verify_quantized
-from moq_hf.config import MoQConfig, MoQError
-from moq_hf.schedule import PrecisionSchedule, plan
+from moq_hf import MoQCallback, cli, quantize_model, save_quantized, verify_quantized
+from moq_hf.config import MoQConfig
+from moq_hf.errors import MoQError
+from moq_hf.plan import plan
+from moq_hf.report import figures
+from moq_hf.report import page as report
+from moq_hf.report import run as run_module
+from moq_hf.schedule import PrecisionSchedule
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = [f"bert.encoder.layer.{index}" for index in range(12)] + ["bert.pooler.dense"]
@@ -73,7 +78,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_run_is_read_as_it_was(run: Path) -> None:
-    read = report.read_run(run)
+    read = run_module.read_run(run)
     schedule = PrecisionSchedule(MoQConfig.from_dict(CONFIG), BLOCKS, 345)
     bits = read.by_block("bits")
     assert list(bits) == BLOCKS
@@ -136,11 +141,11 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
 def test_the_newest_checkpoint_serves_too(tmp_path: Path) -> None:
     make_run(tmp_path / "checkpoint-90", steps=90)
     make_run(tmp_path / "checkpoint-200", steps=200)
-    assert report.read_run(tmp_path).steps == 200
+    assert run_module.read_run(tmp_path).steps == 200
     assert report.write_report(tmp_path, tmp_path / "new" / "folder") == tmp_path / "new" / "folder" / "moq_report.html"
     float_run = tmp_path / "of-a-float-run"
     make_run(float_run, steps=345)
-    assert report.read_run(tmp_path, float_run).in_float["f1"] == pytest.approx(0.869)
+    assert run_module.read_run(tmp_path, float_run).in_float["f1"] == pytest.approx(0.869)
 
 
 @pytest.mark.parametrize(
@@ -218,9 +223,9 @@ def test_any_value_changed_by_hand_gives_a_run_or_one_error(tmp_path: Path) -> N
         place[path[-1]] = generator.choice(WRONG)
         (tmp_path / "trainer_state.json").write_text(json.dumps(changed))
         try:
-            run = report.read_run(tmp_path)
-            with report._drawing():
-                report._figures(run)
+            run = run_module.read_run(tmp_path)
+            with figures.drawing():
+                figures.figures_of(run)
         except MoQError as error:
             assert len(str(error)) < 1000
             told += 1
@@ -240,7 +245,7 @@ def test_a_run_without_a_saved_state_is_read_from_its_packed_model(tmp_path: Pat
     trainer = stock(tmp_path, config, eval_strategy="steps", eval_steps=8)
     trainer.train()
     assert not (tmp_path / "trainer_state.json").exists()
-    found = report.read_run(tmp_path)
+    found = run_module.read_run(tmp_path)
     (callback,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, MoQCallback))
     controller = callback.controller
     assert found.config == MoQConfig.from_dict(config) and found.steps == 16
@@ -258,18 +263,18 @@ def test_a_run_without_a_saved_state_is_read_from_its_packed_model(tmp_path: Pat
     assert page.count("The run saved no trainer_state.json") == 1 and not (tmp_path / "moq_loss.png").exists()
     # The packed folder alone does too, without its weights as well.
     (tmp_path / "quantized" / "model.safetensors").unlink()
-    found = report.read_run(tmp_path / "quantized")
+    found = run_module.read_run(tmp_path / "quantized")
     assert found.float_size_mb is None and found.series("moq/size_mb") == ([], [])
     report.write_report(tmp_path / "quantized", tmp_path / "page")
     # What the Trainer saved comes first.
     trainer.save_state()
-    assert report.read_run(tmp_path).has_log
+    assert run_module.read_run(tmp_path).has_log
 
 
 def test_a_packed_model_without_a_run_is_told(tmp_path: Path) -> None:
     save_quantized(quantize_model(new_model(), TRAINED), tmp_path)
     with pytest.raises(MoQError, match="of a model that was quantized without a run"):
-        report.read_run(tmp_path)
+        run_module.read_run(tmp_path)
 
 
 def test_a_float_run_without_metrics_is_told(run: Path, tmp_path: Path) -> None:

@@ -39,9 +39,10 @@ from moq_hf import (
     save_quantized,
     verify_quantized,
 )
-from moq_hf.controller import MoQController
-from moq_hf.quant_linear import quant_layers
-from moq_hf.resume import STATE_VERSION, changes, checkpoints, fault_of, load_schedule
+from moq_hf.model.convert import quant_layers
+from moq_hf.training.checkpoints import checkpoints, fault_of
+from moq_hf.training.controller import MoQController
+from moq_hf.training.resume import STATE_VERSION, changes, load_schedule
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 OLD = Path(__file__).parent / "golden" / "checkpoint_0_1_0.json"

@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 
 from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, PrecisionSchedule
-from moq_hf import sensitivity as module
 from moq_hf.config import EigenvalueConfig, ScheduleConfig
-from moq_hf.controller import MoQController
-from moq_hf.eigen import Eigenvalue, block_eigenvalues, layer_blocks, measuring
-from moq_hf.sensitivity import KEPT_BYTES, MIN_ROWS, Samples, Sensitivity
+from moq_hf.eigen import Eigenvalue, block_eigenvalues
+from moq_hf.model.inventory import layer_blocks
+from moq_hf.training import sensitivity as module
+from moq_hf.training.controller import MoQController
+from moq_hf.training.measuring import measuring
+from moq_hf.training.samples import KEPT_BYTES, Samples
+from moq_hf.training.sensitivity import MIN_ROWS, Sensitivity
 from tests.test_training import CONFIG, Stop, arguments, assert_same, moq, new_model, rows, stock, trained, weights
 
 GOLDEN = Path(__file__).parent / "golden"

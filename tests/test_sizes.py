@@ -21,11 +21,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from moq_hf import MoQConfig, report, save_quantized, verify_quantized
-from moq_hf.card import write_card
-from moq_hf.checkpoint import STATE_NAME, _write_state
-from moq_hf.controller import MoQController
-from moq_hf.sizes import in_words, last_part
+from moq_hf import MoQConfig, save_quantized, verify_quantized
+from moq_hf.model.sizes import in_words, last_part
+from moq_hf.packed.card import write_card
+from moq_hf.packed.state import STATE_NAME, write_state
+from moq_hf.report import page as report
+from moq_hf.report import run as run_module
+from moq_hf.training.controller import MoQController
 
 CONFIG = {
     "quantize_bits": {"start_bits": 4, "target_bits": 4},
@@ -206,7 +208,7 @@ def test_a_folder_tells_what_the_controller_told(make: Any, tmp_path: Path) -> N
     # As a folder of an earlier version: the same can be told from its tensors.
     state = json.loads((tmp_path / "packed" / STATE_NAME).read_text())
     del state["parameters"]
-    _write_state(tmp_path / "packed", state)
+    write_state(tmp_path / "packed", state)
     old = verify_quantized(tmp_path / "packed", model)
     assert old.parameters == found.parameters and old.table() == found.table()
     assert controller.coverage() in write_card(tmp_path / "packed").read_text()
@@ -251,5 +253,5 @@ def test_the_report_tells_the_share_and_reads_older_logs(tmp_path: Path) -> None
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     facts = facts_of(report.write_report(tmp_path).read_text())
     assert facts["mean bits of the whole model"] == "25.00" and facts["quantized"] == "25.0 % of the parameters"
-    steps, bits = report.read_run(tmp_path).mean_bits()
+    steps, bits = run_module.read_run(tmp_path).mean_bits()
     assert steps == [entry["step"] for entry in entries[3:]] and min(bits) == 25

@@ -19,7 +19,9 @@ from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 
 from moq_hf import MoQCallback, dequantize_model, quant_linear, quantize_model
 from moq_hf import quantizer as q
-from moq_hf.quant_linear import FLOAT_BITS, QuantLayer, lead_copies, quant_layers
+from moq_hf.model.convert import quant_layers
+from moq_hf.model.refresh import lead_copies
+from moq_hf.quant_linear import FLOAT_BITS, QuantLayer
 
 CONFIG: dict[str, Any] = {"quantize_bits": {"start_bits": 3, "target_bits": 3}, "quantize_groups": "per_channel"}
 STEPWISE: dict[str, Any] = {
@@ -234,7 +236,7 @@ class EmaCallback(TrainerCallback):
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the time of so small a run would go into the picture in its model card."""
-    monkeypatch.setattr("moq_hf.card._draw", lambda path, layers: False)
+    monkeypatch.setattr("moq_hf.packed.card._draw", lambda path, layers: False)
 
 
 def rows(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:

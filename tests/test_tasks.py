@@ -31,8 +31,8 @@ from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKEND
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from moq_hf import MoQCallback, MoQError, MoQTrainer, dequantize_model, quantize_model, save_quantized, verify_quantized
-from moq_hf.quant_linear import quant_embeddings, quant_layers
-from moq_hf.selection import is_linear
+from moq_hf.model.convert import quant_embeddings, quant_layers
+from moq_hf.model.selection import is_linear
 
 TASK = "sequence classification"
 TARGET = {CONFIG["quantize_bits"]["target_bits"]}
@@ -42,7 +42,7 @@ SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the time of so small a run would go into the picture in its model card."""
-    monkeypatch.setattr("moq_hf.card._draw", lambda path, layers: False)
+    monkeypatch.setattr("moq_hf.packed.card._draw", lambda path, layers: False)
 
 
 def bits_of(model: nn.Module) -> set[int]:

@@ -21,10 +21,11 @@ from transformers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from moq_hf import MoQCallback, MoQError, MoQTrainer, QuantLinear, cpu_quant
+from moq_hf import MoQCallback, MoQError, MoQTrainer, QuantLinear
 from moq_hf import quantizer as q
 from moq_hf.callback import _loss_of
-from moq_hf.quant_linear import quant_layers
+from moq_hf.kernels import cpu as cpu_quant
+from moq_hf.model.convert import quant_layers
 
 CONFIG = {
     "quantize_bits": {"start_bits": 6, "target_bits": 3},

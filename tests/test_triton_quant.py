@@ -21,7 +21,7 @@ from torch import nn
 from transformers import BertForSequenceClassification
 
 from moq_hf import MoQConfig, MoQError, quantizer, triton_quant
-from moq_hf.controller import MoQController
+from moq_hf.training.controller import MoQController
 from moq_hf.triton_quant import Batch, Job
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -428,7 +428,7 @@ def test_compiles_for_a_gpu(capability: int, monkeypatch: pytest.MonkeyPatch, tm
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from moq_hf import triton_kernels
+    from moq_hf.kernels import triton as triton_kernels
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     kernel = triton_kernels.fake_quantize_tiles

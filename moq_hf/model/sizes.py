@@ -5,11 +5,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from . import quantizer
-from .processes import named_parameters
-from .quant_linear import QuantEmbedding, QuantLayer
-from .schedule import FLOAT_BITS
-from .selection import adapters, plain_name
+from .. import quantizer
+from ..names import adapters, named_parameters, plain_name
+from ..quant_linear import QuantEmbedding, QuantLayer
+from ..schedule import FLOAT_BITS
 
 
 class _Weight(NamedTuple):

@@ -15,9 +15,10 @@ from typing import IO, Any, cast
 
 import torch
 
-from .checkpoint import verify_quantized
-from .config import MoQError
-from .export import FILE_NAMES, export_onnx, load
+from ..errors import MoQError
+from ..packed.verify import verify_quantized
+from .data import load
+from .onnx import FILE_NAMES, export_onnx
 from .onnx_layers import Flavour
 
 _WORKER = Path(__file__).with_name("bench_worker.py")

@@ -2,13 +2,15 @@
 
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeGuard, cast
+from typing import TypeGuard
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from .config import MoQConfig, MoQError, PerGroup, RowBlocks
-from .processes import named_modules, named_parameters
+from ..config import MoQConfig
+from ..errors import MoQError
+from ..grid import PerGroup, RowBlocks
+from ..names import adapters, is_below, named_modules, named_parameters, without_peft
 
 
 def select_layers(model: nn.Module, config: MoQConfig) -> dict[str, nn.Linear | Conv1D]:
@@ -81,7 +83,7 @@ def embeddings_to_quantize(model: nn.Module, config: MoQConfig) -> dict[str, nn.
         and module.max_norm is None
         and not module.sparse
         and not any(_matches(name, pattern) for pattern in left_out)
-        and not any(_is_below(name, adapter) for adapter in added)
+        and not any(is_below(name, adapter) for adapter in added)
     }
 
 
@@ -131,10 +133,10 @@ def output_heads(model: nn.Module, linears: Iterable[str]) -> list[str]:
     output = get() if callable(get) else None
     if output is not None:
         heads = [name for name, module in named_modules(model) if module is output]
-        return [name for name in names if any(_is_below(name, head) for head in heads)]
+        return [name for name in names if any(is_below(name, head) for head in heads)]
     parts: dict[str, nn.Module] = {}
     for path, module in named_modules(model):
-        if path and hasattr(module, "base_model_prefix") and not any(_is_below(path, part) for part in parts):
+        if path and hasattr(module, "base_model_prefix") and not any(is_below(path, part) for part in parts):
             parts[path] = module
     if parts:
         body = set[str]()
@@ -146,67 +148,19 @@ def output_heads(model: nn.Module, linears: Iterable[str]) -> list[str]:
     return [] if is_base_model or len(names) == 1 else names[-1:]
 
 
-def block_of(model: nn.Module, name: str) -> str:
-    """The block of a layer: its place in the outermost `ModuleList` on its path, or itself outside of any."""
-    parts = name.split(".")
-    module: nn.Module = model
-    for depth, part in enumerate(parts):
-        if isinstance(module, nn.ModuleList):
-            return ".".join(parts[: depth + 1])
-        module = cast(nn.Module, getattr(module, part))
-    return name
-
-
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
     """Every linear layer by its name, but for those of PEFT's adapters."""
     added = adapters(model)
     for name, module in named_modules(model):
         if not is_linear(module):
             continue
-        if not any(_is_below(name, adapter) for adapter in added):
+        if not any(is_below(name, adapter) for adapter in added):
             yield name, module
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
     """Whether a module is a linear layer: `nn.Linear`, or `Conv1D` of transformers, quantized or not."""
     return isinstance(module, nn.Linear | Conv1D)
-
-
-def without_peft(model: nn.Module) -> nn.Module:
-    """The model that a `PeftModel` wraps, with the adapters in it; any other model as it is."""
-    get = getattr(model, "get_base_model", None) if hasattr(model, "peft_config") else None
-    return cast(nn.Module, get()) if callable(get) else model
-
-
-def adapters(model: nn.Module) -> list[str]:
-    """The names of the modules that PEFT has put into the model, none of which is quantized.
-
-    They lie beside the `base_layer` that they adapt, or are copies to be trained of an `original_module`.
-    """
-    found = []
-    for name, module in named_modules(model):
-        parts = dict(module.named_children())
-        if "base_layer" in parts and is_peft(module):
-            found += [f"{name}.{part}" for part in parts if part != "base_layer"]
-        elif {"original_module", "modules_to_save"} <= parts.keys() and is_peft(module):
-            found.append(f"{name}.modules_to_save")
-    return found
-
-
-def plain_name(name: str, added: Iterable[str]) -> str | None:
-    """What a module or tensor is called in the model before PEFT came; None for what belongs to one of its adapters."""
-    if any(_is_below(name, adapter) for adapter in added):
-        return None
-    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
-
-
-def is_peft(module: nn.Module) -> bool:
-    """Whether PEFT made this wrapper of a layer; told by a property, since PEFT need not be installed."""
-    return hasattr(module, "active_adapters")
-
-
-def _is_below(name: str, module: str) -> bool:
-    return name == module or name.startswith(module + ".")
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -8,12 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..errors import MoQError
+from ..names import without_peft
+from ..training.controller import MoQController
 from .card import write_card
-from .checkpoint import Layout, Verification, hub_id, write_floats, write_packed
-from .config import MoQError
-from .controller import MoQController
+from .layout import Layout
 from .proof import Answers
-from .selection import without_peft
+from .save import write_floats, write_packed
+from .state import hub_id
+from .verify import Verification
 
 logger = logging.getLogger(__name__)
 

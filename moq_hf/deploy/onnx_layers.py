@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import quantizer
+from .. import quantizer
 
 Flavour = Literal["float", "weight-only", "dequantize-linear", "int8"]
 FLAVOURS: tuple[Flavour, ...] = ("float", "weight-only", "dequantize-linear", "int8")

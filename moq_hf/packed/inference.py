@@ -8,18 +8,19 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from . import quantizer, triton_quant
-from .config import MoQError
+from .. import quantizer, triton_quant
+from ..errors import MoQError
+from ..kernels import packing
 
 
 class PackedLinear(nn.Module):
     """A linear layer whose weight stays packed in memory, for inference.
 
-    With float16 or bfloat16 activations the kernel of `triton_quant.packed_linear` unpacks it while it multiplies;
+    With float16 or bfloat16 activations the kernel of `packing.packed_linear` unpacks it while it multiplies;
     otherwise it is dequantized for each product.
 
     Args:
-        words: int32 `[out_features, words]`, as `triton_quant.pack` gives.
+        words: int32 `[out_features, words]`, as `packing.pack` gives.
         bits: 2, 4 or 8.
         in_features: Columns of the weight.
         scale: `[r, c]`; r divides out_features and c in_features. Kept in float32 whatever the model's dtype.
@@ -54,12 +55,12 @@ class PackedLinear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the weight, plus the bias."""
         if input.dtype in (torch.float16, torch.bfloat16) and triton_quant.available(input.device):
-            return triton_quant.packed_linear(input, self.words, self.bits, self.scale, self.zero_point, self.bias)
+            return packing.packed_linear(input, self.words, self.bits, self.scale, self.zero_point, self.bias)
         return F.linear(input, self.dequantize(input.dtype), self.bias)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight `[out_features, in_features]`."""
-        codes = triton_quant.unpack(self.words, self.bits, self.in_features)
+        codes = packing.unpack(self.words, self.bits, self.in_features)
         return quantizer.dequantize(codes, self.scale, self.zero_point, dtype=dtype)
 
     def extra_repr(self) -> str:
@@ -135,7 +136,7 @@ def load_packed(
 def _packed_layer(module: Any) -> PackedLinear | None:
     """The layer for a module that transformers has loaded and not yet decompressed; None for what has no kernel."""
     scheme = module.quantization_scheme.weights
-    if not hasattr(module, "weight_packed") or scheme.num_bits not in triton_quant.PACKED_BITS:
+    if not hasattr(module, "weight_packed") or scheme.num_bits not in packing.PACKED_BITS:
         return None
     scale = module.weight_scale
     zero = getattr(module, "weight_zero_point", None)
@@ -144,5 +145,5 @@ def _packed_layer(module: Any) -> PackedLinear | None:
     rows, columns = module.weight_shape.tolist()
     if zero is not None and zero.shape != scale.shape:
         # Packed along its rows.
-        zero = triton_quant.unpack(zero.T.contiguous(), scheme.num_bits, rows).T
+        zero = packing.unpack(zero.T.contiguous(), scheme.num_bits, rows).T
     return PackedLinear(module.weight_packed.detach(), scheme.num_bits, columns, scale.detach(), zero, module.bias)

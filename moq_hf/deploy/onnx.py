@@ -1,39 +1,27 @@
 """`export_onnx`: a packed checkpoint as ONNX models with integer weights, and the proof that they answer the same."""
 
-import contextlib
 import copy
-import inspect
 import json
 import logging
-import math
 import os
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
-import transformers
 from torch import Tensor, nn
 
-from . import quantizer
-from .checkpoint import StoredLayer, stored_weights, verify_quantized
-from .config import MoQConfig, MoQError, __version__
-from .onnx_layers import (
-    FLAVOURS,
-    OPSET,
-    Flavour,
-    OnnxEmbedding,
-    OnnxInt8Linear,
-    OnnxLinear,
-    is_exact_signed,
-)
-from .quant_linear import dequantize_model, is_packed
-
-if TYPE_CHECKING:
-    import onnxruntime
+from .. import quantizer
+from ..config import MoQConfig
+from ..errors import MoQError
+from ..packed.state import StoredLayer
+from ..packed.verify import stored_weights, verify_quantized
+from ..version import __version__
+from .data import Data, batches_of, load, metrics_of, name_of, quiet
+from .onnx_layers import FLAVOURS, OPSET, Flavour, OnnxEmbedding, OnnxInt8Linear, OnnxLinear, is_exact_signed
+from .proof import TOLERANCE, Proof, open_session, prove_model, torch_answers
 
 logger = logging.getLogger(__name__)
 
@@ -46,41 +34,6 @@ FILE_NAMES: dict[Flavour, str] = {
 }
 # One file may not have 2 GB; what comes near is loaded faster from a file that is mapped.
 EXTERNAL_DATA_ABOVE = 10**9
-TOLERANCE = 1e-4
-_KINDS = ("ForSequenceClassification", "ForTokenClassification", "Model")
-# Answered where the caller brings none: of several lengths, so that the padding is tested too.
-SENTENCES = (
-    "A quiet film that stays with you.",
-    "The plot makes no sense and the actors seem to know it.",
-    "He said that the meeting had been moved to Thursday because two of the speakers were late.",
-    "Prices rose by three percent in March.",
-    "Who wrote this?",
-    "The committee, which had met twice since the spring, could not agree on a date, a place or an agenda.",
-    "I would not call it good, but I would watch it again.",
-    "No.",
-    "Rain fell on the hills all night, and in the morning the river was over its banks.",
-    "The company said that its new engine uses a third less fuel than the one it replaces.",
-    "It was the best and the worst of their ideas.",
-    "Please send the report by noon.",
-)
-
-
-@dataclass(frozen=True)
-class Proof:
-    """How the answers of one ONNX model compare with those of the checkpoint in PyTorch.
-
-    Attributes:
-        largest_difference: Of the outputs, over all sentences and tokens that are no padding.
-        from_same_arithmetic: The same against PyTorch with the activations rounded as the int8 flavour rounds them;
-            None for other flavours.
-        agreement: Share of equal predictions; None where the model predicts no class.
-        metrics: GLUE metrics, where the data has labels.
-    """
-
-    largest_difference: float
-    from_same_arithmetic: float | None
-    agreement: float | None
-    metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -120,21 +73,6 @@ class Export:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([*lines, "", f"{self.sentences} sentences compared; {self.directory}"])
-
-
-@dataclass(frozen=True)
-class Data:
-    """What the models are compared on.
-
-    Attributes:
-        texts: One or two texts per example.
-        labels: Class ids or scores; None if there are none.
-        task: GLUE's name, for the metric.
-    """
-
-    texts: Sequence[tuple[str, ...]]
-    labels: Sequence[float] | None = None
-    task: str | None = None
 
 
 def export_onnx(
@@ -188,10 +126,10 @@ def export_onnx(
     odd = [name for name in state.layers if not isinstance(model.get_submodule(name), nn.Linear | nn.Embedding)]
     if odd:
         raise MoQError(f"{directory}: only nn.Linear and nn.Embedding are exported, not {', '.join(odd)}")
-    batches, labels = _batches(model, tokenizer, data, max_length)
+    batches, labels = batches_of(model, tokenizer, data, max_length)
     weights = stored_weights(folder)
-    answers = _torch_answers(model, batches)
-    metrics = _metrics(answers, labels, data)
+    answers = torch_answers(model, batches)
+    metrics = metrics_of(answers, labels, data)
     proofs: dict[Flavour, Proof] = {}
     sizes = {"float checkpoint": state.float_bytes}
     layers: dict[Flavour, dict[str, str]] = {}
@@ -204,9 +142,9 @@ def export_onnx(
             prepared, stored = _prepare(model, weights, state.layers, flavour, activation_bits)
             layers[flavour] = stored
             _write_model(prepared, batches[0], path, stored, external_data_above)
-            files = (path, path.with_name(_data_name(path.name)))
+            files = (path, path.with_name(name_of(path.name)))
             sizes[flavour] = sum(file.stat().st_size for file in files if file.exists())
-            session = _session(path, flavour)
+            session = open_session(path, flavour)
             simulated = None
             if flavour == "int8":
                 rounded = [name for name in stored if isinstance(prepared.get_submodule(name), OnnxInt8Linear)]
@@ -215,8 +153,8 @@ def export_onnx(
                         "moq_hf: the int8 model multiplies no integers: all layers have several scales in a row "
                         "(quantize_group_size) or more than 8 bits"
                     )
-                simulated = _torch_answers(model, batches, rounded, activation_bits)
-            proofs[flavour] = _prove(session, batches, answers, simulated, labels, data)
+                simulated = torch_answers(model, batches, rounded, activation_bits)
+            proofs[flavour] = prove_model(session, batches, answers, simulated, labels, data)
             largest = proofs[flavour].largest_difference
             if flavour in ("float", "weight-only") and not largest <= tolerance:
                 raise MoQError(
@@ -233,78 +171,6 @@ def export_onnx(
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return export
-
-
-def load(directory: Path) -> tuple[Any, Any]:
-    """The model of a packed checkpoint with float weights on their grid, in eval mode, and its tokenizer.
-
-    Raises:
-        MoQError: It is of a kind that is not exported, or has no tokenizer.
-    """
-    config = transformers.AutoConfig.from_pretrained(directory)
-    name = (config.architectures or ["none"])[0]
-    architecture = getattr(transformers, name, None)
-    if architecture is None or not name.endswith(_KINDS) or "Head" in name or config.is_encoder_decoder:
-        raise MoQError(
-            f"{directory}: {name} is not exported; classifiers of sequences and tokens and base models are "
-            "(ForSequenceClassification, ForTokenClassification, Model), without a decoder beside the encoder"
-        )
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError, KeyError):
-        tokenizer = None
-    # transformers makes one without words of a folder without a vocabulary.
-    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise MoQError(
-            f"{directory} has no tokenizer, which the comparison on sentences needs: save it there with "
-            "tokenizer.save_pretrained"
-        )
-    model = architecture.from_pretrained(directory, attn_implementation="eager", dtype="auto")
-    if is_packed(model):
-        dequantize_model(model)
-    model.config.use_cache = False
-    return model.float().eval(), tokenizer
-
-
-def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
-    """Rows of JSON lines: one or two texts under any names, in their order, and `label`, a class id or a score.
-
-    Args:
-        path: The file.
-        task: GLUE's name, which chooses the metric.
-
-    Raises:
-        MoQError: No such file, or a row that is no such row; names the line.
-    """
-    if task is not None and task not in _TASKS:
-        raise MoQError(f"task {task!r} is none of GLUE's: {', '.join(_TASKS)}")
-    texts, labels = [], []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise MoQError(f"cannot read {os.fspath(path)}: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            text = tuple(value for name, value in row.items() if isinstance(value, str) and name != "label")
-            label = row.get("label")
-            if isinstance(label, float) and not math.isfinite(label):
-                raise ValueError
-        except (ValueError, AttributeError):
-            text, label = (), None
-        if not 1 <= len(text) <= 2 or (label is not None and not isinstance(label, (int, float))):
-            raise MoQError(
-                f'{os.fspath(path)}, line {number}: must be a JSON object with one or two texts and a number "label"'
-            )
-        texts.append(text)
-        labels.append(label)
-    if not texts:
-        raise MoQError(f"{os.fspath(path)} holds no rows")
-    if len({len(text) for text in texts}) > 1 or len({label is None for label in labels}) > 1:
-        raise MoQError(f"{os.fspath(path)}: all rows must have as many texts, and all a label or none")
-    return Data(texts, None if labels[0] is None else cast(list[float], labels), task)
 
 
 # From the checkpoint to a graph.
@@ -380,7 +246,7 @@ def _write_model(
         # Stack traces, with the paths of this machine.
         ClearMetadataAndDocStringPass()(exported)
     size = sum(value.const_value.nbytes for value in initializers.values())
-    beside = _data_name(path.name) if size > external_above else None
+    beside = name_of(path.name) if size > external_above else None
     ir.save(exported, path, external_data=beside)
 
 
@@ -392,149 +258,6 @@ def _narrow(value: Any) -> None:
     codes = value.const_value.numpy().astype(ml_dtypes.int4)
     value.const_value = ir.Tensor(codes, dtype=ir.DataType.INT4, name=value.name)
     value.type = ir.TensorType(ir.DataType.INT4)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """The exporter warns of what it decides by itself, and reports its progress."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-# The proof.
-
-
-def _batches(
-    model: Any, tokenizer: Any, data: Data | None, max_length: int
-) -> tuple[list[dict[str, Tensor]], Sequence[float] | None]:
-    texts = [(text,) for text in SENTENCES] if data is None else data.texts
-    if data is not None and data.labels is not None and len(data.labels) != len(texts):
-        raise MoQError(f"{len(texts)} texts need as many labels, not {len(data.labels)}")
-    if len(texts) < 2:
-        raise MoQError("the comparison needs at least two sentences")
-    accepted = inspect.signature(type(model).forward).parameters
-    positions = getattr(model.config, "max_position_embeddings", max_length)
-    limit = min(max_length, positions, tokenizer.model_max_length)
-    batches = []
-    for start in range(0, len(texts), 16):
-        columns = [list(column) for column in zip(*texts[start : start + 16], strict=True)]
-        encoded = tokenizer(*columns, padding=True, truncation=True, max_length=limit, return_tensors="pt")
-        batches.append({name: encoded[name] for name in tokenizer.model_input_names if name in accepted})
-    first = batches[0]["input_ids"]
-    if first.shape[1] < 2:
-        raise MoQError("the comparison needs sentences of two tokens or more")
-    return batches, None if data is None else data.labels
-
-
-def _torch_answers(
-    model: Any, batches: Sequence[Mapping[str, Tensor]], rounded: Sequence[str] = (), bits: int = 8
-) -> list[Tensor]:
-    """The first output for each batch; with the inputs of the layers `rounded` as the int8 flavour has them."""
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda module, args: (quantizer.fake_quantize_tokens(args[0], bits), *args[1:])
-        )
-        for name in rounded
-    ]
-    try:
-        with torch.inference_mode():
-            return [model(**batch)[0] for batch in batches]
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _session(path: Path, flavour: Flavour) -> "onnxruntime.InferenceSession":
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    if flavour == "dequantize-linear":
-        # Otherwise onnxruntime rounds the activations to 8 bits.
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
-    return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
-
-
-def _prove(
-    session: "onnxruntime.InferenceSession",
-    batches: Sequence[Mapping[str, Tensor]],
-    answers: Sequence[Tensor],
-    simulated: Sequence[Tensor] | None,
-    labels: Sequence[float] | None,
-    data: Data | None,
-) -> Proof:
-    found = [torch.from_numpy(session.run(None, {k: v.numpy() for k, v in batch.items()})[0]) for batch in batches]
-    kept = [batch["attention_mask"].bool() for batch in batches]
-    classes = answers[0].shape[-1]
-    predicts = session.get_outputs()[0].name == "logits" and classes > 1
-
-    def rows(outputs: Sequence[Tensor]) -> Tensor:
-        flat = [o[mask] if o.dim() == 3 else o for o, mask in zip(outputs, kept, strict=True)]
-        return torch.cat([o.reshape(-1, classes) for o in flat])
-
-    one, other = rows(found), rows(answers)
-    agreement = float((one.argmax(-1) == other.argmax(-1)).double().mean()) if predicts else None
-    return Proof(
-        largest_difference=_largest(one, other),
-        from_same_arithmetic=None if simulated is None else _largest(one, rows(simulated)),
-        agreement=agreement,
-        metrics=_metrics(found, labels, data),
-    )
-
-
-def _largest(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max())
-
-
-_TASKS = {
-    "cola": ("matthews_correlation",),
-    "mnli": ("accuracy",),
-    "mrpc": ("accuracy", "f1"),
-    "qnli": ("accuracy",),
-    "qqp": ("accuracy", "f1"),
-    "rte": ("accuracy",),
-    "sst2": ("accuracy",),
-    "stsb": ("pearson", "spearmanr"),
-    "wnli": ("accuracy",),
-}
-
-
-def _metrics(outputs: Sequence[Tensor], labels: Sequence[float] | None, data: Data | None) -> dict[str, float]:
-    if labels is None or outputs[0].dim() != 2:
-        return {}
-    from scipy.stats import pearsonr, spearmanr
-    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
-
-    logits = torch.cat(list(outputs)).numpy()
-    single = logits.shape[1] == 1
-    task = data.task if data is not None else None
-    wanted = _TASKS[task] if task is not None else _TASKS["stsb" if single else "sst2"]
-    if not single and any(label != int(label) for label in labels):
-        raise MoQError(f"labels must be class ids for a model with {logits.shape[1]} outputs")
-    if single != (wanted[0] == "pearson") or (
-        logits.shape[1] > 2 and {"f1", "matthews_correlation"}.intersection(wanted)
-    ):
-        raise MoQError(f"the task {task} does not fit a model with {logits.shape[1]} outputs")
-    if not single and not all(0 <= label < logits.shape[1] for label in labels):
-        raise MoQError(f"labels must be 0 to {logits.shape[1] - 1} for a model with {logits.shape[1]} outputs")
-    predicted = logits[:, 0] if single else logits.argmax(1)
-    functions: dict[str, Any] = {
-        "accuracy": lambda: accuracy_score(labels, predicted),
-        "f1": lambda: f1_score(labels, predicted),
-        "matthews_correlation": lambda: matthews_corrcoef(labels, predicted),
-        "pearson": lambda: pearsonr(labels, predicted)[0],
-        "spearmanr": lambda: spearmanr(labels, predicted)[0],
-    }
-    return {name: float(functions[name]()) for name in wanted}
 
 
 # What lies beside the models.
@@ -575,11 +298,6 @@ def _write_rest(folder: Path, model: Any, tokenizer: Any, export: Export, tolera
     (folder / REPORT_NAME).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def _data_name(model: str) -> str:
-    """The file beside a model that holds its weights, if they are large."""
-    return f"{model}.data"
-
-
 def _check_target(target: Path) -> None:
     """Whether nobody else's file can be lost by an export into the folder.
 
@@ -607,7 +325,7 @@ def _publish(staging: Path, target: Path) -> None:
         staging.rename(target)
         return
     # A folder without the report is one that was left in the middle of this.
-    for name in (REPORT_NAME, *FILE_NAMES.values(), *map(_data_name, FILE_NAMES.values())):
+    for name in (REPORT_NAME, *FILE_NAMES.values(), *map(name_of, FILE_NAMES.values())):
         (target / name).unlink(missing_ok=True)
     for path in sorted(staging.iterdir(), key=lambda path: path.name == REPORT_NAME):
         path.replace(target / path.name)

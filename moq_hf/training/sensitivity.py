@@ -1,38 +1,36 @@
 """When a run measures the sensitivity of its blocks, on which training examples, and at what share of its time."""
 
-import base64
-import io
 import logging
 import math
-import pickle
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .config import EigenvalueConfig, MoQError
-from .eigen import (
-    Eigenvalue,
-    block_eigenvalues,
-    check_second_derivative,
-    layer_blocks,
-    measuring,
-    normalise,
-    repeatable,
-)
-from .processes import is_distributed, is_sharded, mean_over_ranks
-from .quant_linear import QuantLayer
-from .schedule import PrecisionSchedule
+from ..config import EigenvalueConfig
+from ..eigen import Eigenvalue, block_eigenvalues, check_second_derivative
+from ..errors import MoQError
+from ..model.inventory import layer_blocks
+from ..processes import is_distributed, is_sharded, mean_over_ranks
+from ..quant_linear import QuantLayer
+from ..schedule import PrecisionSchedule
+from .measuring import measuring, repeatable
+from .samples import CHUNK, Inputs, Samples, part_of, rows_of
 
 logger = logging.getLogger(__name__)
 
-Inputs = dict[str, Any]
 
-# Rows whose graph is in memory at one time.
-CHUNK = 16
+def normalize(eigenvalues: Mapping[str, float]) -> dict[str, float]:
+    """Magnitudes over the largest, 0 to 1: one that is not finite gets the largest finite one, all 1 if none is."""
+    finite = [abs(value) for value in eigenvalues.values() if math.isfinite(value)]
+    largest = max(finite, default=0.0)
+    if largest == 0.0:
+        return dict.fromkeys(eigenvalues, 1.0)
+    return {name: abs(v) / largest if math.isfinite(v) else 1.0 for name, v in eigenvalues.items()}
+
+
 # Costs in units of the forward and backward pass of one training example; benchmarks/eigen.py measures them. They
 # decide what the budget allows: the clock would let two runs of the same seed differ.
 GRAPH_COST, PRODUCT_COST, DIFFERENCE_COST = 1.0, 0.6, 1.1
@@ -42,98 +40,6 @@ FIRST_PRODUCTS = {"lanczos": 11, "power": 23}
 MIN_ROWS = 8
 # A half-precision training step is that much faster than the same in float32, in which eigenvalues are measured.
 HALF_PRECISION = 4.0
-# Examples of earlier steps are part of the saved state: bytes, uncompressed.
-KEPT_BYTES = 1 << 20
-
-
-class Samples:
-    """The latest training examples, in the form that the loss takes.
-
-    Args:
-        num_samples: Examples wanted.
-        across_steps: Keep examples of earlier optimizer steps too; they are saved with the state.
-    """
-
-    def __init__(self, num_samples: int, across_steps: bool) -> None:
-        self.num_samples, self.across_steps = num_samples, across_steps
-        self._batches: list[Inputs] = []
-
-    def add(self, inputs: Mapping[str, Any]) -> None:
-        """Take a micro-batch. Its tensors are kept, not copied."""
-        self._batches.append({k: v.detach() if isinstance(v, Tensor) else v for k, v in inputs.items()})
-        while sum(map(_rows, self._batches[1:])) >= self.num_samples:
-            del self._batches[0]
-
-    def end_step(self) -> None:
-        """Forget what the next optimizer step may not use."""
-        kept: list[Inputs] = []
-        left = KEPT_BYTES if self.across_steps else 0
-        for batch in reversed(self._batches):
-            left -= sum(value.nbytes for value in batch.values() if isinstance(value, Tensor))
-            if left < 0 or not _can_split(batch):
-                break
-            kept.insert(0, batch)
-        self._batches = kept
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._batches = []
-
-    def batches(self, rows: int) -> list[Inputs]:
-        """The latest `rows` examples, as far as there are that many, in batches of at most `CHUNK`."""
-        found: list[Inputs] = []
-        for batch in reversed(self._batches):
-            if rows <= 0:
-                break
-            size, chunk = (min(rows, _rows(batch)), CHUNK) if _can_split(batch) else (_rows(batch), _rows(batch))
-            rows -= size
-            found += [_part(batch, start, min(size, start + chunk)) for start in range(0, size, chunk)]
-        return found
-
-    def state_dict(self) -> str:
-        """What is kept, as text."""
-        buffer = io.BytesIO()
-        # A view would be saved with all of what it is a view of.
-        kept = [{k: v.cpu().clone() if isinstance(v, Tensor) else v for k, v in b.items()} for b in self._batches]
-        torch.save(kept, buffer)
-        return base64.b64encode(zlib.compress(buffer.getvalue())).decode()
-
-    def load_state_dict(self, text: str, device: torch.device) -> None:
-        """Go on with what was kept.
-
-        Raises:
-            MoQError: It is something else.
-        """
-        try:
-            buffer = io.BytesIO(zlib.decompress(base64.b64decode(text)))
-            kept = torch.load(buffer, map_location=device, weights_only=True)
-        except (ValueError, RuntimeError, EOFError, OSError, zlib.error, pickle.UnpicklingError):
-            kept = None
-        if not isinstance(kept, list) or not all(isinstance(batch, dict) and _can_split(batch) for batch in kept):
-            raise MoQError("the checkpoint's MoQ state is damaged: sensitivity.samples are no training examples")
-        self._batches = kept
-
-
-def _rows(inputs: Inputs) -> int:
-    return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()), 1)
-
-
-def _part(inputs: Inputs, start: int, end: int) -> Inputs:
-    """Some of the examples; all of them where they cannot be told apart."""
-    if not _can_split(inputs):
-        return inputs
-    return {key: value[start:end] if isinstance(value, Tensor) else value for key, value in inputs.items()}
-
-
-def _can_split(inputs: Inputs) -> bool:
-    """Whether every entry is a tensor with the examples along its first dimension, or a plain value."""
-    rows = _rows(inputs)
-    return all(
-        value.dim() > 0 and len(value) == rows
-        if isinstance(value, Tensor)
-        else value is None or isinstance(value, bool | int | float | str)
-        for value in inputs.values()
-    )
 
 
 class Sensitivity:
@@ -224,7 +130,7 @@ class Sensitivity:
         Raises:
             MoQError: It cannot; see `check_second_derivative`.
         """
-        few = [_part(batch, 0, 2) for batch in self.samples.batches(1)]
+        few = [part_of(batch, 0, 2) for batch in self.samples.batches(1)]
         if self._checked or not few:
             return
         self._checked = True
@@ -247,7 +153,7 @@ class Sensitivity:
         step = schedule.steps + 1
         self._rows = self._rows or self._first_rows()
         batches = self.samples.batches(self._rows)
-        rows = sum(map(_rows, batches))
+        rows = sum(map(rows_of, batches))
         allowed = step * self._per_step * self.config.max_overhead
         # Ranks, which may hold unequal batches, must agree on whether to measure, on what it cost, and on the values.
         (cost,) = mean_over_ranks([self._cost(rows, len(batches) == 1)], self.device)
@@ -271,7 +177,7 @@ class Sensitivity:
             (self._products,) = mean_over_ranks([products / len(results)], self.device)
             self._spent += mean_over_ranks([self._cost(rows, len(batches) == 1)], self.device)[0]
         self._measured_at = step
-        self.eigenvalues, self.values = magnitudes, normalise(magnitudes)
+        self.eigenvalues, self.values = magnitudes, normalize(magnitudes)
         self._warn_about(results)
         elapsed = time.perf_counter() - start
         self.seconds += elapsed
@@ -317,7 +223,7 @@ class Sensitivity:
             MoQError: Its samples are damaged.
         """
         self.eigenvalues = {k: math.nan if v is None else v for k, v in state["eigenvalues"].items()}
-        self.values = normalise(self.eigenvalues) if self.eigenvalues else {}
+        self.values = normalize(self.eigenvalues) if self.eigenvalues else {}
         self._spent, self._products = state["spent"], state["products"]
         self._rows, self._measured_at = state["rows"], state["measured_at"]
         self.samples.load_state_dict(state["samples"], self.device)
@@ -345,7 +251,7 @@ class Sensitivity:
         return evaluate
 
     def _measure(self, batches: list[Inputs], loss: Callable[[Inputs], Tensor]) -> dict[str, Eigenvalue]:
-        rows = [_rows(batch) for batch in batches]
+        rows = [rows_of(batch) for batch in batches]
         # The mean over examples, whatever the sizes of the batches.
         weights = [size * len(rows) / sum(rows) for size in rows]
         config = self.config

@@ -2,7 +2,7 @@
 
 Results are those of `quantizer`, bit for bit. Numba compiles at the first call, which takes seconds once per
 installation; without it, and for dtypes other than float32 weights with float32 or bfloat16 results, `quantizer` itself
-computes. The loops are in `numba_kernels`.
+computes. The loops are in `kernels.numba`.
 """
 
 import functools
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import quantizer
-from .quantizer import Groups, Rounding
+from .. import quantizer
+from ..quantizer import Groups, Rounding
 
 logger = logging.getLogger(__name__)
 
@@ -184,9 +184,9 @@ def _fake_quantize(
 
 @functools.cache
 def _kernels() -> Any:
-    from . import numba_kernels
+    from . import numba
 
-    return numba_kernels
+    return numba
 
 
 @functools.cache

@@ -22,9 +22,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .config import DistillationConfig, MoQError
-from .quant_linear import dequantize_model, is_packed
-from .selection import without_peft
+from ..config import DistillationConfig
+from ..errors import MoQError
+from ..model.convert import dequantize_model, is_packed
+from ..names import without_peft
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ from typing import Any
 import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from .checkpoint import StoredLayer, Verification, verify_quantized
-from .schedule import FLOAT_BITS
+from ..schedule import FLOAT_BITS
+from .state import StoredLayer
+from .verify import Verification, verify_quantized
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
-from .processes import is_sharded, named_modules, uncompiled, without_fsdp
-from .quant_linear import QuantLayer
-from .selection import without_peft
+from ..names import named_modules, uncompiled, without_fsdp, without_peft
+from ..processes import is_sharded
+from ..quant_linear import QuantLayer
 
 logger = logging.getLogger(__name__)
 

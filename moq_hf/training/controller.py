@@ -9,34 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import quantizer
-from .config import MoQConfig, MoQError, PerGroup, __version__, show
-from .processes import agree, device_of, is_distributed, named_modules
-from .quant_linear import (
-    QuantLayer,
-    Refresher,
-    check_readers,
-    kernels_wanted,
-    lead_copies,
-    prepare_model,
-    quant_embeddings,
-    take_over,
-)
+from .. import quantizer
+from ..config import MoQConfig
+from ..errors import MoQError, show
+from ..grid import PerGroup
+from ..kernels.backend import kernels_wanted
+from ..model.convert import prepare_model, quant_embeddings
+from ..model.inventory import block_of
+from ..model.refresh import Refresher, check_readers, lead_copies
+from ..model.selection import embeddings_to_quantize, is_linear, linears, misfit, output_heads, shared_weights
+from ..model.sizes import ModelSizes, covered, in_words, last_part
+from ..names import adapters, named_modules, plain_name
+from ..processes import agree, device_of, is_distributed
+from ..quant_linear import QuantLayer, take_over
+from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
+from ..version import __version__
 from .resume import STATE_VERSION, changes, check_state, load_schedule, what_counts
-from .schedule import FLOAT_BITS, PrecisionSchedule, Switch
-from .selection import (
-    adapters,
-    block_of,
-    embeddings_to_quantize,
-    is_linear,
-    linears,
-    misfit,
-    output_heads,
-    plain_name,
-    shared_weights,
-)
-from .sensitivity import Inputs, Sensitivity
-from .sizes import ModelSizes, covered, in_words, last_part
+from .samples import Inputs
+from .sensitivity import Sensitivity
 
 logger = logging.getLogger(__name__)
 
