@@ -25,7 +25,8 @@ import pytest
 import tiny_glue
 from accelerate.commands.launch import launch_command_parser as accelerate_parser
 from datasets import load_dataset
-from test_report import make_run
+from made_run import make_run
+from repo import ROOT
 from tiny_glue import quiet_logging
 from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
@@ -35,7 +36,6 @@ from moq_hf import MoQConfig, cli, quantize_model, save_quantized
 __all__ = ["quiet_logging"]
 pytestmark = pytest.mark.usefixtures("quiet_logging")
 
-ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path for pattern in ("*.md", "docs/*.md", "configs/README.md", "examples/**/*.md") for path in ROOT.glob(pattern)
 )

@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from repo import ROOT
 
-PACKAGE = Path(__file__).parents[1] / "moq_hf"
+PACKAGE = ROOT / "moq_hf"
 ORDER = [
     "version",
     "errors",

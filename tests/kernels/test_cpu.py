@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_triton_quant import LAYOUTS, MODES, same_bits
+from numerics import LAYOUTS, MODES, same_bits
 
 from moq_hf import eigen, quantize_model, quantizer
 from moq_hf.kernels import cpu as cpu_quant

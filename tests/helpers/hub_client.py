@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from test_training import CONFIG, moq, stock
+from tiny_runs import CONFIG, moq, stock
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
 
 from moq_hf import MoQError, MoQTrainer, verify_quantized

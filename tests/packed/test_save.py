@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import WRONG, places
+from repo import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
@@ -550,7 +551,7 @@ def test_sharded(tmp_path: Path) -> None:
 
 def test_other_files_of_the_folder_stay(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "examples" / "demo" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model")
     save_quantized(mixed(bert(), [4], config_of(8)), tmp_path, processing_class=tokenizer)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == tokenizer.get_vocab()
@@ -578,7 +579,7 @@ def test_a_killed_save_leaves_a_whole_model_or_none(kills: int, tmp_path: Path) 
         torch.manual_seed(seed)
         whole.append(first(mixed(bert(), [8, 4, seed], config_of(8)), IDS))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["moq_hf.packed.save", "transformers", "test_checkpoint"])
+    context.set_forkserver_preload(["moq_hf.packed.save", "transformers", __name__])
     generator = random.Random(0)
     outcomes = []
     for kill in range(kills):

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_sensitivity import callback_of
-from test_training import CONFIG, STOCHASTIC, Spy, arguments, new_model, rows, trained, weights
+from tiny_runs import CONFIG, STOCHASTIC, Spy, arguments, callback_of, new_model, rows, trained, weights
 from torch import nn
 from transformers import Trainer, TrainerCallback
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from by_hand import WRONG, places
+from repo import GOLDEN
 from safetensors.torch import load_file
-from test_training import (
+from tiny_runs import (
     BLEND,
     CONFIG,
     STOCHASTIC,
@@ -45,7 +46,7 @@ from moq_hf.training.controller import MoQController
 from moq_hf.training.resume import STATE_VERSION, changes, load_schedule
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
-OLD = Path(__file__).parent / "golden" / "checkpoint_0_1_0.json"
+OLD = GOLDEN / "checkpoint_0_1_0.json"
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -12,6 +10,8 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, numpy_helper
+from packed_bert import SHAPE, TOKENIZER, VALIDATION, checkpoint, config_of
+from repo import ROOT
 from torch import nn
 from transformers import (
     AutoTokenizer,
@@ -26,39 +26,12 @@ from transformers import (
     set_seed,
 )
 
-from moq_hf import MoQConfig, MoQError, quantize_model, quantizer, save_quantized
+from moq_hf import MoQError, quantizer
 from moq_hf.cli import main
 from moq_hf.deploy.data import Data, quiet, read_data
 from moq_hf.deploy.onnx import Export, _publish, export_onnx
 from moq_hf.deploy.onnx_layers import OnnxInt8Linear, OnnxLinear, is_exact_signed
-from moq_hf.model.convert import quant_layers
 from moq_hf.packed.verify import stored_weights, verify_quantized
-
-ROOT = Path(__file__).parents[1]
-TOKENIZER = ROOT / "examples" / "demo" / "model"
-VALIDATION = ROOT / "examples" / "demo" / "validation.jsonl"
-SHAPE = {
-    "vocab_size": 1100,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
-
-
-def checkpoint(folder: Path, model: Any, config: Mapping[str, Any], bits: list[int] | None = None) -> Path:
-    """A packed checkpoint with a tokenizer; `bits` in turn on its layers."""
-    quantize_model(model.eval(), config)
-    for index, layer in enumerate(quant_layers(model).values()):
-        if bits is not None:
-            layer.set_bits(bits[index % len(bits)], MoQConfig.from_dict(config))
-            layer.refresh()
-    return save_quantized(model, folder, processing_class=AutoTokenizer.from_pretrained(TOKENIZER))
-
-
-def config_of(**more: Any) -> dict[str, Any]:
-    return {"quantize_bits": {"start_bits": 8, "target_bits": 8}, **more}
 
 
 @pytest.fixture(scope="module")

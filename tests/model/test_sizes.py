@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_report import make_run
-from test_training import over_the_model, stock, trained
+from made_run import make_run
+from tiny_runs import over_the_model, stock, trained
 from torch import nn
 from transformers import (
     BertForSequenceClassification,

@@ -1,4 +1,4 @@
-"""Trains tiny models in one process or in many: `torchrun --nproc-per-node 2 tests/launched.py OUT KIND/CASE...`.
+"""Trains tiny models in one process or in many: `torchrun --nproc-per-node 2 launched.py OUT KIND/CASE...`.
 
 KIND is ddp, fsdp2 (by the Trainer's own arguments), stock (the same without MoQTrainer), hand (a loop of one's own
 around `fully_shard`), zero1, zero2 or zero3; ddp comes first, since Accelerate keeps what it was told. Rank 0 writes

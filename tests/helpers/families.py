@@ -1,7 +1,7 @@
 """More families: sound, pictures, state spaces, experts, encoders with decoders, and a model of PyTorch's own layers.
 
-Each is a class of transformers with a tiny config and a batch with labels. `python tests/families.py`, at the root of
-the repository, trains all of them and renews their table in docs/models.md.
+Each is a class of transformers with a tiny config and a batch with labels. `python tests/helpers/families.py`, at the
+root of the repository, trains all of them and renews their table in docs/models.md.
 """
 
 import re

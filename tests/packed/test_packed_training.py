@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from test_training import ARRIVAL, CONFIG, Stop, arguments, assert_same, moq, new_model, rows, stock, trained, weights
+from repo import ROOT
+from tiny_runs import ARRIVAL, CONFIG, Stop, arguments, assert_same, moq, new_model, rows, stock, trained, weights
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequenceClassification, Trainer
 
 from moq_hf import MoQCallback, MoQTrainer, quantize_model, verify_quantized
@@ -264,7 +265,7 @@ def test_the_metrics_are_those_of_the_last_evaluation(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_comes_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "examples" / "demo" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model")
     for make in (stock, moq):
         trainer = make(tmp_path / make.__name__)
         trainer.processing_class = trainer.callback_handler.processing_class = tokenizer

@@ -4,20 +4,17 @@ import csv
 import json
 import logging
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import glue_arguments
+import glue_data
+import glue_hub  # noqa: F401
 import pytest
+import run_glue_moq
+from repo import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "run_glue_moq.py"
-sys.path.insert(0, str(SCRIPT.parent))
-
-import glue_arguments  # noqa: E402
-import glue_data  # noqa: E402
-import glue_hub  # noqa: E402, F401
-import run_glue_moq  # noqa: E402
 
 TASKS = glue_data.TASKS
 REMOVED = glue_arguments.REMOVED

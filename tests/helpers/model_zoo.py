@@ -1,6 +1,7 @@
 """Tiny models of many families, each on the tasks that transformers has a class for, and what MoQ makes of them.
 
-`python tests/model_zoo.py`, at the root of the repository, trains all of them and renews the table in docs/models.md.
+`python tests/helpers/model_zoo.py`, at the root of the repository, trains all of them and renews the
+table in docs/models.md.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from repo import ROOT
 from stranger import generated_by, outputs_of, tied_weights
 from torch import nn
 from transformers import (
@@ -41,7 +43,7 @@ from moq_hf import MoQCallback, verify_quantized
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.selection import is_linear
 
-PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+PAGE = ROOT / "docs" / "models.md"
 MARKS = "<!-- models -->\n", "<!-- end of models -->\n"
 CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 6, "target_bits": 4},

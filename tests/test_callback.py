@@ -9,126 +9,40 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from repo import HELPERS
+from tiny_runs import (
+    ARRIVAL,
+    BLEND,
+    CONFIG,
+    STOCHASTIC,
+    Spy,
+    Stop,
+    arguments,
+    assert_same,
+    moq,
+    new_model,
+    no_dropout,
+    over_the_model,
+    rows,
+    stock,
+    trained,
+    trainer_state,
+    weights,
+)
 from transformers import (
-    BertConfig,
     BertForSequenceClassification,
     EarlyStoppingCallback,
     Trainer,
     TrainerCallback,
-    TrainingArguments,
     set_seed,
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from moq_hf import MoQCallback, MoQError, MoQTrainer, QuantLinear
+from moq_hf import MoQCallback, MoQError, QuantLinear
 from moq_hf import quantizer as q
 from moq_hf.callback import _loss_of
 from moq_hf.kernels import cpu as cpu_quant
 from moq_hf.model.convert import quant_layers
-
-CONFIG = {
-    "quantize_bits": {"start_bits": 6, "target_bits": 3},
-    "quantize_groups": 4,
-    "quantize_schedule": {"quantize_period": 2, "schedule_offset": 2},
-    "quantize_algo": {"scale_refresh": 3},
-}
-STOCHASTIC = {**CONFIG, "quantize_algo": {"scale_refresh": 3, "rounding": "stochastic"}}
-BLEND = {**CONFIG, "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.3}}
-# Every layer is at its target from this step on.
-ARRIVAL = 2 + 8
-
-
-def new_model() -> BertForSequenceClassification:
-    set_seed(7)
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=60,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=16,
-        )
-    )
-
-
-def over_the_model(bits: float, model: nn.Module) -> float:
-    """Bits per parameter of the whole model, as they are logged, with all its quantized layers at `bits`."""
-    quantized = sum(layer.weight.numel() for layer in quant_layers(model).values())
-    total = sum(parameter.numel() for parameter in model.parameters())
-    return round(32 + (bits - 32) * quantized / total, 4)
-
-
-def rows(count: int = 64) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(5, 60, (count, 10), generator=generator)
-    return [{"input_ids": row, "labels": int(row[0] > 30)} for row in ids]
-
-
-def arguments(folder: Path, **more: Any) -> TrainingArguments:
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": 4,
-        "max_steps": 16,
-        "learning_rate": 1e-2,
-        "logging_steps": 100,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 3,
-    }
-    return TrainingArguments(str(folder), **{**settings, **more})
-
-
-def stock(folder: Path, config: Any = CONFIG, callbacks: Any = (), **more: Any) -> Trainer:
-    return Trainer(
-        new_model(),
-        arguments(folder, **more),
-        train_dataset=rows(),
-        eval_dataset=rows(8),
-        callbacks=[MoQCallback(config), *callbacks],
-        compute_metrics=lambda p: {"score": float(p.predictions.sum())},
-    )
-
-
-def moq(folder: Path, config: Any = CONFIG, callbacks: Any = (), **more: Any) -> MoQTrainer:
-    return MoQTrainer(
-        new_model(), arguments(folder, **more), train_dataset=rows(), callbacks=list(callbacks), moq_config=config
-    )
-
-
-def trained(trainer: Any) -> Any:
-    """Trains at once: making another Trainer before would change the random numbers of this one."""
-    trainer.train()
-    return trainer
-
-
-def no_dropout(trainer: Any) -> Any:
-    for module in trainer.model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return trainer
-
-
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert [name for name in a if not torch.equal(a[name], b[name])] == []
-
-
-class Spy(TrainerCallback):
-    """The bits of a layer at each optimizer step, seen in the forward pass itself."""
-
-    def __init__(self) -> None:
-        self.bits: list[int] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        layer = model.bert.encoder.layer[0].attention.self.query
-        layer.register_forward_hook(lambda layer, *_: self.bits.append(layer.moq.bits) if layer.training else None)
 
 
 @pytest.mark.parametrize("config", [CONFIG, STOCHASTIC, BLEND])
@@ -171,14 +85,6 @@ def test_one_quantization_per_layer_and_optimizer_step(
     assert len(calls) == layers * (6 + 5)
 
 
-class Stop(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step >= self.step
-
-
 @pytest.mark.parametrize("restore", [False, True])
 @pytest.mark.parametrize("make", [stock, moq])
 @pytest.mark.parametrize("config", [CONFIG, STOCHASTIC, BLEND])
@@ -199,8 +105,8 @@ def test_a_resumed_run_is_an_uninterrupted_one(make: Any, config: Any, restore: 
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
     program = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import torch, test_training as t
+sys.path.insert(0, {str(HELPERS)!r})
+import torch, tiny_runs as t
 from pathlib import Path
 torch.set_num_threads(1)
 class Step(t.TrainerCallback):
@@ -308,12 +214,6 @@ def test_only_checkpoints_at_the_target_can_be_the_best(tmp_path: Path) -> None:
     best = json.loads((tmp_path / f"checkpoint-{ARRIVAL}" / "trainer_state.json").read_text())
     saved = best["stateful_callbacks"]["MoQCallback"]["attributes"]["saved"]
     assert trainer_state(trainer) == saved
-
-
-def trainer_state(trainer: Trainer) -> Any:
-    callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, MoQCallback))
-    assert callback.controller is not None
-    return json.loads(json.dumps(callback.controller.state_dict()))
 
 
 def test_a_run_that_ends_early_has_no_best_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -46,7 +46,7 @@ from moq_hf.packed.inference import load_packed
 from moq_hf.packed.verify import stored_weights
 from moq_hf.quant_linear import QuantConv1D
 
-RENEW = "python tests/model_zoo.py"
+RENEW = "python tests/helpers/model_zoo.py"
 
 
 @pytest.fixture(autouse=True)

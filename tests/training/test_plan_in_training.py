@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_training import (
+from tiny_runs import (
     CONFIG,
     Stop,
     arguments,

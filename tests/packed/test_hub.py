@@ -11,8 +11,9 @@ from typing import NamedTuple
 import pytest
 from hub_stub import Hub
 from huggingface_hub import ModelCard
+from repo import HELPERS, ROOT
 
-CLIENT = Path(__file__).with_name("hub_client.py")
+CLIENT = HELPERS / "hub_client.py"
 
 
 class Done(NamedTuple):
@@ -29,7 +30,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
     """One process for all: the Hub's address is read when its library is imported, which takes longer than the runs."""
     folder = tmp_path_factory.mktemp("hub")
     hub = Hub()
-    paths = [str(CLIENT.parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "HF_ENDPOINT": hub.url,
         "HF_HUB_OFFLINE": "0",

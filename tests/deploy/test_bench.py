@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_export import SHAPE, checkpoint, config_of
+from packed_bert import SHAPE, checkpoint, config_of
 from transformers import BertConfig, BertForSequenceClassification
 
 from moq_hf import MoQError

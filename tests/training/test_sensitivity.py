@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
+from repo import GOLDEN
+from tiny_runs import CONFIG, Stop, arguments, assert_same, callback_of, moq, new_model, rows, stock, trained, weights
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 
@@ -26,9 +28,7 @@ from moq_hf.training.controller import MoQController
 from moq_hf.training.measuring import measuring
 from moq_hf.training.samples import KEPT_BYTES, Samples
 from moq_hf.training.sensitivity import MIN_ROWS, Sensitivity
-from tests.test_training import CONFIG, Stop, arguments, assert_same, moq, new_model, rows, stock, trained, weights
 
-GOLDEN = Path(__file__).parent / "golden"
 # Runs of tests are so short that one measurement is more than any sensible share of them.
 EIGEN = {**CONFIG, "eigenvalue": {"enabled": True, "max_overhead": 1.0, "num_samples": 12}}
 
@@ -370,11 +370,6 @@ def test_what_is_too_large_or_cannot_be_cut_lasts_one_step() -> None:
 
 
 # ---- in training
-
-
-def callback_of(trainer: Any) -> MoQCallback:
-    (found,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, MoQCallback)]
-    return found
 
 
 def factors(trainer: Any) -> list[tuple[Any, ...]]:

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import made_run
 import pytest
 from by_hand import WRONG, places
+from made_run import BLOCKS, CONFIG, make_run
 from matplotlib import image
-from test_training import CONFIG as TRAINED
-from test_training import new_model, stock
+from repo import ROOT
+from tiny_runs import CONFIG as TRAINED
+from tiny_runs import new_model, stock
 from transformers import Trainer, TrainingArguments
 
 from moq_hf import MoQCallback, cli, quantize_model, save_quantized, verify_quantized
@@ -25,46 +28,6 @@ from moq_hf.report import figures
 from moq_hf.report import page as report
 from moq_hf.report import run as run_module
 from moq_hf.schedule import PrecisionSchedule
-
-ROOT = Path(__file__).parents[1]
-BLOCKS = [f"bert.encoder.layer.{index}" for index in range(12)] + ["bert.pooler.dense"]
-CONFIG = {
-    "quantize_bits": {"start_bits": 12, "target_bits": 4},
-    "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 10, "deadline": 0.5},
-    "eigenvalue": {"enabled": True},
-}
-
-
-def make_run(folder: Path, config: Any = CONFIG, steps: int = 345, evaluations: bool = True) -> dict[str, Any]:
-    """Write the files of a finished run whose losses and eigenvalues are made up; give its state."""
-    config = MoQConfig.from_dict(config)
-    rng = random.Random(0)
-    schedule = PrecisionSchedule(config, BLOCKS, steps)
-    log: list[dict[str, Any]] = []
-    for step in range(1, steps + 1):
-        measured = {name: min(1.0, 0.08 * k * rng.uniform(0.7, 1.3)) for k, name in enumerate(BLOCKS[:12])}
-        switches = schedule.advance(measured if config.eigenvalue.enabled else {})
-        bits = sum(schedule.bits.values()) / len(BLOCKS)
-        entry = {"step": step, "loss": 0.7 / (1 + step / 60), "moq/mean_bits": bits, "moq/size_mb": 22.0 + 2.6 * bits}
-        if switches:
-            entry |= {f"moq/bits/{name}": value for name, value in schedule.bits.items()}
-            entry |= {f"moq/eigenvalue/{s.block}": s.eigenvalue for s in switches if s.eigenvalue is not None}
-        if switches or step % 5 == 0:
-            log.append(entry)
-        if evaluations and step % 69 == 0:
-            log.append(
-                {"step": step, "eval_loss": 0.6, "eval_f1": 0.8 + step / 5000, "eval_accuracy": 0.7 + step / 5000}
-            )
-    state = {
-        "global_step": steps,
-        "log_history": log,
-        "stateful_callbacks": {
-            "MoQCallback": {"args": {"config": config.to_dict()}, "attributes": {"saved": {"float_size_mb": 105.2}}}
-        },
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "trainer_state.json").write_text(json.dumps(state))
-    return state
 
 
 @pytest.fixture
@@ -115,7 +78,7 @@ def test_the_page_has_colors_for_light_and_dark(run: Path) -> None:
 
 
 def test_strange_names_are_shown_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "BLOCKS", ["a<b>&$x$.1", "a<b>&$x$.2"])
+    monkeypatch.setattr(made_run, "BLOCKS", ["a<b>&$x$.1", "a<b>&$x$.2"])
     make_run(tmp_path / "<i>", CONFIG)
     page = report.write_report(tmp_path / "<i>").read_text()
     assert "<i>" not in page and "&lt;i&gt;" in page

@@ -1,4 +1,4 @@
-"""The runs behind two of the artifacts in tests/golden: `python tests/golden_runs.py OUT` makes them.
+"""The runs behind two of the artifacts in tests/golden: `python tests/helpers/golden_runs.py OUT` makes them.
 
 They are what moq_hf 0.1.0 wrote, and no later version makes them anew: tests/test_golden.py shows that it reads them.
 """
