@@ -32,7 +32,6 @@ from transformers.pytorch_utils import Conv1D
 
 from moq_hf import (
     MoQCallback,
-    MoQConfig,
     MoQError,
     dequantize_model,
     quantize_model,
@@ -230,7 +229,7 @@ def test_models_that_are_unpacked_while_loading(
     quantize_model(model, config)
     bits = [8, 4, 3, 9, *{"asymmetric": [2], "symmetric": [2, 1]}.get(algorithm.get("q_type", ""), [])]
     for index, layer in enumerate(quant_layers(model).values()):
-        layer.set_bits(bits[index % len(bits)], MoQConfig.from_dict(config))
+        layer.set_bits(bits[index % len(bits)])
         layer.refresh()
     save_quantized(model, tmp_path / "packed")
     stored = {name: layer.stored for name, layer in verify_quantized(tmp_path / "packed", model).layers.items()}
