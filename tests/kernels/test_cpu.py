@@ -130,7 +130,7 @@ def test_each_calls_all_and_raises() -> None:
 # With threads of torch, so that no thread of the test run is in the way.
 FORK = """
 import os, signal
-from moq_hf import cpu_quant
+from moq_hf.kernels import cpu as cpu_quant
 import torch
 
 torch.set_num_threads(2)

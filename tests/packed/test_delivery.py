@@ -390,6 +390,12 @@ class Odd(BertForSequenceClassification):
         super().__init__(config)
         self.register_buffer("prior", torch.zeros(2), persistent=False)
 
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        # Loading leaves a buffer that no file has as memory was.
+        super()._init_weights(module)
+        if module is self:
+            self.prior.zero_()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
         return out if self.training else self.answer(out.logits + self.prior)
