@@ -221,12 +221,18 @@ def test_works_under_autocast_and_outside_of_it() -> None:
 
 
 def test_evaluating_in_inference_mode_does_not_harm_training() -> None:
-    model = quantize_model(net(), CONFIG)
+    x, model = torch.randn(2, 8), quantize_model(net(), CONFIG)
     with torch.no_grad():
         layer_of(model).weight.mul_(2)
+    never = copy.deepcopy(model)
     with torch.inference_mode():
-        model(torch.randn(2, 8))
-    model(torch.randn(2, 8)).sum().backward()
+        evaluated = model(x)
+    out, expected_out = model(x), never(x)
+    assert torch.equal(out, expected_out) and torch.equal(out, evaluated)
+    out.sum().backward()
+    expected_out.sum().backward()
+    for parameter, same in zip(model.parameters(), never.parameters(), strict=True):
+        assert parameter.grad is not None and torch.equal(parameter.grad, same.grad)
 
 
 def test_moving_a_model_moves_its_quantized_weights() -> None:

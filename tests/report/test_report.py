@@ -200,7 +200,11 @@ def test_a_diverged_run_is_drawn(tmp_path: Path) -> None:
     for line in state["log_history"][-9:]:
         line |= {"loss": math.nan, "eval_loss": math.inf, "eval_f1": math.nan} if "eval_f1" in line else {}
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
-    report.write_report(tmp_path)
+    page = report.write_report(tmp_path).read_text()
+    assert re.findall("<h2>(.*?)</h2>", page) == ["Bits", "Sensitivity", "Loss", "Metrics", "Size", "Last evaluation"]
+    # What is not a number is left out.
+    assert not re.search(r"\b(nan|inf|infinity)\b", page, re.IGNORECASE)
+    assert run_module.read_run(tmp_path).quantized == {"accuracy": pytest.approx(0.769)}
 
 
 def test_a_run_without_a_saved_state_is_read_from_its_packed_model(tmp_path: Path) -> None:
