@@ -110,7 +110,7 @@ def test_lines_are_not_measured_twice(args: argparse.Namespace, tmp_path: Path) 
 def test_what_the_docs_say_of_the_proof_was_measured() -> None:
     root = Path(__file__).parents[1]
     measured = json.loads((root / "benchmarks" / "results" / "proof.json").read_text(encoding="utf-8"))
-    text = (root / "docs" / "speed.md").read_text(encoding="utf-8")
+    text = (root / "docs" / "evidence" / "speed.md").read_text(encoding="utf-8")
     assert f"took {100 * measured['median_share']:.1f} % of a run of {measured['steps_of_the_run']} steps" in text
     assert f"median of {len(measured['runs'])} runs" in text
     assert f"batches of {measured['batch']} x {measured['sequence']}" in text

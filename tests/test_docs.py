@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("quiet_logging")
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
-    path for pattern in ("*.md", "docs/*.md", "configs/README.md", "examples/**/*.md") for path in ROOT.glob(pattern)
+    path for pattern in ("*.md", "docs/**/*.md", "configs/README.md", "examples/**/*.md") for path in ROOT.glob(pattern)
 )
 EXPORT = "moq-hf export runs/mrpc --to onnx runs/mrpc-onnx --task_name mrpc --validation_file data/mrpc.jsonl"
 BENCH = "moq-hf bench runs/mrpc --threads 1 --activation_bits 7 --json bench.json --plot bench.png"
@@ -316,11 +316,11 @@ def tiny_files(task: str, folder: Path) -> dict[str, str]:
 
 def prepared(page: Path) -> dict[str, object]:
     """What a page's Python takes for granted: the README has the model, arguments and data of its reader."""
-    if page == ROOT / "docs" / "eigenvalues.md":
+    if page == ROOT / "docs" / "guide" / "sensitivity.md":
         # What `make demo` leaves.
         tiny_model(Path("runs/demo/float"), vocab_size=1100)
         AutoTokenizer.from_pretrained("examples/demo/model").save_pretrained("runs/demo/float")
-    if page == ROOT / "docs" / "deploy.md":
+    if page == ROOT / "docs" / "guide" / "deploy.md":
         model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained("examples/demo/model"))
         quantize_model(model, {"quantize_bits": {"start_bits": 8, "target_bits": 8}})
         save_quantized(model, "runs/mrpc", processing_class=AutoTokenizer.from_pretrained("examples/demo/model"))
