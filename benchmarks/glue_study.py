@@ -36,7 +36,8 @@ from glue_data import TASKS
 LENGTH, BATCH, EVAL_BATCH = 128, 32, 128
 EPOCHS = {"sst2": 1, "cola": 2, "mrpc": 2}
 STEPS = {"sst2": 250, "cola": 268, "mrpc": 115}  # Of an epoch of all rows.
-# On SST-2 and CoLA the best of 5e-5, 1e-4 and 2e-4 for the float model, with seed 1 (docs/evidence/study.md); MRPC had no other.
+# On SST-2 and CoLA the best of 5e-5, 1e-4 and 2e-4 for the float model, with seed 1 (docs/evidence/study.md); MRPC had
+# no other.
 RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 2e-4}
 RESTART = "cosine_with_restarts"
 OWN = -1.0  # Stands for the task's of `RATES`.

@@ -1,6 +1,7 @@
 """Tiny models of many families, each on the tasks that transformers has a class for, and what MoQ makes of them.
 
-`python tests/model_zoo.py`, at the root of the repository, trains all of them and renews the table in docs/reference/families.md.
+`python tests/model_zoo.py`, at the root of the repository, trains all of them and renews the tables in
+docs/reference/families.md.
 """
 
 import json

@@ -36,9 +36,8 @@ __all__ = ["quiet_logging"]
 pytestmark = pytest.mark.usefixtures("quiet_logging")
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(
-    path for pattern in ("*.md", "docs/**/*.md", "configs/README.md", "examples/**/*.md") for path in ROOT.glob(pattern)
-)
+PATTERNS = ("*.md", "docs/**/*.md", "configs/README.md", "examples/**/*.md")
+PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
 EXPORT = "moq-hf export runs/mrpc --to onnx runs/mrpc-onnx --task_name mrpc --validation_file data/mrpc.jsonl"
 BENCH = "moq-hf bench runs/mrpc --threads 1 --activation_bits 7 --json bench.json --plot bench.png"
 # Where the commands are run that need a test of their own.
@@ -58,6 +57,7 @@ RUN_BY = {
 ADDED = {
     "docs/make_figures.py": ["--out", "img"],
     "examples/demo/make_corpus.py": ["--out", "corpus"],
+    "tests/sentences.py": [],
     "benchmarks/eigen.py": ["--parts", "golden", "--threads", "1", "--out", "eigen.json"],
     "benchmarks/proof.py": shlex.split("--batch 2 --sequence 16 --steps 2 --runs 1 --threads 1 --out proof.json"),
     "benchmarks/step_time.py": shlex.split("--batch 2 --sequence 16 --repeats 1 --threads 1 --out step_time.json"),
@@ -361,9 +361,10 @@ def test_python_blocks(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPat
                 assert cli.main(shlex.split(command)[3:]) == 0
 
 
-def test_the_config_in_the_readme_is_the_committed_one() -> None:
-    (shown,) = (block.text for block in blocks_of(ROOT / "README.md") if block.language == "json")
-    assert json.loads(shown) == json.loads((ROOT / "configs" / "moq.json").read_text())
+@pytest.mark.parametrize(("page", "recipe"), [("which-recipe", "moq"), ("schedule", "moq_w4")])
+def test_the_recipes_in_the_guide_are_the_committed_ones(page: str, recipe: str) -> None:
+    (shown,) = (block.text for block in blocks_of(ROOT / "docs" / "guide" / f"{page}.md") if block.language == "json")
+    assert json.loads(shown) == json.loads((ROOT / "configs" / f"{recipe}.json").read_text())
 
 
 def anchors_of(page: Path) -> set[str]:
