@@ -6,6 +6,8 @@ Hub is replaced by a tiny model and generated rows; all that it names in the rep
 are what CI runs, or have a test here.
 """
 
+import ast
+import inspect
 import io
 import itertools
 import json
@@ -23,6 +25,7 @@ from typing import NamedTuple
 
 import pytest
 import tiny_glue
+import torch
 from accelerate.commands.launch import launch_command_parser as accelerate_parser
 from datasets import load_dataset
 from test_report import make_run
@@ -30,6 +33,7 @@ from tiny_glue import quiet_logging
 from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
+import moq_hf
 from moq_hf import MoQConfig, cli, quantize_model, save_quantized
 
 __all__ = ["quiet_logging"]
@@ -365,6 +369,23 @@ def test_python_blocks(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPat
 def test_the_recipes_in_the_guide_are_the_committed_ones(page: str, recipe: str) -> None:
     (shown,) = (block.text for block in blocks_of(ROOT / "docs" / "guide" / f"{page}.md") if block.language == "json")
     assert json.loads(shown) == json.loads((ROOT / "configs" / f"{recipe}.json").read_text())
+
+
+def test_the_api_page_has_every_public_name_with_its_arguments() -> None:
+    source = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^\| `(\w+)(?:\(([^`]*)\))?` \|", source, re.MULTILINE))
+    assert set(shown) == set(moq_hf.__all__)
+    for name, arguments in shown.items():
+        if arguments:
+            real = inspect.signature(getattr(moq_hf, name)).parameters
+            (made,) = ast.parse(f"def f({arguments.removesuffix(', ...')}): pass").body
+            scope = {"torch": torch}
+            exec(compile(ast.Module([made], []), name, "exec"), scope)
+            stated = inspect.signature(scope["f"]).parameters
+            assert {p.name: (p.kind, p.default) for p in stated.values()} == {
+                p.name: (p.kind, p.default) for p in real.values() if p.name in stated
+            }
+            assert "..." in arguments or list(stated) == list(real), name
 
 
 def anchors_of(page: Path) -> set[str]:
