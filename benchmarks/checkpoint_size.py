@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertCon
 
 import moq_hf
 from moq_hf import MoQConfig, quantize_model, save_quantized, verify_quantized
-from moq_hf.quant_linear import quant_layers
-from moq_hf.selection import block_of
+from moq_hf.model.convert import quant_layers
+from moq_hf.model.inventory import block_of
 
 MINILM = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
 MIXED = (8, 6, 5, 4, 3, 2)

@@ -41,7 +41,7 @@ from transformers import (
 from transformers.trainer import DEFAULT_CALLBACKS
 
 from moq_hf import MoQCallback, MoQTrainer, last_checkpoint
-from moq_hf.resume import checkpoints, fault_of
+from moq_hf.training.checkpoints import checkpoints, fault_of
 
 STEPS = 40
 SCRIPTS = Path(__file__).parents[1] / "scripts"

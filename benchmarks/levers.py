@@ -20,9 +20,10 @@ from short_runs import Batch, Lines, Task, fixed_batch, new_model, new_optimizer
 from step_time import moq
 from torch import nn
 
-from moq_hf import MoQConfig, cpu_quant, quantizer
-from moq_hf.controller import MoQController
-from moq_hf.quant_linear import quant_layers
+from moq_hf import MoQConfig, quantizer
+from moq_hf.kernels import cpu as cpu_quant
+from moq_hf.model.convert import quant_layers
+from moq_hf.training.controller import MoQController
 
 CHANCE = math.log(2)
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {

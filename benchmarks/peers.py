@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from moq_hf import MoQConfig, save_quantized
-from moq_hf.controller import MoQController
+from moq_hf.training.controller import MoQController
 
 PACKAGES = ("torchao", "optimum-quanto", "deepspeed", "numba")
 HEAD = "classifier"

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertCon
 
 import moq_hf
 from moq_hf import MoQConfig
-from moq_hf.controller import MoQController
+from moq_hf.training.controller import MoQController
 
 MINILM = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
 

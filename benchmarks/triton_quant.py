@@ -26,7 +26,8 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 import moq_hf
-from moq_hf import cpu_quant, quantizer, triton_quant
+from moq_hf import quantizer, triton_quant
+from moq_hf.kernels import cpu as cpu_quant
 from moq_hf.triton_quant import Batch, Job
 
 MODES: list[tuple[str, dict[str, Any]]] = [

@@ -1,15 +1,19 @@
 """Mixture-of-Quantization for Hugging Face Trainer: fine-tuning whose weights step down to 8, 4 or 2 bits."""
 
 from .callback import MoQCallback
-from .checkpoint import verify_quantized
-from .config import MoQConfig, MoQConfigError, MoQError, __version__
-from .delivery import save_quantized
+from .config import MoQConfig
 from .eigen import block_eigenvalues
-from .packed import load_packed
-from .quant_linear import QuantLinear, dequantize_model, quantize_model
-from .resume import last_checkpoint
-from .schedule import PrecisionSchedule, plan
+from .errors import MoQConfigError, MoQError
+from .model.convert import dequantize_model, quantize_model
+from .packed.delivery import save_quantized
+from .packed.inference import load_packed
+from .packed.verify import verify_quantized
+from .plan import plan
+from .quant_linear import QuantLinear
+from .schedule import PrecisionSchedule
 from .trainer import MoQTrainer
+from .training.checkpoints import last_checkpoint
+from .version import __version__
 
 __all__ = [
     "MoQCallback",

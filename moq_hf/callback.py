@@ -18,17 +18,20 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from .checkpoint import shareable
-from .config import MoQConfig, MoQError
-from .controller import MoQController
-from .delivery import deliver
-from .processes import is_sharded, uncompiled, whole_state_dict
-from .proof import Answers, kept_batch
-from .quant_linear import is_quantized
-from .resume import check_room, checkpoints, describe, fault_of, planned_steps, saved_state
-from .schedule import Plan, outcome, plan
-from .selection import select_layers
-from .sensitivity import Inputs
+from .config import MoQConfig
+from .errors import MoQError
+from .model.convert import is_quantized
+from .model.selection import select_layers
+from .names import uncompiled
+from .packed.delivery import deliver
+from .packed.proof import Answers, kept_batch
+from .packed.state import shareable
+from .plan import Plan, outcome, plan
+from .processes import is_sharded, whole_state_dict
+from .training.checkpoints import checkpoints, fault_of
+from .training.controller import MoQController
+from .training.resume import check_room, describe, planned_steps, saved_state
+from .training.samples import Inputs
 
 logger = logging.getLogger(__name__)
 

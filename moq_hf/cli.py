@@ -7,13 +7,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .bench import benchmark, draw, write_json
-from .checkpoint import verify_quantized
-from .config import LARGEST, MoQError
-from .export import EXTERNAL_DATA_ABOVE, TOLERANCE, export_onnx, read_data
-from .onnx_layers import FLAVOURS
-from .report import draw_plan, write_report
-from .schedule import plan
+from .config import LARGEST
+from .deploy.bench import benchmark, draw, write_json
+from .deploy.data import read_data
+from .deploy.onnx import EXTERNAL_DATA_ABOVE, export_onnx
+from .deploy.onnx_layers import FLAVOURS
+from .deploy.proof import TOLERANCE
+from .errors import MoQError
+from .packed.verify import verify_quantized
+from .plan import plan
+from .report.figures import draw_plan
+from .report.page import write_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:

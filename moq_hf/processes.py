@@ -1,16 +1,13 @@
 """What several training processes need: whole tensors from their shards, and the certainty that all ranks agree."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .config import MoQError
-
-# What torch's CheckpointWrapper calls its module.
-_WRAPPED = "_checkpoint_wrapped_module"
+from .errors import MoQError
 
 
 def is_distributed() -> bool:
@@ -21,33 +18,6 @@ def is_distributed() -> bool:
 def is_sharded(tensor: Tensor) -> bool:
     """Whether the tensor is a DTensor: each process holds a part, as FSDP2 leaves parameters between passes."""
     return hasattr(tensor, "device_mesh")
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    """The model that `torch.compile` wrapped; any other one as it is."""
-    return cast(nn.Module, getattr(model, "_orig_mod", model))
-
-
-def without_fsdp(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that a model had before FSDP2 made another one of it."""
-    if cls.__bases__[0].__name__ == "FSDPModule":
-        return cast(type[nn.Module], cls.__bases__[1])
-    return cls
-
-
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As `model.named_modules()`, by the names in the state dict: without those of activation checkpointing's wrappers.
-
-    FSDP's `activation_checkpointing` puts one around each block, which hands attributes through; it has the same name.
-    """
-    for name, module in model.named_modules():
-        yield f"{name}.".replace(f"{_WRAPPED}.", "")[:-1], module
-
-
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """As `model.named_parameters(remove_duplicate=False)`, with the names of `named_modules`."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield name.replace(f"{_WRAPPED}.", ""), parameter
 
 
 def device_of(tensor: Tensor) -> torch.device:

@@ -10,29 +10,28 @@ written in place, outside any compiled graph; the gradient passes straight throu
 
 import copy
 import inspect
-import os
 import sys
-import threading
 import weakref
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import Trainer
 from transformers.pytorch_utils import Conv1D
 
-from . import cpu_quant, quantizer, triton_quant
-from .config import MoQConfig, MoQError, PerChannel, PerGroup, RowBlocks
-from .processes import any_over_ranks, check_supported, copy_whole, is_sharded, named_modules, uncompiled, whole
+from . import quantizer
+from .config import MoQConfig
+from .errors import MoQError
+from .grid import Grid
+from .kernels.backend import choose
+from .model.staleness import Key, key_of, stale, watch
+from .processes import is_sharded, whole
+from .quantizer import Draw
 from .schedule import FLOAT_BITS
-from .selection import is_peft, select_embeddings, select_layers
 
-_Key = tuple[int, int, torch.device, torch.dtype]
 # Every call of a module runs this code, whatever the module's class is.
 _MODULE_CALL = nn.Module._call_impl.__code__
 _FORWARD = ("forward", "compute_loss", "prediction_step")
@@ -97,13 +96,13 @@ class LayerState:
     """How a layer is quantized now.
 
     Attributes:
-        options: Keyword arguments of `quantizer.fake_quantize` that never change: groups, rounding, seed and so on.
-        bits: 1 to 16; 32 is unquantized.
+        grid: How the weight is quantized, whatever its bits are.
+        bits: Bit width, 1 to 16; 32 is unquantized.
         ratio: Clipping ratio per group, or None for absmax.
         blend: Share of the float weight in the forward pass.
-        step: Optimizer steps taken, for stochastic rounding and the next search for ratios.
+        draw: The random numbers of stochastic rounding. Its step counts optimizer steps, for the search of ratios.
         dtype: Of the quantized weight: what the matmul wants under autocast. None is the weight's own.
-        plain: Only `quantizer` may compute, no faster path.
+        kernel: `quantizer_kernel` of the config: false lets only `quantizer` compute.
         gathered: `weight` was quantized from all shards of a parameter. FSDP2 puts a parameter of its own in the
             place of the sharded one for a forward pass.
         weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device).
@@ -119,20 +118,20 @@ class LayerState:
         name: The layer's in the model that was made ready, for messages.
     """
 
-    options: dict[str, Any]
+    grid: Grid
     bits: int = FLOAT_BITS
     ratio: Tensor | None = None
     blend: float = 0.0
-    step: int = 0
+    draw: Draw = field(default_factory=Draw)
     dtype: torch.dtype | None = None
-    plain: bool = False
+    kernel: bool | None = None
     gathered: bool = False
     weight: Tensor | None = None
     version: int | None = None
     read: Tensor | None = field(default=None, repr=False)
     read_version: int = 0
     source: Tensor | None = field(default=None, repr=False)
-    key: _Key | None = field(default=None, repr=False)
+    key: Key | None = field(default=None, repr=False)
     used: bool = False
     origin: "tuple[weakref.ref[QuantLayer], Tensor] | None" = field(default=None, repr=False)
     config: MoQConfig | None = field(default=None, repr=False)
@@ -165,7 +164,7 @@ class QuantLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The float parameter; in a forward pass the quantized weight, in the parameter's dtype."""
-        weight = self._float_weight()
+        weight = self.parameter()
         if weight is None:
             # nn.Module, which looks next, says so.
             raise AttributeError
@@ -192,7 +191,7 @@ class QuantLayer(nn.Module):
     @property
     def float_weight(self) -> Tensor:
         """The parameter that is trained, or what stands in its place: of a replica, of `torch.func`, of FSDP2."""
-        weight = self._float_weight()
+        weight = self.parameter()
         if weight is None:
             raise MoQError(
                 f"a quantized {type(self).__name__} has no weight any more: parametrize layers before they are "
@@ -200,7 +199,8 @@ class QuantLayer(nn.Module):
             )
         return weight
 
-    def _float_weight(self) -> Tensor | None:
+    def parameter(self) -> Tensor | None:
+        """As `float_weight`; None where there is none any more."""
         weight = self._parameters.get("weight")
         return self.__dict__.get("weight") if weight is None else weight
 
@@ -210,28 +210,8 @@ class QuantLayer(nn.Module):
         return self.float_weight.t() if self.is_transposed else self.float_weight
 
     def is_stale(self) -> bool:
-        """Whether the quantized weight is not that of the float weight as it is now: the one place that decides it.
-
-        | what changes the float weight | how it is seen |
-        | --- | --- |
-        | an optimizer's step | the controller refreshes; without one, the hook after every step of an optimizer |
-        | `load_state_dict`, also with `assign` | `_load_from_state_dict` refreshes, with ratios searched afresh |
-        | `.to()`, `.half()`, `.cuda()` | `_apply` refreshes |
-        | in place under `no_grad`, `swap_tensors` | the tensor's version |
-        | another parameter in its place, `torch.func` | the tensor itself, to which a reference is held |
-        | `weight.data = other` | the address of its memory |
-        | `weight.data.copy_()` and the like (an EMA's) | `eval()`, and `train()` after it, quantize afresh whatever |
-        | any of these under `torch.compile` | `train()` and `eval()`, which run outside of the graph, look |
-        | a sharded weight (FSDP2) | its own parameter of a forward pass is looked at only after `eval()` |
-
-        Not seen is what is written through `.data` between an optimizer's step and a training pass after it, and in a
-        compiled model what is changed in place without a call of `train()` or `eval()`: call `refresh()` then.
-        """
-        state, weight = self.moq, self.float_weight
-        if state.gathered and not is_sharded(weight):
-            # In the dtype of a MixedPrecisionPolicy it would be quantized otherwise.
-            return state.source is None and state.key is not None and weight.dtype == state.key[3]
-        return state.source is not weight or state.key != _key(weight)
+        """Whether the quantized weight is not that of the float weight as it is now; see `stale`."""
+        return stale(self.moq, self.float_weight)
 
     def quantized_weight(self, dtype: torch.dtype | None = None, *, to_read: bool = False) -> Tensor:
         """What the forward pass multiplies with: of the shape of `weight`, gradient straight through to it.
@@ -299,9 +279,10 @@ class QuantLayer(nn.Module):
         old = state.weight
         keep = in_place and old is not None and old.device == weight.device
         keep = keep and old is not None and old.dtype == (state.dtype or weight.dtype)
-        self._keep(self._compute(state.dtype, out=old if keep else None))
+        self.keep(self._compute(state.dtype, out=old if keep else None))
 
-    def _keep(self, quantized: Tensor) -> None:
+    def keep(self, quantized: Tensor) -> None:
+        """Hold a quantized weight that is complete."""
         self.moq.weight, self.moq.version = quantized, quantized._version
 
     def check_unwritten(self) -> None:
@@ -325,7 +306,7 @@ class QuantLayer(nn.Module):
     def mark_fresh(self) -> None:
         """Note that the quantized weight is that of the float weight as it is now."""
         weight = self.float_weight
-        self.moq.source, self.moq.key, self.moq.read = weight, _key(weight), None
+        self.moq.source, self.moq.key, self.moq.read = weight, key_of(weight), None
 
     def train(self, mode: bool = True) -> Self:
         """As `nn.Module.train`; evaluation, and training after it, start from a weight that is quantized afresh."""
@@ -340,28 +321,34 @@ class QuantLayer(nn.Module):
             self.refresh(in_place=False)
         return self
 
-    def set_bits(self, bits: int, config: MoQConfig) -> None:
-        """Change the precision, with the clipping ratios that the config wants there; takes effect with `refresh`."""
-        self.moq.bits = bits
-        self.moq.ratio = None
-        if bits != FLOAT_BITS and quantizer.wants_least_squares(config.scale, bits, config.symmetric):
-            options = {key: self.moq.options[key] for key in ("groups", "group_size", "symmetric")}
-            search: Any = quantizer if self.moq.plain else cpu_quant
-            if kernels_wanted(config, self.float_weight.device):
-                search = triton_quant
-            self.moq.ratio = search.least_squares_ratio(self._whole_matrix(), bits, **options)
+    def forget(self) -> None:
+        """Take the quantized weight for stale, so that the next use quantizes afresh."""
+        self.moq.source = None
+
+    def set_bits(self, bits: int) -> None:
+        """Change the precision, with the clipping ratios that the grid wants there; takes effect with `refresh`."""
+        state = self.moq
+        state.bits, state.ratio = bits, None
+        if bits != FLOAT_BITS and state.grid.searches(bits):
+            weight = self._whole_matrix()
+            path = choose("search", weight, torch.float32, state.kernel)
+            state.ratio = path.least_squares_ratio(weight, bits, state.grid)
 
     def search_ratios(self) -> None:
         """Search the clipping ratios again, where the layer has some: for weights that are others now."""
-        if self.moq.ratio is not None and self.moq.config is not None:
-            self.set_bits(self.moq.bits, self.moq.config)
+        if self.moq.ratio is not None:
+            self.set_bits(self.moq.bits)
 
     def take_step(self) -> None:
         """After an optimizer step that no controller follows: count it, search ratios if they are due, refresh."""
-        self.moq.step += 1
-        if self.moq.config is not None and self.moq.step % self.moq.config.scale_refresh == 0:
+        self.count_steps(self.moq.draw.step + 1)
+        if self.moq.config is not None and self.moq.draw.step % self.moq.config.scale_refresh == 0:
             self.search_ratios()
         self.refresh()
+
+    def count_steps(self, steps: int) -> None:
+        """Note how many optimizer steps were taken."""
+        self.moq.draw = self.moq.draw._replace(step=steps)
 
     def follow(self) -> None:
         """Take over the precision of the layer that this one was copied from, once its own weights have changed.
@@ -374,7 +361,7 @@ class QuantLayer(nn.Module):
         origin, kept = self.moq.origin[0](), self.moq.origin[1]
         if not isinstance(origin, QuantLayer) or torch.equal(_some(self.float_weight), kept):
             return
-        for name in ("bits", "ratio", "blend", "step", "dtype", "activation_bits"):
+        for name in ("bits", "ratio", "blend", "draw", "dtype", "activation_bits"):
             setattr(self.moq, name, getattr(origin.moq, name))
         self.moq.source = None
 
@@ -382,9 +369,8 @@ class QuantLayer(nn.Module):
         """Whether the weight held NaN or Inf when it was quantized: a bool scalar on its device."""
         if self.moq.weight is None:
             return torch.zeros((), dtype=torch.bool, device=self.float_weight.device)
-        options = self.moq.options
         values = self.moq.weight.t() if self.is_transposed else self.moq.weight
-        return quantizer.nonfinite(values, options["groups"], options["group_size"])
+        return quantizer.nonfinite(values, self.moq.grid)
 
     def extra_repr(self) -> str:
         """The linear layer's own line and the bits."""
@@ -397,16 +383,17 @@ class QuantLayer(nn.Module):
             return self.float_weight.detach()
         # Leaving inference mode makes a result that training can use later.
         with torch.inference_mode(False), torch.no_grad():
-            faster: Any = quantizer if state.plain else cpu_quant
-            values: Tensor = faster.fake_quantize(
-                self._whole_matrix(),
+            weight = self._whole_matrix()
+            path = choose("weight", weight, dtype or weight.dtype, state.kernel)
+            values = path.fake_quantize(
+                weight,
                 state.bits,
+                state.grid,
                 ratio=state.ratio,
+                draw=state.draw,
                 blend=state.blend,
-                step=state.step,
                 dtype=dtype,
                 out=None if self.is_transposed else out,
-                **state.options,
             )
             if not self.is_transposed:
                 return values
@@ -440,7 +427,7 @@ class QuantLayer(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _add_layers([self])
+        watch([self])
         self.refresh()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -521,15 +508,6 @@ def base_class(cls: type[QuantLayer]) -> type[nn.Module]:
     return cast(type[nn.Module], second)
 
 
-def _key(weight: Tensor) -> _Key:
-    try:
-        pointer = 0 if is_sharded(weight) else weight.data_ptr()
-    except RuntimeError:
-        # Tensors of torch.func and of tracing have no memory of their own.
-        pointer = 0
-    return 0 if weight.is_inference() else weight._version, pointer, weight.device, weight.dtype
-
-
 def _some(weight: Tensor) -> Tensor:
     """64 elements from all over the weight, or a few more."""
     flat = weight.detach().reshape(-1)
@@ -539,397 +517,3 @@ def _some(weight: Tensor) -> Tensor:
 def _new_layer(base: type[nn.Module]) -> QuantLayer:
     cls = quant_class(base)
     return cls.__new__(cls)
-
-
-# Every quantized layer alive: an optimizer outside a Trainer refreshes those that it owns. Other threads may be adding
-# some: the sets are changed and looked through under the lock.
-_LAYERS: "weakref.WeakSet[QuantLayer]" = weakref.WeakSet()
-_CONTROLLED: "weakref.WeakSet[QuantLayer]" = weakref.WeakSet()
-_LOCK = threading.RLock()
-
-
-def _new_lock() -> None:
-    global _LOCK
-    _LOCK = threading.RLock()
-
-
-# A thread that the child of a fork does not have may have held it.
-os.register_at_fork(after_in_child=_new_lock)
-
-
-def _add_layers(layers: Iterable[QuantLayer]) -> None:
-    with _LOCK:
-        _LAYERS.update(layers)
-        _CONTROLLED.difference_update(layers)
-
-
-def _all_layers() -> list[QuantLayer]:
-    with _LOCK:
-        return list(_LAYERS)
-
-
-def take_over(layers: Iterable[QuantLayer]) -> None:
-    """Leave the refreshing of these layers after each optimizer step to the caller."""
-    with _LOCK:
-        _CONTROLLED.update(layers)
-
-
-def lead_copies() -> None:
-    """Let the copies of quantized layers, those of an EMA for instance, have the precision that the layers have now."""
-    for layer in _all_layers():
-        layer.follow()
-
-
-def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    layers: dict[int, list[QuantLayer]] = {}
-    for layer in _all_layers():
-        layers.setdefault(id(layer._float_weight()), []).append(layer)
-    if not layers:
-        return
-    with _LOCK:
-        controlled = set(_CONTROLLED)
-    # In the optimizer's order: processes that gather shards must do so in the same one.
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        for layer in layers.get(id(parameter), ()):
-            if layer in controlled:
-                layer.moq.source = None
-            else:
-                layer.take_step()
-
-
-register_optimizer_step_post_hook(_after_optimizer_step)
-
-
-def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str) -> nn.Module:
-    """Make the linear layers of `model` quantized ones, at the config's `start_bits` at once.
-
-    Changes the model in place. Layers that the config leaves out, and those of an earlier call that it does not name
-    any more, are plain float layers afterwards. With `enabled: false` that is all of them.
-
-    Args:
-        model: Any module.
-        config: A `MoQConfig`, a mapping or the path of a JSON file.
-
-    Returns:
-        The model.
-
-    Raises:
-        MoQError: Nothing to quantize, a name in `modules_to_not_convert` that matches nothing, groups that do not
-            divide a layer's weight, weights that ZeRO-3, FSDP1 or tensor parallelism took apart, or NaN or Inf in a
-            weight. The model is a float one then.
-        MoQConfigError: The config is wrong.
-    """
-    config, given = MoQConfig.load(config), model
-    model = uncompiled(model)
-    layers = prepare_model(model, config)
-    embeddings = quant_embeddings(model)
-    for linear in layers.values():
-        linear.set_bits(config.start_bits, config)
-        linear.moq.activation_bits = config.activation.bits if config.activation.enabled else None
-        linear.refresh()
-    for table in embeddings.values():
-        table.moq.bits = config.quantize_embeddings or FLOAT_BITS
-        table.refresh()
-    try:
-        check_finite({**layers, **embeddings})
-    except MoQError:
-        for layer in [*layers.values(), *embeddings.values()]:
-            _restore(layer)
-        _guard_merging(model)
-        raise
-    return given
-
-
-def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"] = "quantized") -> nn.Module:
-    """Make every quantized layer of `model` a plain one again, in place.
-
-    Does it too for a model that `from_pretrained` loaded from a packed checkpoint, so that it can be trained on.
-
-    Args:
-        model: Any module.
-        weights: "quantized" writes what the forward pass used into the weights, so that the model computes the same;
-            "float" leaves the float weights that were trained.
-
-    Returns:
-        The model.
-
-    Raises:
-        MoQError: `weights` is neither, or the model has no quantized layer.
-    """
-    if weights not in ("quantized", "float"):
-        raise MoQError(f'weights must be "quantized" or "float", got {weights!r}')
-    given, model = model, uncompiled(model)
-    if is_packed(model):
-        _unpack(model)
-        return given
-    layers = {**quant_layers(model), **quant_embeddings(model)}
-    if not layers:
-        raise MoQError("the model has no quantized layer")
-    written: set[int] = set()
-    for layer in layers.values():
-        weight = layer.float_weight
-        # Layers may share it, and what is quantized twice may be something else.
-        if weights == "quantized" and not weight.is_meta and id(weight) not in written:
-            written.add(id(weight))
-            layer.check_unwritten()
-            with torch.no_grad():
-                copy_whole(weight, layer._compute(weight.dtype))
-        _restore(layer)
-    _guard_merging(model)
-    return given
-
-
-def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
-    """The quantized linear layers by their names, each once, in model order."""
-    return {name: module for name, module in named_modules(model) if isinstance(module, QuantLinear | QuantConv1D)}
-
-
-def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
-    """The quantized embedding tables by their names, each once, in model order."""
-    return {name: module for name, module in named_modules(model) if isinstance(module, QuantEmbedding)}
-
-
-def is_quantized(model: Any) -> bool:
-    """Whether any layer of the model computes with a quantized weight now."""
-    parts = model.modules() if isinstance(model, nn.Module) else ()
-    return any(isinstance(part, QuantLayer) and part.moq.bits != FLOAT_BITS for part in parts)
-
-
-def is_packed(model: nn.Module) -> bool:
-    """Whether `from_pretrained` made this model of a packed checkpoint: its layers may have no weights yet."""
-    quantizer_of_transformers = getattr(model, "hf_quantizer", None)
-    return quantizer_of_transformers is not None and hasattr(quantizer_of_transformers, "compressor")
-
-
-def _unpack(model: nn.Module) -> None:
-    from compressed_tensors.compressors import decompress_module
-    from compressed_tensors.quantization import QuantizationMetadata, QuantizationStatus
-
-    loader = cast(Any, model).hf_quantizer
-    for module in model.modules():
-        if not hasattr(module, "quantization_scheme"):
-            continue
-        if module.quantization_status == QuantizationStatus.COMPRESSED:
-            decompress_module(module)
-        QuantizationMetadata.clear_quantization(module)
-        del module.quantization_status
-        # What is left of the wrapped forward would hide that of a quantized class.
-        module.__dict__.pop("forward", None)
-        module.weight = nn.Parameter(cast(Tensor, module.weight).detach())
-        module.requires_grad_(True)
-    loader.compressor.remove_decompression_hook(model)
-    loader.remove_quantization_config(model)
-
-
-def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLayer]:
-    """What `quantize_model` does, with every layer still unquantized (32 bits); gives the linear layers by name."""
-    if config.enabled and is_packed(model):
-        raise MoQError(
-            "the model comes from a packed checkpoint: call moq_hf.dequantize_model(model) before training it"
-        )
-    chosen: dict[str, nn.Module] = {}
-    if config.enabled:
-        check_supported(model)
-        chosen = {**select_layers(model, config), **select_embeddings(model, config)}
-    for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
-        if name not in chosen:
-            _restore(layer)
-    for index, (name, module) in enumerate(chosen.items()):
-        if not isinstance(module, QuantLayer):
-            module.__class__ = quant_class(type(module))
-        layer = cast(QuantLayer, module)
-        options = dict(_ROW_OPTIONS) if isinstance(layer, QuantEmbedding) else _options(config, index)
-        layer.moq = LayerState(options=options, config=config, plain=config.kernel is False, name=name)
-        _add_layers([layer])
-    _guard_merging(model)
-    return quant_layers(model)
-
-
-def check_readers(layers: Mapping[str, QuantLayer]) -> None:
-    """Stop if a model used a float weight past its quantized layer: call it where gradients are, in all processes.
-
-    Whoever takes `layer.weight` in a forward pass gets the quantized one. A weight that was taken otherwise (from
-    `named_parameters()`, from `_parameters`) has a gradient while its layer was never used.
-
-    Raises:
-        MoQError: Names the layers.
-    """
-    weights = [layer.float_weight for layer in layers.values()]
-    used = {id(weight) for weight, layer in zip(weights, layers.values(), strict=True) if layer.moq.used}
-    # Elsewhere in the batch, in another process, the layer may have been used.
-    was_used = any_over_ranks([id(weight) in used for weight in weights], weights[0])
-    wrong = [
-        name
-        for name, weight, fine in zip(layers, weights, was_used, strict=True)
-        if not fine and weight.grad is not None and bool((whole(weight.grad) != 0).any())
-    ]
-    if wrong:
-        named = ", ".join(f'"{name}"' for name in wrong)
-        raise MoQError(
-            f"the weights of these layers are used without the layers, past their quantization: {', '.join(wrong)}; "
-            f"leave them in full precision: add {named} to modules_to_not_convert"
-        )
-
-
-def check_finite(layers: Mapping[str, QuantLayer]) -> None:
-    """Stop if a weight held NaN or Inf when it was last quantized; one wait for the device, not one per layer.
-
-    Raises:
-        MoQError: Names the parameters.
-    """
-    if not layers:
-        return
-    device = next(iter(layers.values())).float_weight.device
-    flags = torch.stack([layer.nonfinite().to(device) for layer in layers.values()])
-    if bool(flags.any()):
-        _refuse_nonfinite(name for name, flag in zip(layers, flags.tolist(), strict=True) if flag)
-
-
-def _refuse_nonfinite(layers: Iterable[str]) -> None:
-    names = ", ".join(f"{name}.weight" for name in layers)
-    raise MoQError(f"NaN or Inf in {names}: training has diverged or the checkpoint is damaged")
-
-
-def kernels_wanted(config: MoQConfig, device: torch.device) -> bool:
-    """Whether the Triton kernels quantize weights on `device`: unless the config forbids it, where they can run."""
-    return config.kernel is not False and triton_quant.available(device)
-
-
-class Refresher:
-    """Quantizes many layers after each optimizer step: all in one launch where the kernels run, else one by one.
-
-    Args:
-        layers: By name.
-        config: Says whether kernels may be used.
-    """
-
-    def __init__(self, layers: Mapping[str, QuantLayer], config: MoQConfig) -> None:
-        self._layers = dict(layers)
-        self._config = config
-        self._batches: list[tuple[triton_quant.Batch, list[str]]] = []
-        self._single = self._layers
-        self._made_for: list[tuple[Any, ...]] = []
-
-    def refresh(self) -> None:
-        """Quantize every layer's weight once, from what it is now."""
-        if self._identities() != self._made_for:
-            self._make_batches()
-        for batch, names in self._batches:
-            layers = [self._layers[name] for name in names]
-            for layer in layers:
-                layer.check_unwritten()
-            batch.update([layer.moq.step for layer in layers], [layer.moq.blend for layer in layers])
-            batch.run()
-            for layer in layers:
-                layer.mark_fresh()
-                layer._keep(cast(Tensor, layer.moq.weight))
-        fast = []
-        for layer in self._single.values():
-            weight = layer.float_weight
-            if layer.moq.plain or not cpu_quant.applies(weight, layer.moq.dtype or weight.dtype):
-                layer.refresh()
-            else:
-                fast.append(layer)
-        cpu_quant.each(QuantLayer.refresh, fast)
-
-    def check_finite(self, *, wait: bool = True) -> None:
-        """Stop if a weight held NaN or Inf.
-
-        Args:
-            wait: For the device. Otherwise weights that a kernel quantized are judged as they were a step or more ago.
-
-        Raises:
-            MoQError: Names the parameters.
-        """
-        bad = [names[index] for batch, names in self._batches for index in batch.nonfinite(wait=wait)]
-        if bad:
-            _refuse_nonfinite(bad)
-        check_finite(self._single)
-
-    def _identities(self) -> list[tuple[Any, ...]]:
-        """What the batches depend on: they hold pointers."""
-        found: list[tuple[Any, ...]] = []
-        for layer in self._layers.values():
-            state, weight = layer.moq, layer.float_weight
-            pointer = 0 if weight.is_meta or is_sharded(weight) else weight.data_ptr()
-            tensors = (pointer, id(state.weight), id(state.ratio))
-            found.append((*tensors, weight.device, weight.dtype, state.bits, state.dtype))
-        return found
-
-    def _make_batches(self) -> None:
-        self._single = {}
-        jobs: dict[torch.device, dict[str, triton_quant.Job]] = {}
-        for name, layer in self._layers.items():
-            job = self._job(layer)
-            if job is None:
-                self._single[name] = layer
-            else:
-                jobs.setdefault(layer.float_weight.device, {})[name] = job
-        self._batches = [(triton_quant.Batch(list(named.values())), list(named)) for named in jobs.values()]
-        self._made_for = self._identities()
-
-    def _job(self, layer: QuantLayer) -> "triton_quant.Job | None":
-        state, weight = layer.moq, layer.float_weight.detach()
-        dtype = state.dtype or weight.dtype
-        if state.bits == FLOAT_BITS or weight.is_meta or is_sharded(weight) or not weight.is_contiguous():
-            return None
-        if layer.is_transposed:
-            return None
-        if not {dtype, weight.dtype} <= triton_quant.DTYPES.keys() or not kernels_wanted(self._config, weight.device):
-            return None
-        kept = state.weight
-        if kept is None or kept.device != weight.device or kept.dtype != dtype or kept.shape != weight.shape:
-            with torch.inference_mode(False), torch.no_grad():
-                layer._keep(torch.empty_like(weight, dtype=dtype))
-        out = cast(Tensor, state.weight)
-        return triton_quant.Job(
-            weight, out, state.bits, ratio=state.ratio, step=state.step, blend=state.blend, **state.options
-        )
-
-
-def _guard_merging(model: nn.Module) -> None:
-    """Refuse to merge adapters into weights that are computed with quantized: the sum is on no grid."""
-    for module in model.modules():
-        if isinstance(module._modules.get("base_layer"), QuantLayer) and is_peft(module):
-            module.merge = _refuse_merging  # type: ignore[assignment]
-        elif module.__dict__.get("merge") is _refuse_merging:
-            del module.merge
-
-
-def _refuse_merging(*args: Any, **kwargs: Any) -> None:
-    raise MoQError(
-        "adapters cannot be merged into quantized layers: call moq_hf.dequantize_model(model) first, then the merged "
-        "model computes the same in float"
-    )
-
-
-def _restore(layer: QuantLayer) -> None:
-    with _LOCK:
-        _LAYERS.discard(layer)
-        _CONTROLLED.discard(layer)
-    del layer.moq
-    cast(nn.Module, layer).__class__ = base_class(type(layer))
-
-
-# How embedding tables are quantized, whatever the config says of the linear layers.
-_ROW_OPTIONS = {"groups": "per_channel", "group_size": None, "symmetric": True, "rounding": "nearest"}
-
-
-def _options(config: MoQConfig, index: int) -> dict[str, Any]:
-    groups: quantizer.Groups = 1
-    group_size = None
-    match config.grouping:
-        case RowBlocks(count):
-            groups = count
-        case PerChannel():
-            groups = "per_channel"
-        case PerGroup(size):
-            group_size = size
-    return {
-        "groups": groups,
-        "group_size": group_size,
-        "symmetric": config.symmetric,
-        "rounding": "stochastic" if config.stochastic else "nearest",
-        "seed": config.seed,
-        "layer": index,
-    }

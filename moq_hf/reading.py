@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import LARGEST, MoQError, show, show_key
+from .config import LARGEST
+from .errors import MoQError, show, show_key
 
 
 @dataclass(frozen=True)

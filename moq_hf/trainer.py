@@ -19,15 +19,17 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .callback import MoQCallback, last_metrics
-from .card import write_card
-from .checkpoint import STATE_NAME, record_metrics
-from .config import MoQConfig, MoQError
-from .delivery import base_model_of, deliver
-from .distillation import distillation_loss, fingerprint, load_teacher
+from .config import MoQConfig
+from .errors import MoQError
+from .model.convert import is_quantized, quant_layers
+from .packed.card import write_card
+from .packed.delivery import base_model_of, deliver
+from .packed.proof import Answers
+from .packed.state import STATE_NAME, record_metrics
 from .processes import whole_state_dict
-from .proof import Answers
-from .quant_linear import is_quantized, quant_layers
-from .resume import check_whole, checkpoints, fault_of, last_checkpoint, saved_state
+from .training.checkpoints import check_whole, checkpoints, fault_of, last_checkpoint
+from .training.distillation import distillation_loss, fingerprint, load_teacher
+from .training.resume import saved_state
 
 logger = logging.getLogger(__name__)
 

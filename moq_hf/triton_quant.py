@@ -2,7 +2,7 @@
 
 Importable without Triton and without a GPU; `available` tells whether the kernels can run on a device, and each other
 function needs that. Results are those of `quantizer` on the same device, bit for bit. The kernels are in
-`triton_kernels`.
+`kernels.triton`.
 """
 
 import functools
@@ -18,19 +18,20 @@ import torch
 from torch import Tensor
 
 from . import quantizer
-from .quantizer import Groups, Rounding
+from .grid import Grid
+from .quantizer import Draw
 
 logger = logging.getLogger(__name__)
 
+_DEFAULT, _FIRST = Grid(), Draw()
 # Elements of a tile. Chosen so that a thread of _WARPS warps holds 16 of them: not measured on a GPU.
 TILE = 4096
 # Groups of more elements than this are shared out among programs.
 WHOLE = 4 * TILE
 _WARPS = 8
-# Columns of the table that `triton_kernels` describes.
+# Columns of the table that `kernels.triton` describes.
 _LENGTH, _GROUPS, _STEP, _KEEP, _BLEND = 3, 4, 9, 10, 11
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
-PACKED_BITS = (2, 4, 8)
 
 
 @functools.cache
@@ -61,14 +62,9 @@ class Job(NamedTuple):
     weight: Tensor
     out: Tensor
     bits: int
-    groups: Groups = 1
-    group_size: int | None = None
-    symmetric: bool = True
-    rounding: Rounding = "nearest"
+    grid: Grid = Grid()
     ratio: Tensor | None = None
-    seed: int = 0
-    layer: int = 0
-    step: int = 0
+    draw: Draw = Draw()
     blend: float = 0.0
 
 
@@ -91,7 +87,7 @@ class Batch:
             raise ValueError("weights and results must be on one device")
         alike: dict[tuple[Any, ...], list[int]] = {}
         for index, job in enumerate(jobs):
-            key = (job.weight.dtype, job.out.dtype, job.symmetric, job.rounding)
+            key = (job.weight.dtype, job.out.dtype, job.grid.symmetric, job.grid.stochastic)
             alike.setdefault(key, []).append(index)
         # Of the weights in the order of the launches.
         self._order = [index for indices in alike.values() for index in indices]
@@ -106,7 +102,7 @@ class Batch:
 
     def run(self) -> None:
         """Quantize every weight from what it is now."""
-        with _on(self.device):
+        with on_device(self.device):
             for _, part in self._parts:
                 part.run()
         # Autograd cannot see what a kernel writes: a backward pass through an older result must fail as ever.
@@ -155,8 +151,8 @@ class _Part:
         lengths = [length for length, _ in sizes]
         pointers = [pointer for row in rows for pointer in row[:2]]
         self.options: dict[str, Any] = {
-            "SYMMETRIC": jobs[0].symmetric,
-            "STOCHASTIC": jobs[0].rounding == "stochastic",
+            "SYMMETRIC": jobs[0].grid.symmetric,
+            "STOCHASTIC": jobs[0].grid.stochastic,
             "QUADS": all(length % 4 == 0 for length in lengths),
             # What pointers, in bytes, and lengths are multiples of lets the compiler use wide loads.
             "ALIGN": 16 if all(number % 16 == 0 for number in pointers + lengths) else 1,
@@ -167,7 +163,7 @@ class _Part:
         }
         self.scratch: list[Tensor] = []
         if max(lengths) <= WHOLE:
-            columns = max(4, _power_of_two(min(max(lengths), TILE // 4)))
+            columns = max(4, power_of_two(min(max(lengths), TILE // 4)))
             at_once = TILE // columns
             self.options |= {"R": at_once, "S": columns}
             items = _group_items(sizes, at_once)
@@ -175,14 +171,14 @@ class _Part:
             self.options["S"] = TILE
             count = sum(groups for _, groups in sizes)
             self.scratch = [
-                torch.zeros(1 + _kernels().MARKS.value * count, dtype=torch.int32, device=device),
+                torch.zeros(1 + load_kernels().MARKS.value * count, dtype=torch.int32, device=device),
                 torch.zeros(2 * count, dtype=torch.float64, device=device),
             ]
             items = _tile_items(jobs, sizes, _lag(device))
         self.items = torch.from_numpy(items).to(device)
 
     def run(self) -> None:
-        kernels = _kernels()
+        kernels = load_kernels()
         grid = (len(self.items),)
         if self.scratch:
             for tensor in self.scratch:
@@ -206,242 +202,63 @@ class _Part:
 def fake_quantize(
     weight: Tensor,
     bits: int,
+    grid: Grid = _DEFAULT,
     *,
-    groups: Groups = 1,
-    group_size: int | None = None,
-    symmetric: bool = True,
-    rounding: Rounding = "nearest",
     ratio: Tensor | None = None,
-    seed: int = 0,
-    layer: int = 0,
-    step: int = 0,
+    draw: Draw = _FIRST,
     blend: float = 0.0,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`quantizer.fake_quantize`, on a device where the kernels are `available`. A `Batch` saves the preparation.
+    """`quantizer.fake_quantize` on a device where the kernels are `available`; same arguments and results.
 
-    Args:
-        weight: As for `quantizer.fake_quantize`, and so are the other arguments.
-        bits: As for `quantizer.fake_quantize`.
-        groups: As for `quantizer.fake_quantize`.
-        group_size: As for `quantizer.fake_quantize`.
-        symmetric: As for `quantizer.fake_quantize`.
-        rounding: As for `quantizer.fake_quantize`.
-        ratio: As for `quantizer.fake_quantize`.
-        seed: As for `quantizer.fake_quantize`.
-        layer: As for `quantizer.fake_quantize`.
-        step: As for `quantizer.fake_quantize`.
-        blend: As for `quantizer.fake_quantize`.
-        dtype: As for `quantizer.fake_quantize`.
-        out: As for `quantizer.fake_quantize`.
+    A `Batch` saves the preparation.
 
     Raises:
-        ValueError: As `quantizer.fake_quantize`.
+        ValueError: Bits, grid or ratio do not fit the weight.
     """
     weight = weight.detach().contiguous()
     if out is None:
         out = torch.empty_like(weight, dtype=dtype or weight.dtype)
-    job = Job(weight, out, bits, groups, group_size, symmetric, rounding, ratio, seed, layer, step, blend)
-    Batch([job]).run()
+    Batch([Job(weight, out, bits, grid, ratio, draw, blend)]).run()
     return out
 
 
-def least_squares_ratio(
-    weight: Tensor,
-    bits: int,
-    *,
-    groups: Groups = 1,
-    group_size: int | None = None,
-    symmetric: bool = True,
-) -> Tensor:
-    """`quantizer.least_squares_ratio`, on a device where the kernels are `available`: two launches.
-
-    Args:
-        weight: As for `quantizer.quantize`, and so are the other arguments.
-        bits: As for `quantizer.quantize`.
-        groups: As for `quantizer.quantize`.
-        group_size: As for `quantizer.quantize`.
-        symmetric: As for `quantizer.quantize`.
-
-    Returns:
-        float32 ratios in the scale's shape.
+def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
+    """`quantizer.least_squares_ratio` on a device where the kernels are `available`: two launches.
 
     Raises:
         ValueError: Bits or groups do not fit, or the grid is ternary or binary.
     """
-    shape = quantizer.check(weight, bits, groups, group_size, symmetric)
-    if not quantizer.is_uniform(bits, symmetric):
-        raise ValueError(f"{bits} bits symmetric sets its own scale: there is no clipping ratio to search")
-    kernels = _kernels()
+    shape = quantizer.check_search(weight, bits, grid)
+    kernels = load_kernels()
     weight = weight.detach().contiguous()
     count = shape[0] * shape[1]
     length = weight.numel() // count
-    columns = _power_of_two(min(length, TILE // 4))
+    columns = power_of_two(min(length, TILE // 4))
     rows = TILE // 4 // columns
-    grid = (math.ceil(count / rows), math.ceil(length / columns))
+    programs = (math.ceil(count / rows), math.ceil(length / columns))
     cells = torch.zeros(count, 2, dtype=torch.int32, device=weight.device)
     sums = torch.zeros(count, len(quantizer.RATIOS), dtype=torch.float64, device=weight.device)
     ratios = _ratios(weight.device)
-    tile = {"SYMMETRIC": symmetric, "R": rows, "S": columns, "enable_fp_fusion": False}
-    with _on(weight.device):
-        kernels.group_ranges[grid](weight, cells, length, count, **tile)
-        kernels.ratio_errors[grid](weight, cells, ratios, sums, length, count, bits, COUNT=len(ratios), **tile)
+    tile = {"SYMMETRIC": grid.symmetric, "R": rows, "S": columns, "enable_fp_fusion": False}
+    with on_device(weight.device):
+        kernels.group_ranges[programs](weight, cells, length, count, **tile)
+        kernels.ratio_errors[programs](weight, cells, ratios, sums, length, count, bits, COUNT=len(ratios), **tile)
     # The first of equal sums, and 1 for a group with NaN.
     best = sums.nan_to_num(nan=math.inf, posinf=math.inf).argmin(1)
     return ratios[best].view(shape)
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes as a dense stream of bits, lowest first, each row filled up to whole words: compressed-tensors' layout.
+def load_kernels() -> Any:
+    """The kernels' module, which needs Triton."""
+    from .kernels import triton
 
-    Args:
-        codes: int32 `[rows, columns]` in -2^(bits-1) ... 2^(bits-1) - 1.
-        bits: 1 to 8.
-
-    Returns:
-        int32 `[rows, ceil(columns * bits / 32)]`; code c is stored as c + 2^(bits-1).
-
-    Raises:
-        ValueError: Other bits, or codes that are no int32 matrix.
-    """
-    _check_packing(codes, bits)
-    rows, columns = codes.shape
-    width = packed_width(columns, bits)
-    if available(codes.device):
-        words = torch.empty(rows, width, dtype=torch.int32, device=codes.device)
-        total = words.numel()
-        with _on(codes.device):
-            _kernels().pack_codes[(math.ceil(total / 256),)](
-                codes.contiguous(), words, columns, width, total, BITS=bits, S=256
-            )
-        return words
-    shifts = torch.arange(bits, device=codes.device)
-    stream = (((codes + 2 ** (bits - 1)).unsqueeze(2) >> shifts) & 1).view(rows, -1)
-    stream = torch.nn.functional.pad(stream, (0, width * 32 - columns * bits)).view(rows, width, 32)
-    # int64 sums up to 2^32 - 1 wrap to the int32 with the same bits.
-    return (stream.long() << torch.arange(32, device=codes.device)).sum(2).to(torch.int32)
+    return triton
 
 
-def unpack(words: Tensor, bits: int, columns: int) -> Tensor:
-    """The inverse of `pack`.
-
-    Args:
-        words: int32 `[rows, ceil(columns * bits / 32)]`.
-        bits: 1 to 8.
-        columns: Codes of a row.
-
-    Returns:
-        int32 `[rows, columns]`.
-
-    Raises:
-        ValueError: Other bits, or words that do not hold that many columns.
-    """
-    _check_packing(words, bits)
-    rows, width = words.shape
-    if width != packed_width(columns, bits):
-        raise ValueError(
-            f"{columns} columns of {bits} bits take {packed_width(columns, bits)} words a row, there are {width}"
-        )
-    if available(words.device):
-        codes = torch.empty(rows, columns, dtype=torch.int32, device=words.device)
-        total = codes.numel()
-        with _on(words.device):
-            _kernels().unpack_codes[(math.ceil(total / 1024),)](
-                words.contiguous(), codes, columns, width, total, BITS=bits, S=1024
-            )
-        return codes
-    stream = ((words.unsqueeze(2) >> torch.arange(32, device=words.device)) & 1).view(rows, -1)
-    stream = stream[:, : columns * bits].reshape(rows, columns, bits)
-    stored = (stream << torch.arange(bits, device=words.device)).sum(2).to(torch.int32)
-    return stored.sub_(2 ** (bits - 1))
-
-
-def packed_width(columns: int, bits: int) -> int:
-    """int32 words that a row of `columns` codes of `bits` bits takes."""
-    return math.ceil(columns * bits / 32)
-
-
-def packed_linear(
-    x: Tensor,
-    words: Tensor,
-    bits: int,
-    scale: Tensor,
-    zero_point: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Multiply x by the transposed packed weight and add the bias; the weight is unpacked in the kernel, tile by tile.
-
-    Sums are float32. With one scale a row the integers are multiplied and the sum is scaled; else the weight is rounded
-    to the dtype of x.
-
-    Args:
-        x: float16 or bfloat16 `[..., in_features]`, on a device where the kernels are `available`.
-        words: int32 `[out_features, words]` from `pack`.
-        bits: 2, 4 or 8.
-        scale: float32 `[out_features, groups]`; groups divides in_features.
-        zero_point: int32 of the scale's shape, subtracted from the codes.
-        bias: `[out_features]`.
-
-    Returns:
-        `[..., out_features]` in the dtype of x.
-
-    Raises:
-        ValueError: Other bits or dtypes, or shapes that do not fit each other.
-    """
-    columns, rows = x.shape[-1], words.shape[0]
-    if bits not in PACKED_BITS:
-        raise ValueError(f"bits must be one of {', '.join(map(str, PACKED_BITS))}, got {bits}")
-    if x.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"activations must be float16 or bfloat16, got {x.dtype}")
-    if words.dtype != torch.int32 or tuple(words.shape) != (rows, packed_width(columns, bits)):
-        raise ValueError(f"words {list(words.shape)} of {words.dtype} do not hold {columns} columns of {bits} bits")
-    if scale.dim() != 2 or scale.shape[0] != rows or columns % scale.shape[1]:
-        raise ValueError(f"scale {list(scale.shape)} does not tile a weight [{rows}, {columns}]")
-    if zero_point is not None and zero_point.shape != scale.shape:
-        raise ValueError(f"zero_point has shape {list(zero_point.shape)}, the scale has {list(scale.shape)}")
-    if bias is not None and tuple(bias.shape) != (rows,):
-        raise ValueError(f"bias has shape {list(bias.shape)}, the weight {rows} rows")
-    flat = x.reshape(-1, columns).contiguous()
-    y = torch.empty(len(flat), rows, dtype=x.dtype, device=x.device)
-    if y.numel():
-        # tl.dot takes no less than 16 rows; few of them leave the time to the loads of the weight.
-        tile_m = min(64, max(16, _power_of_two(len(flat))))
-        tile_n = 64 if tile_m > 16 and scale.shape[1] == 1 else 32
-        scale = scale.to(torch.float32).contiguous()
-        zeros = None if zero_point is None else zero_point.to(torch.int32).contiguous()
-        with _on(x.device):
-            _kernels().packed_matmul[(math.ceil(len(flat) / tile_m), math.ceil(rows / tile_n))](
-                flat,
-                words.contiguous(),
-                scale,
-                scale if zeros is None else zeros,
-                scale if bias is None else bias.contiguous(),
-                y,
-                len(flat),
-                rows,
-                columns,
-                words.shape[1],
-                columns // scale.shape[1],
-                BITS=bits,
-                PER_ROW=scale.shape[1] == 1,
-                HAS_ZERO=zeros is not None,
-                HAS_BIAS=bias is not None,
-                BM=tile_m,
-                BN=tile_n,
-                BW=32,
-                num_warps=4 if tile_m == 16 else 8,
-            )
-    return y.view(*x.shape[:-1], rows)
-
-
-def _kernels() -> Any:
-    from . import triton_kernels
-
-    return triton_kernels
-
-
-def _on(device: torch.device) -> Any:
+def on_device(device: torch.device) -> Any:
+    """The device on which Triton launches."""
     # Triton launches on the current device.
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
@@ -452,7 +269,8 @@ def _triton_type(dtype: torch.dtype) -> Any:
     return getattr(tl, DTYPES[dtype])
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
+    """The least power of two from a number on."""
     return 1 << (number - 1).bit_length()
 
 
@@ -473,8 +291,8 @@ def _float_bits(values: Sequence[float]) -> "np.ndarray[Any, np.dtype[np.int32]]
 
 
 def _row(job: Job, first: int) -> list[int]:
-    """The job's row of the table that `triton_kernels` describes."""
-    shape = quantizer.check(job.weight, job.bits, job.groups, job.group_size, job.symmetric, job.rounding, job.ratio)
+    """The job's row of the table that `kernels.triton` describes."""
+    shape = quantizer.check(job.weight, job.bits, job.grid, job.ratio)
     if job.weight.dtype not in DTYPES or job.out.dtype not in DTYPES:
         raise ValueError(f"no kernel for {job.weight.dtype} to {job.out.dtype}")
     if job.out.shape != job.weight.shape or not (job.out.is_contiguous() and job.weight.is_contiguous()):
@@ -488,7 +306,8 @@ def _row(job: Job, first: int) -> list[int]:
     keep, blend = _float_bits([1.0 - job.blend, job.blend]).tolist()
     length = job.weight.numel() // groups
     pointers = [job.weight.data_ptr(), job.out.data_ptr(), ratio]
-    return [*pointers, length, groups, job.bits, job.layer, job.seed, first, job.step, keep, blend]
+    seed, layer, step = job.draw
+    return [*pointers, length, groups, job.bits, layer, seed, first, step, keep, blend]
 
 
 def _group_items(sizes: list[tuple[int, int]], at_once: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
@@ -514,7 +333,7 @@ def _tile_items(jobs: list[Job], sizes: list[tuple[int, int]], lag: int) -> "np.
             waiting.append((emitted + lag, phases[1:], row, group, tiles))
 
     for row, (job, (length, groups)) in enumerate(zip(jobs, sizes, strict=True)):
-        few = job.symmetric and job.bits <= 2
+        few = not job.grid.is_uniform(job.bits)
         phases = ((0, 1, 3) if job.bits == 1 else (0, 1, 2, 3)) if few else (0, 3)
         for group in range(groups):
             emit(phases, row, group, math.ceil(length / TILE))
@@ -526,10 +345,3 @@ def _tile_items(jobs: list[Job], sizes: list[tuple[int, int]], lag: int) -> "np.
     counts = passes[:, 3]
     tile = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.concatenate([np.repeat(passes[:, :3], counts, 0), tile[:, None].astype(np.int32)], 1)
-
-
-def _check_packing(values: Tensor, bits: int) -> None:
-    if not 1 <= bits <= 8:
-        raise ValueError(f"bits must be 1 to 8, got {bits}")
-    if values.dim() != 2 or values.dtype != torch.int32:
-        raise ValueError(f"expected an int32 matrix, got {values.dtype} of shape {list(values.shape)}")

@@ -363,7 +363,7 @@ def find_checkpoint(args: "TrainingArguments") -> str | None:
         logger.info("resuming from %s (step %d)", wanted, _last_step(Path(wanted)))
         return wanted
     # torch comes with it: not before the arguments were found good.
-    from moq_hf.resume import last_checkpoint
+    from moq_hf.training.checkpoints import last_checkpoint
 
     path = last_checkpoint(args.output_dir)
     if path is not None:

@@ -109,7 +109,7 @@ def load_model(model_args: ModelArguments, config: "PreTrainedConfig") -> Any:
     """
     from transformers import AutoModelForSequenceClassification
 
-    from moq_hf.quant_linear import dequantize_model, is_packed
+    from moq_hf.model.convert import dequantize_model, is_packed
 
     name = model_args.model_name_or_path
     if name is None:
@@ -247,7 +247,7 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
 
     Raises:
         UserError: something wrong with the user's data, model or output folder.
-        moq_hf.config.MoQError: something wrong with the quantization's configuration, or with it and the model.
+        moq_hf.MoQError: something wrong with the quantization's configuration, or with it and the model.
     """
     from moq_hf.config import MoQConfig
 
@@ -498,7 +498,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {err}", file=sys.stderr)
         return 2
 
-    from moq_hf.config import MoQError
+    from moq_hf.errors import MoQError
 
     try:
         run(*arguments)

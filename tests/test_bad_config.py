@@ -8,16 +8,9 @@ from typing import Any
 
 import pytest
 
-from moq_hf.config import (
-    BlendConfig,
-    EigenvalueConfig,
-    MoQConfig,
-    MoQConfigError,
-    MoQError,
-    PerGroup,
-    RowBlocks,
-    ScheduleConfig,
-)
+from moq_hf.config import BlendConfig, EigenvalueConfig, MoQConfig, ScheduleConfig
+from moq_hf.errors import MoQConfigError, MoQError
+from moq_hf.grid import PerGroup, RowBlocks
 
 BITS = {"quantize_bits": {"start_bits": 12, "target_bits": 8}}
 

@@ -14,18 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moq_hf.config import (
-    BlendConfig,
-    EigenvalueConfig,
-    MoQConfig,
-    MoQConfigError,
-    PerChannel,
-    PerGroup,
-    RowBlocks,
-    ScheduleConfig,
-    key_table,
-)
-from moq_hf.schedule import FLOAT_BITS, PrecisionSchedule, plan
+from moq_hf.config import BlendConfig, EigenvalueConfig, MoQConfig, ScheduleConfig, key_table
+from moq_hf.errors import MoQConfigError
+from moq_hf.grid import PerChannel, PerGroup, RowBlocks
+from moq_hf.plan import plan
+from moq_hf.schedule import FLOAT_BITS, PrecisionSchedule
 
 ROOT = Path(__file__).parents[1]
 BITS: dict[str, Any] = {"quantize_bits": {"start_bits": 12, "target_bits": 8}}

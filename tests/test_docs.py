@@ -28,7 +28,8 @@ import tiny_glue
 import torch
 from accelerate.commands.launch import launch_command_parser as accelerate_parser
 from datasets import load_dataset
-from test_report import make_run
+from made_run import make_run
+from repo import ROOT
 from tiny_glue import quiet_logging
 from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
@@ -39,7 +40,6 @@ from moq_hf import MoQConfig, cli, quantize_model, save_quantized
 __all__ = ["quiet_logging"]
 pytestmark = pytest.mark.usefixtures("quiet_logging")
 
-ROOT = Path(__file__).parents[1]
 PATTERNS = ("*.md", "docs/**/*.md", "configs/README.md", "examples/**/*.md")
 PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
 EXPORT = "moq-hf export runs/mrpc --to onnx runs/mrpc-onnx --task_name mrpc --validation_file data/mrpc.jsonl"
@@ -61,7 +61,7 @@ RUN_BY = {
 ADDED = {
     "docs/make_figures.py": ["--out", "img"],
     "examples/demo/make_corpus.py": ["--out", "corpus"],
-    "tests/sentences.py": [],
+    "tests/helpers/sentences.py": [],
     "benchmarks/eigen.py": ["--parts", "golden", "--threads", "1", "--out", "eigen.json"],
     "benchmarks/proof.py": shlex.split("--batch 2 --sequence 16 --steps 2 --runs 1 --threads 1 --out proof.json"),
     "benchmarks/step_time.py": shlex.split("--batch 2 --sequence 16 --repeats 1 --threads 1 --out step_time.json"),

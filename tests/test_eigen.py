@@ -5,7 +5,6 @@ import math
 import random
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -14,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
+from repo import GOLDEN
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,10 +29,13 @@ from transformers import (
 )
 
 from moq_hf import MoQError, block_eigenvalues, dequantize_model, quantize_model
-from moq_hf.eigen import check_second_derivative, difference_step, layer_blocks, measuring, normalise
-from moq_hf.quant_linear import quant_layers
+from moq_hf.eigen import check_second_derivative, difference_step
+from moq_hf.model.convert import quant_layers
+from moq_hf.model.inventory import layer_blocks
+from moq_hf.training.measuring import measuring
+from moq_hf.training.sensitivity import normalize
 
-GOLDEN = Path(__file__).parent / "golden" / "eigen_h16_init"
+RECORDED = GOLDEN / "eigen_h16_init"
 
 
 def quadratic(eigenvalues: list[float], seed: int = 0) -> tuple[Callable[[], Tensor], dict[str, list[Tensor]]]:
@@ -124,10 +127,10 @@ def test_not_finite(method: Any) -> None:
 
 @pytest.fixture(scope="module")
 def golden() -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(GOLDEN.with_suffix(".json").read_text())
+    document: dict[str, Any] = json.loads(RECORDED.with_suffix(".json").read_text())
     model = BertForSequenceClassification(BertConfig(**document["config"]))
-    model.load_state_dict(load_file(GOLDEN.with_suffix(".model.safetensors")))
-    document["model"], document["batch"] = model, load_file(GOLDEN.with_suffix(".batch.safetensors"))
+    model.load_state_dict(load_file(RECORDED.with_suffix(".model.safetensors")))
+    document["model"], document["batch"] = model, load_file(RECORDED.with_suffix(".batch.safetensors"))
     document["truth"] = [block["lambda_abs_max"] for block in document["dense"]["blocks"]]
     return document
 
@@ -473,6 +476,6 @@ def test_the_list_may_be_named_and_limited(tiny_bert: Any) -> None:
 
 def test_normalised() -> None:
     nan, inf = math.nan, math.inf
-    assert normalise({"a": -4.0, "b": 2.0, "c": 0.0}) == {"a": 1.0, "b": 0.5, "c": 0.0}
-    assert normalise({"a": -4.0, "b": nan, "c": inf, "d": 1.0}) == {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.25}
-    assert normalise({"a": nan, "b": inf}) == {"a": 1.0, "b": 1.0} == normalise({"a": 0.0, "b": nan})
+    assert normalize({"a": -4.0, "b": 2.0, "c": 0.0}) == {"a": 1.0, "b": 0.5, "c": 0.0}
+    assert normalize({"a": -4.0, "b": nan, "c": inf, "d": 1.0}) == {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.25}
+    assert normalize({"a": nan, "b": inf}) == {"a": 1.0, "b": 1.0} == normalize({"a": 0.0, "b": nan})

@@ -5,55 +5,86 @@ import sys
 from pathlib import Path
 
 import pytest
+from repo import ROOT
 
-PACKAGE = Path(__file__).parents[1] / "moq_hf"
+PACKAGE = ROOT / "moq_hf"
 ORDER = [
+    "version",
+    "errors",
+    "grid",
     "config",
     "reading",
     "schedule",
-    "resume",
-    "quantizer",
-    "numba_kernels",
-    "cpu_quant",
-    "triton_kernels",
-    "triton_quant",
-    "packed",
+    "plan",
+    "names",
     "processes",
-    "selection",
+    "quantizer",
+    "kernels.numba",
+    "kernels.cpu",
+    "kernels.triton",
+    "triton_quant",
+    "kernels.packing",
+    "kernels.backend",
+    "model.staleness",
+    "model.selection",
+    "model.inventory",
     "quant_linear",
+    "model.refresh",
+    "model.convert",
+    "model.sizes",
     "eigen",
-    "sensitivity",
-    "sizes",
-    "controller",
-    "proof",
-    "checkpoint",
-    "card",
-    "delivery",
-    "report",
+    "training.measuring",
+    "training.samples",
+    "training.sensitivity",
+    "training.checkpoints",
+    "training.resume",
+    "training.ratios",
+    "training.controller",
+    "training.distillation",
+    "packed.proof",
+    "packed.files",
+    "packed.state",
+    "packed.layout",
+    "packed.verify",
+    "packed.save",
+    "packed.card",
+    "packed.delivery",
+    "packed.inference",
+    "report.metrics",
+    "report.run",
+    "report.figures",
+    "report.page",
     "callback",
-    "distillation",
     "trainer",
-    "onnx_layers",
-    "export",
-    "bench_worker",
-    "bench",
+    "deploy.onnx_layers",
+    "deploy.data",
+    "deploy.proof",
+    "deploy.onnx",
+    "deploy.bench_worker",
+    "deploy.bench",
     "cli",
 ]
-STANDARD_LIBRARY_ONLY = {"config", "reading", "schedule"}
-# Modules that are there by Python's rules, not in the order: the package root imports everything.
-ROOT = {"__init__"}
+STANDARD_LIBRARY_ONLY = {"version", "errors", "grid", "config", "reading", "schedule", "plan"}
+ROOMS = {name.partition(".")[0] for name in ORDER if "." in name}
 
 
-def imported(source: str) -> set[str]:
+def path_of(module: str) -> Path:
+    return PACKAGE / f"{module.replace('.', '/')}.py"
+
+
+def imported(module: str, source: str) -> set[str]:
     """Absolute names of everything that the source of a module of moq_hf imports, inside functions too."""
     names = set()
+    here = ["moq_hf", *module.split(".")]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            # `from . import x` may name a module or an attribute of the root: the latter is what is forbidden.
-            base = ".".join(part for part in ("moq_hf" if node.level else "", node.module or "") if part)
-            names |= {f"{base}.{alias.name}" for alias in node.names} if base == "moq_hf" else {base}
+            above = here[: len(here) - node.level] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            # `from . import x` may name a module or an attribute of the package: the latter is what is forbidden.
+            is_package = base == "moq_hf" or base.removeprefix("moq_hf.") in ROOMS
+            names |= {f"{base}.{alias.name}" for alias in node.names} if is_package else {base}
     return names
 
 
@@ -61,10 +92,9 @@ def faults(module: str, source: str) -> list[str]:
     """What is wrong with the imports of a module."""
     above = set(ORDER[: ORDER.index(module)])
     found = []
-    for name in sorted(imported(source)):
+    for name in sorted(imported(module, source)):
         top, _, inner = name.partition(".")
         if top == "moq_hf":
-            inner = inner.split(".")[0]
             if inner not in ORDER:
                 found.append(f"{module} imports the package root ({name})")
             elif inner not in above:
@@ -75,21 +105,32 @@ def faults(module: str, source: str) -> list[str]:
 
 
 def test_every_file_has_a_place() -> None:
-    assert {path.stem for path in PACKAGE.rglob("*.py")} <= set(ORDER) | ROOT
+    files = {path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py") if path.stem != "__init__"}
+    assert {".".join(path.parts) for path in files} == set(ORDER)
 
 
-@pytest.mark.parametrize("module", [name for name in ORDER if (PACKAGE / f"{name}.py").exists()])
+def test_rooms_have_no_code_of_their_own() -> None:
+    # What a room's __init__ imported would be imported with every module in it.
+    for room in ROOMS:
+        assert len(ast.parse((PACKAGE / room / "__init__.py").read_text()).body) == 1, room
+
+
+@pytest.mark.parametrize("module", ORDER)
 def test_imports_only_what_is_above(module: str) -> None:
-    assert faults(module, (PACKAGE / f"{module}.py").read_text()) == []
+    assert faults(module, path_of(module).read_text()) == []
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("quantizer", "from .controller import MoQController"),
-        ("quantizer", "from moq_hf.controller import MoQController"),
-        ("quantizer", "import moq_hf.controller as c"),
-        ("quantizer", "from . import controller"),
+        ("quantizer", "from .training.controller import MoQController"),
+        ("quantizer", "from moq_hf.training.controller import MoQController"),
+        ("quantizer", "import moq_hf.training.controller as c"),
+        ("quantizer", "from .training import controller"),
+        ("kernels.cpu", "from ..training.controller import MoQController"),
+        ("model.selection", "from .convert import quantize_model"),
+        ("model.selection", "from . import convert"),
+        ("model.convert", "from . import ConvertError"),
         ("quantizer", "def f():\n    from .trainer import MoQTrainer"),
         ("quantizer", "import moq_hf"),
         ("trainer", "from moq_hf import MoQConfig"),
@@ -105,6 +146,7 @@ def test_catches(module: str, source: str) -> None:
 
 def test_accepts() -> None:
     source = (
-        "import os.path\nimport torch\nfrom . import quantizer\nfrom .config import MoQConfig\nimport moq_hf.schedule"
+        "import os.path\nimport torch\nfrom .. import quantizer\nfrom ..config import MoQConfig\nimport moq_hf.plan\n"
+        "from ..model import sizes\nfrom .resume import changes"
     )
-    assert faults("controller", source) == []
+    assert faults("training.controller", source) == []

@@ -11,12 +11,14 @@ from torch.nn.utils import parametrizations
 from transformers import BertForSequenceClassification, PhimoeConfig, PhimoeForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from moq_hf import MoQError, QuantLinear, cpu_quant, dequantize_model, quantize_model
+from moq_hf import MoQError, QuantLinear, dequantize_model, quantize_model
 from moq_hf import quantizer as q
 from moq_hf.config import MoQConfig
-from moq_hf.controller import MoQController
-from moq_hf.quant_linear import quant_layers
-from moq_hf.selection import block_of, select_layers
+from moq_hf.kernels import cpu as cpu_quant
+from moq_hf.model.convert import quant_layers
+from moq_hf.model.inventory import block_of
+from moq_hf.model.selection import select_layers
+from moq_hf.training.controller import MoQController
 
 CONFIG = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_groups": 4}
 STOCHASTIC = {**CONFIG, "quantize_algo": {"rounding": "stochastic"}}

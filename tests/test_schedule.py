@@ -1,25 +1,18 @@
 import itertools
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
+from repo import GOLDEN
 
-from moq_hf.config import (
-    LARGEST,
-    ActivationConfig,
-    BlendConfig,
-    EigenvalueConfig,
-    MoQConfig,
-    MoQError,
-    ScheduleConfig,
-)
-from moq_hf.schedule import FLOAT_BITS, Plan, PrecisionSchedule, Switch, _root, plan
+from moq_hf.config import LARGEST, ActivationConfig, BlendConfig, EigenvalueConfig, MoQConfig, ScheduleConfig
+from moq_hf.errors import MoQError
+from moq_hf.plan import Plan, plan
+from moq_hf.schedule import FLOAT_BITS, PrecisionSchedule, Switch, _root
 
-GOLDEN = Path(__file__).parent / "golden"
 NAMES = [path.stem for path in sorted(GOLDEN.glob("schedule_*.json")) if "engine" not in path.stem]
 
 

@@ -1,18 +1,14 @@
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-import tiny_glue
-from transformers import AutoConfig, AutoModelForSequenceClassification
-
-sys.path.insert(0, str(tiny_glue.ROOT / "benchmarks"))
-
 import glue_study
+import pytest
 import report_study
+import tiny_glue
 from glue_study import FLOAT, OWN, Plan, Run, qat, ramp
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 TAUGHT = {"distillation": {"teacher": OWN}}
 PLAN = Plan((FLOAT, qat(2), ramp(3, 2, 0.8), ramp(3, 2, 0.8, "taught", TAUGHT)), ("sst2", "cola"), (1, 2))

@@ -5,7 +5,6 @@ The interpreter must be chosen before Triton is imported, so those tests run in 
 """
 
 import importlib.util
-import itertools
 import logging
 import os
 import re
@@ -17,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numerics import LAYOUTS, MODES, same_bits
 from torch import nn
 from transformers import BertForSequenceClassification
 
 from moq_hf import MoQConfig, MoQError, quantizer, triton_quant
-from moq_hf.controller import MoQController
+from moq_hf.training.controller import MoQController
 from moq_hf.triton_quant import Batch, Job
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -30,12 +30,6 @@ natively = pytest.mark.gpu
 on_device = pytest.mark.skipif(False, reason="the interpreter runs it") if INTERPRETED else natively
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-LAYOUTS: list[dict[str, Any]] = [{"groups": 1}, {"groups": 3}, {"groups": "per_channel"}, {"group_size": 11}]
-MODES = [
-    (bits, symmetric, rounding)
-    for bits, symmetric, rounding in itertools.product((1, 2, 3, 8, 16), (True, False), ("nearest", "stochastic"))
-    if quantizer.is_uniform(bits, symmetric) or (symmetric and rounding == "nearest")
-]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -56,13 +50,6 @@ def set_tiling(monkeypatch: pytest.MonkeyPatch, tiles: bool) -> None:
 def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     set_tiling(monkeypatch, request.param == "tiles")
     return str(request.param)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal to the bit, the sign of zeros too; any NaN equals any other."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    equal = (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())
-    return a.dtype == b.dtype and bool(equal.all())
 
 
 def guarded(shape: tuple[int, int], dtype: torch.dtype, fill: torch.Tensor | None = None) -> torch.Tensor:
@@ -428,7 +415,7 @@ def test_compiles_for_a_gpu(capability: int, monkeypatch: pytest.MonkeyPatch, tm
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from moq_hf import triton_kernels
+    from moq_hf.kernels import triton as triton_kernels
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     kernel = triton_kernels.fake_quantize_tiles

@@ -1,0 +1,127 @@
+"""The grid of a weight: which weights share a scale, whether codes are symmetric, how they round, how a scale is found.
+
+A `Grid` says everything about a quantization but the bit width, which falls while training. The numerics that it names
+are defined in `quantizer`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+MAX_BITS = 16
+# "auto" searches clipping ratios at these bits and below, where clipping pays.
+SEARCHED_BITS = 5
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """`count` scales per weight, each for a block of consecutive rows.
+
+    >>> RowBlocks(3).shape(12, 8)
+    (3, 1)
+    """
+
+    count: int = 1
+
+    def shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """The shape of the scale for a weight `[rows, columns]`.
+
+        Raises:
+            ValueError: The rows cannot be divided so.
+        """
+        if self.count < 1 or rows % self.count:
+            raise ValueError(f"{self.count} groups do not divide the {rows} rows of the weight")
+        return self.count, 1
+
+
+@dataclass(frozen=True)
+class PerChannel:
+    """One scale per channel, which is a row of the weight.
+
+    >>> PerChannel().shape(12, 8)
+    (12, 1)
+    """
+
+    def shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """The shape of the scale for a weight `[rows, columns]`."""
+        return rows, 1
+
+
+@dataclass(frozen=True)
+class PerGroup:
+    """One scale per `size` consecutive weights of a row.
+
+    >>> PerGroup(4).shape(12, 8)
+    (12, 2)
+    """
+
+    size: int
+
+    def shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """The shape of the scale for a weight `[rows, columns]`.
+
+        Raises:
+            ValueError: The columns cannot be divided so.
+        """
+        if self.size < 1 or columns % self.size:
+            raise ValueError(f"group_size {self.size} does not divide the {columns} columns of the weight")
+        return rows, columns // self.size
+
+
+Grouping = RowBlocks | PerChannel | PerGroup
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a weight `[rows, columns]` is quantized, whatever its bit width is.
+
+    Attributes:
+        grouping: Which weights share a scale. Groups fall on row boundaries.
+        symmetric: Codes around zero; otherwise codes from 0 with a zero point.
+        stochastic: Round x / scale to floor(x / scale + u); otherwise to the nearest, half to even.
+        search: How a scale is found: "absmax", "mse" (the clipping ratio of each group with the least squared error),
+            or "auto" (mse at 5 bits and below, absmax above).
+
+    >>> Grid(PerGroup(4)).shape(12, 8)
+    (12, 2)
+    >>> Grid().is_uniform(2), Grid(symmetric=False).is_uniform(2)
+    (False, True)
+    """
+
+    grouping: Grouping = RowBlocks()
+    symmetric: bool = True
+    stochastic: bool = False
+    search: Literal["auto", "absmax", "mse"] = "auto"
+
+    def shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """The shape of the scale for a weight `[rows, columns]`.
+
+        Raises:
+            ValueError: The groups do not fit the weight.
+        """
+        return self.grouping.shape(rows, columns)
+
+    def is_uniform(self, bits: int) -> bool:
+        """Whether codes have equal steps at a bit width, so that clipping ratios and stochastic rounding make sense."""
+        return bits >= 3 or (bits == 2 and not self.symmetric)
+
+    def searches(self, bits: int) -> bool:
+        """Whether clipping ratios are searched at a bit width; ternary and binary grids set their own scale.
+
+        >>> Grid().searches(4), Grid().searches(8), Grid(search="mse").searches(8)
+        (True, False, True)
+        """
+        wanted = self.search == "mse" or (self.search == "auto" and bits <= SEARCHED_BITS)
+        return wanted and self.is_uniform(bits)
+
+    def check(self, bits: int) -> None:
+        """Check that the grid exists at a bit width.
+
+        Raises:
+            ValueError: It does not: bits are not 1 to 16, 1 bit is asymmetric, or stochastic rounding has no steps.
+        """
+        if not 1 <= bits <= MAX_BITS:
+            raise ValueError(f"bits must be 1 to {MAX_BITS}, got {bits}")
+        if bits == 1 and not self.symmetric:
+            raise ValueError("1 bit is binary, which is symmetric only")
+        if self.stochastic and not self.is_uniform(bits):
+            raise ValueError(f"{bits} bits symmetric rounds to nearest only")

@@ -1,0 +1,160 @@
+"""Packed codes on a device, and products with them."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..triton_quant import available, load_kernels, on_device, power_of_two
+
+PACKED_BITS = (2, 4, 8)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes as a dense stream of bits, lowest first, each row filled up to whole words: compressed-tensors' layout.
+
+    Args:
+        codes: int32 `[rows, columns]` in -2^(bits-1) ... 2^(bits-1) - 1.
+        bits: 1 to 8.
+
+    Returns:
+        int32 `[rows, ceil(columns * bits / 32)]`; code c is stored as c + 2^(bits-1).
+
+    Raises:
+        ValueError: Other bits, or codes that are no int32 matrix.
+    """
+    _check_packing(codes, bits)
+    rows, columns = codes.shape
+    width = packed_width(columns, bits)
+    if available(codes.device):
+        words = torch.empty(rows, width, dtype=torch.int32, device=codes.device)
+        total = words.numel()
+        with on_device(codes.device):
+            load_kernels().pack_codes[(math.ceil(total / 256),)](
+                codes.contiguous(), words, columns, width, total, BITS=bits, S=256
+            )
+        return words
+    shifts = torch.arange(bits, device=codes.device)
+    stream = (((codes + 2 ** (bits - 1)).unsqueeze(2) >> shifts) & 1).view(rows, -1)
+    stream = torch.nn.functional.pad(stream, (0, width * 32 - columns * bits)).view(rows, width, 32)
+    # int64 sums up to 2^32 - 1 wrap to the int32 with the same bits.
+    return (stream.long() << torch.arange(32, device=codes.device)).sum(2).to(torch.int32)
+
+
+def unpack(words: Tensor, bits: int, columns: int) -> Tensor:
+    """The inverse of `pack`.
+
+    Args:
+        words: int32 `[rows, ceil(columns * bits / 32)]`.
+        bits: 1 to 8.
+        columns: Codes of a row.
+
+    Returns:
+        int32 `[rows, columns]`.
+
+    Raises:
+        ValueError: Other bits, or words that do not hold that many columns.
+    """
+    _check_packing(words, bits)
+    rows, width = words.shape
+    if width != packed_width(columns, bits):
+        raise ValueError(
+            f"{columns} columns of {bits} bits take {packed_width(columns, bits)} words a row, there are {width}"
+        )
+    if available(words.device):
+        codes = torch.empty(rows, columns, dtype=torch.int32, device=words.device)
+        total = codes.numel()
+        with on_device(words.device):
+            load_kernels().unpack_codes[(math.ceil(total / 1024),)](
+                words.contiguous(), codes, columns, width, total, BITS=bits, S=1024
+            )
+        return codes
+    stream = ((words.unsqueeze(2) >> torch.arange(32, device=words.device)) & 1).view(rows, -1)
+    stream = stream[:, : columns * bits].reshape(rows, columns, bits)
+    stored = (stream << torch.arange(bits, device=words.device)).sum(2).to(torch.int32)
+    return stored.sub_(2 ** (bits - 1))
+
+
+def packed_width(columns: int, bits: int) -> int:
+    """int32 words that a row of `columns` codes of `bits` bits takes."""
+    return math.ceil(columns * bits / 32)
+
+
+def packed_linear(
+    x: Tensor,
+    words: Tensor,
+    bits: int,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Multiply x by the transposed packed weight and add the bias; the weight is unpacked in the kernel, tile by tile.
+
+    Sums are float32. With one scale a row the integers are multiplied and the sum is scaled; else the weight is rounded
+    to the dtype of x.
+
+    Args:
+        x: float16 or bfloat16 `[..., in_features]`, on a device where the kernels are `available`.
+        words: int32 `[out_features, words]` from `pack`.
+        bits: 2, 4 or 8.
+        scale: float32 `[out_features, groups]`; groups divides in_features.
+        zero_point: int32 of the scale's shape, subtracted from the codes.
+        bias: `[out_features]`.
+
+    Returns:
+        `[..., out_features]` in the dtype of x.
+
+    Raises:
+        ValueError: Other bits or dtypes, or shapes that do not fit each other.
+    """
+    columns, rows = x.shape[-1], words.shape[0]
+    if bits not in PACKED_BITS:
+        raise ValueError(f"bits must be one of {', '.join(map(str, PACKED_BITS))}, got {bits}")
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"activations must be float16 or bfloat16, got {x.dtype}")
+    if words.dtype != torch.int32 or tuple(words.shape) != (rows, packed_width(columns, bits)):
+        raise ValueError(f"words {list(words.shape)} of {words.dtype} do not hold {columns} columns of {bits} bits")
+    if scale.dim() != 2 or scale.shape[0] != rows or columns % scale.shape[1]:
+        raise ValueError(f"scale {list(scale.shape)} does not tile a weight [{rows}, {columns}]")
+    if zero_point is not None and zero_point.shape != scale.shape:
+        raise ValueError(f"zero_point has shape {list(zero_point.shape)}, the scale has {list(scale.shape)}")
+    if bias is not None and tuple(bias.shape) != (rows,):
+        raise ValueError(f"bias has shape {list(bias.shape)}, the weight {rows} rows")
+    flat = x.reshape(-1, columns).contiguous()
+    y = torch.empty(len(flat), rows, dtype=x.dtype, device=x.device)
+    if y.numel():
+        # tl.dot takes no less than 16 rows; few of them leave the time to the loads of the weight.
+        tile_m = min(64, max(16, power_of_two(len(flat))))
+        tile_n = 64 if tile_m > 16 and scale.shape[1] == 1 else 32
+        scale = scale.to(torch.float32).contiguous()
+        zeros = None if zero_point is None else zero_point.to(torch.int32).contiguous()
+        with on_device(x.device):
+            load_kernels().packed_matmul[(math.ceil(len(flat) / tile_m), math.ceil(rows / tile_n))](
+                flat,
+                words.contiguous(),
+                scale,
+                scale if zeros is None else zeros,
+                scale if bias is None else bias.contiguous(),
+                y,
+                len(flat),
+                rows,
+                columns,
+                words.shape[1],
+                columns // scale.shape[1],
+                BITS=bits,
+                PER_ROW=scale.shape[1] == 1,
+                HAS_ZERO=zeros is not None,
+                HAS_BIAS=bias is not None,
+                BM=tile_m,
+                BN=tile_n,
+                BW=32,
+                num_warps=4 if tile_m == 16 else 8,
+            )
+    return y.view(*x.shape[:-1], rows)
+
+
+def _check_packing(values: Tensor, bits: int) -> None:
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits must be 1 to 8, got {bits}")
+    if values.dim() != 2 or values.dtype != torch.int32:
+        raise ValueError(f"expected an int32 matrix, got {values.dtype} of shape {list(values.shape)}")

@@ -1,0 +1,199 @@
+"""How a model gets its quantized layers, and loses them."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from .. import quantizer
+from ..config import MoQConfig
+from ..errors import MoQError
+from ..grid import Grid, PerChannel
+from ..names import is_peft, named_modules, uncompiled
+from ..processes import check_supported, copy_whole
+from ..quant_linear import (
+    LayerState,
+    QuantConv1D,
+    QuantEmbedding,
+    QuantLayer,
+    QuantLinear,
+    base_class,
+    quant_class,
+)
+from ..schedule import FLOAT_BITS
+from .refresh import check_finite
+from .selection import select_embeddings, select_layers
+from .staleness import unwatch, watch
+
+# How embedding tables are quantized, whatever the config says of the linear layers.
+_ROWS = Grid(PerChannel(), search="absmax")
+
+
+def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str) -> nn.Module:
+    """Make the linear layers of `model` quantized ones, at the config's `start_bits` at once.
+
+    Changes the model in place. Layers that the config leaves out, and those of an earlier call that it does not name
+    any more, are plain float layers afterwards. With `enabled: false` that is all of them.
+
+    Args:
+        model: Any module.
+        config: A `MoQConfig`, a mapping or the path of a JSON file.
+
+    Returns:
+        The model.
+
+    Raises:
+        MoQError: Nothing to quantize, a name in `modules_to_not_convert` that matches nothing, groups that do not
+            divide a layer's weight, weights that ZeRO-3, FSDP1 or tensor parallelism took apart, or NaN or Inf in a
+            weight. The model is a float one then.
+        MoQConfigError: The config is wrong.
+    """
+    config, given = MoQConfig.load(config), model
+    model = uncompiled(model)
+    layers = prepare_model(model, config)
+    embeddings = quant_embeddings(model)
+    for linear in layers.values():
+        linear.set_bits(config.start_bits)
+        linear.moq.activation_bits = config.activation.bits if config.activation.enabled else None
+        linear.refresh()
+    for table in embeddings.values():
+        table.moq.bits = config.quantize_embeddings or FLOAT_BITS
+        table.refresh()
+    try:
+        check_finite({**layers, **embeddings})
+    except MoQError:
+        for layer in [*layers.values(), *embeddings.values()]:
+            restore(layer)
+        _guard_merging(model)
+        raise
+    return given
+
+
+def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"] = "quantized") -> nn.Module:
+    """Make every quantized layer of `model` a plain one again, in place.
+
+    Does it too for a model that `from_pretrained` loaded from a packed checkpoint, so that it can be trained on.
+
+    Args:
+        model: Any module.
+        weights: "quantized" writes what the forward pass used into the weights, so that the model computes the same;
+            "float" leaves the float weights that were trained.
+
+    Returns:
+        The model.
+
+    Raises:
+        MoQError: `weights` is neither, or the model has no quantized layer.
+    """
+    if weights not in ("quantized", "float"):
+        raise MoQError(f'weights must be "quantized" or "float", got {weights!r}')
+    given, model = model, uncompiled(model)
+    if is_packed(model):
+        _unpack(model)
+        return given
+    layers = {**quant_layers(model), **quant_embeddings(model)}
+    if not layers:
+        raise MoQError("the model has no quantized layer")
+    written: set[int] = set()
+    for layer in layers.values():
+        weight = layer.float_weight
+        # Layers may share it, and what is quantized twice may be something else.
+        if weights == "quantized" and not weight.is_meta and id(weight) not in written:
+            written.add(id(weight))
+            layer.check_unwritten()
+            with torch.no_grad():
+                copy_whole(weight, layer._compute(weight.dtype))
+        restore(layer)
+    _guard_merging(model)
+    return given
+
+
+def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
+    """The quantized linear layers by their names, each once, in model order."""
+    return {name: module for name, module in named_modules(model) if isinstance(module, QuantLinear | QuantConv1D)}
+
+
+def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
+    """The quantized embedding tables by their names, each once, in model order."""
+    return {name: module for name, module in named_modules(model) if isinstance(module, QuantEmbedding)}
+
+
+def is_quantized(model: Any) -> bool:
+    """Whether any layer of the model computes with a quantized weight now."""
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    return any(isinstance(part, QuantLayer) and part.moq.bits != FLOAT_BITS for part in parts)
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether `from_pretrained` made this model of a packed checkpoint: its layers may have no weights yet."""
+    quantizer_of_transformers = getattr(model, "hf_quantizer", None)
+    return quantizer_of_transformers is not None and hasattr(quantizer_of_transformers, "compressor")
+
+
+def _unpack(model: nn.Module) -> None:
+    from compressed_tensors.compressors import decompress_module
+    from compressed_tensors.quantization import QuantizationMetadata, QuantizationStatus
+
+    loader = cast(Any, model).hf_quantizer
+    for module in model.modules():
+        if not hasattr(module, "quantization_scheme"):
+            continue
+        if module.quantization_status == QuantizationStatus.COMPRESSED:
+            decompress_module(module)
+        QuantizationMetadata.clear_quantization(module)
+        del module.quantization_status
+        # What is left of the wrapped forward would hide that of a quantized class.
+        module.__dict__.pop("forward", None)
+        module.weight = nn.Parameter(cast(Tensor, module.weight).detach())
+        module.requires_grad_(True)
+    loader.compressor.remove_decompression_hook(model)
+    loader.remove_quantization_config(model)
+
+
+def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLayer]:
+    """What `quantize_model` does, with every layer still unquantized (32 bits); gives the linear layers by name."""
+    if config.enabled and is_packed(model):
+        raise MoQError(
+            "the model comes from a packed checkpoint: call moq_hf.dequantize_model(model) before training it"
+        )
+    chosen: dict[str, nn.Module] = {}
+    if config.enabled:
+        check_supported(model)
+        chosen = {**select_layers(model, config), **select_embeddings(model, config)}
+    for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
+        if name not in chosen:
+            restore(layer)
+    for index, (name, module) in enumerate(chosen.items()):
+        if not isinstance(module, QuantLayer):
+            module.__class__ = quant_class(type(module))
+        layer = cast(QuantLayer, module)
+        grid = _ROWS if isinstance(layer, QuantEmbedding) else config.grid
+        draw = quantizer.Draw(config.seed, index)
+        layer.moq = LayerState(grid, draw=draw, kernel=config.kernel, config=config, name=name)
+        watch([layer])
+    _guard_merging(model)
+    return quant_layers(model)
+
+
+def _guard_merging(model: nn.Module) -> None:
+    """Refuse to merge adapters into weights that are computed with quantized: the sum is on no grid."""
+    for module in model.modules():
+        if isinstance(module._modules.get("base_layer"), QuantLayer) and is_peft(module):
+            module.merge = _refuse_merging  # type: ignore[assignment]
+        elif module.__dict__.get("merge") is _refuse_merging:
+            del module.merge
+
+
+def _refuse_merging(*args: Any, **kwargs: Any) -> None:
+    raise MoQError(
+        "adapters cannot be merged into quantized layers: call moq_hf.dequantize_model(model) first, then the merged "
+        "model computes the same in float"
+    )
+
+
+def restore(layer: QuantLayer) -> None:
+    """Give a quantized layer the class back that it had before."""
+    unwatch(layer)
+    del layer.moq
+    cast(nn.Module, layer).__class__ = base_class(type(layer))

@@ -1,0 +1,121 @@
+"""How much of a model is quantized, at how many bits, and how large that makes it: of the whole model, always."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import nn
+
+from ..names import adapters, named_parameters, plain_name
+from ..quant_linear import QuantEmbedding, QuantLayer
+from ..schedule import FLOAT_BITS
+
+
+class _Weight(NamedTuple):
+    """A quantized layer's weight: how many numbers and scales it has, and the bits of its own dtype."""
+
+    layer: QuantLayer
+    numbers: int
+    scales: int
+    full: int
+
+
+class ModelSizes:
+    """The sizes of a model in training. Each parameter counts once, however many names it has.
+
+    Parameters are counted when it is made, so that asking for the figures of now costs a sum over the layers. Shards
+    count as the whole parameter.
+
+    Args:
+        model: Any module.
+        layers: Its quantized layers and embedding tables by name.
+
+    Attributes:
+        total: Parameters of the model.
+        quantized: Those that are weights of `layers`, at whatever bits they are now.
+        others: Name to count of all the others, which stay in their own dtypes.
+    """
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, QuantLayer]) -> None:
+        owners: dict[int, QuantLayer] = {}
+        for layer in layers.values():
+            owners.setdefault(id(layer.weight), layer)
+        self._weights: list[_Weight] = []
+        self.others: dict[str, int] = {}
+        self._others_bits = 0
+        seen = set[int]()
+        for name, parameter in named_parameters(model):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            count, full = parameter.numel(), 8 * parameter.element_size()
+            if id(parameter) in owners:
+                layer = owners[id(parameter)]
+                groups = layer.moq.grid.shape(*layer.matrix.shape)
+                self._weights.append(_Weight(layer, count, groups[0] * groups[1], full))
+            else:
+                self.others[name] = count
+                self._others_bits += count * full
+        self.quantized = sum(weight.numbers for weight in self._weights)
+        self.total = self.quantized + sum(self.others.values())
+        self._added = adapters(model)
+
+    @property
+    def share(self) -> float:
+        """The part of the parameters that `quantized` is, 0 to 1."""
+        return self.quantized / self.total
+
+    @property
+    def mean_bits(self) -> float:
+        """Bits per parameter of the whole model now; a parameter that is not quantized has those of its dtype."""
+        bits = ((w.numbers, w.layer.moq.bits, w.full) for w in self._weights)
+        return (self._others_bits + sum(n * (full if b == FLOAT_BITS else b) for n, b, full in bits)) / self.total
+
+    @property
+    def float_mb(self) -> float:
+        """Megabytes (10^6 bytes) of the parameters in their own dtypes."""
+        return (self._others_bits + sum(weight.numbers * weight.full for weight in self._weights)) / 8e6
+
+    @property
+    def mb(self) -> float:
+        """The same with each quantized weight packed at its bits of now and one scale, in its dtype, for each group.
+
+        Embedding tables take a byte a weight, as they are saved.
+        """
+        size = self._others_bits
+        for layer, count, scales, full in self._weights:
+            bits = 8 if isinstance(layer, QuantEmbedding) and layer.moq.bits != FLOAT_BITS else layer.moq.bits
+            size += count * bits + scales * full if bits < full else count * full
+        return size / 8e6
+
+    def largest_others(self) -> dict[str, int]:
+        """Parameters that stay in float, by the last part of their names, the largest first.
+
+        Those of all blocks are one: `experts.down_proj`, `word_embeddings`, `LayerNorm`.
+        """
+        found: dict[str, int] = {}
+        for name, count in self.others.items():
+            plain = plain_name(name, self._added)
+            group = "PEFT's adapters" if plain is None else last_part(plain)
+            found[group] = found.get(group, 0) + count
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def last_part(parameter: str) -> str:
+    """What to call a parameter wherever it stands: its module; with its own name unless that is weight or bias."""
+    words = [word for word in parameter.split(".") if not word.isdigit()]
+    return words[-2] if words[-1] in ("weight", "bias") and len(words) > 1 else ".".join(words[-2:])
+
+
+def covered(quantized: int, total: int) -> str:
+    """How texts tell what share of a model is quantized."""
+    return f"{percent(quantized / total)} of the model's {in_words(total)} parameters"
+
+
+def percent(share: float) -> str:
+    """A share, 0 to 1, in percent with one decimal."""
+    return f"{100 * share:.1f} %"
+
+
+def in_words(count: int) -> str:
+    """A number of parameters, in millions from 0.1 M on."""
+    return f"{count / 1e6:,.1f} M" if count >= 100_000 else f"{count:,}"

@@ -1,0 +1,1 @@
+"""Packed checkpoints: layout, saving, verifying, the proof and the card."""

@@ -1,0 +1,267 @@
+"""`moq_state.json`: what it holds, how it is written, and how it is read and checked."""
+
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import MoQError, show
+from ..quant_linear import QuantLayer
+from ..reading import Entry
+from ..schedule import FLOAT_BITS
+from ..training.controller import MoQController
+from ..version import __version__
+from .files import read_document
+from .proof import Proof
+
+STATE_NAME = "moq_state.json"
+MAX_PACKED_BITS = 8
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """How one quantized layer lies in a packed checkpoint.
+
+    Attributes:
+        kind: "linear", "conv1d" or "embedding".
+        bits: 1 to 16, or 32 for a layer that was not quantized yet.
+        stored: "packed" (bits per weight), "int8" (one byte per weight), "dense" (floats on the grid) or "float".
+        shape: Rows and columns of the weight as it is quantized; a conv1d has its transpose in the file.
+        scales: Rows and columns of the scale; [0, 0] for float.
+        symmetric: Whether the grid is.
+        bytes: What the weight takes in the file: codes, scales and zero points.
+        bytes_before: What the float weight took.
+        max_error: Largest distance of a float weight from its stored value, in quantization steps.
+        group: Name in the config groups of compressed-tensors; None if dense or float.
+        grid: Scales and zero points of a dense layer, base64 of float32 and int32, else None.
+    """
+
+    kind: str
+    bits: int
+    stored: str
+    shape: tuple[int, int]
+    scales: tuple[int, int]
+    symmetric: bool
+    bytes: int
+    bytes_before: int
+    max_error: float
+    group: str | None = None
+    grid: tuple[str, str | None] | None = None
+
+
+def state_of(
+    layers: Mapping[str, QuantLayer],
+    stored: Mapping[str, StoredLayer],
+    controller: MoQController | None,
+) -> dict[str, Any]:
+    """What `moq_state.json` holds of a model and its run."""
+    import compressed_tensors
+    import transformers
+
+    versions = {
+        "moq_hf": __version__,
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "compressed_tensors": compressed_tensors.__version__,
+        "python": platform.python_version(),
+    }
+    config = next(iter(layers.values())).moq.config
+    return {
+        "format": 1,
+        "versions": versions,
+        "config": None if config is None else shareable(config.to_dict()),
+        "step": None if controller is None else controller.schedule.steps,
+        "history": [] if controller is None else [switch._asdict() for switch in controller.history],
+        "layers": {name: asdict(layer) for name, layer in stored.items()},
+    }
+
+
+def shareable(config: dict[str, Any]) -> dict[str, Any]:
+    """Without the path of a teacher on this machine; its Hub id stays."""
+    return {**config, "distillation": {**config["distillation"], "teacher": hub_id(config["distillation"]["teacher"])}}
+
+
+def without_paths(text: str) -> str:
+    """A text without the paths in it."""
+    return re.sub(r"(?<![\w.:/])(/[^\s/'\",;:()]+){2,}/?", "...", text)
+
+
+def hub_id(name: str | None) -> str | None:
+    """The Hub id that a model was loaded from, or None: a path of one's machine is nobody else's business."""
+    name = name or ""
+    return name if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not Path(name).exists() else None
+
+
+def record_metrics(
+    directory: str | os.PathLike[str], metrics: Mapping[str, Any], float_metrics: Mapping[str, Any] | None = None
+) -> None:
+    """Put figures that came after saving into the `moq_state.json` of a packed checkpoint.
+
+    Args:
+        directory: What `save_quantized` wrote.
+        metrics: As for `save_quantized`; takes the place of what is there.
+        float_metrics: As for `save_quantized`; None leaves what is there.
+
+    Raises:
+        MoQError: There is no such file, or it is damaged or cannot be written.
+    """
+    folder = Path(directory)
+    state = read_state(folder)
+    state["metrics"] = clean_metrics(metrics)
+    if float_metrics is not None:
+        state["float_metrics"] = clean_metrics(float_metrics)
+    try:
+        write_state(folder, state)
+    except OSError as error:
+        raise MoQError(f"cannot write {folder / STATE_NAME}: {error}") from error
+
+
+def clean_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics as JSON has them: finite numbers as they are, others as null, anything else as text."""
+    clean: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, (bool, int, str)) or value is None:
+            clean[name] = value
+            continue
+        try:
+            clean[name] = float(value) if math.isfinite(float(value)) else None
+        except (TypeError, ValueError):
+            clean[name] = str(value)
+    return clean
+
+
+def sha256(data: bytes) -> str:
+    """A checksum of bytes, as text."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def _canonical(state: Mapping[str, Any]) -> bytes:
+    return json.dumps({key: value for key, value in state.items() if key != "digest"}, sort_keys=True).encode()
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write `moq_state.json` with its digest, whole or not at all."""
+    state["digest"] = sha256(_canonical(state))
+    temporary = folder / f".{STATE_NAME}"
+    temporary.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(folder / STATE_NAME)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The content of `moq_state.json`, its digest and format checked.
+
+    Raises:
+        MoQError: It is missing, damaged, or of another format.
+    """
+    if not folder.is_dir():
+        raise MoQError(f"{folder} is no directory")
+    path = folder / STATE_NAME
+    state: dict[str, Any] = read_document(path).value
+    try:
+        digest = sha256(_canonical(state))
+    except RecursionError:
+        digest = None
+    if digest is None or state.get("digest") != digest:
+        raise MoQError(f"{path} is damaged: its digest does not fit its content")
+    if state.get("format") != 1:
+        versions = state.get("versions")
+        writer = versions.get("moq_hf") if isinstance(versions, dict) else None
+        raise MoQError(f"{path} is of format {show(state.get('format'))}, written by moq_hf {show(writer)}: update")
+    return state
+
+
+def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
+    """The state of a packed checkpoint and its layers. The digest proves integrity against accident alone.
+
+    Raises:
+        MoQError: A value is not of the type or in the range of what is written; names the file and the key.
+    """
+    state = read_state(folder)
+    entry = Entry(state, str(folder / STATE_NAME))
+    if not entry["config_json"].is_null:
+        entry["config_json"].text()
+    for digest in entry["tensors"].mapping().values():
+        digest.text()
+    for name in ("versions", "config", "metrics", "float_metrics"):
+        if not entry.get(name).is_null:
+            entry[name].mapping()
+    if not entry["step"].is_null:
+        entry["step"].whole()
+    for switch in entry["history"].items():
+        switch["step"].whole(1)
+        switch["block"].text()
+        for name in ("before", "bits"):
+            switch[name].whole(1, FLOAT_BITS)
+        if not switch["eigenvalue"].is_null:
+            switch["eigenvalue"].number(0.0, 1.0)
+    if not entry.get("proof").is_null:
+        proof_of(entry["proof"])
+    if not entry.get("parameters").is_null:
+        entry["parameters"]["total"].whole(entry["parameters"]["quantized"].whole(1))
+    layers = entry["layers"].mapping()
+    if not layers:
+        raise entry["layers"].fault("the layers by name")
+    return state, {name: _layer_of_json(layer) for name, layer in layers.items()}
+
+
+def proof_of(entry: Entry) -> Proof:
+    """The proof in a state.
+
+    Raises:
+        MoQError: A value is not of the type or in the range of what is written.
+    """
+    agrees = None if entry["agrees"].is_null else entry["agrees"].flag()
+    difference = None if entry["largest_difference"].is_null else entry["largest_difference"].number(0.0)
+    tokens = None if entry["tokens"].is_null else entry["tokens"].whole()
+    reason = None if entry["reason"].is_null else entry["reason"].text()
+    return Proof(agrees, entry["examples"].whole(), difference, tokens, reason, entry["seconds"].number(0.0))
+
+
+# What the weights of a layer that is stored so can have.
+_BITS = {"packed": (1, MAX_PACKED_BITS), "int8": (2, MAX_PACKED_BITS), "dense": (1, 16)}
+
+
+def _layer_of_json(entry: Entry) -> StoredLayer:
+    values: dict[str, Any] = {}
+    known = {field.name: field for field in fields(StoredLayer)}
+    for name, value in entry.mapping().items():
+        if name not in known:
+            raise MoQError(f"{value.where}: {value.key} is unknown; legal are {', '.join(known)}")
+        values[name] = tuple(value.value) if isinstance(value.value, list) else value.value
+    for name, field in known.items():
+        if field.default is MISSING:
+            values[name] = values.get(name, entry[name].value)
+    entry["kind"].word("linear", "conv1d", "embedding")
+    stored = entry["stored"].word("float", *_BITS)
+    entry["symmetric"].flag()
+    entry["bytes"].whole()
+    entry["bytes_before"].whole(1)
+    entry["max_error"].number(0.0)
+    shape = [size.whole(1, 2**31) for size in entry["shape"].items(2)]
+    scales = [count.whole(0, 2**31) for count in entry["scales"].items(2)]
+    if stored == "float":
+        if entry["bits"].value != FLOAT_BITS:
+            entry["bits"].whole(1, 16)
+        return StoredLayer(**values)
+    entry["bits"].whole(*_BITS[stored])
+    if any(count == 0 or size % count for size, count in zip(shape, scales, strict=True)):
+        raise entry["scales"].fault(f"divisors of the shape {shape}")
+    if stored != "dense":
+        entry["group"].text()
+        return StoredLayer(**values)
+    for part in entry["grid"].items(2)[: 1 if entry["symmetric"].flag() else 2]:
+        # 4 bytes each, as text of 4 letters for 3 bytes.
+        if (
+            not re.fullmatch(r"[A-Za-z0-9+/]*={0,2}", part.text())
+            or len(part.text()) != -(-math.prod(scales) * 4 // 3) * 4
+        ):
+            raise part.fault(f"{math.prod(scales)} values of 4 bytes in base64")
+    return StoredLayer(**values)

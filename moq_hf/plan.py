@@ -1,0 +1,210 @@
+"""The forecast: which precision each block will have when, ahead of time and in words."""
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .config import AUTO_DEADLINE, LARGEST, MoQConfig
+from .errors import MoQError
+from .schedule import FLOAT_BITS, PrecisionSchedule, Switch, fade_steps
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What becomes of one block.
+
+    Attributes:
+        name: Of the block.
+        eigenvalue: The one assumed at each of its drops; None: factor 1.
+        switches: Every change of precision up to the target, those after the end of the run too.
+        target_step: Optimizer step after which the block computes with its target precision and nothing else.
+    """
+
+    name: str
+    eigenvalue: float | None
+    switches: tuple[Switch, ...]
+    target_step: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `plan` gives; `str` gives its table and its notes.
+
+    Attributes:
+        config: What was planned.
+        total_steps: Optimizer steps of the run.
+        deadline_step: The step by which every block is at its target, or None.
+        blocks: One entry for each block.
+        notes: What will not be reached and what would help; empty if all is well.
+    """
+
+    config: MoQConfig
+    total_steps: int
+    deadline_step: int | None
+    blocks: tuple[BlockPlan, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def reached(self) -> bool:
+        """Whether every block is at its target when training ends."""
+        return all(block.target_step <= self.total_steps for block in self.blocks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan in JSON types."""
+        return {
+            "total_steps": self.total_steps,
+            "start_bits": self.config.start_bits,
+            "target_bits": self.config.target_bits,
+            "deadline_step": self.deadline_step,
+            "reached": self.reached,
+            "blocks": [
+                {
+                    "name": block.name,
+                    "eigenvalue": block.eigenvalue,
+                    "drops": [{"step": s.step, "bits": s.bits} for s in block.switches],
+                    "target_step": block.target_step,
+                    "reached": block.target_step <= self.total_steps,
+                }
+                for block in self.blocks
+            ],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([self.table(), *self.notes])
+
+    def table(self) -> str:
+        """A line for each block: the step of each drop, and the one at which the target is reached."""
+        schedule = self.config.schedule
+        period = f"period {'auto' if schedule.period is None else f'{schedule.period:,}'}"
+        last = "no deadline" if self.deadline_step is None else f"deadline at step {self.deadline_step:,}"
+        bits = sorted({s.bits for block in self.blocks for s in block.switches}, reverse=True)
+        rows = [["block", *(f"{b} bits" for b in bits), "at target"]]
+        for block in self.blocks:
+            steps = {s.bits: self._step(s.step) for s in block.switches}
+            rows.append([block.name, *(steps[b] for b in bits), self._step(block.target_step)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            f"{self.total_steps:,} optimizer steps, {self.config.start_bits} to {self.config.target_bits} bits, "
+            f"offset {schedule.offset:,}, {period}, {last}"
+        ]
+        for name, *cells in rows:
+            padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+            lines.append("  ".join([name.ljust(widths[0]), *padded]))
+        if not self.reached:
+            lines.append("in brackets: after the end of the run")
+        return "\n".join(lines)
+
+    def _step(self, step: int) -> str:
+        return f"{step:,}" if step <= self.total_steps else f"[{step:,}]"
+
+
+def plan(
+    config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str],
+    total_steps: int,
+    blocks: Iterable[str] | None = None,
+    eigenvalues: Mapping[str, float] | None = None,
+) -> Plan:
+    """Which precision each block will have when: what `PrecisionSchedule` does, ahead of time.
+
+    Args:
+        config: A `MoQConfig`, a mapping or the path of a JSON file.
+        total_steps: Optimizer steps of the run.
+        blocks: Names; by default those in `eigenvalues`, or else the least and the most sensitive block there can be
+            where the config measures eigenvalues, and one that stands for all where it does not.
+        eigenvalues: Block name to eigenvalue over the largest, 0 to 1, taken to be the same at each drop. A block that
+            is missing has factor 1.
+
+    Raises:
+        MoQConfigError: The config is wrong.
+        MoQError: The config quantizes nothing within `total_steps` or activations from after it, has more drops than
+            fit before its deadline, or the eigenvalues are wrong.
+    """
+    config = MoQConfig.load(config)
+    if not isinstance(total_steps, int) or total_steps < 1:
+        raise MoQError(f"total_steps must be a whole number from 1, got {total_steps!r}")
+    if total_steps > LARGEST:
+        raise MoQError("total_steps must be below 2**63")
+    if not config.enabled:
+        raise MoQError("enabled is false: nothing would be quantized")
+    if config.schedule.offset >= total_steps:
+        raise MoQError(
+            f"quantize_schedule.schedule_offset {config.schedule.offset} is not before the end of training at "
+            f"{total_steps} optimizer steps: nothing would be quantized; set it to less, 0 for instance"
+        )
+    if blocks is None and eigenvalues is None:
+        eigenvalues = {"least sensitive": 0.0, "most sensitive": 1.0} if config.eigenvalue.enabled else None
+        blocks = eigenvalues or ["every block"]
+    eigenvalues = eigenvalues or {}
+    schedule = PrecisionSchedule(config, eigenvalues if blocks is None else blocks, total_steps)
+    switches: dict[str, list[Switch]] = {name: [] for name in schedule.bits}
+    while any(bits > config.target_bits for bits in schedule.bits.values()):
+        # Nothing happens until one of these steps.
+        coming = [
+            0 if bits == FLOAT_BITS else schedule.period[name]
+            for name, bits in schedule.bits.items()
+            if bits > config.target_bits
+        ]
+        schedule.steps = config.schedule.offset + min(coming) - 1
+        for switch in schedule.advance(eigenvalues):
+            switches[switch.block].append(switch)
+    fade = fade_steps(config)
+    planned = tuple(
+        BlockPlan(name, eigenvalues.get(name), tuple(made), fade + (made[-1].step if made else config.schedule.offset))
+        for name, made in switches.items()
+    )
+    late = max(planned, key=lambda block: block.target_step)
+    notes = () if late.target_step <= total_steps else (_advice(config, total_steps, late),)
+    return Plan(config, total_steps, schedule.deadline_step, planned, notes)
+
+
+def outcome(planned: Plan, history: Iterable[Switch], steps: int) -> str:
+    """What happened, beside what was planned: the blocks by the step of their last drop.
+
+    Args:
+        planned: The plan that the run began with.
+        history: Every switch of the run, those before it was resumed too.
+        steps: Optimizer steps that it took.
+    """
+    target = planned.config.target_bits
+    steps_planned = sorted({block.switches[-1].step for block in planned.blocks if block.switches} or {0})
+    span = " to ".join(f"{step:,}" for step in dict.fromkeys((steps_planned[0], steps_planned[-1])))
+    last = {switch.block: switch for switch in history}
+    groups: dict[tuple[int, int], list[str]] = {}
+    for name, switch in last.items():
+        groups.setdefault((switch.step, switch.bits), []).append(name)
+    lines = [f"after {steps:,} optimizer steps; planned: {target} bits after step {span}"]
+    for (step, bits), names in sorted(groups.items()):
+        who = names[0] if len(names) == 1 else f"{len(names)} blocks"
+        rest = "" if 1 in (len(names), len(groups)) else f": {', '.join(names)}"
+        short = "" if bits == target else f", not at {target}"
+        lines.append(f"  {bits} bits{short}, since step {step:,}: {who}{rest}")
+    return "\n".join(lines)
+
+
+def _advice(config: MoQConfig, total_steps: int, late: BlockPlan) -> str:
+    """What would bring the block that is last to its target before the run ends."""
+    offset, target = config.schedule.offset, config.target_bits
+    since = [s.step - offset for s in late.switches if s.before != FLOAT_BITS]
+    room = total_steps - offset - fade_steps(config)
+    options = []
+    # The rule multiplies: the last drop comes at a multiple of the period.
+    if since and (period := room // (since[-1] // since[0])) > 0:
+        options.append(f"a quantize_period of at most {period}")
+    if fitting := sum(step <= room for step in since):
+        options.append(f"start_bits {target + fitting}")
+    if room >= len(since):
+        auto = int(AUTO_DEADLINE * total_steps) - offset - fade_steps(config) >= len(since)
+        options.append('the quantize_period "auto"' if auto else "a deadline of 1")
+    left = total_steps - offset - (since[-1] if since else 0)
+    if config.blend.enabled and left > 0:
+        options.append(f"a quantize_change_ratio of at least {math.ceil(10_000 / left) / 10_000:g}")
+    bits = next((s.bits for s in reversed(late.switches) if s.step <= total_steps), config.start_bits)
+    blend = " without a share of the float weights" if config.blend.enabled else ""
+    return (
+        f"the run has {total_steps} optimizer steps but reaches {target} bits{blend} only at step {late.target_step} "
+        f"({late.name}; it ends at {bits} bits): "
+        + (f"{', or '.join(options)} fits" if options else f"only a run of {late.target_step} steps fits")
+    )

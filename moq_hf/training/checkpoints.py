@@ -1,0 +1,88 @@
+"""Which checkpoint of a run is whole."""
+
+import json
+import logging
+import os
+import re
+import zipfile
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from ..errors import MoQError
+
+logger = logging.getLogger(__name__)
+
+# Put into a checkpoint's folder by the Trainer's `enable_jit_checkpoint` while it saves.
+_SENTINEL = "checkpoint-is-incomplete.txt"
+STATE_FILE = "trainer_state.json"
+
+
+def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
+    """The last whole checkpoint in a Trainer's output folder, for `train(resume_from_checkpoint=...)`.
+
+    A checkpoint that is cut off, as a run leaves it that is killed while it saves, is left out with a warning.
+    `resume_from_checkpoint=True` does this in a `MoQTrainer`; in a stock `Trainer` it stops at such a folder.
+
+    Args:
+        folder: The output folder; it need not exist.
+
+    Returns:
+        The path of the checkpoint, or None if there is no whole one.
+    """
+    for path in checkpoints(folder):
+        fault = fault_of(path)
+        if fault is None:
+            return str(path)
+        logger.warning("moq_hf: %s is not whole (%s): it is left out", path, fault)
+    return None
+
+
+def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
+    """The folders in a Trainer's output folder that it would take for checkpoints, the last one first."""
+    found = [path for path in Path(folder).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted((path for path in found if path.is_dir()), key=lambda path: -int(path.name.rpartition("-")[2]))
+
+
+def fault_of(checkpoint: str | os.PathLike[str]) -> str | None:
+    """What shows that a checkpoint was not written to its end; None if nothing does."""
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        return "there is no such folder"
+    if (folder / _SENTINEL).exists():
+        return f"it holds {_SENTINEL}"
+    # The Trainer writes it last.
+    if not (folder / STATE_FILE).is_file():
+        return f"{STATE_FILE} is missing"
+    try:
+        document = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        if not isinstance(document["global_step"], int):
+            raise TypeError
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return f"{STATE_FILE} is damaged"
+    for path in sorted(folder.iterdir()):
+        try:
+            if path.suffix == ".safetensors":
+                # Opening compares the size of the file with its table of contents.
+                with safe_open(path, "np"):
+                    pass
+            elif path.suffix in (".pt", ".pth") and path.is_file() and not zipfile.is_zipfile(path):
+                return f"{path.name} is damaged"
+        except (OSError, SafetensorError):
+            return f"{path.name} is damaged"
+    return None
+
+
+def check_whole(checkpoint: str | os.PathLike[str]) -> None:
+    """Check a checkpoint before it is loaded.
+
+    Raises:
+        MoQError: It was not written to its end; the text names the last one beside it that was.
+    """
+    fault = fault_of(checkpoint)
+    if fault is None:
+        return
+    folder = Path(checkpoint)
+    whole = next((path for path in checkpoints(folder.parent) if path != folder and fault_of(path) is None), None)
+    advice = "there is no whole one beside it" if whole is None else f"the last whole one beside it is {whole}"
+    raise MoQError(f"cannot resume from {folder}: it is not whole ({fault}); {advice}")

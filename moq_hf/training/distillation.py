@@ -1,0 +1,164 @@
+"""Distillation: a quantized model that follows a float teacher of its own shape.
+
+The loss is a weighted sum of three means over a batch:
+
+- logits: the cross entropy of the student's class probabilities with the teacher's, both at temperature 1; for a
+  regression, the squared difference. Positions whose label is -100 do not count.
+- hidden: the squared difference of hidden states over the teacher's mean square, averaged over the embedding output and
+  all layers. Padding does not count.
+- labels: the task's own loss.
+
+As in TernaryBERT (Zhang et al., 2020, arXiv 2009.12812), which has no labels, and adds attention scores; those do not
+exist with fused attention.
+"""
+
+import logging
+import zlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..config import DistillationConfig
+from ..errors import MoQError
+from ..model.convert import dequantize_model, is_packed
+from ..names import without_peft
+
+logger = logging.getLogger(__name__)
+
+_STATES = {"hidden_states": "attention_mask", "encoder_hidden_states": "attention_mask", "decoder_hidden_states": None}
+# What both models must have in common: what inputs mean, what outputs mean, and the shape of what is compared.
+_COMMON = ("vocab_size", "num_labels", "model_type")
+_COMMON_HIDDEN = ("hidden_size", "num_hidden_layers")
+
+
+def load_teacher(
+    source: str | PreTrainedModel,
+    model: nn.Module,
+    config: DistillationConfig,
+    device: torch.device,
+    init_kwargs: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """The teacher, frozen, in evaluation mode and on `device`.
+
+    Args:
+        source: A model, or the folder or Hub id of one of `model`'s class.
+        model: The student; of a `PeftModel` the one with the adapters in it counts.
+        config: What will be compared.
+        device: Where the model trains; with FSDP2 and ZeRO it is not there yet.
+        init_kwargs: For `from_pretrained`, where `source` is a name.
+
+    Raises:
+        MoQError: There is no such model, or it does not fit the student.
+    """
+    model = without_peft(model)
+    if not isinstance(model, PreTrainedModel):
+        raise MoQError(f"distillation: needs a transformers model, got {type(model).__name__}")
+    if isinstance(source, str):
+        try:
+            teacher, found = cast(Any, type(model)).from_pretrained(
+                source, output_loading_info=True, **(init_kwargs or {})
+            )
+        except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+            reason = " ".join(str(error).split())
+            raise MoQError(f"distillation.teacher: cannot load {source} as {type(model).__name__}: {reason}") from error
+        if found["missing_keys"]:
+            raise MoQError(
+                f"distillation.teacher: {source} holds no weights for {', '.join(sorted(found['missing_keys']))}: "
+                f"fine-tune it on the task first, as {type(model).__name__}"
+            )
+        if is_packed(teacher):
+            teacher = cast(PreTrainedModel, dequantize_model(teacher))
+    elif isinstance(source, PreTrainedModel):
+        teacher = source
+    else:
+        raise MoQError(f"distillation: the teacher must be a transformers model, got {type(source).__name__}")
+    if teacher is model:
+        raise MoQError("distillation: the teacher is the model in training itself; give a copy, made before")
+    shared = {id(parameter) for parameter in model.parameters()}
+    both = [name for name, parameter in teacher.named_parameters() if id(parameter) in shared]
+    if both:
+        raise MoQError(f"distillation: the teacher shares parameters with the model in training: {', '.join(both)}")
+    names = _COMMON + (_COMMON_HIDDEN if config.hidden else ())
+    for name in names:
+        ours, theirs = getattr(model.config, name, None), getattr(teacher.config, name, None)
+        if ours != theirs:
+            hint = "; set distillation.hidden to 0 to compare logits only" if name in _COMMON_HIDDEN else ""
+            raise MoQError(f"distillation: {name} is {ours} in the model and {theirs} in the teacher{hint}")
+    ours, theirs = model.config.id2label, teacher.config.id2label
+    named = ours and theirs and not any(str(label).startswith("LABEL_") for label in (*ours.values(), *theirs.values()))
+    if named and ours != theirs:
+        raise MoQError(f"distillation: the labels are {ours} in the model and {theirs} in the teacher")
+    teacher.requires_grad_(False).train(False)
+    return cast(PreTrainedModel, cast(nn.Module, teacher).to(device))
+
+
+def fingerprint(teacher: nn.Module) -> int:
+    """A checksum of the parameters' names and bytes, 0 to 2^32 - 1: a resumed run tells by it whether it is another."""
+    total = 0
+    for name, parameter in teacher.named_parameters():
+        data = parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
+        total = zlib.crc32(data, zlib.crc32(name.encode(), total))
+    return total
+
+
+def distillation_loss(
+    task_loss: Tensor, student: Any, teacher: Any, inputs: Mapping[str, Any], config: DistillationConfig
+) -> Tensor:
+    """The weighted sum that the module's text describes.
+
+    Args:
+        task_loss: Of the student, a scalar.
+        student: Output of the student with `output_hidden_states` where `config.hidden` is not 0.
+        teacher: Output of the teacher for the same `inputs`.
+        inputs: Of both: `attention_mask` and `labels` are read.
+        config: The weights.
+
+    Returns:
+        A scalar, float32.
+
+    Raises:
+        MoQError: The outputs have no names, no logits, or no hidden states.
+    """
+    for output in (student, teacher):
+        if not isinstance(output, Mapping):
+            raise MoQError(
+                f"distillation: the model's output has no names (return_dict), it is {type(output).__name__}"
+            )
+    total = config.labels * task_loss.float() if config.labels else task_loss.new_zeros((), dtype=torch.float32)
+    if config.logits:
+        names = [name for name in student if name.endswith("logits")]
+        if not names:
+            raise MoQError(f"distillation: the model's output has no logits, only {', '.join(student)}")
+        parts = [_logits_loss(student[name].float(), teacher[name].float(), inputs.get("labels")) for name in names]
+        total = total + config.logits * torch.stack(parts).mean()
+    if config.hidden:
+        parts = [
+            _state_loss(ours.float(), theirs.float(), inputs.get(mask) if mask else None)
+            for name, mask in _STATES.items()
+            for ours, theirs in zip(student.get(name) or (), teacher.get(name) or (), strict=True)
+        ]
+        if not parts:
+            raise MoQError("distillation: the model's output has no hidden states; set distillation.hidden to 0")
+        total = total + config.hidden * torch.stack(parts).mean()
+    return total
+
+
+def _logits_loss(student: Tensor, teacher: Tensor, labels: Any) -> Tensor:
+    if student.shape[-1] == 1:
+        return nn.functional.mse_loss(student, teacher)
+    loss = -(teacher.softmax(-1) * student.log_softmax(-1)).sum(-1)
+    if isinstance(labels, Tensor) and labels.shape == loss.shape:
+        kept = labels.ne(-100)
+        return (loss * kept).sum() / kept.sum().clamp(min=1)
+    return loss.mean()
+
+
+def _state_loss(student: Tensor, teacher: Tensor, mask: Any) -> Tensor:
+    error, size = (student - teacher).square().mean(-1), teacher.square().mean(-1)
+    if isinstance(mask, Tensor) and mask.shape == error.shape:
+        error, size = error * mask, size * mask
+    return error.sum() / size.sum().clamp(min=torch.finfo(torch.float32).tiny)

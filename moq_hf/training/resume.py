@@ -1,0 +1,263 @@
+"""Going on with a run: which checkpoint is whole, and which changes of the config a run can go on with."""
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..config import MoQConfig
+from ..errors import MoQConfigError, MoQError
+from ..reading import Entry
+from ..schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch
+from ..version import __version__
+
+logger = logging.getLogger(__name__)
+
+# Of `MoQController.state_dict`. 1, that of 0.1.0, had no number.
+STATE_VERSION = 2
+# Of a period: 15 drops from the largest one of a config.
+_LONGEST = 2**128
+
+# They change no number.
+_HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel", "eigenvalue.verbose", "prove"})
+# They count from the next search for ratios, random number, measurement or loss on.
+_FROM_NOW_ON = frozenset(
+    {"quantize_algo.scale_refresh", "seed"}
+    | {f"eigenvalue.{name}" for name in ("max_iter", "tol", "stability", "gas_boundary_resolution", "method")}
+    | {f"eigenvalue.{name}" for name in ("max_overhead", "num_samples", "finite_difference")}
+    | {f"distillation.{name}" for name in ("teacher", "logits", "hidden", "labels")}
+)
+# They may change where the steps that are taken would have been the same.
+SCHEDULE_KEYS = frozenset(
+    {"quantize_bits.start_bits", "quantize_bits.target_bits"}
+    | {f"quantize_schedule.{name}" for name in ("quantize_period", "schedule_offset", "deadline")}
+)
+
+
+def saved_state(entry: Any) -> Mapping[str, Any] | None:
+    """The controller's state in a callback's entry in `trainer_state.json`; None where it had no controller.
+
+    Raises:
+        MoQError: The entry, or the state, is not as it was written; names the key.
+    """
+    saved = Entry(entry, "the checkpoint's trainer_state.json is damaged", "stateful_callbacks.MoQCallback")
+    saved = saved["attributes"]["saved"]
+    if not saved.is_null:
+        _check_state(saved)
+    found: Mapping[str, Any] | None = saved.value
+    return found
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Check types and ranges of what `MoQController.state_dict` gave and a file may have changed.
+
+    Raises:
+        MoQError: Something is not as it was written, or written by a newer moq_hf; names the key.
+    """
+    _check_state(Entry(state, "the checkpoint's MoQ state is damaged"))
+
+
+def _check_state(state: Entry) -> None:
+    version = state.mapping().get("version", Entry(1, "")).value
+    if not isinstance(version, int) or version > STATE_VERSION:
+        raise MoQError(
+            f"the checkpoint's MoQ state has version {version}, written by moq_hf {state.get('moq_hf').value}; this is "
+            f"moq_hf {__version__}, which reads versions up to {STATE_VERSION}: install that moq_hf or a newer one"
+        )
+    try:
+        config = MoQConfig.from_dict({name: entry.value for name, entry in state["config"].mapping().items()})
+    except MoQConfigError as error:
+        raise MoQError(f"{state.where}: {state['config'].key}: {error}") from error
+    schedule = state["schedule"]
+    steps = schedule["steps"].whole()
+    if config.schedule.deadline is not None:
+        schedule["total_steps"].whole(1)
+    blocks = schedule["blocks"].mapping()
+    for entry in blocks.values():
+        bits, period, changed = entry.items(3)
+        if bits.value != FLOAT_BITS:
+            bits.whole(config.target_bits, config.start_bits)
+        period.whole(1, _LONGEST)
+        changed.whole(0, steps)
+    for entry in state["ratios"].mapping().values():
+        entry.text()
+    for entry in state["history"].items():
+        step, block, before, bits, period, factor, eigenvalue = entry.items(len(Switch._fields))
+        step.whole(0, steps)
+        block.text()
+        before.whole(1, FLOAT_BITS)
+        bits.whole(1, FLOAT_BITS)
+        period.whole(1, _LONGEST)
+        factor.whole(1, MAX_FACTOR)
+        if not eigenvalue.is_null:
+            eigenvalue.number(0.0, 1.0)
+    if config.eigenvalue.enabled:
+        _check_sensitivity(state["sensitivity"], blocks)
+
+
+def _check_sensitivity(state: Entry, blocks: Mapping[str, Entry]) -> None:
+    for name, entry in state["eigenvalues"].mapping().items():
+        if name not in blocks:
+            raise MoQError(f"{state.where}: {entry.key}: there is no such block")
+        # One that was infinite is a float of Python's JSON, NaN is null.
+        if not entry.is_null and entry.value != math.inf:
+            entry.number(0.0)
+    for name in ("spent", "products"):
+        state[name].number(0.0)
+    for name in ("rows", "measured_at"):
+        state[name].whole()
+    state["samples"].text()
+
+
+def what_counts(config: MoQConfig) -> dict[str, Any]:
+    """Dotted keys that decide on a number, with their values."""
+    flat = _flat(config)
+    ignored = _HARMLESS | _unused(flat)
+    return {key: value for key, value in flat.items() if key not in ignored}
+
+
+def changes(saved: MoQConfig, now: MoQConfig) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys that count and differ, each with the saved value and that of now."""
+    one, other = _flat(saved), _flat(now)
+    ignored = _HARMLESS | _unused(one, other)
+    return {key: (one[key], other[key]) for key in one if key not in ignored and one[key] != other[key]}
+
+
+def planned_steps(config: MoQConfig, state: Mapping[str, Any], total_steps: int) -> int:
+    """The length to build a schedule for that is to go on from a saved state: that of its plan, if its deadline stays.
+
+    Args:
+        config: Of now.
+        state: As from `MoQController.state_dict`, checked.
+        total_steps: Optimizer steps of the run that goes on.
+    """
+    changed = changes(MoQConfig.from_dict(state["config"]), config)
+    if config.schedule.deadline is None or _is_replayed(state, changed):
+        return total_steps
+    planned: int = state["schedule"]["total_steps"]
+    return planned
+
+
+def check_room(schedule: PrecisionSchedule, total_steps: int) -> None:
+    """Check that what is left of a schedule with a deadline fits into the run that goes on.
+
+    Args:
+        schedule: As it goes on.
+        total_steps: Optimizer steps of the run, those counted that the schedule counts.
+
+    Raises:
+        MoQError: It does not; says what would.
+    """
+    activation = schedule.config.activation
+    last = max(schedule.last_drop(), activation.start_step if activation.enabled else 0)
+    if schedule.deadline_step is not None and last > max(total_steps, schedule.steps):
+        raise MoQError(
+            f"the checkpoint's schedule was planned for {schedule.total_steps} optimizer steps, and after "
+            f"{schedule.steps} of them it is not over: its last change may come only after step {last}, but this run "
+            f"ends after step {total_steps}. Resume with {last} steps or more (max_steps, num_train_epochs), or start "
+            "a new run"
+        )
+
+
+def load_schedule(
+    schedule: PrecisionSchedule, state: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]
+) -> None:
+    """Bring a new schedule to where a saved run was, if the run can go on with the config of now.
+
+    Before the offset anything may change but what would have begun quantization by now. After it, what decides on the
+    grids may not, and the schedule may in so far as its passed steps stay what they were.
+
+    Args:
+        schedule: By the config of now.
+        state: As from `MoQController.state_dict`.
+        changed: As from `changes`.
+
+    Raises:
+        MoQError: It cannot; the text has each key with both values. Or the state is of other blocks.
+    """
+    bits = {name: block[0] for name, block in state["schedule"]["blocks"].items()}
+    steps: int = state["schedule"]["steps"]
+    fixed = changed.keys() - SCHEDULE_KEYS - _FROM_NOW_ON if _has_begun(state) else set()
+    faults = [f"{_told(key, changed[key])}, fixed from the offset on" for key in changed if key in fixed]
+    if not faults and _is_replayed(state, changed):
+        otherwise = _replay(schedule, [Switch(*switch) for switch in state["history"]], steps, bits)
+        if otherwise:
+            told = describe({key: pair for key, pair in changed.items() if key in SCHEDULE_KEYS})
+            faults.append(f"{told}: {otherwise}")
+    elif not faults:
+        schedule.load_state_dict(state["schedule"])
+    if faults:
+        raise MoQError(
+            f"the checkpoint was made with another MoQ config, and after its {steps} steps a run cannot go on with "
+            f"this one: {'; '.join(faults)}. Resume with the checkpoint's config, or start a new run"
+        )
+
+
+def _has_begun(state: Mapping[str, Any]) -> bool:
+    return any(block[0] != FLOAT_BITS for block in state["schedule"]["blocks"].values())
+
+
+def _is_replayed(state: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> bool:
+    """Whether the schedule of now takes the passed steps anew, for what changed in the config."""
+    return bool(SCHEDULE_KEYS.intersection(changed) if _has_begun(state) else changed)
+
+
+def describe(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """Each key with the value that it had and the one that it has."""
+    return "; ".join(_told(key, pair) for key, pair in changed.items())
+
+
+def _told(key: str, pair: tuple[Any, Any]) -> str:
+    return f"{key}: {json.dumps(pair[0])} -> {json.dumps(pair[1])}"
+
+
+def _flat(config: MoQConfig) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.to_dict().items():
+        flat |= {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {key: value}
+    return flat
+
+
+def _unused(*configs: Mapping[str, Any]) -> set[str]:
+    """Keys of sections that are off in all of these flat configs."""
+    off = {key.partition(".")[0] for key in configs[0] if key.endswith(".enabled") and not any(c[key] for c in configs)}
+    return {key for key in configs[0] if key.partition(".")[0] in off and not key.endswith(".enabled")}
+
+
+def _replay(schedule: PrecisionSchedule, history: Sequence[Switch], steps: int, bits: Mapping[str, int]) -> str | None:
+    """Take `schedule` to `steps` with the eigenvalues that were measured; tell what came otherwise, if anything."""
+    config = schedule.config
+    was: dict[int, dict[str, Switch]] = {}
+    for switch in history:
+        was.setdefault(switch.step, {})[switch.block] = switch
+    while True:
+        # Nothing happens until one of these steps.
+        coming = [
+            0 if now == FLOAT_BITS else schedule.period[name]
+            for name, now in schedule.bits.items()
+            if now > config.target_bits
+        ]
+        step = config.schedule.offset + min(coming, default=steps + 1)
+        if step > steps:
+            break
+        schedule.steps = step - 1
+        then = was.pop(step, {})
+        made = schedule.advance({n: s.eigenvalue for n, s in then.items() if s.eigenvalue is not None})
+        for switch in made:
+            if switch.block not in then or then.pop(switch.block).bits != switch.bits:
+                return f"{switch.block} would have gone to {switch.bits} bits after step {step}"
+        if then:
+            was[step] = then
+            break
+    schedule.steps = steps
+    if was:
+        step = min(was)
+        name, switch = next(iter(was[step].items()))
+        return f"{name} would not have gone to {switch.bits} bits after step {step}"
+    # With an offset of 0 there is no switch to the first bits.
+    if {*bits.values(), *schedule.bits.values()} != {FLOAT_BITS}:
+        for name, now in schedule.bits.items():
+            if bits.get(name) != now:
+                return f"{name} would have {now} bits by now"
+    return None

@@ -1,0 +1,111 @@
+"""The latest training examples, for measuring on them."""
+
+import base64
+import io
+import pickle
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MoQError
+
+Inputs = dict[str, Any]
+
+# Rows whose graph is in memory at one time.
+CHUNK = 16
+# Examples of earlier steps are part of the saved state: bytes, uncompressed.
+KEPT_BYTES = 1 << 20
+
+
+class Samples:
+    """The latest training examples, in the form that the loss takes.
+
+    Args:
+        num_samples: Examples wanted.
+        across_steps: Keep examples of earlier optimizer steps too; they are saved with the state.
+    """
+
+    def __init__(self, num_samples: int, across_steps: bool) -> None:
+        self.num_samples, self.across_steps = num_samples, across_steps
+        self._batches: list[Inputs] = []
+
+    def add(self, inputs: Mapping[str, Any]) -> None:
+        """Take a micro-batch. Its tensors are kept, not copied."""
+        self._batches.append({k: v.detach() if isinstance(v, Tensor) else v for k, v in inputs.items()})
+        while sum(map(rows_of, self._batches[1:])) >= self.num_samples:
+            del self._batches[0]
+
+    def end_step(self) -> None:
+        """Forget what the next optimizer step may not use."""
+        kept: list[Inputs] = []
+        left = KEPT_BYTES if self.across_steps else 0
+        for batch in reversed(self._batches):
+            left -= sum(value.nbytes for value in batch.values() if isinstance(value, Tensor))
+            if left < 0 or not can_split(batch):
+                break
+            kept.insert(0, batch)
+        self._batches = kept
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._batches = []
+
+    def batches(self, rows: int) -> list[Inputs]:
+        """The latest `rows` examples, as far as there are that many, in batches of at most `CHUNK`."""
+        found: list[Inputs] = []
+        for batch in reversed(self._batches):
+            if rows <= 0:
+                break
+            size, chunk = (min(rows, rows_of(batch)), CHUNK) if can_split(batch) else (rows_of(batch), rows_of(batch))
+            rows -= size
+            found += [part_of(batch, start, min(size, start + chunk)) for start in range(0, size, chunk)]
+        return found
+
+    def state_dict(self) -> str:
+        """What is kept, as text."""
+        buffer = io.BytesIO()
+        # A view would be saved with all of what it is a view of.
+        kept = [{k: v.cpu().clone() if isinstance(v, Tensor) else v for k, v in b.items()} for b in self._batches]
+        torch.save(kept, buffer)
+        return base64.b64encode(zlib.compress(buffer.getvalue())).decode()
+
+    def load_state_dict(self, text: str, device: torch.device) -> None:
+        """Go on with what was kept.
+
+        Raises:
+            MoQError: It is something else.
+        """
+        try:
+            buffer = io.BytesIO(zlib.decompress(base64.b64decode(text)))
+            kept = torch.load(buffer, map_location=device, weights_only=True)
+        except (ValueError, RuntimeError, EOFError, OSError, zlib.error, pickle.UnpicklingError):
+            kept = None
+        if not isinstance(kept, list) or not all(isinstance(batch, dict) and can_split(batch) for batch in kept):
+            raise MoQError("the checkpoint's MoQ state is damaged: sensitivity.samples are no training examples")
+        self._batches = kept
+
+
+def rows_of(inputs: Inputs) -> int:
+    """How many examples a batch has."""
+    return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()), 1)
+
+
+def part_of(inputs: Inputs, start: int, end: int) -> Inputs:
+    """Some of the examples; all of them where they cannot be told apart."""
+    if not can_split(inputs):
+        return inputs
+    return {key: value[start:end] if isinstance(value, Tensor) else value for key, value in inputs.items()}
+
+
+def can_split(inputs: Inputs) -> bool:
+    """Whether every entry is a tensor with the examples along its first dimension, or a plain value."""
+    rows = rows_of(inputs)
+    return all(
+        value.dim() > 0 and len(value) == rows
+        if isinstance(value, Tensor)
+        else value is None or isinstance(value, bool | int | float | str)
+        for value in inputs.values()
+    )

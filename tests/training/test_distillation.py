@@ -1,0 +1,313 @@
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.modeling_outputs import ModelOutput
+
+from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, MoQTrainer, quantize_model, save_quantized
+from moq_hf.config import DistillationConfig
+from moq_hf.model.convert import quant_layers
+from moq_hf.training.distillation import distillation_loss, fingerprint, load_teacher
+
+CONFIG: dict[str, Any] = {
+    "quantize_bits": {"start_bits": 4, "target_bits": 2},
+    "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0},
+}
+EIGHT = {**CONFIG, "quantize_bits": {"start_bits": 8, "target_bits": 8}}
+
+
+def new_model(seed: int, **more: Any) -> BertForSequenceClassification:
+    set_seed(seed)
+    shape = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    settings = {**shape, **quiet, "intermediate_size": 32, "max_position_embeddings": 16, **more}
+    return BertForSequenceClassification(BertConfig(**settings))
+
+
+def rows(count: int = 32) -> list[dict[str, Any]]:
+    ids = torch.randint(5, 60, (count, 10), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": int(row[0] > 30)} for row in ids]
+
+
+def new_trainer(folder: Path, moq: Any, teacher: Any = None, **more: Any) -> MoQTrainer:
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 8,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    arguments = TrainingArguments(str(folder), **{**settings, **more})
+    return MoQTrainer(new_model(1), arguments, None, rows(), rows(8), moq_config=moq, teacher=teacher)
+
+
+def with_teacher(folder: Path, **weights: float) -> dict[str, Any]:
+    return {**CONFIG, "distillation": {"teacher": str(folder), **weights}}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher")
+    new_model(2).save_pretrained(folder)
+    return folder
+
+
+def outputs(logits: list[list[float]], states: torch.Tensor) -> ModelOutput:
+    return ModelOutput(logits=torch.tensor(logits), hidden_states=(states,))
+
+
+def test_the_loss_by_hand() -> None:
+    # Teacher probabilities 1/2, 1/2 and 3/4, 1/4; student probabilities 1/4, 3/4 and 1/2, 1/2.
+    log = torch.tensor(3.0).log().item()
+    theirs = outputs([[0.0, 0.0], [log, 0.0]], torch.full((2, 3, 4), 2.0))
+    ours = outputs([[0.0, log], [0.0, 0.0]], torch.full((2, 3, 4), 3.0))
+    # The last position is padding and wildly different.
+    ours.hidden_states[0][:, 2] = 100.0
+    inputs = {"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 0]]), "labels": torch.tensor([0, 1])}
+    quarter, half = torch.tensor(0.25).log(), torch.tensor(0.5).log()
+    logits = -((quarter + torch.tensor(0.75).log()) / 2 + half) / 2
+    task = torch.tensor(7.0)
+    each = [DistillationConfig("x", *weights) for weights in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))]
+    parts = [distillation_loss(task, ours, theirs, inputs, config) for config in each]
+    torch.testing.assert_close(parts[0], logits)
+    torch.testing.assert_close(parts[1], torch.tensor(1.0 / 4.0))
+    torch.testing.assert_close(parts[2], task)
+    whole = distillation_loss(task, ours, theirs, inputs, DistillationConfig("x", 2.0, 3.0, 0.5))
+    torch.testing.assert_close(whole, 2 * parts[0] + 3 * parts[1] + 0.5 * parts[2])
+
+
+def test_regression_and_ignored_positions() -> None:
+    config = DistillationConfig("x", 1.0, 0.0, 0.0)
+    nothing = torch.zeros(())
+    scores = distillation_loss(
+        nothing, {"logits": torch.tensor([[1.0]])}, {"logits": torch.tensor([[3.0]])}, {}, config
+    )
+    assert scores.item() == 4.0
+    ours, theirs = torch.randn(1, 2, 3), torch.randn(1, 2, 3)
+    kept = distillation_loss(nothing, {"logits": ours[:, :1]}, {"logits": theirs[:, :1]}, {}, config)
+    labels = {"labels": torch.tensor([[2, -100]])}
+    torch.testing.assert_close(distillation_loss(nothing, {"logits": ours}, {"logits": theirs}, labels, config), kept)
+
+
+def test_the_student_follows_its_teacher_and_is_scored_on_the_task(teacher: Path, tmp_path: Path) -> None:
+    labelled = new_trainer(tmp_path, EIGHT, max_steps=32)
+    taught = new_trainer(tmp_path, {**EIGHT, "distillation": {"teacher": str(teacher), "labels": 0}}, max_steps=32)
+    master = BertForSequenceClassification.from_pretrained(teacher).eval()
+    ids = torch.stack([row["input_ids"] for row in rows()])
+
+    def distance(model: Any) -> float:
+        with torch.no_grad():
+            ours, theirs = (m.eval()(ids, output_hidden_states=True).hidden_states[-1] for m in (model, master))
+        return float((ours - theirs).square().mean() / theirs.square().mean())
+
+    labelled.train()
+    taught.train()
+    assert distance(taught.model) < 0.1 < 0.5 < distance(labelled.model)
+    loss = taught.evaluate()["eval_loss"]
+    labels = torch.tensor([row["labels"] for row in rows(8)])
+    assert loss == pytest.approx(float(taught.model(ids[:8], labels=labels).loss.detach()), rel=1e-5)
+    assert taught.predict(rows(8)).predictions.shape == (8, 2)
+    assert not any("teacher" in name for name in taught.model.state_dict())
+
+
+def test_micro_batches_do_not_change_the_weights(teacher: Path, tmp_path: Path) -> None:
+    def weights(**more: Any) -> dict[str, torch.Tensor]:
+        run = new_trainer(tmp_path, with_teacher(teacher, labels=0.5), optim="sgd", **more)
+        run.train()
+        return dict(run.model.state_dict())
+
+    whole = weights(per_device_train_batch_size=8)
+    parts = weights(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_a_teacher_in_hand_is_frozen_and_untouched(tmp_path: Path) -> None:
+    master = new_model(2)
+    kept = copy.deepcopy(master.state_dict())
+    run = new_trainer(tmp_path, CONFIG, master)
+    run.train()
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in master.state_dict().items())
+    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in master.parameters())
+
+
+def test_resumes_bit_for_bit(teacher: Path, tmp_path: Path) -> None:
+    config = with_teacher(teacher)
+    whole = new_trainer(tmp_path / "whole", config)
+    whole.train()
+    new_trainer(tmp_path / "cut", config, save_strategy="steps", save_steps=3).train()
+    resumed = new_trainer(tmp_path / "cut", config, save_strategy="steps", save_steps=3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-3"))
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (2, 2, None),
+        (2, 3, "had another teacher: the run goes on with the one given"),
+        (2, None, "had a teacher: the run goes on without one"),
+        (None, 2, "had no teacher: the run goes on with the one given"),
+    ],
+)
+def test_a_resumed_run_tells_of_another_teacher(
+    before: int | None, after: int | None, told: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (None if seed is None else new_model(seed) for seed in (before, after))
+    new_trainer(tmp_path, CONFIG, first, save_strategy="steps", save_steps=4).train()
+    caplog.clear()
+    new_trainer(tmp_path, CONFIG, second).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    text = [record.message for record in caplog.records if "teacher" in record.message]
+    assert text == ([] if told is None else [f"moq_hf: the checkpoint at step 4 {told}"])
+
+
+def test_a_restored_callback_knows_the_teacher_of_now(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    new_trainer(tmp_path, CONFIG, new_model(2), save_strategy="steps", save_steps=4).train()
+    resumed = new_trainer(tmp_path, CONFIG, new_model(3), restore_callback_states_from_checkpoint=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert "had another teacher" in caplog.text
+
+
+def test_a_teacher_in_a_cache_of_its_own(teacher: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "cache" / "models--somebody--teacher"
+    shutil.copytree(teacher, kept / "snapshots" / ("0" * 40))
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("0" * 40)
+    config = {**CONFIG, "distillation": {"teacher": "somebody/teacher"}}
+    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    with pytest.raises(MoQError, match="cannot load somebody/teacher"):
+        MoQTrainer(new_model(1), arguments, None, rows(), moq_config=config)
+    where = {"cache_dir": tmp_path / "cache"}
+    found = MoQTrainer(new_model(1), arguments, None, rows(), moq_config=config, teacher_init_kwargs=where)
+    assert fingerprint(found._teacher) == fingerprint(BertForSequenceClassification.from_pretrained(teacher))
+    with pytest.raises(MoQError, match=r"cannot load .* unexpected keyword argument 'cash_dir'"):
+        wrong = with_teacher(teacher)
+        MoQTrainer(new_model(1), arguments, None, rows(), moq_config=wrong, teacher_init_kwargs={"cash_dir": "x"})
+    for more in ({"moq_config": CONFIG}, {"moq_config": config, "teacher": new_model(2)}, {}):
+        with pytest.raises(MoQError, match="teacher_init_kwargs are for the teacher"):
+            MoQTrainer(new_model(1), arguments, None, rows(), teacher_init_kwargs=where, **more)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_labels": 3}, "num_labels is 2 in the model and 3 in the teacher"),
+        ({"hidden_size": 32}, "hidden_size is 16 in the model and 32 in the teacher; set distillation.hidden to 0"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers is 2 in the model and 1 in the teacher"),
+        ({"vocab_size": 61}, "vocab_size is 60 in the model and 61 in the teacher"),
+    ],
+)
+def test_a_teacher_that_does_not_fit(change: dict[str, Any], text: str, tmp_path: Path) -> None:
+    with pytest.raises(MoQError, match=text):
+        new_trainer(tmp_path, CONFIG, new_model(2, **change))
+
+
+def test_another_order_of_the_labels(tmp_path: Path) -> None:
+    master, pupil = new_model(2), new_model(1)
+    master.config.id2label, pupil.config.id2label = {0: "no", 1: "yes"}, {0: "yes", 1: "no"}
+    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    with pytest.raises(MoQError, match=r"the labels are \{0: 'yes', 1: 'no'\} in the model"):
+        MoQTrainer(pupil, arguments, None, rows(), moq_config=CONFIG, teacher=master)
+
+
+def test_a_narrower_teacher_of_logits_only(tmp_path: Path) -> None:
+    config = {**CONFIG, "distillation": {"hidden": 0}}
+    run = new_trainer(tmp_path, config, new_model(2, hidden_size=32, num_hidden_layers=1))
+    assert run.train().global_step == 8
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_student_with_adapters(teacher: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"], r=4)
+    pupil = peft.get_peft_model(new_model(1), lora)
+    arguments = TrainingArguments(
+        str(tmp_path), report_to="none", use_cpu=True, max_steps=32, logging_steps=8, learning_rate=1e-2
+    )
+    config = {**EIGHT, "distillation": {"teacher": str(teacher), "labels": 0}}
+    run = MoQTrainer(pupil, arguments, None, rows(), moq_config=config)
+    run.train()
+    losses = [log["loss"] for log in run.state.log_history if "loss" in log]
+    assert losses[-1] < losses[0]
+    assert all(layer.moq.bits == 8 for layer in quant_layers(pupil).values())
+    with pytest.raises(MoQError, match="the teacher is the model in training itself"):
+        MoQTrainer(pupil, arguments, None, rows(), moq_config=CONFIG, teacher=pupil.get_base_model())
+
+
+def test_other_mistakes(teacher: Path, tmp_path: Path) -> None:
+    with pytest.raises(MoQError, match=r"cannot load .*nowhere as BertForSequenceClassification"):
+        new_trainer(tmp_path, with_teacher(tmp_path / "nowhere"))
+    with pytest.raises(MoQError, match="a teacher is for quantized training"):
+        new_trainer(tmp_path, None, new_model(2))
+    model = new_model(1)
+    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    with pytest.raises(MoQError, match="the teacher is the model in training itself"):
+        MoQTrainer(model, arguments, None, rows(), moq_config=CONFIG, teacher=model)
+    partner = new_model(2)
+    partner.bert.embeddings = model.bert.embeddings
+    with pytest.raises(MoQError, match="shares parameters with the model in training: bert"):
+        MoQTrainer(model, arguments, None, rows(), moq_config=CONFIG, teacher=partner)
+    stock = Trainer(new_model(1), arguments, None, rows(), callbacks=[MoQCallback(with_teacher(teacher))])
+    with pytest.raises(MoQError, match="a callback cannot change the loss; use MoQTrainer"):
+        stock.train()
+    with pytest.raises(MoQConfigError, match="logits and hidden are both 0"):
+        MoQConfig.from_dict({**CONFIG, "distillation": {"logits": 0, "hidden": 0}})
+
+
+def test_a_teacher_that_cannot_teach(teacher: Path, tmp_path: Path) -> None:
+    new_model(2).bert.save_pretrained(tmp_path / "body")
+    with pytest.raises(MoQError, match=r"body holds no weights for classifier\.bias, classifier\.weight: fine-tune it"):
+        new_trainer(tmp_path, with_teacher(tmp_path / "body"))
+    cut = tmp_path / "cut"
+    shutil.copytree(teacher, cut)
+    (cut / "model.safetensors").write_bytes((teacher / "model.safetensors").read_bytes()[:2000])
+    with pytest.raises(MoQError, match=r"cannot load .*cut as BertForSequenceClassification: .*header"):
+        new_trainer(tmp_path, with_teacher(cut))
+    with pytest.raises(MoQError, match="the teacher must be a transformers model, got Linear"):
+        new_trainer(tmp_path, CONFIG, torch.nn.Linear(2, 2))
+    run = new_trainer(tmp_path, with_teacher(teacher))
+    run.model.config.return_dict = False
+    with pytest.raises(MoQError, match=r"output has no names \(return_dict\), it is tuple"):
+        run.train()
+
+
+def test_a_packed_teacher(tmp_path: Path) -> None:
+    master = new_model(2)
+    quantize_model(master, CONFIG)
+    save_quantized(master, tmp_path / "packed")
+    assert new_trainer(tmp_path, with_teacher(tmp_path / "packed")).train().global_step == 8
+
+
+def test_switched_off_there_is_no_teacher(tmp_path: Path) -> None:
+    config = {**with_teacher(tmp_path / "nowhere"), "enabled": False}
+    assert new_trainer(tmp_path, config).train().global_step == 8
+
+
+def test_the_teacher_goes_where_training_will_be(tmp_path: Path) -> None:
+    # FSDP2 and ZeRO move the student when training begins.
+    loaded = load_teacher(new_model(2), new_model(1), DistillationConfig("x"), torch.device("meta"))
+    assert loaded.device.type == "meta"
+
+
+def test_token_classification(tmp_path: Path) -> None:
+    shape = new_model(1).config
+    set_seed(1)
+    master, pupil = BertForTokenClassification(shape), BertForTokenClassification(shape)
+    data = [{**row, "labels": torch.where(row["input_ids"] > 30, 1, -100)} for row in rows()]
+    arguments = TrainingArguments(str(tmp_path), max_steps=3, report_to="none", use_cpu=True, disable_tqdm=True)
+    run = MoQTrainer(pupil, arguments, None, data, moq_config=CONFIG, teacher=master)
+    assert run.train().global_step == 3

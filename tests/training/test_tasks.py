@@ -1,0 +1,466 @@
+"""Ways to train beside a stock Trainer on a stock model: Trainers of one's own, searches, PEFT, TRL, SetFit."""
+
+import copy
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from model_zoo import CONFIG, ROWS, STEPS, Stranger, arguments, inputs_of, new_model, rows_of
+from safetensors.torch import load_file
+from stranger import outputs_of
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    set_seed,
+)
+from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, HyperParamSearchBackendBase
+from transformers.trainer_utils import BestRun, HPSearchBackend
+
+from moq_hf import MoQCallback, MoQError, MoQTrainer, dequantize_model, quantize_model, save_quantized, verify_quantized
+from moq_hf.model.convert import quant_embeddings, quant_layers
+from moq_hf.model.selection import is_linear
+
+TASK = "sequence classification"
+TARGET = {CONFIG["quantize_bits"]["target_bits"]}
+SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the time of so small a run would go into the picture in its model card."""
+    monkeypatch.setattr("moq_hf.packed.card._draw", lambda path, layers: False)
+
+
+def bits_of(model: nn.Module) -> set[int]:
+    return {layer.moq.bits for layer in quant_layers(model).values()}
+
+
+def equal(one: nn.Module, other: nn.Module, inputs: dict[str, torch.Tensor]) -> bool:
+    pairs = zip(outputs_of(one, inputs), outputs_of(other, inputs), strict=True)
+    return all([torch.equal(a, b) for a, b in pairs])
+
+
+class Focal(Trainer):
+    """A loss of its own, of the logits alone."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        likelihood = outputs.logits.softmax(-1).gather(1, labels[:, None])
+        loss = -((1 - likelihood) ** 2 * likelihood.log()).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_trainer_with_a_loss_of_its_own(tmp_path: Path, stranger: Stranger) -> None:
+    model = new_model("BERT", TASK)
+    trainer = Focal(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[MoQCallback(CONFIG)])
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert bits_of(model) == TARGET and losses[-1] < losses[0]
+    assert stranger.load(tmp_path / "quantized", model, inputs_of(TASK, model)) == {"equal": True, "tied": []}
+
+
+def test_generation_while_training(tmp_path: Path, stranger: Stranger) -> None:
+    task = "sequence to sequence"
+    model = new_model("T5", task)
+    seen = []
+    trainer = Seq2SeqTrainer(
+        model,
+        arguments(tmp_path, Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=6),
+        train_dataset=rows_of(task),
+        eval_dataset=rows_of(task),
+        compute_metrics=lambda prediction: seen.append(prediction.predictions.shape) or {"score": 1.0},
+        callbacks=[MoQCallback(CONFIG)],
+    )
+    trainer.train()
+    assert trainer.evaluate()["eval_score"] == 1.0
+    assert seen and seen[0][0] == ROWS and bits_of(model) == TARGET
+    assert stranger.load(tmp_path / "quantized", model, inputs_of(task, model))["equal"]
+
+
+class Trials(HyperParamSearchBackendBase):
+    """Trains once for each learning rate; stands in for a library that searches."""
+
+    name = "wandb"
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    def run(self, trainer: Trainer, n_trials: int, direction: str, **kwargs: Any) -> BestRun:
+        for rate in (1e-3, 3e-3)[:n_trials]:
+            trainer.objective = None
+            trainer.train(trial={"learning_rate": rate})
+        return BestRun("1", 0.0, {"learning_rate": rate})
+
+    def default_hp_space(self, trial: Any) -> Any:
+        return trial
+
+
+class Diary(TrainerCallback):
+    """Of each run: the model, its bits before the first step, and the learning rate."""
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.first_bits: list[set[int]] = []
+        self.last_bits: list[set[int]] = []
+        self.rates: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self.models.append(model)
+            self.first_bits.append(bits_of(model))
+            self.rates.append(args.learning_rate)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.last_bits.append(bits_of(model))
+
+
+def searching(folder: Path, **more: Any) -> tuple[Trainer, Diary]:
+    diary = Diary()
+    trainer = Trainer(
+        model_init=lambda: new_model("BERT", TASK),
+        args=arguments(folder, eval_strategy="steps", eval_steps=STEPS, **more),
+        train_dataset=rows_of(TASK),
+        eval_dataset=rows_of(TASK),
+        callbacks=[MoQCallback(CONFIG), diary],
+    )
+    return trainer, diary
+
+
+def check_diary(diary: Diary, runs: int) -> None:
+    """Every run began with a float model of its own and ended at the target."""
+    assert len({id(model) for model in diary.models}) == runs
+    assert diary.first_bits == [{32}] * runs and diary.last_bits == [TARGET] * runs
+    assert len(set(diary.rates)) == runs
+
+
+def test_a_search_begins_each_trial_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.WANDB, Trials)
+    # The Trainer asks the library for the name of the run.
+    library = ModuleType("wandb")
+    library.__spec__, library.run = ModuleSpec("wandb", None), SimpleNamespace(id="0")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    trainer, diary = searching(tmp_path)
+    trainer.hyperparameter_search(backend="wandb", n_trials=2)
+    check_diary(diary, 2)
+    assert diary.rates == [1e-3, 3e-3]
+    # What one trial leaves behind is no part of the next: it is as if it had been the only one.
+    alone, only = searching(tmp_path, learning_rate=3e-3)
+    alone.train()
+    assert equal(only.models[0], diary.models[1], inputs_of(TASK, only.models[0]))
+
+
+def test_a_search_by_optuna(tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna")
+    trainer, diary = searching(tmp_path)
+    trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2, log=True)},
+        n_trials=2,
+        sampler=optuna.samplers.RandomSampler(seed=0),
+    )
+    check_diary(diary, 2)
+
+
+class Tower(nn.Module):
+    """A body of transformers in a module of one's own, with two layers on top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = BertModel(BertConfig(**SMALL))
+        self.between = nn.Linear(32, 16)
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        logits = self.head(torch.tanh(self.between(self.body(input_ids, attention_mask)[1])))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_body_in_a_module_of_one_s_own(tmp_path: Path, caplog: pytest.LogCaptureFixture, stranger: Stranger) -> None:
+    set_seed(0)
+    model = Tower()
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[MoQCallback(CONFIG)])
+    trainer.train()
+    assert [name for name, part in model.named_modules() if is_linear(part) and name not in quant_layers(model)] == [
+        "between",
+        "head",
+    ]
+    told = "holds floats on the grid, not packed: only models of transformers can be saved packed, got Tower"
+    assert told in caplog.text
+    delivered = Tower()
+    delivered.load_state_dict(load_file(tmp_path / "quantized" / "model.safetensors"))
+    batch = {name: tensor for name, tensor in inputs_of(TASK, model.body).items() if name != "token_type_ids"}
+    batch["labels"] = torch.tensor([0, 1] * 2)
+    with torch.no_grad():
+        assert torch.equal(delivered.eval()(**batch)["logits"], model.eval()(**batch)["logits"])
+    verify_quantized(tmp_path / "quantized")
+    save_quantized(model.body, tmp_path / "body")
+    inputs = inputs_of(TASK, model.body)
+    assert stranger.load(tmp_path / "body", model.body, inputs) == {"equal": True, "tied": []}
+
+
+def test_the_heads_of_models_in_a_module_stay_float() -> None:
+    pair = nn.ModuleDict({"one": new_model("BERT", TASK), "two": new_model("DistilBERT", TASK), "top": nn.Linear(4, 2)})
+    quantize_model(pair, CONFIG)
+    left = [name for name, part in pair.named_modules() if is_linear(part) and name not in quant_layers(pair)]
+    assert left == ["one.classifier", "two.pre_classifier", "two.classifier", "top"]
+
+
+ADAPTED = [
+    ("BERT", TASK, ["query", "value"]),
+    ("GPT-2", "causal LM", ["c_attn"]),
+    ("Llama", "causal LM", "all-linear"),
+]
+# peft 0.21 asks transformers for an attribute by its old name.
+from_peft = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def adapted(family: str, task: str, targets: Any) -> Any:
+    """The model with LoRA; its adapters are not zero, as they would be at first."""
+    peft = pytest.importorskip("peft")
+    kind = "SEQ_CLS" if task == TASK else "CAUSAL_LM"
+    lora = peft.LoraConfig(task_type=kind, target_modules=targets, r=4, fan_in_fan_out=family == "GPT-2")
+    return peft.get_peft_model(new_model(family, task), lora)
+
+
+@from_peft
+@pytest.mark.parametrize(("family", "task", "targets"), ADAPTED)
+def test_lora_on_quantized_layers(
+    family: str, task: str, targets: Any, tmp_path: Path, stranger: Stranger, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = adapted(family, task, targets)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=rows_of(task), callbacks=[MoQCallback(CONFIG)])
+    trainer.train()
+    layers = quant_layers(model)
+    # What LoRA wraps is quantized as well as what it leaves alone; the adapters are neither.
+    assert any(name.endswith(".base_layer") for name in layers) and bits_of(model) == TARGET
+    assert not any(part in name for name in layers for part in ("lora_", "modules_to_save"))
+    assert len(layers) == len(quant_layers(quantize_model(new_model(family, task), CONFIG)))
+    assert caplog.text.count("PEFT's adapters") == 1
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(before[name], parameter)}
+    assert moved == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    # In the folder lie the base model, packed, for anyone, and the adapters for PEFT.
+    folder = tmp_path / "quantized"
+    found = verify_quantized(folder, model)
+    assert {layer.stored for layer in found.layers.values()} == {"packed"} and len(found.layers) == len(layers)
+    inputs = inputs_of(task, model)
+    with model.disable_adapter():
+        assert stranger.load(folder, model.get_base_model(), inputs)["equal"]
+    check_adapter(model, type(model.get_base_model()).from_pretrained(folder), folder / "adapter", inputs)
+
+
+def check_adapter(model: Any, base: Any, folder: Path, inputs: dict[str, torch.Tensor]) -> None:
+    """The adapters on the loaded base model compute the same; its first forward pass unpacks it, which PEFT needs."""
+    peft = pytest.importorskip("peft")
+    outputs_of(base, inputs)
+    assert equal(peft.PeftModel.from_pretrained(base, folder), model, inputs)
+
+
+@from_peft
+def test_merging_is_refused_until_the_layers_are_float(tmp_path: Path) -> None:
+    model = adapted("BERT", TASK, ["query"])
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    quantize_model(model, CONFIG)
+    inputs = inputs_of(TASK, model)
+    expected = outputs_of(model, inputs)
+    for merge in (model.merge_adapter, copy.deepcopy(model).merge_and_unload):
+        with pytest.raises(MoQError, match=r"call moq_hf\.dequantize_model\(model\) first"):
+            merge()
+    assert all([torch.equal(a, b) for a, b in zip(outputs_of(model, inputs), expected, strict=True)])
+    dequantize_model(model)
+    assert all([torch.equal(a, b) for a, b in zip(outputs_of(model, inputs), expected, strict=True)])
+    merged = model.merge_and_unload()
+    assert type(merged) is BertForSequenceClassification
+    torch.testing.assert_close(outputs_of(merged, inputs), expected)
+
+
+class Named(nn.Module):
+    """Has a part of the name that PEFT uses, and is none of PEFT's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(8, 8)
+        self.beside = nn.Linear(8, 8)
+
+
+def test_a_name_alone_makes_no_adapter() -> None:
+    model = quantize_model(nn.Sequential(Named(), nn.Linear(8, 2)), CONFIG)
+    assert list(quant_layers(model)) == ["0.base_layer", "0.beside"]
+    assert not hasattr(model[0], "merge")
+
+
+@from_peft
+def test_copies_to_be_trained_stay_float(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    names = ["pooler", "word_embeddings", "classifier"]
+    lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"], modules_to_save=names)
+    model = peft.get_peft_model(new_model("BERT", TASK), lora)
+    config = {**CONFIG, "quantize_embeddings": 8}
+    Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[MoQCallback(config)]).train()
+    quantized = [*quant_layers(model), *quant_embeddings(model)]
+    assert not any("modules_to_save" in name for name in quantized)
+    # PEFT asks for the weights as soon as it is given the model, so that they are unpacked while loading.
+    base = BertForSequenceClassification.from_pretrained(tmp_path / "quantized")
+    check_adapter(model, base, tmp_path / "quantized" / "adapter", inputs_of(TASK, model))
+
+
+@from_peft
+def test_dora_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"], use_dora=True)
+    model = peft.get_peft_model(new_model("BERT", TASK), lora)
+    with pytest.raises(MoQError, match=r"DoRA on quantized layers .*layer\.0\.attention\.self\.query\.base_layer"):
+        quantize_model(model, CONFIG)
+    quantize_model(model, {**CONFIG, "modules_to_not_convert": ["query", "classifier"]})
+    assert len(quant_layers(model)) == 11
+
+
+@from_peft
+@pytest.mark.parametrize(
+    ("family", "kind", "settings"),
+    [
+        ("GPT-2", "IA3Config", {"target_modules": ["c_attn"], "feedforward_modules": [], "fan_in_fan_out": True}),
+        ("GPT-2", "PromptTuningConfig", {"num_virtual_tokens": 4}),
+        ("Llama", "OFTConfig", {"target_modules": ["q_proj"], "oft_block_size": 8}),
+    ],
+)
+def test_other_adapters(family: str, kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    task = "causal LM"
+    model = peft.get_peft_model(new_model(family, task), getattr(peft, kind)(task_type="CAUSAL_LM", **settings))
+    Trainer(model, arguments(tmp_path), train_dataset=rows_of(task), callbacks=[MoQCallback(CONFIG)]).train()
+    assert bits_of(model) == TARGET
+    folder = tmp_path / "quantized"
+    base = type(model.get_base_model()).from_pretrained(folder)
+    check_adapter(model, base, folder / "adapter", inputs_of(task, model))
+
+
+@from_peft
+def test_a_moq_trainer_saves_the_base_and_the_adapters(tmp_path: Path) -> None:
+    model = adapted("BERT", TASK, "all-linear")
+    trainer = MoQTrainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), moq_config=CONFIG)
+    trainer.train()
+    trainer.save_model()
+    inputs = inputs_of(TASK, model)
+    check_adapter(model, BertForSequenceClassification.from_pretrained(tmp_path), tmp_path / "adapter", inputs)
+
+
+@from_peft
+def test_adapters_that_transformers_added_are_not_packed(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = new_model("BERT", TASK)
+    model.add_adapter(peft.LoraConfig(target_modules=["query"], r=4))
+    quantize_model(model, CONFIG)
+    assert not any("lora_" in name for name in quant_layers(model))
+    with pytest.raises(MoQError, match=r"use peft\.get_peft_model"):
+        save_quantized(model, tmp_path / "packed")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(57))]
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    marks = {
+        "pad_token": "<pad>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "cls_token": "<eos>",
+        "sep_token": "<eos>",
+    }
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **marks)
+
+
+SENTENCES = [" ".join(f"w{first * word % 57}" for word in range(8)) for first in range(1, 17)]
+# Smoke tests of libraries that come with warnings of their own.
+noisy = pytest.mark.filterwarnings("ignore")
+
+
+@noisy
+@pytest.mark.parametrize("with_lora", [False, True])
+def test_sft_of_trl(with_lora: bool, tmp_path: Path, stranger: Stranger) -> None:
+    trl = pytest.importorskip("trl")
+    lora = None
+    if with_lora:
+        lora = pytest.importorskip("peft").LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)
+    trainer = trl.SFTTrainer(
+        new_model("Llama", "causal LM"),
+        args=arguments(tmp_path, trl.SFTConfig, max_length=16, bf16=False),
+        train_dataset=Dataset.from_list([{"text": sentence} for sentence in SENTENCES]),
+        processing_class=tokenizer(),
+        peft_config=lora,
+        callbacks=[MoQCallback(CONFIG)],
+    )
+    trainer.train()
+    model = trainer.model
+    assert bits_of(model) == TARGET and len(quant_layers(model)) == 14
+    folder, inputs = tmp_path / "quantized", inputs_of("causal LM", model)
+    if with_lora:
+        check_adapter(model, type(model.get_base_model()).from_pretrained(folder), folder / "adapter", inputs)
+    else:
+        assert stranger.load(folder, model, inputs)["equal"]
+
+
+def sentence_model(folder: Path) -> Any:
+    library = pytest.importorskip("sentence_transformers")
+    from sentence_transformers.models import Pooling, Transformer
+
+    set_seed(0)
+    BertModel(BertConfig(**SMALL)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return library.SentenceTransformer(modules=[Transformer(str(folder), max_seq_length=16), Pooling(32)], device="cpu")
+
+
+@noisy
+def test_sentence_transformers(tmp_path: Path, stranger: Stranger) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    from sentence_transformers.losses import CosineSimilarityLoss
+
+    model = sentence_model(tmp_path / "body")
+    pairs = {"one": SENTENCES, "two": SENTENCES[::-1], "label": [float(index % 2) for index in range(16)]}
+    library.SentenceTransformerTrainer(
+        model,
+        args=arguments(tmp_path, library.SentenceTransformerTrainingArguments),
+        train_dataset=Dataset.from_dict(pairs),
+        loss=CosineSimilarityLoss(model),
+        callbacks=[MoQCallback(CONFIG)],
+    ).train()
+    # No layer of a body without a head is left out.
+    assert bits_of(model) == TARGET and len(quant_layers(model)) == 13
+    body = model[0].auto_model
+    save_quantized(body, tmp_path / "packed")
+    assert stranger.load(tmp_path / "packed", body, inputs_of(TASK, body))["equal"]
+
+
+@noisy
+def test_setfit(tmp_path: Path) -> None:
+    setfit = pytest.importorskip("setfit")
+    head = pytest.importorskip("sklearn.linear_model").LogisticRegression()
+    model = setfit.SetFitModel(model_body=sentence_model(tmp_path / "body"), model_head=head)
+    trainer = setfit.Trainer(
+        model=model,
+        args=setfit.TrainingArguments(output_dir=str(tmp_path), batch_size=4, max_steps=STEPS, report_to="none"),
+        train_dataset=Dataset.from_dict({"text": SENTENCES, "label": [index % 2 for index in range(16)]}),
+        callbacks=[MoQCallback(CONFIG)],
+    )
+    trainer.train()
+    assert bits_of(model.model_body) == TARGET
+    body = model.model_body[0].auto_model
+    save_quantized(body, tmp_path / "packed")
+    assert equal(AutoModel.from_pretrained(tmp_path / "packed"), body, inputs_of(TASK, body))
