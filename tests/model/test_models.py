@@ -66,7 +66,7 @@ def test_trains_to_the_target_and_loads_bit_for_bit(family: str, task: str, tmp_
     found = outcome(family, task, tmp_path, stranger)
     assert found.faults() == []
     cells, details = rows_of_page(PAGE.read_text(encoding="utf-8"))[family]
-    renewed = f"renew docs/models.md, at the root of the repository, with:\n{RENEW}"
+    renewed = f"renew docs/reference/families.md, at the root of the repository, with:\n{RENEW}"
     assert cells[1 + list(TASKS).index(task)] == found.cell(), renewed
     assert {f"`{head}`" for head in found.in_float} <= set(details[1].split(", ")), renewed
     assert set(ties(found)) <= set(details[2].split("; ")), renewed
