@@ -82,7 +82,7 @@ class DistillationConfig:
         teacher: Folder or Hub id of a model of the same class; None: no distillation.
         logits: Weight of the cross entropy with the teacher's class probabilities.
         hidden: Weight of the relative squared difference of the hidden states.
-        labels: Weight of the task's own loss; the default from docs/results.md, "Low bits".
+        labels: Weight of the task's own loss; the default from docs/evidence/results.md, "Low bits".
     """
 
     teacher: str | None = None
