@@ -15,6 +15,7 @@ ORDER = [
     "reading",
     "schedule",
     "plan",
+    "transformers_seams",
     "names",
     "processes",
     "quantizer",
