@@ -16,6 +16,7 @@ ORDER = [
     "reading",
     "schedule",
     "plan",
+    "transformers_seams",
     "names",
     "processes",
     "quantizer",

@@ -274,8 +274,7 @@ def _write_rest(folder: Path, model: Any, tokenizer: Any, export: Export, tolera
     import onnxruntime
 
     config = copy.deepcopy(model.config)
-    for name in ("quantization_config", "_attn_implementation_internal"):
-        config.__dict__.pop(name, None)
+    config.__dict__.pop("quantization_config", None)
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     versions = {

@@ -48,6 +48,7 @@ from ..names import adapters, named_modules, plain_name
 from ..quant_linear import QuantConv1D, QuantEmbedding, QuantLayer
 from ..reading import Entry
 from ..schedule import FLOAT_BITS
+from ..transformers_seams import pack_to_int32, unpack_from_int32, unpacked_weight
 from .files import CONFIG
 from .state import MAX_PACKED_BITS, STATE_NAME, StoredLayer
 
@@ -123,8 +124,6 @@ class Encoder:
         return isinstance(layer, QuantConv1D) or not blocks_lie_across
 
     def _pack(self, values: quantizer.Quantized, layer: QuantLayer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
         codes, scale, zero = values
         rows, columns = codes.shape
         grouping = layer.moq.grid.grouping
@@ -277,10 +276,6 @@ def check_grid(where: str, layer: StoredLayer, parts: Mapping[str, Tensor], grou
         _check_reach(where, layer, parts["weight"].int())
         return quantizer.dequantize(parts["weight"], scale)
 
-    from compressed_tensors.compressors import PackedQuantizationCompressor
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
-    from compressed_tensors.quantization import QuantizationScheme
-
     width, shape = group["weights"]["num_bits"], torch.Size(layer.shape)
     if layer.kind == "conv1d":
         shape = torch.Size(reversed(shape))
@@ -306,8 +301,7 @@ def check_grid(where: str, layer: StoredLayer, parts: Mapping[str, Tensor], grou
     elif bool((codes.abs() > limit).any()):
         raise MoQError(f"{where}: codes beyond {limit} at {layer.bits} bits")
     _check_reach(where, layer, reaching)
-    scheme = QuantizationScheme.model_validate({**group, "targets": []})
-    return cast(Tensor, PackedQuantizationCompressor.decompress(dict(parts), scheme)["weight"])
+    return unpacked_weight(parts, group)
 
 
 def _check_reach(where: str, layer: StoredLayer, codes: Tensor) -> None:

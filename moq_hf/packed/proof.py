@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
@@ -18,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from ..names import named_modules, uncompiled, without_fsdp, without_peft
 from ..processes import is_sharded
 from ..quant_linear import QuantLayer
+from ..transformers_seams import attention_of, modules_with_bars
 
 logger = logging.getLogger(__name__)
 
@@ -275,12 +275,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without the libraries' progress bars and advice: what is written is said in one line."""
-    import compressed_tensors.offload.dispatch
-    import compressed_tensors.quantization  # noqa: F401
-
     bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    # Its bars cannot be switched off.
-    own = [m for name, m in sys.modules.items() if name.startswith("compressed_tensors.") and "tqdm" in vars(m)]
+    own = modules_with_bars()
     before = [vars(module)["tqdm"] for module in own]
     for module in own:
         vars(module)["tqdm"] = lambda items, *args, **kwargs: items
@@ -298,9 +294,8 @@ def quiet() -> Iterator[None]:
 
 def _implementations(model: nn.Module) -> dict[str, str]:
     """The kernels of attention that the model was loaded with: they round differently."""
-    config = getattr(model, "config", None)
-    chosen = getattr(config, "_attn_implementation", None)
-    return {"attn_implementation": chosen} if isinstance(chosen, str) else {}
+    chosen = attention_of(getattr(model, "config", None))
+    return {} if chosen is None else {"attn_implementation": chosen}
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -24,6 +24,7 @@ from ..names import adapters, named_modules, uncompiled, without_fsdp, without_p
 from ..processes import is_sharded
 from ..quant_linear import QuantLayer
 from ..training.controller import MoQController
+from ..transformers_seams import has_adapter, initialize_again, write_packing_config
 from .files import CONFIG, INDEX, SINGLE, WEIGHTS, digest_of, tensors_in, text_of
 from .layout import Encoder, Layout, plain
 from .proof import ADAPTER, Answers, Proof, quiet
@@ -212,10 +213,8 @@ def _init_reaches_into(model: nn.Module, packed: Iterable[str]) -> bool:
             f"from_pretrained could not load it, since {cls.__name__}(config) does not make such a model: "
             f"{text_of(error)}"
         ) from error
-    for module in shell.modules():
-        module.__dict__.pop("_is_hf_initialized", None)
     try:
-        shell.initialize_weights()
+        initialize_again(shell)
     except AttributeError:
         return True
     return False
@@ -226,7 +225,7 @@ def _check_model(model: nn.Module, layers: Mapping[str, QuantLayer], target: Pat
 
     if not isinstance(model, PreTrainedModel):
         raise MoQError(f"only models of transformers can be saved packed, got {type(model).__name__}")
-    if getattr(model, "_hf_peft_config_loaded", False):
+    if has_adapter(model):
         raise MoQError("a model with add_adapter saves its adapters alone: use peft.get_peft_model to have it packed")
     if not layers:
         raise MoQError("the model has no quantized layer: call quantize_model first, or train it with MoQ")
@@ -260,10 +259,7 @@ def _write(
     config = plan.config([name for name in linears if name not in packed])
     if config is None:
         return
-    from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    ModelCompressor(QuantizationConfig.model_validate(config)).update_config(str(folder))
+    write_packing_config(folder, config)
     path = folder / CONFIG
     document = json.loads(path.read_text(encoding="utf-8"))
     # Scales are made in the model's dtype: a narrower one would round them.

@@ -19,6 +19,7 @@ from ..model.sizes import covered
 from ..names import adapters, without_peft
 from ..reading import Entry
 from ..schedule import FLOAT_BITS
+from ..transformers_seams import unpack_from_int32
 from .files import CONFIG, digest_of, read_document, tensors_in, text_of, weight_files
 from .layout import check_grid, groups_of, is_complete, plain, turned
 from .proof import Answers, Proof
@@ -266,8 +267,6 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, quantizer.Qua
     Raises:
         MoQError: Something is damaged or missing; names the file and the tensor.
     """
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
     folder = Path(directory)
     layers = verify_quantized(folder).layers
     groups = groups_of(read_document(folder / CONFIG), layers)

@@ -14,6 +14,7 @@ from ..packed.state import STATE_NAME
 from ..packed.verify import recorded
 from ..reading import Entry, read_json
 from ..schedule import FLOAT_BITS
+from ..transformers_seams import CALLBACKS_KEY
 from .metrics import NO_METRIC
 
 # What a run logs of MoQ, with the range of its values.
@@ -119,7 +120,7 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
             "folder quantized: call trainer.save_state() after training, or let the Trainer save checkpoints"
         )
     state = read_json(states[0])
-    callbacks = state.get("stateful_callbacks")
+    callbacks = state.get(CALLBACKS_KEY)
     entry = callbacks if callbacks.is_null else callbacks.get("MoQCallback")
     log = [] if entry.is_null else _log(state)
     if not any("moq/mean_bits" in line for line in log):
