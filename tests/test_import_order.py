@@ -66,8 +66,8 @@ ORDER = [
 ]
 CONFIG = {"config_errors", "config_document", "config_fields", "config"}
 STANDARD_LIBRARY_ONLY = {"version", "errors", "grid", *CONFIG, "reading", "schedule", "plan"}
-# Besides.
-ALLOWED = dict.fromkeys(CONFIG, {"pydantic", "pydantic_core"})
+# Besides it.
+ALLOWED = {module: {"pydantic", "pydantic_core"} for module in CONFIG}
 ROOMS = {name.partition(".")[0] for name in ORDER if "." in name}
 
 
