@@ -117,7 +117,7 @@ class DistillationConfig:
     ] = None
     logits: Annotated[Weight, key("weight of the teacher's logits in the loss")] = 1.0
     hidden: Annotated[Weight, key("weight of the teacher's hidden states")] = 1.0
-    # The default comes from the study of low bits in the documentation of results.
+    # The default is from docs/evidence/results.md, "Low bits".
     labels: Annotated[Weight, key("weight of the task's own loss")] = 1.0
 
 
@@ -271,7 +271,7 @@ class MoQConfig:
 
     @property
     def grid(self) -> Grid:
-        """How weights are quantized, whatever their bit width is."""
+        """How the linear layers' weights are quantized, whatever their bits are."""
         return Grid(self.grouping, self.symmetric, self.stochastic, self.scale)
 
     @classmethod

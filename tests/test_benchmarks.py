@@ -1,20 +1,23 @@
 """The benchmarks' own logic, on a tiny model: that they train, go on where they stopped, and say what they measured."""
 
 import argparse
+import ast
+import copy
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-import tiny_glue
-from transformers import AutoConfig, AutoModelForSequenceClassification
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
 import levers
 import peers
+import pytest
+import same_numbers
 import short_runs
+import tiny_glue
+from repo import ROOT
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+import moq_hf
 
 
 @pytest.fixture
@@ -107,10 +110,32 @@ def test_lines_are_not_measured_twice(args: argparse.Namespace, tmp_path: Path) 
     assert str(tmp_path) not in json.dumps(line) and line["versions"]["torch"]
 
 
+def test_the_same_numbers_have_the_same_digests(tmp_path: Path) -> None:
+    first, second = (same_numbers.train(name, tmp_path / name) for name in ("stock", "moq_trainer"))
+    assert first == second != same_numbers.train("blend", tmp_path / "blend")
+    before = {"runs": {"stock": {"digests": first}}}
+    now = copy.deepcopy(before)
+    assert same_numbers.differences(before, now) == []
+    now["runs"]["stock"]["digests"]["log"] = "another"
+    now["runs"]["blend"] = now["runs"]["stock"]
+    lines = same_numbers.differences(before, now)
+    assert lines == ["stock: log differs", "blend: not in the file that it is compared with"]
+
+
+def test_the_same_numbers_need_public_names_only() -> None:
+    """So that they run before a change of everything else and after it."""
+    tree = ast.parse(Path(same_numbers.__file__).read_text(encoding="utf-8"))
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "moq_hf" in str(node.module)]
+    assert {node.module for node in froms} == {"moq_hf"}
+    attributes = [
+        node.attr for node in ast.walk(tree) if ast.unparse(node).startswith("moq_hf.") and hasattr(node, "attr")
+    ]
+    assert {alias.name for node in froms for alias in node.names} | set(attributes) <= set(moq_hf.__all__)
+
+
 def test_what_the_docs_say_of_the_proof_was_measured() -> None:
-    root = Path(__file__).parents[1]
-    measured = json.loads((root / "benchmarks" / "results" / "proof.json").read_text(encoding="utf-8"))
-    text = (root / "docs" / "speed.md").read_text(encoding="utf-8")
+    measured = json.loads((ROOT / "benchmarks" / "results" / "proof.json").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "evidence" / "speed.md").read_text(encoding="utf-8")
     assert f"took {100 * measured['median_share']:.1f} % of a run of {measured['steps_of_the_run']} steps" in text
     assert f"median of {len(measured['runs'])} runs" in text
     assert f"batches of {measured['batch']} x {measured['sequence']}" in text

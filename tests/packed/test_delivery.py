@@ -1,0 +1,511 @@
+"""What a run delivers is what was evaluated, and a run always delivers something."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_zoo import CONFIG, arguments, inputs_of, new_model, rows_of
+from safetensors.torch import load_file, save_file
+from stranger import outputs_of
+from torch import nn
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from moq_hf import MoQCallback, MoQError, MoQTrainer, quantize_model, save_quantized, verify_quantized
+from moq_hf.config import MoQConfig
+from moq_hf.model.convert import quant_layers
+from moq_hf.packed import save as checkpoint
+from moq_hf.packed import state
+from moq_hf.packed.proof import Answers
+
+TASK = "sequence classification"
+FIXED = {**CONFIG, "quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_schedule": {"schedule_offset": 0}}
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the time of so small a run would go into the picture in its model card."""
+    monkeypatch.setattr("moq_hf.packed.card._draw", lambda path, layers: False)
+
+
+def bert(kind: type[PreTrainedModel] = BertForSequenceClassification, *more: Any) -> Any:
+    set_seed(0)
+    return kind(new_model("BERT", TASK).config, *more)
+
+
+def train(model: nn.Module, folder: Path, kind: type[Trainer] = Trainer, **more: Any) -> Trainer:
+    moq = {"moq_config": CONFIG} if kind is MoQTrainer else {"callbacks": [MoQCallback(CONFIG)]}
+    trainer = kind(model, arguments(folder, **more), train_dataset=rows_of(TASK), **moq)
+    trainer.train()
+    return trainer
+
+
+def state_of(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((folder / "moq_state.json").read_text(encoding="utf-8"))
+    return state
+
+
+@pytest.mark.parametrize("kind", [Trainer, MoQTrainer])
+def test_the_proof_is_on_the_screen_in_the_state_and_in_the_card(
+    kind: type[Trainer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = train(bert(), tmp_path, kind)
+    folder = tmp_path / "quantized"
+    if kind is MoQTrainer:
+        trainer.save_model(str(folder))
+    told = "delivered = evaluated: 4 examples, largest difference 0"
+    out = capsys.readouterr()
+    assert sum(told in line and f"{folder}: packed, " in line for line in out.out.splitlines()) == 1
+    # One line, no progress bars of the libraries.
+    assert not any(bar in out.err for bar in ("Compressing", "Loading weights", "Writing", "Decompressing"))
+    proof = state_of(folder)["proof"]
+    assert (proof["agrees"], proof["examples"], proof["largest_difference"]) == (True, 4, 0.0)
+    assert told in (folder / "README.md").read_text(encoding="utf-8")
+    assert str(verify_quantized(folder).proof) == told
+
+
+def test_the_proof_can_be_switched_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = MoQCallback({**CONFIG, "prove": False})
+    Trainer(bert(), arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[callback]).train()
+    assert state_of(tmp_path / "quantized")["proof"] is None
+    assert "delivered" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("half", ["bf16", "whole model"])
+def test_half_precision_is_proven_too(half: str, tmp_path: Path) -> None:
+    model = bert()
+    model = model.to(torch.bfloat16) if half == "whole model" else model
+    train(model, tmp_path, bf16=half == "bf16")
+    proof = state_of(tmp_path / "quantized")["proof"]
+    assert (proof["agrees"], proof["largest_difference"]) == (True, 0.0)
+
+
+def test_a_compiled_model_is_proven_on_the_data(tmp_path: Path) -> None:
+    train(bert(), tmp_path, torch_compile=True, torch_compile_backend="eager")
+    assert state_of(tmp_path / "quantized")["proof"]["agrees"] is True
+    torch._dynamo.reset()
+
+
+def test_a_model_that_generates_must_generate_the_same(tmp_path: Path) -> None:
+    model = quantize_model(new_model("GPT-2", "causal LM"), {**FIXED, "quantize_groups": "per_channel"})
+    save_quantized(model, tmp_path, inputs=inputs_of("causal LM", model))
+    # Two prompts, four new tokens each.
+    assert state_of(tmp_path)["proof"]["tokens"] == 8
+    assert isinstance(model, GPT2LMHeadModel)
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> None:
+    """Make the writing of these layouts leave another weight in the files, with matching digests."""
+    real = checkpoint._write
+
+    def writing(folder: Path, model: Any, tensors: Any, plan: Any, *rest: Any) -> None:
+        real(folder, model, tensors, plan, *rest)
+        if plan.layout in layouts:
+            path = folder / "model.safetensors"
+            stored = load_file(path)
+            name = next(n for n in stored if "layer.1.output.dense.weight" in n and stored[n].is_floating_point())
+            stored[name] = stored[name] * 2
+            save_file(stored, path, metadata={"format": "pt"})
+
+    monkeypatch.setattr(checkpoint, "_write", writing)
+
+
+def test_a_layout_that_does_not_agree_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = quantize_model(bert(), FIXED)
+    batch = inputs_of(TASK, model)
+    broken(monkeypatch, "packed")
+    save_quantized(model, tmp_path / "one", inputs=batch)
+    assert state_of(tmp_path / "one")["layout"] == "unpacked" and state_of(tmp_path / "one")["proof"]["agrees"] is True
+    assert "packed: outputs differ by" in caplog.text and "first in bert.encoder.layer.1.output.dense" in caplog.text
+    broken(monkeypatch, "packed", "unpacked")
+    save_quantized(model, tmp_path / "two", inputs=batch)
+    assert state_of(tmp_path / "two")["layout"] == "floats" and state_of(tmp_path / "two")["proof"]["agrees"] is True
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path / "two")
+    assert torch.equal(outputs_of(loaded, batch)[0], outputs_of(model, batch)[0])
+    assert {layer.stored for layer in verify_quantized(tmp_path / "two", model).layers.values()} == {"dense"}
+
+
+def test_where_nothing_agrees_the_warning_is_loud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = quantize_model(bert(), FIXED)
+    monkeypatch.setattr(Answers, "_others", lambda self, loaded: ["some.layer"])
+    monkeypatch.setattr("moq_hf.packed.proof._distance", lambda one, other: 0.5)
+    save_quantized(model, tmp_path, inputs=inputs_of(TASK, model))
+    assert (
+        "what is written does not compute what was evaluated: outputs differ by 0.5, first in some.layer" in caplog.text
+    )
+    assert state_of(tmp_path)["proof"]["agrees"] is False
+
+
+def test_verify_quantized_compares_answers(tmp_path: Path) -> None:
+    model = quantize_model(bert(), FIXED)
+    batch = inputs_of(TASK, model)
+    save_quantized(model, tmp_path)
+    found = verify_quantized(tmp_path, model, inputs=batch)
+    assert found.proof is not None and found.proof.agrees and found.proof.examples == 4
+    with pytest.raises(MoQError, match="give the model too"):
+        verify_quantized(tmp_path, inputs=batch)
+    # Nothing that the digests know: the file is as it was, but the model computes something else.
+    handle = model.classifier.register_forward_hook(lambda module, args, output: output + 1)
+    with pytest.raises(MoQError, match="NOT what was evaluated: outputs differ by 1, first in classifier"):
+        verify_quantized(tmp_path, model, inputs=batch)
+    handle.remove()
+
+
+def test_what_cannot_be_proven_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantize_model(bert(), FIXED)
+    batch = inputs_of(TASK, model)
+    monkeypatch.setattr("moq_hf.packed.proof._fits", lambda size, device: False)
+    save_quantized(model, tmp_path, inputs=batch)
+    assert "does not fit beside it" in str(verify_quantized(tmp_path).proof)
+    assert state_of(tmp_path)["layout"] == "packed"
+    proof = Answers(model, {"pixel_values": torch.zeros(1)}).prove(tmp_path)
+    assert proof.agrees is None and "cannot evaluate a training batch (" in str(proof)
+
+
+def test_the_proof_leaves_model_and_randomness_as_they_were(tmp_path: Path) -> None:
+    model = quantize_model(bert(), FIXED).train()
+    modes = {name: module.training for name, module in model.named_modules()}
+    before = torch.get_rng_state()
+    save_quantized(model, tmp_path, inputs=inputs_of(TASK, model))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+
+
+class Weighted(BertForSequenceClassification):
+    """Takes more than a config."""
+
+    def __init__(self, config: BertConfig, class_weights: torch.Tensor) -> None:
+        super().__init__(config)
+        self.class_weights = class_weights
+
+
+class Inside(PreTrainedModel):
+    """Loads another model in its constructor."""
+
+    config_class = BertConfig
+    _supports_sdpa = True
+    folder = ""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.bert = AutoModel.from_pretrained(self.folder)
+        self.classifier = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None) -> Any:
+        logits = self.classifier(self.bert(input_ids, attention_mask=attention_mask).last_hidden_state[:, 0])
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def weighted(folder: Path) -> Any:
+    return bert(Weighted, torch.ones(2))
+
+
+def inside(folder: Path) -> Any:
+    bert().bert.save_pretrained(folder / "base")
+    Inside.folder = str(folder / "base")
+    return bert(Inside)
+
+
+def twice(folder: Path) -> Any:
+    model = bert()
+    model.alias = model.classifier.weight
+    return model
+
+
+@pytest.mark.parametrize("kind", [Trainer, MoQTrainer])
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (weighted, "missing 1 required positional argument: 'class_weights'"),
+        (inside, "from_pretrained"),
+        (twice, "shared tensors"),
+    ],
+)
+def test_a_run_always_ends_with_a_result(
+    make: Any, reason: str, kind: type[Trainer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make(tmp_path)
+    trainer = train(model, tmp_path / "run", kind)
+    folder = tmp_path / "run" / "quantized"
+    if kind is MoQTrainer:
+        trainer.save_model(str(folder))
+    state = state_of(folder)
+    assert state["layout"] == "floats" and reason in state["reason"]
+    told = [record.getMessage() for record in caplog.records if "holds floats on the grid" in record.getMessage()]
+    assert len(told) == 1 and reason in told[0]
+    verify_quantized(folder, model)
+    # On the grid: what the model computes with.
+    other = make(tmp_path)
+    other.load_state_dict(load_file(folder / "model.safetensors"))
+    batch = inputs_of(TASK, model)
+    assert torch.equal(outputs_of(other, batch)[0], outputs_of(model, batch)[0])
+    assert "load_state_dict" in (folder / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("again", ["stock", "same callback", "another callback", "moq"])
+def test_a_second_trainer_evaluates_what_was_delivered(
+    again: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, callback = bert(), MoQCallback(CONFIG)
+    data: Any = rows_of(TASK)
+    first = Trainer(model, arguments(tmp_path), train_dataset=data, eval_dataset=data, callbacks=[callback])
+    first.train()
+    loss = first.evaluate()["eval_loss"]
+    more: dict[str, Any] = {
+        "stock": {}, "same callback": {"callbacks": [callback]}, "moq": {"moq_config": CONFIG},
+        "another callback": {"callbacks": [MoQCallback(CONFIG)]},
+    }[again]  # fmt: skip
+    kind = MoQTrainer if again == "moq" else Trainer
+    second = kind(model, arguments(tmp_path / "second"), train_dataset=data, eval_dataset=data, **more)
+    assert second.evaluate()["eval_loss"] == loss == first.evaluate()["eval_loss"]
+    assert {layer.moq.bits for layer in quant_layers(model).values()} == {4}
+    if more:
+        # A new run begins anew, and says so.
+        assert "begins its schedule anew" not in caplog.text
+        second.train()
+        assert "the model was quantized before this run, which begins its schedule anew, from float" in caplog.text
+
+
+def test_a_float_checkpoint_is_not_the_best_quantized_model(tmp_path: Path) -> None:
+    often: dict[str, Any] = {
+        "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+        "load_best_model_at_end": True, "learning_rate": 0.5,
+    }  # fmt: skip
+    data: Any = rows_of(TASK)
+    Trainer(bert(), arguments(tmp_path, **{**often, "max_steps": 4}), train_dataset=data, eval_dataset=data).train()
+    model = bert()
+    settings = arguments(tmp_path, **{**often, "max_steps": 8})
+    trainer = Trainer(model, settings, train_dataset=data, eval_dataset=data, callbacks=[MoQCallback(FIXED)])
+    trainer.train(resume_from_checkpoint=True)
+    best = trainer.state.best_model_checkpoint
+    assert best is not None and int(best.rpartition("-")[2]) > 4
+    verify_quantized(tmp_path / "quantized", model)
+
+
+def test_the_path_of_a_teacher_stays_at_home(tmp_path: Path) -> None:
+    bert().save_pretrained(tmp_path / "secret" / "teacher")
+    config = {**CONFIG, "distillation": {"teacher": str(tmp_path / "secret" / "teacher")}}
+    trainer = MoQTrainer(bert(), arguments(tmp_path / "run"), train_dataset=rows_of(TASK), moq_config=config)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    trainer.create_model_card()
+    for name in ("README.md", "moq_state.json", "trainer_state.json"):
+        assert "secret" not in (tmp_path / "run" / name).read_text(encoding="utf-8")
+    assert state_of(tmp_path / "run")["config"]["distillation"]["teacher"] is None
+    # A name on the Hub is everybody's.
+    assert (
+        state.shareable(MoQConfig.from_dict({**CONFIG, "distillation": {"teacher": "org/name"}}).to_dict())[
+            "distillation"
+        ]["teacher"]
+        == "org/name"
+    )
+
+
+def test_save_quantized_writes_a_card_and_spares_another_one(tmp_path: Path) -> None:
+    model = quantize_model(bert(), FIXED)
+    save_quantized(model, tmp_path)
+    assert "Mixture-of-Quantization" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert not (tmp_path / "moq_bits.png").exists()
+    (tmp_path / "README.md").write_text("my own words", encoding="utf-8")
+    save_quantized(model, tmp_path)
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == "my own words"
+
+
+def test_a_weight_that_is_used_past_its_layer_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Past(BertForSequenceClassification):
+        """Takes a weight from where nothing can see it."""
+
+        def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            weight = dict(self.named_parameters())["bert.pooler.dense.weight"]
+            hidden = self.bert(*args, **kwargs).last_hidden_state[:, 0] @ weight.T
+            logits = self.classifier(hidden)
+            loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+            return SequenceClassifierOutput(loss=loss, logits=logits + 0 * out.logits)
+
+    model = bert(Past)
+    # Without the pooler's own call it is a weight whose layer nobody uses.
+    model.bert.pooler.forward = lambda hidden: hidden[:, 0]
+    with pytest.raises(MoQError, match=r'past their quantization: bert\.pooler\.dense; .* "bert\.pooler\.dense"'):
+        train(model, tmp_path, remove_unused_columns=False)
+    left = {**CONFIG, "modules_to_not_convert": ["bert.pooler.dense", "classifier"]}
+    model = bert(Past)
+    model.bert.pooler.forward = lambda hidden: hidden[:, 0]
+    settings = arguments(tmp_path, remove_unused_columns=False)
+    Trainer(model, settings, train_dataset=rows_of(TASK), callbacks=[MoQCallback(left)]).train()
+
+
+def test_a_layer_that_nobody_uses_is_no_fault(tmp_path: Path) -> None:
+    model = bert()
+    model.bert.encoder.beside = nn.Linear(32, 32)
+    train(model, tmp_path)
+    assert quant_layers(model)["bert.encoder.beside"].moq.bits == 4
+
+
+def test_quantizes_what_torch_compile_wraps(tmp_path: Path) -> None:
+    model = bert()
+    compiled: Any = torch.compile(model, backend="eager")
+    assert quantize_model(compiled, FIXED) is compiled
+    assert {layer.moq.bits for layer in quant_layers(model).values()} == {4}
+    save_quantized(compiled, tmp_path)
+    verify_quantized(tmp_path, model)
+    torch._dynamo.reset()
+
+
+def test_nothing_is_said_of_a_run_in_float(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    trainer = MoQTrainer(
+        bert(), TrainingArguments(str(tmp_path), use_cpu=True), moq_config={**CONFIG, "enabled": False}
+    )
+    trainer.save_model()
+    assert not (tmp_path / "moq_state.json").exists()
+
+
+class Odd(BertForSequenceClassification):
+    """Answers in evaluation with what a buffer, which no file has, makes of it."""
+
+    answer = staticmethod(lambda logits: {"predictions": logits.argmax(-1)})
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("prior", torch.zeros(2), persistent=False)
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        # Loading leaves a buffer that no file has as memory was.
+        super()._init_weights(module)
+        if module is self:
+            self.prior.zero_()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        return out if self.training else self.answer(out.logits + self.prior)
+
+
+def masked(logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"logits": torch.cat([logits, torch.full((len(logits), 1), torch.finfo(torch.float).min)], 1)}
+
+
+@pytest.mark.parametrize("answer", [Odd.answer, masked])
+def test_classes_and_masked_scores_are_compared_too(
+    answer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Odd, "answer", staticmethod(answer))
+    model = quantize_model(bert(Odd), FIXED)
+    save_quantized(model, tmp_path, inputs=inputs_of(TASK, model))
+    assert state_of(tmp_path)["proof"]["agrees"] is True
+    with torch.no_grad():
+        likely = int(BertForSequenceClassification.forward(model, **inputs_of(TASK, model)).logits[0].argmax())
+    model.prior[1 - likely] += 9.0
+    with pytest.raises(MoQError, match="NOT what was evaluated: outputs differ by"):
+        verify_quantized(tmp_path, model, inputs=inputs_of(TASK, model))
+
+
+def test_nothing_to_compare_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Odd, "answer", staticmethod(lambda logits: {"text": "fine"}))
+    model = quantize_model(bert(Odd), FIXED)
+    save_quantized(model, tmp_path, inputs=inputs_of(TASK, model))
+    assert "not proven, the model gives no tensor to compare" in str(verify_quantized(tmp_path).proof)
+
+
+def test_want_of_memory_is_no_disagreement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantize_model(bert(), FIXED)
+    answers = Answers(model, inputs_of(TASK, model))
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Answers, "_load", full)
+    save_quantized(model, tmp_path, inputs=answers)
+    assert state_of(tmp_path)["layout"] == "packed" and "does not fit" in str(verify_quantized(tmp_path).proof)
+
+
+class Once(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """A stream that is read once."""
+
+    def __init__(self) -> None:
+        self.was_read = False
+
+    def __iter__(self) -> Any:
+        if self.was_read:
+            raise RuntimeError("the stream is consumed")
+        self.was_read = True
+        return iter(rows_of(TASK) * 9)
+
+
+class Around(Trainer):
+    """Calls parts of the model, never the model."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = model.classifier(model.bert(input_ids=inputs["input_ids"]).pooler_output)
+        return nn.functional.cross_entropy(logits, inputs["labels"])
+
+
+def test_data_that_cannot_be_read_again_loses_no_result(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = bert()
+    Around(model, arguments(tmp_path), train_dataset=Once(), callbacks=[MoQCallback(CONFIG)]).train()
+    assert "will not be proven, for want of a batch (RuntimeError)" in caplog.text
+    verify_quantized(tmp_path / "quantized", model)
+
+
+def test_a_config_that_is_no_json_loses_no_result(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = bert()
+    model.config.label2id = {"a": np.int64(0), "b": np.int64(1)}
+    train(model, tmp_path)
+    assert "not saved beside the weights: BertConfig (Object of type int64" in caplog.text
+    verify_quantized(tmp_path / "quantized", model)
+
+
+def test_nothing_of_an_older_model_stays(tmp_path: Path) -> None:
+    model = quantize_model(bert(), FIXED)
+    save_quantized(model, tmp_path)
+    (tmp_path / "adapter").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors", "adapter/adapter_config.json", "notes.txt"):
+        (tmp_path / name).write_text("{}")
+    tower = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    checkpoint.write_floats(quantize_model(tower, FIXED), tmp_path, "a reason with /home/somebody/a/path in it")
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert left == {"README.md", "model.safetensors", "moq_state.json", "notes.txt"}
+    assert state_of(tmp_path)["reason"] == "a reason with ... in it"
+
+
+def test_a_loss_that_reads_a_weight_reads_the_quantized_one(tmp_path: Path) -> None:
+    seen = []
+
+    class Reading(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            seen.append(model.bert.pooler.dense.weight)
+            return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+    model = bert()
+    data: Any = rows_of(TASK)
+    callback = MoQCallback(FIXED)
+    trainer = Reading(model, arguments(tmp_path), train_dataset=data, eval_dataset=data, callbacks=[callback])
+    trainer.evaluate()
+    layer = quant_layers(model)["bert.pooler.dense"]
+    assert torch.equal(seen[-1], layer.quantized_weight()) and not torch.equal(seen[-1], layer.weight)
+
+
+def test_a_card_of_ones_own_stays_though_it_names_the_library(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# My notes\nTrained with the library (moq_hf).", encoding="utf-8")
+    save_quantized(quantize_model(bert(), FIXED), tmp_path)
+    assert (tmp_path / "README.md").read_text(encoding="utf-8").startswith("# My notes")
