@@ -513,7 +513,7 @@ def test_what_is_missing_or_cut_short_is_told(saved: Path, tmp_path: Path) -> No
     assert "the weights cannot be read" in damaged(cut)
     assert "cannot be read" in damaged(lambda f: (f / STATE_NAME).write_text("{"))
     assert "must hold an object" in damaged(lambda f: (f / STATE_NAME).write_text("[]"))
-    assert "is no directory" in damaged(shutil.rmtree)
+    assert "is not a directory" in damaged(shutil.rmtree)
 
 
 def test_a_model_that_differs_is_told(tmp_path: Path) -> None:

@@ -85,17 +85,29 @@ def state_of(
 
 
 def shareable(config: dict[str, Any]) -> dict[str, Any]:
-    """Without the path of a teacher on this machine; its Hub id stays."""
+    """Without the path of a teacher on this machine; its Hub id stays.
+
+    >>> shareable({"seed": 1, "distillation": {"teacher": "/home/somebody/teacher", "temperature": 2.0}})
+    {'seed': 1, 'distillation': {'teacher': None, 'temperature': 2.0}}
+    """
     return {**config, "distillation": {**config["distillation"], "teacher": hub_id(config["distillation"]["teacher"])}}
 
 
 def without_paths(text: str) -> str:
-    """A text without the paths in it."""
+    """A text without the paths in it.
+
+    >>> without_paths("no such file: '/home/somebody/model/config.json'")
+    "no such file: '...'"
+    """
     return re.sub(r"(?<![\w.:/])(/[^\s/'\",;:()]+){2,}/?", "...", text)
 
 
 def hub_id(name: str | None) -> str | None:
-    """The Hub id that a model was loaded from, or None: a path of one's machine is nobody else's business."""
+    """The Hub id that a model was loaded from, or None: a path of one's machine is nobody else's business.
+
+    >>> hub_id("google-bert/bert-base-cased"), hub_id("/home/somebody/bert")
+    ('google-bert/bert-base-cased', None)
+    """
     name = name or ""
     return name if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not Path(name).exists() else None
 
@@ -107,8 +119,8 @@ def record_metrics(
 
     Args:
         directory: What `save_quantized` wrote.
-        metrics: As for `save_quantized`; takes the place of what is there.
-        float_metrics: As for `save_quantized`; None leaves what is there.
+        metrics: Figures by name, in the place of those that are there.
+        float_metrics: Those of a model that was trained in float; None leaves what is there.
 
     Raises:
         MoQError: There is no such file, or it is damaged or cannot be written.
@@ -125,7 +137,11 @@ def record_metrics(
 
 
 def clean_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics as JSON has them: finite numbers as they are, others as null, anything else as text."""
+    """Metrics as JSON has them: finite numbers as they are, others as null, anything else as text.
+
+    >>> clean_metrics({"f1": torch.tensor(0.5), "odd": float("nan"), "matrix": [1, 2]})
+    {'f1': 0.5, 'odd': None, 'matrix': '[1, 2]'}
+    """
     clean: dict[str, Any] = {}
     for name, value in metrics.items():
         if isinstance(value, (bool, int, str)) or value is None:
@@ -162,7 +178,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         MoQError: It is missing, damaged, or of another format.
     """
     if not folder.is_dir():
-        raise MoQError(f"{folder} is no directory")
+        raise MoQError(f"{folder} is not a directory")
     path = folder / STATE_NAME
     state: dict[str, Any] = read_document(path).value
     try:

@@ -14,7 +14,7 @@ from ..packed.state import STATE_NAME
 from ..packed.verify import recorded
 from ..reading import Entry, read_json
 from ..schedule import FLOAT_BITS
-from .metrics import NO_METRIC
+from .metrics import metrics_in
 
 # What a run logs of MoQ, with the range of its values.
 _RANGES = {
@@ -216,14 +216,8 @@ def _metrics(directory: Path) -> dict[str, float]:
 
 
 def _named(values: Entry) -> dict[str, float]:
-    """The metrics of an evaluation, without its times and counts, and without the Trainer's prefix."""
-    entries = {} if values.is_null else values.mapping()
-    return {
-        name.removeprefix("eval_"): entry.number()
-        for name, entry in entries.items()
-        if not NO_METRIC.search(name)
-        and (type(entry.value) is int or (isinstance(entry.value, float) and math.isfinite(entry.value)))
-    }
+    """The metrics of an evaluation, without the Trainer's prefix."""
+    return {} if values.is_null else metrics_in({name: entry.value for name, entry in values.mapping().items()})
 
 
 def natural(name: str) -> list[tuple[int, str]]:
