@@ -484,7 +484,7 @@ def test_nothing_of_an_older_model_stays(tmp_path: Path) -> None:
         (tmp_path / name).write_text("{}")
     tower = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     reason = "a reason with /home/somebody/a/path in it"
-    checkpoint.write_floats(quantize_model(tower, FIXED), tmp_path, reason, Companions())
+    checkpoint.write_floats(quantize_model(tower, FIXED), tmp_path, Companions(), reason)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     assert left == {"README.md", "model.safetensors", "moq_state.json", "notes.txt"}
     assert state_of(tmp_path)["reason"] == "a reason with ... in it"

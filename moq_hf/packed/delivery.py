@@ -100,7 +100,7 @@ def deliver(
     # Training is done: whatever a model's own code raises here must not lose its result.
     except Exception as error:
         reason = one_line(error, named=not isinstance(error, MoQError))
-        found = write_floats(model, folder, reason, companions)
+        found = write_floats(model, folder, companions, reason)
     try:
         _write_card(folder, model, found, picture)
     except Exception as error:

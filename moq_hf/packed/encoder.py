@@ -53,20 +53,19 @@ class Encoder:
         Raises:
             MoQError: The weight holds NaN or Inf.
         """
-        key, state, kind, stored = f"{name}.weight", layer.moq, _kind(layer), self.format_of(layer)
-        weight = turned(tensors.pop(key).detach(), kind)
-        grid: dict[str, Any] = {**state.options, "ratio": state.ratio, "step": state.step}
+        state, kind, stored = layer.moq, _kind(layer), self.format_of(layer)
+        weight = turned(tensors.pop(f"{name}.weight").detach(), kind)
+        settings: dict[str, Any] = {**state.options, "ratio": state.ratio, "step": state.step}
         scales, max_error = (0, 0), 0.0
         if stored == "float":
             if state.bits != FLOAT_BITS:
-                weight = quantizer.fake_quantize(weight, state.bits, blend=state.blend, **grid)
+                weight = quantizer.fake_quantize(weight, state.bits, blend=state.blend, **settings)
             encoded = Encoded({"weight": turned(weight, kind)})
         else:
             try:
-                values = quantizer.quantize(weight, state.bits, **grid)
+                codes, scale, zero = quantizer.quantize(weight, state.bits, **settings)
             except ValueError as error:
-                raise MoQError(f"{key} cannot be quantized: {error}") from error
-            codes, scale, zero = values
+                raise MoQError(f"{name}.weight cannot be quantized: {error}") from error
             values = quantizer.Quantized(codes.cpu(), scale.cpu(), None if zero is None else zero.cpu())
             scales, max_error = (scale.shape[0], scale.shape[1]), _max_error(weight.cpu(), values)
             width = self.container if self.at_load and stored == "packed" else state.bits
@@ -79,7 +78,7 @@ class Encoder:
             stored=stored,
             shape=(weight.shape[0], weight.shape[1]),
             scales=scales,
-            symmetric=grid["symmetric"],
+            symmetric=settings["symmetric"],
             bytes=sum(tensor.nbytes for tensor in encoded.parts.values()),
             bytes_before=weight.nbytes,
             max_error=max_error,

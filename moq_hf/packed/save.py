@@ -75,7 +75,7 @@ def write_packed(
 
 
 def write_floats(
-    model: nn.Module, directory: str | os.PathLike[str], reason: str, companions: Companions
+    model: nn.Module, directory: str | os.PathLike[str], companions: Companions, reason: str
 ) -> Verification:
     """Write any model as floats on their grid: what is left to do for one that cannot be packed.
 
@@ -85,8 +85,8 @@ def write_floats(
     Args:
         model: With quantized layers.
         directory: Where to.
-        reason: Why it is not packed, for `moq_state.json`.
         companions: What goes with the model.
+        reason: Why it is not packed, for `moq_state.json`.
 
     Returns:
         What was written.

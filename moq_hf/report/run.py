@@ -157,7 +157,7 @@ def _packed_run(
     end = {"step": steps, "moq/mean_bits": found.mean_bits, "moq/quantized_share": share}
     if found.file_bytes:
         end["moq/size_mb"] = found.file_bytes / 1e6
-    logged = {name: _named(state.get(name)) for name in ("metrics", "float_metrics")}
+    logged = {name: metrics_in(found.state.get(name) or {}) for name in ("metrics", "float_metrics")}
     return Run(
         directory,
         _config(state["config"]),
@@ -207,17 +207,9 @@ def _log_of(directory: Path) -> list[dict[str, Any]]:
 def _metrics(directory: Path) -> dict[str, float]:
     """Those of eval_results.json, else of the last evaluation in the log."""
     path = directory / "eval_results.json"
-    if path.is_file():
-        values = read_json(path)
-    else:
-        evaluations = (line for line in reversed(_log_of(directory)) if any(key.startswith("eval_") for key in line))
-        values = Entry(next(evaluations, {}), str(directory))
-    return _named(Entry({k: v.value for k, v in values.mapping().items() if k.startswith("eval_")}, values.where))
-
-
-def _named(values: Entry) -> dict[str, float]:
-    """The metrics of an evaluation, without the Trainer's prefix."""
-    return {} if values.is_null else metrics_in({name: entry.value for name, entry in values.mapping().items()})
+    evaluations = (line for line in reversed(_log_of(directory)) if any(key.startswith("eval_") for key in line))
+    logged = read_json(path).value if path.is_file() else next(evaluations, {})
+    return metrics_in({name: value for name, value in logged.items() if name.startswith("eval_")})
 
 
 def natural(name: str) -> list[tuple[int, str]]:
