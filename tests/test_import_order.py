@@ -45,6 +45,7 @@ ORDER = [
     "packed.proof",
     "packed.files",
     "packed.state",
+    "packed.state_check",
     "packed.layout",
     "packed.encoder",
     "packed.verification",

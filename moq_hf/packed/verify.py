@@ -21,7 +21,8 @@ from .encoder import groups_of, plain
 from .files import CONFIG, digest_of, read_document, tensors_in, weight_files
 from .layout import InFiles
 from .proof import Answers
-from .state import STATE_NAME, StoredLayer, proof_of, read_layers, sha256
+from .state import STATE_NAME, StoredLayer, sha256
+from .state_check import proof_of, read_layers
 from .verification import Verification
 
 _ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
