@@ -18,12 +18,14 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .config import MoQConfig
-from .errors import MoQError
+from .errors import MoQError, one_line
 from .model.convert import is_quantized
 from .model.selection import select_layers
 from .names import uncompiled
 from .packed.delivery import deliver
-from .packed.proof import Answers, kept_batch
+from .packed.proof import Answers
+from .packed.question import kept_batch
+from .packed.save import Companions
 from .packed.state import shareable
 from .plan import Plan, outcome, plan
 from .processes import is_sharded, whole_state_dict
@@ -349,21 +351,16 @@ class MoQCallback(TrainerCallback, ExportableState):
         if not self.in_moq_trainer and controller.has_begun:
             answers, gathered = self.answers(args), whole_state_dict(controller.model)
             if args.should_save:
-                self._deliver(
-                    controller,
-                    Path(cast(str, args.output_dir), "quantized"),
-                    answers,
-                    processing_class=kwargs.get("processing_class"),
-                    metrics=last_metrics(state),
-                    state_dict=gathered,
-                )
+                tokenizer, folder = kwargs.get("processing_class"), Path(cast(str, args.output_dir), "quantized")
+                companions = Companions(tokenizer, controller, last_metrics(state), state_dict=gathered)
+                self._deliver(controller.model, folder, companions, answers)
 
-    def _deliver(self, controller: MoQController, folder: Path, answers: Answers | None, **saved: Any) -> None:
+    def _deliver(self, model: nn.Module, folder: Path, companions: Companions, answers: Answers | None) -> None:
         try:
-            tqdm.write(f"moq_hf: {deliver(controller.model, folder, answers, controller=controller, **saved)}")
+            tqdm.write(f"moq_hf: {deliver(model, folder, companions, answers)}")
         # Training is done: what cannot be written here is still the Trainer's to save.
         except Exception as error:
-            logger.warning("moq_hf: nothing is delivered to %s: %s: %s", folder, type(error).__name__, error)
+            logger.warning("moq_hf: nothing is delivered to %s: %s", folder, one_line(error, named=True))
 
     def answers(self, args: TrainingArguments) -> Answers | None:
         """What the model answers to a batch of its run, to be held against what is delivered; in every process.

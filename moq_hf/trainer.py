@@ -16,11 +16,12 @@ from transformers import PreTrainedModel, Trainer
 
 from .callback import MoQCallback, last_metrics
 from .config import MoQConfig
-from .errors import MoQError
+from .errors import MoQError, one_line
 from .model.convert import is_quantized, quant_layers
-from .packed.card import write_card
+from .packed.card import About, write_card
 from .packed.delivery import base_model_of, deliver
 from .packed.proof import Answers
+from .packed.save import Companions
 from .packed.state import STATE_NAME, record_metrics
 from .processes import whole_state_dict
 from .training.checkpoints import check_whole, checkpoints, fault_of, last_checkpoint
@@ -241,7 +242,7 @@ class MoQTrainer(Trainer):
                 shutil.rmtree(folder, ignore_errors=True)
             whole = next((path for path in checkpoints(folder.parent) if fault_of(path) is None), None)
             raise MoQError(
-                f"{folder} could not be saved ({' '.join(str(error).split())}), and what there was of it is removed; "
+                f"{folder} could not be saved ({one_line(error)}), and what there was of it is removed; "
                 + ("there is no checkpoint to resume from" if whole is None else f"{whole} is whole: resume from it")
             ) from error
         finally:
@@ -267,18 +268,17 @@ class MoQTrainer(Trainer):
             super()._save(output_dir, state_dict)
             return
         folder = Path(cast(str, output_dir if output_dir is not None else self.args.output_dir))
-        saved: dict[str, Any] = {
-            "processing_class": self.processing_class or getattr(self.data_collator, "tokenizer", None),
-            "metrics": self.final_metrics or last_metrics(self.state),
-            "float_metrics": self.float_metrics,
-            "state_dict": whole_state_dict(model) if state_dict is None else state_dict,
-        }
+        moq = self._live_moq()
+        companions = Companions(
+            processing_class=self.processing_class or getattr(self.data_collator, "tokenizer", None),
+            controller=None if moq is None else moq.controller,
+            metrics=self.final_metrics or last_metrics(self.state),
+            float_metrics=self.float_metrics,
+            state_dict=whole_state_dict(model) if state_dict is None else state_dict,
+        )
         if not self.args.should_save:
             return
-        moq = self._live_moq()
-        controller = None if moq is None else moq.controller
-        told = deliver(model, folder, self._answers, controller=controller, picture=False, **saved)
-        tqdm.write(f"moq_hf: {told}")
+        tqdm.write(f"moq_hf: {deliver(model, folder, companions, self._answers, picture=False)}")
         save_training_args(self.args, folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -292,8 +292,7 @@ class MoQTrainer(Trainer):
         record_metrics(folder, self.final_metrics or last_metrics(self.state), self.float_metrics)
         # What the stock card knows: task, data and hyperparameters.
         known = training_summary(self, *args, **kwargs)
-        write_card(
-            folder,
+        about = About(
             model_name=self.hub_model_id or known.model_name,
             base_model=kwargs.get("finetuned_from") or base_model_of(self.accelerator.unwrap_model(self.model)),
             task=_one(known.tasks),
@@ -305,6 +304,7 @@ class MoQTrainer(Trainer):
             tags=known.tags,
             training=known.hyperparameters,
         )
+        write_card(folder, about)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Upload the packed model with its card, as `Trainer.push_to_hub`; an upload that fails is tried again.
@@ -316,7 +316,7 @@ class MoQTrainer(Trainer):
             try:
                 return super().push_to_hub(*args, **dict(kwargs))
             except UPLOAD_ERRORS as error:
-                reason = " ".join(str(error).split()) or type(error).__name__
+                reason = one_line(error)
                 status = getattr(getattr(error, "response", None), "status_code", 0)
                 refused = 400 <= status < 500 and status not in (408, 429)
                 if refused or attempt == self.push_attempts:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import quantizer
 from ..config import MoQConfig
-from ..errors import MoQError
+from ..errors import MoQError, one_line
 from ..packed.state import StoredLayer
 from ..packed.verify import stored_weights, verify_quantized
 from ..version import __version__
@@ -229,7 +229,7 @@ def _write_model(
                 verbose=False,
             )
         except torch.onnx.errors.OnnxExporterError as error:
-            reason = " ".join(str(error.__cause__ or error).split())[:300]
+            reason = one_line(error.__cause__ or error)[:300]
             raise MoQError(f"torch.onnx.export cannot export {type(model).__name__}: {reason}") from error
         exported = cast(Any, program).model
         initializers = exported.graph.initializers
