@@ -1,9 +1,9 @@
 import importlib.util
 import itertools
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from numerics import LAYOUTS, MODES, same_bits
@@ -148,8 +148,9 @@ assert len(seen) == 8
 """
 
 
-def test_a_forked_child_has_threads_of_its_own() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=120)
+def test_a_forked_child_has_threads_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "fork.py").write_text(FORK)
+    done = programs.run("fork.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
