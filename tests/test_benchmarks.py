@@ -135,7 +135,7 @@ def test_the_same_numbers_need_public_names_only() -> None:
 
 def test_what_the_docs_say_of_the_proof_was_measured() -> None:
     measured = json.loads((ROOT / "benchmarks" / "results" / "proof.json").read_text(encoding="utf-8"))
-    text = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "evidence" / "speed.md").read_text(encoding="utf-8")
     assert f"took {100 * measured['median_share']:.1f} % of a run of {measured['steps_of_the_run']} steps" in text
     assert f"median of {len(measured['runs'])} runs" in text
     assert f"batches of {measured['batch']} x {measured['sequence']}" in text

@@ -43,6 +43,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from moq_hf import MoQCallback, MoQError, QuantLinear
 from moq_hf import quantizer as q
 from moq_hf.callback import _loss_of
+from moq_hf.grid import Grid, RowBlocks
 from moq_hf.kernels import cpu as cpu_quant
 from moq_hf.model.convert import quant_layers
 
@@ -62,7 +63,7 @@ def test_the_forward_pass_sees_the_schedule(tmp_path: Path) -> None:
     assert not isinstance(trainer.model.classifier, QuantLinear)
     layer = trainer.model.bert.encoder.layer[1].output.dense
     # The last search for ratios was at step 15, the weights have moved since.
-    now = q.fake_quantize(layer.weight.detach(), 3, groups=4, ratio=layer.moq.ratio)
+    now = q.fake_quantize(layer.weight.detach(), 3, Grid(RowBlocks(4)), ratio=layer.moq.ratio)
     assert torch.equal(layer.quantized_weight(), now) and not torch.equal(now, layer.weight)
 
 
@@ -284,7 +285,7 @@ def test_mixed_precision_quantizes_into_the_matmul_s_dtype(precision: str, tmp_p
     assert {layer.moq.weight.dtype for layer in layers.values()} == {torch.bfloat16}
     assert {layer.weight.dtype for layer in layers.values()} == {torch.float32}
     layer = layers["bert.pooler.dense"]
-    exact = q.fake_quantize(layer.weight.detach(), 3, groups=4, ratio=layer.moq.ratio)
+    exact = q.fake_quantize(layer.weight.detach(), 3, Grid(RowBlocks(4)), ratio=layer.moq.ratio)
     assert torch.equal(layer.moq.weight, exact.to(torch.bfloat16))
 
 

@@ -105,7 +105,7 @@ def test_eigenvalues_of_shards_are_refused_before_training(two_processes: Path) 
 def test_the_table_in_the_docs_is_that_of_the_results() -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / "processes.json").read_text())["results"]
     table = importlib.import_module("processes").table(results)
-    assert table in (ROOT / "docs" / "processes.md").read_text()
+    assert table in (ROOT / "docs" / "evidence" / "processes.md").read_text()
     # What the page says of all of them.
     assert {row.get(name, True) for row in results for name in ("bits_equal", "switches_equal", "factors_equal")} == {
         True

@@ -31,6 +31,7 @@ from moq_hf.cli import main
 from moq_hf.deploy.data import Data, quiet, read_data
 from moq_hf.deploy.onnx import Export, _publish, export_onnx
 from moq_hf.deploy.onnx_layers import OnnxInt8Linear, OnnxLinear, is_exact_signed
+from moq_hf.grid import Grid, RowBlocks
 from moq_hf.packed.verify import stored_weights, verify_quantized
 
 
@@ -243,7 +244,7 @@ def test_which_sums_fit_into_16_bits() -> None:
 
 
 def test_linear_is_dequantize(tmp_path: Path) -> None:
-    weight = quantizer.quantize(torch.randn(8, 12), 5, groups=4, symmetric=False)
+    weight = quantizer.quantize(torch.randn(8, 12), 5, Grid(RowBlocks(4), symmetric=False))
     layer = OnnxLinear(weight, None, True)
     assert torch.equal(layer(torch.eye(12)), quantizer.dequantize(*weight).T)
 

@@ -1,7 +1,7 @@
 """More families: sound, pictures, state spaces, experts, encoders with decoders, and a model of PyTorch's own layers.
 
 Each is a class of transformers with a tiny config and a batch with labels. `python tests/helpers/families.py`, at the
-root of the repository, trains all of them and renews their table in docs/models.md.
+root of the repository, trains all of them and renews their table in docs/reference/families.md.
 """
 
 import re
@@ -172,7 +172,7 @@ class Outcome(NamedTuple):
     reply: dict[str, Any]
 
     def row(self, name: str) -> str:
-        """Its row in docs/models.md."""
+        """Its row in docs/reference/families.md."""
         left = ", ".join(f"`{head}`" for head in self.in_float) or "-"
         return f"| {name} | {self.quantized} of {self.linears} | {100 * self.share:.0f} % | {left} | {self.layout} |"
 

@@ -1,7 +1,7 @@
 """Tiny models of many families, each on the tasks that transformers has a class for, and what MoQ makes of them.
 
-`python tests/helpers/model_zoo.py`, at the root of the repository, trains all of them and renews the
-table in docs/models.md.
+`python tests/helpers/model_zoo.py`, at the root of the repository, trains all of them and renews the tables in
+docs/reference/families.md.
 """
 
 import json
@@ -43,7 +43,7 @@ from moq_hf import MoQCallback, verify_quantized
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.selection import is_linear
 
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "reference" / "families.md"
 MARKS = "<!-- models -->\n", "<!-- end of models -->\n"
 CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 6, "target_bits": 4},
@@ -244,7 +244,7 @@ def outcome(family: str, task: str, folder: Path, stranger: Stranger) -> Outcome
 
 
 def table(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
-    """The two tables of docs/models.md."""
+    """The two tables of docs/reference/families.md."""
     lines = [f"| model | {' | '.join(TASKS)} |", f"| --- |{' --- |' * len(TASKS)}"]
     for family in FAMILIES:
         cells = [outcomes[family, task].cell() if (family, task) in outcomes else "-" for task in TASKS]

@@ -1,18 +1,25 @@
 """The grids that every path is held to the definition on."""
 
 import itertools
-from typing import Any
 
 import torch
 
-from moq_hf import quantizer
+from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
 
-LAYOUTS: list[dict[str, Any]] = [{"groups": 1}, {"groups": 3}, {"groups": "per_channel"}, {"group_size": 11}]
-MODES = [
-    (bits, symmetric, rounding)
-    for bits, symmetric, rounding in itertools.product((1, 2, 3, 8, 16), (True, False), ("nearest", "stochastic"))
-    if quantizer.is_uniform(bits, symmetric) or (symmetric and rounding == "nearest")
-]
+GROUPINGS: list[Grouping] = [RowBlocks(), RowBlocks(3), PerChannel(), PerGroup(11)]
+
+
+def modes(bit_widths: range | tuple[int, ...]) -> list[tuple[int, Grid]]:
+    """Each bit width with each grid that there is at it, but for the grouping."""
+    grids = [Grid(symmetric=symmetric, stochastic=noisy) for symmetric in (True, False) for noisy in (False, True)]
+    return [
+        (bits, grid)
+        for bits, grid in itertools.product(bit_widths, grids)
+        if grid.is_uniform(bits) or (grid.symmetric and not grid.stochastic)
+    ]
+
+
+MODES = modes((1, 2, 3, 8, 16))
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from repo import ROOT
 from transformers import AutoTokenizer
 
-from moq_hf import MoQConfig, quantize_model, save_quantized
+from moq_hf import quantize_model, save_quantized
 from moq_hf.model.convert import quant_layers
 
 TOKENIZER = ROOT / "examples" / "demo" / "model"
@@ -27,7 +27,7 @@ def checkpoint(folder: Path, model: Any, config: Mapping[str, Any], bits: list[i
     quantize_model(model.eval(), config)
     for index, layer in enumerate(quant_layers(model).values()):
         if bits is not None:
-            layer.set_bits(bits[index % len(bits)], MoQConfig.from_dict(config))
+            layer.set_bits(bits[index % len(bits)])
             layer.refresh()
     return save_quantized(model, folder, processing_class=AutoTokenizer.from_pretrained(TOKENIZER))
 

@@ -1,15 +1,19 @@
 import importlib.util
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import programs
 import pytest
 import torch
-from numerics import LAYOUTS, MODES, same_bits
+from numerics import GROUPINGS, MODES, same_bits
 
 from moq_hf import eigen, quantize_model, quantizer
+from moq_hf.grid import Grid, Grouping, RowBlocks
 from moq_hf.kernels import cpu as cpu_quant
+from moq_hf.kernels.backend import choose
+from moq_hf.quantizer import Draw
 
 needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 
@@ -22,51 +26,51 @@ def weight(rows: int = 6, columns: int = 33) -> torch.Tensor:
 
 
 @needs_numba
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("grouping", GROUPINGS, ids=str)
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_fake_quantize_is_the_definition(mode: Any, layout: dict[str, Any]) -> None:
+def test_fake_quantize_is_the_definition(mode: tuple[int, Grid], grouping: Grouping) -> None:
     assert cpu_quant.available()
-    bits, symmetric, rounding = mode
-    w = weight()
-    shape = quantizer.group_shape(6, 33, layout.get("groups", 1), layout.get("group_size"))
-    ratio = torch.tensor(quantizer.RATIOS)[torch.randint(17, shape)] if quantizer.is_uniform(bits, symmetric) else None
-    fixed = {"symmetric": symmetric, "rounding": rounding, "seed": 2**35 + 7, "layer": 3, "step": 9, **layout}
+    bits, grid = mode[0], replace(mode[1], grouping=grouping)
+    w, draw = weight(), Draw(2**35 + 7, 3, 9)
+    ratio = torch.tensor(quantizer.RATIOS)[torch.randint(17, grid.shape(6, 33))] if grid.is_uniform(bits) else None
     for dtype, blend, r in itertools.product((torch.float32, torch.bfloat16), (0.0, 0.3), (None, ratio)):
         out = torch.full((6, 33), torch.nan, dtype=dtype)
-        assert cpu_quant.fake_quantize(w, bits, blend=blend, ratio=r, out=out, **fixed) is out
-        assert same_bits(out, quantizer.fake_quantize(w, bits, blend=blend, ratio=r, dtype=dtype, **fixed))
+        assert cpu_quant.fake_quantize(w, bits, grid, ratio=r, draw=draw, blend=blend, out=out) is out
+        exact = quantizer.fake_quantize(w, bits, grid, ratio=r, draw=draw, blend=blend, dtype=dtype)
+        assert same_bits(out, exact)
 
 
 @needs_numba
 def test_groups_of_many_pieces_and_extreme_values() -> None:
     for scale in (0.02, 3e38, 1e-37, 1e-45):
         w = torch.randn(6, 1500).clamp(-1, 1) * scale
-        for bits, symmetric, rounding in MODES:
-            options: dict[str, Any] = {"symmetric": symmetric, "rounding": rounding, "groups": 2}
-            ours = cpu_quant.fake_quantize(w, bits, dtype=torch.bfloat16, **options)
-            assert same_bits(ours, quantizer.fake_quantize(w, bits, dtype=torch.bfloat16, **options))
+        for bits, mode in MODES:
+            grid = replace(mode, grouping=RowBlocks(2))
+            ours = cpu_quant.fake_quantize(w, bits, grid, dtype=torch.bfloat16)
+            assert same_bits(ours, quantizer.fake_quantize(w, bits, grid, dtype=torch.bfloat16))
 
 
 @needs_numba
 @pytest.mark.parametrize("bits_of_value", [0x7FC00000, 0x7FFFFFFF, -1, 0x7F800000, -0x800000], ids=hex)
 @pytest.mark.parametrize("place", [(0, 0), (1, 7)])
 def test_nonfinite_weights_come_out_so(bits_of_value: int, place: tuple[int, int]) -> None:
-    for bits, symmetric, rounding in MODES:
+    for bits, mode in MODES:
         w = weight()
         w.view(torch.int32)[place] = bits_of_value
         assert not w[place].isfinite()
-        options: dict[str, Any] = {"symmetric": symmetric, "rounding": rounding, "groups": 3}
+        grid = replace(mode, grouping=RowBlocks(3))
         for dtype in (torch.float32, torch.bfloat16):
-            assert quantizer.nonfinite(cpu_quant.fake_quantize(w, bits, dtype=dtype, **options), 3)
+            assert quantizer.nonfinite(cpu_quant.fake_quantize(w, bits, grid, dtype=dtype), grid)
 
 
 @needs_numba
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_least_squares_ratio_is_the_definition(layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize("grouping", GROUPINGS, ids=str)
+def test_least_squares_ratio_is_the_definition(grouping: Grouping) -> None:
     for bits, symmetric in [(3, True), (2, False), (5, False), (8, True)]:
         for w in (weight(), weight().index_fill(0, torch.tensor([1]), torch.nan)):
-            ours = cpu_quant.least_squares_ratio(w, bits, symmetric=symmetric, **layout)
-            assert same_bits(ours, quantizer.least_squares_ratio(w, bits, symmetric=symmetric, **layout))
+            grid = Grid(grouping, symmetric)
+            ours = cpu_quant.least_squares_ratio(w, bits, grid)
+            assert same_bits(ours, quantizer.least_squares_ratio(w, bits, grid))
 
 
 @needs_numba
@@ -75,22 +79,9 @@ def test_least_squares_ratio_of_groups_of_many_pieces() -> None:
     for heavy in (1, 3):
         w = torch.randn(4, 5000) ** heavy
         for bits, symmetric in [(3, True), (4, True), (8, True), (4, False)]:
-            options: dict[str, Any] = {"symmetric": symmetric, "groups": 2}
-            ours = cpu_quant.least_squares_ratio(w, bits, **options)
-            assert same_bits(ours, quantizer.least_squares_ratio(w, bits, **options))
-
-
-@needs_numba
-def test_tensors_without_memory_take_the_definition() -> None:
-    w = weight()
-    inside = []
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        inside.append(cpu_quant.applies(x, torch.float32))
-        return (x * cpu_quant.fake_quantize(x.detach(), 8, groups=3)).sum()
-
-    gradient = torch.func.grad(loss)(w)
-    assert inside == [False] and same_bits(gradient, quantizer.fake_quantize(w, 8, groups=3))
+            grid = Grid(RowBlocks(2), symmetric)
+            ours = cpu_quant.least_squares_ratio(w, bits, grid)
+            assert same_bits(ours, quantizer.least_squares_ratio(w, bits, grid))
 
 
 @needs_numba
@@ -103,18 +94,13 @@ def test_a_backward_pass_through_older_weights_fails() -> None:
         stale.backward()
 
 
-def test_other_dtypes_and_machines_without_numba_take_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_numba
+def test_wrong_arguments_are_told() -> None:
     w = weight()
-    assert not cpu_quant.applies(w.half(), torch.float16) and not cpu_quant.applies(w, torch.float16)
-    monkeypatch.setattr(cpu_quant, "available", lambda: False)
-    for dtype in (torch.float32, torch.float16):
-        ours = cpu_quant.fake_quantize(w.to(dtype), 8, groups=3)
-        assert same_bits(ours, quantizer.fake_quantize(w.to(dtype), 8, groups=3))
-    assert same_bits(cpu_quant.least_squares_ratio(w, 4), quantizer.least_squares_ratio(w, 4))
     with pytest.raises(ValueError, match="sets its own scale"):
         cpu_quant.least_squares_ratio(w, 2)
     with pytest.raises(ValueError, match="do not divide"):
-        cpu_quant.fake_quantize(w, 8, groups=4)
+        cpu_quant.fake_quantize(w, 8, Grid(RowBlocks(4)))
 
 
 def test_each_calls_all_and_raises() -> None:
@@ -164,7 +150,10 @@ def test_default_dtypes_and_devices_change_nothing(around: Any) -> None:
         eigenvalues = eigen.block_eigenvalues(lambda: model(inputs).square().sum(), parameters)
         eigen.check_second_derivative(lambda: model(inputs).square().sum(), parameters["0"])
         cpu_quant.available.cache_clear()
-        return eigenvalues["0"].value, cpu_quant.available(), cpu_quant.least_squares_ratio(model[0].weight, 4)
+        return eigenvalues["0"].value, cpu_quant.available(), ratio_of(model[0].weight)
+
+    def ratio_of(weight: torch.Tensor) -> torch.Tensor:
+        return choose("search", weight, torch.float32).least_squares_ratio(weight, 4)
 
     expected = measured()
     before = torch.get_default_dtype()

@@ -14,4 +14,4 @@ def test_what_was_evaluated_is_what_loads(name: str, tmp_path: Path, stranger: S
     assert found.proof.agrees is True and found.proof.examples == 4 and found.proof.largest_difference == 0.0
     assert found.losses[-1] < found.losses[0]
     row = found.row(name)
-    assert row in PAGE.read_text(encoding="utf-8").splitlines(), f"docs/models.md lacks {row}"
+    assert row in PAGE.read_text(encoding="utf-8").splitlines(), f"docs/reference/families.md lacks {row}"

@@ -32,7 +32,6 @@ from transformers.pytorch_utils import Conv1D
 
 from moq_hf import (
     MoQCallback,
-    MoQConfig,
     MoQError,
     dequantize_model,
     quantize_model,
@@ -61,7 +60,7 @@ def test_trains_to_the_target_and_loads_bit_for_bit(family: str, task: str, tmp_
     found = outcome(family, task, tmp_path, stranger)
     assert found.faults() == []
     cells, details = rows_of_page(PAGE.read_text(encoding="utf-8"))[family]
-    renewed = f"renew docs/models.md, at the root of the repository, with:\n{RENEW}"
+    renewed = f"renew docs/reference/families.md, at the root of the repository, with:\n{RENEW}"
     assert cells[1 + list(TASKS).index(task)] == found.cell(), renewed
     assert {f"`{head}`" for head in found.in_float} <= set(details[1].split(", ")), renewed
     assert set(ties(found)) <= set(details[2].split("; ")), renewed
@@ -224,7 +223,7 @@ def test_models_that_are_unpacked_while_loading(
     quantize_model(model, config)
     bits = [8, 4, 3, 9, *{"asymmetric": [2], "symmetric": [2, 1]}.get(algorithm.get("q_type", ""), [])]
     for index, layer in enumerate(quant_layers(model).values()):
-        layer.set_bits(bits[index % len(bits)], MoQConfig.from_dict(config))
+        layer.set_bits(bits[index % len(bits)])
         layer.refresh()
     save_quantized(model, tmp_path / "packed")
     stored = {name: layer.stored for name, layer in verify_quantized(tmp_path / "packed", model).layers.items()}

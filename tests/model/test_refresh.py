@@ -1,4 +1,4 @@
-"""When a quantized weight is made afresh: the rows of the table of `QuantLayer.is_stale`, one by one."""
+"""When a quantized weight is made afresh: the rows of the table of `stale`, one by one."""
 
 import copy
 import itertools
@@ -19,8 +19,10 @@ from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 
 from moq_hf import MoQCallback, dequantize_model, quant_linear, quantize_model
 from moq_hf import quantizer as q
+from moq_hf.grid import Grid, PerChannel
 from moq_hf.model.convert import quant_layers
-from moq_hf.model.refresh import lead_copies
+from moq_hf.model import staleness
+from moq_hf.model.staleness import lead_copies
 from moq_hf.quant_linear import FLOAT_BITS, QuantLayer
 
 CONFIG: dict[str, Any] = {"quantize_bits": {"start_bits": 3, "target_bits": 3}, "quantize_groups": "per_channel"}
@@ -43,8 +45,8 @@ def weight_of(layer: nn.Module) -> nn.Parameter:
 def expected(layer: Any, **more: Any) -> Tensor:
     """By the definition, of the weight as it is now."""
     state = layer.moq
-    options = {"ratio": state.ratio, "step": state.step, **state.options, **more}
-    return q.fake_quantize(weight_of(layer).detach(), state.bits, **options)
+    options = {"ratio": state.ratio, "draw": state.draw, **more}
+    return q.fake_quantize(weight_of(layer).detach(), state.bits, state.grid, **options)
 
 
 def is_fresh(model: Any) -> bool:
@@ -151,7 +153,7 @@ def test_another_weight_of_torch_func_is_seen() -> None:
     for factor in (1.5, 2.5):
         given = {name: (tensor * factor).detach() for name, tensor in model.named_parameters()}
         out = torch.func.functional_call(model[0], {key[2:]: given[key] for key in ("0.weight", "0.bias")}, (x,))
-        wanted = q.fake_quantize(given["0.weight"], 3, **model[0].moq.options)
+        wanted = q.fake_quantize(given["0.weight"], 3, model[0].moq.grid)
         assert torch.equal(out, nn.functional.linear(x, wanted, given["0.bias"]))
         assert is_fresh(model)
 
@@ -324,8 +326,9 @@ def error(layer: Any) -> float:
 
 def least_error(layer: Any) -> float:
     weight = weight_of(layer).detach()
-    ratio = q.least_squares_ratio(weight, layer.moq.bits, groups="per_channel")
-    return float((q.fake_quantize(weight, layer.moq.bits, groups="per_channel", ratio=ratio) - weight).square().mean())
+    bits, grid = layer.moq.bits, Grid(PerChannel())
+    ratio = q.least_squares_ratio(weight, bits, grid)
+    return float((q.fake_quantize(weight, bits, grid, ratio=ratio) - weight).square().mean())
 
 
 @pytest.mark.parametrize("assign", [True, False])
@@ -352,7 +355,7 @@ def test_a_loop_without_a_trainer_searches_ratios_when_they_are_due() -> None:
     for step in range(1, 7):
         layer.weight.grad = weight_of(layer).detach() - heavy_tails(16, 16)
         optimizer.step()
-        assert layer.moq.step == step and is_fresh(model)
+        assert layer.moq.draw.step == step and is_fresh(model)
         found.append(error(layer) == least_error(layer))
     assert found == [False, False, True] * 2
 
@@ -367,7 +370,7 @@ def test_a_loop_without_a_trainer_counts_steps_for_stochastic_rounding() -> None
     for step in range(1, 4):
         model(torch.randn(3, 16)).sum().backward()
         optimizer.step()
-        assert layer.moq.step == step
+        assert layer.moq.draw.step == step
         for _ in range(2):
             assert torch.equal(layer.quantized_weight(), expected(layer))
         drawn.append(layer.quantized_weight().detach().clone())
@@ -447,7 +450,7 @@ def test_a_child_of_a_fork_can_quantize_although_a_thread_held_the_lock() -> Non
     held, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with quant_linear._LOCK:
+        with staleness._lock:
             held.set()
             leave.wait(30)
 

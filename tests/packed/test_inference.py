@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
 
 from moq_hf import MoQError, load_packed, quantize_model, quantizer, save_quantized, triton_quant
+from moq_hf.grid import Grid, PerChannel, PerGroup, RowBlocks
 from moq_hf.packed.inference import PackedLinear
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -24,12 +25,12 @@ on_device = pytest.mark.skipif(False, reason="the interpreter runs it") if INTER
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 # Bits and grouping by a part of the layer's name.
-SCHEMES: dict[str, tuple[int, dict[str, Any]]] = {
-    "query": (4, {"groups": "per_channel"}),
-    "key": (8, {"group_size": 8}),
-    "value": (2, {"groups": 4, "symmetric": False}),
-    "attention.output.dense": (8, {"groups": 4}),
-    "intermediate": (3, {"groups": "per_channel"}),
+SCHEMES = {
+    "query": (4, Grid(PerChannel())),
+    "key": (8, Grid(PerGroup(8))),
+    "value": (2, Grid(RowBlocks(4), symmetric=False)),
+    "attention.output.dense": (8, Grid(RowBlocks(4))),
+    "intermediate": (3, Grid(PerChannel())),
 }
 
 
@@ -37,17 +38,22 @@ SCHEMES: dict[str, tuple[int, dict[str, Any]]] = {
 def packed(tiny_bert: BertForSequenceClassification, tmp_path: Path) -> Path:
     """A packed tiny BERT: 4, 8, 2 and 3 bits, scales per row, group and block of rows, with and without zero points."""
     tensors, groups = {k: v.clone() for k, v in tiny_bert.state_dict().items()}, {}
-    for part, (bits, options) in SCHEMES.items():
+    for part, (bits, grid) in SCHEMES.items():
         names = [n for n, m in tiny_bert.named_modules() if isinstance(m, nn.Linear) and part in n]
-        symmetric = options.get("symmetric", True)
-        weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False, "strategy": "channel"}
+        weights = {
+            "num_bits": bits,
+            "type": "int",
+            "symmetric": grid.symmetric,
+            "dynamic": False,
+            "strategy": "channel",
+        }
         for name in names:
             weight = tensors.pop(f"{name}.weight")
-            codes, scale, zero = quantizer.quantize(weight, bits, **options)
-            if options.get("groups") == 4:
+            codes, scale, zero = quantizer.quantize(weight, bits, grid)
+            if isinstance(grid.grouping, RowBlocks):
                 weights |= {"strategy": "block", "block_structure": [len(weight) // 4, weight.shape[1]]}
-            elif "group_size" in options:
-                weights |= {"strategy": "group", "group_size": options["group_size"]}
+            elif isinstance(grid.grouping, PerGroup):
+                weights |= {"strategy": "group", "group_size": grid.grouping.size}
             if zero is not None:
                 codes, zero = codes - 2 ** (bits - 1), zero - 2 ** (bits - 1)
                 tensors[f"{name}.weight_zero_point"] = zero.to(torch.int8)

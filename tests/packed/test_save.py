@@ -65,7 +65,7 @@ def mixed(model: Any, bits: list[int], config: dict[str, Any]) -> Any:
     """The model with the bits in turn on its layers, and a stochastic rounding step that is not the first."""
     quantize_model(model, config)
     for index, layer in enumerate(quant_layers(model).values()):
-        layer.set_bits(bits[index % len(bits)], MoQConfig.from_dict(config))
+        layer.set_bits(bits[index % len(bits)])
         layer.moq.step = 7
         layer.refresh()
     return model
