@@ -15,9 +15,9 @@ from .run import Run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-INK, FAINT, ACCENT, GREY = "#22262b", "#c9ced4", "#2563c9", "#8a929b"
+INK, FAINT, ACCENT, GRAY = "#22262b", "#c9ced4", "#2563c9", "#8a929b"
 # The same on a dark ground.
-DARK = {INK: "#e4e7eb", FAINT: "#454b53", ACCENT: "#7aa7f5", GREY: "#9aa3ad"}
+DARK = {INK: "#e4e7eb", FAINT: "#454b53", ACCENT: "#7aa7f5", GRAY: "#9aa3ad"}
 _DOTTED = "dotted: the precision falls, with the mean bits after it"
 
 
@@ -39,9 +39,9 @@ def draw_plan(planned: Plan, path: str | os.PathLike[str]) -> None:
         title = f"{config.start_bits} to {config.target_bits} bits in {planned.total_steps:,} optimizer steps"
         axes.set_title(title, fontsize="medium", pad=14)
         if planned.deadline_step is not None:
-            axes.axvline(planned.deadline_step, color=GREY, linestyle="--", linewidth=1)
+            axes.axvline(planned.deadline_step, color=GRAY, linestyle="--", linewidth=1)
             top = axes.get_xaxis_transform()
-            axes.text(planned.deadline_step, 1.01, "deadline", transform=top, color=GREY, fontsize="small", ha="center")
+            axes.text(planned.deadline_step, 1.01, "deadline", transform=top, color=GRAY, fontsize="small", ha="center")
         try:
             figure.savefig(path, dpi=150, facecolor="white")
         except ValueError as error:
@@ -118,7 +118,7 @@ def figures_of(run: Run) -> dict[str, tuple["Figure", str]]:
 
     if run.has_log:
         figure, axes = _new_figure(3.0)
-        for name, label, color in (("loss", "training", GREY), ("eval_loss", "evaluation", ACCENT)):
+        for name, label, color in (("loss", "training", GRAY), ("eval_loss", "evaluation", ACCENT)):
             steps, values = run.series(name)
             if steps:
                 marker = "o" if len(steps) < 3 else None
@@ -238,19 +238,19 @@ def _mark_switches(axes: "Axes", run: Run) -> None:
         steps = sorted({math.ceil(mean[step]): step for step in reversed(steps) if step in mean}.values())
     # From the last one: it is the target that matters where they stand close.
     for step in reversed(steps):
-        axes.axvline(step, color=GREY, linestyle=":", linewidth=0.9)
+        axes.axvline(step, color=GRAY, linestyle=":", linewidth=0.9)
         if step in mean and written - step > 0.035 * run.steps:
             written = step
             top = axes.get_xaxis_transform()
             axes.text(
-                step, 1.01, f"{round(mean[step], 1):g}", transform=top, color=GREY, fontsize="x-small", ha="center"
+                step, 1.01, f"{round(mean[step], 1):g}", transform=top, color=GRAY, fontsize="x-small", ha="center"
             )
     axes.set_xlim(0, run.steps)
 
 
 def _bars(values: Mapping[str, float], form: str) -> "Figure":
     figure, axes = _new_figure(0.5 + 0.36 * len(values))
-    colors = [GREY if "float" in name else ACCENT for name in values]
+    colors = [GRAY if "float" in name else ACCENT for name in values]
     bars = axes.barh(list(values), list(values.values()), color=colors, height=0.62)
     axes.bar_label(bars, [form.format(value) for value in values.values()], padding=4)
     axes.invert_yaxis()
