@@ -49,6 +49,7 @@ ORDER = [
     "packed.inference",
     "report.metrics",
     "report.run",
+    "report.look",
     "report.figures",
     "report.page",
     "callback",
