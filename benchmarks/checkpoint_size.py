@@ -44,7 +44,7 @@ def quantized(model: Any, bits: int | str, embeddings: int | None) -> Any:
         layers = quant_layers(model)
         blocks = list(dict.fromkeys(block_of(model, name) for name in layers))
         for name, layer in layers.items():
-            layer.set_bits(MIXED[blocks.index(block_of(model, name)) % len(MIXED)], config)
+            layer.set_bits(MIXED[blocks.index(block_of(model, name)) % len(MIXED)])
             layer.refresh()
     return model
 

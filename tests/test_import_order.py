@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from repo import ROOT
 
-PACKAGE = Path(__file__).parents[1] / "moq_hf"
+PACKAGE = ROOT / "moq_hf"
 ORDER = [
     "version",
     "errors",
@@ -24,6 +25,7 @@ ORDER = [
     "triton_quant",
     "kernels.packing",
     "kernels.backend",
+    "model.staleness",
     "model.selection",
     "model.inventory",
     "quant_linear",
@@ -36,6 +38,7 @@ ORDER = [
     "training.sensitivity",
     "training.checkpoints",
     "training.resume",
+    "training.ratios",
     "training.controller",
     "training.distillation",
     "report.metrics",

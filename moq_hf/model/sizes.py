@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .. import quantizer
 from ..names import adapters, named_parameters, plain_name
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..schedule import FLOAT_BITS
@@ -51,9 +50,7 @@ class ModelSizes:
             count, full = parameter.numel(), 8 * parameter.element_size()
             if id(parameter) in owners:
                 layer = owners[id(parameter)]
-                options = layer.moq.options
-                rows, columns = layer.matrix.shape
-                groups = quantizer.group_shape(rows, columns, options["groups"], options["group_size"])
+                groups = layer.moq.grid.shape(*layer.matrix.shape)
                 self._weights.append(_Weight(layer, count, groups[0] * groups[1], full))
             else:
                 self.others[name] = count

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .. import quantizer
 from ..errors import MoQError
+from ..grid import PerGroup
 from ..names import adapters, named_modules, plain_name
 from ..quant_linear import QuantConv1D, QuantEmbedding, QuantLayer
 from ..reading import Entry
@@ -55,15 +56,15 @@ class Encoder:
         """
         state, kind, stored = layer.moq, _kind(layer), self.format_of(layer)
         weight = turned(tensors.pop(f"{name}.weight").detach(), kind)
-        settings: dict[str, Any] = {**state.options, "ratio": state.ratio, "step": state.step}
+        settings: dict[str, Any] = {"ratio": state.ratio, "draw": state.draw}
         scales, max_error = (0, 0), 0.0
         if stored == "float":
             if state.bits != FLOAT_BITS:
-                weight = quantizer.fake_quantize(weight, state.bits, blend=state.blend, **settings)
+                weight = quantizer.fake_quantize(weight, state.bits, state.grid, blend=state.blend, **settings)
             encoded = Encoded({"weight": turned(weight, kind)})
         else:
             try:
-                codes, scale, zero = quantizer.quantize(weight, state.bits, **settings)
+                codes, scale, zero = quantizer.quantize(weight, state.bits, state.grid, **settings)
             except ValueError as error:
                 raise MoQError(f"{name}.weight cannot be quantized: {error}") from error
             values = quantizer.Quantized(codes.cpu(), scale.cpu(), None if zero is None else zero.cpu())
@@ -78,7 +79,7 @@ class Encoder:
             stored=stored,
             shape=(weight.shape[0], weight.shape[1]),
             scales=scales,
-            symmetric=settings["symmetric"],
+            symmetric=state.grid.symmetric,
             bytes=sum(tensor.nbytes for tensor in encoded.parts.values()),
             bytes_before=weight.nbytes,
             max_error=max_error,
@@ -154,8 +155,8 @@ def _kind(layer: QuantLayer) -> str:
 
 
 def _group_size(layer: QuantLayer) -> int | None:
-    size: int | None = layer.moq.options["group_size"]
-    return size
+    grouping = layer.moq.grid.grouping
+    return grouping.size if isinstance(grouping, PerGroup) else None
 
 
 def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:

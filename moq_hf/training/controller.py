@@ -9,29 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import quantizer
 from ..config import MoQConfig
-from ..errors import MoQError, show
 from ..grid import PerGroup
-from ..kernels.backend import kernels_wanted
+from ..kernels.backend import triton_wanted
 from ..model.convert import prepare_model, quant_embeddings
 from ..model.inventory import block_of
-from ..model.refresh import Refresher, check_readers, lead_copies
+from ..model.refresh import Refresher, check_readers
 from ..model.selection import embeddings_to_quantize, is_linear, linears, misfit, output_heads, shared_weights
 from ..model.sizes import ModelSizes, covered, in_words, last_part
+from ..model.staleness import lead_copies, take_over
 from ..names import adapters, named_modules, plain_name
 from ..processes import agree, device_of, is_distributed
-from ..quant_linear import QuantLayer, take_over
+from ..quant_linear import QuantLayer
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..version import __version__
+from .ratios import decode, encode
 from .resume import STATE_VERSION, changes, check_state, load_schedule, what_counts
 from .samples import Inputs
 from .sensitivity import Sensitivity
 
 logger = logging.getLogger(__name__)
-
-# A group's clipping ratio is one letter in the saved state: A is 1.00, B 0.95, ... Q 0.20.
-_LETTERS = "ABCDEFGHIJKLMNOPQ"
 
 
 class MoQController:
@@ -75,7 +72,7 @@ class MoQController:
             layer.moq.dtype = dtype
         take_over([*self.layers.values(), *self.embeddings.values()])
         self.sizes = ModelSizes(model, {**self.layers, **self.embeddings})
-        self._refresher = Refresher({**self.layers, **self.embeddings}, config)
+        self._refresher = Refresher({**self.layers, **self.embeddings})
         self.schedule = PrecisionSchedule(config, self.blocks, total_steps)
         self.history: list[Switch] = []
         self._apply_bits(self.blocks)
@@ -207,7 +204,7 @@ class MoQController:
         for block, names in self.blocks.items():
             for name in names:
                 layer = self.layers[name]
-                layer.moq.step = self.schedule.steps
+                layer.count_steps(self.schedule.steps)
                 layer.moq.blend = blend[block]
                 layer.moq.activation_bits = self.activation_bits
         for table in self.embeddings.values():
@@ -252,7 +249,7 @@ class MoQController:
             "config": self.config.to_dict(),
             "schedule": self.schedule.state_dict(),
             "ratios": {
-                name: _encode(layer.moq.ratio) for name, layer in self.layers.items() if layer.moq.ratio is not None
+                name: encode(layer.moq.ratio) for name, layer in self.layers.items() if layer.moq.ratio is not None
             },
             "history": [list(switch) for switch in self.history],
             "float_size_mb": self.float_size_mb,
@@ -278,7 +275,10 @@ class MoQController:
             for name in names:
                 layer = self.layers[name]
                 layer.moq.bits = self.schedule.bits[block]
-                layer.moq.ratio = _decode(name, state["ratios"][name], layer) if name in state["ratios"] else None
+                layer.moq.ratio = None
+                if name in state["ratios"]:
+                    shape = layer.moq.grid.shape(*layer.matrix.shape)
+                    layer.moq.ratio = decode(name, state["ratios"][name], shape).to(layer.weight.device)
         # Before the offset a changed config may have made other blocks of the layers.
         if self.sensitivity is not None and (self.has_begun or not changed):
             # Other limits, another number of examples.
@@ -319,7 +319,7 @@ class MoQController:
         if self.quantized_share < 0.5:
             notes.append(self._what_stays_in_float())
         devices = {layer.weight.device for layer in self.layers.values()}
-        if self.config.kernel and not all(kernels_wanted(self.config, device) for device in devices):
+        if self.config.kernel and not all(triton_wanted(device, self.config.kernel) for device in devices):
             notes.append(
                 "quantizer_kernel: the Triton kernels need a CUDA device and a working Triton; plain PyTorch gives the "
                 "same numbers"
@@ -368,7 +368,7 @@ class MoQController:
     def _apply_bits(self, blocks: Any) -> None:
         for block in blocks:
             for name in self.blocks[block]:
-                self.layers[name].set_bits(self.schedule.bits[block], self.config)
+                self.layers[name].set_bits(self.schedule.bits[block])
 
     def _log(self, switches: tuple[Switch, ...]) -> None:
         if not switches:
@@ -400,20 +400,3 @@ class MoQController:
 
 def _checksum(state: Any) -> int:
     return zlib.crc32(json.dumps(state, sort_keys=True).encode())
-
-
-def _encode(ratio: Tensor) -> str:
-    return "".join(_LETTERS[round((1.0 - value) * 20)] for value in ratio.flatten().tolist())
-
-
-def _decode(name: str, letters: str, layer: QuantLayer) -> Tensor:
-    options = layer.moq.options
-    rows, columns = layer.matrix.shape
-    shape = quantizer.group_shape(rows, columns, options["groups"], options["group_size"])
-    if len(letters) != shape[0] * shape[1] or set(letters) - set(_LETTERS):
-        raise MoQError(
-            f"the checkpoint's MoQ state is damaged: ratios.{name} must be {shape[0] * shape[1]} clipping ratios, "
-            f"letters from {_LETTERS[0]} to {_LETTERS[-1]}, not {show(letters)}"
-        )
-    ratios = [quantizer.RATIOS[_LETTERS.index(letter)] for letter in letters]
-    return torch.tensor(ratios, dtype=torch.float32, device=layer.weight.device).reshape(shape)
