@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer
-from transformers.modelcard import TrainingSummary
-from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .callback import MoQCallback, last_metrics
 from .config import MoQConfig
@@ -31,11 +27,19 @@ from .processes import whole_state_dict
 from .training.checkpoints import check_whole, checkpoints, fault_of, last_checkpoint
 from .training.distillation import distillation_loss, fingerprint, load_teacher
 from .training.resume import saved_state
+from .transformers_seams import (
+    UPLOAD_ERRORS,
+    average_loss,
+    callback_states,
+    callbacks_of,
+    checkpoint_folder,
+    prepared_inputs,
+    progress_bar,
+    save_training_args,
+    training_summary,
+)
 
 logger = logging.getLogger(__name__)
-
-# Of the Hub's answers, of the connection to it, and of the system.
-_UPLOAD_ERRORS = cast(tuple[type[Exception], ...], (*HfHubHTTPError.__bases__, OSError))
 
 
 class MoQTrainer(Trainer):
@@ -124,9 +128,9 @@ class MoQTrainer(Trainer):
         moq = self._live_moq()
         if moq is not None and moq.controller is not None and "loss" in logs:
             logs = {**logs, **moq.controller.metrics()}
-            for callback in self.callback_handler.callbacks:
-                bar = getattr(callback, "training_bar", None)
-                if isinstance(bar, tqdm):
+            for callback in callbacks_of(self):
+                bar = progress_bar(callback)
+                if bar is not None:
                     bar.set_postfix_str(f"{logs['moq/mean_bits']:.2f} bits per parameter")
         super().log(logs, *args, **kwargs)
 
@@ -183,7 +187,7 @@ class MoQTrainer(Trainer):
 
     def _mean_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """`compute_loss` over one batch by itself."""
-        prepared = dict(self._prepare_inputs(inputs))
+        prepared = prepared_inputs(self, inputs)
         labels = prepared.get("labels")
         count = None
         if self.compute_loss_func is not None and isinstance(labels, Tensor):
@@ -199,7 +203,7 @@ class MoQTrainer(Trainer):
         model.eval()
         try:
             with torch.no_grad(), torch.random.fork_rng(devices), self.compute_loss_context_manager():
-                prepared = self._prepare_inputs(inputs)
+                prepared = prepared_inputs(self, inputs)
                 once, twice = (
                     float(cast(Tensor, self.compute_loss(model, dict(prepared), num_items_in_batch=k * count)))
                     for k in (1, 2)
@@ -208,7 +212,7 @@ class MoQTrainer(Trainer):
             for module in training:
                 module.training = True
         if once == twice != 0.0:
-            self.model_accepts_loss_kwargs = False
+            average_loss(self)
             logger.info(
                 "the loss of %s ignores num_items_in_batch: it is averaged over micro-batches and processes instead",
                 type(self.accelerator.unwrap_model(model)).__name__,
@@ -221,7 +225,7 @@ class MoQTrainer(Trainer):
             moq.in_moq_trainer = True
             moq.teacher = self._teacher_fingerprint
             return
-        entry = cast(dict[str, Any], self.state.stateful_callbacks).get(MoQCallback.__name__)
+        entry = callback_states(self.state).get(MoQCallback.__name__)
         if entry is not None and saved_state(entry) is not None:
             logger.warning("moq_hf: the checkpoint was made with MoQ; without moq_config the run goes on in float")
 
@@ -230,7 +234,7 @@ class MoQTrainer(Trainer):
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
-            folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            folder = checkpoint_folder(self, trial)
             fault = fault_of(folder)
             if fault is None:
                 raise
@@ -275,7 +279,7 @@ class MoQTrainer(Trainer):
         if not self.args.should_save:
             return
         tqdm.write(f"moq_hf: {deliver(model, folder, companions, self._answers, picture=False)}")
-        torch.save(self.args, folder / TRAINING_ARGS_NAME)
+        save_training_args(self.args, folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the card of the packed model, with the last metrics; the Trainer's own where none was saved."""
@@ -287,7 +291,7 @@ class MoQTrainer(Trainer):
             return
         record_metrics(folder, self.final_metrics or last_metrics(self.state), self.float_metrics)
         # What the stock card knows: task, data and hyperparameters.
-        known = cast(Any, TrainingSummary).from_trainer(self, *args, **kwargs)
+        known = training_summary(self, *args, **kwargs)
         about = About(
             model_name=self.hub_model_id or known.model_name,
             base_model=kwargs.get("finetuned_from") or base_model_of(self.accelerator.unwrap_model(self.model)),
@@ -311,7 +315,7 @@ class MoQTrainer(Trainer):
         for attempt in range(1, self.push_attempts + 1):
             try:
                 return super().push_to_hub(*args, **dict(kwargs))
-            except _UPLOAD_ERRORS as error:
+            except UPLOAD_ERRORS as error:
                 reason = one_line(error)
                 status = getattr(getattr(error, "response", None), "status_code", 0)
                 refused = 400 <= status < 500 and status not in (408, 429)
@@ -326,8 +330,8 @@ class MoQTrainer(Trainer):
 
     def _live_moq(self) -> MoQCallback | None:
         # restore_callback_states_from_checkpoint puts a new object in the place of the one that was passed.
-        if self.moq is not None and self.moq not in self.callback_handler.callbacks:
-            found = [callback for callback in self.callback_handler.callbacks if isinstance(callback, MoQCallback)]
+        if self.moq is not None and self.moq not in callbacks_of(self):
+            found = [callback for callback in callbacks_of(self) if isinstance(callback, MoQCallback)]
             self.moq = found[0] if found else None
         return self.moq
 

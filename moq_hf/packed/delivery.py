@@ -110,7 +110,7 @@ def deliver(
 
 def base_model_of(model: nn.Module) -> str | None:
     """The Hub id of the model that was fine-tuned, or None."""
-    return hub_id(getattr(getattr(model, "config", None), "_name_or_path", None))
+    return hub_id(getattr(getattr(model, "config", None), "name_or_path", None))
 
 
 def _write_card(folder: Path, model: nn.Module, found: Verification, picture: bool) -> None:

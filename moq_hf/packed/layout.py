@@ -42,6 +42,7 @@ from torch import Tensor
 
 from ..errors import MoQError
 from ..quantizer import Quantized, dequantize
+from ..transformers_seams import pack_to_int32, unpack_from_int32, unpacked_weight
 from .state import StoredLayer
 
 Layout = Literal["packed", "unpacked", "floats"]
@@ -194,8 +195,6 @@ class _Packed:
     compressor = "pack-quantized"
 
     def encode(self, values: Quantized, terms: Terms) -> Encoded:
-        from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
         codes, scale, zero = values
         width, half = terms.width, 2 ** (terms.width - 1)
         scheme: dict[str, Any] = {"num_bits": width, "type": "int", "symmetric": zero is None, "dynamic": False}
@@ -226,8 +225,6 @@ class _Packed:
         return {"weight_packed", "weight_scale", "weight_shape", *zero}
 
     def decode(self, stored: InFiles) -> Quantized:
-        from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
         kind, width, half = stored.layer.kind, stored.width, 2 ** (stored.width - 1)
         codes = turned(unpack_from_int32(stored.parts["weight_packed"], width, stored.shape).int(), kind)
         scale, zero = turned(stored.parts["weight_scale"], kind), stored.parts.get("weight_zero_point")
@@ -240,10 +237,6 @@ class _Packed:
         return Quantized(codes + half, scale, turned(zero.int(), kind) + half)
 
     def check(self, stored: InFiles) -> Tensor:
-        from compressed_tensors.compressors import PackedQuantizationCompressor
-        from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
-        from compressed_tensors.quantization import QuantizationScheme
-
         width, shape, parts = stored.width, stored.shape, stored.parts
         again = pack_to_int32(unpack_from_int32(parts["weight_packed"], width, shape), width)
         if not torch.equal(again, parts["weight_packed"]) or parts["weight_shape"].tolist() != list(shape):
@@ -252,8 +245,7 @@ class _Packed:
         if zero is not None and zero.is_floating_point() and bool((zero != -0.5).any()):
             raise MoQError(f"{stored.where}: the zero points of binary codes must be -1/2")
         _check_values(stored, self.decode(stored))
-        scheme = QuantizationScheme.model_validate({**stored.group, "targets": []})
-        return cast(Tensor, PackedQuantizationCompressor.decompress(dict(parts), scheme)["weight"])
+        return unpacked_weight(parts, stored.group)
 
 
 # Each encodes a weight, names its tensors, and decodes and checks them; `compressor` is its name in compressed-tensors.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import one_line
 from ..names import named_modules, uncompiled, without_fsdp, without_peft
 from ..quant_linear import QuantLayer
+from ..transformers_seams import attention_of
 from .compare import distance, largest, modules_with_other_outputs, modules_with_other_weights
 from .question import Question
 from .quiet import quiet
@@ -199,9 +200,8 @@ class Answers:
 
 def _implementations(model: nn.Module) -> dict[str, str]:
     """The kernels of attention that the model was loaded with: they round differently."""
-    config = getattr(model, "config", None)
-    chosen = getattr(config, "_attn_implementation", None)
-    return {"attn_implementation": chosen} if isinstance(chosen, str) else {}
+    chosen = attention_of(getattr(model, "config", None))
+    return {} if chosen is None else {"attn_implementation": chosen}
 
 
 def _fits(size: int, device: torch.device) -> bool:

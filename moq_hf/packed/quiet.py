@@ -2,22 +2,19 @@
 
 import contextlib
 import logging
-import sys
 from collections.abc import Iterator
 from typing import Any, cast
 
 from transformers.utils import logging as transformers_logging
 
+from ..transformers_seams import modules_with_bars
+
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without the libraries' progress bars and advice: what is written is said in one line."""
-    import compressed_tensors.offload.dispatch
-    import compressed_tensors.quantization  # noqa: F401
-
     bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    # Its bars cannot be switched off.
-    own = [m for name, m in sys.modules.items() if name.startswith("compressed_tensors.") and "tqdm" in vars(m)]
+    own = modules_with_bars()
     before = [vars(module)["tqdm"] for module in own]
     for module in own:
         vars(module)["tqdm"] = lambda items, *args, **kwargs: items

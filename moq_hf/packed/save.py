@@ -22,6 +22,7 @@ from ..names import adapters, uncompiled, without_fsdp, without_peft
 from ..processes import is_sharded
 from ..quant_linear import QuantLayer
 from ..training.controller import MoQController
+from ..transformers_seams import has_adapter, initialize_again
 from .encoder import Encoder, plain
 from .files import CONFIG, digest_of, tensors_in
 from .layout import Layout
@@ -216,10 +217,8 @@ def _init_reaches_into(model: nn.Module, packed: Iterable[str]) -> bool:
             f"from_pretrained could not load it, since {cls.__name__}(config) does not make such a model: "
             f"{one_line(error)}"
         ) from error
-    for module in shell.modules():
-        module.__dict__.pop("_is_hf_initialized", None)
     try:
-        shell.initialize_weights()
+        initialize_again(shell)
     except AttributeError:
         return True
     return False
@@ -230,7 +229,7 @@ def _check_model(model: nn.Module, layers: Mapping[str, QuantLayer], target: Pat
 
     if not isinstance(model, PreTrainedModel):
         raise MoQError(f"only models of transformers can be saved packed, got {type(model).__name__}")
-    if getattr(model, "_hf_peft_config_loaded", False):
+    if has_adapter(model):
         raise MoQError("a model with add_adapter saves its adapters alone: use peft.get_peft_model to have it packed")
     if not layers:
         raise MoQError("the model has no quantized layer: call quantize_model first, or train it with MoQ")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import one_line
 from ..model.selection import is_linear
 from ..names import adapters, named_modules
+from ..transformers_seams import write_packing_config
 from .encoder import Encoder, plain
 from .files import CONFIG, INDEX, SINGLE, WEIGHTS
 from .proof import ADAPTER
@@ -42,10 +43,7 @@ def write_packed_files(
     config = encoder.config([name for name in linears if name not in packed])
     if config is None:
         return
-    from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    ModelCompressor(QuantizationConfig.model_validate(config)).update_config(str(folder))
+    write_packing_config(folder, config)
     path = folder / CONFIG
     document = json.loads(path.read_text(encoding="utf-8"))
     # Scales are made in the model's dtype: a narrower one would round them.
