@@ -592,10 +592,10 @@ def own_names(trees: dict[Path, ast.Module]) -> set[str]:
     for node in (node for tree in trees.values() for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            if isinstance(node.ctx, ast.Store):
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            if isinstance(node, ast.Name):
+                found.add(node.id)
+            elif getattr(node.value, "id", "") == "self":
                 found.add(node.attr)
     return found
 
