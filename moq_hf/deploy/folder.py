@@ -136,10 +136,9 @@ def publish(staging: Path, target: Path, names: Collection[str]) -> None:
 
 
 def write_rest(folder: Path, checkpoint: Checkpoint, report: Mapping[str, Any]) -> None:
-    """The model's config, without what is PyTorch's, its tokenizer and the report."""
+    """The model's config, without its quantization, its tokenizer and the report."""
     config = copy.deepcopy(checkpoint.model.config)
-    for name in ("quantization_config", "_attn_implementation_internal"):
-        config.__dict__.pop(name, None)
+    config.__dict__.pop("quantization_config", None)
     config.save_pretrained(folder)
     checkpoint.tokenizer.save_pretrained(folder)
     (folder / REPORT_NAME).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

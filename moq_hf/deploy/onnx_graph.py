@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import MoQError
+from ..errors import MoQError, one_line
 from .loading import Checkpoint
 from .onnx_layers import OPSET, Flavor, OnnxEmbedding, OnnxInt8Linear, OnnxLinear, is_exact_signed
 
@@ -94,7 +94,7 @@ def _traced(model: Any, inputs: dict[str, Tensor]) -> Any:
             verbose=False,
         )
     except torch.onnx.errors.OnnxExporterError as error:
-        reason = " ".join(str(error.__cause__ or error).split())[:300]
+        reason = one_line(error.__cause__ or error)[:300]
         raise MoQError(f"torch.onnx.export cannot export {type(model).__name__}: {reason}") from error
     return cast(Any, program).model
 

@@ -14,7 +14,8 @@ from ..packed.state import STATE_NAME
 from ..packed.verify import recorded
 from ..reading import Entry, read_json
 from ..schedule import FLOAT_BITS
-from .metrics import NO_METRIC
+from ..transformers_seams import CALLBACKS_KEY
+from .metrics import metrics_in
 
 # What a run logs of MoQ, with the range of its values.
 _RANGES = {
@@ -119,7 +120,7 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
             "folder quantized: call trainer.save_state() after training, or let the Trainer save checkpoints"
         )
     state = read_json(states[0])
-    callbacks = state.get("stateful_callbacks")
+    callbacks = state.get(CALLBACKS_KEY)
     entry = callbacks if callbacks.is_null else callbacks.get("MoQCallback")
     log = [] if entry.is_null else _log(state)
     if not any("moq/mean_bits" in line for line in log):
@@ -157,7 +158,7 @@ def _packed_run(
     end = {"step": steps, "moq/mean_bits": found.mean_bits, "moq/quantized_share": share}
     if found.file_bytes:
         end["moq/size_mb"] = found.file_bytes / 1e6
-    logged = {name: _named(state.get(name)) for name in ("metrics", "float_metrics")}
+    logged = {name: metrics_in(found.state.get(name) or {}) for name in ("metrics", "float_metrics")}
     return Run(
         directory,
         _config(state["config"]),
@@ -207,23 +208,9 @@ def _log_of(directory: Path) -> list[dict[str, Any]]:
 def _metrics(directory: Path) -> dict[str, float]:
     """Those of eval_results.json, else of the last evaluation in the log."""
     path = directory / "eval_results.json"
-    if path.is_file():
-        values = read_json(path)
-    else:
-        evaluations = (line for line in reversed(_log_of(directory)) if any(key.startswith("eval_") for key in line))
-        values = Entry(next(evaluations, {}), str(directory))
-    return _named(Entry({k: v.value for k, v in values.mapping().items() if k.startswith("eval_")}, values.where))
-
-
-def _named(values: Entry) -> dict[str, float]:
-    """The metrics of an evaluation, without its times and counts, and without the Trainer's prefix."""
-    entries = {} if values.is_null else values.mapping()
-    return {
-        name.removeprefix("eval_"): entry.number()
-        for name, entry in entries.items()
-        if not NO_METRIC.search(name)
-        and (type(entry.value) is int or (isinstance(entry.value, float) and math.isfinite(entry.value)))
-    }
+    evaluations = (line for line in reversed(_log_of(directory)) if any(key.startswith("eval_") for key in line))
+    logged = read_json(path).value if path.is_file() else next(evaluations, {})
+    return metrics_in({name: value for name, value in logged.items() if name.startswith("eval_")})
 
 
 def natural(name: str) -> list[tuple[int, str]]:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 
-from moq_hf import MoQCallback, dequantize_model, quant_linear, quantize_model
+from moq_hf import MoQCallback, dequantize_model, quantize_model
 from moq_hf import quantizer as q
 from moq_hf.grid import Grid, PerChannel
-from moq_hf.model.convert import quant_layers
 from moq_hf.model import staleness
+from moq_hf.model.convert import quant_layers
 from moq_hf.model.staleness import lead_copies
 from moq_hf.quant_linear import FLOAT_BITS, QuantLayer
 
