@@ -11,7 +11,8 @@ from torch import nn
 from .. import quantizer
 from ..errors import MoQError
 from ..model.convert import dequantize_model, is_packed
-from ..packed.verify import Verification, stored_weights, verify_quantized
+from ..packed.verification import Verification
+from ..packed.verify import stored_weights, verify_quantized
 
 _KINDS = ("ForSequenceClassification", "ForTokenClassification", "Model")
 
