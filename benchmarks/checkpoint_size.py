@@ -73,13 +73,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path")
     parser.add_argument("--base_layers", type=int, default=12, help="layers of the BERT-base")
+    parser.add_argument("--base_vocabulary", type=int, default=30522, help="tokens of the BERT-base")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/checkpoint_size.json"))
     args = parser.parse_args()
     torch.manual_seed(0)
     name = args.model_name_or_path
     models = {
         name or "random MiniLM": config_of(name),
-        "random BERT-base": BertConfig(num_hidden_layers=args.base_layers),
+        "random BERT-base": BertConfig(num_hidden_layers=args.base_layers, vocab_size=args.base_vocabulary),
     }
     results = []
     for title, config in models.items():

@@ -289,8 +289,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     args.model_dir.mkdir(parents=True, exist_ok=True)
     settings = (args.model_name_or_path, args.data_dir, args.model_dir)
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(args.processes, spawn, _start, settings) as pool:
+    server = multiprocessing.get_context("forkserver")
+    with concurrent.futures.ProcessPoolExecutor(args.processes, server, _start, settings) as pool:
         pending: dict[concurrent.futures.Future[list[dict[str, Any]]], Run] = {}
         trained = {run.key() for run in runs}
         queue = list(runs)

@@ -14,6 +14,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from transformers import BertConfig, BertForSequenceClassification, set_seed
 
+from moq_hf.packed import card
+
 # Time is no property of the code on a busy machine.
 settings.register_profile("moq_hf", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("moq_hf")
@@ -34,6 +36,21 @@ def deterministic() -> Iterator[None]:
     set_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_pictures() -> Iterator[Any]:
+    """Half of the time of so small a run would go into the picture in its model card; gives what draws it."""
+    with pytest.MonkeyPatch.context() as patch:
+        drawing = card._draw
+        patch.setattr(card, "_draw", lambda path, layers: False)
+        yield drawing
+
+
+@pytest.fixture
+def pictures(no_pictures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model cards have their picture."""
+    monkeypatch.setattr(card, "_draw", no_pictures)
 
 
 @pytest.fixture(scope="session")

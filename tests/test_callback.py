@@ -1,19 +1,20 @@
 import json
 import logging
-import os
+import shutil
 import signal
-import subprocess
-import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
-from repo import HELPERS
 from tiny_runs import (
     ARRIVAL,
     BLEND,
     CONFIG,
+    CONFIGS,
     STOCHASTIC,
     Spy,
     Stop,
@@ -27,6 +28,7 @@ from tiny_runs import (
     stock,
     trained,
     trainer_state,
+    undisturbed,
     weights,
 )
 from transformers import (
@@ -46,10 +48,9 @@ from moq_hf.kernels import cpu as cpu_quant
 from moq_hf.model.convert import quant_layers
 
 
-@pytest.mark.parametrize("config", [CONFIG, STOCHASTIC, BLEND])
-def test_a_stock_trainer_with_the_callback_is_a_moq_trainer(config: Any, tmp_path: Path) -> None:
-    one, two = trained(stock(tmp_path, config)), trained(moq(tmp_path, config))
-    assert_same(weights(one), weights(two))
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_stock_trainer_with_the_callback_is_a_moq_trainer(config: str, tmp_path: Path) -> None:
+    assert_same(undisturbed(config), weights(trained(moq(tmp_path, CONFIGS[config]))))
 
 
 def test_the_forward_pass_sees_the_schedule(tmp_path: Path) -> None:
@@ -86,52 +87,50 @@ def test_one_quantization_per_layer_and_optimizer_step(
     assert len(calls) == layers * (6 + 5)
 
 
-@pytest.mark.parametrize("restore", [False, True])
 @pytest.mark.parametrize("make", [stock, moq])
 @pytest.mark.parametrize("config", [CONFIG, STOCHASTIC, BLEND])
-def test_a_resumed_run_is_an_uninterrupted_one(make: Any, config: Any, restore: bool, tmp_path: Path) -> None:
-    whole = make(tmp_path / "whole", config, save_strategy="steps", save_steps=1)
-    whole.train()
+def test_a_resumed_run_is_an_uninterrupted_one(make: Any, config: Any, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+    whole = weights(trained(make(tmp_path / "whole", config, **settings)))
     for step in (1, 5, 8, 13):
-        settings = {"save_strategy": "steps", "save_steps": 1, "restore_callback_states_from_checkpoint": restore}
-        part = make(tmp_path / f"part{step}", config, [Stop(step)], **settings)
-        part.train()
-        resumed = make(tmp_path / f"part{step}", config, **settings)
-        resumed.train(resume_from_checkpoint=True)
-        assert_same(weights(whole), weights(resumed))
-        bits = {name: layer.moq.bits for name, layer in quant_layers(resumed.model).items()}
-        assert set(bits.values()) == {3}
+        make(tmp_path / f"part{step}", config, [Stop(step)], **settings).train()
+        for restore in (False, True):
+            folder = shutil.copytree(tmp_path / f"part{step}", tmp_path / f"part{step}-{restore}")
+            resumed = make(folder, config, restore_callback_states_from_checkpoint=restore, **settings)
+            resumed.train(resume_from_checkpoint=True)
+            assert_same(whole, weights(resumed))
+            bits = {name: layer.moq.bits for name, layer in quant_layers(resumed.model).items()}
+            assert set(bits.values()) == {3}
+
+
+def train_and_tell(folder: Path, pipe: Connection) -> None:
+    class Step(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            pipe.send(state.global_step)
+
+    torch.set_num_threads(1)
+    stock(folder, STOCHASTIC, [Step()], save_strategy="steps", save_steps=3).train()
 
 
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
-    program = f"""
-import sys
-sys.path.insert(0, {str(HELPERS)!r})
-import torch, tiny_runs as t
-from pathlib import Path
-torch.set_num_threads(1)
-class Step(t.TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        print("step", state.global_step, flush=True)
-trainer = t.stock(Path({str(tmp_path / "run")!r}), t.STOCHASTIC, [Step()], save_strategy="steps", save_steps=3)
-trainer.train()
-"""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step 8"):
-                process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
+    context = programs.warm()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=train_and_tell, args=(tmp_path / "run", theirs))
+    process.start()
+    theirs.close()
+    # It closes the pipe when it ends.
+    with suppress(EOFError):
+        while ours.recv() < 8:
+            pass
+        process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     saved = sorted(int(path.name.split("-")[1]) for path in (tmp_path / "run").glob("checkpoint-*"))
     resumed = stock(tmp_path / "run", STOCHASTIC, save_strategy="steps", save_steps=3)
     # The kill may come while a later checkpoint is being written; the one of step 6 is whole.
     assert 6 in saved
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-6"))
-    whole = stock(tmp_path / "whole", STOCHASTIC)
-    whole.train()
-    assert_same(weights(whole), weights(resumed))
+    assert_same(undisturbed("stochastic"), weights(resumed))
 
 
 def test_accumulation_counts_once_and_equals_a_larger_batch(tmp_path: Path) -> None:
@@ -275,9 +274,7 @@ def test_a_callback_added_late_works(tmp_path: Path) -> None:
     trainer = Trainer(new_model(), arguments(tmp_path), train_dataset=rows())
     trainer.add_callback(MoQCallback(CONFIG))
     trainer.train()
-    reference = stock(tmp_path)
-    reference.train()
-    assert_same(weights(trainer), weights(reference))
+    assert_same(weights(trainer), undisturbed("nearest"))
 
 
 @pytest.mark.parametrize("precision", ["bf16"])
@@ -295,11 +292,8 @@ def test_mixed_precision_quantizes_into_the_matmul_s_dtype(precision: str, tmp_p
 # Dynamo itself instantiates the autograd function that it traces (torch 2.13); drop this when it no longer does.
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
 def test_torch_compile_trains_the_same(tmp_path: Path) -> None:
-    compiled, plain = (
-        trained(stock(tmp_path, torch_compile=True, torch_compile_backend="eager")),
-        trained(stock(tmp_path)),
-    )
-    a, b = weights(compiled), weights(plain)
+    compiled = trained(stock(tmp_path, torch_compile=True, torch_compile_backend="eager"))
+    a, b = weights(compiled), undisturbed("nearest")
     assert all(torch.allclose(a[name], b[name], atol=1e-4) for name in b)
     torch._dynamo.reset()
 
@@ -307,8 +301,7 @@ def test_torch_compile_trains_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_trains_the_same(reentrant: bool, tmp_path: Path) -> None:
     settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": reentrant}}
-    one, two = trained(moq(tmp_path, STOCHASTIC, **settings)), trained(moq(tmp_path, STOCHASTIC))
-    assert_same(weights(one), weights(two))
+    assert_same(weights(trained(moq(tmp_path, STOCHASTIC, **settings))), undisturbed("stochastic"))
 
 
 def test_off_means_off(tmp_path: Path) -> None:

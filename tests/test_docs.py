@@ -23,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import programs
 import pytest
 import tiny_glue
 import torch
@@ -73,7 +74,7 @@ ADDED = {
     "benchmarks/glue_study.py": ["--list"],
     "benchmarks/report_study.py": [],
     "benchmarks/levers.py": shlex.split("--parts precision,table --repeats 1 --out levers.jsonl"),
-    "benchmarks/checkpoint_size.py": ["--base_layers", "1", "--out", "size.json"],
+    "benchmarks/checkpoint_size.py": shlex.split("--base_layers 1 --base_vocabulary 1000 --out size.json"),
     "benchmarks/processes.py": ["--kinds", "--out", "processes.json"],
     "benchmarks/triton_quant.py": shlex.split(
         "--hidden 64 --layers 1 --repeats 1 --no-compile --out triton_quant.json"
@@ -248,14 +249,14 @@ def test_other_commands(command: str, tmp_path: Path) -> None:
     folder = tmp_path
     if words[:2] == ["-m", "pytest"]:
         # The tests that are named must be there; they run with all the others.
-        words += ["--collect-only", "--quiet"]
+        words += ["--collect-only", "--quiet", *programs.NESTED]
         folder = ROOT
     else:
         words += ADDED[words[0]]
         words[0] = str(ROOT / words[0])
     if "--model_name_or_path" in words:
         words[words.index("--model_name_or_path") + 1] = str(tiny_model(tmp_path / "tiny", vocab_size=1100))
-    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=300)
+    done = programs.run(*words, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import glue_plans
 import glue_study
+import programs
 import pytest
 import report_study
 import tiny_glue
@@ -37,6 +38,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 def test_the_study_runs_resumes_and_is_reported(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    programs.warm()
     glue_study.main([*words, "--seeds", "1"])
     lines = lines_of(tmp_path)
     after = [(line["bits"], line["groups"]) for line in lines if line["arm"] == "after training"]

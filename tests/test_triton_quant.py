@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from numerics import GROUPINGS, MODES, same_bits
+from repo import ROOT
 from torch import nn
 from transformers import BertForSequenceClassification
 
@@ -84,11 +86,12 @@ def make_ratio(w: torch.Tensor, grid: Grid) -> torch.Tensor:
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 def test_in_triton_s_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    files = [str(ROOT / "tests" / name) for name in ("test_triton_quant.py", "packed/test_inference.py")]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", *files]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed[1]) > 150, done.stdout
+    passed = Counter(re.findall(r"(\w+\.py)::.* PASSED", done.stdout))
+    assert passed["test_triton_quant.py"] > 150 and passed["test_inference.py"] == 12, done.stdout
 
 
 @on_device

@@ -1,7 +1,9 @@
 """Short runs of a tiny BERT in a stock Trainer with the callback and in a MoQTrainer, and how to compare them."""
 
+import functools
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ CONFIG = {
 }
 STOCHASTIC = {**CONFIG, "quantize_algo": {"scale_refresh": 3, "rounding": "stochastic"}}
 BLEND = {**CONFIG, "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.3}}
+CONFIGS = {"nearest": CONFIG, "stochastic": STOCHASTIC, "blend": BLEND}
 # Every layer is at its target from this step on.
 ARRIVAL = 2 + 8
 
@@ -104,6 +107,13 @@ def no_dropout(trainer: Any) -> Any:
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+@functools.cache
+def undisturbed(config: str) -> dict[str, torch.Tensor]:
+    """The weights that a stock Trainer's run ends with, by the name of its config; not to be changed."""
+    with TemporaryDirectory() as folder:
+        return weights(trained(stock(Path(folder), CONFIGS[config])))
 
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

@@ -1,10 +1,10 @@
 import importlib.util
 import itertools
-import subprocess
-import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from numerics import GROUPINGS, MODES, same_bits
@@ -134,8 +134,9 @@ assert len(seen) == 8
 """
 
 
-def test_a_forked_child_has_threads_of_its_own() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=120)
+def test_a_forked_child_has_threads_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "fork.py").write_text(FORK)
+    done = programs.run("fork.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

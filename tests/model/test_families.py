@@ -8,12 +8,6 @@ from model_zoo import PAGE, Stranger
 from stranger import ROUNDED
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the time of so small a run would go into the picture in its model card."""
-    monkeypatch.setattr("moq_hf.packed.card._draw", lambda path, layers: False)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_was_evaluated_is_what_loads(name: str, tmp_path: Path, stranger: Stranger) -> None:
     found = outcome(name, tmp_path, stranger)

@@ -48,12 +48,6 @@ from moq_hf.quant_linear import QuantConv1D
 RENEW = "python tests/helpers/model_zoo.py"
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the time of so small a run would go into the picture in its model card."""
-    monkeypatch.setattr("moq_hf.packed.card._draw", lambda path, layers: False)
-
-
 def rows_of_page(text: str) -> dict[str, list[list[str]]]:
     """By model, the cells of its rows in the tables."""
     between = text.split(MARKS[0])[1].split(MARKS[1])[0]

@@ -235,12 +235,6 @@ class EmaCallback(TrainerCallback):
             self.snapshots.append(copy.deepcopy(model))
 
 
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the time of so small a run would go into the picture in its model card."""
-    monkeypatch.setattr("moq_hf.packed.card._draw", lambda path, layers: False)
-
-
 def rows(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return [{key: value[index] for key, value in batch.items()} for index in range(8)]
 
@@ -261,7 +255,6 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> float:
         return float(dequantize_model(copy.deepcopy(model)).eval()(**batch).loss)
 
 
-@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 def test_an_ema_is_evaluated_quantized(
     optim: str, tiny_bert: BertForSequenceClassification, tiny_batch: dict[str, Tensor], tmp_path: Path
@@ -279,7 +272,6 @@ def test_an_ema_is_evaluated_quantized(
     assert trainer.evaluate()["eval_loss"] == raw
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_copies_that_follow_and_copies_that_do_not(
     tiny_bert: BertForSequenceClassification, tiny_batch: dict[str, Tensor], tmp_path: Path
 ) -> None:

@@ -36,12 +36,6 @@ TASK = "sequence classification"
 FIXED = {**CONFIG, "quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_schedule": {"schedule_offset": 0}}
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the time of so small a run would go into the picture in its model card."""
-    monkeypatch.setattr("moq_hf.packed.card._draw", lambda path, layers: False)
-
-
 def bert(kind: type[PreTrainedModel] = BertForSequenceClassification, *more: Any) -> Any:
     set_seed(0)
     return kind(new_model("BERT", TASK).config, *more)

@@ -1,9 +1,10 @@
-"""`load_packed` on folders written with compressed-tensors' own functions."""
+"""`load_packed` on folders written with compressed-tensors' own functions.
+
+Where there is no CUDA device, `test_in_triton_s_interpreter` of test_triton_quant.py runs those that need one.
+"""
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +73,6 @@ def packed(tiny_bert: BertForSequenceClassification, tmp_path: Path) -> Path:
     tiny_bert.config.save_pretrained(tmp_path)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     return tmp_path
-
-
-@needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
-def test_in_triton_s_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "12 passed" in done.stdout, done.stdout
 
 
 def test_without_kernels_the_model_is_that_of_from_pretrained(

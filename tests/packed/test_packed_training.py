@@ -198,6 +198,7 @@ def test_training_goes_on_from_a_packed_model(tmp_path: Path) -> None:
     assert {layer.bits for layer in verify_quantized(tmp_path / "second").layers.values()} == {2}
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_card_tells_metrics_sizes_bits_and_how_to_load(tmp_path: Path) -> None:
     trainer = moq(tmp_path / "tiny", EMBEDDINGS)
     trainer.eval_dataset = rows(8)
@@ -228,6 +229,7 @@ def test_the_card_tells_metrics_sizes_bits_and_how_to_load(tmp_path: Path) -> No
     assert recorded["float_metrics"]["eval_accuracy"] == 0.8
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_card_without_matplotlib_has_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

@@ -3,23 +3,22 @@
 import copy
 import json
 import logging
-import multiprocessing
 import os
 import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from by_hand import WRONG, places
+from model_zoo import Stranger
 from repo import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -137,34 +136,18 @@ FAMILIES: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {
         {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)},
     ),
 }
-# A process that has transformers and compressed-tensors, and no moq_hf.
-STRANGER = """
-import sys
-sys.modules["moq_hf"] = None
-import torch, transformers
-for folder, name in zip(sys.argv[1::2], sys.argv[2::2]):
-    inputs, expected = torch.load(folder + ".pt")
-    model = getattr(transformers, name).from_pretrained(folder).eval()
-    with torch.no_grad():
-        assert torch.equal(model(**inputs)[0], expected), folder
-print("equal")
-"""
 
 
-def test_a_process_without_moq_hf_computes_the_same(tmp_path: Path) -> None:
-    words = []
-    for name, (make, inputs) in FAMILIES.items():
-        torch.manual_seed(0)
-        for kind in ("symmetric", "asymmetric"):
-            bits = [8, 4, 3, 2, 9, 6] + ([1] if kind == "symmetric" else [])
-            model = mixed(make().eval(), bits, config_of(8, quantize_algo={"q_type": kind}))
-            folder = tmp_path / f"{name}-{kind}"
-            save_quantized(model, folder)
-            torch.save((inputs, first(model, inputs)), f"{folder}.pt")
-            words += [str(folder), type(model).__name__]
-    command = [sys.executable, "-c", STRANGER, *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip().endswith("equal"), done.stderr[-3000:]
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_process_without_moq_hf_computes_the_same(name: str, kind: str, tmp_path: Path, stranger: Stranger) -> None:
+    make, inputs = FAMILIES[name]
+    torch.manual_seed(0)
+    bits = [8, 4, 3, 2, 9, 6] + ([1] if kind == "symmetric" else [])
+    model = mixed(make().eval(), bits, config_of(8, quantize_algo={"q_type": kind}))
+    save_quantized(model, tmp_path)
+    reply = stranger.load(tmp_path, model, inputs)
+    assert reply.get("equal") is True, reply
 
 
 def test_the_base_model_and_another_head_load_the_same_layers(tmp_path: Path) -> None:
@@ -591,8 +574,7 @@ def test_a_killed_save_leaves_a_whole_model_or_none(kills: int, tmp_path: Path) 
     for seed in (1, 2):
         torch.manual_seed(seed)
         whole.append(first(mixed(bert(), [8, 4, seed], config_of(8)), IDS))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["moq_hf.packed.save", "transformers", __name__])
+    context = programs.warm()
     generator = random.Random(0)
     outcomes = []
     for kill in range(kills):

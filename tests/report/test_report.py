@@ -4,13 +4,13 @@ import json
 import math
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import made_run
+import programs
 import pytest
 from by_hand import WRONG, places
 from made_run import BLOCKS, CONFIG, make_run
@@ -336,8 +336,6 @@ def test_wrong_command_lines_are_told(words: list[str], text: str, capsys: pytes
 
 def test_the_module_is_a_program(tmp_path: Path) -> None:
     make_run(tmp_path / "out")
-    done = subprocess.run(
-        [sys.executable, "-m", "moq_hf.cli", "report", str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True
-    )
+    done = programs.run("-m", "moq_hf.cli", "report", str(tmp_path / "out"), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path / 'out' / 'moq_report.html'}\n"

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import kills
+import programs
 import pytest
 from repo import ROOT
 
@@ -14,6 +15,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "kills.jsonl"
 
 @pytest.mark.parametrize("seeds", [range(5), pytest.param(range(50), marks=[LONG, pytest.mark.slow])], ids=len)
 def test_a_killed_run_ends_as_if_nothing_had_happened(seeds: range, tmp_path: Path) -> None:
+    programs.warm()
     expected: dict[tuple[bool, str], dict[str, str]] = {}
     lines = [kills.kill_and_resume(kills.Case.draw(seed), tmp_path, expected) for seed in seeds]
     for line in lines:

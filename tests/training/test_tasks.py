@@ -39,12 +39,6 @@ TARGET = {CONFIG["quantize_bits"]["target_bits"]}
 SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the time of so small a run would go into the picture in its model card."""
-    monkeypatch.setattr("moq_hf.packed.card._draw", lambda path, layers: False)
-
-
 def bits_of(model: nn.Module) -> set[int]:
     return {layer.moq.bits for layer in quant_layers(model).values()}
 
