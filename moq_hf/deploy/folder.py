@@ -136,7 +136,7 @@ def publish(staging: Path, target: Path, names: Collection[str]) -> None:
 
 
 def write_rest(folder: Path, checkpoint: Checkpoint, report: Mapping[str, Any]) -> None:
-    """The model's config, without what is PyTorch's, its tokenizer and the report."""
+    """The model's config, without its quantization, its tokenizer and the report."""
     config = copy.deepcopy(checkpoint.model.config)
     config.__dict__.pop("quantization_config", None)
     config.save_pretrained(folder)
