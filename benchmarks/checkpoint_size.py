@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertCon
 import moq_hf
 from moq_hf import MoQConfig, quantize_model, save_quantized, verify_quantized
 from moq_hf.model.convert import quant_layers
-from moq_hf.model.inventory import block_of
+from moq_hf.model.inventory import Inventory
 
 MINILM = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
 MIXED = (8, 6, 5, 4, 3, 2)
@@ -42,10 +42,10 @@ def quantized(model: Any, bits: int | str, embeddings: int | None) -> Any:
     quantize_model(model, config)
     if bits == "mixed":
         layers = quant_layers(model)
-        blocks = list(dict.fromkeys(block_of(model, name) for name in layers))
-        for name, layer in layers.items():
-            layer.set_bits(MIXED[blocks.index(block_of(model, name)) % len(MIXED)], config)
-            layer.refresh()
+        for index, names in enumerate(Inventory.of(model).blocks(layers).values()):
+            for name in names:
+                layers[name].set_bits(MIXED[index % len(MIXED)], config)
+                layers[name].refresh()
     return model
 
 

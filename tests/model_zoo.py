@@ -39,7 +39,7 @@ from transformers import (
 
 from moq_hf import MoQCallback, verify_quantized
 from moq_hf.model.convert import quant_layers
-from moq_hf.model.selection import is_linear
+from moq_hf.model.inventory import is_linear
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 MARKS = "<!-- models -->\n", "<!-- end of models -->\n"

@@ -17,7 +17,8 @@ import transformers
 from torch import Tensor
 
 from ..errors import MoQError
-from ..model.convert import dequantize_model, is_packed
+from ..model.convert import dequantize_model
+from ..model.inventory import is_packed
 
 logger = logging.getLogger(__name__)
 _KINDS = ("ForSequenceClassification", "ForTokenClassification", "Model")

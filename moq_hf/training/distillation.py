@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 
 from ..config import DistillationConfig
 from ..errors import MoQError
-from ..model.convert import dequantize_model, is_packed
+from ..model.convert import dequantize_model
+from ..model.inventory import is_packed
 from ..names import without_peft
 
 logger = logging.getLogger(__name__)

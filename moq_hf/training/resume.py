@@ -139,6 +139,27 @@ def planned_steps(config: MoQConfig, state: Mapping[str, Any], total_steps: int)
     return planned
 
 
+def check_start(config: MoQConfig, step: int, total_steps: int) -> None:
+    """Check that a schedule which starts in the middle of a run quantizes something before its end.
+
+    Args:
+        config: Of now.
+        step: Optimizer steps of the checkpoint, which was made without MoQ; 0 at the start of a run.
+        total_steps: Optimizer steps of the run that goes on.
+
+    Raises:
+        MoQError: It does not.
+    """
+    first = step + config.schedule.offset
+    if step > 0 and first >= total_steps:
+        place = "its last step," if step >= total_steps else "step"
+        raise MoQError(
+            f"the checkpoint is at {place} {step} of {total_steps}, and was made without MoQ, whose schedule starts "
+            f"there: with schedule_offset {config.schedule.offset} nothing would be quantized before the end. Train "
+            f"for more than {first} steps (max_steps, num_train_epochs)"
+        )
+
+
 def check_room(schedule: PrecisionSchedule, total_steps: int) -> None:
     """Check that what is left of a schedule with a deadline fits into the run that goes on.
 
