@@ -44,7 +44,7 @@ def quantized(model: Any, bits: int | str, embeddings: int | None) -> Any:
         layers = quant_layers(model)
         for index, names in enumerate(Inventory.of(model).blocks(layers).values()):
             for name in names:
-                layers[name].set_bits(MIXED[index % len(MIXED)], config)
+                layers[name].set_bits(MIXED[index % len(MIXED)])
                 layers[name].refresh()
     return model
 

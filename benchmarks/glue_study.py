@@ -1,4 +1,4 @@
-"""The study behind docs/results.md: float, quantized after training, basic QAT and MoQ on GLUE, over seeds.
+"""The study behind docs/evidence/results.md: float, quantized after training, basic QAT and MoQ on GLUE, over seeds.
 
     python benchmarks/glue_study.py --model_name_or_path FOLDER --data_dir glue --plan main --processes 4
 
@@ -36,7 +36,8 @@ from glue_data import TASKS
 LENGTH, BATCH, EVAL_BATCH = 128, 32, 128
 EPOCHS = {"sst2": 1, "cola": 2, "mrpc": 2}
 STEPS = {"sst2": 250, "cola": 268, "mrpc": 115}  # Of an epoch of all rows.
-# On SST-2 and CoLA the best of 5e-5, 1e-4 and 2e-4 for the float model, with seed 1 (docs/study.md); MRPC had no other.
+# On SST-2 and CoLA the best of 5e-5, 1e-4 and 2e-4 for the float model, with seed 1 (docs/evidence/study.md); MRPC had
+# no other.
 RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 2e-4}
 RESTART = "cosine_with_restarts"
 OWN = -1.0  # Stands for the task's of `RATES`.
@@ -170,7 +171,7 @@ def blend(steps: int) -> dict[str, Any]:
 
 
 PLANS = {
-    # What the first table of docs/results.md compares.
+    # What the first table of docs/evidence/results.md compares.
     "main": Plan(
         (
             FLOAT,

@@ -21,6 +21,7 @@ from step_time import moq
 from torch import nn
 
 from moq_hf import MoQConfig, quantizer
+from moq_hf.grid import Grid, RowBlocks
 from moq_hf.kernels import cpu as cpu_quant
 from moq_hf.model.convert import quant_layers
 from moq_hf.training.controller import MoQController
@@ -28,7 +29,7 @@ from moq_hf.training.controller import MoQController
 CHANCE = math.log(2)
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "8 bits": (8, {}),
-    "8 bits, stochastic": (8, {"rounding": "stochastic"}),
+    "8 bits, stochastic": (8, {"stochastic": True}),
     "4 bits": (4, {}),
     "2 bits": (2, {}),
 }
@@ -105,22 +106,22 @@ def simulator(args: argparse.Namespace, lines: Lines) -> None:
         if lines.has(part=part, what="all weights", grid=name):
             continue
         outs = [torch.empty_like(weight) for weight in weights]
-        options: dict[str, Any] = {"groups": 8, **algo}
+        grid = Grid(RowBlocks(8), **algo)
         ratios: list[Any] = [None] * len(weights)
-        if quantizer.wants_least_squares("auto", bits, True):
-            ratios = [cpu_quant.least_squares_ratio(weight, bits, groups=8) for weight in weights]
+        if grid.searches(bits):
+            ratios = [cpu_quant.least_squares_ratio(weight, bits, grid) for weight in weights]
 
         def quantize(
             function: Callable[..., Any],
             bits: int = bits,
-            options: dict[str, Any] = options,
+            grid: Grid = grid,
             outs: list[torch.Tensor] = outs,
             ratios: list[Any] = ratios,
         ) -> float:
             begin = time.process_time()
             with torch.no_grad():
                 for weight, out, ratio in zip(weights, outs, ratios, strict=True):
-                    function(weight, bits, out=out, ratio=ratio, **options)
+                    function(weight, bits, grid, out=out, ratio=ratio)
             return time.process_time() - begin
 
         def copy(outs: list[torch.Tensor] = outs) -> float:

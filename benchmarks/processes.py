@@ -2,9 +2,9 @@
 
     python benchmarks/processes.py
 
-Tiny BERTs from `tests/launched.py` with group borders inside of shards, 14 SGD steps. Compared are the weights, the
-bits of every layer and the step, block and bits of every switch. FSDP2's jobs make Accelerate take gloo's processes for
-GPUs, since it obeys `fsdp` on GPUs only. ZeRO needs DeepSpeed and is left out without it.
+Tiny BERTs from `tests/helpers/launched.py` with group borders inside of shards, 14 SGD steps. Compared are the weights,
+the bits of every layer and the step, block and bits of every switch. FSDP2's jobs make Accelerate take gloo's processes
+for GPUs, since it obeys `fsdp` on GPUs only. ZeRO needs DeepSpeed and is left out without it.
 """
 
 import argparse
@@ -31,7 +31,7 @@ import transformers
 import moq_hf
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 FEATURES = ["nearest", "stochastic", "asymmetric", "one_group", "per_channel", "ternary", "blend", "embeddings"]
 TRAINER = [*FEATURES, "accumulate", "checkpointing", "adamw", "compile", "float", "float_bf16", "bf16"]
 RESUME = "resume/adamw_stochastic"
@@ -94,7 +94,7 @@ def launch(launcher: str, kind: str, cases: list[str], references: dict[str, Any
     module = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}[program]
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", module, *options, str(ROOT / "tests" / "launched.py"), folder]
+        command = [sys.executable, "-m", module, *options, launched.__file__, folder]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         began = time.perf_counter()

@@ -1,6 +1,6 @@
 """Tables and a figure of the lines that benchmarks/glue_study.py wrote.
 
-    python benchmarks/report_study.py --plan main --page docs/results.md --figure docs/img/study.png
+    python benchmarks/report_study.py --plan main --page docs/evidence/results.md --figure docs/img/study.png
 
 The score of a run is accuracy (SST-2), Matthews correlation (CoLA) or the mean of accuracy and F1 (MRPC), times 100,
 after the last epoch. A difference is paired: the mean over the seeds that both arms have, with its 95 % confidence

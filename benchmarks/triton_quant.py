@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,16 @@ from transformers import AutoModelForSequenceClassification, BertConfig
 
 import moq_hf
 from moq_hf import quantizer, triton_quant
+from moq_hf.grid import Grid, PerChannel, RowBlocks
 from moq_hf.kernels import cpu as cpu_quant
+from moq_hf.kernels import packing
 from moq_hf.triton_quant import Batch, Job
 
-MODES: list[tuple[str, dict[str, Any]]] = [
-    ("8 bits nearest", {"bits": 8}),
-    ("8 bits asymmetric", {"bits": 8, "symmetric": False}),
-    ("8 bits stochastic", {"bits": 8, "rounding": "stochastic"}),
-    ("2 bits ternary", {"bits": 2}),
+MODES = [
+    ("8 bits nearest", 8, Grid()),
+    ("8 bits asymmetric", 8, Grid(symmetric=False)),
+    ("8 bits stochastic", 8, Grid(stochastic=True)),
+    ("2 bits ternary", 2, Grid()),
 ]
 
 
@@ -99,20 +102,19 @@ def quantization(args: argparse.Namespace, device: torch.device, out_dtype: torc
     source = torch.randn(count, device=device)
     target = torch.empty_like(source)
     results = []
-    for name, options in MODES:
-        bits = options["bits"]
-        rest = {key: value for key, value in options.items() if key != "bits"}
+    for name, bits, mode in MODES:
+        grid = replace(mode, grouping=RowBlocks(groups))
         runs: dict[str, Callable[[], Any]] = {"copy": lambda: target.copy_(source)}
 
-        def eager(bits: int = bits, rest: dict[str, Any] = rest) -> None:
+        def eager(bits: int = bits, grid: Grid = grid) -> None:
             for weight, out in zip(weights, outs, strict=True):
-                quantizer.fake_quantize(weight, bits, groups=groups, out=out, **rest)
+                quantizer.fake_quantize(weight, bits, grid, out=out)
 
-        def one_pass(pair: tuple[Tensor, Tensor], bits: int = bits, rest: dict[str, Any] = rest) -> None:
-            cpu_quant.fake_quantize(pair[0], bits, groups=groups, out=pair[1], **rest)
+        def one_pass(pair: tuple[Tensor, Tensor], bits: int = bits, grid: Grid = grid) -> None:
+            cpu_quant.fake_quantize(pair[0], bits, grid, out=pair[1])
 
         if device.type == "cuda":
-            jobs = [Job(weight, out, groups=groups, **options) for weight, out in zip(weights, outs, strict=True)]
+            jobs = [Job(weight, out, bits, grid) for weight, out in zip(weights, outs, strict=True)]
             runs["moq_hf"] = Batch(jobs).run
         elif cpu_quant.available():
             pairs = list(zip(weights, outs, strict=True))
@@ -190,11 +192,11 @@ def products(args: argparse.Namespace, device: torch.device) -> list[dict[str, A
         weight = torch.randn(rows, columns, device=device, dtype=torch.float16)
         runs: dict[str, Callable[[], Any]] = {"float16": lambda x=x, weight=weight: F.linear(x, weight)}
         sizes = {"float16": weight.nbytes}
-        for bits in triton_quant.PACKED_BITS:
-            codes, scale, _ = quantizer.quantize(weight, bits, groups="per_channel")
-            words = triton_quant.pack(codes, bits)
+        for bits in packing.PACKED_BITS:
+            codes, scale, _ = quantizer.quantize(weight, bits, Grid(PerChannel()))
+            words = packing.pack(codes, bits)
             sizes[f"{bits} bits"] = words.nbytes + scale.nbytes
-            runs[f"{bits} bits"] = lambda x=x, w=words, b=bits, s=scale: triton_quant.packed_linear(x, w, b, s)
+            runs[f"{bits} bits"] = lambda x=x, w=words, b=bits, s=scale: packing.packed_linear(x, w, b, s)
         for name, product in rival_products(weight).items():
             runs[name] = lambda x=x, product=product: product(x)
         medians = interleaved(runs, device, args.repeats)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from .errors import MOST_FAULTS, MoQConfigError, listed, show, show_key
-from .grid import Grouping, PerChannel, PerGroup, RowBlocks
+from .grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -368,6 +368,11 @@ class MoQConfig:
         faults = list(_faults(_flatten(self.to_dict(), [])))
         if faults:
             raise _error("MoQConfig", faults)
+
+    @property
+    def grid(self) -> Grid:
+        """How the linear layers' weights are quantized, whatever their bits are."""
+        return Grid(self.grouping, self.symmetric, self.stochastic, self.scale)
 
     @classmethod
     def load(cls, source: "MoQConfig | Mapping[str, Any] | str | os.PathLike[str]") -> "MoQConfig":

@@ -10,11 +10,8 @@ written in place, outside any compiled graph; the gradient passes straight throu
 
 import copy
 import inspect
-import os
 import sys
-import threading
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Self, cast
@@ -22,19 +19,19 @@ from typing import Any, Self, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import Trainer
 from transformers.pytorch_utils import Conv1D
 
-from . import quantizer, triton_quant
+from . import quantizer
 from .config import MoQConfig
 from .errors import MoQError
-from .kernels import cpu as cpu_quant
-from .kernels.backend import kernels_wanted
+from .grid import Grid
+from .kernels.backend import choose
+from .model.staleness import Key, key_of, stale, watch
 from .processes import is_sharded, whole
+from .quantizer import Draw
 from .schedule import FLOAT_BITS
 
-_Key = tuple[int, int, torch.device, torch.dtype]
 # Every call of a module runs this code, whatever the module's class is.
 _MODULE_CALL = nn.Module._call_impl.__code__
 _FORWARD = ("forward", "compute_loss", "prediction_step")
@@ -99,13 +96,13 @@ class LayerState:
     """How a layer is quantized now.
 
     Attributes:
-        options: Keyword arguments of `quantizer.fake_quantize` that never change: groups, rounding, seed and so on.
-        bits: 1 to 16; 32 is unquantized.
+        grid: How the weight is quantized, whatever its bits are.
+        bits: Bit width, 1 to 16; 32 is unquantized.
         ratio: Clipping ratio per group, or None for absmax.
         blend: Share of the float weight in the forward pass.
-        step: Optimizer steps taken, for stochastic rounding and the next search for ratios.
+        draw: The random numbers of stochastic rounding. Its step counts optimizer steps, for the search of ratios.
         dtype: Of the quantized weight: what the matmul wants under autocast. None is the weight's own.
-        plain: Only `quantizer` may compute, no faster path.
+        kernel: `quantizer_kernel` of the config: false lets only `quantizer` compute.
         gathered: `weight` was quantized from all shards of a parameter. FSDP2 puts a parameter of its own in the
             place of the sharded one for a forward pass.
         weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device).
@@ -121,20 +118,20 @@ class LayerState:
         name: The layer's in the model that was made ready, for messages.
     """
 
-    options: dict[str, Any]
+    grid: Grid
     bits: int = FLOAT_BITS
     ratio: Tensor | None = None
     blend: float = 0.0
-    step: int = 0
+    draw: Draw = field(default_factory=Draw)
     dtype: torch.dtype | None = None
-    plain: bool = False
+    kernel: bool | None = None
     gathered: bool = False
     weight: Tensor | None = None
     version: int | None = None
     read: Tensor | None = field(default=None, repr=False)
     read_version: int = 0
     source: Tensor | None = field(default=None, repr=False)
-    key: _Key | None = field(default=None, repr=False)
+    key: Key | None = field(default=None, repr=False)
     used: bool = False
     origin: "tuple[weakref.ref[QuantLayer], Tensor] | None" = field(default=None, repr=False)
     config: MoQConfig | None = field(default=None, repr=False)
@@ -167,7 +164,7 @@ class QuantLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The float parameter; in a forward pass the quantized weight, in the parameter's dtype."""
-        weight = self._float_weight()
+        weight = self.parameter()
         if weight is None:
             # nn.Module, which looks next, says so.
             raise AttributeError
@@ -194,7 +191,7 @@ class QuantLayer(nn.Module):
     @property
     def float_weight(self) -> Tensor:
         """The parameter that is trained, or what stands in its place: of a replica, of `torch.func`, of FSDP2."""
-        weight = self._float_weight()
+        weight = self.parameter()
         if weight is None:
             raise MoQError(
                 f"a quantized {type(self).__name__} has no weight any more: parametrize layers before they are "
@@ -202,7 +199,8 @@ class QuantLayer(nn.Module):
             )
         return weight
 
-    def _float_weight(self) -> Tensor | None:
+    def parameter(self) -> Tensor | None:
+        """As `float_weight`; None where there is none any more."""
         weight = self._parameters.get("weight")
         return self.__dict__.get("weight") if weight is None else weight
 
@@ -212,28 +210,8 @@ class QuantLayer(nn.Module):
         return self.float_weight.t() if self.is_transposed else self.float_weight
 
     def is_stale(self) -> bool:
-        """Whether the quantized weight is not that of the float weight as it is now: the one place that decides it.
-
-        | what changes the float weight | how it is seen |
-        | --- | --- |
-        | an optimizer's step | the controller refreshes; without one, the hook after every step of an optimizer |
-        | `load_state_dict`, also with `assign` | `_load_from_state_dict` refreshes, with ratios searched afresh |
-        | `.to()`, `.half()`, `.cuda()` | `_apply` refreshes |
-        | in place under `no_grad`, `swap_tensors` | the tensor's version |
-        | another parameter in its place, `torch.func` | the tensor itself, to which a reference is held |
-        | `weight.data = other` | the address of its memory |
-        | `weight.data.copy_()` and the like (an EMA's) | `eval()`, and `train()` after it, quantize afresh whatever |
-        | any of these under `torch.compile` | `train()` and `eval()`, which run outside of the graph, look |
-        | a sharded weight (FSDP2) | its own parameter of a forward pass is looked at only after `eval()` |
-
-        Not seen is what is written through `.data` between an optimizer's step and a training pass after it, and in a
-        compiled model what is changed in place without a call of `train()` or `eval()`: call `refresh()` then.
-        """
-        state, weight = self.moq, self.float_weight
-        if state.gathered and not is_sharded(weight):
-            # In the dtype of a MixedPrecisionPolicy it would be quantized otherwise.
-            return state.source is None and state.key is not None and weight.dtype == state.key[3]
-        return state.source is not weight or state.key != _key(weight)
+        """Whether the quantized weight is not that of the float weight as it is now; see `stale`."""
+        return stale(self.moq, self.float_weight)
 
     def quantized_weight(self, dtype: torch.dtype | None = None, *, to_read: bool = False) -> Tensor:
         """What the forward pass multiplies with: of the shape of `weight`, gradient straight through to it.
@@ -301,9 +279,10 @@ class QuantLayer(nn.Module):
         old = state.weight
         keep = in_place and old is not None and old.device == weight.device
         keep = keep and old is not None and old.dtype == (state.dtype or weight.dtype)
-        self._keep(self._compute(state.dtype, out=old if keep else None))
+        self.keep(self._compute(state.dtype, out=old if keep else None))
 
-    def _keep(self, quantized: Tensor) -> None:
+    def keep(self, quantized: Tensor) -> None:
+        """Hold a quantized weight that is complete."""
         self.moq.weight, self.moq.version = quantized, quantized._version
 
     def check_unwritten(self) -> None:
@@ -327,7 +306,7 @@ class QuantLayer(nn.Module):
     def mark_fresh(self) -> None:
         """Note that the quantized weight is that of the float weight as it is now."""
         weight = self.float_weight
-        self.moq.source, self.moq.key, self.moq.read = weight, _key(weight), None
+        self.moq.source, self.moq.key, self.moq.read = weight, key_of(weight), None
 
     def train(self, mode: bool = True) -> Self:
         """As `nn.Module.train`; evaluation, and training after it, start from a weight that is quantized afresh."""
@@ -342,28 +321,34 @@ class QuantLayer(nn.Module):
             self.refresh(in_place=False)
         return self
 
-    def set_bits(self, bits: int, config: MoQConfig) -> None:
-        """Change the precision, with the clipping ratios that the config wants there; takes effect with `refresh`."""
-        self.moq.bits = bits
-        self.moq.ratio = None
-        if bits != FLOAT_BITS and quantizer.wants_least_squares(config.scale, bits, config.symmetric):
-            options = {key: self.moq.options[key] for key in ("groups", "group_size", "symmetric")}
-            search: Any = quantizer if self.moq.plain else cpu_quant
-            if kernels_wanted(config, self.float_weight.device):
-                search = triton_quant
-            self.moq.ratio = search.least_squares_ratio(self._whole_matrix(), bits, **options)
+    def forget(self) -> None:
+        """Take the quantized weight for stale, so that the next use quantizes afresh."""
+        self.moq.source = None
+
+    def set_bits(self, bits: int) -> None:
+        """Change the precision, with the clipping ratios that the grid wants there; takes effect with `refresh`."""
+        state = self.moq
+        state.bits, state.ratio = bits, None
+        if bits != FLOAT_BITS and state.grid.searches(bits):
+            weight = self._whole_matrix()
+            path = choose("search", weight, torch.float32, state.kernel)
+            state.ratio = path.least_squares_ratio(weight, bits, state.grid)
 
     def search_ratios(self) -> None:
         """Search the clipping ratios again, where the layer has some: for weights that are others now."""
-        if self.moq.ratio is not None and self.moq.config is not None:
-            self.set_bits(self.moq.bits, self.moq.config)
+        if self.moq.ratio is not None:
+            self.set_bits(self.moq.bits)
 
     def take_step(self) -> None:
         """After an optimizer step that no controller follows: count it, search ratios if they are due, refresh."""
-        self.moq.step += 1
-        if self.moq.config is not None and self.moq.step % self.moq.config.scale_refresh == 0:
+        self.count_steps(self.moq.draw.step + 1)
+        if self.moq.config is not None and self.moq.draw.step % self.moq.config.scale_refresh == 0:
             self.search_ratios()
         self.refresh()
+
+    def count_steps(self, steps: int) -> None:
+        """Note how many optimizer steps were taken."""
+        self.moq.draw = self.moq.draw._replace(step=steps)
 
     def follow(self) -> None:
         """Take over the precision of the layer that this one was copied from, once its own weights have changed.
@@ -376,7 +361,7 @@ class QuantLayer(nn.Module):
         origin, kept = self.moq.origin[0](), self.moq.origin[1]
         if not isinstance(origin, QuantLayer) or torch.equal(_some(self.float_weight), kept):
             return
-        for name in ("bits", "ratio", "blend", "step", "dtype", "activation_bits"):
+        for name in ("bits", "ratio", "blend", "draw", "dtype", "activation_bits"):
             setattr(self.moq, name, getattr(origin.moq, name))
         self.moq.source = None
 
@@ -384,9 +369,8 @@ class QuantLayer(nn.Module):
         """Whether the weight held NaN or Inf when it was quantized: a bool scalar on its device."""
         if self.moq.weight is None:
             return torch.zeros((), dtype=torch.bool, device=self.float_weight.device)
-        options = self.moq.options
         values = self.moq.weight.t() if self.is_transposed else self.moq.weight
-        return quantizer.nonfinite(values, options["groups"], options["group_size"])
+        return quantizer.nonfinite(values, self.moq.grid)
 
     def extra_repr(self) -> str:
         """The linear layer's own line and the bits."""
@@ -399,16 +383,17 @@ class QuantLayer(nn.Module):
             return self.float_weight.detach()
         # Leaving inference mode makes a result that training can use later.
         with torch.inference_mode(False), torch.no_grad():
-            faster: Any = quantizer if state.plain else cpu_quant
-            values: Tensor = faster.fake_quantize(
-                self._whole_matrix(),
+            weight = self._whole_matrix()
+            path = choose("weight", weight, dtype or weight.dtype, state.kernel)
+            values = path.fake_quantize(
+                weight,
                 state.bits,
+                state.grid,
                 ratio=state.ratio,
+                draw=state.draw,
                 blend=state.blend,
-                step=state.step,
                 dtype=dtype,
                 out=None if self.is_transposed else out,
-                **state.options,
             )
             if not self.is_transposed:
                 return values
@@ -442,7 +427,7 @@ class QuantLayer(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        add_layers([self])
+        watch([self])
         self.refresh()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -523,15 +508,6 @@ def base_class(cls: type[QuantLayer]) -> type[nn.Module]:
     return cast(type[nn.Module], second)
 
 
-def _key(weight: Tensor) -> _Key:
-    try:
-        pointer = 0 if is_sharded(weight) else weight.data_ptr()
-    except RuntimeError:
-        # Tensors of torch.func and of tracing have no memory of their own.
-        pointer = 0
-    return 0 if weight.is_inference() else weight._version, pointer, weight.device, weight.dtype
-
-
 def _some(weight: Tensor) -> Tensor:
     """64 elements from all over the weight, or a few more."""
     flat = weight.detach().reshape(-1)
@@ -541,65 +517,3 @@ def _some(weight: Tensor) -> Tensor:
 def _new_layer(base: type[nn.Module]) -> QuantLayer:
     cls = quant_class(base)
     return cls.__new__(cls)
-
-
-# Every quantized layer alive: an optimizer outside a Trainer refreshes those that it owns. Other threads may be adding
-# some: the sets are changed and looked through under the lock.
-_LAYERS: "weakref.WeakSet[QuantLayer]" = weakref.WeakSet()
-_CONTROLLED: "weakref.WeakSet[QuantLayer]" = weakref.WeakSet()
-_LOCK = threading.RLock()
-
-
-def _new_lock() -> None:
-    global _LOCK
-    _LOCK = threading.RLock()
-
-
-# A thread that the child of a fork does not have may have held it.
-os.register_at_fork(after_in_child=_new_lock)
-
-
-def add_layers(layers: Iterable[QuantLayer]) -> None:
-    """Watch these layers: the next optimizer step refreshes those that it owns."""
-    with _LOCK:
-        _LAYERS.update(layers)
-        _CONTROLLED.difference_update(layers)
-
-
-def drop_layer(layer: QuantLayer) -> None:
-    """Watch a layer no longer."""
-    with _LOCK:
-        _LAYERS.discard(layer)
-        _CONTROLLED.discard(layer)
-
-
-def all_layers() -> list[QuantLayer]:
-    """Every quantized layer alive."""
-    with _LOCK:
-        return list(_LAYERS)
-
-
-def take_over(layers: Iterable[QuantLayer]) -> None:
-    """Leave the refreshing of these layers after each optimizer step to the caller."""
-    with _LOCK:
-        _CONTROLLED.update(layers)
-
-
-def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    layers: dict[int, list[QuantLayer]] = {}
-    for layer in all_layers():
-        layers.setdefault(id(layer._float_weight()), []).append(layer)
-    if not layers:
-        return
-    with _LOCK:
-        controlled = set(_CONTROLLED)
-    # In the optimizer's order: processes that gather shards must do so in the same one.
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        for layer in layers.get(id(parameter), ()):
-            if layer in controlled:
-                layer.moq.source = None
-            else:
-                layer.take_step()
-
-
-register_optimizer_step_post_hook(_after_optimizer_step)

@@ -1,8 +1,8 @@
 """The numerics of moq_hf in plain PyTorch: the definition that every faster path is tested against.
 
-A weight `[rows, columns]` is cut into groups that share one scale: `groups` consecutive blocks of whole rows
-(`"per_channel"` is one group per row), or `group_size` consecutive weights within a row. All arithmetic is float32
-whatever the weight's dtype, rounding is half to even, and the result is cast once. With b bits:
+A weight `[rows, columns]` is cut into groups that share one scale, as its `Grid` says: consecutive blocks of whole rows,
+one per channel, or runs of consecutive weights within a row. All arithmetic is float32 whatever the weight's dtype,
+rounding is half to even, and the result is cast once. With b bits:
 
 | grid | scale | codes |
 | --- | --- | --- |
@@ -21,18 +21,36 @@ threshold factor); binary from Rastegari et al. 2016, "XNOR-Net"; Philox4x32-10 
 Random Numbers: As Easy as 1, 2, 3".
 """  # noqa: E501 - a table row cannot be broken
 
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-MAX_BITS = 16
+from .grid import Grid
+
+# The clipping ratios that a search tries. Saved states hold their indices.
 RATIOS = tuple((100 - 5 * k) / 100 for k in range(17))
 _TINY = torch.finfo(torch.float32).tiny
 _MASK32 = 0xFFFFFFFF
+_DEFAULT = Grid()
 
-Groups = int | Literal["per_channel"]
-Rounding = Literal["nearest", "stochastic"]
+
+class Draw(NamedTuple):
+    """Which random numbers stochastic rounding takes: the same in every process, and after a resume.
+
+    Attributes:
+        seed: Key of the generator, 0 to 2^63 - 1.
+        layer: Number of the layer in its model, 0 to 2^32 - 1.
+        step: Optimizer steps taken, 0 to 2^32 - 1.
+    """
+
+    seed: int = 0
+    layer: int = 0
+    step: int = 0
+
+
+_FIRST = Draw()
 
 
 class Quantized(NamedTuple):
@@ -49,54 +67,27 @@ class Quantized(NamedTuple):
     zero_point: Tensor | None
 
 
-def is_uniform(bits: int, symmetric: bool) -> bool:
-    """Whether the grid has equal steps, so that a clipping ratio and stochastic rounding make sense."""
-    return bits >= 3 or (bits == 2 and not symmetric)
-
-
-def wants_least_squares(scale: str, bits: int, symmetric: bool) -> bool:
-    """Whether the rule `scale` of the config (absmax, mse, auto) searches clipping ratios at these bits.
-
-    `auto` searches at 5 bits and below, where clipping pays; ternary and binary set their own scale.
-    """
-    return is_uniform(bits, symmetric) and (scale == "mse" or (scale == "auto" and bits <= 5))
-
-
 def quantize(
-    weight: Tensor,
-    bits: int,
-    *,
-    groups: Groups = 1,
-    group_size: int | None = None,
-    symmetric: bool = True,
-    rounding: Rounding = "nearest",
-    ratio: Tensor | None = None,
-    seed: int = 0,
-    layer: int = 0,
-    step: int = 0,
+    weight: Tensor, bits: int, grid: Grid = _DEFAULT, *, ratio: Tensor | None = None, draw: Draw = _FIRST
 ) -> Quantized:
     """Quantize a weight to integer codes.
 
     Args:
         weight: Floating-point `[rows, columns]`, any dtype and device.
-        bits: 1 to 16.
-        groups: Number of row blocks, or "per_channel". Must divide the rows.
-        group_size: Instead of `groups`: weights of a row that share a scale. Must divide the columns.
-        symmetric: Codes around zero, or the asymmetric grid with a zero point.
-        rounding: "nearest" (half to even) or "stochastic" (floor(x / scale + u), u from Philox).
+        bits: Bit width, 1 to 16.
+        grid: Which weights share a scale, and how codes are rounded.
         ratio: Clipping ratios, float32 of the scale's shape, in (0, 1]. None is 1 everywhere (absmax).
-        seed: Key of the random numbers, 0 to 2^63 - 1; `layer` and `step` (0 to 2^32 - 1) and the element's index
-            are their counter, so that every process draws the same.
-        layer: See `seed`.
-        step: See `seed`.
+        draw: The random numbers of stochastic rounding.
 
     Raises:
-        ValueError: Bits, groups or ratio do not fit the weight, or the weight holds NaN or Inf.
+        ValueError: Bits, grid or ratio do not fit the weight, or the weight holds NaN or Inf.
+
+    >>> quantize(torch.tensor([[0.5, -1.0, 0.25]]), 3).codes
+    tensor([[ 2, -3,  1]], dtype=torch.int32)
     """
-    x, shape = _grouped(weight, groups, group_size)
-    _check(bits, symmetric, rounding, ratio, shape)
-    noise = _noise(x, rounding, seed, layer, step)
-    codes, scale, zero = _codes(x, bits, symmetric, ratio, noise, torch.empty_like(x))
+    shape = check(weight, bits, grid, ratio)
+    x = _grouped(weight, shape)
+    codes, scale, zero = _codes(x, bits, grid, ratio, _noise(x, grid, draw), torch.empty_like(x))
     if not bool(torch.isfinite(scale).all()):
         raise ValueError("weight holds NaN or Inf (or spans more than float32 can hold)")
     return Quantized(
@@ -113,12 +104,15 @@ def dequantize(
 
     Args:
         codes: Integer `[rows, columns]`.
-        scale: float32 `[r, c]`; r divides the rows and c the columns, and tells the groups.
+        scale: float32 `[r, c]`, where r divides the rows and c the columns: a group is a tile.
         zero_point: Integer of the scale's shape, or None.
-        dtype: Of the result.
+        dtype: Dtype of the result.
 
     Raises:
         ValueError: The scale's shape does not tile the codes.
+
+    >>> dequantize(torch.tensor([[2, -3, 1]]), torch.tensor([[0.25]]))
+    tensor([[ 0.5000, -0.7500,  0.2500]])
     """
     rows, columns = codes.shape
     if scale.dim() != 2 or rows % scale.shape[0] or columns % scale.shape[1]:
@@ -132,15 +126,10 @@ def dequantize(
 def fake_quantize(
     weight: Tensor,
     bits: int,
+    grid: Grid = _DEFAULT,
     *,
-    groups: Groups = 1,
-    group_size: int | None = None,
-    symmetric: bool = True,
-    rounding: Rounding = "nearest",
     ratio: Tensor | None = None,
-    seed: int = 0,
-    layer: int = 0,
-    step: int = 0,
+    draw: Draw = _FIRST,
     blend: float = 0.0,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
@@ -151,30 +140,26 @@ def fake_quantize(
     raised here, so that a GPU need not wait for the host.
 
     Args:
-        weight: As for `quantize`, and so are the arguments up to `step`.
-        bits: As for `quantize`.
-        groups: As for `quantize`.
-        group_size: As for `quantize`.
-        symmetric: As for `quantize`.
-        rounding: As for `quantize`.
-        ratio: As for `quantize`.
-        seed: As for `quantize`.
-        layer: As for `quantize`.
-        step: As for `quantize`.
+        weight: Floating-point `[rows, columns]`, any dtype and device.
+        bits: Bit width, 1 to 16.
+        grid: Which weights share a scale, and how codes are rounded.
+        ratio: Clipping ratios, float32 of the scale's shape, in (0, 1]. None is 1 everywhere (absmax).
+        draw: The random numbers of stochastic rounding.
         blend: Share b of the float weight in the result b * w + (1 - b) * Q(w), 0 to 1.
-        dtype: Of the result; None is the weight's.
+        dtype: Dtype of the result; None is the weight's.
         out: Where to write the result: `weight`'s shape, contiguous, of the dtype wanted.
 
     Raises:
-        ValueError: Bits, groups or ratio do not fit the weight.
+        ValueError: Bits, grid or ratio do not fit the weight.
+
+    >>> fake_quantize(torch.tensor([[0.5, -1.0, 0.25]]), 2)
+    tensor([[ 0.7500, -0.7500,  0.0000]])
     """
-    x, shape = _grouped(weight, groups, group_size)
-    _check(bits, symmetric, rounding, ratio, shape)
+    x = _grouped(weight, check(weight, bits, grid, ratio))
     dtype = dtype or (weight.dtype if out is None else out.dtype)
-    noise = _noise(x, rounding, seed, layer, step)
     in_place = out is not None and out.dtype == torch.float32
     buffer = out.view(x.shape) if out is not None and in_place else torch.empty_like(x)
-    values = _values(*_codes(x, bits, symmetric, ratio, noise, buffer))
+    values = _values(*_codes(x, bits, grid, ratio, _noise(x, grid, draw), buffer))
     if blend:
         values = values.mul_(1.0 - blend).add_(x * blend)
     if in_place and out is not None:
@@ -191,7 +176,7 @@ def fake_quantize_tokens(input: Tensor, bits: int) -> Tensor:
 
     Args:
         input: Floating-point `[..., features]`.
-        bits: 2 to 8.
+        bits: Bit width of a code, 2 to 8.
 
     Returns:
         code * scale, in the input's shape and dtype.
@@ -207,48 +192,41 @@ def token_scale(input: Tensor, bits: int) -> Tensor:
     return (largest / ((1 << bits - 1) - 1)).clamp(min=_TINY)
 
 
-def nonfinite(values: Tensor, groups: Groups = 1, group_size: int | None = None) -> Tensor:
+def nonfinite(values: Tensor, grid: Grid = _DEFAULT) -> Tensor:
     """Whether a result of `fake_quantize` came from a weight with NaN or Inf: a bool scalar on the values' device."""
-    return ~torch.isfinite(_grouped(values, groups, group_size, dtype=None)[0][:, 0]).all()
+    groups = values.detach().contiguous().view(*_sizes(values, grid.shape(*values.shape)))
+    return ~torch.isfinite(groups[:, 0]).all()
 
 
-def least_squares_ratio(
-    weight: Tensor,
-    bits: int,
-    *,
-    groups: Groups = 1,
-    group_size: int | None = None,
-    symmetric: bool = True,
-) -> Tensor:
+def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
     """The clipping ratio of each group, out of 1.00, 0.95, ... 0.20, with the least sum of squared errors.
 
     Errors are those of nearest rounding, squared in float32; ties go to the larger ratio.
 
     Args:
-        weight: As for `quantize`, and so are the other arguments.
-        bits: As for `quantize`.
-        groups: As for `quantize`.
-        group_size: As for `quantize`.
-        symmetric: As for `quantize`.
+        weight: Floating-point `[rows, columns]`, any dtype and device.
+        bits: Bit width, 2 to 16.
+        grid: Which weights share a scale.
 
     Returns:
         float32 ratios in the scale's shape.
 
     Raises:
         ValueError: Bits or groups do not fit, or the grid is ternary or binary.
+
+    >>> least_squares_ratio(torch.tensor([[0.1, 0.2, 0.1, 1.0]]), 3)
+    tensor([[0.9500]])
     """
-    x, shape = _grouped(weight, groups, group_size)
-    _check(bits, symmetric, "nearest", None, shape)
-    if not is_uniform(bits, symmetric):
-        raise ValueError(f"{bits} bits symmetric sets its own scale: there is no clipping ratio to search")
-    lo, hi = _range(x, symmetric)
+    shape = check_search(weight, bits, grid)
+    x = _grouped(weight, shape)
+    lo, hi = _range(x, grid.symmetric)
     best = torch.ones_like(hi)
     least = torch.full_like(hi, torch.inf, dtype=torch.float64)
     bound = (hi - lo).to(torch.float64).square()
     buffer = torch.empty_like(x)
     for value in RATIOS:
         ratio = torch.full_like(hi, value)
-        scale, zero = _uniform_scale(lo, hi, bits, symmetric, ratio)
+        scale, zero = _uniform_scale(lo, hi, bits, grid.symmetric, ratio)
         error = _values(_uniform_codes(x, bits, scale, zero, None, buffer), scale, zero).sub_(x).square_()
         total = _exact(error, bound).sum(1, keepdim=True)
         better = total < least
@@ -279,7 +257,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     return c0, c1, c2, c3
 
 
-def uniform(count: int, *, seed: int, layer: int, step: int, device: torch.device | str = "cpu") -> Tensor:
+def uniform(count: int, draw: Draw = _FIRST, *, device: torch.device | str = "cpu") -> Tensor:
     """`count` float32 numbers in (0, 1): element i is (w + 1/2) / 2^23, w the top 23 bits of a Philox word.
 
     The word is number i % 4 of block i // 4. The key is the seed's two halves, the counter (low half of i // 4, high
@@ -287,85 +265,56 @@ def uniform(count: int, *, seed: int, layer: int, step: int, device: torch.devic
     """
     block = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
     words = philox(
-        (block & _MASK32, block >> 32, torch.full_like(block, step), torch.full_like(block, layer)),
-        (seed & _MASK32, seed >> 32),
+        (block & _MASK32, block >> 32, torch.full_like(block, draw.step), torch.full_like(block, draw.layer)),
+        (draw.seed & _MASK32, draw.seed >> 32),
     )
     return ((torch.stack(words, 1).view(-1)[:count] >> 9).to(torch.float32) + 0.5) * 2.0**-23
 
 
-def group_shape(rows: int, columns: int, groups: Groups, group_size: int | None) -> tuple[int, int]:
-    """The shape of the scale for a weight `[rows, columns]`.
-
-    Raises:
-        ValueError: The groups do not fall on row boundaries.
-    """
-    if group_size is not None:
-        if groups != 1:
-            raise ValueError(f"give groups or group_size, not both (groups={groups!r}, group_size={group_size})")
-        if group_size < 1 or columns % group_size:
-            raise ValueError(f"group_size {group_size} does not divide the {columns} columns of the weight")
-        return rows, columns // group_size
-    count = rows if groups == "per_channel" else groups
-    if count < 1 or rows % count:
-        raise ValueError(f"{count} groups do not divide the {rows} rows of the weight")
-    return count, 1
-
-
-def check(
-    weight: Tensor,
-    bits: int,
-    groups: Groups = 1,
-    group_size: int | None = None,
-    symmetric: bool = True,
-    rounding: str = "nearest",
-    ratio: Tensor | None = None,
-) -> tuple[int, int]:
+def check(weight: Tensor, bits: int, grid: Grid = _DEFAULT, ratio: Tensor | None = None) -> tuple[int, int]:
     """The shape of the scale, once all arguments are found right.
 
     Raises:
-        ValueError: As `quantize`, short of what only the values tell.
+        ValueError: They are not, short of what only the values of the weight would show.
     """
     if weight.dim() != 2 or weight.numel() == 0 or not weight.is_floating_point():
         raise ValueError(
             f"weight must be a non-empty floating-point matrix, got {weight.dtype} of shape {list(weight.shape)}"
         )
-    shape = group_shape(weight.shape[0], weight.shape[1], groups, group_size)
-    _check(bits, symmetric, rounding, ratio, shape)
+    shape = grid.shape(*weight.shape)
+    grid.check(bits)
+    if ratio is not None and not grid.is_uniform(bits):
+        raise ValueError(f"{bits} bits symmetric sets its own scale: it takes no clipping ratio")
+    if ratio is not None and tuple(ratio.shape) != shape:
+        raise ValueError(f"ratio has shape {list(ratio.shape)}, the scale has {list(shape)}")
     return shape
 
 
-def _grouped(
-    weight: Tensor, groups: Groups, group_size: int | None, dtype: torch.dtype | None = torch.float32
-) -> tuple[Tensor, tuple[int, int]]:
-    if weight.dim() != 2 or weight.numel() == 0 or not weight.is_floating_point():
-        raise ValueError(
-            f"weight must be a non-empty floating-point matrix, got {weight.dtype} of shape {list(weight.shape)}"
-        )
-    shape = group_shape(weight.shape[0], weight.shape[1], groups, group_size)
-    x = weight.detach().to(dtype or weight.dtype).contiguous().view(shape[0] * shape[1], -1)
-    return x, shape
+def check_search(weight: Tensor, bits: int, grid: Grid) -> tuple[int, int]:
+    """The shape of the scale, once a search for clipping ratios is found possible.
+
+    Raises:
+        ValueError: It is not; see `least_squares_ratio`.
+    """
+    shape = check(weight, bits, replace(grid, stochastic=False))
+    if not grid.is_uniform(bits):
+        raise ValueError(f"{bits} bits symmetric sets its own scale: there is no clipping ratio to search")
+    return shape
 
 
-def _check(bits: int, symmetric: bool, rounding: str, ratio: Tensor | None, shape: tuple[int, int]) -> None:
-    if not 1 <= bits <= MAX_BITS:
-        raise ValueError(f"bits must be 1 to {MAX_BITS}, got {bits}")
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
-    if bits == 1 and not symmetric:
-        raise ValueError("1 bit is binary, which is symmetric only")
-    if not is_uniform(bits, symmetric):
-        if rounding != "nearest":
-            raise ValueError(f"{bits} bits symmetric rounds to nearest only")
-        if ratio is not None:
-            raise ValueError(f"{bits} bits symmetric sets its own scale: it takes no clipping ratio")
-    if ratio is not None and tuple(ratio.shape) != shape:
-        raise ValueError(f"ratio has shape {list(ratio.shape)}, the scale has {list(shape)}")
+def _sizes(weight: Tensor, shape: tuple[int, int]) -> tuple[int, int]:
+    """Groups and elements of each."""
+    groups = shape[0] * shape[1]
+    return groups, weight.numel() // groups
 
 
-def _noise(x: Tensor, rounding: str, seed: int, layer: int, step: int) -> Tensor | None:
-    if rounding == "nearest":
-        return None
-    return uniform(x.numel(), seed=seed, layer=layer, step=step, device=x.device).view(x.shape)
+def _grouped(weight: Tensor, shape: tuple[int, int]) -> Tensor:
+    """A row for each group, in float32."""
+    return weight.detach().to(torch.float32).contiguous().view(*_sizes(weight, shape))
+
+
+def _noise(x: Tensor, grid: Grid, draw: Draw) -> Tensor | None:
+    return uniform(x.numel(), draw, device=x.device).view(x.shape) if grid.stochastic else None
 
 
 def _exact(terms: Tensor, bound: Tensor) -> Tensor:
@@ -409,12 +358,12 @@ def _uniform_codes(
 
 
 def _codes(
-    x: Tensor, bits: int, symmetric: bool, ratio: Tensor | None, noise: Tensor | None, out: Tensor
+    x: Tensor, bits: int, grid: Grid, ratio: Tensor | None, noise: Tensor | None, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes `[groups, elements]` in `out`, scale and zero point `[groups, 1]`: integers, all held in float32."""
-    if is_uniform(bits, symmetric):
+    if grid.is_uniform(bits):
         ratio = None if ratio is None else ratio.reshape(-1, 1)
-        scale, zero = _uniform_scale(*_range(x, symmetric), bits, symmetric, ratio)
+        scale, zero = _uniform_scale(*_range(x, grid.symmetric), bits, grid.symmetric, ratio)
         return _uniform_codes(x, bits, scale, zero, noise, out), scale, zero
     magnitude = torch.abs(x, out=out)
     terms = _exact(magnitude, magnitude.amax(1, keepdim=True))

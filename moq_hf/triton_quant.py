@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from . import quantizer
-from .quantizer import Groups, Rounding
+from .grid import Grid
+from .quantizer import Draw
 
 logger = logging.getLogger(__name__)
 
+_DEFAULT, _FIRST = Grid(), Draw()
 # Elements of a tile. Chosen so that a thread of _WARPS warps holds 16 of them: not measured on a GPU.
 TILE = 4096
 # Groups of more elements than this are shared out among programs.
@@ -60,14 +62,9 @@ class Job(NamedTuple):
     weight: Tensor
     out: Tensor
     bits: int
-    groups: Groups = 1
-    group_size: int | None = None
-    symmetric: bool = True
-    rounding: Rounding = "nearest"
+    grid: Grid = Grid()
     ratio: Tensor | None = None
-    seed: int = 0
-    layer: int = 0
-    step: int = 0
+    draw: Draw = Draw()
     blend: float = 0.0
 
 
@@ -90,7 +87,7 @@ class Batch:
             raise ValueError("weights and results must be on one device")
         alike: dict[tuple[Any, ...], list[int]] = {}
         for index, job in enumerate(jobs):
-            key = (job.weight.dtype, job.out.dtype, job.symmetric, job.rounding)
+            key = (job.weight.dtype, job.out.dtype, job.grid.symmetric, job.grid.stochastic)
             alike.setdefault(key, []).append(index)
         # Of the weights in the order of the launches.
         self._order = [index for indices in alike.values() for index in indices]
@@ -154,8 +151,8 @@ class _Part:
         lengths = [length for length, _ in sizes]
         pointers = [pointer for row in rows for pointer in row[:2]]
         self.options: dict[str, Any] = {
-            "SYMMETRIC": jobs[0].symmetric,
-            "STOCHASTIC": jobs[0].rounding == "stochastic",
+            "SYMMETRIC": jobs[0].grid.symmetric,
+            "STOCHASTIC": jobs[0].grid.stochastic,
             "QUADS": all(length % 4 == 0 for length in lengths),
             # What pointers, in bytes, and lengths are multiples of lets the compiler use wide loads.
             "ALIGN": 16 if all(number % 16 == 0 for number in pointers + lengths) else 1,
@@ -205,87 +202,49 @@ class _Part:
 def fake_quantize(
     weight: Tensor,
     bits: int,
+    grid: Grid = _DEFAULT,
     *,
-    groups: Groups = 1,
-    group_size: int | None = None,
-    symmetric: bool = True,
-    rounding: Rounding = "nearest",
     ratio: Tensor | None = None,
-    seed: int = 0,
-    layer: int = 0,
-    step: int = 0,
+    draw: Draw = _FIRST,
     blend: float = 0.0,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`quantizer.fake_quantize`, on a device where the kernels are `available`. A `Batch` saves the preparation.
+    """`quantizer.fake_quantize` on a device where the kernels are `available`; same arguments and results.
 
-    Args:
-        weight: As for `quantizer.fake_quantize`, and so are the other arguments.
-        bits: As for `quantizer.fake_quantize`.
-        groups: As for `quantizer.fake_quantize`.
-        group_size: As for `quantizer.fake_quantize`.
-        symmetric: As for `quantizer.fake_quantize`.
-        rounding: As for `quantizer.fake_quantize`.
-        ratio: As for `quantizer.fake_quantize`.
-        seed: As for `quantizer.fake_quantize`.
-        layer: As for `quantizer.fake_quantize`.
-        step: As for `quantizer.fake_quantize`.
-        blend: As for `quantizer.fake_quantize`.
-        dtype: As for `quantizer.fake_quantize`.
-        out: As for `quantizer.fake_quantize`.
+    A `Batch` saves the preparation.
 
     Raises:
-        ValueError: As `quantizer.fake_quantize`.
+        ValueError: Bits, grid or ratio do not fit the weight.
     """
     weight = weight.detach().contiguous()
     if out is None:
         out = torch.empty_like(weight, dtype=dtype or weight.dtype)
-    job = Job(weight, out, bits, groups, group_size, symmetric, rounding, ratio, seed, layer, step, blend)
-    Batch([job]).run()
+    Batch([Job(weight, out, bits, grid, ratio, draw, blend)]).run()
     return out
 
 
-def least_squares_ratio(
-    weight: Tensor,
-    bits: int,
-    *,
-    groups: Groups = 1,
-    group_size: int | None = None,
-    symmetric: bool = True,
-) -> Tensor:
-    """`quantizer.least_squares_ratio`, on a device where the kernels are `available`: two launches.
-
-    Args:
-        weight: As for `quantizer.quantize`, and so are the other arguments.
-        bits: As for `quantizer.quantize`.
-        groups: As for `quantizer.quantize`.
-        group_size: As for `quantizer.quantize`.
-        symmetric: As for `quantizer.quantize`.
-
-    Returns:
-        float32 ratios in the scale's shape.
+def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
+    """`quantizer.least_squares_ratio` on a device where the kernels are `available`: two launches.
 
     Raises:
         ValueError: Bits or groups do not fit, or the grid is ternary or binary.
     """
-    shape = quantizer.check(weight, bits, groups, group_size, symmetric)
-    if not quantizer.is_uniform(bits, symmetric):
-        raise ValueError(f"{bits} bits symmetric sets its own scale: there is no clipping ratio to search")
+    shape = quantizer.check_search(weight, bits, grid)
     kernels = load_kernels()
     weight = weight.detach().contiguous()
     count = shape[0] * shape[1]
     length = weight.numel() // count
     columns = power_of_two(min(length, TILE // 4))
     rows = TILE // 4 // columns
-    grid = (math.ceil(count / rows), math.ceil(length / columns))
+    programs = (math.ceil(count / rows), math.ceil(length / columns))
     cells = torch.zeros(count, 2, dtype=torch.int32, device=weight.device)
     sums = torch.zeros(count, len(quantizer.RATIOS), dtype=torch.float64, device=weight.device)
     ratios = _ratios(weight.device)
-    tile = {"SYMMETRIC": symmetric, "R": rows, "S": columns, "enable_fp_fusion": False}
+    tile = {"SYMMETRIC": grid.symmetric, "R": rows, "S": columns, "enable_fp_fusion": False}
     with on_device(weight.device):
-        kernels.group_ranges[grid](weight, cells, length, count, **tile)
-        kernels.ratio_errors[grid](weight, cells, ratios, sums, length, count, bits, COUNT=len(ratios), **tile)
+        kernels.group_ranges[programs](weight, cells, length, count, **tile)
+        kernels.ratio_errors[programs](weight, cells, ratios, sums, length, count, bits, COUNT=len(ratios), **tile)
     # The first of equal sums, and 1 for a group with NaN.
     best = sums.nan_to_num(nan=math.inf, posinf=math.inf).argmin(1)
     return ratios[best].view(shape)
@@ -333,7 +292,7 @@ def _float_bits(values: Sequence[float]) -> "np.ndarray[Any, np.dtype[np.int32]]
 
 def _row(job: Job, first: int) -> list[int]:
     """The job's row of the table that `kernels.triton` describes."""
-    shape = quantizer.check(job.weight, job.bits, job.groups, job.group_size, job.symmetric, job.rounding, job.ratio)
+    shape = quantizer.check(job.weight, job.bits, job.grid, job.ratio)
     if job.weight.dtype not in DTYPES or job.out.dtype not in DTYPES:
         raise ValueError(f"no kernel for {job.weight.dtype} to {job.out.dtype}")
     if job.out.shape != job.weight.shape or not (job.out.is_contiguous() and job.weight.is_contiguous()):
@@ -347,7 +306,8 @@ def _row(job: Job, first: int) -> list[int]:
     keep, blend = _float_bits([1.0 - job.blend, job.blend]).tolist()
     length = job.weight.numel() // groups
     pointers = [job.weight.data_ptr(), job.out.data_ptr(), ratio]
-    return [*pointers, length, groups, job.bits, job.layer, job.seed, first, job.step, keep, blend]
+    seed, layer, step = job.draw
+    return [*pointers, length, groups, job.bits, layer, seed, first, step, keep, blend]
 
 
 def _group_items(sizes: list[tuple[int, int]], at_once: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
@@ -373,7 +333,7 @@ def _tile_items(jobs: list[Job], sizes: list[tuple[int, int]], lag: int) -> "np.
             waiting.append((emitted + lag, phases[1:], row, group, tiles))
 
     for row, (job, (length, groups)) in enumerate(zip(jobs, sizes, strict=True)):
-        few = job.symmetric and job.bits <= 2
+        few = not job.grid.is_uniform(job.bits)
         phases = ((0, 1, 3) if job.bits == 1 else (0, 1, 2, 3)) if few else (0, 3)
         for group in range(groups):
             emit(phases, row, group, math.ceil(length / TILE))

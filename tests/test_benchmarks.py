@@ -8,16 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-import tiny_glue
-from transformers import AutoConfig, AutoModelForSequenceClassification
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
 import levers
 import peers
+import pytest
 import same_numbers
 import short_runs
+import tiny_glue
+from repo import ROOT
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import moq_hf
 
@@ -136,9 +134,8 @@ def test_the_same_numbers_need_public_names_only() -> None:
 
 
 def test_what_the_docs_say_of_the_proof_was_measured() -> None:
-    root = Path(__file__).parents[1]
-    measured = json.loads((root / "benchmarks" / "results" / "proof.json").read_text(encoding="utf-8"))
-    text = (root / "docs" / "speed.md").read_text(encoding="utf-8")
+    measured = json.loads((ROOT / "benchmarks" / "results" / "proof.json").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "evidence" / "speed.md").read_text(encoding="utf-8")
     assert f"took {100 * measured['median_share']:.1f} % of a run of {measured['steps_of_the_run']} steps" in text
     assert f"median of {len(measured['runs'])} runs" in text
     assert f"batches of {measured['batch']} x {measured['sequence']}" in text

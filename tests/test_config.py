@@ -479,10 +479,10 @@ def test_arithmetic_of_the_glue_recipes(task: str) -> None:
         assert steps[-1] == round(0.4 * int(total))
 
 
-PAGE = ROOT / "docs" / "config-reference.md"
+PAGE = ROOT / "docs" / "reference" / "config.md"
 MARKS = "<!-- keys -->\n", "<!-- end of keys -->\n"
 RENEW = (
-    'import re; from pathlib import Path; from moq_hf.config import key_table; p = Path("docs/config-reference.md"); '
+    'import re; from pathlib import Path; from moq_hf.config import key_table; p = Path("docs/reference/config.md"); '
     'p.write_text(re.sub(r"(?s)(?<=<!-- keys -->\\n).*(?=<!-- end)", lambda _: key_table() + "\\n", p.read_text()))'
 )
 
@@ -495,8 +495,8 @@ def test_the_table_of_keys_is_up_to_date() -> None:
 
 
 def test_the_command_that_renews_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "docs" / PAGE.name
-    page.parent.mkdir()
+    page = tmp_path / "docs" / "reference" / PAGE.name
+    page.parent.mkdir(parents=True)
     text = PAGE.read_text(encoding="utf-8")
     page.write_text(text.replace(key_table(), "| stale |"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)

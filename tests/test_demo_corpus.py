@@ -4,11 +4,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from repo import ROOT
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 from transformers import AutoConfig, AutoTokenizer
 
-ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples" / "demo"
 
 

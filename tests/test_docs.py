@@ -6,6 +6,8 @@ Hub is replaced by a tiny model and generated rows; all that it names in the rep
 are what CI runs, or have a test here.
 """
 
+import ast
+import inspect
 import io
 import itertools
 import json
@@ -23,22 +25,23 @@ from typing import NamedTuple
 
 import pytest
 import tiny_glue
+import torch
 from accelerate.commands.launch import launch_command_parser as accelerate_parser
 from datasets import load_dataset
-from test_report import make_run
+from made_run import make_run
+from repo import ROOT
 from tiny_glue import quiet_logging
 from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
+import moq_hf
 from moq_hf import MoQConfig, cli, quantize_model, save_quantized
 
 __all__ = ["quiet_logging"]
 pytestmark = pytest.mark.usefixtures("quiet_logging")
 
-ROOT = Path(__file__).parents[1]
-PAGES = sorted(
-    path for pattern in ("*.md", "docs/*.md", "configs/README.md", "examples/**/*.md") for path in ROOT.glob(pattern)
-)
+PATTERNS = ("*.md", "docs/**/*.md", "configs/README.md", "examples/**/*.md")
+PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
 EXPORT = "moq-hf export runs/mrpc --to onnx runs/mrpc-onnx --task_name mrpc --validation_file data/mrpc.jsonl"
 BENCH = "moq-hf bench runs/mrpc --threads 1 --activation_bits 7 --json bench.json --plot bench.png"
 # Where the commands are run that need a test of their own.
@@ -58,6 +61,7 @@ RUN_BY = {
 ADDED = {
     "docs/make_figures.py": ["--out", "img"],
     "examples/demo/make_corpus.py": ["--out", "corpus"],
+    "tests/helpers/sentences.py": [],
     "benchmarks/eigen.py": ["--parts", "golden", "--threads", "1", "--out", "eigen.json"],
     "benchmarks/proof.py": shlex.split("--batch 2 --sequence 16 --steps 2 --runs 1 --threads 1 --out proof.json"),
     "benchmarks/step_time.py": shlex.split("--batch 2 --sequence 16 --repeats 1 --threads 1 --out step_time.json"),
@@ -316,11 +320,11 @@ def tiny_files(task: str, folder: Path) -> dict[str, str]:
 
 def prepared(page: Path) -> dict[str, object]:
     """What a page's Python takes for granted: the README has the model, arguments and data of its reader."""
-    if page == ROOT / "docs" / "eigenvalues.md":
+    if page == ROOT / "docs" / "guide" / "sensitivity.md":
         # What `make demo` leaves.
         tiny_model(Path("runs/demo/float"), vocab_size=1100)
         AutoTokenizer.from_pretrained("examples/demo/model").save_pretrained("runs/demo/float")
-    if page == ROOT / "docs" / "deploy.md":
+    if page == ROOT / "docs" / "guide" / "deploy.md":
         model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained("examples/demo/model"))
         quantize_model(model, {"quantize_bits": {"start_bits": 8, "target_bits": 8}})
         save_quantized(model, "runs/mrpc", processing_class=AutoTokenizer.from_pretrained("examples/demo/model"))
@@ -361,9 +365,27 @@ def test_python_blocks(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPat
                 assert cli.main(shlex.split(command)[3:]) == 0
 
 
-def test_the_config_in_the_readme_is_the_committed_one() -> None:
-    (shown,) = (block.text for block in blocks_of(ROOT / "README.md") if block.language == "json")
-    assert json.loads(shown) == json.loads((ROOT / "configs" / "moq.json").read_text())
+@pytest.mark.parametrize(("page", "recipe"), [("which-recipe", "moq"), ("schedule", "moq_w4")])
+def test_the_recipes_in_the_guide_are_the_committed_ones(page: str, recipe: str) -> None:
+    (shown,) = (block.text for block in blocks_of(ROOT / "docs" / "guide" / f"{page}.md") if block.language == "json")
+    assert json.loads(shown) == json.loads((ROOT / "configs" / f"{recipe}.json").read_text())
+
+
+def test_the_api_page_has_every_public_name_with_its_arguments() -> None:
+    source = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^\| `(\w+)(?:\(([^`]*)\))?` \|", source, re.MULTILINE))
+    assert set(shown) == set(moq_hf.__all__)
+    for name, arguments in shown.items():
+        if arguments:
+            real = inspect.signature(getattr(moq_hf, name)).parameters
+            (made,) = ast.parse(f"def f({arguments.removesuffix(', ...')}): pass").body
+            scope = {"torch": torch}
+            exec(compile(ast.Module([made], []), name, "exec"), scope)
+            stated = inspect.signature(scope["f"]).parameters
+            assert {p.name: (p.kind, p.default) for p in stated.values()} == {
+                p.name: (p.kind, p.default) for p in real.values() if p.name in stated
+            }
+            assert "..." in arguments or list(stated) == list(real), name
 
 
 def anchors_of(page: Path) -> set[str]:

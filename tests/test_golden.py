@@ -9,11 +9,11 @@ from typing import Any
 import golden_runs
 import pytest
 import torch
+from repo import GOLDEN
 from transformers import AutoModelForSequenceClassification, Trainer, TrainerCallback
 
 from moq_hf import MoQCallback, dequantize_model, last_checkpoint, load_packed, verify_quantized
 
-GOLDEN = Path(__file__).parent / "golden"
 RUN, PACKED = GOLDEN / "run_0_1", GOLDEN / "packed_0_1"
 BLOCKS = ["bert.encoder.layer.0", "bert.encoder.layer.1", "bert.pooler.dense"]
 

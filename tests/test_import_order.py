@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from repo import ROOT
 
-PACKAGE = Path(__file__).parents[1] / "moq_hf"
+PACKAGE = ROOT / "moq_hf"
 ORDER = [
     "version",
     "errors",
@@ -24,6 +25,7 @@ ORDER = [
     "triton_quant",
     "kernels.packing",
     "kernels.backend",
+    "model.staleness",
     "model.inventory",
     "model.selection",
     "quant_linear",
@@ -38,6 +40,7 @@ ORDER = [
     "training.sensitivity",
     "training.resume",
     "training.messages",
+    "training.ratios",
     "training.controller",
     "training.listening",
     "training.trainer_state",

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from moq_hf import MoQError, QuantLinear, dequantize_model, quantize_model
 from moq_hf import quantizer as q
 from moq_hf.config import MoQConfig
+from moq_hf.grid import Grid, RowBlocks
 from moq_hf.kernels import cpu as cpu_quant
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import Inventory
@@ -40,13 +41,16 @@ class ScaledConv1D(Conv1D):
         return 16 * super().forward(x)
 
 
+GRID = Grid(RowBlocks(4))
+
+
 def net(*, kind: type[nn.Linear] = nn.Linear) -> nn.Sequential:
     return nn.Sequential(kind(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
 def expected(layer: nn.Linear, bits: int = 4, **more: Any) -> torch.Tensor:
-    ratio = q.least_squares_ratio(layer.weight, bits, groups=4)
-    return q.fake_quantize(layer.weight.detach(), bits, groups=4, ratio=ratio, **more)
+    ratio = q.least_squares_ratio(layer.weight, bits, GRID)
+    return q.fake_quantize(layer.weight.detach(), bits, GRID, ratio=ratio, **more)
 
 
 def layer_of(model: nn.Module, index: int = 0) -> QuantLinear:
@@ -110,7 +114,7 @@ def test_is_differentiable_twice_and_by_torch_func() -> None:
         return torch.tanh(torch.func.functional_call(layer, parameters, x)).pow(2).sum()
 
     vector = torch.randn(16, 8, dtype=torch.float64)
-    at = q.fake_quantize(layer.weight, 4, groups=4)
+    at = q.fake_quantize(layer.weight, 4, GRID)
     exact = torch.autograd.functional.hvp(loss, at, vector)[1]
     assert torch.allclose(torch.autograd.functional.hvp(quantized_loss, layer.weight.detach(), vector)[1], exact)
     by_func = torch.func.vjp(torch.func.grad(quantized_loss), layer.weight.detach())[1](vector)[0]
@@ -136,7 +140,7 @@ def test_follows_any_optimizer_with_one_quantization_per_step(
         assert not torch.equal(before, now)
         # Two layers, after each step and at each eval(), which starts afresh whatever it can see.
         assert len(calls) == 4 * step
-        reference = q.quantize(layer_of(model).weight, 4, groups=4, ratio=ratio)
+        reference = q.quantize(layer_of(model).weight, 4, GRID, ratio=ratio)
         assert torch.equal(now, q.dequantize(*reference))
 
 
@@ -145,12 +149,12 @@ def test_follows_load_state_dict_and_changes_in_place(assign: bool) -> None:
     model, other = quantize_model(net(), {**CONFIG, "quantize_algo": {"scale": "absmax"}}), net()
     layer = layer_of(model)
     model.load_state_dict(other.state_dict(), assign=assign)
-    assert torch.equal(layer.quantized_weight(), q.fake_quantize(other[0].weight.detach(), 4, groups=4))
+    assert torch.equal(layer.quantized_weight(), q.fake_quantize(other[0].weight.detach(), 4, GRID))
     with torch.no_grad():
         layer.weight.mul_(3)
-    assert torch.equal(layer.quantized_weight(), q.fake_quantize(layer.weight.detach(), 4, groups=4))
+    assert torch.equal(layer.quantized_weight(), q.fake_quantize(layer.weight.detach(), 4, GRID))
     layer.weight = nn.Parameter(torch.randn(16, 8))
-    assert torch.equal(layer.quantized_weight(), q.fake_quantize(layer.weight.detach(), 4, groups=4))
+    assert torch.equal(layer.quantized_weight(), q.fake_quantize(layer.weight.detach(), 4, GRID))
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Named])
@@ -186,14 +190,13 @@ def test_gradient_checkpointing_sees_one_weight(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
 def test_bits_change_without_recompiling() -> None:
     model = quantize_model(net(), CONFIG)
-    config = MoQConfig.from_dict(CONFIG)
     frames = torch._dynamo.testing.CompileCounter()
     compiled = torch.compile(model, backend=frames, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
     x = torch.randn(5, 8)
     for bits in range(16, 1, -1):
         for layer in quant_layers(model).values():
-            layer.set_bits(bits, config)
+            layer.set_bits(bits)
             layer.refresh()
         out = compiled(x)
         assert torch.allclose(out, model(x), atol=1e-6)
@@ -218,12 +221,18 @@ def test_works_under_autocast_and_outside_of_it() -> None:
 
 
 def test_evaluating_in_inference_mode_does_not_harm_training() -> None:
-    model = quantize_model(net(), CONFIG)
+    x, model = torch.randn(2, 8), quantize_model(net(), CONFIG)
     with torch.no_grad():
         layer_of(model).weight.mul_(2)
+    never = copy.deepcopy(model)
     with torch.inference_mode():
-        model(torch.randn(2, 8))
-    model(torch.randn(2, 8)).sum().backward()
+        evaluated = model(x)
+    out, expected_out = model(x), never(x)
+    assert torch.equal(out, expected_out) and torch.equal(out, evaluated)
+    out.sum().backward()
+    expected_out.sum().backward()
+    for parameter, same in zip(model.parameters(), never.parameters(), strict=True):
+        assert parameter.grad is not None and torch.equal(parameter.grad, same.grad)
 
 
 def test_moving_a_model_moves_its_quantized_weights() -> None:

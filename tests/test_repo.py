@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from repo import ROOT
 
-ROOT = Path(__file__).parents[1]
 MAX_BYTES = 2_000_000
 
 

@@ -1,18 +1,14 @@
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-import tiny_glue
-from transformers import AutoConfig, AutoModelForSequenceClassification
-
-sys.path.insert(0, str(tiny_glue.ROOT / "benchmarks"))
-
 import glue_study
+import pytest
 import report_study
+import tiny_glue
 from glue_study import FLOAT, OWN, Plan, Run, qat, ramp
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 TAUGHT = {"distillation": {"teacher": OWN}}
 PLAN = Plan((FLOAT, qat(2), ramp(3, 2, 0.8), ramp(3, 2, 0.8, "taught", TAUGHT)), ("sst2", "cola"), (1, 2))
@@ -158,17 +154,17 @@ def test_differences_are_paired() -> None:
 
 @pytest.mark.parametrize("name", ["results", "study"])
 def test_the_tables_are_those_of_the_committed_lines(name: str, tmp_path: Path) -> None:
-    page, copy = tiny_glue.ROOT / "docs" / f"{name}.md", tmp_path / "page.md"
+    page, copy = tiny_glue.ROOT / "docs" / "evidence" / f"{name}.md", tmp_path / "page.md"
     text = page.read_text(encoding="utf-8")
     copy.write_text(text, encoding="utf-8")
     plans = re.findall(r"<!-- study (\w+) -->", text)
     report_study.main(["--plan", *plans, "--page", str(copy)])
-    command = f"python benchmarks/report_study.py --plan {' '.join(plans)} --page docs/{name}.md"
+    command = f"python benchmarks/report_study.py --plan {' '.join(plans)} --page docs/evidence/{name}.md"
     assert copy.read_text(encoding="utf-8") == text, f"renew them with: {command}"
 
 
 def test_every_plan_is_on_a_page() -> None:
-    pages = (tiny_glue.ROOT / "docs" / f"{name}.md" for name in ("results", "study"))
+    pages = (tiny_glue.ROOT / "docs" / "evidence" / f"{name}.md" for name in ("results", "study"))
     shown = [plan for page in pages for plan in re.findall(r"<!-- study (\w+) -->", page.read_text(encoding="utf-8"))]
     assert sorted(shown) == sorted([*glue_study.PLANS, "others"])
 

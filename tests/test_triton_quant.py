@@ -5,22 +5,26 @@ The interpreter must be chosen before Triton is imported, so those tests run in 
 """
 
 import importlib.util
-import itertools
 import logging
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numerics import GROUPINGS, MODES, same_bits
 from torch import nn
 from transformers import BertForSequenceClassification
 
 from moq_hf import MoQConfig, MoQError, quantizer, triton_quant
+from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
+from moq_hf.kernels import packing
+from moq_hf.quantizer import Draw
 from moq_hf.training.controller import MoQController
 from moq_hf.triton_quant import Batch, Job
 
@@ -30,12 +34,6 @@ natively = pytest.mark.gpu
 on_device = pytest.mark.skipif(False, reason="the interpreter runs it") if INTERPRETED else natively
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-LAYOUTS: list[dict[str, Any]] = [{"groups": 1}, {"groups": 3}, {"groups": "per_channel"}, {"group_size": 11}]
-MODES = [
-    (bits, symmetric, rounding)
-    for bits, symmetric, rounding in itertools.product((1, 2, 3, 8, 16), (True, False), ("nearest", "stochastic"))
-    if quantizer.is_uniform(bits, symmetric) or (symmetric and rounding == "nearest")
-]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -58,13 +56,6 @@ def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal to the bit, the sign of zeros too; any NaN equals any other."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    equal = (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())
-    return a.dtype == b.dtype and bool(equal.all())
-
-
 def guarded(shape: tuple[int, int], dtype: torch.dtype, fill: torch.Tensor | None = None) -> torch.Tensor:
     """A matrix of NaN, or of `fill`, in the middle of a longer stretch of NaN."""
     count = shape[0] * shape[1]
@@ -85,8 +76,8 @@ def make_weight(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> 
     return guarded((rows, columns), dtype, w)
 
 
-def make_ratio(w: torch.Tensor, layout: dict[str, Any]) -> torch.Tensor:
-    shape = quantizer.group_shape(*w.shape, layout.get("groups", 1), layout.get("group_size"))
+def make_ratio(w: torch.Tensor, grid: Grid) -> torch.Tensor:
+    shape = grid.shape(*w.shape)
     return torch.tensor(quantizer.RATIOS, device=DEVICE)[torch.randint(17, shape, device=DEVICE)]
 
 
@@ -101,55 +92,61 @@ def test_in_triton_s_interpreter() -> None:
 
 
 @on_device
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("grouping", GROUPINGS, ids=str)
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_fake_quantize_is_the_definition(mode: Any, layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    bits, symmetric, rounding = mode
+def test_fake_quantize_is_the_definition(
+    mode: tuple[int, Grid], grouping: Grouping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bits, grid = mode[0], replace(mode[1], grouping=grouping)
     # Each mode meets both kernels, and each combination of dtypes and options comes up over the cases.
-    case = MODES.index(mode) + LAYOUTS.index(layout)
-    set_tiling(monkeypatch, LAYOUTS.index(layout) % 2 == 0)
+    case = MODES.index(mode) + GROUPINGS.index(grouping)
+    set_tiling(monkeypatch, GROUPINGS.index(grouping) % 2 == 0)
     w = make_weight(6, 33, FLOATS[case % 3])
-    more: dict[str, Any] = {"blend": 0.3} if case % 2 else {}
-    if case % 3 and quantizer.is_uniform(bits, symmetric):
-        more["ratio"] = make_ratio(w, layout)
+    options: dict[str, Any] = {"draw": Draw(2**35 + 7, 3, 9), "blend": 0.3 if case % 2 else 0.0}
+    if case % 3 and grid.is_uniform(bits):
+        options["ratio"] = make_ratio(w, grid)
     dtype = FLOATS[case // 3 % 3]
-    options = {"symmetric": symmetric, "rounding": rounding, "seed": 2**35 + 7, "layer": 3, "step": 9, **layout, **more}
     out = guarded((6, 33), dtype)
-    assert triton_quant.fake_quantize(w, bits, out=out, **options) is out
-    assert same_bits(out, quantizer.fake_quantize(w, bits, dtype=dtype, **options))
+    assert triton_quant.fake_quantize(w, bits, grid, out=out, **options) is out
+    assert same_bits(out, quantizer.fake_quantize(w, bits, grid, dtype=dtype, **options))
     assert guard_is_whole(out) and guard_is_whole(w)
 
 
 @on_device
 @pytest.mark.parametrize(
-    ("shape", "layout"),
+    ("shape", "grouping"),
     [
-        ((1, 1), {"groups": 1}),
-        ((5, 1), {"groups": "per_channel"}),
-        ((2, 64), {"groups": 2}),
-        ((4, 32), {"group_size": 4}),
-        ((7, 9), {"group_size": 1}),
-        ((3, 130), {"groups": 1}),
+        ((1, 1), RowBlocks()),
+        ((5, 1), PerChannel()),
+        ((2, 64), RowBlocks(2)),
+        ((4, 32), PerGroup(4)),
+        ((7, 9), PerGroup(1)),
+        ((3, 130), RowBlocks()),
     ],
     ids=str,
 )
-def test_shapes(shape: tuple[int, int], layout: dict[str, Any], tiling: str) -> None:
-    for bits, rounding in [(1, "nearest"), (2, "nearest"), (4, "stochastic")]:
+def test_shapes(shape: tuple[int, int], grouping: Grouping, tiling: str) -> None:
+    for bits, grid in [(1, Grid(grouping)), (2, Grid(grouping)), (4, Grid(grouping, stochastic=True))]:
         w = guarded(shape, torch.float32, torch.randn(shape))
         out = guarded(shape, torch.float32)
-        triton_quant.fake_quantize(w, bits, rounding=rounding, out=out, **layout)
-        assert same_bits(out, quantizer.fake_quantize(w, bits, rounding=rounding, **layout))
+        triton_quant.fake_quantize(w, bits, grid, out=out)
+        assert same_bits(out, quantizer.fake_quantize(w, bits, grid))
         assert guard_is_whole(out)
 
 
 @on_device
 def test_large_weights_with_the_tiles_of_a_gpu() -> None:
-    for shape, layout in [((96, 768), {"groups": 2}), ((24, 3072), {"groups": "per_channel"}), ((64, 512), {})]:
+    layouts: list[tuple[tuple[int, int], Grouping]] = [
+        ((96, 768), RowBlocks(2)),
+        ((24, 3072), PerChannel()),
+        ((64, 512), RowBlocks()),
+    ]
+    for shape, grouping in layouts:
         w = torch.randn(shape, device=DEVICE) * 0.02
-        for bits, rounding in [(8, "nearest"), (8, "stochastic"), (2, "nearest"), (1, "nearest")]:
-            options: dict[str, Any] = {"rounding": rounding, "seed": 1, "step": 4, **layout}
-            out = triton_quant.fake_quantize(w, bits, dtype=torch.bfloat16, **options)
-            assert same_bits(out, quantizer.fake_quantize(w, bits, dtype=torch.bfloat16, **options))
+        for bits, stochastic in [(8, False), (8, True), (2, False), (1, False)]:
+            grid, draw = Grid(grouping, stochastic=stochastic), Draw(seed=1, step=4)
+            out = triton_quant.fake_quantize(w, bits, grid, draw=draw, dtype=torch.bfloat16)
+            assert same_bits(out, quantizer.fake_quantize(w, bits, grid, draw=draw, dtype=torch.bfloat16))
 
 
 @on_device
@@ -157,12 +154,13 @@ def test_halves_round_to_even_and_extreme_values_stay(tiling: str) -> None:
     halves = torch.arange(-127, 128).float() / 2
     w = torch.cat([halves, torch.tensor([127.0])])[None].repeat(2, 1).to(DEVICE)
     w[1] *= 2.0**90
-    assert same_bits(triton_quant.fake_quantize(w, 8, groups=2), quantizer.fake_quantize(w, 8, groups=2))
+    two = Grid(RowBlocks(2))
+    assert same_bits(triton_quant.fake_quantize(w, 8, two), quantizer.fake_quantize(w, 8, two))
     for magnitude in (3e38, 1e-37, 1e-39, 1e-45):
         w = torch.randn(2, 20, device=DEVICE).clamp(-1, 1) * magnitude
         for bits, symmetric in [(1, True), (2, True), (2, False), (4, True), (16, False)]:
-            ours = triton_quant.fake_quantize(w, bits, symmetric=symmetric)
-            assert same_bits(ours, quantizer.fake_quantize(w, bits, symmetric=symmetric))
+            grid = Grid(symmetric=symmetric)
+            assert same_bits(triton_quant.fake_quantize(w, bits, grid), quantizer.fake_quantize(w, bits, grid))
 
 
 @on_device
@@ -173,33 +171,32 @@ def test_nonfinite_weights_are_told(value: float, tiling: str) -> None:
     for w in weights[4:]:
         w[1, 7] = value
     jobs = [
-        Job(w, torch.empty_like(w), bits, groups=2, symmetric=symmetric)
+        Job(w, torch.empty_like(w), bits, Grid(RowBlocks(2), symmetric))
         for w, (bits, symmetric) in zip(weights, modes, strict=True)
     ]
     batch = Batch(jobs)
     batch.run()
     assert batch.nonfinite() == [4, 5, 6, 7]
     assert batch.nonfinite() == []
-    assert [bool(quantizer.nonfinite(job.out, 2)) for job in jobs] == [False] * 4 + [True] * 4
+    assert [bool(quantizer.nonfinite(job.out, job.grid)) for job in jobs] == [False] * 4 + [True] * 4
 
 
 def mixed_jobs() -> list[Job]:
     """Weights of many shapes, bits and dtypes, as in the middle of a schedule."""
     jobs = []
     shapes = [(6, 8), (3, 40), (12, 12), (6, 33), (3, 4)] * 3
-    for index, (shape, (bits, symmetric, rounding)) in enumerate(zip(shapes, MODES[::-1] * 2, strict=False)):
+    for index, (shape, (bits, mode)) in enumerate(zip(shapes, MODES[::-1] * 2, strict=False)):
         w = guarded(shape, FLOATS[index % 2], torch.randn(shape))
         out = guarded(shape, torch.bfloat16 if index % 3 else torch.float32)
-        ratio = make_ratio(w, {"groups": 3}) if bits == 3 else None
-        options = {"groups": 3, "symmetric": symmetric, "rounding": rounding, "ratio": ratio}
-        jobs.append(Job(w, out, bits, seed=5, layer=index, **options))
+        grid = replace(mode, grouping=RowBlocks(3))
+        ratio = make_ratio(w, grid) if bits == 3 else None
+        jobs.append(Job(w, out, bits, grid, ratio, Draw(5, index)))
     return jobs
 
 
 def reference(job: Job) -> torch.Tensor:
-    options = job._asdict()
-    w, out, bits = (options.pop(key) for key in ("weight", "out", "bits"))
-    return quantizer.fake_quantize(w, bits, dtype=out.dtype, **options)
+    options = {"ratio": job.ratio, "draw": job.draw, "blend": job.blend}
+    return quantizer.fake_quantize(job.weight, job.bits, job.grid, dtype=job.out.dtype, **options)
 
 
 @on_device
@@ -213,31 +210,32 @@ def test_a_batch_follows_its_weights_steps_and_blends(tiling: str) -> None:
         batch.update([step] * len(jobs), blends)
         batch.run()
         for job, blend in zip(jobs, blends, strict=True):
-            assert same_bits(job.out, reference(job._replace(step=step, blend=blend))), job
+            now = job._replace(draw=job.draw._replace(step=step), blend=blend)
+            assert same_bits(job.out, reference(now)), job
             assert guard_is_whole(job.out)
 
 
 @on_device
 @pytest.mark.parametrize(
-    ("layout", "bits", "symmetric", "dtype"),
-    list(zip(LAYOUTS, (3, 2, 5, 8), (True, False, False, True), [*FLOATS, torch.float32], strict=True)),
+    ("grouping", "bits", "symmetric", "dtype"),
+    list(zip(GROUPINGS, (3, 2, 5, 8), (True, False, False, True), [*FLOATS, torch.float32], strict=True)),
     ids=str,
 )
 def test_least_squares_ratio_is_the_definition(
-    layout: dict[str, Any], bits: int, symmetric: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    grouping: Grouping, bits: int, symmetric: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_quant, "TILE", 256)
     w = make_weight(6, 33, dtype)
     for _ in range(2):
-        ours = triton_quant.least_squares_ratio(w, bits, symmetric=symmetric, **layout)
-        assert same_bits(ours, quantizer.least_squares_ratio(w, bits, symmetric=symmetric, **layout))
+        grid = Grid(grouping, symmetric)
+        assert same_bits(triton_quant.least_squares_ratio(w, bits, grid), quantizer.least_squares_ratio(w, bits, grid))
         w[1, 1] = torch.nan
 
 
 def bit_stream(codes: torch.Tensor, bits: int) -> list[int]:
     """The words of one row, by way of a big integer."""
     number = sum((int(code) + 2 ** (bits - 1)) << (bits * place) for place, code in enumerate(codes))
-    words = [number >> 32 * place & 0xFFFFFFFF for place in range(triton_quant.packed_width(len(codes), bits))]
+    words = [number >> 32 * place & 0xFFFFFFFF for place in range(packing.packed_width(len(codes), bits))]
     return [word - 2**32 if word >= 2**31 else word for word in words]
 
 
@@ -246,12 +244,12 @@ def bit_stream(codes: torch.Tensor, bits: int) -> list[int]:
 @pytest.mark.parametrize("device", ["plain PyTorch", pytest.param("kernel", marks=on_device)])
 def test_packing(bits: int, columns: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "plain PyTorch":
-        monkeypatch.setattr(triton_quant, "available", lambda _: False)
+        monkeypatch.setattr(packing, "available", lambda _: False)
     codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (3, columns), dtype=torch.int32)
     codes = codes.to(DEVICE) if device == "kernel" else codes
-    words = triton_quant.pack(codes, bits)
+    words = packing.pack(codes, bits)
     assert words.dtype == torch.int32 and words.tolist() == [bit_stream(row, bits) for row in codes]
-    assert torch.equal(triton_quant.unpack(words, bits, columns), codes)
+    assert torch.equal(packing.unpack(words, bits, columns), codes)
 
 
 @on_device
@@ -267,7 +265,7 @@ def test_packed_linear(dtype: torch.dtype, bits: int, groups: int, rows: int) ->
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
     zero = torch.randint(low, high, (outputs, groups), dtype=torch.int32, device=DEVICE) if rows == 70 else None
     bias = torch.randn(outputs, device=DEVICE).to(dtype) if rows == 1 else None
-    y = triton_quant.packed_linear(x.view(rows, 1, columns), triton_quant.pack(codes, bits), bits, scale, zero, bias)
+    y = packing.packed_linear(x.view(rows, 1, columns), packing.pack(codes, bits), bits, scale, zero, bias)
     weight = quantizer.dequantize(codes, scale, zero)
     # With scales within a row, the product is with the weight in the dtype of the activations.
     weight = weight.double() if groups == 1 else weight.to(dtype).double()
@@ -282,7 +280,7 @@ def test_packed_linear(dtype: torch.dtype, bits: int, groups: int, rows: int) ->
 @on_device
 def test_packed_linear_of_nothing() -> None:
     words, scale = torch.zeros(4, 1, dtype=torch.int32, device=DEVICE), torch.ones(4, 1, device=DEVICE)
-    assert triton_quant.packed_linear(torch.empty(0, 8).half().to(DEVICE), words, 4, scale).shape == (0, 4)
+    assert packing.packed_linear(torch.empty(0, 8).half().to(DEVICE), words, 4, scale).shape == (0, 4)
 
 
 def moq(**more: Any) -> MoQConfig:
@@ -343,9 +341,11 @@ def test_batches_follow_moved_weights_and_tell_of_nan(tiny_bert: BertForSequence
     ):
         change()
         controller.refresh()
-        options = {**layer.moq.options, "ratio": layer.moq.ratio}
         assert layer.moq.weight is not None
-        assert same_bits(layer.moq.weight, quantizer.fake_quantize(layer.weight.detach(), layer.moq.bits, **options))
+        exact = quantizer.fake_quantize(
+            layer.weight.detach(), layer.moq.bits, layer.moq.grid, ratio=layer.moq.ratio, draw=layer.moq.draw
+        )
+        assert same_bits(layer.moq.weight, exact)
     with torch.no_grad():
         layer.weight[3, 3] = torch.inf
     with pytest.raises(MoQError, match=re.escape(f"NaN or Inf in {name}.weight")):
@@ -366,7 +366,7 @@ def test_a_backward_pass_through_older_weights_fails(kernel: bool) -> None:
 
 @natively
 def test_a_graph_captures_it() -> None:
-    jobs = [Job(torch.randn(64, 768, device=DEVICE), torch.empty(64, 768, device=DEVICE), 8, groups=2)]
+    jobs = [Job(torch.randn(64, 768, device=DEVICE), torch.empty(64, 768, device=DEVICE), 8, Grid(RowBlocks(2)))]
     batch = Batch(jobs)
     batch.run()
     graph = torch.cuda.CUDAGraph()
@@ -397,7 +397,8 @@ def test_a_model_of_many_large_groups() -> None:
     for layer in range(24):
         for shape in ((768, 768), (3072, 768)):
             w = torch.randn(shape, device=DEVICE)
-            jobs.append(Job(w, torch.empty_like(w, dtype=torch.bfloat16), layer % 8 + 1, groups=8, layer=layer))
+            out = torch.empty_like(w, dtype=torch.bfloat16)
+            jobs.append(Job(w, out, layer % 8 + 1, Grid(RowBlocks(8)), draw=Draw(layer=layer)))
     batch = Batch(jobs)
     for _ in range(20):
         batch.run()
@@ -406,7 +407,7 @@ def test_a_model_of_many_large_groups() -> None:
 
 @pytest.mark.parametrize("lag", [1, 3, 100])
 def test_tickets_come_after_what_they_wait_for(lag: int) -> None:
-    jobs = [Job(torch.empty(6, 5000), torch.empty(6, 5000), bits, groups=3) for bits in (8, 2, 1, 3)]
+    jobs = [Job(torch.empty(6, 5000), torch.empty(6, 5000), bits, Grid(RowBlocks(3))) for bits in (8, 2, 1, 3)]
     sizes = [(10_000, 3)] * 4
     done: dict[tuple[int, int], list[int]] = {}
     for phase, row, group, tile in triton_quant._tile_items(jobs, sizes, lag).tolist():
@@ -452,8 +453,8 @@ def test_wrong_arguments_are_told() -> None:
     w = torch.randn(6, 8)
     for arguments, text in [
         ({"bits": 17}, "1 to 16"),
-        ({"bits": 8, "groups": 4}, "do not divide"),
-        ({"bits": 2, "rounding": "stochastic"}, "nearest only"),
+        ({"bits": 8, "grid": Grid(RowBlocks(4))}, "do not divide"),
+        ({"bits": 2, "grid": Grid(stochastic=True)}, "nearest only"),
         ({"bits": 8, "out": torch.empty(8, 6)}, "one shape"),
         ({"bits": 8, "out": torch.empty(8, 6).T}, "contiguous"),
         ({"bits": 8, "out": torch.empty(6, 8, dtype=torch.int8)}, "no kernel for"),
@@ -466,15 +467,15 @@ def test_wrong_arguments_are_told() -> None:
         triton_quant.least_squares_ratio(w, 2)
     codes, scale = torch.zeros(6, 1, dtype=torch.int32), torch.ones(6, 1)
     for function, text in [
-        (lambda: triton_quant.pack(codes, 9), "1 to 8"),
-        (lambda: triton_quant.pack(codes.long(), 8), "int32 matrix"),
-        (lambda: triton_quant.unpack(codes, 8, 5), "take 2 words a row, there are 1"),
-        (lambda: triton_quant.packed_linear(torch.ones(2, 8).half(), codes, 3, scale), "one of 2, 4, 8"),
-        (lambda: triton_quant.packed_linear(torch.ones(2, 8), codes, 4, scale), "float16 or bfloat16"),
-        (lambda: triton_quant.packed_linear(torch.ones(2, 9).half(), codes, 4, scale), "9 columns"),
-        (lambda: triton_quant.packed_linear(torch.ones(2, 8).half(), codes, 4, scale[:3]), "does not tile"),
-        (lambda: triton_quant.packed_linear(torch.ones(2, 8).half(), codes, 4, scale, codes[:3]), "zero_point"),
-        (lambda: triton_quant.packed_linear(torch.ones(2, 8).half(), codes, 4, scale, None, scale), "bias"),
+        (lambda: packing.pack(codes, 9), "1 to 8"),
+        (lambda: packing.pack(codes.long(), 8), "int32 matrix"),
+        (lambda: packing.unpack(codes, 8, 5), "take 2 words a row, there are 1"),
+        (lambda: packing.packed_linear(torch.ones(2, 8).half(), codes, 3, scale), "one of 2, 4, 8"),
+        (lambda: packing.packed_linear(torch.ones(2, 8), codes, 4, scale), "float16 or bfloat16"),
+        (lambda: packing.packed_linear(torch.ones(2, 9).half(), codes, 4, scale), "9 columns"),
+        (lambda: packing.packed_linear(torch.ones(2, 8).half(), codes, 4, scale[:3]), "does not tile"),
+        (lambda: packing.packed_linear(torch.ones(2, 8).half(), codes, 4, scale, codes[:3]), "zero_point"),
+        (lambda: packing.packed_linear(torch.ones(2, 8).half(), codes, 4, scale, None, scale), "bias"),
     ]:
         with pytest.raises(ValueError, match=text):
             function()

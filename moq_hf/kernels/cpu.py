@@ -1,8 +1,7 @@
 """The functions of `quantizer` for a CPU in one pass over memory, by way of numba where it is installed.
 
 Results are those of `quantizer`, bit for bit. Numba compiles at the first call, which takes seconds once per
-installation; without it, and for dtypes other than float32 weights with float32 or bfloat16 results, `quantizer` itself
-computes. The loops are in `kernels.numba`.
+installation. The loops are in `kernels.numba`; `kernels.backend` says when they are taken.
 """
 
 import functools
@@ -18,11 +17,13 @@ import torch
 from torch import Tensor
 
 from .. import quantizer
-from ..quantizer import Groups, Rounding
+from ..grid import Grid
+from ..quantizer import Draw
 
 logger = logging.getLogger(__name__)
 
 _Item = TypeVar("_Item")
+_DEFAULT, _FIRST = Grid(), Draw()
 _NO_FLOATS, _NO_HALVES = np.empty(0, np.float32), np.empty(0, np.uint16)
 
 
@@ -33,7 +34,7 @@ def available() -> bool:
         return False
     try:
         weight = torch.ones(1, 4, dtype=torch.float32, device="cpu")
-        _fake_quantize(weight, torch.empty_like(weight), 8, (1, 1))
+        fake_quantize(weight, 8)
     except Exception as error:
         # What numba raises where it cannot compile, or finds no folder for its cache, is of many kinds.
         logger.info("numba cannot be used: %s: %s", type(error).__name__, error)
@@ -42,7 +43,12 @@ def available() -> bool:
 
 
 def applies(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `fake_quantize` to `dtype` is the fast one for this weight."""
+    """Whether these functions take this weight: a float32 one with memory of its own on a CPU, with numba.
+
+    Args:
+        weight: Any tensor.
+        dtype: Dtype of the result: float32 or bfloat16.
+    """
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
         return False
     if dtype not in (torch.float32, torch.bfloat16) or not available():
@@ -69,117 +75,54 @@ def each(function: Callable[[_Item], None], items: Sequence[_Item]) -> None:
 def fake_quantize(
     weight: Tensor,
     bits: int,
+    grid: Grid = _DEFAULT,
     *,
-    groups: Groups = 1,
-    group_size: int | None = None,
-    symmetric: bool = True,
-    rounding: Rounding = "nearest",
     ratio: Tensor | None = None,
-    seed: int = 0,
-    layer: int = 0,
-    step: int = 0,
+    draw: Draw = _FIRST,
     blend: float = 0.0,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`quantizer.fake_quantize`, in one pass where it `applies`.
-
-    Args:
-        weight: As for `quantizer.fake_quantize`, and so are the other arguments.
-        bits: As for `quantizer.fake_quantize`.
-        groups: As for `quantizer.fake_quantize`.
-        group_size: As for `quantizer.fake_quantize`.
-        symmetric: As for `quantizer.fake_quantize`.
-        rounding: As for `quantizer.fake_quantize`.
-        ratio: As for `quantizer.fake_quantize`.
-        seed: As for `quantizer.fake_quantize`.
-        layer: As for `quantizer.fake_quantize`.
-        step: As for `quantizer.fake_quantize`.
-        blend: As for `quantizer.fake_quantize`.
-        dtype: As for `quantizer.fake_quantize`.
-        out: As for `quantizer.fake_quantize`.
+    """`quantizer.fake_quantize` in one pass, for a weight to which it `applies`; same arguments and results.
 
     Raises:
-        ValueError: As `quantizer.fake_quantize`.
+        ValueError: Bits, grid or ratio do not fit the weight.
     """
-    arguments: dict[str, Any] = {"symmetric": symmetric, "rounding": rounding, "ratio": ratio}
-    random: dict[str, Any] = {"seed": seed, "layer": layer, "step": step}
-    wanted = dtype or (weight.dtype if out is None else out.dtype)
-    shape = quantizer.check(weight, bits, groups, group_size, symmetric, rounding, ratio)
-    if not applies(weight, wanted) or (out is not None and out.dtype != wanted):
-        layout: dict[str, Any] = {"groups": groups, "group_size": group_size}
-        return quantizer.fake_quantize(weight, bits, **layout, **arguments, **random, blend=blend, dtype=dtype, out=out)
-    out = torch.empty_like(weight, dtype=wanted) if out is None else out
-    _fake_quantize(weight.detach(), out, bits, shape, **arguments, **random, blend=blend)
-    return out
-
-
-def least_squares_ratio(
-    weight: Tensor,
-    bits: int,
-    *,
-    groups: Groups = 1,
-    group_size: int | None = None,
-    symmetric: bool = True,
-) -> Tensor:
-    """`quantizer.least_squares_ratio`, in one pass for each ratio where it `applies`.
-
-    Args:
-        weight: As for `quantizer.quantize`, and so are the other arguments.
-        bits: As for `quantizer.quantize`.
-        groups: As for `quantizer.quantize`.
-        group_size: As for `quantizer.quantize`.
-        symmetric: As for `quantizer.quantize`.
-
-    Returns:
-        float32 ratios in the scale's shape.
-
-    Raises:
-        ValueError: Bits or groups do not fit, or the grid is ternary or binary.
-    """
-    if not applies(weight, torch.float32) or not quantizer.is_uniform(bits, symmetric):
-        layout: dict[str, Any] = {"groups": groups, "group_size": group_size}
-        return quantizer.least_squares_ratio(weight, bits, **layout, symmetric=symmetric)
-    shape = quantizer.check(weight, bits, groups, group_size, symmetric)
-    best = torch.empty(shape, dtype=torch.float32, device=weight.device)
-    ratios = np.array(quantizer.RATIOS, dtype=np.float32)
-    length = weight.numel() // best.numel()
-    _kernels().least_squares_ratio(_flat(weight.detach()), _flat(best), length, bits, symmetric, ratios)
-    return best
-
-
-def _fake_quantize(
-    weight: Tensor,
-    out: Tensor,
-    bits: int,
-    shape: tuple[int, int],
-    *,
-    symmetric: bool = True,
-    rounding: str = "nearest",
-    ratio: Tensor | None = None,
-    seed: int = 0,
-    layer: int = 0,
-    step: int = 0,
-    blend: float = 0.0,
-) -> None:
+    shape = quantizer.check(weight, bits, grid, ratio)
+    out = torch.empty_like(weight, dtype=dtype or weight.dtype) if out is None else out
     halves = out.dtype == torch.bfloat16
     _kernels().fake_quantize(
-        _flat(weight),
+        _flat(weight.detach()),
         _NO_FLOATS if halves else _flat(out),
         _flat(out.view(torch.uint16)) if halves else _NO_HALVES,
         weight.numel() // (shape[0] * shape[1]),
         bits,
-        symmetric,
-        rounding == "stochastic",
+        grid.symmetric,
+        grid.stochastic,
         _NO_FLOATS if ratio is None else _flat(ratio.to(torch.float32).contiguous()),
-        seed,
-        layer,
-        step,
+        draw.seed,
+        draw.layer,
+        draw.step,
         np.float32(1.0 - blend),
         np.float32(blend),
     )
     # Autograd cannot see what the loops write: a backward pass through an older result must fail as ever.
     torch.autograd.graph.increment_version(out)
+    return out
+
+
+def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
+    """`quantizer.least_squares_ratio` in one pass for each ratio, for a weight to which it `applies`.
+
+    Raises:
+        ValueError: Bits or groups do not fit, or the grid is ternary or binary.
+    """
+    shape = quantizer.check_search(weight, bits, grid)
+    best = torch.empty(shape, dtype=torch.float32, device=weight.device)
+    ratios = np.array(quantizer.RATIOS, dtype=np.float32)
+    length = weight.numel() // best.numel()
+    _kernels().least_squares_ratio(_flat(weight.detach()), _flat(best), length, bits, grid.symmetric, ratios)
+    return best
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .. import quantizer
 from ..config import MoQConfig
 from ..errors import MoQError
-from ..grid import PerChannel, PerGroup, RowBlocks
+from ..grid import Grid, PerChannel
 from ..names import is_peft, named_modules, unwrapped
 from ..processes import copy_whole
 from ..quant_linear import (
@@ -18,15 +18,17 @@ from ..quant_linear import (
     QuantEmbedding,
     QuantLayer,
     QuantLinear,
-    add_layers,
     base_class,
-    drop_layer,
     quant_class,
 )
 from ..schedule import FLOAT_BITS
 from .inventory import Inventory, is_packed
 from .refresh import check_finite
 from .selection import take_inventory
+from .staleness import unwatch, watch
+
+# How embedding tables are quantized, whatever the config says of the linear layers.
+_ROWS = Grid(PerChannel(), search="absmax")
 
 
 def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str) -> nn.Module:
@@ -52,7 +54,7 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     inventory = take_inventory(model, config)
     layers, embeddings = prepare_model(inventory, config)
     for linear in layers.values():
-        linear.set_bits(config.start_bits, config)
+        linear.set_bits(config.start_bits)
         linear.moq.activation_bits = config.activation.bits if config.activation.enabled else None
         linear.refresh()
     for table in embeddings.values():
@@ -156,9 +158,10 @@ def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, Qu
         if not isinstance(module, QuantLayer):
             module.__class__ = quant_class(type(module))
         layer = cast(QuantLayer, module)
-        options = dict(_ROW_OPTIONS) if isinstance(layer, QuantEmbedding) else _options(config, index)
-        layer.moq = LayerState(options=options, config=config, plain=config.kernel is False, name=name)
-        add_layers([layer])
+        grid = _ROWS if isinstance(layer, QuantEmbedding) else config.grid
+        draw = quantizer.Draw(config.seed, index)
+        layer.moq = LayerState(grid, draw=draw, kernel=config.kernel, config=config, name=name)
+        watch([layer])
     _guard_merging(inventory.modules.values())
     return (
         {name: cast(QuantLayer, layer) for name, layer in inventory.layers.items()},
@@ -184,30 +187,6 @@ def _refuse_merging(*args: Any, **kwargs: Any) -> None:
 
 def restore(layer: QuantLayer) -> None:
     """Give a quantized layer the class back that it had before."""
-    drop_layer(layer)
+    unwatch(layer)
     del layer.moq
     cast(nn.Module, layer).__class__ = base_class(type(layer))
-
-
-# How embedding tables are quantized, whatever the config says of the linear layers.
-_ROW_OPTIONS = {"groups": "per_channel", "group_size": None, "symmetric": True, "rounding": "nearest"}
-
-
-def _options(config: MoQConfig, index: int) -> dict[str, Any]:
-    groups: quantizer.Groups = 1
-    group_size = None
-    match config.grouping:
-        case RowBlocks(count):
-            groups = count
-        case PerChannel():
-            groups = "per_channel"
-        case PerGroup(size):
-            group_size = size
-    return {
-        "groups": groups,
-        "group_size": group_size,
-        "symmetric": config.symmetric,
-        "rounding": "stochastic" if config.stochastic else "nearest",
-        "seed": config.seed,
-        "layer": index,
-    }

@@ -1,25 +1,18 @@
 """When weights are quantized anew: all layers after each optimizer step, and the checks that go with it."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from .. import triton_quant
-from ..config import MoQConfig
+from .. import quantizer, triton_quant
 from ..errors import MoQError
-from ..kernels import cpu as cpu_quant
-from ..kernels.backend import kernels_wanted
+from ..kernels import cpu
+from ..kernels.backend import Backend, choose
 from ..processes import any_over_ranks, is_sharded, whole
-from ..quant_linear import QuantLayer, all_layers
+from ..quant_linear import QuantLayer
 from ..schedule import FLOAT_BITS
-
-
-def lead_copies() -> None:
-    """Let the copies of quantized layers, those of an EMA for instance, have the precision that the layers have now."""
-    for layer in all_layers():
-        layer.follow()
 
 
 def check_readers(layers: Mapping[str, QuantLayer]) -> None:
@@ -71,13 +64,11 @@ class Refresher:
     """Quantizes many layers after each optimizer step: all in one launch where the kernels run, else one by one.
 
     Args:
-        layers: By name.
-        config: Says whether kernels may be used.
+        layers: Quantized layers by name.
     """
 
-    def __init__(self, layers: Mapping[str, QuantLayer], config: MoQConfig) -> None:
+    def __init__(self, layers: Mapping[str, QuantLayer]) -> None:
         self._layers = dict(layers)
-        self._config = config
         self._batches: list[tuple[triton_quant.Batch, list[str]]] = []
         self._single = self._layers
         self._made_for: list[tuple[Any, ...]] = []
@@ -90,19 +81,18 @@ class Refresher:
             layers = [self._layers[name] for name in names]
             for layer in layers:
                 layer.check_unwritten()
-            batch.update([layer.moq.step for layer in layers], [layer.moq.blend for layer in layers])
+            batch.update([layer.moq.draw.step for layer in layers], [layer.moq.blend for layer in layers])
             batch.run()
             for layer in layers:
                 layer.mark_fresh()
-                layer._keep(cast(Tensor, layer.moq.weight))
+                layer.keep(cast(Tensor, layer.moq.weight))
         fast = []
         for layer in self._single.values():
-            weight = layer.float_weight
-            if layer.moq.plain or not cpu_quant.applies(weight, layer.moq.dtype or weight.dtype):
-                layer.refresh()
-            else:
+            if _path(layer) is cpu:
                 fast.append(layer)
-        cpu_quant.each(QuantLayer.refresh, fast)
+            else:
+                layer.refresh()
+        cpu.each(QuantLayer.refresh, fast)
 
     def check_finite(self, *, wait: bool = True) -> None:
         """Stop if a weight held NaN or Inf.
@@ -132,28 +122,30 @@ class Refresher:
         self._single = {}
         jobs: dict[torch.device, dict[str, triton_quant.Job]] = {}
         for name, layer in self._layers.items():
-            job = self._job(layer)
-            if job is None:
-                self._single[name] = layer
+            if layer.moq.bits != FLOAT_BITS and _path(layer) is triton_quant:
+                jobs.setdefault(layer.float_weight.device, {})[name] = _job(layer)
             else:
-                jobs.setdefault(layer.float_weight.device, {})[name] = job
+                self._single[name] = layer
         self._batches = [(triton_quant.Batch(list(named.values())), list(named)) for named in jobs.values()]
         self._made_for = self._identities()
 
-    def _job(self, layer: QuantLayer) -> "triton_quant.Job | None":
-        state, weight = layer.moq, layer.float_weight.detach()
-        dtype = state.dtype or weight.dtype
-        if state.bits == FLOAT_BITS or weight.is_meta or is_sharded(weight) or not weight.is_contiguous():
-            return None
-        if layer.is_transposed:
-            return None
-        if not {dtype, weight.dtype} <= triton_quant.DTYPES.keys() or not kernels_wanted(self._config, weight.device):
-            return None
-        kept = state.weight
-        if kept is None or kept.device != weight.device or kept.dtype != dtype or kept.shape != weight.shape:
-            with torch.inference_mode(False), torch.no_grad():
-                layer._keep(torch.empty_like(weight, dtype=dtype))
-        out = cast(Tensor, state.weight)
-        return triton_quant.Job(
-            weight, out, state.bits, ratio=state.ratio, step=state.step, blend=state.blend, **state.options
-        )
+
+def _path(layer: QuantLayer) -> Backend:
+    """Who quantizes a layer's weight after a step."""
+    weight = layer.float_weight
+    if is_sharded(weight):
+        # All processes gather in the same order.
+        return quantizer
+    # What is quantized of a transposed weight is a copy, which a batch cannot point to.
+    task: Literal["weight", "model"] = "weight" if layer.is_transposed else "model"
+    return choose(task, weight, layer.moq.dtype or weight.dtype, layer.moq.kernel)
+
+
+def _job(layer: QuantLayer) -> triton_quant.Job:
+    state, weight = layer.moq, layer.float_weight.detach()
+    dtype, kept = state.dtype or weight.dtype, state.weight
+    if kept is None or kept.device != weight.device or kept.dtype != dtype or kept.shape != weight.shape:
+        with torch.inference_mode(False), torch.no_grad():
+            layer.keep(torch.empty_like(weight, dtype=dtype))
+    out = cast(Tensor, state.weight)
+    return triton_quant.Job(weight, out, state.bits, state.grid, state.ratio, state.draw, state.blend)

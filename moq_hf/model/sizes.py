@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .. import quantizer
 from ..names import plain_name
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..schedule import FLOAT_BITS
@@ -50,9 +49,7 @@ class ModelSizes:
             count, full = parameter.numel(), 8 * parameter.element_size()
             if id(parameter) in owners:
                 layer = owners[id(parameter)]
-                options = layer.moq.options
-                rows, columns = layer.matrix.shape
-                groups = quantizer.group_shape(rows, columns, options["groups"], options["group_size"])
+                groups = layer.moq.grid.shape(*layer.matrix.shape)
                 self._weights.append(_Weight(layer, count, groups[0] * groups[1], full))
             else:
                 self.others[name] = count

@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 from .. import quantizer
 from ..errors import MoQError
+from ..grid import PerGroup
 from ..names import adapters, named_modules, plain_name
 from ..quant_linear import QuantConv1D, QuantEmbedding, QuantLayer
 from ..reading import Entry
@@ -80,17 +81,17 @@ class Encoder:
             "kind": _kind(layer),
             "bits": state.bits,
             "shape": (rows, columns),
-            "symmetric": state.options["symmetric"],
+            "symmetric": state.grid.symmetric,
             "bytes_before": weight.nbytes,
         }
-        arguments = {**state.options, "ratio": state.ratio, "step": state.step}
+        arguments: dict[str, Any] = {"ratio": state.ratio, "draw": state.draw}
         if state.bits == FLOAT_BITS or state.blend:
             if state.bits != FLOAT_BITS:
-                weight = quantizer.fake_quantize(weight, state.bits, blend=state.blend, **arguments)
+                weight = quantizer.fake_quantize(weight, state.bits, state.grid, blend=state.blend, **arguments)
             tensors[key] = turned(weight, layer)
             return StoredLayer(**common, stored="float", scales=(0, 0), bytes=weight.nbytes, max_error=0.0)
         try:
-            codes, scale, zero = quantizer.quantize(weight, state.bits, **arguments)
+            codes, scale, zero = quantizer.quantize(weight, state.bits, state.grid, **arguments)
         except ValueError as error:
             raise MoQError(f"{key} cannot be quantized: {error}") from error
         values = quantizer.Quantized(codes.cpu(), scale.cpu(), None if zero is None else zero.cpu())
@@ -118,7 +119,7 @@ class Encoder:
             return False
         if layer.moq.bits > MAX_PACKED_BITS or layer.moq.blend:
             return False
-        blocks_lie_across = self.has_conv1d and layer.moq.options["group_size"] is not None
+        blocks_lie_across = self.has_conv1d and isinstance(layer.moq.grid.grouping, PerGroup)
         return isinstance(layer, QuantConv1D) or not blocks_lie_across
 
     def _pack(self, values: quantizer.Quantized, layer: QuantLayer) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -126,7 +127,8 @@ class Encoder:
 
         codes, scale, zero = values
         rows, columns = codes.shape
-        size = layer.moq.options["group_size"]
+        grouping = layer.moq.grid.grouping
+        size = grouping.size if isinstance(grouping, PerGroup) else None
         width = self.container if self.at_load else layer.moq.bits
         scheme: dict[str, Any] = {"num_bits": width, "type": "int", "symmetric": zero is None, "dynamic": False}
         if zero is not None:

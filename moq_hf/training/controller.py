@@ -7,28 +7,25 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .. import quantizer
 from ..config import MoQConfig
-from ..errors import MoQError, show
 from ..model.convert import prepare_model
 from ..model.inventory import Inventory
-from ..model.refresh import Refresher, check_readers, lead_copies
+from ..model.refresh import Refresher, check_readers
 from ..model.selection import take_inventory
 from ..model.sizes import ModelSizes
+from ..model.staleness import lead_copies, take_over
 from ..processes import agree, device_of, is_distributed
-from ..quant_linear import QuantEmbedding, QuantLayer, take_over
+from ..quant_linear import QuantEmbedding, QuantLayer
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..version import __version__
 from . import messages
+from .ratios import decode, encode
 from .resume import STATE_VERSION, changes, check_state, load_schedule, what_counts
 from .sensitivity import Sensitivity
 
 logger = logging.getLogger(__name__)
-
-# A group's clipping ratio is one letter in the saved state: A is 1.00, B 0.95, ... Q 0.20.
-_LETTERS = "ABCDEFGHIJKLMNOPQ"
 
 
 class MoQController:
@@ -97,7 +94,7 @@ class MoQController:
         everything = {**self.layers, **self.embeddings}
         take_over(everything.values())
         self.sizes = ModelSizes(self.inventory, everything)
-        self._refresher = Refresher(everything, self.config)
+        self._refresher = Refresher(everything)
         self._write_bits(self.blocks)
         self.refresh()
 
@@ -224,7 +221,7 @@ class MoQController:
         for block, names in self.blocks.items():
             for name in names:
                 layer = self.layers[name]
-                layer.moq.step = self.schedule.steps
+                layer.count_steps(self.schedule.steps)
                 layer.moq.blend = blend[block]
                 layer.moq.activation_bits = self.activation_bits
         self._refresher.refresh()
@@ -267,7 +264,7 @@ class MoQController:
             "config": self.config.to_dict(),
             "schedule": self.schedule.state_dict(),
             "ratios": {
-                name: _encode(layer.moq.ratio) for name, layer in self.layers.items() if layer.moq.ratio is not None
+                name: encode(layer.moq.ratio) for name, layer in self.layers.items() if layer.moq.ratio is not None
             },
             "history": [list(switch) for switch in self.history],
             "float_size_mb": self.float_size_mb,
@@ -324,10 +321,13 @@ class MoQController:
             for name in self.blocks[block]:
                 layer = self.layers[name]
                 if saved is None:
-                    layer.set_bits(self.schedule.bits[block], self.config)
-                else:
-                    layer.moq.bits = self.schedule.bits[block]
-                    layer.moq.ratio = _decode(name, saved[name], layer) if name in saved else None
+                    layer.set_bits(self.schedule.bits[block])
+                    continue
+                layer.moq.bits = self.schedule.bits[block]
+                layer.moq.ratio = None
+                if name in saved:
+                    shape = layer.moq.grid.shape(*layer.matrix.shape)
+                    layer.moq.ratio = decode(name, saved[name], shape).to(layer.weight.device)
         for table in self.embeddings.values():
             table.moq.bits = (self.config.quantize_embeddings if self.has_begun else None) or FLOAT_BITS
 
@@ -341,20 +341,3 @@ class MoQController:
 
 def _checksum(state: Any) -> int:
     return zlib.crc32(json.dumps(state, sort_keys=True).encode())
-
-
-def _encode(ratio: Tensor) -> str:
-    return "".join(_LETTERS[round((1.0 - value) * 20)] for value in ratio.flatten().tolist())
-
-
-def _decode(name: str, letters: str, layer: QuantLayer) -> Tensor:
-    options = layer.moq.options
-    rows, columns = layer.matrix.shape
-    shape = quantizer.group_shape(rows, columns, options["groups"], options["group_size"])
-    if len(letters) != shape[0] * shape[1] or set(letters) - set(_LETTERS):
-        raise MoQError(
-            f"the checkpoint's MoQ state is damaged: ratios.{name} must be {shape[0] * shape[1]} clipping ratios, "
-            f"letters from {_LETTERS[0]} to {_LETTERS[-1]}, not {show(letters)}"
-        )
-    ratios = [quantizer.RATIOS[_LETTERS.index(letter)] for letter in letters]
-    return torch.tensor(ratios, dtype=torch.float32, device=layer.weight.device).reshape(shape)

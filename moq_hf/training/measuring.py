@@ -99,7 +99,7 @@ def _stand_ins(model: nn.Module, measured: set[int]) -> Iterator[dict[int, list[
                     copy = copy.float() if copy.is_floating_point() else copy
                     module._buffers[name] = buffers.setdefault(id(buffer), copy)
             if isinstance(module, QuantLayer):
-                module.moq = LayerState(options=module.moq.options)
+                module.moq = LayerState(module.moq.grid)
             if isinstance(module, nn.RNNBase):
                 module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
         yield found

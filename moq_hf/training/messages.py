@@ -7,7 +7,7 @@ import torch
 
 from ..config import MoQConfig
 from ..grid import PerGroup
-from ..kernels.backend import kernels_wanted
+from ..kernels.backend import triton_wanted
 from ..model.inventory import Inventory
 from ..model.selection import embeddings_to_quantize
 from ..model.sizes import ModelSizes, covered, in_words, last_part
@@ -62,7 +62,7 @@ def warnings(inventory: Inventory, config: MoQConfig, measured: int | None, size
     if sizes.share < 0.5:
         notes.append(_what_stays_in_float(inventory, config, sizes))
     devices: set[torch.device] = {layer.weight.device for layer in inventory.layers.values()}
-    if config.kernel and not all(kernels_wanted(config, device) for device in devices):
+    if config.kernel and not all(triton_wanted(device, config.kernel) for device in devices):
         notes.append(
             "quantizer_kernel: the Triton kernels need a CUDA device and a working Triton; plain PyTorch gives the "
             "same numbers"

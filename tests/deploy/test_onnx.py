@@ -1,0 +1,314 @@
+"""ONNX models hold the exact integers, answer as the checkpoint does, and are not written if they do not."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, numpy_helper
+from packed_bert import SHAPE, TOKENIZER, VALIDATION, checkpoint, config_of
+from repo import ROOT
+from torch import nn
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    DistilBertConfig,
+    DistilBertModel,
+    T5Config,
+    T5Model,
+    set_seed,
+)
+
+from moq_hf import MoQError, quantizer
+from moq_hf.cli import main
+from moq_hf.deploy.data import Data, quiet, read_data
+from moq_hf.deploy.onnx import Export, _publish, export_onnx
+from moq_hf.deploy.onnx_layers import OnnxInt8Linear, OnnxLinear, is_exact_signed
+from moq_hf.grid import Grid, RowBlocks
+from moq_hf.packed.verify import stored_weights, verify_quantized
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    set_seed(0)
+    model = BertForSequenceClassification(BertConfig(**SHAPE))
+    config = config_of(quantize_groups="per_channel", quantize_embeddings=4)
+    return checkpoint(tmp_path_factory.mktemp("export") / "packed", model, config, [8, 6, 4, 3, 2, 1, 8])
+
+
+@pytest.fixture(scope="module")
+def exported(classifier: Path) -> Export:
+    rows = read_data(VALIDATION, "sst2")
+    data = Data(rows.texts[:24], None if rows.labels is None else rows.labels[:24], "sst2")
+    return export_onnx(classifier, classifier.parent / "onnx", data=data, activation_bits=7)
+
+
+def initializers(path: Path) -> dict[str, onnx.TensorProto]:
+    return {value.name: value for value in onnx.load(path).graph.initializer}
+
+
+def test_the_integers_are_those_of_the_checkpoint(classifier: Path, exported: Export) -> None:
+    weights, layers = stored_weights(classifier), exported.layers
+    for flavour, name in (("weight-only", "model.onnx"), ("int8", "model_int8.onnx")):
+        found = initializers(exported.directory / name)
+        for layer, (codes, scale, _) in weights.items():
+            if "embeddings" in layer:
+                continue
+            value = found[f"{layer}.codes"]
+            kind = layers[flavour][layer]
+            assert value.data_type == getattr(TensorProto, kind.upper())
+            stored = numpy_helper.to_array(value).astype(np.int32) - (128 if kind == "uint8" else 0)
+            assert np.array_equal(stored, codes.T.numpy()), layer
+            assert np.array_equal(numpy_helper.to_array(found[f"{layer}.scale"]).ravel(), scale.numpy().ravel())
+        # What is left in float is no quantized weight.
+        large = [v.name for v in found.values() if v.data_type == TensorProto.FLOAT and np.prod(v.dims) > 1024]
+        assert large == ["bert.embeddings.word_embeddings.scale"]
+    kinds = set(layers["weight-only"].values())
+    assert kinds == {"int4", "int8"} and set(layers["int8"].values()) == {"int4", "int8"}
+
+
+def test_the_proof(exported: Export) -> None:
+    weight_only, int8 = exported.proofs["weight-only"], exported.proofs["int8"]
+    assert weight_only.largest_difference < 1e-6 and weight_only.agreement == 1.0
+    assert weight_only.metrics == exported.checkpoint_metrics
+    assert exported.checkpoint_metrics.keys() == {"accuracy"} and exported.sentences == 24
+    # Integer sums are exact, whatever the instructions of this processor.
+    assert int8.from_same_arithmetic is not None and int8.from_same_arithmetic < 1e-5
+    assert int8.largest_difference > 10 * int8.from_same_arithmetic
+    report = json.loads((exported.directory / "moq_export.json").read_text())
+    assert report["opset"] == 21 and report["activation_bits"] == 7
+    assert report["proofs"]["weight-only"]["agreement"] == 1.0
+    assert "weight-only" in exported.table()
+
+
+def test_an_export_killed_over_an_older_one_is_told_by_its_missing_report(
+    exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, names = tmp_path / "old", {path.name for path in exported.directory.iterdir()}
+    shutil.copytree(exported.directory, target)
+    move = Path.replace
+
+    def killed_at(last: int) -> None:
+        staging = tmp_path / "new"
+        shutil.copytree(exported.directory, staging)
+        left = iter(range(last))
+
+        def replace(path: Path, place: Path) -> Path:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return move(path, place)
+
+        monkeypatch.setattr(Path, "replace", replace)
+        try:
+            _publish(staging, target)
+        finally:
+            monkeypatch.setattr(Path, "replace", move)
+            shutil.rmtree(staging)
+
+    for moved in range(len(names)):
+        with pytest.raises(KeyboardInterrupt):
+            killed_at(moved)
+        assert not (target / "moq_export.json").exists()
+    killed_at(len(names))
+    assert {path.name for path in target.iterdir()} == names
+
+
+def test_any_batch_and_length_in_plain_onnxruntime(classifier: Path, exported: Export) -> None:
+    model = BertForSequenceClassification.from_pretrained(classifier).eval()
+    tokenizer = AutoTokenizer.from_pretrained(exported.directory)
+    session = onnxruntime.InferenceSession(exported.directory / "model.onnx", providers=["CPUExecutionProvider"])
+    for texts in (["no"], ["a good film"] * 5, ["one", "a very very long one " * 9, "two of them"]):
+        inputs = tokenizer(texts, padding=True, truncation=True, max_length=64, return_tensors="pt")
+        with torch.no_grad():
+            expected = model(**inputs).logits
+        found = session.run(["logits"], {name: inputs[name].numpy() for name in [i.name for i in session.get_inputs()]})
+        torch.testing.assert_close(torch.from_numpy(found[0]), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_nothing_of_this_machine_is_in_the_files(exported: Export) -> None:
+    for path in exported.directory.iterdir():
+        content = path.read_bytes()
+        assert b"site-packages" not in content and str(ROOT).encode() not in content, path
+    assert "quantization_config" not in json.loads((exported.directory / "config.json").read_text())
+    assert {p.name for p in exported.directory.iterdir()} >= {"model.onnx", "model_int8.onnx", "tokenizer.json"}
+
+
+def test_token_classes_asymmetric_groups_and_external_data(tmp_path: Path) -> None:
+    config = config_of(quantize_type="asymmetric", quantize_group_size=16)
+    source = checkpoint(tmp_path / "packed", BertForTokenClassification(BertConfig(**SHAPE)), config, [8, 3])
+    # On top of what an earlier export left.
+    (tmp_path / "onnx").mkdir()
+    (tmp_path / "onnx" / "model_int8.onnx").write_text("old")
+    (tmp_path / "onnx" / "model_int8.onnx.data").write_text("old")
+    (tmp_path / "onnx" / "model_int8.onnx.backup").write_text("mine")
+    (tmp_path / "onnx" / "moq_export.json").write_text('{"proofs": {"int8": {}}}')
+    flavours = ("dequantize-linear", "weight-only")
+    found = export_onnx(source, tmp_path / "onnx", flavours=flavours, external_data_above=1000)
+    for proof in found.proofs.values():
+        assert proof.largest_difference < 1e-5 and proof.agreement == 1.0
+    assert (tmp_path / "onnx" / "model.onnx.data").stat().st_size > 100_000
+    left = {path.name for path in (tmp_path / "onnx").glob("model_int8*")}
+    assert left == {"model_int8.onnx.backup"}
+    kinds = {v.data_type for v in initializers(tmp_path / "onnx" / "model_dequantize_linear.onnx").values()}
+    assert {TensorProto.INT4, TensorProto.INT8} <= kinds
+
+
+def test_features_row_blocks_and_8_bit_activations(tmp_path: Path) -> None:
+    shape = {
+        "vocab_size": 1100,
+        "dim": 32,
+        "n_layers": 1,
+        "n_heads": 4,
+        "hidden_dim": 64,
+        "max_position_embeddings": 64,
+    }
+    config = config_of(quantize_groups=4, quantize_embeddings=8, quantize_type="asymmetric")
+    source = checkpoint(tmp_path / "packed", DistilBertModel(DistilBertConfig(**shape)), config, [8, 4])
+    found = export_onnx(source, tmp_path / "onnx", flavours=["int8", "dequantize-linear"])
+    assert found.proofs["dequantize-linear"].largest_difference < 1e-5
+    proof = found.proofs["int8"]
+    assert found.activation_bits == 8 and proof.agreement is None
+    assert proof.from_same_arithmetic is not None and proof.from_same_arithmetic < 1e-4 < proof.largest_difference
+    linears = {kind for name, kind in found.layers["int8"].items() if "embeddings" not in name}
+    assert linears == {"uint8", "int8"}
+
+
+@pytest.mark.parametrize(
+    "report",
+    [None, "", "{", "[1]", "null", "{}", '{"proofs": 1}', '{"proofs": {}}', '{"proofs": {"model": {}}}', "[" * 100_000],
+    ids=lambda text: str(text)[:30],
+)
+def test_a_folder_of_somebody_else_is_left_as_it_is(report: str | None, classifier: Path, tmp_path: Path) -> None:
+    target = tmp_path / "mine"
+    target.mkdir()
+    for name in ("pytorch_model.bin", "config.json", "model.onnx", "model.onnx_data", "model_int8.onnx.old"):
+        (target / name).write_text(f"my {name}")
+    if report is not None:
+        (target / "moq_export.json").write_text(report)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    with pytest.raises(
+        MoQError, match=r"mine is not empty and has no moq_export\.json .* give a new or an empty folder"
+    ):
+        export_onnx(classifier, target, flavours=["weight-only"])
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_an_empty_folder_is_taken_and_then_our_own(classifier: Path, tmp_path: Path) -> None:
+    target = tmp_path / "onnx"
+    target.mkdir()
+    for flavour in ("float", "weight-only"):
+        export_onnx(classifier, target, flavours=[flavour])  # type: ignore[list-item]
+        assert json.loads((target / "moq_export.json").read_text())["proofs"].keys() == {flavour}
+        assert (target / "model.onnx").exists() == (flavour == "weight-only")
+    assert not (target / "model_float.onnx").exists()
+
+
+def test_a_difference_above_the_tolerance_is_refused(
+    classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export", str(classifier), "--to", "onnx", str(tmp_path / "out"), "--flavours", "weight-only"]
+    assert main([*words, "--tolerance", "1e-12"]) == 2
+    assert "more than the tolerance of 1e-12: nothing is written" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def export_layer(layer: nn.Module, input: torch.Tensor, path: Path) -> torch.Tensor:
+    with quiet():
+        torch.onnx.export(layer.eval(), (input,), path, dynamo=True, verbose=False, opset_version=21, input_names=["x"])
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {"x": input.numpy()})[0])
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+def test_the_largest_sums_do_not_saturate(bits: int, tmp_path: Path) -> None:
+    codes = torch.full((16, 64), 127, dtype=torch.int32)
+    codes[::2] = -127
+    weight = quantizer.Quantized(codes, torch.full((16, 1), 0.5), None)
+    layer = OnnxInt8Linear(weight, None, bits)
+    assert layer.codes.dtype == (torch.int8 if bits == 7 else torch.uint8)
+    found = export_layer(layer, torch.full((8, 64), 2.0), tmp_path / "layer.onnx")
+    torch.testing.assert_close(found, torch.full((8, 64), 2.0) @ quantizer.dequantize(*weight).T)
+
+
+def test_which_sums_fit_into_16_bits() -> None:
+    assert is_exact_signed(torch.tensor([128]), 7) and not is_exact_signed(torch.tensor([127]), 8)
+    assert is_exact_signed(torch.tensor([64]), 8)
+
+
+def test_linear_is_dequantize(tmp_path: Path) -> None:
+    weight = quantizer.quantize(torch.randn(8, 12), 5, Grid(RowBlocks(4), symmetric=False))
+    layer = OnnxLinear(weight, None, True)
+    assert torch.equal(layer(torch.eye(12)), quantizer.dequantize(*weight).T)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "holds no rows"),
+        ("{", "line 1: must be a JSON object"),
+        ('{"a": "x", "label": 1}\n{"a": "x", "b": "y", "label": 0}', "as many texts"),
+        ('{"a": "x", "label": 1}\n{"a": "x"}', "all a label or none"),
+        ('{"a": "x", "label": "yes"}', "line 1"),
+        ('{"label": 1}', "line 1"),
+        ('{"a": "x", "label": NaN}', "line 1"),
+        ("[1]", "line 1"),
+    ],
+)
+def test_wrong_data(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(MoQError, match=says):
+        read_data(tmp_path / "rows.jsonl")
+
+
+def test_wrong_arguments(classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(MoQError, match="none of GLUE's"):
+        read_data(VALIDATION, "sst3")
+    with pytest.raises(MoQError, match="legal are float, weight-only"):
+        export_onnx(classifier, tmp_path / "out", flavours=["int4"])  # type: ignore[list-item]
+    with pytest.raises(MoQError, match="another folder"):
+        export_onnx(classifier, classifier)
+    with pytest.raises(MoQError, match="2 to 8"):
+        export_onnx(classifier, tmp_path / "out", activation_bits=1)
+    with pytest.raises(MoQError, match="missing"):
+        export_onnx(TOKENIZER, tmp_path / "out")
+    with pytest.raises(MoQError, match="does not fit"):
+        export_onnx(classifier, tmp_path / "out", data=Data([("a",), ("b",)], [1, 0], "stsb"))
+    with pytest.raises(MoQError, match="class ids"):
+        export_onnx(classifier, tmp_path / "out", data=Data([("a",), ("b",)], [1.0, 2.5]))
+    with pytest.raises(MoQError, match="labels must be 0 to 1"):
+        export_onnx(classifier, tmp_path / "out", data=Data([("a",), ("b",)], [0, 2], "mrpc"))
+    with pytest.raises(MoQError, match="as many labels"):
+        export_onnx(classifier, tmp_path / "out", data=Data([("a",), ("b",)], [0]))
+    for texts in ([("a",)], []):
+        with pytest.raises(MoQError, match="at least two"):
+            export_onnx(classifier, tmp_path / "out", data=Data(texts))
+    packed = tmp_path / "packed"
+    shutil.copytree(classifier, packed)
+    with pytest.raises(MoQError, match=r"packed is not empty and has no moq_export\.json"):
+        export_onnx(classifier, packed)
+    (packed / "moq_export.json").write_text('{"proofs": {"int8": {}}}')
+    with pytest.raises(MoQError, match="holds another model"):
+        export_onnx(classifier, packed)
+    verify_quantized(packed)
+    assert main(["export", str(tmp_path), "--to", "onnx", str(tmp_path / "out")]) == 2
+    assert "moq_state.json is missing" in capsys.readouterr().err
+    bare = tmp_path / "bare"
+    shutil.copytree(classifier, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(MoQError, match="no tokenizer"):
+        export_onnx(bare, tmp_path / "out")
+    other = checkpoint(tmp_path / "other", BertForMaskedLM(BertConfig(**SHAPE)), config_of())
+    with pytest.raises(MoQError, match="BertForMaskedLM is not exported"):
+        export_onnx(other, tmp_path / "out")
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    other = checkpoint(tmp_path / "t5", T5Model(T5Config(vocab_size=1100, **sizes)), config_of())
+    with pytest.raises(MoQError, match="T5Model is not exported"):
+        export_onnx(other, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,232 @@
+"""More families: sound, pictures, state spaces, experts, encoders with decoders, and a model of PyTorch's own layers.
+
+Each is a class of transformers with a tiny config and a batch with labels. `python tests/helpers/families.py`, at the
+root of the repository, trains all of them and renews their table in docs/reference/families.md.
+"""
+
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers as t
+from model_zoo import CONFIG, PAGE, SIZES, STEPS, Stranger, arguments
+from transformers import Trainer, set_seed
+
+from moq_hf import MoQCallback, verify_quantized
+from moq_hf.model.convert import quant_layers
+from moq_hf.model.inventory import is_linear
+
+WORDS = 60
+TEXT = {**SIZES, "vocab_size": WORDS}
+ENDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
+SOUND = {
+    **SIZES, "conv_dim": (16,), "conv_kernel": (10,), "conv_stride": (5,), "num_feat_extract_layers": 1,
+    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "classifier_proj_size": 16,
+    "mask_time_prob": 0.0, "layerdrop": 0.0,
+}  # fmt: skip
+PICTURE = {**SIZES, "image_size": 16, "patch_size": 8}
+BOTH = {
+    **ENDS, "vocab_size": WORDS, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "decoder_start_token_id": 2,
+}  # fmt: skip
+
+
+def words() -> dict[str, Any]:
+    """Sentences."""
+    ids = torch.randint(3, WORDS, (4, 8))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def sentences() -> dict[str, Any]:
+    """Sentences to be learned by heart."""
+    batch = words()
+    return {**batch, "labels": batch["input_ids"].clone()}
+
+
+def classes(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with two classes."""
+    return {**batch, "labels": torch.tensor([0, 1, 0, 1])}
+
+
+def pictures(side: int = 16) -> dict[str, Any]:
+    """Pictures."""
+    return {"pixel_values": torch.randn(4, 3, side, side)}
+
+
+HEAD = ("| model | layers | share | left in float | layout |", "| --- | --- | --- | --- | --- |")
+MARKS = "<!-- families -->\n", "<!-- end of families -->\n"
+
+
+class Family(NamedTuple):
+    """One family: class, config and batch."""
+
+    kind: Any
+    config: Callable[[], Any]
+    batch: Callable[[], dict[str, Any]]
+
+
+FAMILIES = {
+    "Wav2Vec2": Family(
+        t.Wav2Vec2ForSequenceClassification, lambda: t.Wav2Vec2Config(**SOUND),
+        lambda: classes({"input_values": torch.randn(4, 800)}),
+    ),
+    "WavLM": Family(
+        t.WavLMForSequenceClassification, lambda: t.WavLMConfig(**SOUND),
+        lambda: classes({"input_values": torch.randn(4, 800)}),
+    ),
+    "Whisper": Family(
+        t.WhisperForConditionalGeneration,
+        lambda: t.WhisperConfig(
+            **BOTH, max_source_positions=20, max_target_positions=32, num_mel_bins=8, suppress_tokens=None,
+            begin_suppress_tokens=None,
+        ),
+        lambda: {"input_features": torch.randn(4, 8, 40), "labels": torch.randint(3, WORDS, (4, 6))},
+    ),
+    "Mamba": Family(
+        t.MambaForCausalLM,
+        lambda: t.MambaConfig(vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, state_size=8, **ENDS), sentences,
+    ),
+    "FalconMamba": Family(
+        t.FalconMambaForCausalLM,
+        lambda: t.FalconMambaConfig(vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, state_size=8, **ENDS),
+        sentences,
+    ),
+    "Mamba2": Family(
+        t.Mamba2ForCausalLM,
+        lambda: t.Mamba2Config(
+            vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=8, expand=2,
+            n_groups=1, chunk_size=4, **ENDS,
+        ),
+        sentences,
+    ),
+    "Jamba": Family(
+        t.JambaForCausalLM,
+        lambda: t.JambaConfig(
+            **TEXT, **ENDS, num_key_value_heads=2, num_experts=2, num_experts_per_tok=1, mamba_d_state=4,
+            mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
+            use_mamba_kernels=False,
+        ),
+        sentences,
+    ),
+    "Mixtral": Family(
+        t.MixtralForCausalLM,
+        lambda: t.MixtralConfig(**TEXT, **ENDS, num_key_value_heads=2, num_local_experts=4), sentences,
+    ),
+    "Qwen3-MoE": Family(
+        t.Qwen3MoeForCausalLM,
+        lambda: t.Qwen3MoeConfig(
+            **TEXT, **ENDS, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+            head_dim=8,
+        ),
+        sentences,
+    ),
+    "BART": Family(
+        t.BartForConditionalGeneration, lambda: t.BartConfig(**BOTH, max_position_embeddings=32), sentences
+    ),
+    "Marian": Family(t.MarianMTModel, lambda: t.MarianConfig(**BOTH, max_position_embeddings=32), sentences),
+    "XLNet": Family(
+        t.XLNetForSequenceClassification,
+        lambda: t.XLNetConfig(vocab_size=WORDS, d_model=32, n_layer=2, n_head=4, d_inner=64),
+        lambda: classes(words()),
+    ),
+    "DINOv2": Family(
+        t.Dinov2ForImageClassification, lambda: t.Dinov2Config(**PICTURE), lambda: classes(pictures())
+    ),
+    "Swin": Family(
+        t.SwinForImageClassification,
+        lambda: t.SwinConfig(image_size=16, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=2),
+        lambda: classes(pictures()),
+    ),
+    "SegFormer": Family(
+        t.SegformerForImageClassification,
+        lambda: t.SegformerConfig(
+            num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[16, 32], patch_sizes=[3, 3],
+            strides=[2, 2], num_attention_heads=[2, 2], mlp_ratios=[2, 2], decoder_hidden_size=16,
+        ),
+        lambda: classes(pictures(32)),
+    ),
+    "CLIP": Family(
+        t.CLIPModel,
+        lambda: t.CLIPConfig(
+            text_config={**TEXT, **ENDS, "max_position_embeddings": 32}, vision_config=PICTURE, projection_dim=16
+        ),
+        lambda: {**words(), **pictures(), "return_loss": True},
+    ),
+}  # fmt: skip
+
+
+class Outcome(NamedTuple):
+    """What became of one model."""
+
+    quantized: int
+    linears: int
+    share: float
+    layout: str
+    in_float: list[str]
+    losses: list[float]
+    proof: Any
+    reply: dict[str, Any]
+
+    def row(self, name: str) -> str:
+        """Its row in docs/reference/families.md."""
+        left = ", ".join(f"`{head}`" for head in self.in_float) or "-"
+        return f"| {name} | {self.quantized} of {self.linears} | {100 * self.share:.0f} % | {left} | {self.layout} |"
+
+
+def outcome(name: str, folder: Path, stranger: Stranger) -> Outcome:
+    """Train to 4 bits in a stock Trainer, and load what it delivers in a process without moq_hf."""
+    family = FAMILIES[name]
+    set_seed(0)
+    model = family.kind(family.config())
+    batch = family.batch()
+    rows = [{key: part[i] if torch.is_tensor(part) else part for key, part in batch.items()} for i in range(4)]
+
+    def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
+        return {k: torch.stack([i[k] for i in items]) if torch.is_tensor(items[0][k]) else items[0][k] for k in batch}
+
+    callback = MoQCallback({**CONFIG, "quantize_groups": "per_channel"})
+    trainer = Trainer(model, arguments(folder, remove_unused_columns=False), collate, rows, callbacks=[callback])
+    trainer.train()
+    saved = folder / "quantized"
+    found = verify_quantized(saved, model)
+    layers = quant_layers(model)
+    linears = [path for path, module in model.named_modules() if is_linear(module)]
+    inputs = {key: tensor for key, tensor in batch.items() if torch.is_tensor(tensor)}
+    return Outcome(
+        len(layers),
+        len(linears),
+        found.state["parameters"]["quantized"] / found.state["parameters"]["total"],
+        found.state["layout"],
+        [path for path in linears if path not in layers],
+        [log["loss"] for log in trainer.state.log_history if "loss" in log][:STEPS],
+        found.proof,
+        stranger.load(saved, model, inputs, generate=True),
+    )
+
+
+def main() -> int:
+    """Train every family; where each loads as it was evaluated, renew the table."""
+    torch.set_num_threads(1)
+    stranger, rows, bad = Stranger(), [], 0
+    for name in FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            found = outcome(name, Path(folder), stranger)
+        rows.append(found.row(name))
+        if found.reply.get("equal") is not True:
+            bad += 1
+            print(f"{name}: {found.reply}")
+    stranger.close()
+    table = "\n".join([*HEAD, *rows])
+    text, count = re.subn(f"(?s)(?<={MARKS[0]}).*(?={MARKS[1]})", lambda _: table + "\n", PAGE.read_text("utf-8"))
+    assert count == 1, f"{PAGE} must hold {MARKS}"
+    if not bad:
+        PAGE.write_text(text, encoding="utf-8")
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Run by test_hub.py in a process of its own, whose `HF_ENDPOINT` is a stand-in for the Hub.
+
+    python hub_client.py FOLDER
+
+Each run goes to a repository and a folder of its own name; what the user would read of failures is printed.
+"""
+
+import os
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_runs import CONFIG, moq, stock
+from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
+
+from moq_hf import MoQError, MoQTrainer, verify_quantized
+
+IDS = torch.arange(5, 26).view(3, 7)
+STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
+
+
+def fail(count: int, status: int = 0) -> None:
+    """Let the coming commits fail."""
+    request = urllib.request.Request(f"{os.environ['HF_ENDPOINT']}/fail/{count}/{status}", b"", method="POST")
+    urllib.request.urlopen(request).close()
+
+
+def trained(folder: Path, **settings: Any) -> MoQTrainer:
+    settings = {"push_to_hub": True, "hub_model_id": f"tester/{folder.name}", "hub_always_push": True} | settings
+    trainer = moq(folder, CONFIG, save_steps=5, max_steps=11, **settings)
+    trainer.push_wait = 0.05
+    trainer.train()
+    return trainer
+
+
+def push(folder: Path, strategy: str = "end", failing: int = 0) -> None:
+    """A MoQTrainer's run with an upload, and its model back from the Hub."""
+    trainer = trained(folder, hub_strategy=strategy, save_strategy="no" if failing else "steps")
+    fail(failing)
+    trainer.push_to_hub(dataset_tags="nyu-mll/glue", dataset="GLUE MRPC", dataset_args="mrpc")
+    loaded = AutoModelForSequenceClassification.from_pretrained(f"tester/{folder.name}").eval()
+    assert type(loaded) is BertForSequenceClassification
+    assert torch.equal(loaded(IDS).logits, trainer.model.eval()(IDS).logits)
+    verify_quantized(folder, trainer.model)
+
+
+def push_stock(folder: Path) -> None:
+    """A stock Trainer's run: its float weights, and the packed model in a folder beside them."""
+    trainer = stock(folder, CONFIG, max_steps=11, push_to_hub=True, hub_model_id=f"tester/{folder.name}")
+    trainer.train()
+    trainer.push_to_hub()
+    evaluated = trainer.model.eval()(IDS).logits
+    loaded = AutoModelForSequenceClassification.from_pretrained(f"tester/{folder.name}", subfolder="quantized").eval()
+    assert torch.equal(loaded(IDS).logits, evaluated)
+    verify_quantized(folder / "quantized", trainer.model)
+
+
+def push_in_vain(folder: Path, status: int) -> None:
+    """An upload that never gets through."""
+    trainer = trained(folder)
+    fail(1000, status)
+    try:
+        trainer.save_model()
+    except MoQError as error:
+        print(error)
+    fail(0)
+    verify_quantized(folder, trainer.model)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    root = Path(sys.argv[1])
+    for name in STRATEGIES:
+        push(root / name, name)
+    push(root / "retried", failing=2)
+    push_stock(root / "stock")
+    for code in (0, 500, 403):
+        push_in_vain(root / f"vain-{code}", code)

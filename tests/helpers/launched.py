@@ -1,0 +1,289 @@
+"""Trains tiny models in one process or in many: `torchrun --nproc-per-node 2 launched.py OUT KIND/CASE...`.
+
+KIND is ddp, fsdp2 (by the Trainer's own arguments), stock (the same without MoQTrainer), hand (a loop of one's own
+around `fully_shard`), zero1, zero2 or zero3; ddp comes first, since Accelerate keeps what it was told. Rank 0 writes
+OUT/KIND-CASE.pt: the float weights, the bits, every switch and the losses; for KIND/resume/CASE if a resumed run is
+equal, for KIND/error/CASE what each rank raised. One launch serves many cases: starting takes most of the time.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer
+from moq_hf.model.convert import quant_layers
+from moq_hf.processes import whole_state_dict
+from moq_hf.training.controller import MoQController
+
+STEPS, GLOBAL_BATCH = 14, 8
+BASE: dict[str, Any] = {
+    "quantize_bits": {"start_bits": 6, "target_bits": 3},
+    # Of 18 and of 33 rows: two processes hold 9 and 9, 17 and 16 of them, so groups lie across the border.
+    "quantize_groups": 3,
+    "quantize_schedule": {"quantize_period": 2, "schedule_offset": 2},
+    "quantize_algo": {"scale_refresh": 3},
+}
+STOCHASTIC = {**BASE, "quantize_algo": {"scale_refresh": 3, "rounding": "stochastic"}}
+EIGENVALUE = {"enabled": True, "layer_name": "bert.encoder.layer", "num_samples": GLOBAL_BATCH, "max_overhead": 1.0}
+ACCUMULATE = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": GLOBAL_BATCH // 2}
+# Name to MoQ config and training arguments.
+CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    "float": (None, {}),
+    "nearest": (BASE, {}),
+    "stochastic": (STOCHASTIC, {}),
+    "asymmetric": ({**BASE, "quantize_type": "asymmetric"}, {}),
+    "one_group": ({**BASE, "quantize_groups": 1}, {}),
+    "per_channel": ({**BASE, "quantize_groups": "per_channel"}, {}),
+    "ternary": ({**BASE, "quantize_bits": {"start_bits": 4, "target_bits": 2}}, {}),
+    "blend": ({**BASE, "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.3}}, {}),
+    "embeddings": ({**BASE, "quantize_embeddings": 8}, {}),
+    "accumulate": (STOCHASTIC, ACCUMULATE),
+    "checkpointing": (STOCHASTIC, {"activation_checkpointing": True}),
+    "adamw": (BASE, {"optim": "adamw_torch", "learning_rate": 2e-3, "adam_epsilon": 1e-4}),
+    "adamw_stochastic": (STOCHASTIC, {"optim": "adamw_torch_fused", "learning_rate": 2e-3}),
+    "float_bf16": (None, {"bf16": True}),
+    "bf16": (BASE, {"bf16": True}),
+    "compile": (STOCHASTIC, {"torch_compile": True, "torch_compile_backend": "eager"}),
+    "eigenvalues": ({**BASE, "eigenvalue": EIGENVALUE}, {}),
+    "eigenvalues_stochastic": ({**STOCHASTIC, "eigenvalue": EIGENVALUE}, {}),
+}
+
+
+class OnCpu(Trainer):
+    """Accelerate obeys `fsdp` on GPUs only. This makes it take gloo's processes for such."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp and self.accelerator.device.type == "cpu":
+            state = self.accelerator.state
+            PartialState._shared_state["distributed_type"] = state.distributed_type = DistributedType.FSDP
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            if state.mixed_precision != "no":
+                state.fsdp_plugin.set_mixed_precision(state.mixed_precision)
+            self.is_fsdp_enabled = True
+
+
+class MoQOnCpu(OnCpu, MoQTrainer):
+    """The same for MoQTrainer."""
+
+
+class Stop(TrainerCallback):
+    """Ends training early, as a killed run would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+def new_model() -> BertForSequenceClassification:
+    set_seed(7)
+    config = BertConfig(
+        vocab_size=60,
+        hidden_size=18,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=33,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = BertForSequenceClassification(config)
+    with torch.no_grad():
+        # Blocks of clearly different curvature.
+        for index, scale in enumerate((3.0, 1.5, 0.5)):
+            model.bert.encoder.layer[index].output.dense.weight.mul_(scale)
+            model.bert.encoder.layer[index].intermediate.dense.weight.mul_(2 * scale)
+    return model
+
+
+def rows(count: int = 64) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, 60, (count, 10), generator=generator)
+    return [{"input_ids": row, "labels": int(row[0] > 30)} for row in ids]
+
+
+def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more: Any) -> OnCpu:
+    """A Trainer that takes the same global batch in any number of processes."""
+    config, settings = CASES[case]
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    settings = {"per_device_train_batch_size": GLOBAL_BATCH, "optim": "sgd", "learning_rate": 0.05, **settings, **more}
+    settings["per_device_train_batch_size"] //= world
+    if kind in ("fsdp2", "stock"):
+        checkpointing = settings.pop("activation_checkpointing", False)
+        settings["fsdp"] = True
+        settings["fsdp_config"] = {
+            "transformer_layer_cls_to_wrap": ["BertLayer"],
+            "activation_checkpointing": checkpointing,
+        }
+    if kind.startswith("zero"):
+        settings["deepspeed"] = {
+            "zero_optimization": {"stage": int(kind[-1])},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+        }
+    arguments = TrainingArguments(
+        str(folder), max_steps=STEPS, logging_steps=1, save_strategy=settings.pop("save_strategy", "no"),
+        report_to="none", use_cpu=True, disable_tqdm=True, seed=3, **settings,
+    )  # fmt: skip
+    model = new_model()
+    if kind == "stock":
+        model.accepts_loss_kwargs = False
+        return OnCpu(model, arguments, train_dataset=rows(), callbacks=[MoQCallback(config), *callbacks])
+    return MoQOnCpu(model, arguments, train_dataset=rows(), moq_config=config, callbacks=list(callbacks))
+
+
+def by_hand(folder: Path, case: str) -> dict[str, Any]:
+    """A loop without a Trainer; in many processes every layer's shards by `fully_shard`."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, config = new_model(), CASES[case][0]
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if world > 1:
+        for block in model.bert.encoder.layer:
+            fully_shard(block.attention.self.query)
+            fully_shard(block)
+        fully_shard(model)
+    controller = MoQController(model, MoQConfig.load(config), STEPS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data, losses = rows(), []
+    for step in range(STEPS):
+        batch = [data[(GLOBAL_BATCH * step + i) % len(data)] for i in range(rank, GLOBAL_BATCH, world)]
+        inputs = {"input_ids": torch.stack([r["input_ids"] for r in batch])}
+        loss = model.train()(**inputs, labels=torch.tensor([r["labels"] for r in batch])).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.check_ranks()
+        controller.step()
+        mean = loss.detach() / world
+        if world > 1:
+            dist.all_reduce(mean)
+        losses.append(float(mean))
+    return {"model": model, "controller": controller, "losses": losses}
+
+
+def outcome(made: dict[str, Any]) -> dict[str, Any]:
+    """What two runs are compared by."""
+    model, controller = made["model"], made["controller"]
+    floats = whole_state_dict(model) or {name: value.detach().clone() for name, value in model.state_dict().items()}
+    layers = quant_layers(model)
+    return {
+        "weights": floats,
+        "bits": {name: layer.moq.bits for name, layer in layers.items()},
+        "quantized": {name: layer.quantized_weight().detach().clone() for name, layer in layers.items()},
+        "history": None if controller is None else json.loads(json.dumps(controller.history)),
+        "losses": made["losses"],
+        "eigenvalues": getattr(getattr(controller, "sensitivity", None), "eigenvalues", None),
+    }
+
+
+def controller_of(trainer: Trainer) -> MoQController | None:
+    """That of the callback in the Trainer."""
+    found = [c.controller for c in trainer.callback_handler.callbacks if isinstance(c, MoQCallback)]
+    return found[0] if found else None
+
+
+def run(folder: Path, kind: str, case: str) -> dict[str, Any]:
+    """One case from beginning to end."""
+    if kind == "hand":
+        return outcome(by_hand(folder, case))
+    trainer = trainer_for(folder / f"{kind}-{case}", kind, case)
+    trainer.train()
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    controller = controller_of(trainer)
+    found = outcome({"model": model, "controller": controller, "losses": losses})
+    if case in ("nearest", "compile") and kind != "stock":
+        trainer.save_model(str(folder / f"{kind}-{case}" / "packed"))
+    return found
+
+
+def resumed(folder: Path, kind: str, case: str) -> bool:
+    """Whether a run that was stopped and resumed ends with the weights of one that was not, bit for bit."""
+    settings = {"save_strategy": "steps", "save_steps": 5}
+    whole = trainer_for(folder / f"{kind}-whole", kind, case, **settings)
+    whole.train()
+    expected = outcome({"model": whole.model, "controller": controller_of(whole), "losses": []})
+    part = trainer_for(folder / f"{kind}-part", kind, case, [Stop(7)], **settings)
+    part.train()
+    again = trainer_for(folder / f"{kind}-part", kind, case, **settings)
+    again.train(resume_from_checkpoint=True)
+    found = outcome({"model": again.model, "controller": controller_of(again), "losses": []})
+    equal = all(torch.equal(found["weights"][name], value) for name, value in expected["weights"].items())
+    return equal and found["bits"] == expected["bits"] and found["history"] == expected["history"]
+
+
+class Break(TrainerCallback):
+    """Makes rank 1 differ from rank 0 after five steps."""
+
+    trainer: OnCpu
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if state.global_step != 5 or dist.get_rank() != 1:
+            return
+        if self.how == "bits":
+            schedule = controller_of(self.trainer).schedule
+            schedule.bits[next(iter(schedule.bits))] -= 1
+        if self.how == "skipped":
+            optimizer._is_overflow = True
+
+
+def refused(folder: Path, kind: str, case: str) -> list[str | None]:
+    """What each rank raises where ranks differ (config, bits, skipped), or for a CASE that cannot be."""
+    how = Break(case)
+    name = "nearest"
+    if case == "config":
+        name = ("nearest", "ternary")[dist.get_rank()]
+    elif case in CASES:
+        name = case
+    how.trainer = trainer_for(folder / f"{kind}-{case}", kind, name, [how])
+    messages: list[str | None] = [None] * dist.get_world_size()
+    try:
+        how.trainer.train()
+        own = f"trained to step {how.trainer.state.global_step}"
+    except MoQError as error:
+        own = f"step {how.trainer.state.global_step}: {error}"
+    dist.all_gather_object(messages, own)
+    return messages
+
+
+def main() -> None:
+    """Run the cases that the command line names."""
+    torch.set_num_threads(1)
+    PartialState(cpu=True)
+    folder = Path(sys.argv[1])
+    for argument in sys.argv[2:]:
+        kind, *modes, case = argument.split("/")
+        what = {"resume": resumed, "error": refused}[modes[0]] if modes else run
+        found = what(folder, kind, case)
+        if dist.get_rank() == 0:
+            torch.save(found, folder / f"{argument.replace('/', '-')}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""Tiny models of many families, each on the tasks that transformers has a class for, and what MoQ makes of them.
+
+`python tests/helpers/model_zoo.py`, at the root of the repository, trains all of them and renews the tables in
+docs/reference/families.md.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from repo import ROOT
+from stranger import generated_by, outputs_of, tied_weights
+from torch import nn
+from transformers import (
+    AlbertConfig,
+    BertConfig,
+    DebertaV2Config,
+    DistilBertConfig,
+    ElectraConfig,
+    GPT2Config,
+    LlamaConfig,
+    ModernBertConfig,
+    MPNetConfig,
+    RobertaConfig,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    XLMRobertaConfig,
+    set_seed,
+)
+
+from moq_hf import MoQCallback, verify_quantized
+from moq_hf.model.convert import quant_layers
+from moq_hf.model.inventory import is_linear
+
+PAGE = ROOT / "docs" / "reference" / "families.md"
+MARKS = "<!-- models -->\n", "<!-- end of models -->\n"
+CONFIG: dict[str, Any] = {
+    "quantize_bits": {"start_bits": 6, "target_bits": 4},
+    "quantize_schedule": {"quantize_period": 1, "schedule_offset": 1},
+    "quantize_groups": 4,
+}
+# Long enough for three drops of precision and three steps at the target.
+STEPS, ROWS, LENGTH, WORDS = 6, 4, 8, 60
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+TEXT = {**SIZES, "vocab_size": WORDS, "max_position_embeddings": 32, "pad_token_id": 0}
+ENDS = {"bos_token_id": 2, "eos_token_id": 1}
+SHORT = {"vocab_size": WORDS, "pad_token_id": 0}
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "BERT": lambda: BertConfig(**TEXT),
+    "RoBERTa": lambda: RobertaConfig(**TEXT, **ENDS),
+    "DistilBERT": lambda: DistilBertConfig(**SHORT, dim=32, n_layers=2, n_heads=4, hidden_dim=64),
+    "ELECTRA": lambda: ElectraConfig(**TEXT, embedding_size=16),
+    "DeBERTa-v2": lambda: DebertaV2Config(
+        **TEXT, relative_attention=True, pos_att_type=["p2c", "c2p"], pooler_hidden_size=32
+    ),
+    "ALBERT": lambda: AlbertConfig(**TEXT, **ENDS, embedding_size=16),
+    "MPNet": lambda: MPNetConfig(**TEXT, **ENDS),
+    "XLM-R": lambda: XLMRobertaConfig(**TEXT, **ENDS),
+    "ModernBERT": lambda: ModernBertConfig(
+        **TEXT, **ENDS, cls_token_id=2, sep_token_id=1, local_attention=4, global_attn_every_n_layers=2
+    ),
+    "ViT": lambda: ViTConfig(**SIZES, image_size=16, patch_size=8),
+    "GPT-2": lambda: GPT2Config(**SHORT, **ENDS, n_positions=32, n_embd=32, n_layer=2, n_head=4),
+    "Llama": lambda: LlamaConfig(**TEXT, **ENDS, num_key_value_heads=2, tie_word_embeddings=True),
+    "T5": lambda: T5Config(
+        **SHORT, d_model=32, num_layers=2, num_heads=4, d_ff=64, d_kv=8, eos_token_id=1, decoder_start_token_id=0
+    ),
+}
+TASKS = {
+    "sequence classification": "SequenceClassification",
+    "token classification": "TokenClassification",
+    "question answering": "QuestionAnswering",
+    "multiple choice": "MultipleChoice",
+    "masked LM": "MaskedLM",
+    "causal LM": "CausalLM",
+    "sequence to sequence": "Seq2SeqLM",
+    "image classification": "ImageClassification",
+}
+
+
+def class_of(family: str, task: str) -> Any:
+    """The class that transformers has for the task, or None."""
+    mapping = getattr(transformers, f"AutoModelFor{TASKS[task]}")._model_mapping
+    config = type(FAMILIES[family]())
+    return mapping.get(config, None)
+
+
+CASES = [(family, task) for family in FAMILIES for task in TASKS if class_of(family, task) is not None]
+
+
+def new_model(family: str, task: str) -> Any:
+    """A model with random weights, the same at each call."""
+    set_seed(0)
+    config = FAMILIES[family]()
+    if task == "causal LM" and hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    return class_of(family, task)(config)
+
+
+def rows_of(task: str, count: int = ROWS) -> list[dict[str, Any]]:
+    """Random features for the task, with labels."""
+    source = torch.Generator().manual_seed(0)
+
+    def words(*shape: int) -> torch.Tensor:
+        # The first sentence ends in the token that T5's classifier looks for, the others are padded after it.
+        ids = torch.randint(3, WORDS, shape, generator=source)
+        ids[..., -1] = 1
+        return ids
+
+    if task == "image classification":
+        pictures = torch.randn(count, 3, 16, 16, generator=source)
+        return [{"pixel_values": picture, "labels": index % 2} for index, picture in enumerate(pictures)]
+    ids = words(count, 2, LENGTH) if task == "multiple choice" else words(count, LENGTH)
+    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
+    for index, row in enumerate(rows):
+        if task == "question answering":
+            row |= {"start_positions": torch.tensor(index % 3), "end_positions": torch.tensor(index % 3 + 2)}
+        elif task in ("sequence classification", "multiple choice"):
+            row["labels"] = torch.tensor(index % 2)
+        elif task == "token classification":
+            row["labels"] = row["input_ids"] % 2
+        else:
+            row["labels"] = row["input_ids"].clone()
+    return rows
+
+
+def inputs_of(task: str, model: nn.Module) -> dict[str, torch.Tensor]:
+    """A batch for `outputs_of`, without labels."""
+    rows = rows_of(task)
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0] if torch.is_tensor(rows[0][name])}
+    batch = {name: tensor for name, tensor in batch.items() if name in ("input_ids", "attention_mask", "pixel_values")}
+    if "input_ids" in batch and getattr(model.config, "is_encoder_decoder", False):
+        batch["decoder_input_ids"] = batch["input_ids"]
+    return batch
+
+
+class Stranger:
+    """A process of its own that never heard of moq_hf, for loading one model after the other."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("stranger.py"))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def load(
+        self, folder: Path, model: nn.Module, inputs: Mapping[str, torch.Tensor], generate: bool = False
+    ) -> dict[str, Any]:
+        """Whether `from_pretrained(folder)` computes what the model does, and which weights it ties.
+
+        With `generate` also whether it says the same, if it is a model that generates.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+            text = generated_by(model, inputs) if generate else None
+            torch.save((dict(inputs), outputs_of(model, inputs), text), file.name)
+            request = {"folder": str(folder), "model": type(model).__name__, "tensors": file.name, "generate": generate}
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            reply: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return reply
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, **more: Any) -> Any:
+    """Some steps on the CPU."""
+    fixed: dict[str, Any] = {
+        "max_steps": STEPS, "per_device_train_batch_size": ROWS, "learning_rate": 3e-3, "logging_steps": 1,
+        "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    return kind(output_dir=str(folder), **{**fixed, **more})
+
+
+class Outcome(NamedTuple):
+    """What became of one model on one task."""
+
+    quantized: list[str]
+    in_float: list[str]
+    tied: list[list[str]]
+    tied_after: list[list[str]]
+    bits: set[int]
+    losses: list[float]
+    unmoved: list[str]
+    stored: set[str]
+    unpacked_while_loading: bool
+    reply: dict[str, Any]
+
+    def faults(self) -> list[str]:
+        """What is not as it must be."""
+        checks = {
+            f"the loss did not fall: {self.losses}": self.losses[-1] < self.losses[0],
+            f"quantized weights that never changed: {self.unmoved}": not self.unmoved,
+            f"bits {self.bits} after training": self.bits == {CONFIG["quantize_bits"]["target_bits"]},
+            f"tied weights: {self.tied_after}, before {self.tied}": self.tied_after == self.tied,
+            f"stored as {self.stored}": self.stored == {"packed"},
+            f"loaded: {self.reply}": self.reply == {"equal": True, "tied": self.tied},
+        }
+        return [fault for fault, is_right in checks.items() if not is_right]
+
+    def cell(self) -> str:
+        """For the table: how many of the model's linear layers are quantized."""
+        return f"{len(self.quantized)} of {len(self.quantized) + len(self.in_float)}"
+
+
+def outcome(family: str, task: str, folder: Path, stranger: Stranger) -> Outcome:
+    """Train with `MoQCallback` in a stock Trainer, and load what it saved in another process."""
+    model = new_model(family, task)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    tied = tied_weights(model)
+    seq2seq = task == "sequence to sequence"
+    trainer = (Seq2SeqTrainer if seq2seq else Trainer)(
+        model=model,
+        args=arguments(folder, Seq2SeqTrainingArguments if seq2seq else TrainingArguments),
+        train_dataset=rows_of(task),
+        callbacks=[MoQCallback(CONFIG)],
+    )
+    trainer.train()
+    layers = quant_layers(model)
+    saved = folder / "quantized"
+    config = json.loads((saved / "config.json").read_text(encoding="utf-8"))
+    return Outcome(
+        quantized=list(layers),
+        in_float=[name for name, module in model.named_modules() if is_linear(module) and name not in layers],
+        tied=tied,
+        tied_after=tied_weights(model),
+        bits={layer.moq.bits for layer in layers.values()},
+        losses=[log["loss"] for log in trainer.state.log_history if "loss" in log],
+        unmoved=[name for name in layers if torch.equal(before[f"{name}.weight"], layers[name].weight)],
+        stored={layer.stored for layer in verify_quantized(saved, model).layers.values()},
+        unpacked_while_loading=config["quantization_config"].get("dequantize", False),
+        reply=stranger.load(saved, model, inputs_of(task, model)),
+    )
+
+
+def table(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
+    """The two tables of docs/reference/families.md."""
+    lines = [f"| model | {' | '.join(TASKS)} |", f"| --- |{' --- |' * len(TASKS)}"]
+    for family in FAMILIES:
+        cells = [outcomes[family, task].cell() if (family, task) in outcomes else "-" for task in TASKS]
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    lines += ["", "| model | left in float | tied weights | on disk |", "| --- | --- | --- | --- |"]
+    for family in FAMILIES:
+        of_family = [found for (name, _), found in outcomes.items() if name == family]
+        heads = dict.fromkeys(head for found in of_family for head in found.in_float)
+        tied = dict.fromkeys(tie for found in of_family for tie in ties(found))
+        unpacked = any(found.unpacked_while_loading for found in of_family)
+        disk = "packed, unpacked while loading" if unpacked else "packed"
+        lines.append(f"| {family} | {', '.join(f'`{head}`' for head in heads)} | {'; '.join(tied) or '-'} | {disk} |")
+    return "\n".join(lines) + "\n"
+
+
+def ties(found: Outcome) -> list[str]:
+    """The tied weights as the table has them; biases, which no model has two of, are left out."""
+    return [" = ".join(f"`{name.removesuffix('.weight')}`" for name in tie) for tie in found.tied if "weight" in tie[0]]
+
+
+def renew(outcomes: Mapping[tuple[str, str], Outcome], page: Path = PAGE) -> None:
+    """Write the tables into the page."""
+    pattern = f"(?s)(?<={MARKS[0]}).*(?={MARKS[1]})"
+    text, count = re.subn(pattern, lambda _: table(outcomes), page.read_text(encoding="utf-8"))
+    assert count == 1, f"{page} must hold {MARKS}"
+    page.write_text(text, encoding="utf-8")
+
+
+def main() -> int:
+    """Train every model on every task; without fault, renew the tables."""
+    torch.set_num_threads(1)
+    stranger, outcomes, bad = Stranger(), {}, 0
+    for family, task in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes[family, task] = found = outcome(family, task, Path(folder), stranger)
+        for fault in found.faults():
+            bad += 1
+            print(f"{family}, {task}: {fault}")
+    stranger.close()
+    if not bad:
+        renew(outcomes)
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""Every family of models, on every task that transformers has a class for, ends in a model that loads bit for bit."""
+
+import copy
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_zoo import (
+    CASES,
+    CONFIG,
+    FAMILIES,
+    MARKS,
+    PAGE,
+    TASKS,
+    Outcome,
+    Stranger,
+    arguments,
+    inputs_of,
+    new_model,
+    outcome,
+    renew,
+    rows_of,
+    ties,
+)
+from stranger import outputs_of
+from torch import nn
+from transformers import GPT2ForSequenceClassification, GPT2Model, Trainer, TrainerCallback
+from transformers.pytorch_utils import Conv1D
+
+from moq_hf import (
+    MoQCallback,
+    MoQError,
+    dequantize_model,
+    quantize_model,
+    quantizer,
+    save_quantized,
+    verify_quantized,
+)
+from moq_hf.kernels import cpu as cpu_quant
+from moq_hf.model.convert import quant_layers
+from moq_hf.packed.inference import load_packed
+from moq_hf.packed.verify import stored_weights
+from moq_hf.quant_linear import QuantConv1D
+
+RENEW = "python tests/helpers/model_zoo.py"
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the time of so small a run would go into the picture in its model card."""
+    monkeypatch.setattr("moq_hf.packed.card._draw", lambda path, layers: False)
+
+
+def rows_of_page(text: str) -> dict[str, list[list[str]]]:
+    """By model, the cells of its rows in the tables."""
+    between = text.split(MARKS[0])[1].split(MARKS[1])[0]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in between.splitlines()]
+    return {family: [row for row in rows if row[0] == family] for family in FAMILIES}
+
+
+@pytest.mark.parametrize(("family", "task"), CASES)
+def test_trains_to_the_target_and_loads_bit_for_bit(family: str, task: str, tmp_path: Path, stranger: Stranger) -> None:
+    found = outcome(family, task, tmp_path, stranger)
+    assert found.faults() == []
+    cells, details = rows_of_page(PAGE.read_text(encoding="utf-8"))[family]
+    renewed = f"renew docs/reference/families.md, at the root of the repository, with:\n{RENEW}"
+    assert cells[1 + list(TASKS).index(task)] == found.cell(), renewed
+    assert {f"`{head}`" for head in found.in_float} <= set(details[1].split(", ")), renewed
+    assert set(ties(found)) <= set(details[2].split("; ")), renewed
+    assert details[3].endswith("unpacked while loading") == found.unpacked_while_loading, renewed
+
+
+def test_the_page_has_no_cell_without_a_test() -> None:
+    rows = rows_of_page(PAGE.read_text(encoding="utf-8"))
+    filled = [
+        (family, task)
+        for family in FAMILIES
+        for task, cell in zip(TASKS, rows[family][0][1:], strict=True)
+        if cell != "-"
+    ]
+    assert filled == CASES
+
+
+def test_the_page_is_renewed_by_what_came_out(tmp_path: Path) -> None:
+    found = Outcome(["a", "b"], ["head"], [["head.weight", "table.weight"]], [], {4}, [], [], set(), True, {})
+    page = tmp_path / "models.md"
+    page.write_text(f"before\n{MARKS[0]}| stale |\n{MARKS[1]}after\n", encoding="utf-8")
+    renew({("GPT-2", "causal LM"): found}, page)
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith(f"before\n{MARKS[0]}| model") and text.endswith(f"|\n{MARKS[1]}after\n")
+    assert rows_of_page(text)["GPT-2"] == [
+        ["GPT-2", "-", "-", "-", "-", "-", "2 of 3", "-", "-"],
+        ["GPT-2", "`head`", "`head` = `table`", "packed, unpacked while loading"],
+    ]
+    assert "stale" not in text
+
+
+@pytest.mark.parametrize(
+    "change", [{"losses": [1.0, 1.0]}, {"unmoved": ["a"]}, {"bits": {4, 5}}, {"tied_after": [["a"]]}]
+)
+def test_what_goes_wrong_is_noticed(change: dict[str, Any]) -> None:
+    found = Outcome(["a"], [], [], [], {4}, [2.0, 1.0], [], {"packed"}, False, {"equal": True, "tied": []})
+    assert found.faults() == []
+    assert len(found._replace(**change).faults()) == 1
+    assert len(found._replace(reply={"error": "no such file"}).faults()) == 1
+
+
+GROUPINGS: list[dict[str, Any]] = [
+    {"quantize_groups": 4},
+    {"quantize_groups": "per_channel"},
+    {"quantize_group_size": 8},
+    # As wide as the rows of some layers, half as wide as those of others.
+    {"quantize_group_size": 32},
+]
+ALGORITHMS: list[dict[str, Any]] = [
+    {"q_type": "symmetric"},
+    {"q_type": "asymmetric"},
+    {"rounding": "stochastic"},
+]
+
+
+def config_of(bits: int, algorithm: dict[str, Any], grouping: dict[str, Any]) -> dict[str, Any]:
+    return {"quantize_bits": {"start_bits": bits, "target_bits": bits}, "quantize_algo": algorithm, **grouping}
+
+
+def twins() -> tuple[nn.Module, nn.Module]:
+    """A `Conv1D` and the `nn.Linear` that computes the same, each in front of a head."""
+    conv1d, linear = Conv1D(48, 32), nn.Linear(32, 48)
+    with torch.no_grad():
+        conv1d.bias.normal_()
+        linear.weight.copy_(conv1d.weight.t())
+        linear.bias.copy_(conv1d.bias)
+    head = nn.Linear(48, 2)
+    return nn.Sequential(conv1d, head), nn.Sequential(linear, head)
+
+
+@pytest.mark.parametrize("with_numba", [True, False])
+@pytest.mark.parametrize("grouping", GROUPINGS, ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_conv1d_is_quantized_as_the_linear_layer_that_it_is(
+    algorithm: dict[str, Any], grouping: dict[str, Any], with_numba: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not with_numba:
+        monkeypatch.setattr(cpu_quant, "available", lambda: False)
+    one, two = twins()
+    config = config_of(4, algorithm, grouping)
+    quantize_model(one, config)
+    quantize_model(two, config)
+    conv1d, linear = one[0], two[0]
+    assert isinstance(conv1d, QuantConv1D) and isinstance(conv1d, Conv1D)
+    x = torch.randn(3, 5, 32)
+    for _ in range(3):
+        weight = conv1d.quantized_weight()
+        assert torch.equal(weight, linear.quantized_weight().t()) and weight.is_contiguous()
+        assert not torch.equal(weight, conv1d.weight)
+        torch.testing.assert_close(conv1d(x), linear(x))
+        for model in (one, two):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        torch.testing.assert_close(conv1d.weight.grad, linear.weight.grad.t())
+        with torch.no_grad():
+            linear.weight -= 0.1 * linear.weight.grad
+            conv1d.weight.copy_(linear.weight.t())
+    assert not conv1d.nonfinite()
+    with torch.no_grad():
+        conv1d.weight[-1, 0] = float("nan")
+    conv1d.refresh()
+    assert conv1d.nonfinite()
+
+
+def test_the_inputs_of_conv1d_are_quantized_too() -> None:
+    one, two = twins()
+    config = {**CONFIG, "activation_quantization": {"enabled": True, "bits": 4}}
+    x = torch.randn(4, 32)
+    results = []
+    for model in (one, two):
+        quantize_model(model, CONFIG)
+        of_weights_alone = model(x)
+        results.append(quantize_model(model, config)(x))
+        assert not torch.allclose(results[-1], of_weights_alone)
+    torch.testing.assert_close(*results)
+
+
+def test_conv1d_becomes_what_it_was() -> None:
+    model = twins()[0]
+    x = torch.randn(4, 32)
+    before = model(x)
+    kept = dict(model.named_parameters())
+    quantize_model(model, CONFIG)
+    assert repr(model[0]) == "QuantConv1D(nf=48, nx=32, bits=6)"
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(x), model(x)) and isinstance(copied[0], QuantConv1D)
+    with torch.inference_mode():
+        quantized = model(x)
+    assert not torch.equal(quantized, before)
+    dequantize_model(model, weights="float")
+    assert type(model[0]) is Conv1D and torch.equal(model(x), before)
+    assert all(parameter is kept[name] for name, parameter in model.named_parameters())
+    assert torch.equal(dequantize_model(quantize_model(model, CONFIG))(x), quantized)
+
+
+def test_groups_that_do_not_fit_conv1d_are_told() -> None:
+    model = twins()[0]
+    with pytest.raises(MoQError, match=r"quantize_groups 5 does not divide the weights of 0 \(out_features 48\)"):
+        quantize_model(model, config_of(4, {}, {"quantize_groups": 5}))
+    with pytest.raises(MoQError, match=r"quantize_group_size 48 does not divide the weights of 0 \(in_features 32\)"):
+        quantize_model(model, config_of(4, {}, {"quantize_group_size": 48}))
+
+
+@pytest.mark.parametrize(
+    ("family", "grouping", "algorithm"),
+    [
+        *itertools.product(["GPT-2"], GROUPINGS, ALGORITHMS),
+        *itertools.product(["T5"], GROUPINGS[-1:], ALGORITHMS),
+    ],
+    ids=str,
+)
+def test_models_that_are_unpacked_while_loading(
+    algorithm: dict[str, Any], grouping: dict[str, Any], family: str, tmp_path: Path
+) -> None:
+    model = new_model(family, "sequence classification")
+    if family == "GPT-2":
+        # A linear layer among the Conv1D ones.
+        model.transformer.h[0].mlp.c_fc = nn.Linear(32, 128)
+    config = config_of(4, algorithm, grouping)
+    quantize_model(model, config)
+    bits = [8, 4, 3, 9, *{"asymmetric": [2], "symmetric": [2, 1]}.get(algorithm.get("q_type", ""), [])]
+    for index, layer in enumerate(quant_layers(model).values()):
+        layer.set_bits(bits[index % len(bits)])
+        layer.refresh()
+    save_quantized(model, tmp_path / "packed")
+    stored = {name: layer.stored for name, layer in verify_quantized(tmp_path / "packed", model).layers.items()}
+    assert set(stored.values()) == {"packed", "dense"}
+    for name, values in stored_weights(tmp_path / "packed").items():
+        layer = quant_layers(model)[name]
+        weight = layer.quantized_weight().t() if layer.is_transposed else layer.quantized_weight()
+        assert torch.equal(quantizer.dequantize(*values), weight), name
+    if family == "GPT-2":
+        # Its groups lie across those of the others, and a file of this kind has one layout.
+        assert stored["transformer.h.0.mlp.c_fc"] == ("dense" if "quantize_group_size" in grouping else "packed")
+        model.__class__ = WithLinear
+    inputs = inputs_of("sequence classification", model)
+    loaded = type(model).from_pretrained(tmp_path / "packed")
+    pairs = zip(outputs_of(loaded, inputs), outputs_of(model, inputs), strict=True)
+    assert all([torch.equal(one, other) for one, other in pairs])
+
+
+class WithLinear(GPT2ForSequenceClassification):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.transformer.h[0].mlp.c_fc = nn.Linear(32, 128)
+
+
+def test_a_packed_conv1d_is_small_and_damage_is_noticed(tmp_path: Path) -> None:
+    model = quantize_model(new_model("GPT-2", "causal LM"), config_of(3, {}, {"quantize_groups": 4}))
+    save_quantized(model, tmp_path / "packed")
+    found = verify_quantized(tmp_path / "packed", model)
+    after, before = found.quantized_bytes
+    # 3 bits a weight, and a float for each column of the weight.
+    assert 3 / 32 <= after / before <= 3 / 32 + 1 / 32 + 0.01
+    assert {layer.kind for layer in found.layers.values()} == {"conv1d"}
+    inputs = inputs_of("causal LM", model)
+    loaded = load_packed(tmp_path / "packed", dtype=torch.float32)
+    assert torch.equal(outputs_of(loaded, inputs)[0], outputs_of(model, inputs)[0])
+    base = GPT2Model.from_pretrained(tmp_path / "packed")
+    assert torch.equal(outputs_of(base, inputs)[0], outputs_of(model.transformer, inputs)[0])
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_proj.weight[0, 0] += 1
+    model.transformer.h[1].mlp.c_proj.refresh()
+    with pytest.raises(MoQError, match=r"transformer\.h\.1\.mlp\.c_proj\.weight differs from the model's"):
+        verify_quantized(tmp_path / "packed", model)
+
+
+class Stop(TrainerCallback):
+    """Ends the run, as a crash would, after a step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
+@pytest.mark.parametrize("mode", [{}, {"bf16": True}])
+def test_a_resumed_gpt2_ends_as_if_it_had_not_stopped(mode: dict[str, Any], tmp_path: Path) -> None:
+    config = {**CONFIG, "quantize_algo": {"rounding": "stochastic", "scale": "mse"}, "quantize_groups": "per_channel"}
+    task, models = "causal LM", []
+    for name, callbacks, resume in (("whole", [], False), ("killed", [Stop()], False), ("killed", [], True)):
+        trainer = Trainer(
+            new_model("GPT-2", task),
+            arguments(tmp_path / name, save_strategy="steps", save_steps=2, **mode),
+            train_dataset=rows_of(task, 16),
+            callbacks=[MoQCallback(config), *callbacks],
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        models.append(trainer.model)
+    whole, killed, resumed = models
+    assert {layer.moq.bits for layer in quant_layers(killed).values()} == {5}
+    for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    inputs = inputs_of(task, whole)
+    assert torch.equal(outputs_of(whole, inputs)[0], outputs_of(resumed, inputs)[0])

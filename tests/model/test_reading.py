@@ -1,0 +1,738 @@
+"""Who reads the weight of a quantized layer: in a forward pass the quantized one, anywhere else the parameter."""
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_zoo import arguments
+from stranger import outputs_of
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    DebertaConfig,
+    DebertaForSequenceClassification,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    Trainer,
+    WavLMConfig,
+    WavLMForSequenceClassification,
+)
+
+from moq_hf import MoQCallback, MoQError, dequantize_model, quantize_model, save_quantized
+from moq_hf import quantizer as q
+from moq_hf.model.convert import quant_embeddings, quant_layers
+from moq_hf.model.refresh import check_readers
+from moq_hf.quant_linear import QuantLayer, in_forward
+
+CONFIG: dict[str, Any] = {
+    "quantize_bits": {"start_bits": 4, "target_bits": 3},
+    "quantize_schedule": {"quantize_period": 1, "schedule_offset": 1},
+    "quantize_groups": "per_channel",
+}
+FIXED: dict[str, Any] = {**CONFIG, "quantize_bits": {"start_bits": 3, "target_bits": 3}, "modules_to_not_convert": []}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+TEXT = {**SMALL, "vocab_size": 60, "max_position_embeddings": 32, "pad_token_id": 0}
+RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0}
+# The larger the weights, the more does their precision show.
+WIDE = {"initializer_range": 0.2}
+# A decoder with one layer of each kind.
+MIXED = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 8, "expert_layer_offset": 7}
+
+Read = Callable[["Reader", Tensor], Tensor]
+
+
+class Reader(nn.Module):
+    """Multiplies with the weight of `proj`, which it never calls."""
+
+    def __init__(self, read: Read | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.proj = nn.Linear(8, 8)
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return F.linear(x, self.proj.weight, self.proj.bias) if self.read is None else self.read(self, x)
+
+
+def reader(read: Read | None = None) -> Any:
+    return quantize_model(Reader(read), FIXED)
+
+
+def plain(model: Any) -> Any:
+    """The same in float layers, with the quantized values in their weights."""
+    return dequantize_model(copy.deepcopy(model))
+
+
+def parameter(layer: nn.Module) -> nn.Parameter:
+    found = dict(layer.named_parameters(recurse=False))["weight"]
+    assert isinstance(found, nn.Parameter)
+    return found
+
+
+def quantized(layer: Any) -> Tensor:
+    """By the definition."""
+    state = layer.moq
+    return q.fake_quantize(parameter(layer).detach(), state.bits, state.grid, ratio=state.ratio, draw=state.draw)
+
+
+def words(rows: int = 4) -> list[dict[str, Tensor]]:
+    return [{"input_ids": row, "labels": row} for row in torch.randint(3, 60, (rows, 8))]
+
+
+def sentences() -> list[dict[str, Any]]:
+    return [{"input_ids": row["input_ids"], "labels": index % 2} for index, row in enumerate(words())]
+
+
+def sounds() -> list[dict[str, Any]]:
+    return [{"input_values": torch.randn(400) * (1 + index % 2), "labels": index % 2} for index in range(4)]
+
+
+def wavlm() -> nn.Module:
+    drops = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "layerdrop")
+    convolutions = {"conv_dim": (16,), "conv_kernel": (10,), "conv_stride": (5,), "num_feat_extract_layers": 1}
+    positions = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "classifier_proj_size": 16}
+    config = WavLMConfig(**SMALL, **convolutions, **positions, **WIDE, **dict.fromkeys(drops, 0.0), mask_time_prob=0.0)
+    return WavLMForSequenceClassification(config)
+
+
+def jamba() -> nn.Module:
+    sizes = {**SMALL, "num_key_value_heads": 2, "mamba_d_state": 4, "vocab_size": 60, "pad_token_id": 0}
+    return JambaForCausalLM(JambaConfig(**sizes, **MIXED, **WIDE, use_mamba_kernels=False))
+
+
+STATES = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "pad_token_id": 0}
+TABLES = {**CONFIG, "quantize_embeddings": 4}
+
+READERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], dict[str, Any], str]] = {
+    "WavLM": (wavlm, sounds, CONFIG, "attention.q_proj"),
+    "Mamba": (lambda: MambaForCausalLM(MambaConfig(**STATES, **WIDE)), words, CONFIG, "dt_proj"),
+    "FalconMamba": (lambda: FalconMambaForCausalLM(FalconMambaConfig(**STATES, **WIDE)), words, CONFIG, "dt_proj"),
+    "Jamba": (jamba, words, CONFIG, "dt_proj"),
+    "DeBERTa": (
+        lambda: DebertaForSequenceClassification(DebertaConfig(**TEXT, **RELATIVE, **WIDE, max_relative_positions=8)),
+        sentences,
+        TABLES,
+        "rel_embeddings",
+    ),
+    "DeBERTa-v2": (
+        lambda: DebertaV2ForSequenceClassification(
+            DebertaV2Config(**TEXT, **RELATIVE, **WIDE, position_buckets=8, norm_rel_ebd="none")
+        ),
+        sentences,
+        TABLES,
+        "rel_embeddings",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", READERS)
+def test_families_that_read_weights_are_evaluated_as_delivered(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moq_hf.packed.card._draw", lambda path, layers: False)
+    make, rows, config, name = READERS[family]
+    model, data = make(), rows()
+    trainer = Trainer(
+        model=model,
+        args=arguments(tmp_path, max_steps=4),
+        train_dataset=data,
+        eval_dataset=data,
+        callbacks=[MoQCallback(config)],
+    )
+    trainer.train()
+    layers = {**quant_layers(model), **quant_embeddings(model)}
+    read = [layer for path, layer in layers.items() if path.endswith(name)]
+    assert read and all(layer.moq.used for layer in read)
+    check_readers(layers)
+    batch = {key: torch.stack([row[key] for row in data]) for key in data[0] if key != "labels"}
+    labels = torch.stack([torch.as_tensor(row["labels"]) for row in data])
+    outputs = outputs_of(model, batch)
+    saved = type(model).from_pretrained(tmp_path / "quantized")
+    for other in (plain(model), saved):
+        assert all(map(torch.equal, outputs, outputs_of(other, batch)))
+        with torch.no_grad():
+            loss = float(other.eval()(**batch, labels=labels).loss)
+        assert loss == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-5)
+    floats = outputs_of(dequantize_model(copy.deepcopy(model), weights="float"), batch)
+    assert not torch.equal(outputs[0], floats[0])
+    if hasattr(saved, "generate") and "input_ids" in batch and saved.can_generate():
+        ids = {"inputs": batch["input_ids"], "max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(model.generate(**ids), saved.generate(**ids))
+
+
+class Encoder(nn.Module):
+    """A body of PyTorch's own layers, whose fused path evaluation takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A nested tensor, which comes with a warning, is not what this is about.
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(32, 2)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.body(x).mean(1))
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Attention(nn.Module):
+    """Attention of PyTorch's own, which multiplies with the weight of its output projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.head = nn.Linear(32, 2)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.first(x)
+        logits = self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize("kind", [Encoder, Attention])
+def test_fused_paths_of_pytorch_see_the_quantized_weight(
+    kind: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = kind()
+    data = [{"x": torch.randn(6, 32), "labels": index % 2} for index in range(4)]
+    trainer = Trainer(
+        model=model,
+        args=arguments(tmp_path, max_steps=4, learning_rate=1e-2),
+        train_dataset=data,
+        eval_dataset=data,
+        callbacks=[MoQCallback({**CONFIG, "quantize_bits": {"start_bits": 3, "target_bits": 2}})],
+    )
+    trainer.train()
+    assert not [name for name, layer in quant_layers(model).items() if not layer.moq.used]
+    assert ("attention.out_proj" in quant_layers(model)) == (kind is Attention)
+    loss = trainer.evaluate()["eval_loss"]
+    x = torch.stack([row["x"] for row in data])
+    fused = count(monkeypatch, torch, "_transformer_encoder_layer_fwd", "_native_multi_head_attention")
+    with torch.no_grad():
+        evaluated = model.eval()(x)["logits"]
+        assert fused
+        trained = model.train()(x)["logits"]
+        # Fusion rounds otherwise.
+        assert torch.allclose(evaluated, trained, atol=1e-5)
+        floats = dequantize_model(copy.deepcopy(model), weights="float").eval()(x)["logits"]
+        assert not torch.allclose(evaluated, floats, atol=1e-3)
+        other = plain(model).eval()
+        assert torch.equal(evaluated, other(x)["logits"])
+        labels = torch.tensor([row["labels"] for row in data])
+        assert loss == pytest.approx(float(other(x, labels)["loss"]), rel=1e-5)
+
+
+def count(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> list[str]:
+    """The names of the functions that were called."""
+    calls: list[str] = []
+
+    def counting(name: str, real: Any) -> Any:
+        return lambda *args, **kwargs: calls.append(name) or real(*args, **kwargs)
+
+    for name in names:
+        monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
+    return calls
+
+
+def test_a_saved_model_with_attention_of_pytorchs_own_loads_bit_for_bit(tmp_path: Path) -> None:
+    config = SiglipVisionConfig(**SMALL, image_size=16, patch_size=8)
+    model = quantize_model(SiglipVisionModel(config), {**FIXED, "modules_to_not_convert": None}).eval()
+    assert any(name.endswith("head.attention.out_proj") for name in quant_layers(model))
+    batch = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    outputs = outputs_of(model, batch)
+    save_quantized(model, tmp_path)
+    loaded = SiglipVisionModel.from_pretrained(tmp_path)
+    for other in (plain(model), loaded):
+        assert all(map(torch.equal, outputs, outputs_of(other, batch)))
+    floats = dequantize_model(copy.deepcopy(model), weights="float")
+    assert not torch.equal(outputs[1], outputs_of(floats, batch)[1])
+
+
+def test_outside_of_a_forward_pass_it_is_the_parameter() -> None:
+    model = reader()
+    layer = model.proj
+    weight = parameter(layer)
+    assert layer.weight is weight and not in_forward()
+    x = torch.randn(3, 8)
+    model(x).sum().backward()
+    assert layer.weight is weight and layer.weight.grad is weight.grad is not None
+    assert torch.optim.SGD([layer.weight], lr=0.1).param_groups[0]["params"][0] is weight
+    before = layer.quantized_weight().detach().clone()
+    nn.init.normal_(layer.weight)
+    assert not torch.equal(layer.quantized_weight(), before)
+    assert torch.equal(model(x), plain(model)(x))
+    # A new parameter in its place.
+    new = nn.Parameter(torch.randn(8, 8))
+    layer.weight = new
+    assert layer.weight is new is parameter(layer)
+    assert torch.equal(model(x), plain(model)(x))
+    with pytest.raises(TypeError, match="cannot assign"):
+        layer.weight = torch.randn(8, 8)
+    del layer.weight
+    assert not hasattr(layer, "weight") and "weight" not in model.proj._parameters
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="no attribute 'weight'"):
+            del layer.weight
+    with pytest.raises(AttributeError, match="no attribute 'weight'"):
+        model(x)
+    layer.weight = new
+    assert torch.equal(model(x), plain(model)(x))
+
+
+def test_models_of_transformers_initialize_the_parameter(tiny_bert: Any, tiny_batch: dict[str, Tensor]) -> None:
+    quantize_model(tiny_bert, FIXED)
+    layer = tiny_bert.bert.pooler.dense
+    weight = parameter(layer)
+    with torch.no_grad():
+        weight.fill_(7)
+    layer._is_hf_initialized = weight._is_hf_initialized = False
+    tiny_bert._init_weights(layer)
+    assert parameter(layer) is weight and weight.std() < 0.1
+    outputs = outputs_of(tiny_bert, tiny_batch)
+    assert all(map(torch.equal, outputs, outputs_of(plain(tiny_bert), tiny_batch)))
+
+
+def test_a_reader_gives_the_gradient_to_the_parameter() -> None:
+    model = reader()
+    other = plain(model)
+    x = torch.randn(3, 8)
+    for net in (model, other):
+        net(x).pow(2).sum().backward()
+    assert torch.equal(model.proj.weight.grad, other.proj.weight.grad)
+    assert torch.equal(model.first.weight.grad, other.first.weight.grad)
+
+
+def test_attributes_of_the_weight_are_those_of_the_parameter() -> None:
+    def read(self: Reader, x: Tensor) -> Tensor:
+        weight = self.proj.weight
+        assert weight.dtype == torch.float32 and weight.device == x.device and weight.shape == (8, 8)
+        assert weight.requires_grad and weight.data_ptr() and isinstance(weight, Tensor)
+        # Taken without its graph it is the quantized one too.
+        assert torch.equal(weight.data, quantized(self.proj)) and torch.equal(weight.detach(), weight.data)
+        return x @ self.proj.weight.T + self.proj.bias
+
+    model = reader(read)
+    x = torch.randn(3, 8)
+    assert torch.allclose(model(x), F.linear(model.first(x), quantized(model.proj), model.proj.bias), atol=1e-6)
+
+
+def called(self: Reader, x: Tensor) -> Tensor:
+    return checkpoint(self.proj, x, use_reentrant=False)
+
+
+def called_reentrant(self: Reader, x: Tensor) -> Tensor:
+    return checkpoint(self.proj, x, use_reentrant=True)
+
+
+def closed(self: Reader, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: F.linear(x, self.proj.weight, self.proj.bias).tanh(), x, use_reentrant=False)
+
+
+def closed_reentrant(self: Reader, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: F.linear(x, self.proj.weight, self.proj.bias).tanh(), x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("read", [called, called_reentrant, closed, closed_reentrant])
+def test_gradient_checkpointing_recomputes_with_the_quantized_weight(read: Read) -> None:
+    model = reader(read)
+    other = plain(model)
+    x = torch.randn(3, 8)
+    seen: list[Tensor] = []
+    real = F.linear
+
+    def spying(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        seen.append(weight.detach().clone())
+        return real(input, weight, bias)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "linear", spying)
+        loss = model(x).pow(2).sum()
+        assert len(seen) == 2
+        loss.backward()
+        assert len(seen) == 3
+    assert torch.equal(seen[1], quantized(model.proj)) and torch.equal(seen[2], seen[1])
+    other(x).pow(2).sum().backward()
+    for layer, same in ((model.proj, other.proj), (model.first, other.first)):
+        assert torch.equal(parameter(layer).grad, same.weight.grad)
+    assert model.proj.weight is parameter(model.proj)
+
+
+def test_hooks_of_a_backward_pass_see_the_parameter() -> None:
+    model = reader()
+    seen: list[bool] = []
+    model.proj.weight.register_post_accumulate_grad_hook(
+        lambda weight: seen.append(weight is model.proj.weight is parameter(model.proj))
+    )
+    model(torch.randn(3, 8)).sum().backward()
+    assert seen == [True]
+
+
+def test_threads_do_not_see_each_others_forward_passes() -> None:
+    inside, leave = threading.Event(), threading.Event()
+    found: dict[str, Any] = {}
+
+    def read(self: Reader, x: Tensor) -> Tensor:
+        inside.set()
+        assert leave.wait(10)
+        found["inside"] = self.proj.weight.detach().clone()
+        return x
+
+    model = reader(read)
+    thread = threading.Thread(target=lambda: model(torch.randn(3, 8)))
+    thread.start()
+    try:
+        assert inside.wait(10)
+        assert model.proj.weight is parameter(model.proj)
+        # A forward pass in this thread too.
+        assert not in_forward() and isinstance(model.first(torch.randn(3, 8)), Tensor)
+    finally:
+        leave.set()
+        thread.join(10)
+    assert torch.equal(found["inside"], quantized(model.proj))
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_an_exception_in_a_forward_pass_leaves_nothing_behind(error: type[BaseException]) -> None:
+    def read(self: Reader, x: Tensor) -> Tensor:
+        assert self.proj.weight is not parameter(self.proj)
+        raise error
+
+    model = reader(read)
+    model.first.register_forward_hook(lambda *_: None)
+    try:
+        model(torch.randn(3, 8))
+    except error:
+        # What is still on its way is no forward pass.
+        assert model.proj.weight is parameter(model.proj)
+    assert model.proj.weight is parameter(model.proj) and not in_forward()
+    model.read = None
+    x = torch.randn(3, 8)
+    assert torch.equal(model(x), plain(model)(x))
+
+
+def test_an_attribute_error_inside_does_not_give_the_float_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = reader()
+    monkeypatch.setattr(QuantLayer, "refresh", lambda self, **_: self.there_is_none)
+    model.proj.moq.source = None
+    with pytest.raises(RuntimeError, match=r"^proj.weight cannot be quantized"):
+        model.read = lambda self, x: F.linear(x, self.proj.weight)
+        model(torch.randn(3, 8))
+
+
+def test_autocast_casts_what_is_multiplied_and_nothing_else() -> None:
+    found: dict[str, Tensor] = {}
+
+    def read(self: Reader, x: Tensor) -> Tensor:
+        found["elementwise"] = x.float()[:, :1] * self.proj.weight[0]
+        found["read"] = self.proj.weight
+        return F.linear(x, self.proj.weight, self.proj.bias)
+
+    model = reader(read)
+    for layer in quant_layers(model).values():
+        # As under a Trainer in bf16.
+        layer.moq.dtype = torch.bfloat16
+        layer.refresh()
+    x = torch.randn(3, 8)
+    exact = quantized(model.proj)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+            first = model.first(x)
+        assert found["read"].dtype == torch.float32 and torch.equal(found["read"], exact)
+        assert torch.equal(found["elementwise"], first.float()[:, :1] * exact[0])
+        read_before = found["read"]
+        other = plain(model)
+        assert torch.equal(other.proj.weight, exact)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(out, other(x))
+            # The layer, called, gives the same as the reader.
+            assert torch.equal(out, model.proj(first))
+        with torch.no_grad():
+            parameter(model.proj).mul_(1.5)
+        exact = quantized(model.proj)
+    read_before.sum().backward()
+    assert torch.equal(parameter(model.proj).grad, torch.ones(8, 8))
+
+
+@torch._dynamo.disable
+def disabled(self: Reader, x: Tensor) -> Tensor:
+    return F.linear(x, self.proj.weight, self.proj.bias)
+
+
+def broken(self: Reader, x: Tensor) -> Tensor:
+    x = x.clone()
+    torch._dynamo.graph_break()
+    return F.linear(x, self.proj.weight, self.proj.bias)
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# At a graph break Dynamo of torch 2.13 looks at `grad` of what it goes on with, which warns.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("how", ["wrapped", "method", "function"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("read", [None, broken, disabled])
+def test_compiled_models_read_the_quantized_weight(read: Read | None, backend: str, how: str) -> None:
+    model = reader(read)
+    whole = read is None
+    if how == "wrapped":
+        run: Any = torch.compile(model, backend=backend, fullgraph=whole)
+    elif how == "method":
+        model.compile(backend=backend, fullgraph=whole)
+        run = model
+    else:
+        run = torch.compile(lambda x: model(x), backend=backend, fullgraph=whole)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    x = torch.randn(3, 8)
+    for _ in range(3):
+        # The compiled model has a call of its own.
+        other = plain(model) if how != "method" else plain_of_compiled(model)
+        assert torch.allclose(run(x), other(x), atol=1e-6)
+        run(x).pow(2).sum().backward()
+        other(x).pow(2).sum().backward()
+        assert torch.allclose(parameter(model.proj).grad, other.proj.weight.grad, atol=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model.proj.weight is parameter(model.proj)
+    model.eval()
+    with torch.no_grad():
+        other = plain(model) if how != "method" else plain_of_compiled(model)
+        assert torch.allclose(run(x), other(x), atol=1e-6)
+
+
+def plain_of_compiled(model: Any) -> Any:
+    other = Reader(None if model.read is None else model.read)
+    for name, layer in quant_layers(model).items():
+        with torch.no_grad():
+            layer_of = other.get_submodule(name)
+            parameter(layer_of).copy_(layer.quantized_weight())
+            layer_of.bias.copy_(layer.bias)
+    return other
+
+
+def test_functional_call_quantizes_what_it_is_given() -> None:
+    model = reader()
+    x = torch.randn(3, 8)
+    given = {name: (tensor * 1.5).detach().requires_grad_() for name, tensor in model.named_parameters()}
+    out = torch.func.functional_call(model, given, (x,))
+    other = Reader()
+    other.load_state_dict(given)
+    quantize_model(other, FIXED)
+    for name, layer in quant_layers(other).items():
+        # Ratios are those of the layer, whatever weight it is given.
+        layer.moq.ratio = quant_layers(model)[name].moq.ratio
+        layer.refresh()
+    assert torch.equal(out, other(x))
+    out.sum().backward()
+    other(x).sum().backward()
+    for name, tensor in other.named_parameters():
+        assert torch.equal(given[name].grad, tensor.grad)
+    assert model.proj.weight is parameter(model.proj) and model.proj.weight.grad is None
+    assert torch.equal(model(x), plain(model)(x))
+
+
+def test_replicas_of_data_parallel_read_the_quantized_weight() -> None:
+    model = reader()
+    x = torch.randn(3, 8)
+    # As `nn.parallel.replicate` makes them: their weights are tensors with a graph, not parameters.
+    replica = model._replicate_for_data_parallel()
+    for name in ("first", "proj"):
+        layer = getattr(model, name)
+        part = layer._replicate_for_data_parallel()
+        for key, tensor in layer.named_parameters():
+            setattr(part, key, tensor * 1.0)
+        replica._modules[name] = part
+    assert replica.proj.weight is replica.proj.float_weight is not model.proj.weight
+    assert not isinstance(replica.proj.weight, nn.Parameter)
+    state = model.proj.moq.weight
+    out = replica(x)
+    assert torch.equal(out, plain(model)(x))
+    # Replicas, in threads of their own, leave the state that they share alone.
+    assert model.proj.moq.weight is state and not model.proj.is_stale()
+    out.sum().backward()
+    grad = parameter(model.proj).grad
+    model.zero_grad(set_to_none=True)
+    model(x).sum().backward()
+    assert grad is not None and torch.equal(grad, model.proj.weight.grad)
+
+
+def test_lora_around_a_layer_that_is_read() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def read(self: Reader, x: Tensor) -> Tensor:
+        # Attributes of the layer that is adapted are handed through.
+        return F.linear(x, self.proj.weight) + self.proj(x)
+
+    model = get_peft_model(Reader(read), LoraConfig(target_modules=["proj"], r=2, init_lora_weights=False))
+    quantize_model(model, FIXED)
+    layer = model.base_model.model.proj
+    x = torch.randn(3, 8)
+    assert isinstance(layer.base_layer, QuantLayer)
+    assert layer.weight is parameter(layer.base_layer)
+    assert torch.equal(model(x), plain(model)(x))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    model(x).sum().backward()
+    optimizer.step()
+    assert torch.equal(model(x), plain(model)(x))
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_read_their_own(clone: Any) -> None:
+    model = reader()
+    other = clone(model)
+    x = torch.randn(3, 8)
+    assert torch.equal(model(x), other(x)) and parameter(other.proj) is not parameter(model.proj)
+    with torch.no_grad():
+        other.proj.weight.mul_(-1)
+    assert torch.equal(other(x), plain(other)(x)) and not torch.equal(other(x), model(x))
+
+
+def test_a_copy_made_in_a_forward_pass_has_the_float_weight() -> None:
+    def read(self: Reader, x: Tensor) -> Tensor:
+        self.kept = [copy.deepcopy(self.proj)]
+        return x
+
+    model = reader(read)
+    model(torch.randn(3, 8))
+    assert torch.equal(model.kept[0].weight, model.proj.weight) and model.kept[0].weight.is_leaf
+
+
+def written(self: Reader, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.proj.weight.clamp_(-0.1, 0.1)
+    return F.linear(x, self.proj.weight, self.proj.bias)
+
+
+def written_after_reading(self: Reader, x: Tensor) -> Tensor:
+    x = F.linear(x, self.proj.weight, self.proj.bias)
+    with torch.no_grad():
+        self.proj.weight.clamp_(-0.1, 0.1)
+    return x
+
+
+def trained_inside(self: Reader, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        optimizer = torch.optim.SGD([self.proj.weight], lr=0.1)
+        self.proj.weight.sum().backward()
+        optimizer.step()
+    return x
+
+
+@pytest.mark.parametrize("read", [written, written_after_reading, trained_inside])
+def test_writing_in_a_forward_pass_fails_loudly(read: Read) -> None:
+    model = reader(read)
+    x = torch.randn(3, 8)
+    with pytest.raises(
+        (MoQError, ValueError), match=r"^proj.weight was written in place in a forward pass|non-leaf Tensor"
+    ):
+        model(x)
+        model.eval()
+    # The next call begins anew.
+    model.read = None
+    assert torch.equal(model(x), plain(model)(x))
+
+
+def clamp(layer: Any, args: Any) -> None:
+    with torch.no_grad():
+        layer.weight.clamp_(-0.1, 0.1)
+
+
+def test_writing_in_a_hook_or_under_autocast_fails_loudly_too() -> None:
+    model = reader(lambda self, x: self.proj(x))
+    model.proj.register_forward_pre_hook(clamp)
+    with pytest.raises(MoQError, match=r"^proj.weight was written"):
+        model(torch.randn(3, 8))
+    model = reader(written)
+    model.proj.moq.dtype = torch.bfloat16
+    model.proj.refresh()
+    with pytest.raises(MoQError, match=r"^proj.weight was written"), torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(3, 8))
+
+
+def test_dequantizing_after_writing_fails_loudly_too() -> None:
+    model = reader(written_after_reading)
+    model(torch.randn(3, 8))
+    with pytest.raises(MoQError, match=r"^proj.weight was written"):
+        dequantize_model(model)
+
+
+def test_forward_may_be_called_by_its_name() -> None:
+    model = reader()
+    x = torch.randn(3, 8)
+    assert torch.equal(model.forward(x), plain(model)(x))
+    assert torch.equal(Reader.forward(model, x), plain(model)(x))
+
+    def forward(x: Tensor) -> bool:
+        return in_forward()
+
+    # Of no module.
+    assert not forward(x)
+
+
+def test_before_the_switch_writing_reaches_the_parameter() -> None:
+    model = reader(written)
+    for layer in quant_layers(model).values():
+        layer.moq.bits = 32
+        layer.refresh()
+    model(torch.randn(3, 8))
+    assert parameter(model.proj).abs().max() <= 0.1
+
+
+def test_weights_taken_past_the_layers_are_named() -> None:
+    def read(self: Reader, x: Tensor) -> Tensor:
+        return F.linear(x, self.proj._parameters["weight"], self.proj.bias)
+
+    model = reader(read)
+    model(torch.randn(3, 8)).sum().backward()
+    with pytest.raises(MoQError, match=r'used without the layers.*: proj; .* add "proj" to modules_to_not_convert'):
+        check_readers(quant_layers(model))
+    model = reader()
+    model(torch.randn(3, 8)).sum().backward()
+    check_readers(quant_layers(model))
+
+
+def test_shared_weights_are_read_by_both() -> None:
+    model = Reader(lambda self, x: self.first(x) + F.linear(x, self.proj.weight))
+    model.proj.weight = model.first.weight
+    quantize_model(model, FIXED)
+    x = torch.randn(3, 8)
+    assert torch.equal(model(x), plain(model)(x))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+    model(x).sum().backward()
+    optimizer.step()
+    assert torch.equal(model(x), plain(model)(x))
+
+
+@pytest.mark.parametrize("trace", ["jit", "export"])
+# Tracing to TorchScript is on its way out of torch, with a warning at each step.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*is deprecated.*torch.export:DeprecationWarning")
+def test_traced_models_have_the_quantized_weight(trace: str) -> None:
+    model = reader().eval()
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        expected = plain(model)(x)
+        traced = torch.jit.trace(model, x) if trace == "jit" else torch.export.export(model, (x,)).module()
+        assert torch.allclose(traced(x), expected, atol=1e-6)

@@ -1,0 +1,257 @@
+"""What share of a model is quantized, its bits and its size: of the whole model, in every text."""
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_run import make_run
+from tiny_runs import over_the_model, stock, trained
+from torch import nn
+from transformers import (
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from moq_hf import MoQConfig, save_quantized, verify_quantized
+from moq_hf.model.sizes import in_words, last_part
+from moq_hf.packed.card import write_card
+from moq_hf.packed.state import STATE_NAME, write_state
+from moq_hf.report import page as report
+from moq_hf.report import run as run_module
+from moq_hf.training.controller import MoQController
+
+CONFIG = {
+    "quantize_bits": {"start_bits": 4, "target_bits": 4},
+    "quantize_groups": "per_channel",
+    "quantize_schedule": {"quantize_period": 1, "schedule_offset": 2},
+}
+WORDS = {
+    "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+
+# PEFT 0.21 asks for it by its old name; can go with a PEFT that does not.
+PEFT_WARNS = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def mixtral() -> nn.Module:
+    return MixtralForCausalLM(MixtralConfig(**WORDS, intermediate_size=64, num_local_experts=8))
+
+
+def qwen3_moe() -> nn.Module:
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**WORDS, intermediate_size=64, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2)
+    )
+
+
+def gpt2() -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=900, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+
+
+def controller_of(model: nn.Module, **more: Any) -> MoQController:
+    return MoQController(model, MoQConfig.from_dict({**CONFIG, **more}), total_steps=9)
+
+
+def numbers_of(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def low_share(controller: MoQController) -> str:
+    (note,) = (note for note in controller.warnings() if "quantized layers" in note)
+    return note
+
+
+@pytest.mark.parametrize("make", [mixtral, qwen3_moe])
+def test_experts_are_no_part_of_what_is_quantized(make: Any) -> None:
+    model = make()
+    controller = controller_of(model)
+    attention = 2 * 4 * 32 * 32
+    share = attention / numbers_of(model)
+    assert share < 0.1 and len(controller.layers) == 8
+    assert controller.quantized_share == share and controller.mean_bits == 32
+    for _ in range(3):
+        controller.step()
+    assert controller.has_arrived and controller.quantized_share == share
+    assert controller.mean_bits == pytest.approx(32 - 28 * share, rel=1e-12)
+    metrics = controller.metrics()
+    assert metrics["moq/quantized_share"] == round(share, 4) and metrics["moq/mean_bits"] > 29
+    told = f"{100 * share:.1f} % of the model's {in_words(numbers_of(model))} parameters"
+    assert f"quantized: {told}" in controller.summary()
+    experts = {name: parameter.numel() for name, parameter in model.named_parameters() if "experts.gate_up" in name}
+    note = low_share(controller)
+    assert note.startswith(f"only {told} are in quantized layers; the others: {in_words(sum(experts.values()))} in ")
+    assert "in experts.gate_up_proj, " in note and "in experts.down_proj, " in note
+    assert note.endswith("; quantize_embeddings would take embed_tokens")
+
+
+def test_a_bert_with_a_large_vocabulary_is_told_of_its_tables(tiny_bert: BertForSequenceClassification) -> None:
+    tiny_bert.resize_token_embeddings(2000)
+    note = low_share(controller_of(tiny_bert))
+    assert "the others: 64,000 in word_embeddings, 2,048 in position_embeddings, " in note
+    assert note.endswith("would take word_embeddings, position_embeddings, token_type_embeddings")
+    kept = low_share(controller_of(tiny_bert, modules_to_not_convert=["embeddings", "classifier"]))
+    assert "quantize_embeddings" not in kept
+
+    controller = controller_of(tiny_bert, quantize_embeddings=8)
+    linear = sum(layer.weight.numel() for layer in controller.layers.values())
+    tables = sum(table.weight.numel() for table in controller.embeddings.values())
+    total = numbers_of(tiny_bert)
+    assert controller.quantized_share == (linear + tables) / total > 0.9 and controller.warnings() == []
+    assert "3 embedding tables to 8; quantized: 9" in controller.summary()
+    for _ in range(3):
+        controller.step()
+    assert controller.mean_bits == pytest.approx((4 * linear + 8 * tables + 32 * (total - linear - tables)) / total)
+
+
+def test_tied_weights_count_once_and_are_not_promised_to_be_taken() -> None:
+    model = gpt2()
+    controller = controller_of(model)
+    quantized = 16 * 48 + 16 * 16 + 2 * 16 * 64
+    assert controller.sizes.quantized == quantized and controller.sizes.total == numbers_of(model)
+    note = low_share(controller)
+    assert "the others: 14,400 in wte, 256 in wpe" in note and "quantize_embeddings" not in note
+
+
+def test_a_weight_of_two_quantized_layers_counts_once() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    model[1].weight = model[0].weight
+    controller = controller_of(model)
+    assert (controller.sizes.quantized, controller.sizes.total) == (64, 64 + 8 + 8 + 18)
+    controller.step()
+    controller.step()
+    assert controller.size_mb == pytest.approx((64 / 2 + 8 * 4 + 34 * 4) / 1e6)
+
+
+def test_float_parameters_have_the_bits_of_their_own_dtype() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, dtype=torch.bfloat16), nn.Linear(8, 8), nn.Linear(8, 2))
+    controller = controller_of(model)
+    assert controller.mean_bits == pytest.approx((72 * 16 + 90 * 32) / 162)
+    controller.step()
+    controller.step()
+    assert controller.mean_bits == pytest.approx((128 * 4 + 8 * 16 + 26 * 32) / 162)
+
+
+@PEFT_WARNS
+def test_adapters_count_as_float(tiny_bert: BertForSequenceClassification) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_bert, peft.LoraConfig(r=64, target_modules=["query", "dense"]))
+    controller = controller_of(model)
+    weights = sum(layer.weight.numel() for layer in controller.layers.values())
+    assert controller.quantized_share == weights / numbers_of(model) < 0.5
+    adapters = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+    assert f"the others: {in_words(adapters)} in PEFT's adapters, " in low_share(controller)
+
+
+def test_parameters_are_counted_once_and_not_at_each_step(
+    tiny_bert: BertForSequenceClassification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = controller_of(tiny_bert)
+    monkeypatch.setattr(tiny_bert, "named_parameters", None)
+    monkeypatch.setattr(tiny_bert, "named_modules", None)
+    for _ in range(3):
+        controller.step()
+        assert len(controller.metrics()) >= 3
+
+
+def test_names_of_parameters_are_cut_to_what_says_most() -> None:
+    names = {
+        "model.layers.0.mlp.experts.gate_up_proj": "experts.gate_up_proj",
+        "bert.embeddings.word_embeddings.weight": "word_embeddings",
+        "encoder.1.bias": "encoder",
+        "weight": "weight",
+        "cls_token": "cls_token",
+        "0.weight": "weight",
+    }
+    assert {name: last_part(name) for name in names} == names
+    assert [in_words(count) for count in (0, 99_999, 100_000, 1_234_567_890)] == ["0", "99,999", "0.1 M", "1,234.6 M"]
+
+
+def test_the_run_tells_the_share(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    trainer = trained(stock(tmp_path))
+    share = r"72\.1 % of the model's 6,034 parameters"
+    last = re.escape(f"{over_the_model(3, trainer.model):.2f}")
+    assert re.search(f"step 10: every quantized layer is at 3 bits, {share}; mean {last} bits over the", caplog.text)
+    assert re.search(f"step 10: 4 -> 3 bits in 13 of 13 layers; mean {last} bits over the whole model", caplog.text)
+    assert re.search(f"at target\nevery block .*\nin quantized layers: {share}\n", capsys.readouterr().out)
+    assert "only" not in caplog.text
+    assert verify_quantized(tmp_path / "quantized").parameters == (4352, 6034)
+    card = (tmp_path / "quantized" / "README.md").read_text()
+    told = f"{share} are quantized, which makes {last} bits per parameter over the whole model"
+    assert re.search(told, card) and re.search(f"Quantized: {share}; mean {last} bits over the whole model", card)
+
+
+@pytest.mark.parametrize("make", [mixtral, gpt2])
+def test_a_folder_tells_what_the_controller_told(make: Any, tmp_path: Path) -> None:
+    model = make()
+    controller = controller_of(model)
+    for _ in range(3):
+        controller.step()
+    save_quantized(model, tmp_path / "packed", controller=controller)
+    found = verify_quantized(tmp_path / "packed", model)
+    assert found.state["parameters"] == {"total": numbers_of(model), "quantized": controller.sizes.quantized}
+    assert found.mean_bits == pytest.approx(controller.mean_bits)
+    line = f"quantized: {controller.coverage()}; mean {controller.mean_bits:.2f} bits over the whole model"
+    assert found.table().splitlines()[-1] == line
+
+    # As a folder of an earlier version: the same can be told from its tensors.
+    state = json.loads((tmp_path / "packed" / STATE_NAME).read_text())
+    del state["parameters"]
+    write_state(tmp_path / "packed", state)
+    old = verify_quantized(tmp_path / "packed", model)
+    assert old.parameters == found.parameters and old.table() == found.table()
+    assert controller.coverage() in write_card(tmp_path / "packed").read_text()
+
+
+def test_layers_that_are_float_still_count_as_float_in_a_folder(
+    tiny_bert: BertForSequenceClassification, tmp_path: Path
+) -> None:
+    controller = controller_of(tiny_bert, quantize_embeddings=8)
+    save_quantized(tiny_bert, tmp_path / "packed", controller=controller)
+    assert verify_quantized(tmp_path / "packed").mean_bits == controller.mean_bits == 32
+
+
+@PEFT_WARNS
+def test_adapters_are_counted_in_the_folder_of_their_base(
+    tiny_bert: BertForSequenceClassification, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_bert, peft.LoraConfig(r=4, target_modules=["query"]))
+    controller = controller_of(model)
+    for _ in range(3):
+        controller.step()
+    save_quantized(model, tmp_path / "packed", controller=controller)
+    found = verify_quantized(tmp_path / "packed", model)
+    assert found.parameters == (controller.sizes.quantized, numbers_of(model))
+    assert found.mean_bits == pytest.approx(controller.mean_bits)
+
+
+def facts_of(page: str) -> dict[str, str]:
+    return dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+
+
+def test_the_report_tells_the_share_and_reads_older_logs(tmp_path: Path) -> None:
+    state = make_run(tmp_path, steps=60, evaluations=False)
+    page = report.write_report(tmp_path).read_text()
+    assert facts_of(page)["mean bits of the quantized layers"] == "4.00" and "quantized" not in facts_of(page)
+
+    # As a run that was begun with an earlier version and resumed: bits per quantized weight are no part of the curve.
+    entries = [entry for entry in state["log_history"] if "moq/mean_bits" in entry]
+    for entry in entries[3:]:
+        entry |= {"moq/mean_bits": 32 - 0.25 * (32 - entry["moq/mean_bits"]), "moq/quantized_share": 0.25}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    facts = facts_of(report.write_report(tmp_path).read_text())
+    assert facts["mean bits of the whole model"] == "25.00" and facts["quantized"] == "25.0 % of the parameters"
+    steps, bits = run_module.read_run(tmp_path).mean_bits()
+    assert steps == [entry["step"] for entry in entries[3:]] and min(bits) == 25

@@ -1,0 +1,278 @@
+"""What a training run leaves behind: the packed model of the right step, with its history, metrics and card."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from repo import ROOT
+from tiny_runs import ARRIVAL, CONFIG, Stop, arguments, assert_same, moq, new_model, rows, stock, trained, weights
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequenceClassification, Trainer
+
+from moq_hf import MoQCallback, MoQTrainer, quantize_model, verify_quantized
+from moq_hf.callback import last_metrics
+from moq_hf.model.convert import quant_embeddings, quant_layers
+from moq_hf.packed.card import write_card
+from moq_hf.packed.delivery import base_model_of
+from moq_hf.packed.state import STATE_NAME, record_metrics
+
+IDS = torch.arange(5, 26).view(3, 7)
+EMBEDDINGS = {**CONFIG, "quantize_embeddings": 8}
+BEST: dict[str, Any] = {
+    "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
+    "load_best_model_at_end": True, "metric_for_best_model": "score", "greater_is_better": True,
+}  # fmt: skip
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model.eval()(IDS).logits
+    return result
+
+
+def loaded(folder: Path) -> BertForSequenceClassification:
+    return BertForSequenceClassification.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("make", [stock, moq])
+def test_the_packed_model_is_that_of_the_best_checkpoint(make: Any, tmp_path: Path) -> None:
+    # Scores fall: the best of the candidates is the first one at the target, at step 10 of 16.
+    scores = iter([9, 8, 7, 6, 5, 4, 3, 2])
+    data = {"train_dataset": rows(), "eval_dataset": rows(8), "compute_metrics": lambda p: {"score": next(scores)}}
+    if make is stock:
+        trainer = Trainer(new_model(), arguments(tmp_path, **BEST), callbacks=[MoQCallback(EMBEDDINGS)], **data)
+    else:
+        trainer = MoQTrainer(new_model(), arguments(tmp_path, **BEST), moq_config=EMBEDDINGS, **data)
+    trainer.train()
+    folder = tmp_path / "quantized" if make is stock else tmp_path / "final"
+    if make is moq:
+        assert not (tmp_path / "quantized").exists()
+        trainer.save_model(str(folder))
+    assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{ARRIVAL}")
+    assert torch.equal(logits(loaded(folder)), logits(trainer.model))
+    state = verify_quantized(folder, trainer.model).state
+    assert state["step"] == ARRIVAL and state["metrics"]["eval_score"] == 5
+    assert {layer["bits"] for layer in state["layers"].values() if layer["kind"] == "linear"} == {3}
+    saved = BertForSequenceClassification.from_pretrained(tmp_path / f"checkpoint-{ARRIVAL}")
+    assert_same(weights(trainer), {name: p.detach() for name, p in saved.named_parameters()})
+    steps = [(switch["step"], switch["before"], switch["bits"]) for switch in state["history"]]
+    assert sorted(set(steps)) == [(2, 32, 6), (4, 6, 5), (6, 5, 4), (10, 4, 3)]
+
+
+def test_a_run_s_checkpoints_stay_float_and_its_end_is_packed(tmp_path: Path) -> None:
+    trainer = trained(moq(tmp_path, save_strategy="steps", save_steps=8))
+    trainer.save_model()
+    assert {"config.json", "model.safetensors", STATE_NAME, "training_args.bin"} <= {p.name for p in tmp_path.iterdir()}
+    assert "quantization_config" in (tmp_path / "config.json").read_text()
+    kept = tmp_path / "checkpoint-16"
+    assert "quantization_config" not in (kept / "config.json").read_text() and not (kept / STATE_NAME).exists()
+    # Saving a second time, over the first, and going on from a float checkpoint.
+    trainer.save_model()
+    verify_quantized(tmp_path, trainer.model)
+    again = trained_from(moq(tmp_path, save_strategy="steps", save_steps=8), kept)
+    assert_same(weights(again), weights(trainer))
+
+
+def trained_from(trainer: Any, checkpoint: Path) -> Any:
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    return trainer
+
+
+def test_a_restored_callback_of_a_moq_trainer_writes_no_folder(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 5, "restore_callback_states_from_checkpoint": True}
+    trained(moq(tmp_path, callbacks=[Stop(5)], **settings))
+    trainer = trained_from(moq(tmp_path, **settings), tmp_path / "checkpoint-5")
+    assert not (tmp_path / "quantized").exists()
+    trainer.save_model(str(tmp_path / "final"))
+    assert torch.equal(logits(loaded(tmp_path / "final")), logits(trainer.model))
+
+
+def test_before_the_offset_the_float_model_is_saved(tmp_path: Path) -> None:
+    trainer = moq(tmp_path)
+    trainer.save_model(str(tmp_path / "early"))
+    assert not (tmp_path / "early" / STATE_NAME).exists()
+    saved = loaded(tmp_path / "early")
+    assert_same(weights(trainer), {name: p.detach() for name, p in saved.named_parameters()})
+
+
+def test_layers_quantized_before_a_float_run_are_saved_packed(tmp_path: Path) -> None:
+    model = quantize_model(new_model(), {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    trainer = trained(MoQTrainer(model, arguments(tmp_path, max_steps=2), train_dataset=rows()))
+    trainer.save_model()
+    trainer.create_model_card()
+    assert torch.equal(logits(loaded(tmp_path)), logits(model))
+    assert "Bits per layer" in (tmp_path / "README.md").read_text()
+
+
+def test_a_run_that_ends_early_packs_the_bits_it_has(tmp_path: Path) -> None:
+    trainer = trained(stock(tmp_path, max_steps=5))
+    found = verify_quantized(tmp_path / "quantized", trainer.model)
+    assert {layer.bits for layer in found.layers.values()} == {5}
+
+
+def test_what_cannot_be_packed_does_not_cost_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = BertConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows(16)]
+    shared = {**CONFIG, "modules_to_not_convert": ["transform"], "quantize_groups": 2}
+    callback = MoQCallback(shared)
+    trainer = Trainer(
+        BertForMaskedLM(config), arguments(tmp_path, max_steps=4), train_dataset=data, callbacks=[callback]
+    )
+    trainer.train()
+    assert "holds floats on the grid, not packed: cls.predictions.decoder.weight is also" in caplog.text
+    found = verify_quantized(tmp_path / "quantized", trainer.model)
+    assert {layer.stored for layer in found.layers.values()} == {"dense"} and not list(tmp_path.rglob("*.saving"))
+    # A MoQTrainer saves what was evaluated, in float.
+    trainer = MoQTrainer(
+        BertForMaskedLM(config), arguments(tmp_path, max_steps=4), train_dataset=data, moq_config=shared
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "float"))
+    assert f"{tmp_path / 'float'} holds floats on the grid, not packed: cls.predictions" in caplog.text
+    assert torch.equal(logits(BertForMaskedLM.from_pretrained(tmp_path / "float")), logits(trainer.model))
+
+
+class Plain(torch.nn.Module):
+    """No model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.nn.Linear(10, 8)
+        self.out = torch.nn.Linear(8, 2)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        scores = self.out(torch.relu(self.hidden(input_ids.float() / 60)))
+        return {"loss": torch.nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+def test_a_model_that_is_not_of_transformers_is_saved_on_its_grid(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = MoQTrainer(Plain(), arguments(tmp_path, max_steps=16), train_dataset=rows(), moq_config=CONFIG)
+    trainer.train()
+    trainer.save_model()
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "model.safetensors")
+    layer = quant_layers(trainer.model)["hidden"]
+    assert torch.equal(saved["hidden.weight"], layer.quantized_weight())
+    Trainer(Plain(), arguments(tmp_path / "s"), train_dataset=rows(), callbacks=[MoQCallback(CONFIG)]).train()
+    assert "only models of transformers can be saved packed, got Plain" in caplog.text
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}])
+def test_embedding_tables_are_quantized_from_the_offset_on(precision: dict[str, Any], tmp_path: Path) -> None:
+    seen = []
+
+    class Watch(Stop):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            seen.append({table.moq.bits for table in quant_embeddings(model).values()})
+
+    trainer = moq(tmp_path, EMBEDDINGS, callbacks=[Watch(99)], save_strategy="steps", save_steps=5, **precision)
+    trainer.train()
+    assert seen == [{32}] * 2 + [{8}] * 14
+    tables = quant_embeddings(trainer.model)
+    assert len(tables) == 3 and {table.moq.weight.dtype for table in tables.values()} == {torch.float32}
+    table = tables["bert.embeddings.word_embeddings"]
+    assert len(table.quantized_weight()[7].unique()) <= 255
+    # Tokens outside of the data keep the rows that they began with; those in it were trained.
+    start = new_model().bert.embeddings.word_embeddings.weight
+    assert torch.equal(table.weight[2], start[2]) and not torch.equal(table.weight[7], start[7])
+    resumed = trained_from(moq(tmp_path, EMBEDDINGS, **precision), tmp_path / "checkpoint-5")
+    assert_same(weights(resumed), weights(trainer))
+
+
+def test_training_goes_on_from_a_packed_model(tmp_path: Path) -> None:
+    first = trained(moq(tmp_path / "first", EMBEDDINGS))
+    first.save_model()
+    from moq_hf import dequantize_model
+
+    model = dequantize_model(loaded(tmp_path / "first"))
+    lower = {**CONFIG, "quantize_bits": {"start_bits": 3, "target_bits": 2}}
+    second = MoQTrainer(model, arguments(tmp_path / "second"), train_dataset=rows(), moq_config=lower)
+    second.train()
+    second.save_model()
+    assert torch.equal(logits(loaded(tmp_path / "second")), logits(second.model))
+    assert {layer.bits for layer in verify_quantized(tmp_path / "second").layers.values()} == {2}
+
+
+def test_the_card_tells_metrics_sizes_bits_and_how_to_load(tmp_path: Path) -> None:
+    trainer = moq(tmp_path / "tiny", EMBEDDINGS)
+    trainer.eval_dataset = rows(8)
+    trainer.compute_metrics = lambda p: {"accuracy": 0.75, "odd": float("nan")}
+    trainer.float_metrics = {"eval_accuracy": 0.8, "eval_runtime": 1.0}
+    trainer.train()
+    trainer.save_model()
+    trainer.evaluate()
+    trainer.create_model_card(
+        tasks="text-classification", dataset_tags="nyu-mll/glue", dataset="GLUE MRPC", dataset_args="mrpc",
+        finetuned_from="bert-base-cased", language="en", license="apache-2.0",
+    )  # fmt: skip
+    text = (tmp_path / "tiny" / "README.md").read_text()
+    card = ModelCard(text)
+    (result,) = card.data.eval_results
+    assert (result.dataset_type, result.dataset_config, result.metric_type) == ("nyu-mll/glue", "mrpc", "accuracy")
+    assert result.metric_value == 0.75 and card.data.base_model == "bert-base-cased"
+    assert card.data.pipeline_tag == "text-classification" and card.data.license == "apache-2.0"
+    assert "| accuracy | 0.8000 | 0.7500 | -0.0500 |" in text and "runtime" not in text and "odd" not in text
+    assert "AutoModelForSequenceClassification.from_pretrained(" in text
+    assert "| bert.encoder.layer.0.attention.self.query | 3 | packed | " in text
+    assert "learning_rate: 0.01" in text and '"quantize_embeddings": 8' in text and str(tmp_path) not in text
+    assert (tmp_path / "tiny" / "moq_bits.png").read_bytes().startswith(b"\x89PNG")
+    assert verify_quantized(tmp_path / "tiny").state["metrics"]["eval_odd"] is None
+    record_metrics(tmp_path / "tiny", {"matrix": torch.ones(2), "count": 3, "score": torch.tensor(0.5), "no": None})
+    recorded = verify_quantized(tmp_path / "tiny").state
+    assert recorded["metrics"] == {"matrix": "tensor([1., 1.])", "count": 3, "score": 0.5, "no": None}
+    assert recorded["float_metrics"]["eval_accuracy"] == 0.8
+
+
+def test_the_card_without_matplotlib_has_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    trained(stock(tmp_path))
+    folder = tmp_path / "quantized"
+    (folder / "moq_bits.png").unlink()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    text = write_card(folder).read_text()
+    assert "moq_bits.png" not in text and not (folder / "moq_bits.png").exists()
+    # Nothing is known of the data: the metadata must not claim a result.
+    card = ModelCard(text)
+    assert card.data.eval_results is None and "model-index" not in text.split("---")[1]
+    assert f'from_pretrained("{folder.name}")' in text
+
+
+def test_names_of_folders_are_no_base_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = new_model()
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    for name, expected in {
+        "bert-base-cased": "bert-base-cased", "me/model": "me/model", "here": None, "/some/where": None, "": None,
+        "./x": None, "a/b/c": None,
+    }.items():  # fmt: skip
+        model.config._name_or_path = name
+        assert base_model_of(model) == expected
+
+
+def test_the_metrics_are_those_of_the_last_evaluation(tmp_path: Path) -> None:
+    trainer = moq(tmp_path)
+    assert last_metrics(trainer.state) == {}
+    trainer.state.log_history = [{"loss": 1.0, "step": 1}, {"eval_a": 1.0, "step": 2}, {"eval_a": 2.0, "step": 4}]
+    assert last_metrics(trainer.state)["eval_a"] == 2.0
+    trainer.state.best_global_step = 2
+    assert last_metrics(trainer.state)["eval_a"] == 1.0
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model")
+    for make in (stock, moq):
+        trainer = make(tmp_path / make.__name__)
+        trainer.processing_class = trainer.callback_handler.processing_class = tokenizer
+        trainer.train()
+        folder = tmp_path / make.__name__ / ("quantized" if make is stock else "")
+        if make is moq:
+            trainer.save_model()
+        assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
+    assert f"moq_hf: {tmp_path / 'stock' / 'quantized'}: packed, " in capsys.readouterr().out
+    assert json.loads((tmp_path / "moq" / STATE_NAME).read_text())["versions"]["transformers"]

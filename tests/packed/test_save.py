@@ -1,0 +1,781 @@
+"""Packed checkpoints: what loads is what was saved, bit for bit; damage is noticed; a killed save leaves no half."""
+
+import copy
+import json
+import logging
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from by_hand import WRONG, places
+from repo import ROOT
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5ForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, save_quantized, verify_quantized
+from moq_hf.cli import main
+from moq_hf.model.convert import quant_embeddings, quant_layers
+from moq_hf.packed.state import STATE_NAME
+from moq_hf.packed.verify import recorded
+from moq_hf.training.controller import MoQController
+
+LONG = pytest.mark.skipif("MOQ_HF_LONG_TESTS" not in os.environ, reason="a minute; set MOQ_HF_LONG_TESTS to run it")
+IDS = {"input_ids": torch.arange(5, 32).view(3, 9)}
+
+
+def config_of(bits: int, **more: Any) -> dict[str, Any]:
+    return {"quantize_bits": {"start_bits": bits, "target_bits": bits}, "quantize_groups": 4, **more}
+
+
+def bert() -> BertForSequenceClassification:
+    config = BertConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+    return BertForSequenceClassification(config).eval()
+
+
+def mixed(model: Any, bits: list[int], config: dict[str, Any]) -> Any:
+    """The model with the bits in turn on its layers, and a stochastic rounding step that is not the first."""
+    quantize_model(model, config)
+    for index, layer in enumerate(quant_layers(model).values()):
+        layer.set_bits(bits[index % len(bits)])
+        layer.moq.step = 7
+        layer.refresh()
+    return model
+
+
+def first(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(**inputs)[0]
+    return result
+
+
+def flip(path: Path, place: int, value: int | None = None) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] = data[place] ^ 0xFF if value is None else value
+    path.write_bytes(bytes(data))
+
+
+GROUPINGS: list[dict[str, Any]] = [
+    {"quantize_groups": 1},
+    {"quantize_groups": 4},
+    {"quantize_groups": "per_channel"},
+    {"quantize_groups": 1, "quantize_group_size": 16},
+]
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS, ids=str)
+@pytest.mark.parametrize("algo", ["symmetric", "asymmetric", "stochastic"])
+def test_any_grid_loads_with_the_same_logits(algo: str, grouping: dict[str, Any], tmp_path: Path) -> None:
+    kind, rounding = ("asymmetric", "nearest") if algo == "asymmetric" else ("symmetric", "nearest")
+    rounding = "stochastic" if algo == "stochastic" else rounding
+    bits = [8, 7, 6, 5, 4, 3, 11] + {"symmetric": [2, 1], "asymmetric": [2], "stochastic": []}[algo]
+    config = config_of(8, quantize_algo={"q_type": kind, "rounding": rounding}) | grouping
+    model = mixed(bert(), bits, config)
+    assert save_quantized(model, tmp_path / "packed") == tmp_path / "packed"
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path / "packed").eval()
+    assert torch.equal(first(loaded, IDS), first(model, IDS))
+    found = verify_quantized(tmp_path / "packed", model)
+    assert {name: layer.bits for name, layer in found.layers.items()} == {
+        name: layer.moq.bits for name, layer in quant_layers(model).items()
+    }
+
+
+def text_t5(cls: Any, **more: Any) -> Any:
+    config = {"vocab_size": 60, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 64, "d_kv": 8}
+    return cls(T5Config(**config, eos_token_id=1, pad_token_id=0, decoder_start_token_id=0, **more))
+
+
+SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+ENDED = {"input_ids": torch.tensor([[5, 6, 7, 1], [9, 9, 4, 1]])}
+FAMILIES: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {
+    "bert": (bert, IDS),
+    "roberta": (lambda: RobertaForSequenceClassification(RobertaConfig(**SMALL)), IDS),
+    "distilbert": (
+        lambda: DistilBertForSequenceClassification(
+            DistilBertConfig(vocab_size=60, dim=32, n_layers=2, n_heads=4, hidden_dim=64)
+        ),
+        IDS,
+    ),
+    "t5": (lambda: text_t5(T5ForSequenceClassification), ENDED),
+    "t5-gated": (
+        lambda: text_t5(T5ForConditionalGeneration, feed_forward_proj="gated-gelu"),
+        {**ENDED, "decoder_input_ids": ENDED["input_ids"]},
+    ),
+    "vit": (
+        lambda: ViTForImageClassification(
+            ViTConfig(**{k: v for k, v in SMALL.items() if k != "vocab_size"}, image_size=16, patch_size=8)
+        ),
+        {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)},
+    ),
+}
+# A process that has transformers and compressed-tensors, and no moq_hf.
+STRANGER = """
+import sys
+sys.modules["moq_hf"] = None
+import torch, transformers
+for folder, name in zip(sys.argv[1::2], sys.argv[2::2]):
+    inputs, expected = torch.load(folder + ".pt")
+    model = getattr(transformers, name).from_pretrained(folder).eval()
+    with torch.no_grad():
+        assert torch.equal(model(**inputs)[0], expected), folder
+print("equal")
+"""
+
+
+def test_a_process_without_moq_hf_computes_the_same(tmp_path: Path) -> None:
+    words = []
+    for name, (make, inputs) in FAMILIES.items():
+        torch.manual_seed(0)
+        for kind in ("symmetric", "asymmetric"):
+            bits = [8, 4, 3, 2, 9, 6] + ([1] if kind == "symmetric" else [])
+            model = mixed(make().eval(), bits, config_of(8, quantize_algo={"q_type": kind}))
+            folder = tmp_path / f"{name}-{kind}"
+            save_quantized(model, folder)
+            torch.save((inputs, first(model, inputs)), f"{folder}.pt")
+            words += [str(folder), type(model).__name__]
+    command = [sys.executable, "-c", STRANGER, *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip().endswith("equal"), done.stderr[-3000:]
+
+
+def test_the_base_model_and_another_head_load_the_same_layers(tmp_path: Path) -> None:
+    model = mixed(bert(), [8, 4, 3], config_of(8))
+    save_quantized(model, tmp_path)
+    assert torch.equal(first(AutoModel.from_pretrained(tmp_path).eval(), IDS), first(model.bert, IDS))
+    base = AutoModel.from_config(model.config).eval()
+    mixed(base, [5, 2], config_of(8))
+    save_quantized(base, tmp_path / "base")
+    headed = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base").eval()
+    # The whole model's first forward pass unpacks its layers.
+    first(headed, IDS)
+    assert torch.equal(first(headed.bert, IDS), first(base, IDS))
+
+
+class TwoPoolers(BertForSequenceClassification):
+    """A layer outside of the base model that is called as one inside."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.pooler = torch.nn.Module()
+        self.pooler.dense = torch.nn.Linear(32, 32)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return (self.classifier(self.pooler.dense(self.bert(input_ids)[1])),)
+
+
+def test_layers_of_one_name_inside_and_outside_of_the_base_model(tmp_path: Path) -> None:
+    model = quantize_model(TwoPoolers(BertConfig(**SMALL)).eval(), config_of(4))
+    save_quantized(model, tmp_path)
+    assert torch.equal(first(TwoPoolers.from_pretrained(tmp_path).eval(), IDS), first(model, IDS))
+
+
+def test_sizes(tmp_path: Path) -> None:
+    config = BertConfig(
+        vocab_size=60, hidden_size=128, num_hidden_layers=1, intermediate_size=512, num_attention_heads=4
+    )
+    for bits in (8, 4, 3, 2, 1):
+        model = quantize_model(BertForSequenceClassification(config), config_of(bits))
+        save_quantized(model, tmp_path / str(bits))
+        found = verify_quantized(tmp_path / str(bits))
+        after, _ = found.quantized_bytes
+        weights = sum(layer.shape[0] * layer.shape[1] for layer in found.layers.values())
+        assert bits <= 8 * after / weights <= 1.03 * bits
+        # What the table says is what lies there.
+        tensors = load_file(tmp_path / str(bits) / "model.safetensors")
+        packed = [tensor for name, tensor in tensors.items() if ".weight_" in name]
+        assert after == sum(tensor.nbytes for tensor in packed)
+        assert found.file_bytes == (tmp_path / str(bits) / "model.safetensors").stat().st_size
+
+
+def test_layers_above_8_bits_are_dense_on_their_grid_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mixed(bert(), [12, 4], config_of(12, quantize_algo={"q_type": "asymmetric"}))
+    save_quantized(model, tmp_path)
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "bert.encoder.layer.0.attention.self.query (12 bits)" in warning and "self.key" not in warning
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(tensors[name], model.get_submodule(name[:-7]).quantized_weight())
+    # Off the grid by one float32, with a digest that was forged to fit.
+    tensors[name][3, 4] = torch.nextafter(tensors[name][3, 4], torch.tensor(1.0))
+    forge(tmp_path, tensors)
+    with pytest.raises(MoQError, match=r"self\.query: a weight is not on the grid of 12 bits"):
+        verify_quantized(tmp_path)
+
+
+def forge(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes the tensors with digests that fit, so that only the check of the grid is left."""
+    from moq_hf.packed.files import digest_of
+    from moq_hf.packed.state import write_state
+
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    state = json.loads((folder / STATE_NAME).read_text())
+    state["tensors"] = {name: digest_of(tensor) for name, tensor in tensors.items()}
+    write_state(folder, state)
+
+
+@pytest.mark.parametrize(
+    ("bits", "kind", "part", "change", "text"),
+    [
+        (8, "symmetric", "weight_packed", lambda t: t.fill_(0), "codes beyond 127 at 8 bits"),
+        (2, "symmetric", "weight_packed", lambda t: t.fill_(0), "codes beyond 1 at 2 bits"),
+        (3, "symmetric", "weight_packed", lambda t: t[:, :-1].clone(), "cannot be read|not those of a weight"),
+        (3, "symmetric", "weight_shape", lambda t: t + 1, "not those of a weight"),
+        (4, "symmetric", "weight_scale", lambda t: -t, "a scale is not a positive number"),
+        (4, "asymmetric", "weight_scale", lambda t: t * torch.nan, "a scale is not a positive number"),
+        (4, "asymmetric", "weight_zero_point", lambda t: t + 100, "zero points beyond 15 at 4 bits"),
+        (1, "symmetric", "weight_zero_point", lambda t: t + 1, "must be -1/2"),
+    ],
+)
+def test_codes_off_the_grid_are_noticed(
+    bits: int, kind: str, part: str, change: Any, text: str, tmp_path: Path
+) -> None:
+    model = quantize_model(bert(), config_of(bits, quantize_algo={"q_type": kind}))
+    save_quantized(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = f"bert.encoder.layer.1.output.dense.{part}"
+    tensors[name] = change(tensors[name])
+    forge(tmp_path, tensors)
+    with pytest.raises(MoQError, match=text):
+        verify_quantized(tmp_path)
+
+
+def rewrite(folder: Path, change: Any, name: str = STATE_NAME) -> None:
+    """Changes a JSON file of a packed folder, with digests that were forged to fit."""
+    from moq_hf.packed.state import sha256, write_state
+
+    state = json.loads((folder / STATE_NAME).read_text())
+    document = state if name == STATE_NAME else json.loads((folder / name).read_text())
+    change(document)
+    if name != STATE_NAME:
+        (folder / name).write_text(json.dumps(document))
+        state["config_json"] = sha256((folder / "config.json").read_bytes())
+    write_state(folder, state)
+
+
+QUERY = "bert.encoder.layer.0.attention.self.query"
+OUTPUT = "bert.encoder.layer.0.attention.output.dense"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda s: s.pop("format"), "is of format null, written by moq_hf"),
+        (lambda s: s.update(format=2, versions=[]), "is of format 2, written by moq_hf null: update"),
+        (lambda s: s.pop("tensors"), "tensors is missing"),
+        (lambda s: s.update(tensors=[]), r"tensors must be an object of keys, not \[\]"),
+        (lambda s: s.pop("layers"), "layers is missing"),
+        (lambda s: s.update(layers=[]), "layers must be an object of keys"),
+        (lambda s: s.update(layers={}), "layers must be the layers by name, not {}"),
+        (lambda s: s["layers"].pop(QUERY), f"layers.{QUERY} is missing, whose packed weight there is"),
+        (lambda s: s.update(config_json=7), "config_json must be text, not 7"),
+        (lambda s: s.update(history=[[1]]), "history.0 must be an object of keys"),
+        (lambda s: s.update(step="x"), "step must be a whole number from 0"),
+        (lambda s: s["layers"][QUERY].update(x=1), f"layers.{QUERY}.x is unknown; legal are kind, bits"),
+        (lambda s: s["layers"][QUERY].pop("kind"), f"layers.{QUERY}.kind is missing"),
+        (lambda s: s["layers"][QUERY].update(kind="lstm"), "kind must be linear or conv1d or embedding"),
+        (lambda s: s["layers"][QUERY].update(shape="x"), 'shape must be a list of 2, not "x"'),
+        (lambda s: s["layers"][QUERY].update(shape=[0, 32]), "shape.0 must be a whole number from 1"),
+        (lambda s: s["layers"][QUERY].update(scales=[0, 0]), r"scales must be divisors of the shape \[32, 32\]"),
+        (lambda s: s["layers"][QUERY].update(bytes="x"), "bytes must be a whole number from 0"),
+        (lambda s: s["layers"][QUERY].update(bytes_before=0), "bytes_before must be a whole number from 1"),
+        (lambda s: s["layers"][QUERY].update(max_error=10**400), "max_error must be a finite number"),
+        (lambda s: s["layers"][QUERY].update(symmetric=1), "symmetric must be true or false, not 1"),
+        (lambda s: s["layers"][QUERY].update(group=None), "group must be text, not null"),
+        (lambda s: s["layers"][QUERY].update(group="none"), "config.json: quantization_config.config_groups.none is"),
+        (lambda s: s["layers"][QUERY].update(bits=0), f"layers.{QUERY}.bits must be a whole number from 1 to 8, not 0"),
+        (lambda s: s["layers"][QUERY].update(bits=10**6), "bits must be a whole number from 1 to 8"),
+        (lambda s: s["layers"][QUERY].update(bits=9), "bits must be a whole number from 1 to 8, not 9"),
+        (lambda s: s["layers"][QUERY].update(bits=5), f"layers.{QUERY}.bits is 5, but its codes have 4 bits"),
+        (lambda s: s["layers"][QUERY].update(bits=3), f"layers.{QUERY}.bits is 3, but its codes have 4 bits"),
+        (lambda s: s["layers"][OUTPUT].update(bits=17), "bits must be a whole number from 1 to 16, not 17"),
+        (lambda s: s["layers"][OUTPUT].update(bits=13), "no code is beyond 2047, so they are of fewer than 13 bits"),
+        (lambda s: s["layers"][OUTPUT].update(bits=11), "a weight is not on the grid of 11 bits"),
+        (lambda s: s["layers"][OUTPUT].update(grid=["x", None]), "grid.0 must be 4 values of 4 bytes in base64"),
+        (lambda s: s["layers"][OUTPUT].update(grid=None), "grid must be a list of 2, not null"),
+    ],
+)
+def test_a_state_changed_by_hand_is_one_error_that_names_file_and_key(
+    change: Any, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_quantized(mixed(bert(), [4, 4, 4, 12], config_of(4)), tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises(MoQError, match=text) as error:
+        verify_quantized(tmp_path)
+    assert str(tmp_path) in str(error.value)
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith(f"error: {error.value}\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda c: c.update(quantization_config=None), "quantization_config must be an object of keys, not null"),
+        (lambda c: c.pop("quantization_config"), "config.json: quantization_config is missing"),
+        (lambda c: c["quantization_config"].pop("config_groups"), "quantization_config.config_groups is missing"),
+        (
+            lambda c: c["quantization_config"]["config_groups"].update(group_0=5),
+            "group_0 must be an object of keys, not 5",
+        ),
+        (
+            lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(num_bits=40),
+            "group_0.weights.num_bits must be a whole number from 1 to 8, not 40",
+        ),
+        (
+            lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].pop("symmetric"),
+            "group_0.weights.symmetric is missing",
+        ),
+        (
+            lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(num_bits=8),
+            "bits is 4, but its codes have 8 bits",
+        ),
+    ],
+)
+def test_a_config_changed_by_hand_is_one_error(change: Any, text: str, tmp_path: Path) -> None:
+    save_quantized(mixed(bert(), [4], config_of(4)), tmp_path)
+    rewrite(tmp_path, change, "config.json")
+    with pytest.raises(MoQError, match=text):
+        verify_quantized(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+def test_bits_in_a_container_are_held_against_the_codes(kind: str, tmp_path: Path) -> None:
+    """Models that are unpacked while loading have one width for all layers, so only the codes tell the bits."""
+    config = config_of(5, quantize_algo={"q_type": kind})
+    save_quantized(mixed(text_t5(T5ForSequenceClassification), [5, 3, 4], config), tmp_path)
+    layers = {name: layer.bits for name, layer in verify_quantized(tmp_path).layers.items()}
+    assert set(layers.values()) == {3, 4, 5}
+    for name, bits in list(layers.items())[:3]:
+        for other in (1, 2, 3, 4, 5, 6, 7, bits):
+            rewrite(tmp_path, partial(put, path=("layers", name, "bits"), value=other))
+            if other == bits:
+                verify_quantized(tmp_path)
+                continue
+            with pytest.raises(MoQError, match=r"binary codes must be|beyond|is 6, but|is 7, but"):
+                verify_quantized(tmp_path)
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(32, 32), torch.full((32, 32), -1.0), torch.linspace(1, 1.01, 1024)])
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+def test_odd_weights_are_of_their_bits(kind: str, weight: torch.Tensor, tmp_path: Path) -> None:
+    for bits in (2, 3, 4, 8, 12):
+        model = bert()
+        with torch.no_grad():
+            model.bert.pooler.dense.weight.copy_(weight.view(32, 32))
+        save_quantized(mixed(model, [bits], config_of(bits, quantize_algo={"q_type": kind})), tmp_path)
+        assert {layer.bits for layer in verify_quantized(tmp_path, model).layers.values()} == {bits}
+
+
+def test_dense_binary_layers_are_on_their_grid(tmp_path: Path) -> None:
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=60, bos_token_id=1, eos_token_id=1, pad_token_id=0)
+    model = GPT2ForSequenceClassification(config)
+    quantize_model(model, config_of(1, quantize_groups=1, quantize_group_size=16, modules_to_not_convert=[]))
+    save_quantized(model, tmp_path)
+    found = verify_quantized(tmp_path, model).layers["score"]
+    assert (found.stored, found.bits) == ("dense", 1)
+
+
+@pytest.mark.parametrize("place", ["../outside.safetensors", "{outside}", "sub/model.safetensors", "x", "", 5, None])
+def test_a_shard_index_points_nowhere_else(place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, outside = tmp_path / "packed", tmp_path / "outside.safetensors"
+    save_quantized(mixed(bert(), [4], config_of(4)), folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(outside)
+    place = place.format(outside=outside) if isinstance(place, str) else place
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, place)}))
+    opened: list[Path] = []
+    monkeypatch.setattr("moq_hf.packed.files.safe_open", lambda path, **_: opened.append(path))
+    with pytest.raises(MoQError, match=r"index.json: weight_map.bert\S* must be (text|the name of a file of weights)"):
+        verify_quantized(folder)
+    assert opened == []
+
+
+def test_what_is_recorded_is_what_is_verified(tmp_path: Path) -> None:
+    save_quantized(mixed(bert(), [8, 4, 12], config_of(8, quantize_embeddings=8)), tmp_path, max_shard_size="20KB")
+    assert recorded(tmp_path) == verify_quantized(tmp_path)
+    shard = next(tmp_path.glob("model-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(MoQError, match=f"{shard.name} cannot be read"):
+        recorded(tmp_path)
+
+
+def test_any_value_changed_by_hand_is_one_error_or_none(tmp_path: Path) -> None:
+    controller = MoQController(
+        bert(), MoQConfig.from_dict(config_of(4, quantize_embeddings=4, quantize_schedule={"schedule_offset": 1})), 9
+    )
+    controller.step()
+    save_quantized(controller.model, tmp_path / "ok", controller=controller, metrics={"eval_f1": 0.5})
+    generator, told = random.Random(0), 0
+    for name in (STATE_NAME, "config.json"):
+        document = json.loads((tmp_path / "ok" / name).read_text())
+        for path in places(document):
+            if path[0] in ("digest", "config_json") or generator.random() < 0.4:
+                continue
+            folder = tmp_path / "changed"
+            shutil.copytree(tmp_path / "ok", folder, dirs_exist_ok=True)
+            rewrite(folder, partial(put, path=path, value=generator.choice(WRONG)), name)
+            try:
+                verify_quantized(folder).table()
+            except MoQError as error:
+                assert len(str(error)) < 2000
+                told += 1
+    print(f"{told} told")
+    assert told > 50
+
+
+def put(document: Any, path: tuple[Any, ...], value: Any) -> None:
+    for key in path[:-1]:
+        document = document[key]
+    document[path[-1]] = value
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("saved") / "packed"
+    model = mixed(bert(), [8, 4, 3, 2, 1, 12], config_of(8, quantize_embeddings=8))
+    save_quantized(model, folder)
+    return folder
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=LONG)])
+def test_damaged_bytes_are_noticed_and_none_is_a_crash(count: int, saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    generator = random.Random(0)
+    missed, unread = [], 0
+    for _ in range(count):
+        shutil.copytree(saved, folder, dirs_exist_ok=True)
+        path = folder / generator.choice(["model.safetensors"] * 8 + [STATE_NAME, "config.json"])
+        before = path.read_bytes()
+        place = generator.randrange(len(before))
+        flip(path, place, generator.choice([b for b in range(256) if b != before[place]]))
+        try:
+            verify_quantized(folder)
+        except MoQError:
+            continue
+        # Blanks between JSON's words mean nothing, and one that becomes another changes nothing.
+        unread += 1
+        header = int.from_bytes(before[:8], "little") + 8 if path.suffix == ".safetensors" else len(before)
+        if place >= header or not before[place : place + 1].isspace():
+            missed.append((path.name, place))
+    print(f"{count - unread} of {count} noticed, the others in blanks of JSON")
+    assert missed == []
+
+
+def test_what_is_missing_or_cut_short_is_told(saved: Path, tmp_path: Path) -> None:
+    def damaged(act: Any) -> str:
+        folder = tmp_path / "damaged"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(saved, folder)
+        act(folder)
+        with pytest.raises(MoQError) as error:
+            verify_quantized(folder)
+        assert main(["inspect", str(folder)]) == 2
+        return str(error.value)
+
+    def cut(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+
+    assert "model.safetensors is missing" in damaged(lambda f: (f / "model.safetensors").unlink())
+    assert "moq_state.json is missing" in damaged(lambda f: (f / STATE_NAME).unlink())
+    assert "config.json is missing" in damaged(lambda f: (f / "config.json").unlink())
+    assert "the weights cannot be read" in damaged(cut)
+    assert "cannot be read" in damaged(lambda f: (f / STATE_NAME).write_text("{"))
+    assert "must hold an object" in damaged(lambda f: (f / STATE_NAME).write_text("[]"))
+    assert "is no directory" in damaged(shutil.rmtree)
+
+
+def test_a_model_that_differs_is_told(tmp_path: Path) -> None:
+    model = mixed(bert(), [8, 4], config_of(8))
+    save_quantized(model, tmp_path)
+    verify_quantized(tmp_path, BertForSequenceClassification.from_pretrained(tmp_path))
+    with torch.no_grad():
+        model.bert.pooler.dense.weight[0, 0] += 1
+    with pytest.raises(MoQError, match=r"bert\.pooler\.dense\.weight differs from the model's"):
+        verify_quantized(tmp_path, model)
+    other = mixed(bert(), [8, 4], config_of(8))
+    with pytest.raises(MoQError, match=r"differs from the model's"):
+        verify_quantized(tmp_path, other)
+
+
+def test_sharded(tmp_path: Path) -> None:
+    model = mixed(bert(), [8, 4, 3], config_of(8))
+    save_quantized(model, tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    verify_quantized(tmp_path, model)
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert torch.equal(first(loaded, IDS), first(model, IDS))
+    # Saved again in one piece: no shard of before is left to be loaded.
+    save_quantized(model, tmp_path)
+    assert not list(tmp_path.glob("model-*")) and not (tmp_path / "model.safetensors.index.json").exists()
+    verify_quantized(tmp_path, model)
+    save_quantized(model, tmp_path, max_shard_size="20KB")
+    assert not (tmp_path / "model.safetensors").exists()
+    shards[1].unlink()
+    with pytest.raises(MoQError, match=rf"{shards[1].name} is missing"):
+        verify_quantized(tmp_path)
+
+
+def test_other_files_of_the_folder_stay(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model")
+    save_quantized(mixed(bert(), [4], config_of(8)), tmp_path, processing_class=tokenizer)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == tokenizer.get_vocab()
+    assert not list(tmp_path.rglob(".*"))
+
+
+def save_again_and_again(folder: str, ready: Any) -> None:
+    torch.set_num_threads(1)
+    models = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        models.append(mixed(bert(), [8, 4, seed], config_of(8)))
+    # The first save takes the time of some imports.
+    save_quantized(models[0], folder + "-first")
+    ready.set()
+    while True:
+        for model in models:
+            save_quantized(model, folder, max_shard_size="20KB" if model is models[0] else "5GB")
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=LONG)])
+def test_a_killed_save_leaves_a_whole_model_or_none(kills: int, tmp_path: Path) -> None:
+    whole = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        whole.append(first(mixed(bert(), [8, 4, seed], config_of(8)), IDS))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["moq_hf.packed.save", "transformers", __name__])
+    generator = random.Random(0)
+    outcomes = []
+    for kill in range(kills):
+        folder = tmp_path / ("packed" if kill % 2 else f"packed-{kill}")
+        ready = context.Event()
+        process = context.Process(target=save_again_and_again, args=(str(folder), ready), daemon=True)
+        process.start()
+        assert ready.wait(120)
+        time.sleep(generator.uniform(0.0, 0.4))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        try:
+            logits = first(BertForSequenceClassification.from_pretrained(folder).eval(), IDS)
+        except (OSError, ValueError):
+            outcomes.append("none")
+            with pytest.raises(MoQError):
+                verify_quantized(folder)
+            continue
+        assert any(torch.equal(logits, expected) for expected in whole)
+        verify_quantized(folder)
+        outcomes.append("whole")
+    print(f"{outcomes.count('whole')} whole, {outcomes.count('none')} none")
+    assert "whole" in outcomes and (kills < 10 or "none" in outcomes)
+    torch.manual_seed(1)
+    save_quantized(mixed(bert(), [8, 4, 1], config_of(8)), folder)
+    assert not list(folder.rglob("*.saving"))
+    verify_quantized(folder)
+
+
+class Killed(BaseException):
+    """What no handler of the code under test may catch."""
+
+
+@pytest.mark.parametrize("sizes", [("5GB", "5GB"), ("20KB", "5GB"), ("5GB", "20KB")], ids=str)
+def test_a_save_that_ends_at_any_step_leaves_a_whole_model_or_none(
+    sizes: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = mixed(bert(), [8, 4], config_of(8)), mixed(bert(), [3, 2], config_of(8))
+    save_quantized(old, tmp_path / "old", max_shard_size=sizes[0])
+    real = {name: getattr(Path, name) for name in ("unlink", "replace")}
+    left = 0
+
+    def counted(name: str) -> Any:
+        def act(self: Path, *args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return real[name](self, *args, **kwargs)
+
+        return act
+
+    for name in real:
+        monkeypatch.setattr(Path, name, counted(name))
+    outcomes = []
+    for steps in range(100):
+        folder = tmp_path / str(steps)
+        shutil.copytree(tmp_path / "old", folder)
+        left = steps
+        with suppress(Killed):
+            save_quantized(new, folder, max_shard_size=sizes[1])
+        try:
+            logits = first(BertForSequenceClassification.from_pretrained(folder).eval(), IDS)
+        except OSError:
+            outcomes.append("none")
+            continue
+        outcomes.append("old" if torch.equal(logits, first(old, IDS)) else "new")
+        assert torch.equal(logits, first(old if outcomes[-1] == "old" else new, IDS))
+        if left >= 0:
+            break
+    # In this order, and the last step makes the new model.
+    assert sorted(set(outcomes), key=outcomes.index) == ["old", "none", "new"] and outcomes.count("new") == 1
+
+
+def test_a_packed_model_is_trained_on(tmp_path: Path) -> None:
+    model = mixed(bert(), [8, 4, 3], config_of(8, quantize_embeddings=8))
+    save_quantized(model, tmp_path)
+    for used in (False, True):
+        loaded = BertForSequenceClassification.from_pretrained(tmp_path).eval()
+        if used:
+            first(loaded, IDS)
+        with pytest.raises(MoQError, match=r"call moq_hf\.dequantize_model"):
+            quantize_model(loaded, config_of(4))
+        dequantize_model(loaded)
+        assert torch.equal(first(loaded, IDS), first(model, IDS))
+        assert loaded.state_dict().keys() == bert().state_dict().keys()
+        assert all(parameter.requires_grad for parameter in loaded.parameters())
+        quantize_model(loaded, config_of(2))
+        assert not torch.equal(first(loaded, IDS), first(model, IDS))
+        loaded.train()(**IDS, labels=torch.tensor([0, 1, 0])).loss.backward()
+        assert loaded.bert.pooler.dense.weight.grad is not None
+        save_quantized(loaded, tmp_path / "again")
+        again = BertForSequenceClassification.from_pretrained(tmp_path / "again").eval()
+        assert torch.equal(first(again, IDS), first(loaded.eval(), IDS))
+
+
+def test_embeddings(tmp_path: Path) -> None:
+    model = quantize_model(bert(), config_of(4, quantize_embeddings=8))
+    tables = quant_embeddings(model)
+    assert [name.rpartition(".")[2] for name in tables] == [
+        "word_embeddings",
+        "position_embeddings",
+        "token_type_embeddings",
+    ]
+    table = tables["bert.embeddings.word_embeddings"]
+    scale = table.weight.detach().abs().amax(1, keepdim=True) / 127
+    expected = (table.weight.detach() / scale).round() * scale
+    # The row of the padding token is zeros, which stay zeros.
+    assert torch.equal(table.quantized_weight(), expected.nan_to_num(0.0))
+    model(**IDS, labels=torch.tensor([0, 1, 0])).loss.backward()
+    assert table.weight.grad is not None and bool(table.weight.grad[5].any()) and not bool(table.weight.grad[40].any())
+    save_quantized(model, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")["bert.embeddings.word_embeddings.weight"]
+    assert stored.dtype == torch.int8
+    copied = copy.deepcopy(model)
+    assert torch.equal(first(copied, IDS), first(model, IDS))
+    dequantize_model(copied)
+    assert not quant_embeddings(copied) and torch.equal(first(copied, IDS), first(model, IDS))
+    left = quantize_model(bert(), config_of(4, quantize_embeddings=8, modules_to_not_convert=["*word*", "classifier"]))
+    assert len(quant_embeddings(left)) == 2
+
+
+def test_shared_weights_are_refused(tmp_path: Path) -> None:
+    def masked() -> BertForMaskedLM:
+        return BertForMaskedLM(BertConfig(**SMALL))
+
+    with pytest.raises(MoQError, match=r"quantize_embeddings: .*word_embeddings.weight is also cls\.predictions"):
+        quantize_model(masked(), config_of(4, quantize_embeddings=8))
+    model = quantize_model(masked(), config_of(4, modules_to_not_convert=["transform"]))
+    with pytest.raises(MoQError, match=r"a shared weight cannot be packed"):
+        save_quantized(model, tmp_path / "packed")
+    model = quantize_model(masked(), config_of(4)).eval()
+    save_quantized(model, tmp_path / "packed")
+    loaded = BertForMaskedLM.from_pretrained(tmp_path / "packed").eval()
+    assert torch.equal(first(loaded, IDS), first(model, IDS))
+
+
+def test_wrong_use_is_told(tmp_path: Path) -> None:
+    with pytest.raises(MoQError, match="has no quantized layer"):
+        save_quantized(bert(), tmp_path / "packed")
+    with pytest.raises(MoQError, match="only models of transformers"):
+        save_quantized(torch.nn.Sequential(torch.nn.Linear(4, 4)), tmp_path / "packed")
+    model = quantize_model(bert(), config_of(4))
+    (tmp_path / "file").touch()
+    with pytest.raises(MoQError, match="is a file"):
+        save_quantized(model, tmp_path / "file")
+    with pytest.raises(MoQError, match="cannot write the packed model"):
+        save_quantized(model, tmp_path / "file" / "inside")
+    with torch.no_grad():
+        model.bert.pooler.dense.weight[0, 0] = torch.nan
+    with pytest.raises(MoQError, match=r"NaN or Inf in bert\.pooler\.dense\.weight"):
+        save_quantized(model, tmp_path / "packed")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_weights_of_another_dtype(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = quantize_model(bert().to(torch.bfloat16), config_of(8))
+    save_quantized(model, tmp_path)
+    assert "the weights are torch.bfloat16" in caplog.text
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert loaded.dtype == torch.float32
+    assert torch.allclose(first(loaded, IDS), first(model, IDS).float(), atol=1e-2)
+
+
+def test_a_blend_is_saved_as_it_was_evaluated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = quantize_model(bert(), config_of(4))
+    layer = model.bert.pooler.dense
+    layer.moq.blend = 0.25
+    layer.refresh()
+    save_quantized(model, tmp_path)
+    assert "bert.pooler.dense (float)" in caplog.text
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert torch.equal(first(loaded, IDS), first(model, IDS))
+
+
+def test_saving_leaves_the_model_and_the_random_numbers_alone(tmp_path: Path) -> None:
+    model = mixed(bert(), [8, 4, 12], config_of(8))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = model.config.to_dict()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    save_quantized(model, tmp_path)
+    assert torch.equal(torch.rand(3), expected)
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert {k: v for k, v in model.config.to_dict().items() if k not in ("architectures", "dtype")} == {
+        k: v for k, v in config.items() if k not in ("architectures", "dtype")
+    }
+
+
+def test_inspect_prints_a_table(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(saved)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["module", "bits", "scales", "stored", "bytes", "before", "max", "error", "(steps)"]
+    assert lines[1].split()[:4] == ["bert.encoder.layer.0.attention.self.query", "8", "4", "packed"]
+    assert lines[-3].startswith("16 quantized layers: ") and lines[-2].startswith("all weights: ")
+    assert re.fullmatch(r"quantized: 9\d\.\d % of the model's [\d,]+ parameters; mean \d\.\d\d bits .*", lines[-1])

@@ -1,0 +1,360 @@
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from repo import HELPERS
+from tiny_runs import (
+    ARRIVAL,
+    BLEND,
+    CONFIG,
+    STOCHASTIC,
+    Spy,
+    Stop,
+    arguments,
+    assert_same,
+    moq,
+    new_model,
+    no_dropout,
+    over_the_model,
+    rows,
+    stock,
+    trained,
+    trainer_state,
+    weights,
+)
+from transformers import (
+    BertForSequenceClassification,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    set_seed,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from moq_hf import MoQCallback, MoQError, QuantLinear
+from moq_hf import quantizer as q
+from moq_hf.grid import Grid, RowBlocks
+from moq_hf.kernels import cpu as cpu_quant
+from moq_hf.model.convert import quant_layers
+from moq_hf.training.host import loss_in
+
+
+@pytest.mark.parametrize("config", [CONFIG, STOCHASTIC, BLEND])
+def test_a_stock_trainer_with_the_callback_is_a_moq_trainer(config: Any, tmp_path: Path) -> None:
+    one, two = trained(stock(tmp_path, config)), trained(moq(tmp_path, config))
+    assert_same(weights(one), weights(two))
+
+
+def test_the_forward_pass_sees_the_schedule(tmp_path: Path) -> None:
+    spy = Spy()
+    trainer = stock(tmp_path, callbacks=[spy])
+    trainer.train()
+    # Offset 2, then drops at s = 2, 4, 8: forward passes after steps 4, 6 and 10 have one bit less.
+    assert spy.bits == [32] * 2 + [6] * 2 + [5] * 2 + [4] * 4 + [3] * 6
+    assert isinstance(trainer.model.bert.pooler.dense, QuantLinear)
+    assert not isinstance(trainer.model.classifier, QuantLinear)
+    layer = trainer.model.bert.encoder.layer[1].output.dense
+    # The last search for ratios was at step 15, the weights have moved since.
+    now = q.fake_quantize(layer.weight.detach(), 3, Grid(RowBlocks(4)), ratio=layer.moq.ratio)
+    assert torch.equal(layer.quantized_weight(), now) and not torch.equal(now, layer.weight)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adamw_torch", "sgd", "adafactor"])
+def test_one_quantization_per_layer_and_optimizer_step(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    real = q.fake_quantize
+    trainer = moq(tmp_path, {**CONFIG, "quantize_schedule": {"quantize_period": 2, "schedule_offset": 0}},
+                  optim=optimizer, gradient_accumulation_steps=2, max_steps=6, eval_strategy="no")  # fmt: skip
+    trainer.eval_dataset = rows(8)
+    monkeypatch.setattr(q, "fake_quantize", lambda *a, **k: calls.append(1) or real(*a, **k))
+    # Numba's loops, where it is installed, are another way to the same.
+    monkeypatch.setattr(cpu_quant, "available", lambda: False)
+    trainer.train()
+    trainer.evaluate()
+    layers = len(quant_layers(trainer.model))
+    # One for each step; and one each for the beginning, the move to the device, the end of training, the proof of what
+    # it delivers and the evaluation.
+    assert len(calls) == layers * (6 + 5)
+
+
+@pytest.mark.parametrize("restore", [False, True])
+@pytest.mark.parametrize("make", [stock, moq])
+@pytest.mark.parametrize("config", [CONFIG, STOCHASTIC, BLEND])
+def test_a_resumed_run_is_an_uninterrupted_one(make: Any, config: Any, restore: bool, tmp_path: Path) -> None:
+    whole = make(tmp_path / "whole", config, save_strategy="steps", save_steps=1)
+    whole.train()
+    for step in (1, 5, 8, 13):
+        settings = {"save_strategy": "steps", "save_steps": 1, "restore_callback_states_from_checkpoint": restore}
+        part = make(tmp_path / f"part{step}", config, [Stop(step)], **settings)
+        part.train()
+        resumed = make(tmp_path / f"part{step}", config, **settings)
+        resumed.train(resume_from_checkpoint=True)
+        assert_same(weights(whole), weights(resumed))
+        bits = {name: layer.moq.bits for name, layer in quant_layers(resumed.model).items()}
+        assert set(bits.values()) == {3}
+
+
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.path.insert(0, {str(HELPERS)!r})
+import torch, tiny_runs as t
+from pathlib import Path
+torch.set_num_threads(1)
+class Step(t.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        print("step", state.global_step, flush=True)
+trainer = t.stock(Path({str(tmp_path / "run")!r}), t.STOCHASTIC, [Step()], save_strategy="steps", save_steps=3)
+trainer.train()
+"""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 8"):
+                process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    saved = sorted(int(path.name.split("-")[1]) for path in (tmp_path / "run").glob("checkpoint-*"))
+    resumed = stock(tmp_path / "run", STOCHASTIC, save_strategy="steps", save_steps=3)
+    # The kill may come while a later checkpoint is being written; the one of step 6 is whole.
+    assert 6 in saved
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-6"))
+    whole = stock(tmp_path / "whole", STOCHASTIC)
+    whole.train()
+    assert_same(weights(whole), weights(resumed))
+
+
+def test_accumulation_counts_once_and_equals_a_larger_batch(tmp_path: Path) -> None:
+    settings = {"max_steps": 12, "optim": "sgd", "learning_rate": 0.05, "logging_steps": 1}
+    one = no_dropout(moq(tmp_path, per_device_train_batch_size=8, **settings))
+    many = no_dropout(moq(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, **settings))
+    set_seed(3)
+    one.train()
+    set_seed(3)
+    many.train()
+    losses = [[log["loss"] for log in t.state.log_history if "loss" in log] for t in (one, many)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    norms = [[log["grad_norm"] for log in t.state.log_history if "loss" in log] for t in (one, many)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    assert {layer.moq.bits for layer in quant_layers(many.model).values()} == {3}
+
+
+def test_a_loss_that_counts_its_items_is_left_to_the_trainer(tmp_path: Path) -> None:
+    trainer = moq(tmp_path, gradient_accumulation_steps=2, label_smoothing_factor=0.1, max_steps=3)
+    trainer.train()
+    assert trainer.model_accepts_loss_kwargs
+
+
+def test_the_callback_warns_of_the_stock_loss_scale(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for make, warned in ((stock, True), (moq, False)):
+        caplog.clear()
+        make(tmp_path, gradient_accumulation_steps=2).train()
+        assert (
+            any("ignores num_items_in_batch" in r.message and r.levelno == logging.WARNING for r in caplog.records)
+            == warned
+        )
+
+
+def test_a_step_that_the_scaler_skipped_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    skipped = {3, 4, 9}
+    taken = [0]
+    real = AcceleratedOptimizer.step
+
+    def step(self: Any, closure: Any = None) -> None:
+        taken[0] += 1
+        if taken[0] not in skipped:
+            real(self, closure)
+
+    monkeypatch.setattr(AcceleratedOptimizer, "step", step)
+    monkeypatch.setattr(AcceleratedOptimizer, "step_was_skipped", property(lambda self: taken[0] in skipped))
+    spy = Spy()
+    stock(tmp_path, callbacks=[spy], max_steps=16).train()
+    # As without skips, with the skipped steps' forward passes repeated: 3 and 4 at 6 bits, 9 at 4.
+    assert spy.bits == [32] * 2 + [6] * 4 + [5] * 2 + [4] * 5 + [3] * 3
+
+
+def test_evaluation_advances_nothing(tmp_path: Path) -> None:
+    # An evaluation draws random numbers of its own, in a stock Trainer too; without dropout nothing else does.
+    often, never = (trained(no_dropout(stock(tmp_path, eval_strategy=s, eval_steps=1))) for s in ("steps", "no"))
+    assert_same(weights(often), weights(never))
+
+
+def test_only_checkpoints_at_the_target_can_be_the_best(tmp_path: Path) -> None:
+    seen: dict[int, float | None] = {}
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen[state.global_step] = state.best_metric
+
+    scores = iter([9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 3.5])
+    trainer = stock(
+        tmp_path,
+        callbacks=[Watch(), EarlyStoppingCallback(early_stopping_patience=2)],
+        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="score", greater_is_better=True,
+    )  # fmt: skip
+    trainer.compute_metrics = lambda p: {"score": next(scores)}
+    trainer.train()
+    # Scores fall at every evaluation, but early stopping counts from the arrival at step 10 only: 12 and 14 are worse.
+    assert trainer.state.global_step == 14
+    assert trainer.state.best_metric == 5.0 and trainer.state.best_model_checkpoint.endswith(f"checkpoint-{ARRIVAL}")
+    assert all(seen[step] is None for step in range(ARRIVAL))
+    # The weights are those of step 10, and so is what they are quantized with.
+    best = json.loads((tmp_path / f"checkpoint-{ARRIVAL}" / "trainer_state.json").read_text())
+    saved = best["stateful_callbacks"]["MoQCallback"]["attributes"]["saved"]
+    assert trainer_state(trainer) == saved
+
+
+def test_a_run_that_ends_early_has_no_best_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = stock(tmp_path, max_steps=8, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+                    load_best_model_at_end=True)  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_model_checkpoint is None
+    text = "\n".join(record.message for record in caplog.records)
+    assert "the run has 8 optimizer steps but reaches 3 bits only at step 10" in text
+    assert "a quantize_period of at most 1, or start_bits 5, or" in text
+    assert "before every quantized layer was at 3 bits" in text and "no checkpoint was a candidate" in text
+
+
+def test_what_is_saved_is_what_was_evaluated(tmp_path: Path) -> None:
+    trainer = moq(tmp_path, save_strategy="steps", save_steps=16)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    ids = torch.randint(5, 60, (3, 7))
+    trained = trainer.model.eval()(ids).logits
+    final = BertForSequenceClassification.from_pretrained(tmp_path / "final").eval()
+    assert torch.equal(final(ids).logits, trained)
+    # A checkpoint of the run keeps the float weights, for a resumed run to go on with.
+    kept = BertForSequenceClassification.from_pretrained(tmp_path / "checkpoint-16").state_dict()
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(kept[name], parameter)
+
+
+def test_bits_reach_the_history_and_the_reporters(tmp_path: Path) -> None:
+    for make in (stock, moq):
+        trainer = make(tmp_path / make.__name__, logging_steps=5)
+        trainer.train()
+        logs = {log["step"]: log for log in trainer.state.log_history if "loss" in log}
+        assert {step: log["moq/mean_bits"] for step, log in logs.items()} == {
+            step: over_the_model(bits, trainer.model) for step, bits in {2: 6, 4: 5, 5: 5, 6: 4, 10: 3, 15: 3}.items()
+        }
+        # A logged step shows the precision that it ends with; each block's, when something switched.
+        assert logs[6]["moq/bits/bert.encoder.layer.1"] == 4 and logs[6]["moq/period/bert.pooler.dense"] == 8
+        assert "moq/bits/bert.encoder.layer.1" not in logs[15]
+
+
+def test_model_init_and_a_second_training_start_afresh(tmp_path: Path) -> None:
+    trainer = Trainer(
+        model_init=new_model, args=arguments(tmp_path), train_dataset=rows(), callbacks=[MoQCallback(CONFIG)]
+    )
+    trainer.train()
+    first = weights(trainer)
+    assert {layer.moq.bits for layer in quant_layers(trainer.model).values()} == {3}
+    trainer.train()
+    assert_same(first, weights(trainer))
+    plain = stock(tmp_path)
+    # Leaves the random numbers where `model_init` left them.
+    new_model()
+    plain.train()
+    assert_same(first, weights(plain))
+
+
+def test_a_callback_added_late_works(tmp_path: Path) -> None:
+    trainer = Trainer(new_model(), arguments(tmp_path), train_dataset=rows())
+    trainer.add_callback(MoQCallback(CONFIG))
+    trainer.train()
+    reference = stock(tmp_path)
+    reference.train()
+    assert_same(weights(trainer), weights(reference))
+
+
+@pytest.mark.parametrize("precision", ["bf16"])
+def test_mixed_precision_quantizes_into_the_matmul_s_dtype(precision: str, tmp_path: Path) -> None:
+    trainer = moq(tmp_path, **{precision: True})
+    trainer.train()
+    layers = quant_layers(trainer.model)
+    assert {layer.moq.weight.dtype for layer in layers.values()} == {torch.bfloat16}
+    assert {layer.weight.dtype for layer in layers.values()} == {torch.float32}
+    layer = layers["bert.pooler.dense"]
+    exact = q.fake_quantize(layer.weight.detach(), 3, Grid(RowBlocks(4)), ratio=layer.moq.ratio)
+    assert torch.equal(layer.moq.weight, exact.to(torch.bfloat16))
+
+
+# Dynamo itself instantiates the autograd function that it traces (torch 2.13); drop this when it no longer does.
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
+def test_torch_compile_trains_the_same(tmp_path: Path) -> None:
+    compiled, plain = (
+        trained(stock(tmp_path, torch_compile=True, torch_compile_backend="eager")),
+        trained(stock(tmp_path)),
+    )
+    a, b = weights(compiled), weights(plain)
+    assert all(torch.allclose(a[name], b[name], atol=1e-4) for name in b)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_trains_the_same(reentrant: bool, tmp_path: Path) -> None:
+    settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    one, two = trained(moq(tmp_path, STOCHASTIC, **settings)), trained(moq(tmp_path, STOCHASTIC))
+    assert_same(weights(one), weights(two))
+
+
+def test_off_means_off(tmp_path: Path) -> None:
+    off, plain = trained(moq(tmp_path, {**CONFIG, "enabled": False})), trained(moq(tmp_path, None))
+    assert_same(weights(off), weights(plain))
+    assert not quant_layers(off.model)
+
+
+@pytest.mark.parametrize(
+    "act, text",
+    [
+        (lambda d: stock(d, callbacks=[MoQCallback(CONFIG)]), "two MoQCallbacks"),
+        (lambda d: moq(d, callbacks=[MoQCallback(CONFIG)]), "two MoQ configs"),
+        (lambda d: stock(d, max_steps=2).train(), "schedule_offset 2 is not before the end of training at 2"),
+        (lambda d: moq(d, {**CONFIG, "quantize_groups": 3}), "quantize_groups 3 does not divide"),
+        (lambda d: moq(d, {**CONFIG, "modules_to_not_convert": ["clasifier"]}), "matches no module"),
+        (
+            lambda d: moq(d, {**CONFIG, "quantize_schedule": {"quantize_period": "auto"}}).train(),
+            "0.25 of 16 optimizer steps is step 4; with schedule_offset 100 .* a run of 412 steps",
+        ),
+        (lambda d: moq(d, str(d / "none.json")), "none.json"),
+        (lambda d: moq(d, learning_rate=1e30, max_grad_norm=0.0).train(), r"NaN or Inf in bert\.encoder"),
+        (lambda d: MoQCallback(5), "a MoQConfig, a mapping or a path, got int"),
+    ],
+)
+def test_wrong_use_is_told(act: Any, text: str, tmp_path: Path) -> None:
+    with pytest.raises(MoQError, match=text):
+        act(tmp_path)
+
+
+def test_the_loss_is_found_in_any_output_that_has_one() -> None:
+    loss, logits = torch.tensor(2.0), torch.ones(3, 2)
+    for output in (SequenceClassifierOutput(loss=loss, logits=logits), {"loss": loss}, (loss, logits), [loss]):
+        assert loss_in(output) is loss
+    without: list[Any] = [SequenceClassifierOutput(logits=logits), {}, {"logits": logits}, (), (logits,), logits, None]
+    for output in without:
+        with pytest.raises(MoQError, match="the model's output has no loss"):
+            loss_in(output)
+
+
+def test_a_checkpoint_made_without_moq_starts_the_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 4}
+    plain = Trainer(new_model(), arguments(tmp_path, **settings), train_dataset=rows(), callbacks=[Stop(4)])
+    plain.train()
+    trainer = stock(tmp_path, **settings)
+    trainer.train(resume_from_checkpoint=True)
+    assert "was made without MoQ" in caplog.text
+    # 12 steps were left: offset 2, drops at 2, 4, 8 after it.
+    assert {layer.moq.bits for layer in quant_layers(trainer.model).values()} == {3}

@@ -1,0 +1,31 @@
+"""Runs that are killed at a random moment end, resumed with default arguments, as if nothing had happened."""
+
+import json
+import os
+from pathlib import Path
+
+import kills
+import pytest
+from repo import ROOT
+
+LONG = pytest.mark.skipif("MOQ_HF_LONG_TESTS" not in os.environ, reason="minutes; set MOQ_HF_LONG_TESTS to run it")
+RESULTS = ROOT / "benchmarks" / "results" / "kills.jsonl"
+
+
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(50), marks=[LONG, pytest.mark.slow])], ids=len)
+def test_a_killed_run_ends_as_if_nothing_had_happened(seeds: range, tmp_path: Path) -> None:
+    expected: dict[tuple[bool, str], dict[str, str]] = {}
+    lines = [kills.kill_and_resume(kills.Case.draw(seed), tmp_path, expected) for seed in seeds]
+    for line in lines:
+        print(json.dumps(line))
+    assert [line["seed"] for line in lines if not line["equal"]] == []
+    assert {line["trainer"] for line in lines} == set(kills.TRAINERS)
+    # The digests can tell configs apart.
+    assert len({result["weights"] for result in expected.values()}) == len(expected) > 1
+
+
+def test_the_committed_kills_are_those_of_the_seeds() -> None:
+    lines = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    drawn = [kills.Case.draw(seed)._asdict() for seed in range(50)]
+    assert [{key: line[key] for key in kills.Case._fields} for line in lines] == drawn
+    assert all(line["equal"] for line in lines) and any(line["half_written"] for line in lines)

@@ -1,0 +1,275 @@
+"""What a run tells of its schedule: the plan before, bits, sizes and blends during, the outcome after."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_runs import (
+    CONFIG,
+    Stop,
+    arguments,
+    assert_same,
+    moq,
+    new_model,
+    over_the_model,
+    rows,
+    stock,
+    trained,
+    weights,
+)
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from moq_hf import MoQCallback, MoQError, MoQTrainer, plan
+from moq_hf.model.convert import quant_layers
+from moq_hf.plan import outcome
+from moq_hf.report.page import write_report
+from moq_hf.schedule import Switch
+from moq_hf.training.controller import MoQController
+
+AUTO = {**CONFIG, "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 2, "deadline": 0.75}}
+BLEND = {**CONFIG, "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.25}}
+PLAN = """\
+moq_hf plan: 16 optimizer steps, 6 to 3 bits, offset 2, period 2, no deadline
+block        6 bits  5 bits  4 bits  3 bits  at target
+every block       2       4       6      10         10
+in quantized layers: 72.1 % of the model's 6,034 parameters
+"""
+OUTCOME = """\
+moq_hf: after 16 optimizer steps; planned: 3 bits after step 10
+  3 bits, since step 10: 3 blocks
+"""
+
+
+@pytest.mark.parametrize("make", [stock, moq])
+def test_the_plan_is_told_once_before_the_first_step_and_the_outcome_after_the_last(
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(capsys.readouterr().out)
+
+    trained(make(tmp_path, callbacks=[Watch()]))
+    assert seen[0] == PLAN
+    assert "plan" not in "".join(seen[1:]) and OUTCOME in capsys.readouterr().out
+
+
+def test_only_the_main_process_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callback, args = MoQCallback(CONFIG), arguments(tmp_path)
+    state = TrainerState(max_steps=16, is_world_process_zero=False, stateful_callbacks=[])
+    state.stateful_callbacks = {}
+    callback.on_train_begin(args, state, TrainerControl(), model=new_model())
+    callback.on_train_end(args, state, TrainerControl())
+    assert capsys.readouterr().out == ""
+
+
+def test_auto_meets_its_deadline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = trained(stock(tmp_path, AUTO))
+    told = capsys.readouterr().out
+    assert "offset 2, period auto, deadline at step 12" in told
+    drops = {log["step"]: log["moq/mean_bits"] for log in trainer.state.log_history if "moq/mean_bits" in log}
+    assert drops == {step: over_the_model(bits, trainer.model) for step, bits in {2: 6, 4: 5, 6: 4, 10: 3}.items()}
+
+
+def test_a_resumed_run_keeps_its_deadline(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    straight = trained(moq(tmp_path / "straight", AUTO))
+    settings = {"save_strategy": "steps", "save_steps": 5}
+    trained(moq(tmp_path / "resumed", AUTO, callbacks=[Stop(5)], **settings))
+    resumed = moq(tmp_path / "resumed", AUTO, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(weights(straight), weights(resumed))
+    assert "was planned for" not in caplog.text
+
+    longer = moq(tmp_path / "resumed", AUTO, max_steps=40, **settings)
+    longer.train(resume_from_checkpoint=str(tmp_path / "resumed" / "checkpoint-5"))
+    assert "was planned for a run of 16 optimizer steps, this one has 40; its deadline stays at step 12" in caplog.text
+    bits = {log["step"]: log["moq/mean_bits"] for log in longer.state.log_history if "moq/mean_bits" in log}
+    assert [bits[6], bits[10]] == [over_the_model(now, longer.model) for now in (4, 3)]
+
+
+def test_a_schedule_that_is_over_resumes_in_a_run_of_any_length(tmp_path: Path) -> None:
+    trained(moq(tmp_path, AUTO, save_strategy="steps", save_steps=3))
+    # Every block is at 3 bits after step 10. Of 13 steps the deadline would be step 9, of 4 too early for three drops.
+    for step, steps in ((12, 13), (15, 40), (9, 10), (9, 12)):
+        resumed = moq(tmp_path / "out", AUTO, max_steps=steps)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert resumed.moq.controller.has_arrived and resumed.state.global_step == steps
+        assert resumed.moq.controller.history[-1].step == 10
+    for step, steps in ((3, 4), (6, 9)):
+        with pytest.raises(
+            MoQError,
+            match=rf"planned for 16 .* after {step} of them it is not over: .* after step 10, but "
+            rf"this run ends after step {steps}. Resume with 10 steps or more",
+        ):
+            moq(tmp_path / "out", AUTO, max_steps=steps).train(
+                resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}")
+            )
+
+
+def test_a_changed_deadline_is_that_of_the_length_of_now(tmp_path: Path) -> None:
+    trained(moq(tmp_path, AUTO, save_strategy="steps", save_steps=6))
+    sooner = {**AUTO, "quantize_schedule": {**AUTO["quantize_schedule"], "deadline": 0.5}}
+    with pytest.raises(MoQError, match=r"0\.5 of 8 optimizer steps is step 4"):
+        moq(tmp_path, sooner, max_steps=8).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
+def test_a_run_too_short_for_its_deadline_ends_before_the_first_step(tmp_path: Path) -> None:
+    trainer = stock(tmp_path, AUTO, max_steps=6)
+    with pytest.raises(MoQError, match=r"0.75 of 6 optimizer steps is step 4; .* What would fit: start_bits 5, or"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("deadline", [0.6, 1.0])
+def test_a_deadline_with_one_drop_trains(deadline: float, tmp_path: Path) -> None:
+    schedule = {"quantize_period": 10, "schedule_offset": 0, "deadline": deadline}
+    config = {**CONFIG, "quantize_bits": {"start_bits": 8, "target_bits": 7}, "quantize_schedule": schedule}
+    trainer = trained(stock(tmp_path, config))
+    drops = {log["step"]: {v for k, v in log.items() if k.startswith("moq/bits/")} for log in trainer.state.log_history}
+    assert drops[min(10, int(16 * deadline))] == {7}
+
+
+class Reporter(TrainerCallback):
+    """Stands where TensorBoard and W&B stand: before the callbacks that the user gave."""
+
+    def __init__(self) -> None:
+        self.logs: dict[int, dict[str, Any]] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.logs[state.global_step] = dict(logs)
+
+
+def test_every_scalar_reaches_the_reporters_and_the_history(tmp_path: Path) -> None:
+    reporter = Reporter()
+    trainer = moq(tmp_path, BLEND, logging_steps=5)
+    trainer.callback_handler.callbacks.insert(1, reporter)
+    trainer.train()
+    blocks = ["bert.encoder.layer.0", "bert.encoder.layer.1", "bert.pooler.dense"]
+    always = {"moq/mean_bits", "moq/quantized_share", "moq/size_mb"} | {f"moq/blend/{block}" for block in blocks}
+    at_switch = {f"moq/{kind}/{block}" for kind in ("bits", "period") for block in blocks}
+    history = {log["step"]: log for log in trainer.state.log_history if "loss" in log}
+    for logs in (reporter.logs, history):
+        names = {step: {name for name in log if name.startswith("moq/")} for step, log in logs.items()}
+        assert names == {s: always | at_switch if s in (2, 4, 6, 10) else always for s in (2, 4, 5, 6, 10, 15)}
+        assert logs[5]["moq/blend/bert.pooler.dense"] == 0.75 and logs[15]["moq/blend/bert.pooler.dense"] == 0
+        assert logs[6]["moq/period/bert.encoder.layer.1"] == 8
+
+
+def test_tensorboard_has_the_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    trainer = trained(moq(tmp_path, report_to="tensorboard", logging_steps=5))
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    series = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    bits = [(2, 6), (4, 5), (5, 5), (6, 4), (10, 3), (15, 3)]
+    assert series["train/moq/mean_bits"] == [
+        (step, pytest.approx(over_the_model(now, trainer.model))) for step, now in bits
+    ]
+    assert series["train/moq/bits/bert.pooler.dense"] == [(2, 6), (4, 5), (6, 4), (10, 3)]
+    assert series["train/moq/period/bert.encoder.layer.0"] == [(2, 2), (4, 4), (6, 8), (10, 16)]
+    assert len(series["train/moq/size_mb"]) == 6
+
+
+def test_the_progress_bar_has_the_mean_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            bars = [getattr(c, "training_bar", None) for c in trainer.callback_handler.callbacks]
+            seen.append(next(bar for bar in bars if bar is not None).postfix)
+
+    trainer = MoQTrainer(
+        new_model(), arguments(tmp_path, disable_tqdm=False), train_dataset=rows(), moq_config=CONFIG,
+        callbacks=[Watch()],
+    )  # fmt: skip
+    trainer.train()
+    bits = [6] * 2 + [5] * 2 + [4] * 4 + [3] * 6
+    told = [f"{over_the_model(now, trainer.model):.2f} bits per parameter" for now in bits]
+    assert seen == [None] * 2 + told
+
+
+@pytest.mark.parametrize(
+    "keys, per_layer",
+    [
+        ({"quantize_groups": 4}, lambda rows, columns: 4),
+        ({"quantize_groups": "per_channel"}, lambda rows, columns: rows),
+        ({"quantize_group_size": 8}, lambda rows, columns: rows * columns // 8),
+    ],
+)
+def test_the_size_counts_bits_and_scales(keys: Any, per_layer: Any, tiny_bert: Any) -> None:
+    config = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_schedule": {"schedule_offset": 1}} | keys
+    everything = sum(p.numel() for p in tiny_bert.parameters())
+    controller = MoQController(tiny_bert, MoQCallback(config).config)
+    assert controller.size_mb == controller.float_size_mb == everything * 4 / 1e6
+    controller.step()
+    layers = quant_layers(tiny_bert).values()
+    quantized = sum(layer.weight.numel() for layer in layers)
+    scales = sum(per_layer(*layer.weight.shape) for layer in layers)
+    exact = (everything - quantized) * 4 + quantized * 4 / 8 + scales * 4
+    assert controller.size_mb == pytest.approx(exact / 1e6, rel=1e-12)
+
+
+def test_verbose_lines_are_sentences(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {**CONFIG, "quantize_verbose": True}
+    controller = MoQController(new_model(), MoQCallback(config).config)
+    with caplog.at_level(logging.INFO, "moq_hf.training.controller"):
+        for _ in range(10):
+            controller.step({"bert.encoder.layer.0": 0.0, "bert.encoder.layer.1": 0.0})
+    lines = [message for message in caplog.messages if "layer.1" in message]
+    assert lines == [
+        "step 2: bert.encoder.layer.1 starts at 6 bits, and drops next after step 4",
+        "step 4: bert.encoder.layer.1 goes from 6 to 5 bits, and drops next after step 6 (eigenvalue 0.00, factor 1)",
+        "step 6: bert.encoder.layer.1 goes from 5 to 4 bits, and drops next after step 10 (eigenvalue 0.00, factor 1)",
+        "step 10: bert.encoder.layer.1 goes from 4 to 3 bits, its target (eigenvalue 0.00, factor 1)",
+    ]
+
+
+def test_the_outcome_names_the_blocks() -> None:
+    config = {
+        "quantize_bits": {"start_bits": 4, "target_bits": 3},
+        "quantize_schedule": {"quantize_period": 5, "schedule_offset": 0},
+    }
+    history = [Switch(5, name, 4, 3, 10, 1, None) for name in "ab"] + [Switch(9, "c", 32, 4, 10, 1, None)]
+    assert outcome(plan(config, 20), history, 12).splitlines() == [
+        "after 12 optimizer steps; planned: 3 bits after step 5",
+        "  3 bits, since step 5: 2 blocks: a, b",
+        "  4 bits, not at 3, since step 9: c",
+    ]
+
+
+def test_the_saved_state_has_the_whole_history(tmp_path: Path) -> None:
+    trainer = trained(stock(tmp_path))
+    trainer.save_state()
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    saved = state["stateful_callbacks"]["MoQCallback"]["attributes"]["saved"]
+    assert [switch[0] for switch in saved["history"]] == [2] * 3 + [4] * 3 + [6] * 3 + [10] * 3
+    page = write_report(tmp_path).read_text()
+    assert f"<dd>{over_the_model(3, trainer.model):.2f}</dd>" in page and "<dd>6 to 3 bits</dd>" in page
+    assert "there was no evaluation" in page
+    assert saved["float_size_mb"] == sum(p.numel() for p in trainer.model.parameters()) * 4 / 1e6
+
+
+def test_auto_with_measured_eigenvalues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        **CONFIG,
+        "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 0, "deadline": 1},
+        "eigenvalue": {"enabled": True, "max_overhead": 1.0},
+    }
+    trainer = trained(moq(tmp_path, config, max_steps=20))
+    told = capsys.readouterr().out
+    table = [line.split() for line in told.splitlines() if "sensitive" in line]
+    assert [line[:2] for line in table] == [["least", "sensitive"], ["most", "sensitive"]]
+    controller = trainer.moq.controller
+    last = {switch.block: switch.step for switch in controller.history}
+    # The pooler is outside of the layer list: factor 1.
+    assert last["bert.pooler.dense"] == int(table[0][-1]) < max(last.values()) <= int(table[1][-1]) <= 20
+    logs = [log for log in trainer.state.log_history if "moq/eigenvalue/bert.encoder.layer.0" in log]
+    assert {log["step"] for log in logs} == {switch.step for switch in controller.history}
+    measured = [[log[f"moq/eigenvalue/bert.encoder.layer.{k}"] for k in (0, 1)] for log in logs]
+    assert all(max(pair) == 1 and 0 <= min(pair) <= 1 for pair in measured)
+    trainer.save_state()
+    assert "<h2>Sensitivity</h2>" in write_report(tmp_path).read_text()

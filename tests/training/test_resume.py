@@ -1,0 +1,603 @@
+"""Accidents: checkpoints cut off, full disks, older and newer checkpoints, other configs, runs half with MoQ."""
+
+import json
+import logging
+import random
+import re
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from by_hand import WRONG, places
+from repo import GOLDEN
+from safetensors.torch import load_file
+from tiny_runs import (
+    BLEND,
+    CONFIG,
+    STOCHASTIC,
+    Stop,
+    arguments,
+    assert_same,
+    moq,
+    new_model,
+    rows,
+    stock,
+    trainer_state,
+    weights,
+)
+from transformers import Trainer, TrainerCallback
+
+from moq_hf import (
+    MoQCallback,
+    MoQConfig,
+    MoQError,
+    PrecisionSchedule,
+    last_checkpoint,
+    save_quantized,
+    verify_quantized,
+)
+from moq_hf.model.convert import quant_layers
+from moq_hf.training.checkpoints import checkpoints, fault_of
+from moq_hf.training.controller import MoQController
+from moq_hf.training.host import MoQHost
+from moq_hf.training.resume import STATE_VERSION, changes, load_schedule
+
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+OLD = GOLDEN / "checkpoint_0_1_0.json"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a MoQTrainer's whole run of 16 steps, with a checkpoint of each; not to be changed."""
+    folder = tmp_path_factory.mktemp("run")
+    torch.set_num_threads(1)
+    moq(folder, **SAVING).train()
+    return folder
+
+
+def final(folder: Path) -> dict[str, torch.Tensor]:
+    loaded: dict[str, torch.Tensor] = load_file(folder / "checkpoint-16" / "model.safetensors")
+    return loaded
+
+
+def part(run: Path, folder: Path, last: int) -> Path:
+    """The run as it was after step `last`."""
+    for step in (last - 1, last):
+        if (run / f"checkpoint-{step}").exists():
+            shutil.copytree(run / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+    return folder
+
+
+def changed(**sections: Any) -> dict[str, Any]:
+    """CONFIG with other values in its sections."""
+    merged: dict[str, Any] = dict(CONFIG)
+    for key, value in sections.items():
+        merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
+    return merged
+
+
+# ---- checkpoints that were cut off
+
+# In the order in which the Trainer writes them.
+FILES = ["config.json", "model.safetensors", "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"]
+FILES += ["trainer_state.json"]
+
+
+def cut_off(folder: Path, name: str, share: float) -> None:
+    """As a kill leaves the folder: a share of the file's bytes, and nothing of those that come later."""
+    for later in FILES[FILES.index(name) + 1 :]:
+        (folder / later).unlink()
+    path = folder / name
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+
+def test_the_trainer_writes_what_is_cut_off_here(run: Path) -> None:
+    assert {path.name for path in (run / "checkpoint-3").iterdir()} == set(FILES)
+    times = [(run / "checkpoint-3" / name).stat().st_mtime_ns for name in FILES]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_cut_off_checkpoint_is_noticed(name: str, run: Path, tmp_path: Path) -> None:
+    for share in (0.0, 0.5, 0.99):
+        folder = part(run, tmp_path / str(share), 8)
+        assert last_checkpoint(folder) == str(folder / "checkpoint-8")
+        cut_off(folder / "checkpoint-8", name, share)
+        assert fault_of(folder / "checkpoint-8") is not None
+        assert last_checkpoint(folder) == str(folder / "checkpoint-7")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth"])
+def test_a_damaged_file_in_a_finished_checkpoint_is_noticed(name: str, run: Path, tmp_path: Path) -> None:
+    folder = part(run, tmp_path, 8)
+    path = folder / "checkpoint-8" / name
+    path.write_bytes(path.read_bytes()[:-100])
+    assert fault_of(path.parent) == f"{name} is damaged"
+    (path.parent / "checkpoint-is-incomplete.txt").touch()
+    assert "checkpoint-is-incomplete.txt" in str(fault_of(path.parent))
+
+
+def test_where_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path / "none") is None and fault_of(tmp_path / "none") == "there is no such folder"
+    (tmp_path / "checkpoint-7").touch()
+    (tmp_path / "checkpoint-best").mkdir()
+    assert last_checkpoint(tmp_path) is None and checkpoints(tmp_path) == []
+    with pytest.raises(MoQError, match="there is no whole checkpoint in"):
+        moq(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_moq_trainer_leaves_a_cut_off_checkpoint_out(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = part(run, tmp_path, 8)
+    cut_off(folder / "checkpoint-8", "optimizer.pt", 0.5)
+    with pytest.raises(
+        MoQError, match=r"checkpoint-8: it is not whole \(trainer_state.json is missing\).*checkpoint-7"
+    ):
+        moq(folder).train(resume_from_checkpoint=str(folder / "checkpoint-8"))
+    assert "is left out" not in caplog.text
+    moq(folder, **SAVING).train(resume_from_checkpoint=True)
+    assert "checkpoint-8 is not whole (trainer_state.json is missing): it is left out" in caplog.text
+    assert_same(final(run), final(folder))
+
+
+@pytest.mark.parametrize(
+    "name, error",
+    [
+        ("config.json", r"ValueError: Can't find a valid checkpoint"),
+        ("model.safetensors", "SafetensorError"),
+        ("rng_state.pth", r"FileNotFoundError: .*checkpoint-8.trainer_state\.json"),
+        ("trainer_state.json", "JSONDecodeError"),
+    ],
+)
+def test_a_stock_trainer_is_told_before_it_stops(
+    name: str, error: str, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = part(run, tmp_path, 8)
+    stock(folder)
+    assert "is not whole" not in caplog.text
+    cut_off(folder / "checkpoint-8", name, 0.5)
+    fault = fault_of(folder / "checkpoint-8")
+    with pytest.raises(Exception) as raised:
+        stock(folder, **SAVING).train(resume_from_checkpoint=True)
+    assert re.match(error, f"{raised.type.__name__}: {raised.value}")
+    advice = f"resume_from_checkpoint=moq_hf.last_checkpoint({str(folder)!r})"
+    assert f"checkpoint-8 is not whole ({fault}), so" in caplog.text and advice in caplog.text
+    if name == "rng_state.pth":
+        stock(folder, **SAVING).train(resume_from_checkpoint=last_checkpoint(folder))
+        assert_same(final(run), final(folder))
+
+
+# ---- full disks
+
+
+class Full(TrainerCallback):
+    """From a step on no file may grow beyond a number of bytes: the disk's own error, without a disk."""
+
+    def __init__(self, step: int, limit: int) -> None:
+        self.step, self.limit = step, limit
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.fixture
+def unlimited() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def lift() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.mark.usefixtures("unlimited")
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
+def test_a_full_disk_while_saving_costs_one_checkpoint(name: str, run: Path, tmp_path: Path) -> None:
+    size = (run / "checkpoint-8" / name).stat().st_size
+    trainer = moq(tmp_path, callbacks=[Full(8, size - 100)], **SAVING)
+    if name == "trainer_state.json":
+        # The smallest of the three: the larger ones are saved as if there were room.
+        trainer.callback_handler.callbacks[-1].step = 99
+        real = trainer._save_rng_state
+
+        def full(folder: str) -> None:
+            real(folder)
+            if folder.endswith("-8"):
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size - 100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+        trainer._save_rng_state = full
+    with pytest.raises(MoQError, match=r"checkpoint-8 could not be saved .*checkpoint-7 is whole: resume from it"):
+        trainer.train()
+    lift()
+    assert not (tmp_path / "checkpoint-8").exists()
+    moq(tmp_path, **SAVING).train(resume_from_checkpoint=True)
+    assert_same(final(run), final(tmp_path))
+
+
+@pytest.mark.usefixtures("unlimited")
+def test_a_full_disk_leaves_the_packed_model_of_before(tmp_path: Path) -> None:
+    model = new_model()
+    MoQController(model, MoQConfig.from_dict(CONFIG), 16)
+    for name, layer in quant_layers(model).items():
+        layer.set_bits(4 if "query" in name else 8)
+        layer.refresh()
+    save_quantized(model, tmp_path / "packed")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "packed").iterdir()}
+    sizes = sorted({size for data in before.values() for size in (1, len(data) // 2, len(data) - 1)})
+    for folder in ("packed", "new"):
+        for size in sizes:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            try:
+                with pytest.raises(MoQError, match=f"cannot write the packed model to .*{folder}"):
+                    save_quantized(model, tmp_path / folder)
+            finally:
+                lift()
+            assert [path.name for path in tmp_path.iterdir()] == ["packed"]
+            assert {path.name: path.read_bytes() for path in (tmp_path / "packed").iterdir()} == before
+    verify_quantized(tmp_path / "packed", model)
+
+
+# ---- older and newer checkpoints
+
+
+def put(folder: Path, step: int, entry: dict[str, Any] | None) -> Path:
+    """Put another MoQ entry into a checkpoint, or none."""
+    path = folder / f"checkpoint-{step}" / "trainer_state.json"
+    state = json.loads(path.read_text(encoding="utf-8"))
+    state["stateful_callbacks"].pop("MoQCallback", None)
+    if entry is not None:
+        state["stateful_callbacks"]["MoQCallback"] = entry
+    path.write_text(json.dumps(state), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "case, config, restore",
+    [
+        ("nearest-moq-1", CONFIG, True),
+        ("nearest-stock-7", CONFIG, False),
+        ("stochastic-moq-7", STOCHASTIC, False),
+        ("blend-stock-7", BLEND, False),
+    ],
+)
+def test_a_checkpoint_of_0_1_0_resumes(case: str, config: Any, restore: bool, run: Path, tmp_path: Path) -> None:
+    """Its entries are as 0.1.0 wrote them in the same run, under the same transformers."""
+    step = int(case[-1])
+    whole = part(run, tmp_path / "whole", 16)
+    if config != CONFIG:
+        stock(whole, config, **{**SAVING, "save_steps": 7}).train()
+    folder = put(
+        part(run if config == CONFIG else whole, tmp_path / "old", step), step, json.loads(OLD.read_text())[case]
+    )
+    resumed = stock(tmp_path / "resumed", config, restore_callback_states_from_checkpoint=restore)
+    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+    assert_same(final(whole), weights(resumed))
+    assert trainer_state(resumed) == saved(whole, 16)["attributes"]["saved"]
+
+
+def saved(run: Path, step: int) -> dict[str, Any]:
+    state = json.loads((run / f"checkpoint-{step}" / "trainer_state.json").read_text(encoding="utf-8"))
+    entry: dict[str, Any] = state["stateful_callbacks"]["MoQCallback"]
+    return entry
+
+
+def spoiled(state: dict[str, Any], *path: Any, value: Any = None) -> dict[str, Any]:
+    """A copy with one value changed, or without it."""
+    copy = json.loads(json.dumps(state))
+    place = copy
+    for key in path[:-1]:
+        place = place[key]
+    if value is None:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return copy  # type: ignore[no-any-return]
+
+
+def test_a_state_of_a_newer_version_or_a_damaged_one_is_told(run: Path) -> None:
+    state = saved(run, 7)["attributes"]["saved"]
+    assert state["version"] == STATE_VERSION
+    block = "bert.encoder.layer.0"
+    for wrong, text in [
+        (spoiled(state, "version", value=99), "has version 99, written by moq_hf 0.1.0; .* or a newer one"),
+        (spoiled(state, "version", value="x"), "has version x"),
+        (spoiled(state, "schedule"), "is damaged: schedule is missing"),
+        (spoiled(state, "ratios", value=5), "ratios must be an object of keys, not 5"),
+        (
+            spoiled(state, "ratios", f"{block}.output.dense", value="Z!"),
+            r"ratios.bert.encoder.layer.0.output.dense must be 4 clipping ratios, letters from A to Q, not \"Z!\"",
+        ),
+        (spoiled(state, "history", value=[[1, 2]]), r"history.0 must be a list of 7, not \[1, 2\]"),
+        (spoiled(state, "schedule", "blocks", block, value=[1]), f"schedule.blocks.{block} must be a list of 3"),
+        (spoiled(state, "schedule", "steps", value=-1), "schedule.steps must be a whole number from 0, not -1"),
+        (
+            spoiled(state, "schedule", "blocks", block, 0, value=7),
+            f"schedule.blocks.{block}.0 must be a whole number from 3 to 6, not 7",
+        ),
+        (spoiled(state, "config", "quantize_bits", value=3), "(?s)damaged: config: .*quantize_bits"),
+        (spoiled(state, "schedule", "blocks", block), "another set of blocks"),
+    ]:
+        with pytest.raises(MoQError, match=text):
+            MoQController(new_model(), MoQConfig.from_dict(CONFIG), 16).load_state_dict(wrong)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_value_changed_by_hand_is_one_error_or_none(seed: int) -> None:
+    config = MoQConfig.from_dict(changed(eigenvalue=EIGENVALUES, quantize_schedule={"deadline": 0.75}))
+    controller = MoQController(new_model(), config, 16)
+    assert controller.sensitivity is not None
+    controller.sensitivity.samples.add({"input_ids": torch.ones(2, 3, dtype=torch.long)})
+    controller.sensitivity.eigenvalues = dict.fromkeys(controller.sensitivity.blocks, 1.0)
+    for _ in range(5):
+        controller.step()
+    state = json.loads(json.dumps(controller.state_dict()))
+    state["history"] = state["history"][-1:]
+    generator = random.Random(seed)
+    told = 0
+    for path in places(state):
+        wrong = spoiled(state, *path, value=generator.choice(WRONG))
+        try:
+            controller.load_state_dict(wrong)
+            controller.step()
+        except MoQError as error:
+            assert len(str(error)) < 1000
+            told += 1
+    print(f"{told} told")
+    assert told > 50
+    controller.load_state_dict(state)
+
+
+def test_an_entry_changed_by_hand_is_told(run: Path, tmp_path: Path) -> None:
+    entry = saved(run, 7)
+    for wrong, text in [
+        (5, r"stateful_callbacks.MoQCallback must be an object of keys, not 5"),
+        ({"args": {}}, r"stateful_callbacks.MoQCallback.attributes is missing"),
+        (spoiled(entry, "attributes", "saved"), r"MoQCallback.attributes.saved is missing"),
+        (spoiled(entry, "attributes", value=[1]), r"MoQCallback.attributes must be an object of keys, not \[1\]"),
+        (
+            spoiled(entry, "attributes", "saved", "schedule", "steps", value="x"),
+            r"saved.schedule.steps must be a whole",
+        ),
+        (spoiled(entry, "attributes", "saved", "config", "seed", value=-1), r"saved.config: .*seed: -1 is not legal"),
+    ]:
+        folder = put(part(run, tmp_path / "run", 7), 7, wrong)
+        for make in (stock, moq):
+            with pytest.raises(MoQError, match=f"trainer_state.json is damaged: .*{text}"):
+                make(tmp_path / "out").train(resume_from_checkpoint=str(folder / "checkpoint-7"))
+        shutil.rmtree(folder)
+
+
+# ---- other configs
+
+BEFORE, AFTER = 1, 5
+EIGENVALUES = {"enabled": True, "num_samples": 4, "max_overhead": 1.0}
+
+
+# At step 5 the run is at 5 bits; the drops to 4 and 3 come after steps 6 and 10. At step 1 nothing is quantized.
+@pytest.mark.parametrize(
+    "step, config, text",
+    [
+        (AFTER, changed(quantize_verbose=True, quantizer_kernel=False), ""),
+        (AFTER, changed(eigenvalue={"tol": 0.5, "verbose": True}), ""),
+        (AFTER, changed(activation_quantization={"bits": 7}), ""),
+        (AFTER, changed(fp16_mixed_quantize={"quantize_change_ratio": 0.5}), ""),
+        (AFTER, changed(seed=3), "seed: 0 -> 3"),
+        (AFTER, changed(quantize_algo={"scale_refresh": 9}), "quantize_algo.scale_refresh: 3 -> 9"),
+        (AFTER, changed(quantize_bits={"target_bits": 4}), "quantize_bits.target_bits: 3 -> 4"),
+        (AFTER, changed(quantize_bits={"target_bits": 2}), "quantize_bits.target_bits: 3 -> 2"),
+        (AFTER, changed(quantize_schedule={"deadline": 1.0}), "quantize_schedule.deadline: null -> 1.0"),
+        (BEFORE, changed(quantize_groups=8), "quantize_groups: 4 -> 8"),
+        (BEFORE, changed(modules_to_not_convert=["classifier", "bert.pooler.*"]), "modules_to_not_convert: null -> "),
+        (BEFORE, changed(quantize_bits={"start_bits": 8}), "quantize_bits.start_bits: 6 -> 8"),
+        (BEFORE, changed(quantize_algo={"q_type": "asymmetric"}), "q_type"),
+        (BEFORE, changed(eigenvalue=EIGENVALUES), "eigenvalue.enabled: false -> true"),
+        (BEFORE, changed(quantize_schedule={"schedule_offset": 4}), "quantize_schedule.schedule_offset: 2 -> 4"),
+    ],
+    ids=str,
+)
+def test_a_change_that_a_run_can_go_on_with_is_told(
+    step: int, config: Any, text: str, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = moq(tmp_path, config)
+    trainer.train(resume_from_checkpoint=str(run / f"checkpoint-{step}"))
+    told = [record.message for record in caplog.records if "goes on with another MoQ config" in record.message]
+    assert [text in line for line in told] == [True] * bool(text)
+    schedule = trainer_state(trainer)["schedule"]
+    expected = PrecisionSchedule(MoQConfig.from_dict(config), schedule["blocks"], 16)
+    values = {switch[1]: switch[6] for switch in trainer_state(trainer)["history"] if switch[6] is not None}
+    for _ in range(16):
+        expected.advance(values)
+    assert schedule["blocks"] == expected.state_dict()["blocks"] and schedule["steps"] == 16
+    if not text:
+        assert_same(weights(trainer), final(run))
+
+
+@pytest.mark.parametrize(
+    "step, config, text",
+    [
+        (AFTER, changed(quantize_groups=8), "quantize_groups: 4 -> 8, fixed from the offset on"),
+        (AFTER, changed(quantize_algo={"q_type": "asymmetric"}), 'q_type: "symmetric" -> "asymmetric", fixed'),
+        (AFTER, changed(quantize_algo={"rounding": "stochastic"}), "rounding: .*fixed"),
+        (AFTER, changed(quantize_algo={"scale": "absmax"}), "scale: .*fixed"),
+        (AFTER, changed(quantize_embeddings=8), "quantize_embeddings: null -> 8, fixed"),
+        (AFTER, changed(modules_to_not_convert=["classifier"]), "modules_to_not_convert: .*fixed"),
+        (AFTER, changed(fp16_mixed_quantize={"enabled": True}), "fp16_mixed_quantize.enabled: false -> true, fixed"),
+        (AFTER, changed(eigenvalue=EIGENVALUES), "eigenvalue.enabled: false -> true, fixed"),
+        (
+            AFTER,
+            changed(quantize_bits={"start_bits": 7}),
+            "start_bits: 6 -> 7: bert.encoder.layer.0 would have gone to 7 bits after step 2",
+        ),
+        (
+            AFTER,
+            changed(quantize_bits={"target_bits": 6}),
+            "target_bits: 3 -> 6: bert.encoder.layer.0 would not have gone to 5 bits after step 4",
+        ),
+        (
+            AFTER,
+            changed(quantize_schedule={"quantize_period": 1}),
+            "quantize_period: 2 -> 1: bert.encoder.layer.0 would have gone to 5 bits after step 3",
+        ),
+        (
+            AFTER,
+            changed(quantize_schedule={"schedule_offset": 6}),
+            "schedule_offset: 2 -> 6: bert.encoder.layer.0 would not have gone to 6 bits after step 2",
+        ),
+        (
+            BEFORE,
+            changed(quantize_schedule={"schedule_offset": 0}),
+            "schedule_offset: 2 -> 0: bert.encoder.layer.0 would have 6 bits by now",
+        ),
+        (
+            BEFORE,
+            changed(quantize_schedule={"schedule_offset": 1}),
+            "schedule_offset: 2 -> 1: bert.encoder.layer.0 would have gone to 6 bits after step 1",
+        ),
+    ],
+    ids=str,
+)
+def test_a_change_that_would_corrupt_a_run_is_refused(
+    step: int, config: Any, text: str, run: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(MoQError, match=f"another MoQ config, and after its {step} steps .*{text}.* start a new run"):
+        moq(tmp_path, config).train(resume_from_checkpoint=str(run / f"checkpoint-{step}"))
+
+
+@pytest.mark.parametrize(
+    "section, change",
+    [
+        ("eigenvalue", {"max_iter": 50}),
+        ("eigenvalue", {"tol": 0.5}),
+        ("eigenvalue", {"stability": 1e-5}),
+        ("eigenvalue", {"gas_boundary_resolution": 2}),
+        ("eigenvalue", {"method": "power"}),
+        ("eigenvalue", {"max_overhead": 0.5}),
+        ("eigenvalue", {"num_samples": 8}),
+        ("eigenvalue", {"finite_difference": True}),
+        ("distillation", {"teacher": "org/other"}),
+        ("distillation", {"logits": 0.5}),
+        ("distillation", {"hidden": 0.5}),
+        ("distillation", {"labels": 0.5}),
+    ],
+    ids=str,
+)
+def test_what_counts_for_later_steps_alone_may_change_after_the_offset(section: str, change: dict[str, Any]) -> None:
+    sections: dict[str, Any] = {"eigenvalue": {"enabled": True}, "distillation": {"teacher": "org/name"}}
+    saved_config = MoQConfig.from_dict(changed(**sections))
+    now = MoQConfig.from_dict(changed(**{**sections, section: {**sections[section], **change}}))
+    told = changes(saved_config, now)
+    assert [*told] == [f"{section}.{key}" for key in change]
+    one, made = PrecisionSchedule(saved_config, ["a", "b"], 16), PrecisionSchedule(now, ["a", "b"], 16)
+    for _ in range(AFTER):
+        one.advance({})
+    load_schedule(made, {"schedule": one.state_dict(), "history": []}, told)
+    assert made.state_dict() == one.state_dict() and set(made.bits.values()) == {5}
+
+
+def test_a_changed_schedule_goes_by_the_eigenvalues_that_were_measured(tmp_path: Path) -> None:
+    config = MoQConfig.from_dict(changed(quantize_bits={"start_bits": 8}, eigenvalue={"enabled": True}))
+    later = MoQConfig.from_dict(
+        changed(quantize_bits={"start_bits": 8, "target_bits": 2}, eigenvalue={"enabled": True})
+    )
+    values = {"a": 1.0, "b": 0.6, "c": 0.0}
+    for steps in (1, 2, 9, 30, 200):
+        one, expected = (PrecisionSchedule(c, values, 10_000) for c in (config, later))
+        history = [list(switch) for _ in range(steps) for switch in one.advance(values)]
+        for _ in range(steps):
+            expected.advance(values)
+        state = {"schedule": one.state_dict(), "history": history}
+        made = PrecisionSchedule(later, values, 10_000)
+        if expected.bits != one.bits:
+            with pytest.raises(MoQError, match="c would have gone to 2 bits"):
+                load_schedule(made, state, changes(config, later))
+            continue
+        load_schedule(made, state, changes(config, later))
+        assert made.state_dict() == expected.state_dict()
+    assert steps == 200 and expected.bits != one.bits
+
+
+# ---- with MoQ and without
+
+
+def test_a_run_that_goes_on_in_float_says_so(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = str(run / "checkpoint-7")
+    stock(tmp_path / "off", {**CONFIG, "enabled": False}).train(resume_from_checkpoint=checkpoint)
+    assert "the checkpoint at step 7 was made with MoQ, and the config says enabled: false" in caplog.text
+    caplog.clear()
+    moq(tmp_path / "none", None).train(resume_from_checkpoint=checkpoint)
+    assert "made with MoQ; without moq_config the run goes on in float" in caplog.text
+
+
+def test_a_state_from_before_steps_without_moq_is_told(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = Trainer(new_model(), arguments(tmp_path, **SAVING), train_dataset=rows(), callbacks=[Stop(9)])
+    plain.train(resume_from_checkpoint=str(run / "checkpoint-7"))
+    # A stock Trainer passes on what it does not know.
+    assert saved(tmp_path, 9) == saved(run, 7)
+    trainer = stock(tmp_path)
+    trainer.train(resume_from_checkpoint=True)
+    assert "the checkpoint at step 9 was trained without MoQ after step 7: its schedule goes on as" in caplog.text
+    assert trainer_state(trainer)["schedule"]["steps"] == 14
+
+
+def test_a_checkpoint_made_without_moq_says_when_quantization_begins(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = part(run, tmp_path, 4)
+    put(folder, 4, None)
+    trainer = stock(folder)
+    trainer.train(resume_from_checkpoint=True)
+    lines = [r.message for r in caplog.records if r.levelno == logging.WARNING and "without MoQ" in r.message]
+    assert lines == [
+        "moq_hf: the checkpoint at step 4 was made without MoQ: its schedule starts now, with quantization after step 6"
+    ]
+    assert trainer_state(trainer)["schedule"]["steps"] == 12
+
+
+def test_a_finished_float_run_has_no_step_left_for_moq(run: Path, tmp_path: Path) -> None:
+    folder = put(part(run, tmp_path, 16), 16, None)
+    for config in (CONFIG, changed(quantize_schedule={"quantize_period": "auto"})):
+        with pytest.raises(
+            MoQError, match=r"is at its last step, 16 of 16, and was made without .* more than 18 steps"
+        ):
+            stock(tmp_path, config).train(resume_from_checkpoint=str(folder / "checkpoint-16"))
+    with pytest.raises(
+        MoQError, match=r"is at step 15 of 16, and was made without .* schedule_offset 2 .* than 17 steps"
+    ):
+        put(folder, 15, None)
+        stock(tmp_path).train(resume_from_checkpoint=str(folder / "checkpoint-15"))
+
+
+def test_without_checkpoints_the_saved_state_is_that_of_the_end(tmp_path: Path) -> None:
+    for make in (stock, moq):
+        trainer = make(tmp_path / make.__name__)
+        trainer.train()
+        trainer.save_state()
+        state = json.loads((tmp_path / make.__name__ / "trainer_state.json").read_text(encoding="utf-8"))
+        attributes = state["stateful_callbacks"]["MoQCallback"]["attributes"]
+        assert attributes["saved"] == trainer_state(trainer) and attributes["saved_at"] == 16
+
+
+def test_checkpoints_go_from_one_trainer_to_the_other(tmp_path: Path) -> None:
+    """With eigenvalues, for which the stock Trainer's callback listens to the model and the MoQTrainer's does not."""
+    config = changed(eigenvalue=EIGENVALUES)
+    whole = moq(tmp_path / "whole", config)
+    whole.train()
+    settings = {**SAVING, "restore_callback_states_from_checkpoint": True}
+    for one, other in ((moq, stock), (stock, moq)):
+        folder = tmp_path / one.__name__
+        one(folder, config, [Stop(5)], **settings).train()
+        resumed = other(folder, config, **settings)
+        resumed.train(resume_from_checkpoint=True)
+        assert_same(weights(whole), weights(resumed))
+        (callback,) = (c for c in resumed.callback_handler.callbacks if isinstance(c, MoQCallback))
+        assert isinstance(callback.host, MoQHost) == (other is moq)
+        assert (folder / "quantized").exists()

@@ -1,0 +1,576 @@
+import copy
+import json
+import logging
+import math
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given
+from hypothesis import strategies as st
+from repo import GOLDEN
+from tiny_runs import CONFIG, Stop, arguments, assert_same, callback_of, moq, new_model, rows, stock, trained, weights
+from torch import Tensor, nn
+from transformers import BertForSequenceClassification, Trainer, TrainerCallback
+
+from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, PrecisionSchedule
+from moq_hf.config import EigenvalueConfig, ScheduleConfig
+from moq_hf.eigen import Eigenvalue, block_eigenvalues
+from moq_hf.model.inventory import Inventory
+from moq_hf.training import sensitivity as module
+from moq_hf.training.controller import MoQController
+from moq_hf.training.measuring import measuring
+from moq_hf.training.samples import KEPT_BYTES, Samples
+from moq_hf.training.sensitivity import MIN_ROWS, Sensitivity
+
+# Runs of tests are so short that one measurement is more than any sensible share of them.
+EIGEN = {**CONFIG, "eigenvalue": {"enabled": True, "max_overhead": 1.0, "num_samples": 12}}
+
+
+class Blocks(nn.Module):
+    """Three blocks of one linear layer each, and a head; the loss has curvature in all of them."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return (self.head(x).flatten() - labels).square().mean(), x
+
+
+def batch(size: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(size, 4, generator=generator), "labels": torch.randn(size, generator=generator)}
+
+
+def config(start: int = 8, target: int = 4, period: int = 2, offset: int = 0, **eigenvalue: Any) -> MoQConfig:
+    return MoQConfig(
+        start_bits=start,
+        target_bits=target,
+        schedule=ScheduleConfig(period, offset),
+        eigenvalue=EigenvalueConfig(enabled=True, **eigenvalue),
+    )
+
+
+def controller(**more: Any) -> MoQController:
+    made = MoQController(Blocks(), config(**more))
+    assert made.sensitivity is not None
+    made.sensitivity.plan(1000, 8)
+    return made
+
+
+def run(made: MoQController, steps: int, size: int = 8) -> list[tuple[int, str, int, int]]:
+    for step in range(steps):
+        made.sensitivity.samples.add(batch(size, step))  # type: ignore[union-attr]
+        made.step(made.measure())
+    return [(s.step, s.block, s.bits, s.factor) for s in made.history]
+
+
+# ---- when it measures
+
+
+class Table:
+    """Stands for measuring: the eigenvalues of each step are given."""
+
+    def __init__(self, values: list[dict[str, float]], names: list[str], resolution: int = 1) -> None:
+        self.table = values
+        self.asked: list[int] = []
+        self.sensitivity = Sensitivity.__new__(Sensitivity)
+        self.sensitivity.config = EigenvalueConfig(enabled=True, gas_boundary_resolution=resolution)
+        self.sensitivity.blocks = {name: [] for name in names}
+        self.sensitivity.values = {}
+
+    def before(self, schedule: PrecisionSchedule) -> dict[str, float]:
+        if self.sensitivity.is_due(schedule):
+            self.asked.append(schedule.steps + 1)
+            self.sensitivity.values = self.table[schedule.steps]
+        return self.sensitivity.values
+
+
+def test_measuring_when_due_gives_the_recorded_trajectory() -> None:
+    golden = json.loads((GOLDEN / "schedule_12to8_p10_ev8.json").read_text())
+    columns = {k: p for k, p in enumerate(golden["traj_params"]) if not p.endswith(".bias")}
+    layers = {p["name"]: p["layer"] for p in golden["params"]}
+    measured = [name for name in columns.values() if layers[name] is not None]
+    values = [{name: ev[layers[name]] for name in measured} for ev in golden["ev"]]
+    bits = golden["config"]
+    plan = MoQConfig(
+        start_bits=bits["start_bits"], target_bits=bits["target_bits"], schedule=ScheduleConfig(bits["period"], 0)
+    )
+    schedule, table = PrecisionSchedule(plan, columns.values()), Table(values, measured)
+    for expected in golden["trajectory"]:
+        schedule.advance(table.before(schedule))
+        for k, name in columns.items():
+            assert [schedule.bits[name], schedule.period[name]] == expected[k]
+    switching = {s for s in table.asked}
+    assert 4 <= len(switching) < golden["n_steps"] / 4
+
+
+tables = st.lists(st.fixed_dictionaries(dict.fromkeys("abc", st.floats(0, 1))), min_size=1, max_size=80)
+
+
+@given(st.integers(1, 12), st.integers(0, 4), st.integers(1, 9), st.integers(0, 5), tables)
+def test_measuring_when_due_is_measuring_at_every_step(
+    target: int, more: int, period: int, offset: int, values: list[dict[str, float]]
+) -> None:
+    plan = config(target + more, target, period, offset)
+    lazy, eager, table = PrecisionSchedule(plan, "abcd"), PrecisionSchedule(plan, "abcd"), Table(values, list("abc"))
+    for step in values:
+        switches = lazy.advance(table.before(lazy))
+        assert switches == eager.advance(step)
+        dropped = any(s.block != "d" and s.before != 32 for s in switches)
+        assert (lazy.steps in table.asked) == dropped
+
+
+@given(st.integers(1, 7), st.integers(1, 9), st.integers(0, 5), tables)
+def test_with_a_resolution_the_last_multiple_before_a_drop_counts(
+    resolution: int, period: int, offset: int, values: list[dict[str, float]]
+) -> None:
+    plan = config(8, 4, period, offset)
+    schedule, table = PrecisionSchedule(plan, "abc"), Table(values, list("abc"), resolution)
+    first = None
+    for number in range(1, len(values) + 1):
+        switches = [s for s in schedule.advance(table.before(schedule)) if s.before != 32]
+        if switches:
+            first = first or number
+            last = number // resolution * resolution
+            at = max(last, first) if last < first and last not in table.asked else last
+            assert {s.block: s.eigenvalue for s in switches} == {s.block: values[at - 1][s.block] for s in switches}
+    assert all(step % resolution == 0 or step == first for step in table.asked)
+
+
+def test_nothing_is_measured_for_blocks_outside_the_list() -> None:
+    made = controller(layer_num=1, period=1, target=7)
+    assert list(made.sensitivity.blocks) == ["layers.0"]  # type: ignore[union-attr]
+    assert {(block, factor) for _, block, _, factor in run(made, 3)} == {
+        ("layers.0", 5),
+        ("layers.1", 1),
+        ("layers.2", 1),
+    }
+
+
+# ---- the budget
+
+
+def test_the_budget_makes_a_value_last_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    told = []
+    for share in (1.0, 0.05):
+        made = controller(period=1, target=5, num_samples=8, max_overhead=share)
+        made.sensitivity.plan(1000, 400)  # type: ignore[union-attr]
+        steps = {step for step, *_ in run(made, 40)}
+        told.append([r.message for r in caplog.records if "used again" in r.message])
+        caplog.clear()
+    assert not told[0]
+    assert len(told[1]) == len(steps) - 1 >= 3
+    assert all(re.fullmatch(r"step \d+: eigenvalues of step 1 used again, .* max_overhead 0.05", m) for m in told[1])
+
+
+def test_a_small_budget_takes_fewer_examples() -> None:
+    counts = []
+    for share in (1.0, 0.4, 0.001):
+        made = controller(num_samples=64, max_overhead=share)
+        sensitivity = made.sensitivity
+        assert sensitivity is not None
+        sensitivity.plan(100, 8)
+        counts.append(int(re.search(r"over up to (\d+) examples", sensitivity.summary())[1]))  # type: ignore[index]
+    assert 64 >= counts[0] > counts[1] > counts[2] == MIN_ROWS
+
+
+def test_the_share_that_was_taken_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    sensitivity = controller().sensitivity
+    assert sensitivity is not None
+    sensitivity.seconds = 1.0
+    sensitivity.report(100.0)
+    sensitivity.report(10.0)
+    assert [r.levelname for r in caplog.records] == ["INFO", "WARNING"]
+    assert "0.100 of the run's time, more than max_overhead 0.05" in caplog.records[1].message
+
+
+# ---- values
+
+
+def results(*values: float) -> dict[str, Eigenvalue]:
+    return {f"layers.{k}": Eigenvalue(v, True, "tolerance", 6) for k, v in enumerate(values)}
+
+
+def test_values_are_those_of_the_mean_loss_at_the_quantized_weights() -> None:
+    made = controller(start=3, target=2, period=1, num_samples=20, max_overhead=1.0)
+    sensitivity = made.sensitivity
+    assert sensitivity is not None
+    for seed in (0, 1, 2):
+        sensitivity.samples.add(batch(8, seed))
+    every = {k: torch.cat([batch(8, seed)[k] for seed in (0, 1, 2)]) for k in ("x", "labels")}
+    latest = {k: torch.cat([v[8:], v[:4]]) for k, v in every.items()}
+    with measuring(made.model, Inventory.of(made.model).layer_blocks()) as blocks:
+        truth = block_eigenvalues(lambda: made.model(**latest)[0], blocks, tol=1e-5)
+    values = made.measure()
+    assert values is not None and max(values.values()) == 1.0
+    for name, value in sensitivity.eigenvalues.items():
+        assert value == pytest.approx(abs(truth[name].value), rel=1e-2)
+
+
+def test_what_is_not_finite_is_replaced_and_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = controller(period=1, max_overhead=1.0)
+    answers = iter([results(4.0, math.nan, -1.0), results(4.0, math.nan, 2.0), results(*[math.nan] * 3)])
+    monkeypatch.setattr(Sensitivity, "_measure", lambda self, *args: next(answers))
+    seen = []
+    for _ in range(3):
+        made.sensitivity.samples.add(batch(4))  # type: ignore[union-attr]
+        made.sensitivity.update(made.schedule)  # type: ignore[union-attr]
+        seen.append(list(made.sensitivity.values.values()))  # type: ignore[union-attr]
+        made.schedule.steps += 400
+    assert seen == [[1.0, 1.0, 0.25], [1.0, 1.0, 0.5], [1.0, 1.0, 1.0]]
+    told = [r.message for r in caplog.records if "not finite" in r.message]
+    assert len(told) == 2 and "eigenvalue of layers.1 is not finite" in told[0]
+    assert "of layers.0, layers.2 is not finite" in told[1]
+
+
+def test_what_did_not_converge_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    run(controller(period=1, max_iter=1, max_overhead=1.0), 8)
+    told = [r.message for r in caplog.records if "not within tol after max_iter 1 products" in r.message]
+    assert len(told) == 1 and "layers.0, layers.1, layers.2" in told[0]
+
+
+def test_a_kernel_without_a_second_derivative_stops_the_run() -> None:
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.tanh()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return (1 - ctx.saved_tensors[0].detach().tanh() ** 2) * grad
+
+    class Fused(Blocks):
+        def forward(self, x: Tensor, labels: Tensor) -> Any:
+            for layer in self.layers:
+                x = Once.apply(layer(x))
+            return (self.head(x).flatten() - labels).square().mean(), x
+
+    for difference in (False, True):
+        made = MoQController(Fused(), config(period=1, finite_difference=difference))
+        if difference:
+            assert run(made, 2)
+        else:
+            with pytest.raises(MoQError, match=r"no right second derivative.*eigenvalue.finite_difference"):
+                run(made, 2)
+
+
+def test_a_loss_with_kinks_is_measured_and_its_differences_are_refused() -> None:
+    class Relu(Blocks):
+        """Weights so large that differences of gradients cross kinks."""
+
+        def forward(self, x: Tensor, labels: Tensor) -> Any:
+            x = x.repeat(1, 64)
+            for layer in self.layers:
+                x = layer(x).relu()
+            return (self.head(x).flatten() - labels).square().mean(), x
+
+    def wide(**more: Any) -> MoQController:
+        model = Relu()
+        model.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+        model.head = nn.Linear(256, 1)
+        with torch.no_grad():
+            model.layers[0].bias.copy_(-model.layers[0](batch(8)["x"][:1].repeat(1, 64))[0])
+        return MoQController(model, config(period=1, **more))
+
+    assert run(wide(), 2)
+    with pytest.raises(MoQError, match=r"not smooth .*take second derivatives"):
+        run(wide(finite_difference=True), 2)
+
+
+def test_each_measurement_takes_as_many_examples_as_there_are(caplog: pytest.LogCaptureFixture) -> None:
+    made = controller(period=1, num_samples=32, max_overhead=1.0, verbose=True)
+    caplog.set_level(logging.INFO)
+    made.sensitivity.plan(1000, 10_000)  # type: ignore[union-attr]
+    for step in range(20):
+        made.sensitivity.samples.add(batch(1 if step == 0 else 8, step))  # type: ignore[union-attr]
+        made.step(made.measure())
+    found = [
+        int(re.search(r"over (\d+) examples, \d+ products", r.message)[1])  # type: ignore[index]
+        for r in caplog.records
+        if "products" in r.message
+    ]
+    assert found[0] == 1 and found[-1] == 32
+    assert len([r for r in caplog.records if "where 32 were wanted" in r.message]) == 1
+
+
+def test_double_precision_models() -> None:
+    made = MoQController(Blocks().double(), config(period=1))
+    for step in range(2):
+        inputs = {name: tensor.double() for name, tensor in batch(8, step).items()}
+        made.sensitivity.samples.add(inputs)  # type: ignore[union-attr]
+        made.step(made.measure())
+    assert max(s.factor for s in made.history) == 5
+
+
+# ---- the examples
+
+
+def test_the_latest_examples_are_kept() -> None:
+    samples = Samples(10, across_steps=True)
+    for seed in range(5):
+        samples.add(batch(4, seed))
+    found = samples.batches(10)
+    assert [len(b["x"]) for b in found] == [4, 4, 2]
+    assert torch.equal(found[0]["x"], batch(4, 4)["x"]) and torch.equal(found[2]["x"], batch(4, 2)["x"][:2])
+    samples.end_step()
+    again = Samples(10, across_steps=True)
+    again.load_state_dict(json.loads(json.dumps(samples.state_dict())), torch.device("cpu"))
+    for one, two in zip(found, again.batches(10), strict=True):
+        assert all(torch.equal(one[k], two[k]) for k in one)
+    big = Samples(100, across_steps=True)
+    big.add(batch(40))
+    assert [len(b["x"]) for b in big.batches(100)] == [16, 16, 8]
+
+
+def test_what_is_too_large_or_cannot_be_cut_lasts_one_step() -> None:
+    per_row = 4 * 4 + 4
+    samples = Samples(10**6, across_steps=True)
+    samples.add(batch(KEPT_BYTES // per_row // 2))
+    samples.add(batch(KEPT_BYTES // per_row // 3))
+    samples.add(batch(KEPT_BYTES // per_row // 3))
+    samples.end_step()
+    assert len(samples._batches) == 2
+    whole = {"x": torch.zeros(8, 4), "scale": torch.tensor(2.0)}
+    samples = Samples(4, across_steps=True)
+    samples.add(whole)
+    assert [len(b["x"]) for b in samples.batches(2)] == [8]
+    samples.end_step()
+    assert not samples.batches(2)
+    large = {"x": torch.zeros(40, 4), "names": ["a"] * 40}
+    samples.add(large)
+    assert [len(b["x"]) for b in samples.batches(4)] == [40]
+    view = Samples(4, across_steps=True)
+    view.add({"x": torch.randn(100_000)[:4]})
+    assert len(view.state_dict()) < 10_000
+    alone = Samples(4, across_steps=False)
+    alone.add(batch(2))
+    alone.end_step()
+    assert not alone.batches(4)
+
+
+# ---- in training
+
+
+def factors(trainer: Any) -> list[tuple[Any, ...]]:
+    return [tuple(s) for s in callback_of(trainer).controller.history]  # type: ignore[union-attr]
+
+
+def test_sensitive_blocks_drop_later(tmp_path: Path) -> None:
+    trainer = trained(stock(tmp_path, EIGEN))
+    first = [s for s in callback_of(trainer).controller.history if s.before == 6]  # type: ignore[union-attr]
+    by_block = {s.block: s for s in first}
+    assert by_block["bert.pooler.dense"].factor == 1 and by_block["bert.pooler.dense"].eigenvalue is None
+    layers = [by_block[f"bert.encoder.layer.{k}"] for k in range(2)]
+    assert max(s.factor for s in layers) == 5 and max(s.eigenvalue for s in layers) == 1.0
+    assert all(s.factor == 1 + math.floor(4 * s.eigenvalue) and s.period == 4 * s.factor for s in layers)
+    logged = [entry for entry in trainer.state.log_history if "moq/eigenvalue/bert.encoder.layer.0" in entry]
+    assert logged and logged[0]["moq/eigenvalue/bert.encoder.layer.1"] == layers[1].eigenvalue
+
+
+@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 3}])
+def test_the_callback_measures_what_moq_trainer_measures(
+    tmp_path: Path, more: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The stock Trainer would multiply the gradients by the accumulation steps.
+    monkeypatch.setattr(BertForSequenceClassification, "accepts_loss_kwargs", False, raising=False)
+    one, two = trained(stock(tmp_path, EIGEN, **more)), trained(moq(tmp_path, EIGEN, **more))
+    assert factors(one) == factors(two)
+    assert_same(weights(one), weights(two))
+
+
+def test_measuring_changes_nothing_but_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = trained(stock(tmp_path, CONFIG))
+    monkeypatch.setattr(module, "normalize", lambda values: dict.fromkeys(values, 0.0))
+    for make in (stock, moq):
+        measured = trained(make(tmp_path, EIGEN))
+        assert callback_of(measured).controller.sensitivity.seconds > 0  # type: ignore[union-attr]
+        assert_same(weights(plain), weights(measured))
+        assert plain.optimizer.state_dict()["state"][0]["step"] == measured.optimizer.state_dict()["state"][0]["step"]
+
+
+@pytest.mark.parametrize("make", [stock, moq])
+@pytest.mark.parametrize("at", [3, 4, 7])
+def test_a_resumed_run_measures_the_same(make: Any, at: int, tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    whole = trained(make(tmp_path / "whole", EIGEN, **settings))
+    make(tmp_path / "cut", EIGEN, callbacks=[Stop(at)], **settings).train()
+    resumed = make(tmp_path / "cut", EIGEN, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert factors(resumed) == factors(whole)
+    assert_same(weights(resumed), weights(whole))
+
+
+@pytest.mark.parametrize("more", [{"bf16": True}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}])
+@pytest.mark.parametrize("make", [stock, moq])
+def test_other_ways_of_training(make: Any, more: Any, tmp_path: Path) -> None:
+    trainer = trained(make(tmp_path, EIGEN, **more))
+    assert max(s.factor for s in callback_of(trainer).controller.history) == 5  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_activations(tmp_path: Path, use_reentrant: bool) -> None:
+    more = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+    assert factors(trained(stock(tmp_path, EIGEN, **more))) == factors(trained(stock(tmp_path, EIGEN)))
+
+
+def smooth(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+    loss = nn.functional.cross_entropy(outputs.logits, labels, label_smoothing=0.3, reduction="sum")
+    return loss / num_items_in_batch
+
+
+def build(folder: Path, cls: Any, callbacks: Any, compute_loss_func: Any = None, **more: Any) -> Any:
+    return cls(
+        new_model(),
+        arguments(folder, **more),
+        train_dataset=rows(),
+        callbacks=callbacks,
+        compute_loss_func=compute_loss_func,
+    )
+
+
+def test_a_loss_that_the_trainer_computes(tmp_path: Path) -> None:
+    for more in ({"label_smoothing_factor": 0.1}, {"compute_loss_func": smooth}):
+        with pytest.raises(MoQError, match="use MoQTrainer, or give MoQCallback the function"):
+            build(tmp_path, Trainer, [MoQCallback(EIGEN)], **more).train()
+
+    def loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        raise AssertionError("the labels are not seen by the model")
+
+    own = trained(build(tmp_path, MoQTrainer, [MoQCallback(EIGEN)], compute_loss_func=smooth))
+    assert max(f[5] for f in factors(own)) == 5
+    trained(build(tmp_path, MoQTrainer, [MoQCallback(EIGEN)], label_smoothing_factor=0.1))
+    with pytest.raises(AssertionError, match="labels are not seen"):
+        build(tmp_path, Trainer, [MoQCallback(EIGEN, loss=loss)], compute_loss_func=smooth).train()
+
+    def pooled(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        assert "labels" not in inputs and not model.training
+        return model(**inputs).logits.square().mean()
+
+    given = trained(build(tmp_path, Trainer, [MoQCallback(EIGEN, loss=pooled)], compute_loss_func=smooth))
+    assert max(f[5] for f in factors(given)) == 5
+
+
+def test_one_callback_in_two_trainers(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Named(MoQTrainer):
+        name = ""
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(self.name)
+            return super().compute_loss(*args, **kwargs)
+
+    callback = MoQCallback(EIGEN)
+    for name in ("first", "second"):
+        calls.clear()
+        trainer = build(tmp_path, Named, [callback])
+        trainer.name = name
+        trainer.train()
+        assert set(calls) == {name}
+    assert max(f[5] for f in factors(trained(build(tmp_path, Trainer, [callback])))) == 5
+
+
+def test_an_interrupted_run_does_not_disturb_the_next(tmp_path: Path) -> None:
+    class Interrupt(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            copies.append(copy.deepcopy(model))
+            copies.append(pickle.loads(pickle.dumps(model)))
+            if state.global_step == 1:
+                raise KeyboardInterrupt
+
+    copies: list[Any] = []
+    trainer = build(tmp_path, Trainer, [MoQCallback(EIGEN), Interrupt()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    seen = list(callback_of(trainer).controller.sensitivity.samples._batches)  # type: ignore[union-attr]
+    for model in copies:
+        model.train()(input_ids=torch.ones(1, 4, dtype=torch.long))
+    with torch.no_grad():
+        trainer.model.train()(input_ids=torch.ones(1, 4, dtype=torch.long))
+    after = callback_of(trainer).controller.sensitivity.samples._batches  # type: ignore[union-attr]
+    assert [id(b) for b in after] == [id(b) for b in seen]
+    trainer.model.train()(input_ids=torch.ones(1, 4, dtype=torch.long))
+
+
+def test_a_resumed_run_may_measure_otherwise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """How many examples to take is asked at the first measurement, here after step 4; 0 is to ask again at the next."""
+    settings = {"save_strategy": "steps", "save_steps": 5}
+    moq(tmp_path, EIGEN, callbacks=[Stop(5)], **settings).train()
+    checkpoint = str(tmp_path / "checkpoint-5")
+    for change, asked, told in [({"verbose": True}, 8, ""), ({"num_samples": 4}, 0, "eigenvalue.num_samples: 12 -> 4")]:
+        caplog.clear()
+        trainer = moq(tmp_path, {**EIGEN, "eigenvalue": {**EIGEN["eigenvalue"], **change}})
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert ("goes on with another MoQ config" in caplog.text) == bool(told) and told in caplog.text
+        assert trainer.moq.controller.sensitivity.state_dict()["rows"] == asked  # type: ignore[union-attr]
+
+
+def test_a_given_loss_is_not_lost_in_silence(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 3, "restore_callback_states_from_checkpoint": True}
+
+    def loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        return model(**inputs).loss
+
+    build(tmp_path, Trainer, [MoQCallback(EIGEN, loss=loss), Stop(3)], **settings).train()
+    with pytest.raises(MoQError, match="lacks the loss that was given"):
+        build(tmp_path, Trainer, [MoQCallback(EIGEN, loss=loss)], **settings).train(resume_from_checkpoint=True)
+
+
+def test_wrong_layer_names_are_told_before_training(tmp_path: Path) -> None:
+    wrong = {**EIGEN, "eigenvalue": {**EIGEN["eigenvalue"], "layer_name": "bert.encoder.layers"}}
+    with pytest.raises(MoQError, match=r"has: bert.encoder.layer \(2\)"):
+        stock(tmp_path, wrong)
+
+
+# ---- several processes
+
+
+def one_rank(rank: int, folder: str, rows_per_step: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    made = controller(period=1, num_samples=32, max_overhead=1.0)
+    made.sensitivity.plan(1000, rows_per_step)  # type: ignore[union-attr]
+    for step in range(4):
+        made.sensitivity.samples.add(batch(4 + 4 * rank, 10 * step + rank))  # type: ignore[union-attr]
+        made.step(made.measure())
+    state = made.sensitivity.state_dict()  # type: ignore[union-attr]
+    Path(folder, f"rank{rank}.json").write_text(json.dumps([made.history, state]))
+    dist.destroy_process_group()
+
+
+# At 110 a step the second measurement fits the budget of the rank with the smaller batch, not that of the other.
+@pytest.mark.parametrize("rows_per_step", [8, 110, 10_000])
+def test_ranks_agree_on_the_mean(tmp_path: Path, rows_per_step: float) -> None:
+    mp.spawn(one_rank, (str(tmp_path), rows_per_step), nprocs=2)
+    (history, state), (other_history, other_state) = (
+        json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)
+    )
+    assert history == other_history and len(history) >= 3
+    assert state == other_state
+    # By hand: each rank's own value over its own data, at the weights of the first step.
+    alone = []
+    for rank in (0, 1):
+        made = controller(period=1, num_samples=32)
+        made.sensitivity.samples.add(batch(4 + 4 * rank, rank))  # type: ignore[union-attr]
+        made.measure()
+        alone.append(made.sensitivity.eigenvalues)  # type: ignore[union-attr]
+    means = {name: (alone[0][name] + alone[1][name]) / 2 for name in alone[0]}
+    largest = max(means.values())
+    for switch in history[:3]:
+        assert switch[6] == pytest.approx(means[switch[1]] / largest, rel=1e-5)
