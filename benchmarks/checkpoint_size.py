@@ -8,24 +8,19 @@ and at 8 bits. Sizes do not depend on the values. Each file is verified, loaded 
 """
 
 import argparse
-import json
-import platform
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import compressed_tensors
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig
+from classifiers import classifier, config_of
+from environment import environment, write
+from transformers import BertConfig
 
-import moq_hf
 from moq_hf import MoQConfig, quantize_model, save_quantized, verify_quantized
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import block_of
 
-MINILM = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
 MIXED = (8, 6, 5, 4, 3, 2)
 
 
@@ -84,7 +79,7 @@ def main() -> None:
     torch.manual_seed(0)
     name = args.model_name_or_path
     models = {
-        name or "random MiniLM": AutoConfig.from_pretrained(name) if name else MINILM,
+        name or "random MiniLM": config_of(name),
         "random BERT-base": BertConfig(num_hidden_layers=args.base_layers, vocab_size=args.base_vocabulary),
     }
     results = []
@@ -93,11 +88,7 @@ def main() -> None:
             for embeddings in (None, 8):
                 with tempfile.TemporaryDirectory() as folder:
                     # Loaded from files where there are some: a result must not depend on the case before.
-                    model = (
-                        AutoModelForSequenceClassification.from_pretrained(title)
-                        if title == name
-                        else AutoModelForSequenceClassification.from_config(config)
-                    )
+                    model = classifier(name if title == name else None, config)
                     model.save_pretrained(Path(folder, "float"))
                     before = Path(folder, "float", "model.safetensors").stat().st_size
                     result = measure(model, bits, embeddings, before, Path(folder, "packed"))
@@ -110,20 +101,7 @@ def main() -> None:
                     f"logits {'equal' if result['logits_equal'] else 'DIFFER'}",
                     flush=True,
                 )
-    words = ["MODEL" if word == name else word for word in sys.argv[1:]]
-    document = {
-        "command": " ".join(["python", "benchmarks/checkpoint_size.py", *words]),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "compressed_tensors": compressed_tensors.__version__,
-            "moq_hf": moq_hf.__version__,
-        },
-        "results": results,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write({**environment("compressed_tensors"), "results": results}, args.out)
 
 
 if __name__ == "__main__":

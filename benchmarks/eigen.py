@@ -17,10 +17,8 @@ The model trains on batches of 16 rows of 64 tokens with AdamW at 5e-5, its weig
 import argparse
 import json
 import math
-import platform
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -28,10 +26,10 @@ from typing import Any
 
 import torch
 import transformers
+from environment import environment, write
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
-import moq_hf
 from moq_hf import block_eigenvalues, eigen, quantize_model
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "eigen_h16_init"
@@ -313,18 +311,8 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
 
     def keep(part: str, result: Any) -> None:
-        document[part] = {
-            "command": " ".join(["python", "benchmarks/eigen.py", *sys.argv[1:]]),
-            "machine": {"processor": platform.processor() or platform.machine(), "threads": args.threads},
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "moq_hf": moq_hf.__version__,
-            },
-            "results": result,
-        }
-        args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        document[part] = {**environment(), "results": result}
+        write(document, args.out)
         print(f"{part}: written to {args.out}", flush=True)
 
     if "golden" in parts:

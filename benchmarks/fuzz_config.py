@@ -28,7 +28,8 @@ from torch import nn
 from moq_hf import MoQConfig, MoQConfigError, MoQError, PrecisionSchedule, plan, quantize_model
 
 SECONDS = 10.0
-FILES = sorted((Path(__file__).parents[1] / "configs").glob("*.json"))
+CONFIGS = Path(__file__).parents[1] / "configs"
+FILES = sorted({*CONFIGS.glob("*.json")} - {*CONFIGS.glob("*.schema.json")})
 AROUND = {"train_batch_size": 8, "fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 FULL = MoQConfig.from_dict({"quantize_bits": {"start_bits": 8, "target_bits": 3}}).to_dict()
 VALUES: list[Any] = [

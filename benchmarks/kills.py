@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -28,6 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import elsewhere  # noqa: F401 - scripts/
 import torch
 from safetensors.torch import load_file
 from transformers import (
@@ -44,7 +44,6 @@ from moq_hf import MoQCallback, MoQTrainer, last_checkpoint
 from moq_hf.training.checkpoints import checkpoints, fault_of
 
 STEPS = 40
-SCRIPTS = Path(__file__).parents[1] / "scripts"
 TRAINERS = ("Trainer", "MoQTrainer", "script")
 BASE: dict[str, Any] = {
     "quantize_bits": {"start_bits": 6, "target_bits": 3},
@@ -161,7 +160,6 @@ def _train(case: Case, folder: Path, resume: bool, pipe: Connection) -> None:
     DEFAULT_CALLBACKS.append(_Steps)
     how = "default" if resume else "afresh"
     if case.trainer == "script":
-        sys.path.insert(0, str(SCRIPTS))
         from run_glue_moq import main
 
         if resume and last_checkpoint(folder) is None:

@@ -9,13 +9,11 @@ for GPUs, since it obeys `fsdp` on GPUs only. ZeRO needs DeepSpeed and is left o
 
 import argparse
 import contextlib
-import importlib.metadata
 import importlib.util
 import io
 import json
 import logging
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -24,14 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
-import transformers
+from elsewhere import ROOT
+from environment import environment, write
 
-import moq_hf
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 FEATURES = ["nearest", "stochastic", "asymmetric", "one_group", "per_channel", "ternary", "blend", "embeddings"]
 TRAINER = [*FEATURES, "accumulate", "checkpointing", "adamw", "compile", "float", "float_bf16", "bf16"]
 RESUME = "resume/adamw_stochastic"
@@ -137,21 +131,8 @@ def main() -> None:
             results += launch(launcher, kind, cases, references)
         else:
             results += [row for row in kept if row["kind"] == kind and row["launcher"] in launcher]
-    deepspeed = {"deepspeed": importlib.metadata.version("deepspeed")} if importlib.util.find_spec("deepspeed") else {}
-    document = {
-        "command": "python benchmarks/processes.py",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "accelerate": accelerate.__version__,
-            **deepspeed,
-            "moq_hf": moq_hf.__version__,
-        },
-        "results": results,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    modules = ["accelerate", *["deepspeed"] * (importlib.util.find_spec("deepspeed") is not None)]
+    write({**environment(*modules), "results": results}, args.out)
     print(table(results))
 
 

@@ -9,20 +9,17 @@ steps times 345; the proof's time is the one that `moq_state.json` records. With
 
 import argparse
 import json
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from step_time import MINILM
-from transformers import AutoModelForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+from classifiers import classifier
+from environment import environment, write
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-import moq_hf
 from moq_hf import MoQCallback
 
 STEPS = 345
@@ -79,29 +76,18 @@ def main() -> None:
     runs = []
     for seed in range(args.runs):
         torch.manual_seed(seed)
-        kind = AutoModelForSequenceClassification
-        name = args.model_name_or_path
-        model = kind.from_pretrained(name) if name else kind.from_config(MINILM)
         with tempfile.TemporaryDirectory() as folder:
-            runs.append(one_run(Path(folder), model, args))
+            runs.append(one_run(Path(folder), classifier(args.model_name_or_path), args))
         print(f"step {runs[-1]['step_s']:.3f} s, proof {runs[-1]['proof_s']:.3f} s, {runs[-1]['share']:.2%} of {STEPS}")
     document = {
-        "command": " ".join(["python", "benchmarks/proof.py", *sys.argv[1:]]),
-        "machine": {"processor": platform.processor() or platform.machine(), "threads": args.threads},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "moq_hf": moq_hf.__version__,
-        },
+        **environment(),
         "batch": args.batch,
         "sequence": args.sequence,
         "steps_of_the_run": STEPS,
         "median_share": statistics.median(run["share"] for run in runs),
         "runs": runs,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write(document, args.out)
 
 
 if __name__ == "__main__":

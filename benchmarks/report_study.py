@@ -17,7 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from glue_study import EPOCHS, PLANS, RATES, Arm, Run, key_of
+from glue_plans import EPOCHS, PLANS, RATES, Arm, Run
+from glue_study import key_of
 from scipy.stats import t as student
 
 TASKS = {"sst2": "SST-2", "cola": "CoLA", "mrpc": "MRPC", "mean": "all three"}
@@ -154,7 +155,7 @@ def tables(found: Sequence[Row], tasks: Sequence[str]) -> list[str]:
 
 
 def figure(found: Sequence[Row], tasks: Sequence[str], path: Path) -> None:
-    """Scores of each seed over bits, an arm a colour."""
+    """Scores of each seed over bits, an arm a color."""
     import matplotlib
 
     matplotlib.use("Agg")

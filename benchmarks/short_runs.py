@@ -4,21 +4,17 @@ import hashlib
 import json
 import math
 import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from step_time import MINILM
+from classifiers import classifier, config_of
+from environment import environment
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.trainer_pt_utils import get_length_grouped_indices
-
-import moq_hf
 
 Batch = dict[str, Tensor]
 
@@ -47,29 +43,9 @@ class Lines:
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a line, with what it was made by, at once."""
-        line = {**line, **environment()}
+        line = {**line, **environment(load=round(os.getloadavg()[0], 1))}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-
-
-def environment() -> dict[str, Any]:
-    """Machine, versions and command; the folders of the command are left out."""
-    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv]
-    return {
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "load": round(os.getloadavg()[0], 1),
-        },
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "moq_hf": moq_hf.__version__,
-        },
-        "command": " ".join(["python", f"benchmarks/{Path(words[0]).name}", *words[1:]]),
-    }
 
 
 class Task:
@@ -123,11 +99,6 @@ def fixed_batch(model: str | None, size: int, sequence: int) -> Batch:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.arange(size) % 2}
 
 
-def config_of(name: str | None) -> Any:
-    """The model's config; without a name that of a small BERT."""
-    return MINILM if name is None else AutoConfig.from_pretrained(name, num_labels=2)
-
-
 def new_model(name: str | None, seed: int) -> nn.Module:
     """A classifier with two classes and a new head, ready for training; the same for every arm with this seed.
 
@@ -136,11 +107,7 @@ def new_model(name: str | None, seed: int) -> nn.Module:
         seed: Of the head.
     """
     torch.manual_seed(seed)
-    model: nn.Module = (
-        AutoModelForSequenceClassification.from_config(MINILM)
-        if name is None
-        else AutoModelForSequenceClassification.from_pretrained(name, num_labels=2)
-    )
+    model: nn.Module = classifier(name, num_labels=2)
     return model.train()
 
 

@@ -13,7 +13,6 @@ import argparse
 import gc
 import json
 import multiprocessing
-import platform
 import sys
 import tempfile
 import time
@@ -22,9 +21,9 @@ from typing import Any
 
 import torch
 import transformers
+from environment import environment, write
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
-import moq_hf
 from moq_hf import MoQCallback, MoQTrainer
 
 EVERY = 1_000
@@ -132,10 +131,8 @@ def main() -> None:
         print(f"{name}: {runs[-1]['seconds']} s, mean {runs[-1]['mean_bits']:.2f} bits over the model")
         for key in ("rss_kb", "tensors", "tensor_bytes", "objects", "log_entries"):
             print(f"  {key:12} {first[key]:>12,} at step {first['step']:,} {last[key]:>12,} at the end")
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "moq_hf": moq_hf.__version__}
     if arguments.out:
-        result = {"machine": platform.processor() or platform.machine(), "versions": versions, "runs": runs}
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write({**environment(), "runs": runs}, arguments.out)
 
 
 if __name__ == "__main__":

@@ -10,23 +10,18 @@ with hidden size 384.
 
 import argparse
 import copy
-import json
-import platform
 import statistics
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig
+from classifiers import classifier
+from environment import environment, write
 
-import moq_hf
 from moq_hf import MoQConfig
 from moq_hf.training.controller import MoQController
-
-MINILM = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
 
 
 class Arm:
@@ -74,6 +69,50 @@ def moq(bits: int, **algo: Any) -> MoQConfig:
     )
 
 
+def in_turn(arms: Sequence[Arm], batches: list[dict[str, torch.Tensor]], repeats: int) -> list[list[float]]:
+    """Seconds of each arm's steps: one of each in turn, and the other way round every second time."""
+    times: list[list[float]] = [[] for _ in arms]
+    for repeat in range(repeats):
+        for index in sorted(range(len(arms)), reverse=repeat % 2 == 0):
+            times[index].append(arms[index].step(batches))
+    return times
+
+
+def measure(model: Any, config: MoQConfig, batches: list[dict[str, torch.Tensor]], repeats: int) -> dict[str, Any]:
+    """Steps in float and with MoQ, and the quantization alone, so that a noisy machine does not hide a small share."""
+    arms = [Arm(model, None), Arm(model, config)]
+    for arm in arms:
+        arm.step(batches)
+    times = in_turn(arms, batches, repeats)
+    plain, quantized = (statistics.median(t) for t in times)
+    controller = arms[1].controller
+    assert controller is not None
+    alone = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        controller.step()
+        alone.append(time.perf_counter() - start)
+    return {
+        "plain_s": plain,
+        "moq_s": quantized,
+        "ratio_of_medians": quantized / plain,
+        "median_of_pair_ratios": statistics.median(q / p for p, q in zip(*times, strict=True)),
+        "quantization_s": statistics.median(alone),
+        "quantization_share": statistics.median(alone) / plain,
+        "times": times,
+    }
+
+
+# Name, config and micro-batches.
+CASES = [
+    ("8 bits", moq(8), 1),
+    ("8 bits, 4 micro-batches", moq(8), 4),
+    ("4 bits (ratio search every 50 steps)", moq(4), 1),
+    ("2 bits (ternary)", moq(2), 1),
+    ("8 bits, stochastic", moq(8, rounding="stochastic"), 1),
+]
+
+
 def main() -> None:
     """Measure, print a line per case and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -86,76 +125,24 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(args.model_name_or_path) if args.model_name_or_path else MINILM
-    model = (
-        AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path)
-        if args.model_name_or_path
-        else AutoModelForSequenceClassification.from_config(config)
-    )
+    model = classifier(args.model_name_or_path)
 
     def batch(size: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(1000, config.vocab_size, (size, args.sequence))
+        ids = torch.randint(1000, model.config.vocab_size, (size, args.sequence))
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.arange(size) % 2}
 
-    cases = [
-        ("8 bits", moq(8), 1),
-        ("8 bits, 4 micro-batches", moq(8), 4),
-        ("4 bits (ratio search every 50 steps)", moq(4), 1),
-        ("2 bits (ternary)", moq(2), 1),
-        ("8 bits, stochastic", moq(8, rounding="stochastic"), 1),
-    ]
     results = []
-    for name, quantization, count in cases:
+    for name, config, count in CASES:
         # A micro-batch has the whole batch size: accumulation makes the step longer, not the quantization.
-        batches = [batch(args.batch) for _ in range(count)]
-        arms = [Arm(model, None), Arm(model, quantization)]
-        for arm in arms:
-            arm.step(batches)
-        times: list[list[float]] = [[], []]
-        for repeat in range(args.repeats):
-            for index in (0, 1) if repeat % 2 else (1, 0):
-                times[index].append(arms[index].step(batches))
-        plain, quantized = (statistics.median(t) for t in times)
-        # The quantization alone, so that a noisy machine does not hide a small share.
-        controller = arms[1].controller
-        assert controller is not None
-        alone = []
-        for _ in range(args.repeats):
-            start = time.perf_counter()
-            controller.step()
-            alone.append(time.perf_counter() - start)
-        share = statistics.median(alone) / plain
-        pairs = statistics.median(q / p for p, q in zip(*times, strict=True))
-        results.append(
-            {
-                "case": name,
-                "plain_s": plain,
-                "moq_s": quantized,
-                "ratio_of_medians": quantized / plain,
-                "median_of_pair_ratios": pairs,
-                "quantization_s": statistics.median(alone),
-                "quantization_share": share,
-                "times": times,
-            }
+        found = measure(model, config, [batch(args.batch) for _ in range(count)], args.repeats)
+        results.append({"case": name, **found})
+        print(
+            f"{name:40} {found['plain_s']:7.3f} s {found['moq_s']:7.3f} s  x{found['ratio_of_medians']:.4f}  "
+            f"alone {found['quantization_share']:.2%}",
+            flush=True,
         )
-        print(f"{name:40} {plain:7.3f} s {quantized:7.3f} s  x{quantized / plain:.4f}  alone {share:.2%}", flush=True)
-    document = {
-        "command": " ".join(["python", "benchmarks/step_time.py", *sys.argv[1:]]),
-        "machine": {"processor": platform.processor() or platform.machine(), "threads": args.threads},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "moq_hf": moq_hf.__version__,
-        },
-        "batch": args.batch,
-        "sequence": args.sequence,
-        "repeats": args.repeats,
-        "seed": 0,
-        "results": results,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    shape = {"batch": args.batch, "sequence": args.sequence, "repeats": args.repeats, "seed": 0}
+    write({**environment(), **shape, "results": results}, args.out)
 
 
 if __name__ == "__main__":

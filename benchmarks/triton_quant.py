@@ -9,10 +9,7 @@ a CPU: the first of these. Others' code is measured where it is installed; what 
 
 import argparse
 import itertools
-import json
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,12 +18,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
-from step_time import Arm, moq
+from environment import environment, write
+from step_time import Arm, in_turn, moq
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BertConfig
 
-import moq_hf
 from moq_hf import quantizer, triton_quant
 from moq_hf.grid import Grid, PerChannel, RowBlocks
 from moq_hf.kernels import cpu as cpu_quant
@@ -152,11 +148,7 @@ def steps(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]
         arms = [Arm(model, quantization, torch.bfloat16, compiled) for quantization in (None, moq(8))]
         for arm in arms * 3:
             arm.step([batch] * count)
-        times: list[list[float]] = [[], []]
-        for repeat in range(args.repeats):
-            for index in (0, 1) if repeat % 2 else (1, 0):
-                times[index].append(arms[index].step([batch] * count))
-        plain, quantized = (statistics.median(measured) for measured in times)
+        plain, quantized = (statistics.median(times) for times in in_turn(arms, [batch] * count, args.repeats))
         results.append({"case": name, "plain_s": plain, "moq_s": quantized, "ratio_of_medians": quantized / plain})
         print(f"{name}: {plain:.4f} s, with MoQ x{quantized / plain:.4f}", flush=True)
     return results
@@ -225,18 +217,7 @@ def main() -> None:
     gpu = device.type == "cuda" and triton_quant.available(device)
     dtypes = [torch.bfloat16] if gpu else [torch.float32, torch.bfloat16]
     document: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/triton_quant.py", *sys.argv[1:]]),
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "threads": args.threads,
-            "device": torch.cuda.get_device_name() if gpu else "cpu",
-        },
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "moq_hf": moq_hf.__version__,
-        },
+        **environment(device=torch.cuda.get_device_name() if gpu else "cpu"),
         "repeats": args.repeats,
         "seed": 0,
         "quantization": [result for dtype in dtypes for result in quantization(args, device, dtype)],
@@ -245,8 +226,7 @@ def main() -> None:
     }
     if not gpu:
         print(f"training step and packed product {no_gpu}")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write(document, args.out)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
 
 from .config import MoQConfig
-from .errors import MoQError
+from .errors import MoQError, one_line
 from .model.convert import is_quantized
 from .model.selection import select_layers
 from .names import uncompiled
 from .packed.delivery import deliver
-from .packed.proof import Answers, kept_batch
+from .packed.proof import Answers
+from .packed.question import kept_batch
+from .packed.save import Companions
 from .packed.state import shareable
 from .plan import Plan, outcome, plan
 from .processes import is_sharded, whole_state_dict
@@ -32,6 +33,14 @@ from .training.checkpoints import checkpoints, fault_of
 from .training.controller import MoQController
 from .training.resume import check_room, describe, planned_steps, saved_state
 from .training.samples import Inputs
+from .transformers_seams import (
+    CALLBACKS_KEY,
+    ExportableState,
+    callback_states,
+    ignores_loss_count,
+    is_compiled_in_place,
+    loss_scale,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +160,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             length = planned_steps(self.config, resumed, state.max_steps)
         controller = self._build(args, state, kwargs["model"], length)
         self._began = time.perf_counter()
-        self._scale = _loss_scale(kwargs.get("optimizer"))
+        self._scale = loss_scale(kwargs.get("optimizer"))
         if controller.sensitivity is not None:
             if self.loss_was_given and self.loss is None:
                 raise MoQError(
@@ -174,7 +183,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             )
             if changed:
                 logger.warning("moq_hf: the run goes on with another MoQ config: %s", describe(changed))
-            before = _entries(state)[type(self).__name__]["attributes"]
+            before = callback_states(state)[type(self).__name__]["attributes"]
             taught_by = before.get("teacher")
             if taught_by != self.teacher and "distillation.teacher" not in changed:
                 had = "a" if self.teacher is None else "no" if taught_by is None else "another"
@@ -225,7 +234,7 @@ class MoQCallback(TrainerCallback, ExportableState):
                     schedule.deadline_step,
                 )
         # A checkpoint that was made without this callback has no entry, and the next save would fail on that.
-        _entries(state)[type(self).__name__] = self.state()
+        callback_states(state)[type(self).__name__] = self.state()
         self._forget_best(state)
 
     def on_optimizer_step(
@@ -312,7 +321,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         best = None
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             path = Path(state.best_model_checkpoint) / "trainer_state.json"
-            entries = json.loads(path.read_text(encoding="utf-8"))["stateful_callbacks"]
+            entries = json.loads(path.read_text(encoding="utf-8"))[CALLBACKS_KEY]
             best = saved_state(entries[type(self).__name__]) if type(self).__name__ in entries else None
             if best is None:
                 logger.warning(
@@ -328,7 +337,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         entry = self.state()
         for part in (entry["args"], entry["attributes"]["saved"]):
             part["config"] = shareable(part["config"])
-        _entries(state)[type(self).__name__] = entry
+        callback_states(state)[type(self).__name__] = entry
         if state.is_world_process_zero and not controller.at_target:
             logger.warning(
                 "moq_hf: training ended at a mean of %.2f bits over the whole model, before every quantized layer was "
@@ -342,21 +351,16 @@ class MoQCallback(TrainerCallback, ExportableState):
         if not self.in_moq_trainer and controller.has_begun:
             answers, gathered = self.answers(args), whole_state_dict(controller.model)
             if args.should_save:
-                self._deliver(
-                    controller,
-                    Path(cast(str, args.output_dir), "quantized"),
-                    answers,
-                    processing_class=kwargs.get("processing_class"),
-                    metrics=last_metrics(state),
-                    state_dict=gathered,
-                )
+                tokenizer, folder = kwargs.get("processing_class"), Path(cast(str, args.output_dir), "quantized")
+                companions = Companions(tokenizer, controller, last_metrics(state), state_dict=gathered)
+                self._deliver(controller.model, folder, companions, answers)
 
-    def _deliver(self, controller: MoQController, folder: Path, answers: Answers | None, **saved: Any) -> None:
+    def _deliver(self, model: nn.Module, folder: Path, companions: Companions, answers: Answers | None) -> None:
         try:
-            tqdm.write(f"moq_hf: {deliver(controller.model, folder, answers, controller=controller, **saved)}")
+            tqdm.write(f"moq_hf: {deliver(model, folder, companions, answers)}")
         # Training is done: what cannot be written here is still the Trainer's to save.
         except Exception as error:
-            logger.warning("moq_hf: nothing is delivered to %s: %s: %s", folder, type(error).__name__, error)
+            logger.warning("moq_hf: nothing is delivered to %s: %s", folder, one_line(error, named=True))
 
     def answers(self, args: TrainingArguments) -> Answers | None:
         """What the model answers to a batch of its run, to be held against what is delivered; in every process.
@@ -404,7 +408,7 @@ class MoQCallback(TrainerCallback, ExportableState):
     def _build(
         self, args: TrainingArguments, state: TrainerState, model: nn.Module, total_steps: int | None
     ) -> MoQController:
-        if isinstance(_entries(state).get(type(self).__name__), list):
+        if isinstance(callback_states(state).get(type(self).__name__), list):
             raise MoQError("two MoQCallbacks in one Trainer: pass one (MoQTrainer(moq_config=) brings its own)")
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         self._switched = self._arrived = False
@@ -414,13 +418,13 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     def _was_skipped(self, optimizer: Any) -> bool:
         """Whether the gradient scaler skipped the step just taken."""
-        before, self._scale = self._scale, _loss_scale(optimizer)
+        before, self._scale = self._scale, loss_scale(optimizer)
         # A fused optimizer is called whatever the gradients are and skips by itself, which Accelerate does not see; the
         # scale falls then too.
         return bool(getattr(optimizer, "step_was_skipped", False)) or self._scale < before
 
     def _saved_state(self, state: TrainerState) -> Mapping[str, Any] | None:
-        entry = _entries(state).get(type(self).__name__)
+        entry = callback_states(state).get(type(self).__name__)
         return None if entry is None else saved_state(entry)
 
     def _check_length(self, state: TrainerState) -> None:
@@ -491,7 +495,7 @@ def _is_compiled(model: Any, args: TrainingArguments) -> bool:
     if args.torch_compile or uncompiled(model) is not model:
         return True
     parts = model.modules() if isinstance(model, nn.Module) else ()
-    return any(getattr(part, "_compiled_call_impl", None) is not None for part in parts)
+    return any(is_compiled_in_place(part) for part in parts)
 
 
 def _first_batch(dataloader: Any) -> dict[str, Any] | None:
@@ -505,11 +509,6 @@ def _first_batch(dataloader: Any) -> dict[str, Any] | None:
     return kept_batch(batch) if isinstance(batch, Mapping) else None
 
 
-def _entries(state: TrainerState) -> dict[str, Any]:
-    # Declared as a list of callbacks, a dict of their states by class name once the Trainer has it.
-    return cast(dict[str, Any], state.stateful_callbacks)
-
-
 def _loss_of(output: Any) -> Tensor:
     first = output[0] if isinstance(output, tuple | list) and output else None
     loss = output.get("loss") if isinstance(output, Mapping) else first
@@ -519,11 +518,6 @@ def _loss_of(output: Any) -> Tensor:
         "eigenvalue: the model's output has no loss, since the Trainer computes it (label smoothing, "
         "compute_loss_func, an own compute_loss): use MoQTrainer, or give MoQCallback the function loss(model, inputs)"
     )
-
-
-def _loss_scale(optimizer: Any) -> float:
-    scaler = getattr(optimizer, "scaler", None)
-    return 0.0 if scaler is None else float(scaler.get_scale())
 
 
 def _warn_of_half_checkpoint(args: TrainingArguments) -> None:
@@ -547,15 +541,5 @@ def _reset_best(state: TrainerState) -> None:
 
 
 def _scales_loss_wrongly(model: nn.Module, args: TrainingArguments) -> bool:
-    """Whether the stock Trainer would multiply this model's loss: read off its source, since no batch is at hand."""
-    if args.gradient_accumulation_steps * args.world_size == 1:
-        return False
-    if not getattr(model, "accepts_loss_kwargs", True):
-        return False
-    forward = type(model).forward
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(forward).parameters.values())
-    try:
-        source = inspect.getsource(forward)
-    except (OSError, TypeError):
-        return False
-    return takes_any and "Loss(" in source and "loss_function" not in source
+    """Whether the stock Trainer would multiply this model's loss."""
+    return args.gradient_accumulation_steps * args.world_size > 1 and ignores_loss_count(model)

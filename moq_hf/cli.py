@@ -9,15 +9,18 @@ from typing import Any
 
 from .config import LARGEST
 from .deploy.bench import benchmark, draw, write_json
-from .deploy.data import read_data
+from .deploy.data import SENTENCES, read_data
 from .deploy.onnx import EXTERNAL_DATA_ABOVE, export_onnx
-from .deploy.onnx_layers import FLAVOURS
+from .deploy.onnx_layers import FLAVORS
 from .deploy.proof import TOLERANCE
 from .errors import MoQError
 from .packed.verify import verify_quantized
 from .plan import plan
 from .report.figures import draw_plan
 from .report.page import write_report
+
+# What a packed checkpoint is exported to, by the name of the format.
+EXPORTS = {"onnx": export_onnx}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +43,7 @@ def add_plan(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="which precision a run will have when",
-        description="Tell when each drop comes for the least and the most sensitive block, and what will not be "
+        description="Show when each drop comes for the least and the most sensitive block, and what will not be "
         "reached. The length of the run is --max_steps, or follows from --num_examples, --batch_size and --epochs.",
     )
     parser.add_argument("--moq_config", required=True, metavar="FILE", help="the MoQ configuration, JSON")
@@ -92,15 +95,17 @@ def add_export(subparsers: Any) -> None:
         "If weight-only differs by more than the tolerance, nothing is written and the exit status is 2.",
     )
     parser.add_argument("directory", metavar="DIR", help="a packed checkpoint with its tokenizer")
-    parser.add_argument("--to", required=True, choices=["onnx"], help="the format")
+    parser.add_argument("--to", required=True, choices=EXPORTS, help="the format")
     parser.add_argument("out", metavar="OUT", help="the folder to make")
     parser.add_argument(
+        "--flavors",
+        # The old spelling.
         "--flavours",
         nargs="+",
-        choices=FLAVOURS,
+        choices=FLAVORS,
         default=["weight-only", "int8"],
-        metavar="FLAVOUR",
-        help=f"some of {', '.join(FLAVOURS)}; default: weight-only int8",
+        metavar="FLAVOR",
+        help=f"some of {', '.join(FLAVORS)}; default: weight-only int8",
     )
     parser.add_argument(
         "--activation_bits",
@@ -159,11 +164,11 @@ def add_bench(subparsers: Any) -> None:
 def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.task_name is not None and args.validation_file is None:
         parser.error("--task_name goes with --validation_file")
-    data = None if args.validation_file is None else read_data(args.validation_file, args.task_name)
-    exported = export_onnx(
+    data = SENTENCES if args.validation_file is None else read_data(args.validation_file, args.task_name)
+    exported = EXPORTS[args.to](
         args.directory,
         args.out,
-        flavours=args.flavours,
+        flavors=args.flavors,
         activation_bits=args.activation_bits,
         data=data,
         max_length=args.max_seq_length,

@@ -40,3 +40,15 @@ def listed(keys: Sequence[str]) -> str:
     """Keys in a row, cut short, for an error."""
     more = f" and {len(keys) - MOST_FAULTS} more" if len(keys) > MOST_FAULTS else ""
     return ", ".join(map(show_key, keys[:MOST_FAULTS])) + more
+
+
+def one_line(error: BaseException, *, named: bool = False) -> str:
+    r"""The text of an exception in one line; the name of its class if it has no text.
+
+    >>> one_line(ValueError("no such\n  file")), one_line(KeyError())
+    ('no such file', 'KeyError')
+    >>> one_line(ValueError("no such file"), named=True)
+    'ValueError: no such file'
+    """
+    text, name = " ".join(str(error).split()), type(error).__name__
+    return ": ".join(filter(None, [name if named or not text else "", text]))

@@ -5,18 +5,17 @@ from typing import cast
 
 from torch import nn
 
-# What torch's CheckpointWrapper calls its module.
-_WRAPPED = "_checkpoint_wrapped_module"
+from .transformers_seams import ADAPTED, CHECKPOINTED, COMPILED, FSDP2, ORIGINAL, TRAINED_COPIES, is_peft
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """The model that `torch.compile` wrapped; any other one as it is."""
-    return cast(nn.Module, getattr(model, "_orig_mod", model))
+    return cast(nn.Module, getattr(model, COMPILED, model))
 
 
 def without_fsdp(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that a model had before FSDP2 made another one of it."""
-    if cls.__bases__[0].__name__ == "FSDPModule":
+    if cls.__bases__[0].__name__ == FSDP2:
         return cast(type[nn.Module], cls.__bases__[1])
     return cls
 
@@ -27,13 +26,13 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     FSDP's `activation_checkpointing` puts one around each block, which hands attributes through; it has the same name.
     """
     for name, module in model.named_modules():
-        yield f"{name}.".replace(f"{_WRAPPED}.", "")[:-1], module
+        yield f"{name}.".replace(f"{CHECKPOINTED}.", "")[:-1], module
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """As `model.named_parameters(remove_duplicate=False)`, with the names of `named_modules`."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield name.replace(f"{_WRAPPED}.", ""), parameter
+        yield name.replace(f"{CHECKPOINTED}.", ""), parameter
 
 
 def without_peft(model: nn.Module) -> nn.Module:
@@ -50,10 +49,10 @@ def adapters(model: nn.Module) -> list[str]:
     found = []
     for name, module in named_modules(model):
         parts = dict(module.named_children())
-        if "base_layer" in parts and is_peft(module):
-            found += [f"{name}.{part}" for part in parts if part != "base_layer"]
-        elif {"original_module", "modules_to_save"} <= parts.keys() and is_peft(module):
-            found.append(f"{name}.modules_to_save")
+        if ADAPTED in parts and is_peft(module):
+            found += [f"{name}.{part}" for part in parts if part != ADAPTED]
+        elif {ORIGINAL, TRAINED_COPIES} <= parts.keys() and is_peft(module):
+            found.append(f"{name}.{TRAINED_COPIES}")
     return found
 
 
@@ -61,12 +60,7 @@ def plain_name(name: str, added: Iterable[str]) -> str | None:
     """What a module or tensor is called in the model before PEFT came; None for what belongs to one of its adapters."""
     if any(is_below(name, adapter) for adapter in added):
         return None
-    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
-
-
-def is_peft(module: nn.Module) -> bool:
-    """Whether PEFT made this wrapper of a layer; told by a property, since PEFT need not be installed."""
-    return hasattr(module, "active_adapters")
+    return ".".join(part for part in name.split(".") if part not in (ADAPTED, ORIGINAL))
 
 
 def is_below(name: str, module: str) -> bool:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .errors import MoQError
+from .transformers_seams import FSDP1, FSDP2, ZERO_3
 
 
 def is_distributed() -> bool:
@@ -66,14 +67,14 @@ def check_supported(model: nn.Module) -> None:
         MoQError: DeepSpeed ZeRO-3, FSDP1 or tensor parallelism; says what works instead.
     """
     instead = "DDP, FSDP2 and DeepSpeed ZeRO-1 and 2 work"
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+    if any(hasattr(parameter, ZERO_3) for parameter in model.parameters()):
         raise MoQError(f"DeepSpeed ZeRO-3 partitions the weights that are to be quantized; {instead}")
     names = {name for module in model.modules() for name in (cls.__name__ for cls in type(module).__mro__)}
-    if "FullyShardedDataParallel" in names:
+    if FSDP1 in names:
         raise MoQError(f"FSDP1 flattens the weights that are to be quantized (fsdp_config: version 1); {instead}")
     sharded = [parameter for parameter in model.parameters() if is_sharded(parameter)]
     twice = any(sum(p.is_shard() for p in cast(Any, parameter).placements) > 1 for parameter in sharded)
-    if sharded and (twice or "FSDPModule" not in names):
+    if sharded and (twice or FSDP2 not in names):
         raise MoQError(f"tensor-parallel weights cannot be quantized; {instead}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import LARGEST
-from .errors import MoQError, show, show_key
+from .errors import MoQError, one_line, show, show_key
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def read_json(path: Path) -> Entry:
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise MoQError(f"{path} cannot be read: {' '.join(str(error).split()) or type(error).__name__}") from error
+        raise MoQError(f"{path} cannot be read: {one_line(error)}") from error
     if not isinstance(document, dict):
         raise MoQError(f"{path} is damaged: it must hold an object of keys")
     return Entry(document, str(path))

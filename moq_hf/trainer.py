@@ -9,32 +9,37 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer
-from transformers.modelcard import TrainingSummary
-from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .callback import MoQCallback, last_metrics
 from .config import MoQConfig
-from .errors import MoQError
+from .errors import MoQError, one_line
 from .model.convert import is_quantized, quant_layers
-from .packed.card import write_card
+from .packed.card import About, write_card
 from .packed.delivery import base_model_of, deliver
 from .packed.proof import Answers
+from .packed.save import Companions
 from .packed.state import STATE_NAME, record_metrics
 from .processes import whole_state_dict
 from .training.checkpoints import check_whole, checkpoints, fault_of, last_checkpoint
 from .training.distillation import distillation_loss, fingerprint, load_teacher
 from .training.resume import saved_state
+from .transformers_seams import (
+    UPLOAD_ERRORS,
+    average_loss,
+    callback_states,
+    callbacks_of,
+    checkpoint_folder,
+    prepared_inputs,
+    progress_bar,
+    save_training_args,
+    training_summary,
+)
 
 logger = logging.getLogger(__name__)
-
-# Of the Hub's answers, of the connection to it, and of the system.
-_UPLOAD_ERRORS = cast(tuple[type[Exception], ...], (*HfHubHTTPError.__bases__, OSError))
 
 
 class MoQTrainer(Trainer):
@@ -123,9 +128,9 @@ class MoQTrainer(Trainer):
         moq = self._live_moq()
         if moq is not None and moq.controller is not None and "loss" in logs:
             logs = {**logs, **moq.controller.metrics()}
-            for callback in self.callback_handler.callbacks:
-                bar = getattr(callback, "training_bar", None)
-                if isinstance(bar, tqdm):
+            for callback in callbacks_of(self):
+                bar = progress_bar(callback)
+                if bar is not None:
                     bar.set_postfix_str(f"{logs['moq/mean_bits']:.2f} bits per parameter")
         super().log(logs, *args, **kwargs)
 
@@ -182,7 +187,7 @@ class MoQTrainer(Trainer):
 
     def _mean_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """`compute_loss` over one batch by itself."""
-        prepared = dict(self._prepare_inputs(inputs))
+        prepared = prepared_inputs(self, inputs)
         labels = prepared.get("labels")
         count = None
         if self.compute_loss_func is not None and isinstance(labels, Tensor):
@@ -198,7 +203,7 @@ class MoQTrainer(Trainer):
         model.eval()
         try:
             with torch.no_grad(), torch.random.fork_rng(devices), self.compute_loss_context_manager():
-                prepared = self._prepare_inputs(inputs)
+                prepared = prepared_inputs(self, inputs)
                 once, twice = (
                     float(cast(Tensor, self.compute_loss(model, dict(prepared), num_items_in_batch=k * count)))
                     for k in (1, 2)
@@ -207,7 +212,7 @@ class MoQTrainer(Trainer):
             for module in training:
                 module.training = True
         if once == twice != 0.0:
-            self.model_accepts_loss_kwargs = False
+            average_loss(self)
             logger.info(
                 "the loss of %s ignores num_items_in_batch: it is averaged over micro-batches and processes instead",
                 type(self.accelerator.unwrap_model(model)).__name__,
@@ -220,7 +225,7 @@ class MoQTrainer(Trainer):
             moq.in_moq_trainer = True
             moq.teacher = self._teacher_fingerprint
             return
-        entry = cast(dict[str, Any], self.state.stateful_callbacks).get(MoQCallback.__name__)
+        entry = callback_states(self.state).get(MoQCallback.__name__)
         if entry is not None and saved_state(entry) is not None:
             logger.warning("moq_hf: the checkpoint was made with MoQ; without moq_config the run goes on in float")
 
@@ -229,7 +234,7 @@ class MoQTrainer(Trainer):
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
-            folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            folder = checkpoint_folder(self, trial)
             fault = fault_of(folder)
             if fault is None:
                 raise
@@ -237,7 +242,7 @@ class MoQTrainer(Trainer):
                 shutil.rmtree(folder, ignore_errors=True)
             whole = next((path for path in checkpoints(folder.parent) if fault_of(path) is None), None)
             raise MoQError(
-                f"{folder} could not be saved ({' '.join(str(error).split())}), and what there was of it is removed; "
+                f"{folder} could not be saved ({one_line(error)}), and what there was of it is removed; "
                 + ("there is no checkpoint to resume from" if whole is None else f"{whole} is whole: resume from it")
             ) from error
         finally:
@@ -263,19 +268,18 @@ class MoQTrainer(Trainer):
             super()._save(output_dir, state_dict)
             return
         folder = Path(cast(str, output_dir if output_dir is not None else self.args.output_dir))
-        saved: dict[str, Any] = {
-            "processing_class": self.processing_class or getattr(self.data_collator, "tokenizer", None),
-            "metrics": self.final_metrics or last_metrics(self.state),
-            "float_metrics": self.float_metrics,
-            "state_dict": whole_state_dict(model) if state_dict is None else state_dict,
-        }
+        moq = self._live_moq()
+        companions = Companions(
+            processing_class=self.processing_class or getattr(self.data_collator, "tokenizer", None),
+            controller=None if moq is None else moq.controller,
+            metrics=self.final_metrics or last_metrics(self.state),
+            float_metrics=self.float_metrics,
+            state_dict=whole_state_dict(model) if state_dict is None else state_dict,
+        )
         if not self.args.should_save:
             return
-        moq = self._live_moq()
-        controller = None if moq is None else moq.controller
-        told = deliver(model, folder, self._answers, controller=controller, picture=False, **saved)
-        tqdm.write(f"moq_hf: {told}")
-        torch.save(self.args, folder / TRAINING_ARGS_NAME)
+        tqdm.write(f"moq_hf: {deliver(model, folder, companions, self._answers, picture=False)}")
+        save_training_args(self.args, folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the card of the packed model, with the last metrics; the Trainer's own where none was saved."""
@@ -287,9 +291,8 @@ class MoQTrainer(Trainer):
             return
         record_metrics(folder, self.final_metrics or last_metrics(self.state), self.float_metrics)
         # What the stock card knows: task, data and hyperparameters.
-        known = cast(Any, TrainingSummary).from_trainer(self, *args, **kwargs)
-        write_card(
-            folder,
+        known = training_summary(self, *args, **kwargs)
+        about = About(
             model_name=self.hub_model_id or known.model_name,
             base_model=kwargs.get("finetuned_from") or base_model_of(self.accelerator.unwrap_model(self.model)),
             task=_one(known.tasks),
@@ -301,6 +304,7 @@ class MoQTrainer(Trainer):
             tags=known.tags,
             training=known.hyperparameters,
         )
+        write_card(folder, about)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Upload the packed model with its card, as `Trainer.push_to_hub`; an upload that fails is tried again.
@@ -311,8 +315,8 @@ class MoQTrainer(Trainer):
         for attempt in range(1, self.push_attempts + 1):
             try:
                 return super().push_to_hub(*args, **dict(kwargs))
-            except _UPLOAD_ERRORS as error:
-                reason = " ".join(str(error).split()) or type(error).__name__
+            except UPLOAD_ERRORS as error:
+                reason = one_line(error)
                 status = getattr(getattr(error, "response", None), "status_code", 0)
                 refused = 400 <= status < 500 and status not in (408, 429)
                 if refused or attempt == self.push_attempts:
@@ -326,8 +330,8 @@ class MoQTrainer(Trainer):
 
     def _live_moq(self) -> MoQCallback | None:
         # restore_callback_states_from_checkpoint puts a new object in the place of the one that was passed.
-        if self.moq is not None and self.moq not in self.callback_handler.callbacks:
-            found = [callback for callback in self.callback_handler.callbacks if isinstance(callback, MoQCallback)]
+        if self.moq is not None and self.moq not in callbacks_of(self):
+            found = [callback for callback in callbacks_of(self) if isinstance(callback, MoQCallback)]
             self.moq = found[0] if found else None
         return self.moq
 

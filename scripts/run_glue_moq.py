@@ -479,8 +479,9 @@ def summary(
 
 
 def _figures(metrics: Mapping[str, float]) -> str:
-    other = re.compile(r"^epoch|_(runtime|per_second|samples|model_preparation_time)(_mm)?$")
-    return ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in metrics.items() if not other.search(k))
+    from moq_hf.report.metrics import metrics_in
+
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics_in(metrics).items())
 
 
 def _size(count: int) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
-from moq_hf.config import BlendConfig, EigenvalueConfig, MoQConfig, ScheduleConfig
+from moq_hf.config import BlendConfig, EigenvalueConfig, MoQConfig, ScheduleConfig, json_schema
 from moq_hf.errors import MoQConfigError, MoQError
 from moq_hf.grid import PerGroup, RowBlocks
 
@@ -37,24 +38,24 @@ def eigenvalue(**keys: Any) -> dict[str, Any]:
 
 # Each row: what is wrong, the document, what the error must hold. Text is the content of a file, bytes too.
 CASES: list[tuple[str, Any, list[str]]] = [
-    # No JSON, or not the JSON of a config.
-    ("empty file", "", ["bad.json is no JSON", "line 1, column 1"]),
-    ("blank file", " \n\n", ["is no JSON", "line 3, column 1"]),
-    ("plain text", "8 bits please", ["is no JSON", "Extra data", "line 1, column 3"]),
-    ("missing brace", '{"quantize_groups": 8,\n "seed": 1', ["is no JSON", "line 2, column 11"]),
-    ("trailing comma", '{\n  "quantize_groups": 8,\n}', ["is no JSON", "line 3, column 1"]),
-    ("missing comma", '{"seed": 1\n "enabled": true}', ["is no JSON", "',' delimiter", "line 2, column 2"]),
-    ("single quotes", "{'seed': 1}", ["is no JSON", "double quotes", "line 1, column 2"]),
-    ("comment", '{"seed": 1} // mine', ["is no JSON", "line 1, column 13"]),
-    ("Python's True", '{"enabled": True}', ["is no JSON", "line 1, column 13"]),
+    # Not JSON, or not the JSON of a config.
+    ("empty file", "", ["bad.json is not JSON", "line 1, column 1"]),
+    ("blank file", " \n\n", ["is not JSON", "line 3, column 1"]),
+    ("plain text", "8 bits please", ["is not JSON", "Extra data", "line 1, column 3"]),
+    ("missing brace", '{"quantize_groups": 8,\n "seed": 1', ["is not JSON", "line 2, column 11"]),
+    ("trailing comma", '{\n  "quantize_groups": 8,\n}', ["is not JSON", "line 3, column 1"]),
+    ("missing comma", '{"seed": 1\n "enabled": true}', ["is not JSON", "',' delimiter", "line 2, column 2"]),
+    ("single quotes", "{'seed': 1}", ["is not JSON", "double quotes", "line 1, column 2"]),
+    ("comment", '{"seed": 1} // mine', ["is not JSON", "line 1, column 13"]),
+    ("Python's True", '{"enabled": True}', ["is not JSON", "line 1, column 13"]),
     ("duplicate key", '{"seed": 1, "seed": 2}', ["bad.json", "key given twice: seed"]),
     (
         "duplicate key further in",
         '{"quantize_bits": {"start_bits": 12, "start_bits": 10}}',
         ["key given twice: start_bits"],
     ),
-    ("NaN literal", '{"eigenvalue": {"tol": NaN}}', ["NaN is no number of JSON"]),
-    ("Infinity literal", '{"eigenvalue": {"tol": -Infinity}}', ["-Infinity is no number of JSON"]),
+    ("NaN literal", '{"eigenvalue": {"tol": NaN}}', ["NaN is not a JSON number"]),
+    ("Infinity literal", '{"eigenvalue": {"tol": -Infinity}}', ["-Infinity is not a JSON number"]),
     ("not UTF-8", b'{"seed": "\xe9"}', ["cannot read", "bad.json", "utf-8", "0xe9"]),
     ("UTF-16", '{"seed": 1}'.encode("utf-16"), ["cannot read", "bad.json", "utf-8"]),
     ("too deep", "[" * 100_000, ["bad.json"]),
@@ -81,7 +82,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
     (
         "a key beside the block",
         {"quantize_training": BITS, "quantize_groups": 8},
-        ["quantize_groups: belongs into quantize_training"],
+        ["quantize_groups: belongs in quantize_training"],
     ),
     ("empty block", {"quantize_training": {}}, ["target_bits: 16 would quantize nothing", "it is the default"]),
     # Keys.
@@ -179,7 +180,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
         ["fp16_mixed_quantize.quantize_change_ratio: 0", "from 1e-9"],
     ),
     ("fraction for a seed", with_bits(seed=1.5), ["seed: 1.5 is not legal", "a whole number"]),
-    ("seed of 64 bits", with_bits(seed=2**63), ["seed: 9223372036854775808", "to 9223372036854775807"]),
+    ("seed of 64 bits", with_bits(seed=2**63), ["seed: 9223372036854775808", "a whole number from 0 and below 2**63"]),
     ("negative seed", with_bits(seed=-1), ["seed: -1 is not legal", "from 0"]),
     ("16-bit embeddings", with_bits(quantize_embeddings=16), ["quantize_embeddings: 16", "from 2 to 8, or null"]),
     # Words.
@@ -244,7 +245,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
     (
         "inside and beside the block",
         {"quantize_training": bits(12, 0), "seed": 1, "fp16": {"enabled": True}},
-        ["2 things are wrong", "seed: belongs into quantize_training", "quantize_bits.target_bits: 0"],
+        ["2 things are wrong", "seed: belongs in quantize_training", "quantize_bits.target_bits: 0"],
     ),
     (
         "values wrong alone and together",
@@ -331,6 +332,31 @@ def test_huge_keys_and_values_are_cut_short() -> None:
         check(caught.value, [])
 
 
+# A JSON Schema sees neither text, nor the type of 8.0, nor two values together.
+ONLY_OURS = {
+    *("duplicate key", "duplicate key further in", "float for bits", "float for groups", "float for a period"),
+    *("empty block", "off, with wrong bits", "start below target", "start below the default target", "target 16"),
+    *("no target", "nothing given", "two types", "groups and a group size", "channels and a group size"),
+    *("stochastic ternary", "stochastic binary", "asymmetric binary"),
+}
+
+
+def test_the_schema_refuses_the_same() -> None:
+    validator = Draft202012Validator(json_schema())
+    accepted = set()
+    for name, document, _ in CASES:
+        try:
+            text = document.decode() if isinstance(document, bytes) else document
+            # int: refuses NaN and Infinity.
+            document = json.loads(text if isinstance(text, str) else json.dumps(text), parse_constant=int)
+        except (TypeError, ValueError, RecursionError):
+            # No JSON can hold it.
+            continue
+        if validator.is_valid(document):
+            accepted.add(name)
+    assert accepted == ONLY_OURS
+
+
 def test_the_table_is_long_and_names_are_unique() -> None:
     assert len(CASES) >= 50
     assert len({name for name, *_ in CASES}) == len(CASES)
@@ -365,16 +391,15 @@ def test_no_source_of_a_config(source: Any) -> None:
     ("arguments", "fragments"),
     [
         ({"start_bits": 4, "target_bits": 8}, ["MoQConfig: ", "target_bits 8 is above start_bits 4"]),
-        ({"target_bits": 8.0}, ["quantize_bits.target_bits: 8.0", "(write 8)"]),
-        ({"symmetric": "asymmetric"}, ['symmetric: "asymmetric" is no bool']),
-        ({"stochastic": 1}, ["stochastic: 1 is no bool"]),
-        ({"grouping": "per_channel"}, ['grouping: "per_channel" is no', "PerChannel"]),
-        ({"grouping": RowBlocks(0)}, ["quantize_groups: 0"]),
-        ({"grouping": PerGroup(-1)}, ["quantize_group_size: -1"]),
-        ({"schedule": 100}, ["schedule: 100 is no ScheduleConfig"]),
-        ({"schedule": ScheduleConfig(0, -1)}, ["quantize_period: 0", "schedule_offset: -1"]),
-        ({"blend": BlendConfig(True, 0.0)}, ["fp16_mixed_quantize.quantize_change_ratio: 0.0"]),
-        ({"eigenvalue": EigenvalueConfig(tol=float("nan"))}, ["eigenvalue.tol: NaN"]),
+        ({"target_bits": 8.0}, ["target_bits: 8.0 is not legal", "a whole number from 1 to 16 (write 8)"]),
+        ({"symmetric": "asymmetric"}, ['symmetric: "asymmetric" is not legal; it must be true or false']),
+        ({"stochastic": 1}, ["stochastic: 1 is not legal; it must be true or false"]),
+        ({"scale": "mes"}, ['scale: "mes" is not legal', 'did you mean "mse"?']),
+        ({"grouping": "per_channel"}, ['grouping: "per_channel" is not legal', "a RowBlocks, PerChannel or PerGroup"]),
+        ({"grouping": RowBlocks(0)}, ["grouping.count: 0 is not legal", "a whole number from 1"]),
+        ({"grouping": PerGroup(-1)}, ["grouping.size: -1 is not legal", "a whole number from 1"]),
+        ({"schedule": 100}, ["schedule: 100 is not legal; it must be a ScheduleConfig"]),
+        ({"seed": True, "kernel": "triton"}, ["2 things are wrong", "seed: true", 'kernel: "triton"']),
         ({"modules_to_not_convert": "classifier"}, ['modules_to_not_convert: "classifier"', "a list of names"]),
     ],
 )
@@ -382,3 +407,23 @@ def test_the_constructor_checks_too(arguments: dict[str, Any], fragments: list[s
     with pytest.raises(MoQConfigError) as caught:
         MoQConfig(**({"start_bits": 12, "target_bits": 8} | arguments))
     check(caught.value, fragments)
+
+
+@pytest.mark.parametrize(
+    ("make", "fragments"),
+    [
+        (lambda: ScheduleConfig(0, -1), ["ScheduleConfig: 2 things are wrong", "period: 0 is", "offset: -1 is"]),
+        (lambda: ScheduleConfig("auto"), ['ScheduleConfig: period: "auto" is not legal', "from 1, or null"]),
+        (lambda: BlendConfig(True, 0.0), ["BlendConfig: change_ratio: 0.0 is not legal", "from 1e-9 up to 1"]),
+        (lambda: EigenvalueConfig(tol=float("nan")), ["EigenvalueConfig: tol: NaN is not legal", "a number above 0"]),
+    ],
+)
+def test_the_constructors_of_sections_check_too(make: Any, fragments: list[str]) -> None:
+    with pytest.raises(MoQConfigError) as caught:
+        make()
+    check(caught.value, fragments)
+
+
+def test_no_such_argument() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        MoQConfig(target_bits=8, colour="red")  # type: ignore[call-arg]

@@ -1,9 +1,13 @@
 """What a right config means: defaults, DeepSpeed's documents, round trips, and the recipes in configs/."""
 
+import contextlib
+import copy
 import dataclasses
+import io
 import json
 import logging
 import math
+import pickle
 import random
 import re
 import string
@@ -13,15 +17,27 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
-from moq_hf.config import BlendConfig, EigenvalueConfig, MoQConfig, ScheduleConfig, key_table
+from moq_hf.config import (
+    ActivationConfig,
+    BlendConfig,
+    DistillationConfig,
+    EigenvalueConfig,
+    MoQConfig,
+    ScheduleConfig,
+    _keys,
+    json_schema,
+    key_table,
+)
 from moq_hf.errors import MoQConfigError
-from moq_hf.grid import PerChannel, PerGroup, RowBlocks
+from moq_hf.grid import Grid, PerChannel, PerGroup, RowBlocks
 from moq_hf.plan import plan
 from moq_hf.schedule import FLOAT_BITS, PrecisionSchedule
 
 ROOT = Path(__file__).parents[1]
 BITS: dict[str, Any] = {"quantize_bits": {"start_bits": 12, "target_bits": 8}}
+VALIDATOR = Draft202012Validator(json_schema())
 
 
 def sections(**keys: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
@@ -98,6 +114,7 @@ def test_round_trip(document: dict[str, Any]) -> None:
     assert again == config and hash(again) == hash(config)
     assert again.to_dict() == written
     assert MoQConfig.load(config) is config
+    assert VALIDATOR.is_valid(document) and VALIDATOR.is_valid(written)
 
 
 @given(documents())
@@ -190,6 +207,92 @@ def test_configs_cannot_be_changed() -> None:
     assert dataclasses.replace(config, target_bits=4).target_bits == 4
     with pytest.raises(MoQConfigError, match="above start_bits 12"):
         dataclasses.replace(config, target_bits=13)
+
+
+# Attributes that differ from their defaults.
+OTHERS: dict[str, Any] = {
+    "enabled": False,
+    "verbose": True,
+    "kernel": True,
+    "symmetric": False,
+    "stochastic": True,
+    "scale": "mse",
+    "scale_refresh": 7,
+    "grouping": PerGroup(64),
+    "start_bits": 9,
+    "target_bits": 3,
+    "schedule": ScheduleConfig(None, 0),
+    "blend": BlendConfig(True, 0.25),
+    "eigenvalue": EigenvalueConfig(enabled=True, layer_name="a.b", layer_num=3, method="power"),
+    "distillation": DistillationConfig("x", 2.0, 0.5, 0.0),
+    "activation": ActivationConfig(True, 7, 5),
+    "modules_to_not_convert": ("a", "b.*"),
+    "quantize_embeddings": 4,
+    "prove": False,
+    "seed": 2**63 - 1,
+}
+# States hold these words in this order: whoever changes them loses old runs.
+WRITTEN = [
+    (
+        MoQConfig(start_bits=12, target_bits=8),
+        '{"enabled": true, "quantize_verbose": false, "quantizer_kernel": null, "quantize_algo": {"q_type": '
+        '"symmetric", "rounding": "nearest", "scale": "auto", "scale_refresh": 50}, "quantize_groups": 1, '
+        '"quantize_group_size": null, "quantize_bits": {"start_bits": 12, "target_bits": 8}, "quantize_schedule": '
+        '{"quantize_period": 100, "schedule_offset": 100, "deadline": null}, "fp16_mixed_quantize": {"enabled": '
+        'false, "quantize_change_ratio": 0.001}, "eigenvalue": {"enabled": false, "verbose": false, "max_iter": '
+        '100, "tol": 0.01, "stability": 1e-06, "gas_boundary_resolution": 1, "layer_name": null, "layer_num": '
+        'null, "method": "lanczos", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, '
+        '"distillation": {"teacher": null, "logits": 1.0, "hidden": 1.0, "labels": 1.0}, '
+        '"activation_quantization": {"enabled": false, "bits": 8, "start_step": 0}, "modules_to_not_convert": '
+        'null, "quantize_embeddings": null, "prove": true, "seed": 0}',
+    ),
+    (
+        MoQConfig(**OTHERS),
+        '{"enabled": false, "quantize_verbose": true, "quantizer_kernel": true, "quantize_algo": {"q_type": '
+        '"asymmetric", "rounding": "stochastic", "scale": "mse", "scale_refresh": 7}, "quantize_groups": 1, '
+        '"quantize_group_size": 64, "quantize_bits": {"start_bits": 9, "target_bits": 3}, "quantize_schedule": '
+        '{"quantize_period": "auto", "schedule_offset": 0, "deadline": 0.25}, "fp16_mixed_quantize": {"enabled": '
+        'true, "quantize_change_ratio": 0.25}, "eigenvalue": {"enabled": true, "verbose": false, "max_iter": 100, '
+        '"tol": 0.01, "stability": 1e-06, "gas_boundary_resolution": 1, "layer_name": "a.b", "layer_num": 3, '
+        '"method": "power", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, "distillation": '
+        '{"teacher": "x", "logits": 2.0, "hidden": 0.5, "labels": 0.0}, "activation_quantization": {"enabled": '
+        'true, "bits": 7, "start_step": 5}, "modules_to_not_convert": ["a", "b.*"], "quantize_embeddings": 4, '
+        '"prove": false, "seed": 9223372036854775807}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "text"), WRITTEN, ids=["defaults", "others"])
+def test_what_states_hold_does_not_change(config: MoQConfig, text: str) -> None:
+    assert json.dumps(config.to_dict()) == text
+    assert MoQConfig.from_dict(json.loads(text)) == config
+
+
+def test_every_attribute_is_written() -> None:
+    fields = {field.name: field.default for field in dataclasses.fields(MoQConfig)}
+    assert fields.keys() - OTHERS.keys() == {"ignored_sections"}
+    assert all(OTHERS[name] != fields[name] for name in OTHERS)
+
+
+def test_per_channel_is_written_in_words() -> None:
+    written = MoQConfig(target_bits=8, grouping=PerChannel()).to_dict()
+    assert (written["quantize_groups"], written["quantize_group_size"]) == ("per_channel", None)
+
+
+def test_configs_are_values() -> None:
+    config = MoQConfig.from_dict(AROUND | {"quantize_training": BITS})
+    alone = MoQConfig.from_dict(BITS)
+    assert config.ignored_sections and not alone.ignored_sections
+    assert config == alone and hash(config) == hash(alone)
+    for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), dataclasses.replace(config)):
+        assert other == config and other.ignored_sections == config.ignored_sections
+    assert hash(MoQConfig(target_bits=8, modules_to_not_convert=["a"])) == hash(  # type: ignore[arg-type]
+        MoQConfig(target_bits=8, modules_to_not_convert=("a",))
+    )
+
+
+def test_the_grid_of_a_config() -> None:
+    assert MoQConfig(**OTHERS).grid == Grid(PerGroup(64), symmetric=False, stochastic=True, search="mse")
 
 
 # The forms in which DeepSpeed's users have their settings: sections of its own around the block, and eigenvalues.
@@ -374,7 +477,8 @@ PUBLISHED = {
     "stsb": (12, 10, False),
     "wnli": (12, 8, True),
 }
-RECIPES = sorted((ROOT / "configs").glob("*.json"))
+SCHEMA = ROOT / "configs" / "moq.schema.json"
+RECIPES = sorted({*SCHEMA.parent.glob("*.json")} - {SCHEMA})
 README = ROOT / "configs" / "README.md"
 
 
@@ -413,6 +517,40 @@ def test_recipes_are_read(path: Path) -> None:
     low = {"moq_w4": 4, "moq_w4_taught": 4, "moq_w3": 3, "moq_w2": 2}
     assert config.enabled and config.grouping == (PerChannel() if path.stem in low else RowBlocks(8))
     assert config.target_bits == (low | {"moq_auto": 4}).get(path.stem, 8)
+
+
+def test_the_schema_is_up_to_date() -> None:
+    (command,) = re.findall(r'python -c "(.*)" > configs/moq.schema.json`', README.read_text(encoding="utf-8"))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(command, {})
+    assert SCHEMA.read_text(encoding="utf-8") == printed.getvalue()
+    assert json.loads(printed.getvalue()) == json_schema()
+
+
+def test_the_schema_is_a_schema() -> None:
+    Draft202012Validator.check_schema(json_schema())
+    for path, key in _keys().items():
+        assert key.schema["description"], path
+        Draft202012Validator(key.schema).validate(key.schema["default"])
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_name_the_schema_and_fit_it(path: Path) -> None:
+    recipe = json.loads(path.read_text(encoding="utf-8"))
+    assert (path.parent / recipe["$schema"]).samefile(SCHEMA)
+    VALIDATOR.validate(recipe)
+    VALIDATOR.validate({"$schema": recipe["$schema"], "quantize_training": recipe, **AROUND})
+
+
+def test_the_name_of_the_schema_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    plain = MoQConfig.from_dict(BITS)
+    named = {"$schema": "moq.schema.json"}
+    with caplog.at_level(logging.INFO, "moq_hf.config"):
+        for document in (named | BITS, named | {"quantize_training": BITS}, {"quantize_training": named | BITS}):
+            config = MoQConfig.from_dict(document)
+            assert config == plain and config.ignored_sections == () and "$schema" not in config.to_dict()
+    assert caplog.messages == []
 
 
 def test_arithmetic_of_the_auto_recipe() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from moq_hf.config import _KEYS
+from moq_hf.config import _keys
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -48,7 +48,7 @@ def test_what_goes_wrong_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert b"quantize" not in fuzz_config.case(found["seed"])
 
 
-WORDS = sorted({word for key in _KEYS for word in key.path.split(".")} | {"quantize_training", "quantize-algo"})
+WORDS = sorted({word for path in _keys() for word in path.split(".")} | {"quantize_training", "quantize-algo"})
 SCALARS: st.SearchStrategy[Any] = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["auto", "mse", "symmetric"])
 )

@@ -3,12 +3,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import glue_plans
 import glue_study
 import programs
 import pytest
 import report_study
 import tiny_glue
-from glue_study import FLOAT, OWN, Plan, Run, qat, ramp
+from glue_plans import FLOAT, OWN, Plan, Run, qat, ramp
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 TAUGHT = {"distillation": {"teacher": OWN}}
@@ -84,11 +85,11 @@ def test_an_arm_meets_the_basic_qat_that_is_like_it() -> None:
     assert blended.basic() == qat(2)
     assert Run(blended, "sst2", 1).key() != Run(qat(2), "sst2", 1).key()
     # A share of the run is a step of the task's, of as many epochs as the arm has.
-    late = qat(2, "late", offset=0.5, times=2, decay=glue_study.RESTART)
+    late = qat(2, "late", offset=0.5, times=2, decay=glue_plans.RESTART)
     identity = Run(late, "cola", 1).identity()
     assert identity["moq"]["quantize_schedule"]["schedule_offset"] == 536
     assert (identity["epochs"], identity["decay"]) == (4, "cosine_with_restarts")
-    assert late.basic() == late.plain() == qat(2, times=2, decay=glue_study.RESTART)
+    assert late.basic() == late.plain() == qat(2, times=2, decay=glue_plans.RESTART)
     # The names of arms do not make other runs of them.
     assert Run(qat(2, "x"), "sst2", 1).key() == Run(qat(2), "sst2", 1).key()
 
@@ -168,7 +169,7 @@ def test_the_tables_are_those_of_the_committed_lines(name: str, tmp_path: Path) 
 def test_every_plan_is_on_a_page() -> None:
     pages = (tiny_glue.ROOT / "docs" / "evidence" / f"{name}.md" for name in ("results", "study"))
     shown = [plan for page in pages for plan in re.findall(r"<!-- study (\w+) -->", page.read_text(encoding="utf-8"))]
-    assert sorted(shown) == sorted([*glue_study.PLANS, "others"])
+    assert sorted(shown) == sorted([*glue_plans.PLANS, "others"])
 
 
 @pytest.mark.parametrize(
@@ -181,14 +182,14 @@ def test_every_plan_is_on_a_page() -> None:
     ],
 )
 def test_the_recipes_for_low_bits_are_what_was_measured(recipe: str, bits: int, name: str) -> None:
-    (arm,) = (arm for arm in glue_study.PLANS["main"].arms if (arm.bits, arm.name) == (bits, name))
+    (arm,) = (arm for arm in glue_plans.PLANS["main"].arms if (arm.bits, arm.name) == (bits, name))
     measured = {key: value for key, value in (arm.config() or {}).items() if key != "distillation"}
     text = (tiny_glue.ROOT / "configs" / f"{recipe}.json").read_text(encoding="utf-8")
     assert json.loads(text) == measured
 
 
 def test_every_plan_is_sound() -> None:
-    for plan in glue_study.PLANS.values():
+    for plan in glue_plans.PLANS.values():
         keys = [Run(arm, task, 1).key() for arm in plan.arms for task in plan.tasks]
         assert len(set(keys)) == len(keys)
         from moq_hf import MoQConfig

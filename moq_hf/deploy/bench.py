@@ -3,12 +3,12 @@
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -17,11 +17,13 @@ import torch
 
 from ..errors import MoQError
 from ..packed.verify import verify_quantized
-from .data import load
+from .environment import machine, versions
+from .loading import load_model
 from .onnx import FILE_NAMES, export_onnx
-from .onnx_layers import Flavour
+from .onnx_layers import Flavor
 
 _WORKER = Path(__file__).with_name("bench_worker.py")
+_FLAVORS: tuple[Flavor, ...] = ("float", "weight-only", "int8")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Benchmark:
 
     Attributes:
         threads: Of each engine.
-        activation_bits: Of the int8 flavour.
+        activation_bits: Of the int8 flavor.
         bytes: Of the model's files, by engine.
         memory: Resident bytes of the process after all shapes ran, by engine.
         timings: One for each engine and shape.
@@ -104,45 +106,36 @@ def benchmark(
         batches: Batch sizes.
         sequences: Tokens per example, without padding.
         threads: Of each engine; None is PyTorch's number.
-        activation_bits: As for `export_onnx`.
+        activation_bits: Of the int8 model, 2 to 8; None is what the model was trained for, else 8.
         repeats: Rounds per shape, after one that does not count.
 
     Raises:
-        MoQError: As `export_onnx`; a sequence is longer than the model takes; an engine failed.
+        MoQError: The checkpoint cannot be exported, a sequence is longer than the model takes, or an engine failed.
     """
     folder, threads = Path(directory), threads or torch.get_num_threads()
     packed_bytes = verify_quantized(folder).file_bytes
-    model, _ = load(folder)
+    model, _ = load_model(folder)
     limit = getattr(model.config, "max_position_embeddings", math.inf)
     if max(sequences) > limit:
         raise MoQError(f"sequence {max(sequences)} is longer than the {limit} positions of the model")
     with tempfile.TemporaryDirectory() as temporary:
-        flavours: tuple[Flavour, ...] = ("float", "weight-only", "int8")
-        written = export_onnx(
-            folder, Path(temporary, "onnx"), flavours=flavours, activation_bits=activation_bits, tolerance=math.inf
-        )
         model.save_pretrained(Path(temporary, "float"))
         del model
+        onnx = Path(temporary, "onnx")
+        written = export_onnx(folder, onnx, flavors=_FLAVORS, activation_bits=activation_bits, tolerance=math.inf)
         engines = {"PyTorch float": ("torch", Path(temporary, "float")), "PyTorch packed": ("packed", folder)}
-        engines |= {f"ONNX {f}": ("onnx", Path(temporary, "onnx", FILE_NAMES[f])) for f in flavours}
+        engines |= {f"ONNX {flavor}": ("onnx", onnx / FILE_NAMES[flavor]) for flavor in _FLAVORS}
         sizes = {
             "PyTorch float": Path(temporary, "float", "model.safetensors").stat().st_size,
             "PyTorch packed": packed_bytes,
-            **{f"ONNX {flavour}": written.bytes[flavour] for flavour in flavours},
+            **{f"ONNX {flavor}": written.bytes[flavor] for flavor in _FLAVORS},
         }
-        workers = {name: _Worker(engine, path, threads) for name, (engine, path) in engines.items()}
-        try:
-            timings = [
-                timing
-                for batch in batches
-                for sequence in sequences
-                for timing in _measure(workers, batch, sequence, repeats)
-            ]
+        with _running(engines, threads) as workers:
+            shapes = [(batch, sequence) for batch in batches for sequence in sequences]
+            timings = [timing for shape in shapes for timing in _measure(workers, *shape, repeats)]
             memory = {name: int(worker.ask("memory")) for name, worker in workers.items()}
-        finally:
-            for worker in workers.values():
-                worker.close()
-    return Benchmark(threads, written.activation_bits, sizes, memory, tuple(timings), _machine())
+    made_on = {**machine(), **versions("python", "torch", "transformers", "onnxruntime")}
+    return Benchmark(threads, written.activation_bits, sizes, memory, tuple(timings), made_on)
 
 
 def draw(result: Benchmark, path: str | os.PathLike[str]) -> None:
@@ -181,7 +174,7 @@ class _Worker:
 
     def __init__(self, engine: str, path: Path, threads: int) -> None:
         # A fresh process must find the package that this one runs.
-        search = os.pathsep.join(filter(None, (str(_WORKER.parents[1]), os.environ.get("PYTHONPATH"))))
+        search = os.pathsep.join(filter(None, (str(_WORKER.parents[2]), os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER), engine, str(path), str(threads)],
             stdin=subprocess.PIPE,
@@ -193,14 +186,14 @@ class _Worker:
         self._answer()
 
     def ask(self, question: str) -> float:
-        """The number that it answers."""
+        """The number in its answer."""
         stdin = cast(IO[str], self._process.stdin)
         stdin.write(question + "\n")
         stdin.flush()
         return float(self._answer())
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -210,6 +203,19 @@ class _Worker:
             _, errors = self._process.communicate()
             raise MoQError(f"an engine of the benchmark failed: {errors.strip().splitlines()[-1:]}")
         return line
+
+
+@contextmanager
+def _running(engines: Mapping[str, tuple[str, Path]], threads: int) -> Iterator[dict[str, _Worker]]:
+    """A worker for each engine and its path."""
+    workers: dict[str, _Worker] = {}
+    try:
+        for name, (engine, path) in engines.items():
+            workers[name] = _Worker(engine, path, threads)
+        yield workers
+    finally:
+        for worker in workers.values():
+            worker.close()
 
 
 def _measure(workers: dict[str, _Worker], batch: int, sequence: int, repeats: int) -> list[Timing]:
@@ -223,26 +229,6 @@ def _measure(workers: dict[str, _Worker], batch: int, sequence: int, repeats: in
         speed = statistics.median(times["PyTorch float"] / times[name] for times in rounds)
         found.append(Timing(name, batch, sequence, 1e3 * p50, 1e3 * p90, batch / p50, speed))
     return found
-
-
-def _machine() -> dict[str, str]:
-    import onnxruntime
-    import transformers
-
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
-    fast = sorted(flag for flag in flags if flag == "avx2" or "vnni" in flag or flag.startswith(("avx512f", "amx")))
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "instructions": " ".join(fast),
-        "cores": str(os.cpu_count()),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
-        "onnxruntime": onnxruntime.__version__,
-    }
 
 
 def write_json(result: Benchmark, path: str | os.PathLike[str]) -> None:

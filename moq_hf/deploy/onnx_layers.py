@@ -1,13 +1,13 @@
 """Layers that stand for quantized ones while torch.onnx.export traces a model: they emit integer weights.
 
-| flavour | linear layer | embedding table |
+| flavor | linear layer | embedding table |
 | --- | --- | --- |
 | weight-only | x times Cast(codes) * scale, which a runtime folds into a float weight when it loads | Gather, Cast, Mul |
 | dequantize-linear | x times DequantizeLinear(codes), in blocks where the scales are | the same |
 | int8 | QuantizeLinear with a scale per token, MatMulInteger, Cast, Mul | the same |
 
 ONNX Runtime turns DequantizeLinear before MatMul into MatMulNBits with accuracy level 4, which rounds activations to 8
-bits: for the same answers as PyTorch the weight-only flavour spells the same formula as Cast and Mul.
+bits: for the same answers as PyTorch the weight-only flavor spells the same formula as Cast and Mul.
 
 Instructions of CPUs without VNNI add two products of unsigned activations and signed weights in 16 bits, saturating. So
 weights are signed where two such products fit, that is with activations of 7 bits or weights of 7, and unsigned
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from .. import quantizer
 
-Flavour = Literal["float", "weight-only", "dequantize-linear", "int8"]
-FLAVOURS: tuple[Flavour, ...] = ("float", "weight-only", "dequantize-linear", "int8")
+Flavor = Literal["float", "weight-only", "dequantize-linear", "int8"]
+FLAVORS: tuple[Flavor, ...] = ("float", "weight-only", "dequantize-linear", "int8")
 
 OPSET = 21
 _INT16_MAX = 2**15 - 1

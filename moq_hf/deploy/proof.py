@@ -1,31 +1,27 @@
 """The proof that an exported model answers as the checkpoint does."""
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .. import quantizer
-from .data import Data, metrics_of
-from .onnx_layers import Flavour
+from .data import Data, batches_of
+from .loading import Checkpoint
+from .metrics import metrics_of
 
-if TYPE_CHECKING:
-    import onnxruntime
 TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Proof:
-    """How the answers of one ONNX model compare with those of the checkpoint in PyTorch.
+    """How the answers of one exported model compare with those of the checkpoint in PyTorch.
 
     Attributes:
-        largest_difference: Of the outputs, over all sentences and tokens that are no padding.
-        from_same_arithmetic: The same against PyTorch with the activations rounded as the int8 flavour rounds them;
-            None for other flavours.
+        largest_difference: Of the outputs, over all sentences and tokens that are not padding.
+        from_same_arithmetic: The same against PyTorch with the activations rounded as the exported model rounds them;
+            None where it rounds none.
         agreement: Share of equal predictions; None where the model predicts no class.
         metrics: GLUE metrics, where the data has labels.
     """
@@ -36,64 +32,81 @@ class Proof:
     metrics: dict[str, float]
 
 
-def torch_answers(
-    model: Any, batches: Sequence[Mapping[str, Tensor]], rounded: Sequence[str] = (), bits: int = 8
-) -> list[Tensor]:
-    """The first output for each batch; with the inputs of the layers `rounded` as the int8 flavour has them."""
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda module, args: (quantizer.fake_quantize_tokens(args[0], bits), *args[1:])
+class Reference:
+    """The checkpoint's own answers in PyTorch, which those of exported models are compared with.
+
+    Args:
+        checkpoint: The checkpoint.
+        data: What it answers.
+        max_length: Tokens of an example, at most.
+
+    Attributes:
+        batches: The inputs.
+        answers: The first output for each batch: `[examples, classes]`, or `[examples, tokens, classes]`.
+        metrics: GLUE metrics, where the data has labels.
+
+    Raises:
+        MoQError: The data does not fit the model.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, data: Data, max_length: int) -> None:
+        self._model, self._data = checkpoint.model, data
+        self.batches = batches_of(checkpoint.model, checkpoint.tokenizer, data, max_length)
+        self.answers = self._run()
+        self.metrics = self._metrics(self.answers)
+
+    def rounded(self, layers: Sequence[str], bits: int) -> list[Tensor]:
+        """The answers with the inputs of these layers rounded to `bits`, one scale per token."""
+        hooks = [
+            self._model.get_submodule(name).register_forward_pre_hook(
+                lambda module, args: (quantizer.fake_quantize_tokens(args[0], bits), *args[1:])
+            )
+            for name in layers
+        ]
+        try:
+            return self._run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def prove(self, found: Sequence[Tensor], simulated: Sequence[Tensor] | None = None) -> Proof:
+        """Compare the answers of an exported model.
+
+        Args:
+            found: Its first output for each of `batches`.
+            simulated: What PyTorch answers with the exported model's arithmetic, if that is another.
+        """
+        one, other = self._rows(found), self._rows(self.answers)
+        predicts = self._predicts and one.shape[-1] > 1
+        return Proof(
+            largest_difference=largest(one, other),
+            from_same_arithmetic=None if simulated is None else largest(one, self._rows(simulated)),
+            agreement=float((one.argmax(-1) == other.argmax(-1)).double().mean()) if predicts else None,
+            metrics=self._metrics(found),
         )
-        for name in rounded
-    ]
-    try:
+
+    def _run(self) -> list[Tensor]:
         with torch.inference_mode():
-            return [model(**batch)[0] for batch in batches]
-    finally:
-        for hook in hooks:
-            hook.remove()
+            outputs = [self._model(**batch) for batch in self.batches]
+        self._predicts = "logits" in outputs[0]
+        return [output[0] for output in outputs]
 
+    def _metrics(self, outputs: Sequence[Tensor]) -> dict[str, float]:
+        if self._data.labels is None or outputs[0].dim() != 2:
+            return {}
+        return metrics_of(outputs, self._data.labels, self._data.task)
 
-def open_session(path: Path, flavour: Flavour) -> "onnxruntime.InferenceSession":
-    """ONNX Runtime on one exported model."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    if flavour == "dequantize-linear":
-        # Otherwise onnxruntime rounds the activations to 8 bits.
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
-    return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
-
-
-def prove_model(
-    session: "onnxruntime.InferenceSession",
-    batches: Sequence[Mapping[str, Tensor]],
-    answers: Sequence[Tensor],
-    simulated: Sequence[Tensor] | None,
-    labels: Sequence[float] | None,
-    data: Data | None,
-) -> Proof:
-    """Compare the answers of one exported model with the checkpoint's."""
-    found = [torch.from_numpy(session.run(None, {k: v.numpy() for k, v in batch.items()})[0]) for batch in batches]
-    kept = [batch["attention_mask"].bool() for batch in batches]
-    classes = answers[0].shape[-1]
-    predicts = session.get_outputs()[0].name == "logits" and classes > 1
-
-    def rows(outputs: Sequence[Tensor]) -> Tensor:
-        flat = [o[mask] if o.dim() == 3 else o for o, mask in zip(outputs, kept, strict=True)]
-        return torch.cat([o.reshape(-1, classes) for o in flat])
-
-    one, other = rows(found), rows(answers)
-    agreement = float((one.argmax(-1) == other.argmax(-1)).double().mean()) if predicts else None
-    return Proof(
-        largest_difference=largest(one, other),
-        from_same_arithmetic=None if simulated is None else largest(one, rows(simulated)),
-        agreement=agreement,
-        metrics=metrics_of(found, labels, data),
-    )
+    def _rows(self, outputs: Sequence[Tensor]) -> Tensor:
+        """All answers `[rows, classes]`, without those for padding."""
+        masks = (batch["attention_mask"].bool() for batch in self.batches)
+        flat = [output[mask] if output.dim() == 3 else output for output, mask in zip(outputs, masks, strict=True)]
+        return torch.cat([output.reshape(-1, output.shape[-1]) for output in flat])
 
 
 def largest(one: Tensor, other: Tensor) -> float:
-    """The largest difference of two outputs."""
+    """The largest difference of two outputs.
+
+    >>> largest(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
+    0.5
+    """
     return float((one - other).abs().max())

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import quantizer
 from ..config import MoQConfig
 from ..errors import MoQError
 from ..grid import Grid, PerChannel
-from ..names import is_peft, named_modules, uncompiled
+from ..names import named_modules, uncompiled
 from ..processes import check_supported, copy_whole
 from ..quant_linear import (
     LayerState,
@@ -22,6 +22,7 @@ from ..quant_linear import (
     quant_class,
 )
 from ..schedule import FLOAT_BITS
+from ..transformers_seams import ADAPTED, is_peft, packed_loader, unpack
 from .refresh import check_finite
 from .selection import select_embeddings, select_layers
 from .staleness import unwatch, watch
@@ -90,7 +91,7 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
         raise MoQError(f'weights must be "quantized" or "float", got {weights!r}')
     given, model = model, uncompiled(model)
     if is_packed(model):
-        _unpack(model)
+        unpack(model)
         return given
     layers = {**quant_layers(model), **quant_embeddings(model)}
     if not layers:
@@ -127,28 +128,7 @@ def is_quantized(model: Any) -> bool:
 
 def is_packed(model: nn.Module) -> bool:
     """Whether `from_pretrained` made this model of a packed checkpoint: its layers may have no weights yet."""
-    quantizer_of_transformers = getattr(model, "hf_quantizer", None)
-    return quantizer_of_transformers is not None and hasattr(quantizer_of_transformers, "compressor")
-
-
-def _unpack(model: nn.Module) -> None:
-    from compressed_tensors.compressors import decompress_module
-    from compressed_tensors.quantization import QuantizationMetadata, QuantizationStatus
-
-    loader = cast(Any, model).hf_quantizer
-    for module in model.modules():
-        if not hasattr(module, "quantization_scheme"):
-            continue
-        if module.quantization_status == QuantizationStatus.COMPRESSED:
-            decompress_module(module)
-        QuantizationMetadata.clear_quantization(module)
-        del module.quantization_status
-        # What is left of the wrapped forward would hide that of a quantized class.
-        module.__dict__.pop("forward", None)
-        module.weight = nn.Parameter(cast(Tensor, module.weight).detach())
-        module.requires_grad_(True)
-    loader.compressor.remove_decompression_hook(model)
-    loader.remove_quantization_config(model)
+    return packed_loader(model) is not None
 
 
 def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLayer]:
@@ -179,7 +159,7 @@ def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLayer]:
 def _guard_merging(model: nn.Module) -> None:
     """Refuse to merge adapters into weights that are computed with quantized: the sum is on no grid."""
     for module in model.modules():
-        if isinstance(module._modules.get("base_layer"), QuantLayer) and is_peft(module):
+        if isinstance(module._modules.get(ADAPTED), QuantLayer) and is_peft(module):
             module.merge = _refuse_merging  # type: ignore[assignment]
         elif module.__dict__.get("merge") is _refuse_merging:
             del module.merge

@@ -11,6 +11,7 @@ from ..config import MoQConfig
 from ..errors import MoQError
 from ..grid import PerGroup, RowBlocks
 from ..names import adapters, is_below, named_modules, named_parameters, without_peft
+from ..transformers_seams import ADAPTED, has_dora
 
 
 def select_layers(model: nn.Module, config: MoQConfig) -> dict[str, nn.Linear | Conv1D]:
@@ -185,8 +186,8 @@ def _check_weights(layers: Mapping[str, nn.Linear | Conv1D]) -> None:
 
 def _check_adapters(model: nn.Module, layers: Iterable[str]) -> None:
     """DoRA takes the norm of the float weight in training, and that of the quantized one once it is loaded."""
-    parents = {name: model.get_submodule(name.removesuffix(".base_layer")) for name in layers if "base_layer" in name}
-    wrong = [name for name, parent in parents.items() if len(getattr(parent, "lora_magnitude_vector", ()))]
+    parents = {name: model.get_submodule(name.removesuffix(f".{ADAPTED}")) for name in layers if ADAPTED in name}
+    wrong = [name for name, parent in parents.items() if has_dora(parent)]
     if wrong:
         raise MoQError(
             f"DoRA on quantized layers would compute something else after loading: {', '.join(wrong)}; use LoRA "

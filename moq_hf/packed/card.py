@@ -5,55 +5,72 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..report.metrics import metrics_in
 from ..schedule import FLOAT_BITS
 from .state import StoredLayer
-from .verify import Verification, verify_quantized
+from .verification import Verification
+from .verify import verify_quantized
 
 logger = logging.getLogger(__name__)
 
 TAGS = ("moq", "quantization-aware-training", "compressed-tensors")
 PICTURE = "moq_bits.png"
-# What an evaluation logs beside its metrics.
-_NO_METRIC = re.compile(r"^(epoch|step|total_flos)$|_(runtime|per_second|samples|time)(_mm)?$")
+
+
+@dataclass(frozen=True)
+class About:
+    """What a packed checkpoint does not say of its model, for the card; all of it may be missing.
+
+    Attributes:
+        model_name: Where it will be found: a Hub id; None is the directory's name.
+        base_model: Hub id of the model that was fine-tuned.
+        task: As the Hub spells it, "text-classification" for instance.
+        dataset: Hub id of the data.
+        dataset_name: Its name for readers; None is the Hub id.
+        dataset_config: Its configuration, "mrpc" for instance.
+        language: Language codes.
+        license: As the Hub spells it.
+        tags: More tags.
+        training: Hyperparameters, for the section on reproducing the model.
+    """
+
+    model_name: str | None = None
+    base_model: str | None = None
+    task: str | None = None
+    dataset: str | None = None
+    dataset_name: str | None = None
+    dataset_config: str | None = None
+    language: str | Iterable[str] | None = None
+    license: str | None = None
+    tags: Iterable[str] = ()
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def data(self) -> str | None:
+        """What readers call the data."""
+        return self.dataset_name or self.dataset
 
 
 def write_card(
     directory: str | os.PathLike[str],
+    about: About = About(),
     *,
     found: Verification | None = None,
-    model_name: str | None = None,
-    base_model: str | None = None,
-    task: str | None = None,
-    dataset: str | None = None,
-    dataset_name: str | None = None,
-    dataset_config: str | None = None,
-    language: str | Iterable[str] | None = None,
-    license: str | None = None,
-    tags: Iterable[str] = (),
-    training: Mapping[str, Any] | None = None,
     picture: bool = True,
 ) -> Path:
     """Write `README.md` into a packed checkpoint, and the picture of its bits if matplotlib is installed.
 
     Args:
         directory: What `save_quantized` wrote; its metrics, sizes and bits are those of the card.
+        about: What else is known of the model.
         found: What `verify_quantized` gives for it; None: it is verified now.
-        model_name: Where it will be found: a Hub id; None is the directory's name.
-        base_model: Hub id of the model that was fine-tuned.
-        task: As the Hub spells it, "text-classification" for instance.
-        dataset: Hub id of the data.
-        dataset_name: Its name for readers.
-        dataset_config: Its configuration, "mrpc" for instance.
-        language: Language codes.
-        license: As the Hub spells it.
-        tags: More tags.
-        training: Hyperparameters, for the section on reproducing the model.
         picture: Draw the bits too, if matplotlib is installed.
 
     Returns:
@@ -64,61 +81,61 @@ def write_card(
     """
     folder = Path(directory)
     found = found or verify_quantized(folder)
-    name = model_name or folder.resolve().name
-    metrics, before = (_metrics(found.state.get(key) or {}) for key in ("metrics", "float_metrics"))
-    results = [
-        EvalResult(
-            task_type=task,
-            dataset_type=dataset,
-            dataset_name=dataset_name or dataset,
-            dataset_config=dataset_config,
-            metric_type=metric,
-            metric_value=value,
-        )
-        for metric, value in metrics.items()
-        if task and dataset and metric != "loss"
-    ]
-    data = ModelCardData(
-        language=[language] if isinstance(language, str) else list(language) if language else None,
-        license=license,
-        library_name="transformers",
-        pipeline_tag=task,
-        tags=list(dict.fromkeys([*TAGS, *tags])),
-        base_model=base_model,
-        base_model_relation="finetune" if base_model else None,
-        datasets=[dataset] if dataset else None,
-        metrics=[metric for metric in metrics if metric != "loss"] or None,
-        model_name=name.rpartition("/")[2],
-        eval_results=results or None,
-    )
+    name = about.model_name or folder.resolve().name
+    metrics, before = (metrics_in(found.state.get(key) or {}) for key in ("metrics", "float_metrics"))
+    by_hand = found.state.get("by_hand") or (found.proof is not None and found.proof.agrees is False)
     sections = [
-        _head(name, base_model, dataset_name or dataset, found),
-        _loading(name, folder, found.state.get("by_hand") or (found.proof is not None and found.proof.agrees is False)),
+        _head(name, about, found),
+        _loading(name, folder, by_hand),
         _results(metrics, before),
         _sizes(found),
         _proof(found),
         _bits(found.layers, picture and _draw(folder / PICTURE, found.layers)),
-        _making(found.state, training),
+        _making(found.state, about.training),
     ]
+    header = _metadata(name, about, metrics).to_yaml()
     path = folder / "README.md"
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(part for part in sections if part) + "\n").save(path)
+    ModelCard(f"---\n{header}\n---\n\n" + "\n\n".join(part for part in sections if part) + "\n").save(path)
     return path
 
 
-def _metrics(logged: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of an evaluation, without its times and counts, and without the Trainer's prefix."""
-    return {
-        name.removeprefix("eval_"): value
-        for name, value in logged.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not _NO_METRIC.search(name)
-    }
+def _metadata(name: str, about: About, metrics: Mapping[str, float]) -> ModelCardData:
+    """For the Hub's model index."""
+    measured = {metric: value for metric, value in metrics.items() if metric != "loss"}
+    results = [
+        EvalResult(
+            task_type=about.task,
+            dataset_type=about.dataset,
+            dataset_name=cast(str, about.data),
+            dataset_config=about.dataset_config,
+            metric_type=metric,
+            metric_value=value,
+        )
+        for metric, value in measured.items()
+        if about.task and about.dataset
+    ]
+    languages = [about.language] if isinstance(about.language, str) else list(about.language or [])
+    return ModelCardData(
+        language=languages or None,
+        license=about.license,
+        library_name="transformers",
+        pipeline_tag=about.task,
+        tags=list(dict.fromkeys([*TAGS, *about.tags])),
+        base_model=about.base_model,
+        base_model_relation="finetune" if about.base_model else None,
+        datasets=[about.dataset] if about.dataset else None,
+        metrics=list(measured) or None,
+        model_name=name.rpartition("/")[2],
+        eval_results=results or None,
+    )
 
 
-def _head(name: str, base_model: str | None, data: str | None, found: Verification) -> str:
+def _head(name: str, about: About, found: Verification) -> str:
     bits = sorted({layer.bits for layer in found.layers.values() if layer.kind != "embedding"})
     words = [("float" if b == FLOAT_BITS else str(b)) for b in bits]
     low = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-    origin = f" from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
+    base, data = about.base_model, about.data
+    origin = f" from [{base}](https://huggingface.co/{base})" if base else ""
     trained = f"Fine-tuned{origin}{f' on {data}' if data else ''} with Mixture-of-Quantization"
     stored = "packed integers in the format of compressed-tensors"
     if found.state.get("layout") == "floats":
@@ -133,9 +150,9 @@ def _head(name: str, base_model: str | None, data: str | None, found: Verificati
 
 def _proof(found: Verification) -> str:
     reason = found.state.get("reason")
-    told = [f"{found.proof}."] if found.proof is not None else []
-    told += [f"Why not packed otherwise: {reason}."] if reason else []
-    return "\n\n".join(["## Proof", *told]) if told else ""
+    lines = [f"{found.proof}."] if found.proof is not None else []
+    lines += [f"Why not packed otherwise: {reason}."] if reason else []
+    return "\n\n".join(["## Proof", *lines]) if lines else ""
 
 
 def _loading(name: str, folder: Path, by_hand: bool) -> str:
@@ -211,8 +228,8 @@ def _bits(layers: Mapping[str, StoredLayer], picture: bool) -> str:
     )
 
 
-def _making(state: Mapping[str, Any], training: Mapping[str, Any] | None) -> str:
-    settings = [f"- {name}: {value}" for name, value in (training or {}).items()]
+def _making(state: Mapping[str, Any], training: Mapping[str, Any]) -> str:
+    settings = [f"- {name}: {value}" for name, value in training.items()]
     versions = ", ".join(f"{name} {version}" for name, version in state["versions"].items())
     steps = [] if state["step"] is None else [f"- optimizer steps: {state['step']}"]
     return "\n".join(

@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import MoQError
+from ..errors import MoQError, one_line
 from ..names import without_peft
 from ..training.controller import MoQController
-from .card import write_card
+from .card import About, write_card
 from .layout import Layout
 from .proof import Answers
-from .save import write_floats, write_packed
+from .save import Companions, write_floats, write_packed
 from .state import hub_id
-from .verify import Verification
+from .verification import Verification
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +51,9 @@ def save_quantized(
         processing_class: Tokenizer or processor to save along.
         controller: The run's, for its history; without one the state holds the config and the bits alone.
         metrics: Figures to keep in `moq_state.json`.
-        float_metrics: The same of a model that was trained in float.
+        float_metrics: Those of a model that was trained in float.
         state_dict: The model's float tensors, where they are not in the model itself (FSDP).
-        max_shard_size: As `save_pretrained` takes it.
+        max_shard_size: The largest size of a weight file, as `save_pretrained` takes it.
         inputs: A batch as the model's forward pass takes it, to prove the files on; None: they are not loaded.
         layout: How the weights lie in the files: "packed", "unpacked" (unpacked while loading) or "floats"; None is the
             first of them that transformers can load.
@@ -62,36 +62,31 @@ def save_quantized(
         The directory.
 
     Raises:
-        MoQError: The model is no transformers model or has no quantized layer, a quantized weight is shared, sharded or
-            holds NaN or Inf, transformers cannot make a model of its class, or the files cannot be written.
+        MoQError: The model is not one of transformers or has no quantized layer, a quantized weight is shared, sharded
+            or holds NaN or Inf, transformers cannot make a model of its class, or the files cannot be written.
     """
-    found = write_packed(
-        model,
-        directory,
-        processing_class=processing_class,
-        controller=controller,
-        metrics=metrics,
-        float_metrics=float_metrics,
-        state_dict=state_dict,
-        max_shard_size=max_shard_size,
-        inputs=inputs,
-        layout=layout,
-    )
+    companions = Companions(processing_class, controller, metrics, float_metrics, state_dict, max_shard_size)
+    found = write_packed(model, directory, companions, inputs=inputs, layout=layout)
     _write_card(Path(directory), model, found, picture=False)
     return Path(directory)
 
 
 def deliver(
-    model: nn.Module, directory: str | os.PathLike[str], answers: Answers | None, *, picture: bool = True, **saved: Any
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    companions: Companions,
+    answers: Answers | None,
+    *,
+    picture: bool = True,
 ) -> str:
     """Write the result of a run: packed if that can be loaded, else floats on the grid, with a warning that says why.
 
     Args:
         model: With quantized layers.
         directory: Where to.
+        companions: What goes with the model.
         answers: The model's, to prove the files on; None: they are not loaded.
         picture: Draw the bits for the model card.
-        **saved: What goes with the model: the keyword arguments that `save_quantized` has for it.
 
     Returns:
         What was written, in a line.
@@ -101,21 +96,21 @@ def deliver(
     """
     folder = Path(directory)
     try:
-        found = write_packed(model, folder, inputs=answers, **saved)
+        found = write_packed(model, folder, companions, inputs=answers)
     # Training is done: whatever a model's own code raises here must not lose its result.
     except Exception as error:
-        reason = str(error) if isinstance(error, MoQError) else f"{type(error).__name__}: {error}"
-        found = write_floats(model, folder, " ".join(reason.split()), **saved)
+        reason = one_line(error, named=not isinstance(error, MoQError))
+        found = write_floats(model, folder, companions, reason)
     try:
         _write_card(folder, model, found, picture)
     except Exception as error:
-        logger.warning("moq_hf: %s has no model card: %s: %s", folder, type(error).__name__, error)
-    return _told(folder, found)
+        logger.warning("moq_hf: %s has no model card: %s", folder, one_line(error, named=True))
+    return _summary(folder, found)
 
 
 def base_model_of(model: nn.Module) -> str | None:
     """The Hub id of the model that was fine-tuned, or None."""
-    return hub_id(getattr(getattr(model, "config", None), "_name_or_path", None))
+    return hub_id(getattr(getattr(model, "config", None), "name_or_path", None))
 
 
 def _write_card(folder: Path, model: nn.Module, found: Verification, picture: bool) -> None:
@@ -123,10 +118,10 @@ def _write_card(folder: Path, model: nn.Module, found: Verification, picture: bo
     if path.exists() and "Mixture-of-Quantization (moq_hf)" not in path.read_text(encoding="utf-8", errors="replace"):
         logger.info("%s is not moq_hf's: it stays", path)
         return
-    write_card(folder, found=found, base_model=base_model_of(without_peft(model)), picture=picture)
+    write_card(folder, About(base_model=base_model_of(without_peft(model))), found=found, picture=picture)
 
 
-def _told(folder: Path, found: Verification) -> str:
+def _summary(folder: Path, found: Verification) -> str:
     what = {"packed": "packed", "unpacked": "packed, unpacked while loading", "floats": "floats on the grid"}
     proof = "" if found.proof is None else f"; {found.proof}"
     if found.state["by_hand"]:

@@ -16,16 +16,11 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
-
-
-# Reading back.
-
 _UNFINISHED = "no packed checkpoint, or one whose saving was interrupted"
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The weight files of a folder, as transformers looks for them."""
-    # As transformers looks for them.
     single = folder / SINGLE
     if single.exists() or not (folder / INDEX).exists():
         return [single]
@@ -76,8 +71,3 @@ def read_document(path: Path) -> Entry:
         return read_json(path)
     except FileNotFoundError:
         raise MoQError(f"{path} is missing: {_UNFINISHED}") from None
-
-
-def text_of(error: BaseException) -> str:
-    """An exception in one line."""
-    return " ".join(str(error).split()) or type(error).__name__

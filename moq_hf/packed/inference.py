@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import quantizer, triton_quant
 from ..errors import MoQError
 from ..kernels import packing
+from ..transformers_seams import is_packed_layer, keep_packed, unpack_layer
 
 
 class PackedLinear(nn.Module):
@@ -117,17 +118,13 @@ def load_packed(
         raise MoQError(f"{directory}: its config names the class {name}, which transformers does not have")
     # In the dtype of the file: the scales are float32.
     model: Any = architecture.from_pretrained(directory, dtype="auto", **kwargs)
-    from compressed_tensors.compressors import decompress_module
-    from compressed_tensors.quantization.utils import is_module_quantized
-
     # What compressed-tensors would do at the first forward pass, which wraps every module of the model as well.
-    if hasattr(model, "hf_quantizer"):
-        model.hf_quantizer.compressor.remove_decompression_hook(model)
+    keep_packed(model)
     for path, module in list(model.named_modules()):
-        if is_module_quantized(module):
+        if is_packed_layer(module):
             layer = _packed_layer(module) if triton_quant.available(device) else None
             if layer is None:
-                decompress_module(module)
+                unpack_layer(module)
             else:
                 model.set_submodule(path, layer)
     return cast(transformers.PreTrainedModel, model.to(device=device, dtype=dtype).eval())

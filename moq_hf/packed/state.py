@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,9 @@ import torch
 
 from ..errors import MoQError, show
 from ..quant_linear import QuantLayer
-from ..reading import Entry
-from ..schedule import FLOAT_BITS
 from ..training.controller import MoQController
 from ..version import __version__
 from .files import read_document
-from .proof import Proof
 
 STATE_NAME = "moq_state.json"
 MAX_PACKED_BITS = 8
@@ -85,17 +82,29 @@ def state_of(
 
 
 def shareable(config: dict[str, Any]) -> dict[str, Any]:
-    """Without the path of a teacher on this machine; its Hub id stays."""
+    """Without the path of a teacher on this machine; its Hub id stays.
+
+    >>> shareable({"seed": 1, "distillation": {"teacher": "/home/somebody/teacher", "temperature": 2.0}})
+    {'seed': 1, 'distillation': {'teacher': None, 'temperature': 2.0}}
+    """
     return {**config, "distillation": {**config["distillation"], "teacher": hub_id(config["distillation"]["teacher"])}}
 
 
 def without_paths(text: str) -> str:
-    """A text without the paths in it."""
+    """A text without the paths in it.
+
+    >>> without_paths("no such file: '/home/somebody/model/config.json'")
+    "no such file: '...'"
+    """
     return re.sub(r"(?<![\w.:/])(/[^\s/'\",;:()]+){2,}/?", "...", text)
 
 
 def hub_id(name: str | None) -> str | None:
-    """The Hub id that a model was loaded from, or None: a path of one's machine is nobody else's business."""
+    """The Hub id that a model was loaded from, or None: a path of one's machine is nobody else's business.
+
+    >>> hub_id("google-bert/bert-base-cased"), hub_id("/home/somebody/bert")
+    ('google-bert/bert-base-cased', None)
+    """
     name = name or ""
     return name if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not Path(name).exists() else None
 
@@ -107,8 +116,8 @@ def record_metrics(
 
     Args:
         directory: What `save_quantized` wrote.
-        metrics: As for `save_quantized`; takes the place of what is there.
-        float_metrics: As for `save_quantized`; None leaves what is there.
+        metrics: Figures by name, in the place of those that are there.
+        float_metrics: Those of a model that was trained in float; None leaves what is there.
 
     Raises:
         MoQError: There is no such file, or it is damaged or cannot be written.
@@ -125,7 +134,11 @@ def record_metrics(
 
 
 def clean_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics as JSON has them: finite numbers as they are, others as null, anything else as text."""
+    """Metrics as JSON has them: finite numbers as they are, others as null, anything else as text.
+
+    >>> clean_metrics({"f1": torch.tensor(0.5), "odd": float("nan"), "matrix": [1, 2]})
+    {'f1': 0.5, 'odd': None, 'matrix': '[1, 2]'}
+    """
     clean: dict[str, Any] = {}
     for name, value in metrics.items():
         if isinstance(value, (bool, int, str)) or value is None:
@@ -162,7 +175,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         MoQError: It is missing, damaged, or of another format.
     """
     if not folder.is_dir():
-        raise MoQError(f"{folder} is no directory")
+        raise MoQError(f"{folder} is not a directory")
     path = folder / STATE_NAME
     state: dict[str, Any] = read_document(path).value
     try:
@@ -176,92 +189,3 @@ def read_state(folder: Path) -> dict[str, Any]:
         writer = versions.get("moq_hf") if isinstance(versions, dict) else None
         raise MoQError(f"{path} is of format {show(state.get('format'))}, written by moq_hf {show(writer)}: update")
     return state
-
-
-def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
-    """The state of a packed checkpoint and its layers. The digest proves integrity against accident alone.
-
-    Raises:
-        MoQError: A value is not of the type or in the range of what is written; names the file and the key.
-    """
-    state = read_state(folder)
-    entry = Entry(state, str(folder / STATE_NAME))
-    if not entry["config_json"].is_null:
-        entry["config_json"].text()
-    for digest in entry["tensors"].mapping().values():
-        digest.text()
-    for name in ("versions", "config", "metrics", "float_metrics"):
-        if not entry.get(name).is_null:
-            entry[name].mapping()
-    if not entry["step"].is_null:
-        entry["step"].whole()
-    for switch in entry["history"].items():
-        switch["step"].whole(1)
-        switch["block"].text()
-        for name in ("before", "bits"):
-            switch[name].whole(1, FLOAT_BITS)
-        if not switch["eigenvalue"].is_null:
-            switch["eigenvalue"].number(0.0, 1.0)
-    if not entry.get("proof").is_null:
-        proof_of(entry["proof"])
-    if not entry.get("parameters").is_null:
-        entry["parameters"]["total"].whole(entry["parameters"]["quantized"].whole(1))
-    layers = entry["layers"].mapping()
-    if not layers:
-        raise entry["layers"].fault("the layers by name")
-    return state, {name: _layer_of_json(layer) for name, layer in layers.items()}
-
-
-def proof_of(entry: Entry) -> Proof:
-    """The proof in a state.
-
-    Raises:
-        MoQError: A value is not of the type or in the range of what is written.
-    """
-    agrees = None if entry["agrees"].is_null else entry["agrees"].flag()
-    difference = None if entry["largest_difference"].is_null else entry["largest_difference"].number(0.0)
-    tokens = None if entry["tokens"].is_null else entry["tokens"].whole()
-    reason = None if entry["reason"].is_null else entry["reason"].text()
-    return Proof(agrees, entry["examples"].whole(), difference, tokens, reason, entry["seconds"].number(0.0))
-
-
-# What the weights of a layer that is stored so can have.
-_BITS = {"packed": (1, MAX_PACKED_BITS), "int8": (2, MAX_PACKED_BITS), "dense": (1, 16)}
-
-
-def _layer_of_json(entry: Entry) -> StoredLayer:
-    values: dict[str, Any] = {}
-    known = {field.name: field for field in fields(StoredLayer)}
-    for name, value in entry.mapping().items():
-        if name not in known:
-            raise MoQError(f"{value.where}: {value.key} is unknown; legal are {', '.join(known)}")
-        values[name] = tuple(value.value) if isinstance(value.value, list) else value.value
-    for name, field in known.items():
-        if field.default is MISSING:
-            values[name] = values.get(name, entry[name].value)
-    entry["kind"].word("linear", "conv1d", "embedding")
-    stored = entry["stored"].word("float", *_BITS)
-    entry["symmetric"].flag()
-    entry["bytes"].whole()
-    entry["bytes_before"].whole(1)
-    entry["max_error"].number(0.0)
-    shape = [size.whole(1, 2**31) for size in entry["shape"].items(2)]
-    scales = [count.whole(0, 2**31) for count in entry["scales"].items(2)]
-    if stored == "float":
-        if entry["bits"].value != FLOAT_BITS:
-            entry["bits"].whole(1, 16)
-        return StoredLayer(**values)
-    entry["bits"].whole(*_BITS[stored])
-    if any(count == 0 or size % count for size, count in zip(shape, scales, strict=True)):
-        raise entry["scales"].fault(f"divisors of the shape {shape}")
-    if stored != "dense":
-        entry["group"].text()
-        return StoredLayer(**values)
-    for part in entry["grid"].items(2)[: 1 if entry["symmetric"].flag() else 2]:
-        # 4 bytes each, as text of 4 letters for 3 bytes.
-        if (
-            not re.fullmatch(r"[A-Za-z0-9+/]*={0,2}", part.text())
-            or len(part.text()) != -(-math.prod(scales) * 4 // 3) * 4
-        ):
-            raise part.fault(f"{math.prod(scales)} values of 4 bytes in base64")
-    return StoredLayer(**values)

@@ -10,10 +10,11 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..model.sizes import percent
-from .figures import DARK, drawing, figures_of, palette, svg_of
+from .figures import figures_of
+from .look import DARK, drawing, palette, svg_of
 from .run import Run, read_run
 
 if TYPE_CHECKING:
@@ -30,15 +31,15 @@ def write_report(
     """Write `moq_report.html`, which needs no other file, and its figures as PNG.
 
     Args:
-        directory: As for `read_run`.
+        directory: The run's `output_dir`, or one of its checkpoints.
         out: Folder to write to; by default `directory`.
-        float_directory: As for `read_run`.
+        float_directory: A float run to compare with; by default the folder `float` in `directory`, if it is there.
 
     Returns:
         The path of the page.
 
     Raises:
-        MoQError: As `read_run`, or matplotlib is not installed.
+        MoQError: There is no finished run with MoQ, a file of it is damaged, or matplotlib is not installed.
     """
     run = read_run(directory, float_directory)
     out = Path(out) if out is not None else run.directory
@@ -56,25 +57,66 @@ def _page(run: Run, figures: Mapping[str, tuple["Figure", str]]) -> str:
     blocks = max(len(run.by_block("bits")), 3)
     pairs = [*DARK.items(), *palette(blocks)]
     light, dark = ("".join(f"--c{i}:{pair[k]};" for i, pair in enumerate(pairs)) for k in (0, 1))
-    mean, sizes, share = run.mean_bits()[1], run.series("moq/size_mb")[1], run.quantized_share
-    facts = [
-        ("mean bits of the quantized layers" if share is None else "mean bits of the whole model", f"{mean[-1]:.2f}"),
-        ("from, to", f"{run.config.start_bits} to {run.config.target_bits} bits"),
-        ("optimizer steps", f"{run.steps:,}"),
+    title, rows = html.escape(run.directory.resolve().name), _rows(run)
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>moq_hf: {title}</title>",
+        f"<style>{_STYLE.replace('LIGHT', light).replace('DARK', dark)}</style></head><body>",
+        f"<h1>{title}</h1>",
+        "<dl>" + "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in _facts(run)) + "</dl>",
     ]
+    for name, (figure, caption) in figures.items():
+        parts.append(
+            f"<h2>{_TITLES[name]}</h2><figure>{svg_of(figure, blocks)}<figcaption>{caption}</figcaption></figure>"
+        )
+        if name == "comparison":
+            parts.append(_table(["metric", "float", "quantized", "difference"], rows))
+    if rows and "comparison" not in figures:
+        parts.append("<h2>Last evaluation</h2>" + _table(["metric", "value"], [(row[0], row[2]) for row in rows]))
+    parts += [f"<p class=note>{note}</p>" for note in _notes(run, figures)]
+    config = json.dumps(run.config.to_dict(), indent=2)
+    parts.append(f"<details><summary>Configuration</summary><pre>{html.escape(config)}</pre></details></body></html>")
+    return "\n".join(parts) + "\n"
+
+
+_TITLES = {
+    "bits": "Bits",
+    "eigenvalues": "Sensitivity",
+    "loss": "Loss",
+    "metrics": "Metrics",
+    "size": "Size",
+    "comparison": "Float and quantized",
+}
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    """Names and values below the title."""
+    mean, sizes, share = run.mean_bits()[1], run.series("moq/size_mb")[1], run.quantized_share
+    of = "quantized layers" if share is None else "whole model"
+    facts = [(f"mean bits of the {of}", f"{mean[-1]:.2f}")]
     if share is not None:
-        facts.insert(1, ("quantized", f"{percent(share)} of the parameters"))
+        facts.append(("quantized", f"{percent(share)} of the parameters"))
+    facts.append(("from, to", f"{run.config.start_bits} to {run.config.target_bits} bits"))
+    facts.append(("optimizer steps", f"{run.steps:,}"))
     if run.float_size_mb and sizes:
         facts.append(("size", f"{run.float_size_mb:,.1f} to {sizes[-1]:,.1f} MB"))
-    rows = [
-        (name, f"{run.in_float[name]:.4f}" if name in run.in_float else "", f"{value:.4f}",
-         f"{value - run.in_float[name]:+.4f}" if name in run.in_float else "")
-        for name, value in run.quantized.items()
-    ]  # fmt: skip
-    titles = {
-        "bits": "Bits", "eigenvalues": "Sensitivity", "loss": "Loss", "metrics": "Metrics", "size": "Size",
-        "comparison": "Float and quantized",
-    }  # fmt: skip
+    return facts
+
+
+def _rows(run: Run) -> list[tuple[str, str, str, str]]:
+    """Metric, in float, quantized, difference."""
+    rows = []
+    for name, value in run.quantized.items():
+        before = run.in_float.get(name)
+        beside = ("", "") if before is None else (f"{before:.4f}", f"{value - before:+.4f}")
+        rows.append((name, beside[0], f"{value:.4f}", beside[1]))
+    return rows
+
+
+def _notes(run: Run, figures: Mapping[str, Any]) -> list[str]:
+    """What the page lacks, and why."""
     missing = [] if "bits" in figures else ["no block changed its bits"]
     if "eigenvalues" not in figures:
         missing.append("no eigenvalues were measured")
@@ -82,33 +124,15 @@ def _page(run: Run, figures: Mapping[str, tuple["Figure", str]]) -> str:
         missing.append("there was no evaluation")
     elif not run.in_float:
         missing.append("there is no float run to compare with")
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>moq_hf: {html.escape(run.directory.resolve().name)}</title>",
-        f"<style>{_STYLE.replace('LIGHT', light).replace('DARK', dark)}</style></head><body>",
-        f"<h1>{html.escape(run.directory.resolve().name)}</h1>",
-        "<dl>" + "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts) + "</dl>",
-    ]
-    for name, (figure, caption) in figures.items():
-        parts.append(
-            f"<h2>{titles[name]}</h2><figure>{svg_of(figure, blocks)}<figcaption>{caption}</figcaption></figure>"
-        )
-        if name == "comparison":
-            parts.append(_table(["metric", "float", "quantized", "difference"], rows))
-    if rows and "comparison" not in figures:
-        parts.append("<h2>Last evaluation</h2>" + _table(["metric", "value"], [(row[0], row[2]) for row in rows]))
+    notes = []
     if not run.has_log:
-        parts.append(
-            "<p class=note>The run saved no trainer_state.json, so this is what its packed model records: the curve of "
-            "the loss and evaluations on the way are not there, and sizes are those of the weight files.</p>"
+        notes.append(
+            "The run saved no trainer_state.json, so this is what its packed model records: the curve of the loss and "
+            "evaluations on the way are not there, and sizes are those of the weight files."
         )
     if missing:
-        parts.append(f"<p class=note>Not shown: {'; '.join(missing)}.</p>")
-    config = json.dumps(run.config.to_dict(), indent=2)
-    parts.append(f"<details><summary>Configuration</summary><pre>{html.escape(config)}</pre></details></body></html>")
-    return "\n".join(parts) + "\n"
+        notes.append(f"Not shown: {'; '.join(missing)}.")
+    return notes
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

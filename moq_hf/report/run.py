@@ -14,7 +14,8 @@ from ..packed.state import STATE_NAME
 from ..packed.verify import recorded
 from ..reading import Entry, read_json
 from ..schedule import FLOAT_BITS
-from .metrics import NO_METRIC
+from ..transformers_seams import CALLBACKS_KEY
+from .metrics import metrics_in
 
 # What a run logs of MoQ, with the range of its values.
 _RANGES = {
@@ -58,7 +59,7 @@ class Run:
         return [step for step, _ in found], [value for _, value in found]
 
     def by_block(self, kind: str) -> dict[str, tuple[list[int], list[float]]]:
-        """Block name to the series of `moq/<kind>/<block>`, in model order as far as the log tells it."""
+        """Block name to the series of `moq/<kind>/<block>`, in model order as far as the log shows it."""
         start = f"moq/{kind}/"
         names = dict.fromkeys(key for entry in self.log for key in entry if key.startswith(start))
         return {name.removeprefix(start): self.series(name) for name in sorted(names, key=natural)}
@@ -74,8 +75,8 @@ class Run:
 
         A log of an earlier version has bits per quantized weight under that name: they are given if it has no others.
         """
-        told = self.quantized_share is not None
-        logged = [entry for entry in self.log if "moq/mean_bits" in entry and ("moq/quantized_share" in entry) == told]
+        whole = self.quantized_share is not None
+        logged = [e for e in self.log if "moq/mean_bits" in e and ("moq/quantized_share" in e) == whole]
         return [entry["step"] for entry in logged], [entry["moq/mean_bits"] for entry in logged]
 
     def switches(self) -> list[int]:
@@ -99,12 +100,12 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
             `run_glue_moq.py --float_baseline` puts it, if it is there.
 
     Raises:
-        MoQError: There is neither a trainer_state.json nor a packed model, it is no run with MoQ, `float_directory` has
-            no metrics, or a file is not as it was written; names the file and the key.
+        MoQError: There is neither a trainer_state.json nor a packed model, it is not a run with MoQ, `float_directory`
+            has no metrics, or a file is not as it was written; names the file and the key.
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise MoQError(f"{directory} is no folder; give the output_dir of a finished run")
+        raise MoQError(f"{directory} is not a folder; give the output_dir of a finished run")
     float_run = Path(float_directory) if float_directory is not None else directory / "float"
     in_float = _metrics(float_run)
     if float_directory is not None and not in_float:
@@ -119,11 +120,11 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
             "folder quantized: call trainer.save_state() after training, or let the Trainer save checkpoints"
         )
     state = read_json(states[0])
-    callbacks = state.get("stateful_callbacks")
+    callbacks = state.get(CALLBACKS_KEY)
     entry = callbacks if callbacks.is_null else callbacks.get("MoQCallback")
     log = [] if entry.is_null else _log(state)
     if not any("moq/mean_bits" in line for line in log):
-        raise MoQError(f"{directory} is no run with MoQ: its trainer_state.json has no bits")
+        raise MoQError(f"{directory} is not a run with MoQ: its trainer_state.json has no bits")
     saved = entry["attributes"]["saved"]
     size = saved if saved.is_null else saved.get("float_size_mb")
     return Run(
@@ -141,7 +142,7 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
 def _packed_run(
     packed: Path, directory: Path, in_float: Mapping[str, float], float_log: Sequence[Mapping[str, Any]]
 ) -> Run:
-    """What the packed model's state tells of a run whose Trainer saved none."""
+    """What the packed model's state records of a run whose Trainer saved none."""
     found = recorded(packed)
     state = Entry(found.state, str(packed / STATE_NAME))
     if state["config"].is_null or state["step"].is_null:
@@ -157,7 +158,7 @@ def _packed_run(
     end = {"step": steps, "moq/mean_bits": found.mean_bits, "moq/quantized_share": share}
     if found.file_bytes:
         end["moq/size_mb"] = found.file_bytes / 1e6
-    logged = {name: _named(state.get(name)) for name in ("metrics", "float_metrics")}
+    logged = {name: metrics_in(found.state.get(name) or {}) for name in ("metrics", "float_metrics")}
     return Run(
         directory,
         _config(state["config"]),
@@ -207,25 +208,15 @@ def _log_of(directory: Path) -> list[dict[str, Any]]:
 def _metrics(directory: Path) -> dict[str, float]:
     """Those of eval_results.json, else of the last evaluation in the log."""
     path = directory / "eval_results.json"
-    if path.is_file():
-        values = read_json(path)
-    else:
-        evaluations = (line for line in reversed(_log_of(directory)) if any(key.startswith("eval_") for key in line))
-        values = Entry(next(evaluations, {}), str(directory))
-    return _named(Entry({k: v.value for k, v in values.mapping().items() if k.startswith("eval_")}, values.where))
-
-
-def _named(values: Entry) -> dict[str, float]:
-    """The metrics of an evaluation, without its times and counts, and without the Trainer's prefix."""
-    entries = {} if values.is_null else values.mapping()
-    return {
-        name.removeprefix("eval_"): entry.number()
-        for name, entry in entries.items()
-        if not NO_METRIC.search(name)
-        and (type(entry.value) is int or (isinstance(entry.value, float) and math.isfinite(entry.value)))
-    }
+    evaluations = (line for line in reversed(_log_of(directory)) if any(key.startswith("eval_") for key in line))
+    logged = read_json(path).value if path.is_file() else next(evaluations, {})
+    return metrics_in({name: value for name, value in logged.items() if name.startswith("eval_")})
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A key that puts layer.2 before layer.10."""
+    """A key that puts layer.2 before layer.10.
+
+    >>> sorted(["layer.10", "layer.2"], key=natural)
+    ['layer.2', 'layer.10']
+    """
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

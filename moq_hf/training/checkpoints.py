@@ -10,11 +10,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from ..errors import MoQError
+from ..transformers_seams import INCOMPLETE
 
 logger = logging.getLogger(__name__)
 
-# Put into a checkpoint's folder by the Trainer's `enable_jit_checkpoint` while it saves.
-_SENTINEL = "checkpoint-is-incomplete.txt"
 STATE_FILE = "trainer_state.json"
 
 
@@ -49,8 +48,8 @@ def fault_of(checkpoint: str | os.PathLike[str]) -> str | None:
     folder = Path(checkpoint)
     if not folder.is_dir():
         return "there is no such folder"
-    if (folder / _SENTINEL).exists():
-        return f"it holds {_SENTINEL}"
+    if (folder / INCOMPLETE).exists():
+        return f"it holds {INCOMPLETE}"
     # The Trainer writes it last.
     if not (folder / STATE_FILE).is_file():
         return f"{STATE_FILE} is missing"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..config import DistillationConfig
-from ..errors import MoQError
+from ..errors import MoQError, one_line
 from ..model.convert import dequantize_model, is_packed
 from ..names import without_peft
 
@@ -63,7 +63,7 @@ def load_teacher(
                 source, output_loading_info=True, **(init_kwargs or {})
             )
         except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             raise MoQError(f"distillation.teacher: cannot load {source} as {type(model).__name__}: {reason}") from error
         if found["missing_keys"]:
             raise MoQError(

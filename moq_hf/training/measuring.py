@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..quant_linear import LayerState, QuantLayer
+from ..transformers_seams import attention_of, set_attention, undo_mixed_precision
 
 
 @contextlib.contextmanager
@@ -35,9 +36,7 @@ def measuring(model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]]) ->
         stand_ins = stack.enter_context(_stand_ins(model, {id(p) for ps in blocks.values() for p in ps}))
         for module in model.modules():
             module.training = False
-        if "_original_forward" in vars(model):
-            # Accelerate's mixed precision is inside the forward that it puts on the instance.
-            vars(model)["forward"] = vars(model)["_original_forward"]
+        undo_mixed_precision(model)
         stack.enter_context(_plain_attention(model))
         devices = {p.device.type for p in model.parameters()} - {"meta"}
         stack.enter_context(repeatable(model))
@@ -118,13 +117,13 @@ def _stand_ins(model: nn.Module, measured: set[int]) -> Iterator[dict[int, list[
 def _plain_attention(model: nn.Module) -> Iterator[None]:
     """Attention with a second derivative: PyTorch's own in its mathematical form, any other implementation as eager."""
     configs = {id(c): c for c in (getattr(module, "config", None) for module in model.modules()) if c is not None}
-    chosen = [(c, c._attn_implementation) for c in configs.values() if getattr(c, "_attn_implementation", None)]
+    chosen = [(c, name) for c in configs.values() if (name := attention_of(c))]
     others = [(config, name) for config, name in chosen if name not in ("eager", "sdpa")]
     try:
         for config, _ in others:
-            config._attn_implementation_internal = "eager"
+            set_attention(config, "eager")
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         for config, name in others:
-            config._attn_implementation_internal = name
+            set_attention(config, name)

@@ -28,8 +28,10 @@ from transformers import (
 
 from moq_hf import MoQError, quantizer
 from moq_hf.cli import main
-from moq_hf.deploy.data import Data, quiet, read_data
-from moq_hf.deploy.onnx import Export, _publish, export_onnx
+from moq_hf.deploy.data import Data, read_data
+from moq_hf.deploy.folder import Export, publish
+from moq_hf.deploy.onnx import ALL_FILES, export_onnx
+from moq_hf.deploy.onnx_graph import quiet
 from moq_hf.deploy.onnx_layers import OnnxInt8Linear, OnnxLinear, is_exact_signed
 from moq_hf.grid import Grid, RowBlocks
 from moq_hf.packed.verify import stored_weights, verify_quantized
@@ -56,13 +58,13 @@ def initializers(path: Path) -> dict[str, onnx.TensorProto]:
 
 def test_the_integers_are_those_of_the_checkpoint(classifier: Path, exported: Export) -> None:
     weights, layers = stored_weights(classifier), exported.layers
-    for flavour, name in (("weight-only", "model.onnx"), ("int8", "model_int8.onnx")):
+    for flavor, name in (("weight-only", "model.onnx"), ("int8", "model_int8.onnx")):
         found = initializers(exported.directory / name)
         for layer, (codes, scale, _) in weights.items():
             if "embeddings" in layer:
                 continue
             value = found[f"{layer}.codes"]
-            kind = layers[flavour][layer]
+            kind = layers[flavor][layer]
             assert value.data_type == getattr(TensorProto, kind.upper())
             stored = numpy_helper.to_array(value).astype(np.int32) - (128 if kind == "uint8" else 0)
             assert np.array_equal(stored, codes.T.numpy()), layer
@@ -107,7 +109,7 @@ def test_an_export_killed_over_an_older_one_is_told_by_its_missing_report(
 
         monkeypatch.setattr(Path, "replace", replace)
         try:
-            _publish(staging, target)
+            publish(staging, target, ALL_FILES)
         finally:
             monkeypatch.setattr(Path, "replace", move)
             shutil.rmtree(staging)
@@ -149,8 +151,8 @@ def test_token_classes_asymmetric_groups_and_external_data(tmp_path: Path) -> No
     (tmp_path / "onnx" / "model_int8.onnx.data").write_text("old")
     (tmp_path / "onnx" / "model_int8.onnx.backup").write_text("mine")
     (tmp_path / "onnx" / "moq_export.json").write_text('{"proofs": {"int8": {}}}')
-    flavours = ("dequantize-linear", "weight-only")
-    found = export_onnx(source, tmp_path / "onnx", flavours=flavours, external_data_above=1000)
+    flavors = ("dequantize-linear", "weight-only")
+    found = export_onnx(source, tmp_path / "onnx", flavors=flavors, external_data_above=1000)
     for proof in found.proofs.values():
         assert proof.largest_difference < 1e-5 and proof.agreement == 1.0
     assert (tmp_path / "onnx" / "model.onnx.data").stat().st_size > 100_000
@@ -171,7 +173,7 @@ def test_features_row_blocks_and_8_bit_activations(tmp_path: Path) -> None:
     }
     config = config_of(quantize_groups=4, quantize_embeddings=8, quantize_type="asymmetric")
     source = checkpoint(tmp_path / "packed", DistilBertModel(DistilBertConfig(**shape)), config, [8, 4])
-    found = export_onnx(source, tmp_path / "onnx", flavours=["int8", "dequantize-linear"])
+    found = export_onnx(source, tmp_path / "onnx", flavors=["int8", "dequantize-linear"])
     assert found.proofs["dequantize-linear"].largest_difference < 1e-5
     proof = found.proofs["int8"]
     assert found.activation_bits == 8 and proof.agreement is None
@@ -196,7 +198,7 @@ def test_a_folder_of_somebody_else_is_left_as_it_is(report: str | None, classifi
     with pytest.raises(
         MoQError, match=r"mine is not empty and has no moq_export\.json .* give a new or an empty folder"
     ):
-        export_onnx(classifier, target, flavours=["weight-only"])
+        export_onnx(classifier, target, flavors=["weight-only"])
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
@@ -204,17 +206,18 @@ def test_a_folder_of_somebody_else_is_left_as_it_is(report: str | None, classifi
 def test_an_empty_folder_is_taken_and_then_our_own(classifier: Path, tmp_path: Path) -> None:
     target = tmp_path / "onnx"
     target.mkdir()
-    for flavour in ("float", "weight-only"):
-        export_onnx(classifier, target, flavours=[flavour])  # type: ignore[list-item]
-        assert json.loads((target / "moq_export.json").read_text())["proofs"].keys() == {flavour}
-        assert (target / "model.onnx").exists() == (flavour == "weight-only")
+    for flavor in ("float", "weight-only"):
+        export_onnx(classifier, target, flavors=[flavor])  # type: ignore[list-item]
+        assert json.loads((target / "moq_export.json").read_text())["proofs"].keys() == {flavor}
+        assert (target / "model.onnx").exists() == (flavor == "weight-only")
     assert not (target / "model_float.onnx").exists()
 
 
+@pytest.mark.parametrize("spelling", ["--flavors", "--flavours"])
 def test_a_difference_above_the_tolerance_is_refused(
-    classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    spelling: str, classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["export", str(classifier), "--to", "onnx", str(tmp_path / "out"), "--flavours", "weight-only"]
+    words = ["export", str(classifier), "--to", "onnx", str(tmp_path / "out"), spelling, "weight-only"]
     assert main([*words, "--tolerance", "1e-12"]) == 2
     assert "more than the tolerance of 1e-12: nothing is written" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -272,7 +275,7 @@ def test_wrong_arguments(classifier: Path, tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(MoQError, match="none of GLUE's"):
         read_data(VALIDATION, "sst3")
     with pytest.raises(MoQError, match="legal are float, weight-only"):
-        export_onnx(classifier, tmp_path / "out", flavours=["int4"])  # type: ignore[list-item]
+        export_onnx(classifier, tmp_path / "out", flavors=["int4"])  # type: ignore[list-item]
     with pytest.raises(MoQError, match="another folder"):
         export_onnx(classifier, classifier)
     with pytest.raises(MoQError, match="2 to 8"):

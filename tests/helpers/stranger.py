@@ -6,7 +6,7 @@ outputs, and answers with a line of JSON.
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,34 @@ from torch import nn
 
 
 def outputs_of(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Every tensor that the model gives for a batch."""
+    """Every tensor that the model gives for a batch.
+
+    No weight requires a gradient meanwhile: even where none is computed, PyTorch folds the batch into the rows of a
+    product or not by that (`should_fold` of its matmul), and on some processors the two round differently.
+    """
     model.eval()
     torch.manual_seed(0)
-    with torch.no_grad():
-        return [value for value in model(**inputs).to_tuple() if torch.is_tensor(value)]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        with torch.no_grad():
+            for parameter in trained:
+                parameter.requires_grad_(False)
+            return [value for value in model(**inputs).to_tuple() if torch.is_tensor(value)]
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+# Their mixers multiply with tensors that are not contiguous. compressed-tensors hands such a one to PyTorch in another
+# way than a layer of ours or a plain one does, so that another kernel computes; on some processors the two round
+# differently, with the same weights to the bit.
+ROUNDED = ("Mamba", "FalconMamba", "Jamba")
+
+
+def near(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    """Whether two answers differ by the rounding of products alone."""
+    pairs = list(zip(found, expected, strict=True))
+    return all(float((one - other).abs().max()) <= 1e-5 * float(other.abs().max()) for one, other in pairs)
 
 
 def tied_weights(model: nn.Module) -> list[list[str]]:
@@ -50,7 +73,8 @@ def answer(folder: str, model: str, tensors: str, generate: bool = False) -> dic
         assert tokens is None or torch.equal(tokens, text), "other tokens are generated"
     found = outputs_of(loaded, inputs)
     equal = [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
-    return {"equal": bool(equal) and all(equal), "tied": tied_weights(loaded)}
+    reply = {"equal": bool(equal) and all(equal), "tied": tied_weights(loaded)}
+    return reply if reply["equal"] else {**reply, "near": near(found, expected)}
 
 
 if __name__ == "__main__":

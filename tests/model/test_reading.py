@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_zoo import arguments
-from stranger import outputs_of
+from stranger import ROUNDED, near, outputs_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -161,7 +161,9 @@ def test_families_that_read_weights_are_evaluated_as_delivered(family: str, tmp_
     outputs = outputs_of(model, batch)
     saved = type(model).from_pretrained(tmp_path / "quantized")
     for other in (plain(model), saved):
-        assert all(map(torch.equal, outputs, outputs_of(other, batch)))
+        found = outputs_of(other, batch)
+        same = all(map(torch.equal, outputs, found))
+        assert same or (family in ROUNDED and near(found, outputs))
         with torch.no_grad():
             loss = float(other.eval()(**batch, labels=labels).loss)
         assert loss == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-5)

@@ -30,6 +30,7 @@ from moq_hf.model.convert import quant_layers
 from moq_hf.packed import save as checkpoint
 from moq_hf.packed import state
 from moq_hf.packed.proof import Answers
+from moq_hf.packed.save import Companions
 
 TASK = "sequence classification"
 FIXED = {**CONFIG, "quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_schedule": {"schedule_offset": 0}}
@@ -103,7 +104,7 @@ def test_a_model_that_generates_must_generate_the_same(tmp_path: Path) -> None:
 
 def broken(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> None:
     """Make the writing of these layouts leave another weight in the files, with matching digests."""
-    real = checkpoint._write
+    real = checkpoint.write_packed_files
 
     def writing(folder: Path, model: Any, tensors: Any, plan: Any, *rest: Any) -> None:
         real(folder, model, tensors, plan, *rest)
@@ -114,7 +115,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> None:
             stored[name] = stored[name] * 2
             save_file(stored, path, metadata={"format": "pt"})
 
-    monkeypatch.setattr(checkpoint, "_write", writing)
+    monkeypatch.setattr(checkpoint, "write_packed_files", writing)
 
 
 def test_a_layout_that_does_not_agree_is_given_up(
@@ -138,8 +139,8 @@ def test_where_nothing_agrees_the_warning_is_loud(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = quantize_model(bert(), FIXED)
-    monkeypatch.setattr(Answers, "_others", lambda self, loaded: ["some.layer"])
-    monkeypatch.setattr("moq_hf.packed.proof._distance", lambda one, other: 0.5)
+    monkeypatch.setattr("moq_hf.packed.proof.modules_with_other_weights", lambda model, loaded: ["some.layer"])
+    monkeypatch.setattr("moq_hf.packed.proof.distance", lambda one, other: 0.5)
     save_quantized(model, tmp_path, inputs=inputs_of(TASK, model))
     assert (
         "what is written does not compute what was evaluated: outputs differ by 0.5, first in some.layer" in caplog.text
@@ -476,7 +477,8 @@ def test_nothing_of_an_older_model_stays(tmp_path: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors", "adapter/adapter_config.json", "notes.txt"):
         (tmp_path / name).write_text("{}")
     tower = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    checkpoint.write_floats(quantize_model(tower, FIXED), tmp_path, "a reason with /home/somebody/a/path in it")
+    reason = "a reason with /home/somebody/a/path in it"
+    checkpoint.write_floats(quantize_model(tower, FIXED), tmp_path, Companions(), reason)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     assert left == {"README.md", "model.safetensors", "moq_state.json", "notes.txt"}
     assert state_of(tmp_path)["reason"] == "a reason with ... in it"

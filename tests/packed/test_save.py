@@ -41,11 +41,11 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, save_quantized, verify_quantized
+from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, quantizer, save_quantized, verify_quantized
 from moq_hf.cli import main
 from moq_hf.model.convert import quant_embeddings, quant_layers
 from moq_hf.packed.state import STATE_NAME
-from moq_hf.packed.verify import recorded
+from moq_hf.packed.verify import recorded, stored_weights
 from moq_hf.training.controller import MoQController
 
 LONG = pytest.mark.skipif("MOQ_HF_LONG_TESTS" not in os.environ, reason="a minute; set MOQ_HF_LONG_TESTS to run it")
@@ -66,7 +66,7 @@ def mixed(model: Any, bits: list[int], config: dict[str, Any]) -> Any:
     quantize_model(model, config)
     for index, layer in enumerate(quant_layers(model).values()):
         layer.set_bits(bits[index % len(bits)])
-        layer.moq.step = 7
+        layer.count_steps(7)
         layer.refresh()
     return model
 
@@ -369,6 +369,19 @@ def test_bits_in_a_container_are_held_against_the_codes(kind: str, tmp_path: Pat
                 verify_quantized(tmp_path)
 
 
+@pytest.mark.parametrize("layout", ["packed", "unpacked"])
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+def test_stored_weights_are_signed_codes_of_their_own_bits(kind: str, layout: Any, tmp_path: Path) -> None:
+    # Unpacked while loading, codes of 4 bits lie in the 8 bits of the largest layer.
+    model = mixed(bert(), [8, 4, 3], config_of(8, quantize_algo={"q_type": kind}))
+    save_quantized(model, tmp_path, layout=layout)
+    layers = quant_layers(model)
+    for name, (codes, scale, zero) in stored_weights(tmp_path).items():
+        half = 2 ** (layers[name].moq.bits - 1)
+        assert -half <= int(codes.min()) and int(codes.max()) < half, name
+        assert torch.equal(quantizer.dequantize(codes, scale, zero), layers[name].quantized_weight()), name
+
+
 @pytest.mark.parametrize("weight", [torch.zeros(32, 32), torch.full((32, 32), -1.0), torch.linspace(1, 1.01, 1024)])
 @pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
 def test_odd_weights_are_of_their_bits(kind: str, weight: torch.Tensor, tmp_path: Path) -> None:
@@ -497,7 +510,7 @@ def test_what_is_missing_or_cut_short_is_told(saved: Path, tmp_path: Path) -> No
     assert "the weights cannot be read" in damaged(cut)
     assert "cannot be read" in damaged(lambda f: (f / STATE_NAME).write_text("{"))
     assert "must hold an object" in damaged(lambda f: (f / STATE_NAME).write_text("[]"))
-    assert "is no directory" in damaged(shutil.rmtree)
+    assert "is not a directory" in damaged(shutil.rmtree)
 
 
 def test_a_model_that_differs_is_told(tmp_path: Path) -> None:

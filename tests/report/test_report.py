@@ -24,7 +24,7 @@ from moq_hf import MoQCallback, cli, quantize_model, save_quantized, verify_quan
 from moq_hf.config import MoQConfig
 from moq_hf.errors import MoQError
 from moq_hf.plan import plan
-from moq_hf.report import figures
+from moq_hf.report import figures, look
 from moq_hf.report import page as report
 from moq_hf.report import run as run_module
 from moq_hf.schedule import PrecisionSchedule
@@ -114,14 +114,14 @@ def test_the_newest_checkpoint_serves_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "files, text",
     [
-        (None, "is no folder"),
+        (None, "is not a folder"),
         ({}, "has no trainer_state.json, nor"),
         ({"trainer_state.json": "{"}, "trainer_state.json cannot be read"),
         ({"trainer_state.json": "[" * 100_000}, "trainer_state.json cannot be read"),
         ({"trainer_state.json": "[]"}, "must hold an object of keys"),
-        ({"trainer_state.json": "{}"}, "is no run with MoQ"),
+        ({"trainer_state.json": "{}"}, "is not a run with MoQ"),
         ({"moq_state.json": "{}"}, "moq_state.json is damaged: its digest"),
-        ({"trainer_state.json": '{"global_step": 1, "log_history": [{"loss": 1}]}'}, "is no run with MoQ"),
+        ({"trainer_state.json": '{"global_step": 1, "log_history": [{"loss": 1}]}'}, "is not a run with MoQ"),
     ],
 )
 def test_a_folder_of_something_else_is_told(files: Any, text: str, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_any_value_changed_by_hand_gives_a_run_or_one_error(tmp_path: Path) -> N
         (tmp_path / "trainer_state.json").write_text(json.dumps(changed))
         try:
             run = run_module.read_run(tmp_path)
-            with figures.drawing():
+            with look.drawing():
                 figures.figures_of(run)
         except MoQError as error:
             assert len(str(error)) < 1000
@@ -322,7 +322,7 @@ def test_steps_are_counted_as_the_trainer_counts(
         (["plan", *PLAN, "--max_steps", "9", "--plot", "/nowhere/plan.png"], "error: .*nowhere"),
         (["plan", *PLAN, "--max_steps", "9", "--plot", "plan.docx"], "error: cannot draw to plan.docx"),
         (["plan", "--moq_config", "none.json", "--max_steps", "9"], "error: cannot read the MoQ config none.json"),
-        (["report", "none"], "error: none is no folder"),
+        (["report", "none"], "error: none is not a folder"),
     ],
 )
 def test_wrong_command_lines_are_told(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,113 @@
+"""The files of one model: written into a folder of their own, then put into their place."""
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..errors import one_line
+from ..model.selection import is_linear
+from ..names import adapters, named_modules
+from ..transformers_seams import write_packing_config
+from .encoder import Encoder, plain
+from .files import CONFIG, INDEX, SINGLE, WEIGHTS
+from .proof import ADAPTER
+from .state import hub_id
+
+logger = logging.getLogger(__name__)
+# What would make transformers load an older model, or put its adapters, into a new one.
+_OF_ANOTHER = ("config.json", "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+
+
+def write_packed_files(
+    folder: Path,
+    model: Any,
+    tensors: dict[str, Tensor],
+    encoder: Encoder,
+    processing_class: Any,
+    max_shard_size: int | str,
+) -> None:
+    """The tensors, `config.json` with the quantization config, and the tokenizer or processor."""
+    # The names of the modules in the file: renaming rules for old checkpoints do not know packed tensors.
+    model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=max_shard_size, save_original_format=False)
+    if processing_class is not None:
+        processing_class.save_pretrained(folder)
+    modules = plain(dict(named_modules(model)), adapters(model))
+    linears = [name for name, module in modules.items() if is_linear(module)]
+    packed = {key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")}
+    config = encoder.config([name for name in linears if name not in packed])
+    if config is None:
+        return
+    write_packing_config(folder, config)
+    path = folder / CONFIG
+    document = json.loads(path.read_text(encoding="utf-8"))
+    # Scales are made in the model's dtype: a narrower one would round them.
+    document["dtype"] = "float32"
+    if encoder.at_load:
+        document["quantization_config"]["dequantize"] = True
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if encoder.dtypes - {"torch.float32"}:
+        logger.warning(
+            "moq_hf: the weights are %s; the packed model is a float32 one, so its results differ by the rounding of "
+            "that dtype",
+            ", ".join(sorted(encoder.dtypes)),
+        )
+
+
+def write_by_hand(
+    folder: Path, whole_model: nn.Module, model: Any, tensors: Mapping[str, Tensor], processing_class: Any
+) -> None:
+    """The state dict in a file, whatever the model is: each tensor by itself, as no two may share memory there."""
+    apart = {n: t.detach().cpu().clone().contiguous() for n, t in tensors.items() if isinstance(t, Tensor)}
+    save_file(apart, folder / SINGLE, metadata={"format": "pt"})
+    left = [f"{name} (no tensor)" for name in tensors.keys() - apart.keys()]
+    if whole_model is not model:
+        write_adapter(folder / ADAPTER, whole_model, None)
+    for part in (getattr(model, "config", None), processing_class):
+        try:
+            if part is not None and hasattr(part, "save_pretrained"):
+                part.save_pretrained(folder)
+        # The weights are what must not be lost.
+        except Exception as error:
+            left.append(f"{type(part).__name__} ({one_line(error)})")
+            if part is not processing_class:
+                (folder / CONFIG).unlink(missing_ok=True)
+    if left:
+        logger.warning("moq_hf: not saved beside the weights: %s", ", ".join(left))
+
+
+def write_adapter(folder: Path, model: Any, state_dict: Mapping[str, Tensor] | None) -> None:
+    """PEFT's own files, but for a path on this machine and the card that has it."""
+    model.save_pretrained(folder, state_dict=state_dict)
+    (folder / "README.md").unlink(missing_ok=True)
+    path = folder / "adapter_config.json"
+    if path.exists():
+        document = json.loads(path.read_text(encoding="utf-8"))
+        document["base_model_name_or_path"] = hub_id(document.get("base_model_name_or_path"))
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def publish(staging: Path, target: Path) -> None:
+    """Put what was written into its place, so that at no moment half of it loads."""
+    if not target.exists():
+        staging.rename(target)
+        return
+    # Nothing loads without one of these, while a class of transformers makes do without a config. So they go first, and
+    # that of the new model comes last.
+    entries = (SINGLE, INDEX)
+    for name in entries:
+        (target / name).unlink(missing_ok=True)
+    for path in list(target.iterdir()):
+        if path.is_file() and (WEIGHTS.fullmatch(path.name) or path.name in _OF_ANOTHER):
+            path.unlink()
+    shutil.rmtree(target / ADAPTER, ignore_errors=True)
+    for path in sorted(staging.rglob("*"), key=lambda path: path.name in entries):
+        if path.is_file():
+            place = target / path.relative_to(staging)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(place)

@@ -1,0 +1,499 @@
+"""Everything private or undocumented that is used of transformers, and of the libraries that it trains and loads with.
+
+A public name is deprecated before it goes; these names are not. Each has its place here, which says what it relies on
+and what a user would see break, and a test of the same name. For a new version of a library: raise `CHECKED`, run
+`tests/test_transformers_seams.py`, mend in this module what fails.
+
+What cannot be called from here is listed in `OVERRIDDEN` and `IN_PLACE`. Documented, and so not here:
+`base_model_prefix`, `loss_is_scaled_for_ga`, `step_was_skipped`, `save_original_format`, `Conv1D`, and of DTensor
+`device_mesh` and `placements`.
+"""
+
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+import transformers
+from huggingface_hub.errors import HfHubHTTPError
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import modelcard, trainer_callback, trainer_utils
+
+CHECKED: Final = {
+    "accelerate": "1.15",
+    "compressed_tensors": "0.20",
+    "huggingface_hub": "2.4",
+    "peft": "0.21",
+    "torch": "2.13",
+    "transformers": "5.23",
+}
+"""The versions that every seam was checked with.
+
+Relies on: Nothing: the lower ends of `setup.cfg` are what the code needs, these are what the tests have seen.
+Breaks: A new version would be taken for checked.
+"""
+
+
+class Override(NamedTuple):
+    """A method that moq_hf overrides: its parameters, which its library passes, and what would break without it."""
+
+    parameters: tuple[str, ...]
+    breaks: str
+
+
+OVERRIDDEN: Final[Mapping[str, Override]] = {
+    "transformers.Trainer._load_callback_state": Override((), "a restored callback would not know its MoQTrainer"),
+    "transformers.Trainer._save": Override(("output_dir", "state_dict"), "save_model would deliver float weights"),
+    "transformers.Trainer._save_checkpoint": Override(("model", "trial"), "checkpoints would hold packed weights"),
+    "transformers.Trainer.save_model": Override(("output_dir", "_internal_call"), "push_to_hub would fail"),
+    "torch.nn.Module._apply": Override(("fn", "recurse"), "model.to(device) would leave quantized copies behind"),
+    "torch.nn.Module._load_from_state_dict": Override(
+        ("state_dict", "prefix", "local_metadata", "strict", "missing_keys", "unexpected_keys", "error_msgs"),
+        "load_state_dict would leave the quantized copies of the weights from before",
+    ),
+    "torch.nn.Module._save_to_state_dict": Override(
+        ("destination", "prefix", "keep_vars"), "a model from load_packed would be saved in a form that nothing loads"
+    ),
+}
+"""The methods without a documented contract that are overridden, by their full names.
+
+Relies on: The library calls them where it did, with these parameters.
+Breaks: What each entry says.
+"""
+
+IN_PLACE: Final[Mapping[str, str]] = {
+    "torch.Tensor._version": "quant_linear: a weight written by hand would not be quantized again",
+    "torch.nn.Module._call_impl": "quant_linear: the weight that a forward pass reads would be the float one",
+    "torch._C._current_graph_task_id": "quant_linear: the same, in what checkpointing recomputes",
+    "torch._dynamo": "training.measuring: a compiled model would be compiled again for measuring",
+    "torch.nn.RNNBase._flat_weights": "training.measuring: an LSTM would be measured with other weights",
+    "torch.nn.RNNBase._flat_weights_names": "training.measuring: the same",
+    "torch.nn.Module._parameters": "training.measuring: a module's parameters could not be exchanged",
+    "torch.nn.Module._buffers": "training.measuring: neither could its buffers",
+    "torch.nn.Module._modules": "model.convert: adapters could be merged into quantized layers",
+    "torch.nn.Module._is_replica": "quant_linear: replicas of DataParallel would compute with each other's weights",
+}
+"""What stays where it is used, often in every forward pass, with who uses it and what would break.
+
+Relies on: PyTorch's internals. A function around them would take longer than they do.
+Breaks: What each entry says.
+"""
+
+
+# The Trainer.
+
+ExportableState = trainer_callback.ExportableState
+"""The base class by which the Trainer knows a callback with a state.
+
+Relies on: The Trainer puts `state()` of its instances into `trainer_state.json`, and makes one of its "args".
+Breaks: The package could not be imported; or checkpoints would hold no schedule, and a resumed run start a new one.
+"""
+
+CALLBACKS_KEY: Final = "stateful_callbacks"
+"""Where `trainer_state.json` has the states of the callbacks, by class name.
+
+Relies on: `TrainerState.save_to_json`, which writes the fields by their names.
+Breaks: `moq-hf report` would find no run with MoQ, and `load_best_model_at_end` not the bits of the best checkpoint.
+"""
+
+INCOMPLETE: Final = "checkpoint-is-incomplete.txt"
+"""The file that marks a checkpoint while `enable_jit_checkpoint` saves it.
+
+Relies on: `trainer_jit_checkpoint.CheckpointManager`, which names it in its code.
+Breaks: `last_checkpoint` might take a checkpoint that was cut off for a whole one.
+"""
+
+UPLOAD_ERRORS: Final = cast(tuple[type[Exception], ...], (*HfHubHTTPError.__bases__, OSError))
+"""What a failing upload raises: errors of the Hub's answers, of the connection to it, and of the system.
+
+Relies on: `HfHubHTTPError` derives from the base class of all errors of the HTTP library.
+Breaks: `push_to_hub` would not try again after a lost connection.
+"""
+
+
+def callback_states(state: transformers.TrainerState) -> dict[str, Any]:
+    """The states of a run's callbacks, by class name; may be written.
+
+    Relies on: `TrainerState.stateful_callbacks`, declared a list of callbacks, is a dict once the Trainer has it.
+    Breaks: A resumed run would start a new schedule, and saving a checkpoint fail.
+    """
+    return cast(dict[str, Any], state.stateful_callbacks)
+
+
+def callbacks_of(trainer: transformers.Trainer) -> list[transformers.TrainerCallback]:
+    """The callbacks of a Trainer, of which a restored checkpoint may have made new objects.
+
+    Relies on: `Trainer.callback_handler.callbacks`.
+    Breaks: `MoQTrainer` would not find its callback again after `restore_callback_states_from_checkpoint`.
+    """
+    return cast(list[transformers.TrainerCallback], trainer.callback_handler.callbacks)
+
+
+def progress_bar(callback: transformers.TrainerCallback) -> "tqdm[Any] | None":
+    """The progress bar of training, of the callback that draws it; None of any other.
+
+    Relies on: `ProgressCallback.training_bar`.
+    Breaks: The bar would not show the bits.
+    """
+    bar = getattr(callback, "training_bar", None)
+    return bar if isinstance(bar, tqdm) else None
+
+
+def prepared_inputs(trainer: transformers.Trainer, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch of the data loader as `compute_loss` takes it: on the device, in the dtype that DeepSpeed wants.
+
+    Relies on: `Trainer._prepare_inputs`.
+    Breaks: Eigenvalues and the loss scale could not be measured: `MoQTrainer` fails at the first batch.
+    """
+    return dict(trainer._prepare_inputs(cast(dict[str, Any], inputs)))
+
+
+def checkpoint_folder(trainer: transformers.Trainer, trial: Any = None) -> Path:
+    """Where the Trainer saves the checkpoint of this step.
+
+    Relies on: `Trainer._get_output_dir`, and `PREFIX_CHECKPOINT_DIR` before the step.
+    Breaks: What a full disk left of a checkpoint would stay, and be found at the next resume.
+    """
+    return Path(trainer._get_output_dir(trial), f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+
+
+def save_training_args(args: transformers.TrainingArguments, folder: Path) -> None:
+    """Write the arguments of a run beside its model, as `Trainer._save` does.
+
+    Relies on: `transformers.trainer.TRAINING_ARGS_NAME`.
+    Breaks: A delivered folder would have no `training_args.bin`, or one that nothing looks for.
+    """
+    torch.save(args, folder / transformers.trainer.TRAINING_ARGS_NAME)
+
+
+def training_summary(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> Any:
+    """What the stock model card knows of a run: task, data and hyperparameters.
+
+    Relies on: `transformers.modelcard.TrainingSummary.from_trainer` and its attributes.
+    Breaks: `push_to_hub` would fail while it writes the model card.
+    """
+    return cast(Any, modelcard.TrainingSummary).from_trainer(trainer, *args, **kwargs)
+
+
+def average_loss(trainer: transformers.Trainer) -> None:
+    """Have the Trainer divide the loss by the accumulation steps, and not average it over processes by itself.
+
+    Relies on: `Trainer.model_accepts_loss_kwargs`, which `training_step` reads.
+    Breaks: BERT and other classifiers would train with a loss multiplied by accumulation steps and processes.
+    """
+    trainer.model_accepts_loss_kwargs = False
+
+
+def ignores_loss_count(model: nn.Module) -> bool:
+    """Whether the Trainer takes the model's loss to be scaled while it is a mean: read off the source of `forward`.
+
+    Relies on: Models with a loss of their own make a `...Loss()`, the others call `loss_function`; the Trainer's rule.
+    Breaks: `MoQCallback` would not warn of a loss that the stock Trainer multiplies, or warn in vain.
+    """
+    if not getattr(model, "accepts_loss_kwargs", True):
+        return False
+    forward = type(model).forward
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(forward).parameters.values())
+    try:
+        source = inspect.getsource(forward)
+    except (OSError, TypeError):
+        return False
+    return takes_any and "Loss(" in source and "loss_function" not in source
+
+
+# What accelerate makes of optimizer and model.
+
+
+def loss_scale(optimizer: Any) -> float:
+    """The gradient scaler's scale, which falls when it skips a step; 0 without a scaler.
+
+    Relies on: `AcceleratedOptimizer.scaler`.
+    Breaks: With fp16 and a fused optimizer the schedule would count steps that were skipped.
+
+    Example:
+        >>> loss_scale(torch.optim.SGD([torch.zeros(1)]))
+        0.0
+    """
+    scaler = getattr(optimizer, "scaler", None)
+    return 0.0 if scaler is None else float(scaler.get_scale())
+
+
+def undo_mixed_precision(model: nn.Module) -> None:
+    """Give the instance the forward back that `Accelerator.prepare` put autocast around.
+
+    Relies on: `_original_forward`, an attribute of the instance.
+    Breaks: Eigenvalues would be measured in float16 or bfloat16, whose second derivatives are mostly rounding.
+    """
+    if "_original_forward" in vars(model):
+        vars(model)["forward"] = vars(model)["_original_forward"]
+
+
+# Models of transformers.
+
+
+def attention_of(config: Any) -> str | None:
+    """The implementation of attention that a model computes with; None where its config has none.
+
+    Relies on: `PreTrainedConfig._attn_implementation`.
+    Breaks: The proof would compare two implementations, and report differences that are rounding.
+    """
+    name = getattr(config, "_attn_implementation", None)
+    return name if isinstance(name, str) else None
+
+
+def set_attention(config: Any, name: str) -> None:
+    """Have a model compute with another implementation of attention; nothing is checked, parts keep theirs.
+
+    Relies on: `_attn_implementation_internal`. The setter of `_attn_implementation` would change the parts' too.
+    Breaks: A model with flash attention could not be measured: PyTorch has no second derivative for it.
+    """
+    config._attn_implementation_internal = name
+
+
+def initialize_again(model: nn.Module) -> None:
+    """Initialize a model's weights as `from_pretrained` does what a file does not hold.
+
+    Relies on: `PreTrainedModel.initialize_weights`, which passes over modules with `_is_hf_initialized`.
+    Breaks: A model whose initialization touches each weight would be saved packed, and `from_pretrained` fail on it.
+
+    Raises:
+        AttributeError: The initialization reads a weight that the model does not have.
+    """
+    for module in model.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+    cast(Any, model).initialize_weights()
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether the model was given an adapter by `add_adapter`, so that `save_pretrained` writes that alone.
+
+    Relies on: `_hf_peft_config_loaded`.
+    Breaks: `save_quantized` would write a folder without the packed weights.
+    """
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+# Packed models, which transformers loads by compressed-tensors.
+
+
+def packed_loader(model: nn.Module) -> Any:
+    """What loaded a model from a packed checkpoint; None for any other model.
+
+    Relies on: `PreTrainedModel.hf_quantizer`, and that the one of compressed-tensors has a `compressor`.
+    Breaks: `dequantize_model` would refuse a packed model, and training on one not be refused.
+    """
+    loader = getattr(model, "hf_quantizer", None)
+    return loader if hasattr(loader, "compressor") else None
+
+
+def keep_packed(model: nn.Module) -> None:
+    """Keep the first forward pass from unpacking the model.
+
+    Relies on: `ModelCompressor.remove_decompression_hook`.
+    Breaks: `load_packed` would wrap each module again at the first call, or fail there.
+    """
+    loader = packed_loader(model)
+    if loader is not None:
+        loader.compressor.remove_decompression_hook(model)
+
+
+def is_packed_layer(module: nn.Module) -> bool:
+    """Whether compressed-tensors loaded the module, packed or already unpacked.
+
+    Relies on: `compressed_tensors.quantization.utils.is_module_quantized`.
+    Breaks: `load_packed` would run no kernel.
+    """
+    from compressed_tensors.quantization.utils import is_module_quantized
+
+    return bool(is_module_quantized(module))
+
+
+def unpack_layer(module: nn.Module) -> None:
+    """Give a packed module its weight.
+
+    Relies on: `compressed_tensors.compressors.decompress_module`.
+    Breaks: `load_packed` without kernels and `dequantize_model` would fail.
+    """
+    from compressed_tensors.compressors import decompress_module
+
+    decompress_module(module)
+
+
+def unpack(model: nn.Module) -> None:
+    """Make a plain model of one that was loaded packed: float weights that can be trained, nothing else.
+
+    Relies on: `quantization_scheme`, `quantization_status`, `QuantizationMetadata`, `remove_quantization_config`.
+    Breaks: `dequantize_model` would fail on a packed model, or leave one that cannot be trained.
+    """
+    from compressed_tensors.quantization import QuantizationMetadata, QuantizationStatus
+
+    for module in model.modules():
+        if not hasattr(module, "quantization_scheme"):
+            continue
+        if module.quantization_status == QuantizationStatus.COMPRESSED:
+            unpack_layer(module)
+        QuantizationMetadata.clear_quantization(module)
+        del module.quantization_status
+        # What is left of the wrapped forward would hide that of a quantized class.
+        module.__dict__.pop("forward", None)
+        module.weight = nn.Parameter(cast(Tensor, module.weight).detach())
+        module.requires_grad_(True)
+    keep_packed(model)
+    packed_loader(model).remove_quantization_config(model)
+
+
+def pack_to_int32(codes: Tensor, bits: int, packed_dim: int = 1) -> Tensor:
+    """Signed codes, int8 `[rows, columns]`, in words of 32 bits without gaps.
+
+    Relies on: `compressed_tensors.compressors.pack_quantized.helpers.pack_to_int32`.
+    Breaks: Nothing could be saved packed; or files would hold other codes, which `verify_quantized` reports.
+
+    Example:
+        >>> pack_to_int32(torch.tensor([[-2, -1, 0, 1]], dtype=torch.int8), 2)
+        tensor([[228]], dtype=torch.int32)
+    """
+    from compressed_tensors.compressors.pack_quantized import helpers
+
+    return cast(Tensor, helpers.pack_to_int32(codes, bits, packed_dim))
+
+
+def unpack_from_int32(words: Tensor, bits: int, shape: torch.Size, packed_dim: int = 1) -> Tensor:
+    """The codes that `pack_to_int32` packed, int8 of `shape`.
+
+    Relies on: `compressed_tensors.compressors.pack_quantized.helpers.unpack_from_int32`.
+    Breaks: `verify_quantized` and the exports would fail, or report damage in a folder that has none.
+    """
+    from compressed_tensors.compressors.pack_quantized import helpers
+
+    return cast(Tensor, helpers.unpack_from_int32(words, bits, shape, packed_dim))
+
+
+def unpacked_weight(tensors: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+    """The weight that transformers will compute with, of a layer's tensors in the file and its config group.
+
+    Relies on: `PackedQuantizationCompressor.decompress`, and the fields of `QuantizationScheme`.
+    Breaks: `verify_quantized` would fail, or prove something else than what is loaded.
+    """
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    scheme = QuantizationScheme.model_validate({**group, "targets": []})
+    return cast(Tensor, PackedQuantizationCompressor.decompress(dict(tensors), scheme)["weight"])
+
+
+def write_packing_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Put how the layers are packed into the `config.json` of a folder.
+
+    Relies on: `ModelCompressor.update_config`, which writes `quantization_config` as transformers reads it.
+    Breaks: `from_pretrained` would not know that the weights are packed.
+    """
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    ModelCompressor(QuantizationConfig.model_validate(config)).update_config(str(folder))
+
+
+def modules_with_bars() -> list[ModuleType]:
+    """The modules of compressed-tensors that draw bars which cannot be switched off: their `tqdm` may be replaced.
+
+    Relies on: `from tqdm import tqdm` in `offload.dispatch`, `quantization` and what they import.
+    Breaks: Progress bars of the proof would run through that of training.
+    """
+    import compressed_tensors.offload.dispatch
+    import compressed_tensors.quantization  # noqa: F401
+
+    loaded = list(sys.modules.items())
+    return [m for name, m in loaded if name.startswith("compressed_tensors.") and "tqdm" in vars(m)]
+
+
+# What PyTorch and DeepSpeed make of a model.
+
+COMPILED: Final = "_orig_mod"
+"""Where what `torch.compile` made has the model.
+
+Relies on: `torch._dynamo.OptimizedModule`.
+Breaks: A compiled model would have other names for its layers, which no config and no file knows.
+"""
+
+CHECKPOINTED: Final = "_checkpoint_wrapped_module"
+"""Where the wrapper that FSDP puts around a block for activation checkpointing has the block.
+
+Relies on: `torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper`.
+Breaks: Layers would have other names than in the state dict: a packed model could not be loaded.
+"""
+
+FSDP2: Final = "FSDPModule"
+"""The class that `fully_shard` puts before a module's own among the bases of a new one.
+
+Relies on: Its name and its place.
+Breaks: A model trained with FSDP2 would be refused as tensor-parallel, or not be packed.
+"""
+
+FSDP1: Final = "FullyShardedDataParallel"
+"""The class of FSDP's first version.
+
+Relies on: Its name.
+Breaks: Weights that it flattened would be quantized in pieces, instead of being refused.
+"""
+
+ZERO_3: Final = "ds_id"
+"""The attribute that ZeRO-3 puts on a parameter that it has partitioned.
+
+Relies on: `deepspeed.runtime.zero.partition_parameters`.
+Breaks: A model without weights would be quantized, instead of being refused.
+"""
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called.
+
+    Relies on: `nn.Module._compiled_call_impl`.
+    Breaks: Batches would not be taken from a compiled model, or taking them would break its graph.
+    """
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+# What PEFT puts into a model.
+
+ADAPTED: Final = "base_layer"
+"""What an adapter's wrapper calls the layer that it adapts.
+
+Relies on: `peft.tuners.tuners_utils.BaseTunerLayer` and those derived from it.
+Breaks: Adapters would be quantized, and saved as layers of the model.
+"""
+
+ORIGINAL: Final = "original_module"
+"""What PEFT calls a module of which it trains a copy.
+
+Relies on: `peft.utils.AuxiliaryTrainingWrapper`.
+Breaks: The copies would be quantized, and saved as layers of the model.
+"""
+
+TRAINED_COPIES: Final = "modules_to_save"
+"""What PEFT calls the copies that it trains of a module.
+
+Relies on: `peft.utils.ModulesToSaveWrapper`.
+Breaks: The same as with `ORIGINAL`.
+"""
+
+
+def is_peft(module: nn.Module) -> bool:
+    """Whether PEFT made this wrapper of a layer; read off an attribute, since PEFT need not be installed.
+
+    Relies on: `active_adapters`. A whole model of transformers has it too.
+    Breaks: Adapters would be quantized, and could be merged into quantized weights.
+    """
+    return hasattr(module, "active_adapters")
+
+
+def has_dora(module: nn.Module) -> bool:
+    """Whether an adapter's wrapper scales the weight's rows to norms that it learns.
+
+    Relies on: `lora_magnitude_vector`.
+    Breaks: DoRA on a quantized layer would not be refused, and compute something else after loading.
+    """
+    return len(cast(Any, getattr(module, "lora_magnitude_vector", ()))) > 0

@@ -1,0 +1,54 @@
+"""What in a log is a metric, in the card as in the report."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from repo import GOLDEN
+
+from moq_hf.packed.card import write_card
+from moq_hf.packed.state import record_metrics
+from moq_hf.report.metrics import is_metric, metrics_in
+from moq_hf.report.run import read_run
+
+PACKED = GOLDEN / "packed_0_1"
+
+
+@pytest.mark.parametrize(
+    "name", ["eval_f1", "eval_loss", "f1_mm", "lead_time", "eval_lead_time", "epochs_to_converge", "eval_steps"]
+)
+def test_metrics(name: str) -> None:
+    assert is_metric(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "epoch",
+        "step",
+        "total_flos",
+        "epoch_mm",
+        "eval_runtime",
+        "test_runtime",
+        "train_samples_per_second",
+        "eval_steps_per_second_mm",
+        "eval_samples",
+        "eval_model_preparation_time",
+    ],
+)
+def test_what_is_logged_beside_them(name: str) -> None:
+    assert not is_metric(name)
+
+
+def test_values_are_finite_numbers() -> None:
+    logged = {"a": 1, "b": 0.5, "c": float("inf"), "d": 10**400, "e": "0.5", "f": None, "g": True}
+    assert metrics_in(logged) == {"a": 1, "b": 0.5}
+
+
+def test_card_and_report_have_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "quantized"
+    shutil.copytree(PACKED, folder)
+    record_metrics(folder, {"eval_lead_time": 2.5, "eval_f1": 0.75, "eval_model_preparation_time": 0.125})
+    card = write_card(folder, picture=False).read_text(encoding="utf-8")
+    assert "| lead_time |  | 2.5000 |  |" in card and "preparation" not in card
+    assert read_run(tmp_path).quantized == {"lead_time": 2.5, "f1": 0.75}

@@ -1,0 +1,628 @@
+"""Each seam still holds: one test per public name of `moq_hf.transformers_seams`, called after it."""
+
+import ast
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import (
+    BertForSequenceClassification,
+    BertPreTrainedModel,
+    CLIPConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_jit_checkpoint import CheckpointManager
+
+import moq_hf
+from moq_hf import MoQError, MoQTrainer, QuantLinear, quantize_model, save_quantized
+from moq_hf import transformers_seams as seams
+from moq_hf.model.convert import quant_layers
+from moq_hf.packed.inference import PackedLinear
+from moq_hf.packed.proof import quiet
+from moq_hf.processes import check_supported
+
+PACKAGE = Path(moq_hf.__file__).parent
+SEAMS = Path(seams.__file__)
+# Private by their names, documented all the same.
+DOCUMENTED = {"_asdict", "_fields", "_getframe", "_replace"}
+
+
+def texts() -> dict[str, str]:
+    """What the module says of each seam: the docstring of a function, the string after a constant."""
+    found = {}
+    body = ast.parse(SEAMS.read_text()).body
+    for node, after in zip(body, [*body[1:], ast.Pass()], strict=True):
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = ast.get_docstring(node) or ""
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            text = after.value if isinstance(after, ast.Expr) else None
+            found[ast.unparse(target)] = str(text.value) if isinstance(text, ast.Constant) else ""
+    return found
+
+
+TEXTS = texts()
+
+
+@pytest.fixture(autouse=True)
+def what_would_break(request: pytest.FixtureRequest) -> None:
+    """What pytest shows beside a failure."""
+    tests = {f"test_{name.lower()}": f"{name}: {text}" for name, text in TEXTS.items()}
+    print(tests.get(request.node.originalname, ""))
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_seam_is_described_and_tested(name: str) -> None:
+    assert f"test_{name.lower()}" in globals()
+    assert re.search(r"^Relies on: .+^Breaks: .", TEXTS[name], re.MULTILINE | re.DOTALL), name
+
+
+# The Trainer.
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+        return {"loss": self.layer(x).square().mean()}
+
+
+class Counter(TrainerCallback, seams.ExportableState):
+    def __init__(self, start: int = 0) -> None:
+        self.start, self.count = start, 0
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"start": self.start}, "attributes": {"count": self.count}}
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.count += 1
+
+
+class Spied(Trainer):
+    """Notes which of the methods that moq_hf overrides are called, and with what."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.called: dict[str, dict[str, Any]] = {}
+        super().__init__(*args, **kwargs)
+
+
+def _spy(name: str) -> None:
+    original = getattr(Trainer, name)
+
+    def method(self: Spied, *args: Any, **kwargs: Any) -> Any:
+        self.called.setdefault(name, inspect.signature(original).bind(self, *args, **kwargs).arguments)
+        return original(self, *args, **kwargs)
+
+    setattr(Spied, name, method)
+
+
+for _path in seams.OVERRIDDEN:
+    if _path.startswith("transformers.Trainer."):
+        _spy(_path.rpartition(".")[2])
+
+
+def trainer_of(folder: Path, callback: TrainerCallback | None = None, model: Any = None, **more: Any) -> Spied:
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 1,
+        "max_steps": 2,
+        "learning_rate": 0.0,
+        "save_steps": 1,
+        "logging_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **more,
+    }
+    return Spied(
+        Tiny() if model is None else model,
+        TrainingArguments(str(folder), **settings),
+        train_dataset=[{"x": torch.ones(2)}] * 8,
+        callbacks=[] if callback is None else [callback],
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Spied:
+    """A run of two steps, saved at each and resumed after the first; with a `Counter`, restored from the checkpoint."""
+    folder = tmp_path_factory.mktemp("run")
+    trainer_of(folder, Counter(5)).train()
+    trainer = trainer_of(folder, Counter(9), restore_callback_states_from_checkpoint=True)
+    trainer.train(str(folder / "checkpoint-1"))
+    return trainer
+
+
+def the_counter(trainer: Trainer) -> Counter:
+    return next(callback for callback in seams.callbacks_of(trainer) if isinstance(callback, Counter))
+
+
+def test_checked() -> None:
+    installed = {name: metadata.version(name).split("+")[0] for name in seams.CHECKED}
+    assert {name: ".".join(version.split(".")[:2]) for name, version in installed.items()} == seams.CHECKED
+
+
+def resolved(path: str) -> Any:
+    """What a full name means: an attribute of a module or a class, or of an instance of the class."""
+    parts = path.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for part in parts[1:]:
+        if not hasattr(found, part) and found in (nn.Module, nn.RNNBase):
+            found = nn.LSTM(1, 1) if found is nn.RNNBase else nn.Module()._replicate_for_data_parallel()
+        found = getattr(found, part) if hasattr(found, part) else importlib.import_module(f"{found.__name__}.{part}")
+    return found
+
+
+@pytest.mark.parametrize("path", seams.OVERRIDDEN)
+def test_overridden(path: str, finished: Spied) -> None:
+    parameters, breaks = seams.OVERRIDDEN[path]
+    assert tuple(inspect.signature(resolved(path)).parameters)[1:] == parameters, breaks
+    name = path.rpartition(".")[2]
+    classes = [MoQTrainer] if path.startswith("transformers.") else [QuantLinear, PackedLinear]
+    methods = [getattr(cls, name) for cls in classes]
+    overriding = [method for method in methods if method is not resolved(path)]
+    assert overriding
+    for method in overriding:
+        inspect.signature(method).bind(None, *parameters)
+        inspect.signature(method).bind(None, **dict.fromkeys(parameters))
+    if classes == [MoQTrainer]:
+        assert set(finished.called[name]) <= {"self", *parameters}, breaks
+    else:
+        called = []
+        module: Any = type("Module", (nn.Module,), {name: lambda *args, **kwargs: called.append(name)})()
+        module.double()
+        module.load_state_dict({})
+        module.state_dict()
+        assert called, breaks
+
+
+@pytest.mark.parametrize("path", seams.IN_PLACE)
+def test_in_place(path: str) -> None:
+    try:
+        resolved(path)
+    except (AttributeError, ImportError) as error:
+        pytest.fail(f"{path} is gone ({error}); {seams.IN_PLACE[path]}")
+
+
+def test_exportablestate(finished: Spied) -> None:
+    counter = the_counter(finished)
+    assert (counter.start, counter.count) == (5, 2)
+
+
+def test_callbacks_key(finished: Spied) -> None:
+    for step in (1, 2):
+        path = Path(finished.args.output_dir, f"checkpoint-{step}", "trainer_state.json")
+        saved = json.loads(path.read_text())[seams.CALLBACKS_KEY]["Counter"]
+        assert saved == {"args": {"start": 5}, "attributes": {"count": step}}
+
+
+def test_incomplete(tmp_path: Path) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError("the disk is full")
+
+    trainer: Any = SimpleNamespace(
+        state=TrainerState(global_step=3),
+        model=None,
+        _get_output_dir=lambda trial: str(tmp_path),
+        _save_checkpoint=full,
+    )
+    with pytest.raises(OSError, match="full"):
+        CheckpointManager(trainer).execute_jit_checkpoint()
+    assert [path.name for path in (tmp_path / "checkpoint-3").iterdir()] == [seams.INCOMPLETE]
+
+
+def test_upload_errors() -> None:
+    client = next(error for error in seams.UPLOAD_ERRORS if not issubclass(error, OSError))
+    library = importlib.import_module(client.__module__.partition(".")[0])
+    for error in (library.ConnectError, library.ReadTimeout, library.RemoteProtocolError, ConnectionResetError):
+        assert issubclass(error, seams.UPLOAD_ERRORS), error
+
+
+def test_callback_states(finished: Spied) -> None:
+    assert seams.callback_states(finished.state)["Counter"]["args"] == {"start": 5}
+    assert seams.callback_states(TrainerState()) == {}
+
+
+def test_callbacks_of(finished: Spied) -> None:
+    given = Counter()
+    assert given in seams.callbacks_of(trainer_of(Path(finished.args.output_dir), given))
+
+
+def test_progress_bar(tmp_path: Path) -> None:
+    callback = ProgressCallback()
+    assert seams.progress_bar(callback) is None
+    callback.on_train_begin(TrainingArguments(str(tmp_path)), TrainerState(max_steps=2), TrainerControl())
+    bar = seams.progress_bar(callback)
+    assert bar is not None and bar.total == 2
+    bar.close()
+
+
+def test_prepared_inputs(finished: Spied) -> None:
+    prepared = seams.prepared_inputs(finished, {"x": torch.ones(2), "name": "a"})
+    assert prepared["name"] == "a" and prepared["x"].equal(torch.ones(2))
+
+
+def test_checkpoint_folder(finished: Spied) -> None:
+    assert seams.checkpoint_folder(finished) == Path(finished.args.output_dir, "checkpoint-2")
+    assert seams.checkpoint_folder(finished).is_dir()
+
+
+def test_save_training_args(finished: Spied, tmp_path: Path) -> None:
+    seams.save_training_args(finished.args, tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert (seams.checkpoint_folder(finished) / path.name).is_file()
+
+
+def test_training_summary(tiny_bert: BertForSequenceClassification, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, model=tiny_bert)
+    known = seams.training_summary(trainer, tasks="text-classification", dataset="one", language="en")
+    assert (known.tasks, known.dataset, known.language) == ("text-classification", "one", "en")
+    assert known.hyperparameters["learning_rate"] == 0.0
+    for name in ("dataset_args", "dataset_tags", "license", "model_name", "tags"):
+        assert hasattr(known, name), name
+
+
+def test_average_loss(finished: Spied, tmp_path: Path) -> None:
+    def logged(average: bool) -> float:
+        # `num_items_in_batch` counts labels.
+        rows = [{"x": torch.ones(2), "labels": torch.ones(1)}] * 8
+        trainer = trainer_of(tmp_path, model=finished.model, max_steps=1, gradient_accumulation_steps=4)
+        trainer.train_dataset, trainer.args.remove_unused_columns = rows, False
+        if average:
+            seams.average_loss(trainer)
+        trainer.train()
+        return float(trainer.state.log_history[0]["loss"])
+
+    assert logged(average=False) == pytest.approx(4 * logged(average=True), rel=1e-3)
+
+
+def test_ignores_loss_count(tiny_bert: BertForSequenceClassification, tmp_path: Path) -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=8, n_embd=4, n_layer=1, n_head=1))
+    assert seams.ignores_loss_count(tiny_bert) and not seams.ignores_loss_count(gpt2)
+    assert trainer_of(tmp_path, model=tiny_bert).model_accepts_loss_kwargs
+    tiny_bert.accepts_loss_kwargs = False
+    assert not seams.ignores_loss_count(tiny_bert)
+    assert not trainer_of(tmp_path, model=tiny_bert).model_accepts_loss_kwargs
+
+
+# Accelerate.
+
+
+def test_loss_scale(tmp_path: Path) -> None:
+    accelerator = trainer_of(tmp_path).accelerator
+    weight = nn.Parameter(torch.ones(1))
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer: Any = accelerator.prepare_optimizer(torch.optim.SGD([weight], lr=1.0))
+    assert seams.loss_scale(optimizer) == 8.0
+    accelerator.scaler.scale(weight * torch.inf).backward()
+    optimizer.step()
+    assert optimizer.step_was_skipped and seams.loss_scale(optimizer) == 4.0
+
+
+def test_undo_mixed_precision(tmp_path: Path) -> None:
+    model, x = Tiny(), torch.randn(64, 2)
+    exact = float(model(x)["loss"].detach())
+    trainer_of(tmp_path, bf16=True).accelerator.prepare_model(model)
+    assert float(model(x)["loss"].detach()) != exact
+    seams.undo_mixed_precision(model)
+    assert float(model(x)["loss"].detach()) == exact
+
+
+# Models of transformers.
+
+
+def test_attention_of(tiny_bert: BertForSequenceClassification) -> None:
+    assert seams.attention_of(tiny_bert.config) == "sdpa"
+    tiny_bert.set_attn_implementation("eager")
+    assert seams.attention_of(tiny_bert.config) == "eager"
+    assert seams.attention_of(SimpleNamespace()) is None
+
+
+def test_set_attention(tiny_bert: BertForSequenceClassification, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(type(tiny_bert).__module__)
+    eager, called = module.eager_attention_forward, []
+    monkeypatch.setattr(module, "eager_attention_forward", lambda *a, **k: called.append(1) or eager(*a, **k))
+    ids = torch.ones(1, 4, dtype=torch.long)
+    tiny_bert(ids)
+    assert not called
+    seams.set_attention(tiny_bert.config, "eager")
+    tiny_bert(ids)
+    assert called and seams.attention_of(tiny_bert.config) == "eager"
+    parts = CLIPConfig(attn_implementation="sdpa")
+    seams.set_attention(parts, "eager")
+    assert (seams.attention_of(parts), seams.attention_of(parts.text_config)) == ("eager", "sdpa")
+
+
+def test_initialize_again(tiny_bert: BertForSequenceClassification, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[nn.Module] = []
+    monkeypatch.setattr(BertPreTrainedModel, "_init_weights", lambda self, module: begun.append(module))
+    seams.initialize_again(tiny_bert)
+    assert set(begun) == set(tiny_bert.modules())
+    tiny_bert.initialize_weights()
+    assert len(begun) == len(list(tiny_bert.modules())), "what is initialized is no longer passed over"
+
+
+def test_has_adapter(tiny_bert: BertForSequenceClassification) -> None:
+    from peft import LoraConfig
+
+    assert not seams.has_adapter(tiny_bert)
+    tiny_bert.add_adapter(LoraConfig(target_modules=["query"]))
+    assert seams.has_adapter(tiny_bert)
+
+
+# Packed models.
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """The folder of a packed model, and the weights that its layers compute with."""
+    from transformers import BertConfig
+
+    config = BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=2
+    )
+    model = BertForSequenceClassification(config)
+    quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_groups": "per_channel"})
+    folder = save_quantized(model, tmp_path_factory.mktemp("packed") / "model")
+    return folder, {name: layer.quantized_weight().detach() for name, layer in quant_layers(model).items()}
+
+
+@pytest.fixture
+def loaded(packed: tuple[Path, Any]) -> BertForSequenceClassification:
+    return BertForSequenceClassification.from_pretrained(packed[0])
+
+
+def test_packed_loader(loaded: BertForSequenceClassification, tiny_bert: BertForSequenceClassification) -> None:
+    assert seams.packed_loader(loaded) is not None and seams.packed_loader(tiny_bert) is None
+
+
+def test_keep_packed(loaded: BertForSequenceClassification, packed: tuple[Path, dict[str, Tensor]]) -> None:
+    seams.keep_packed(loaded)
+    assert not loaded._forward_pre_hooks
+    unpacked = next(iter(packed[1]))
+    with pytest.raises(AttributeError):
+        _ = loaded.get_submodule(unpacked).weight
+
+
+def test_is_packed_layer(loaded: BertForSequenceClassification, packed: tuple[Path, dict[str, Tensor]]) -> None:
+    assert {name for name, module in loaded.named_modules() if seams.is_packed_layer(module)} == packed[1].keys()
+
+
+def test_unpack_layer(loaded: BertForSequenceClassification, packed: tuple[Path, dict[str, Tensor]]) -> None:
+    for name, weight in packed[1].items():
+        layer = loaded.get_submodule(name)
+        seams.unpack_layer(layer)
+        assert layer.weight.equal(weight), name
+
+
+def test_unpack(loaded: BertForSequenceClassification, packed: tuple[Path, dict[str, Tensor]]) -> None:
+    plain = BertForSequenceClassification(loaded.config)
+    seams.unpack(loaded)
+    assert loaded.state_dict().keys() == plain.state_dict().keys()
+    assert not hasattr(loaded.config, "quantization_config") and seams.packed_loader(loaded) is None
+    assert not loaded._forward_pre_hooks and all(p.requires_grad for p in loaded.parameters())
+    for name, module in loaded.named_modules():
+        left = vars(module).keys() - vars(plain.get_submodule(name)).keys()
+        assert not left or not name, left
+    for name, weight in packed[1].items():
+        assert loaded.get_submodule(name).weight.equal(weight), name
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_pack_to_int32(bits: int) -> None:
+    low = -(2 ** (bits - 1))
+    codes = torch.randint(low, low + 2**bits, (3, 37), dtype=torch.int8)
+    words = -(-37 * bits // 32)
+    for row, packed_row in zip(codes, seams.pack_to_int32(codes, bits), strict=True):
+        number = sum((int(code) - low) << (bits * place) for place, code in enumerate(row))
+        made = [(number >> (32 * place)) & 0xFFFFFFFF for place in range(words)]
+        assert [int(word) & 0xFFFFFFFF for word in packed_row] == made
+    assert seams.pack_to_int32(codes.T.contiguous(), bits, packed_dim=0).equal(seams.pack_to_int32(codes, bits).T)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_unpack_from_int32(bits: int) -> None:
+    low = -(2 ** (bits - 1))
+    for axis, shape in enumerate([(37, 3), (3, 37)]):
+        codes = torch.randint(low, low + 2**bits, shape, dtype=torch.int8)
+        packed = seams.pack_to_int32(codes, bits, packed_dim=axis)
+        assert seams.unpack_from_int32(packed, bits, codes.shape, packed_dim=axis).equal(codes)
+
+
+def test_unpacked_weight(packed: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, weights = packed
+    tensors = load_file(folder / "model.safetensors")
+    (group,) = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    for name, weight in weights.items():
+        prefix = f"{name}.weight_"
+        parts = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(prefix)}
+        assert seams.unpacked_weight(parts, group).equal(weight), name
+
+
+def test_write_packing_config(packed: tuple[Path, Any], tmp_path: Path) -> None:
+    written = json.loads((packed[0] / "config.json").read_text())["quantization_config"]
+    keys = ("config_groups", "format", "ignore", "quantization_status")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    seams.write_packing_config(tmp_path, {key: written[key] for key in keys})
+    document = json.loads((tmp_path / "config.json").read_text())
+    assert document["model_type"] == "bert"
+    assert document["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert {key: document["quantization_config"][key] for key in keys} == {key: written[key] for key in keys}
+
+
+def test_modules_with_bars(packed: tuple[Path, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    with quiet():
+        BertForSequenceClassification.from_pretrained(packed[0])(torch.ones(1, 4, dtype=torch.long))
+    assert capfd.readouterr().err == ""
+    assert {"compressed_tensors.offload.dispatch", "compressed_tensors.quantization.lifecycle.apply"} <= {
+        module.__name__ for module in seams.modules_with_bars()
+    }
+
+
+# PyTorch and DeepSpeed.
+
+
+def test_compiled() -> None:
+    layer = nn.Linear(2, 2)
+    assert getattr(torch.compile(layer, backend="eager"), seams.COMPILED) is layer
+
+
+def test_checkpointed() -> None:
+    layer = nn.Linear(2, 2)
+    assert dict(checkpoint_wrapper(layer).named_modules())[seams.CHECKPOINTED] is layer
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of one process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_fsdp2(alone: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    layer = nn.Linear(2, 2)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    assert [cls.__name__ for cls in type(layer).__bases__] == [seams.FSDP2, "Linear"]
+
+
+def test_fsdp1() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    assert FullyShardedDataParallel.__name__ == seams.FSDP1
+
+
+def test_zero_3() -> None:
+    # DeepSpeed is not installed where this runs: what is left to test is that such a parameter is refused.
+    layer = nn.Linear(2, 2)
+    setattr(layer.weight, seams.ZERO_3, 0)
+    with pytest.raises(MoQError, match="ZeRO-3"):
+        check_supported(layer)
+
+
+def test_is_compiled_in_place() -> None:
+    layer = nn.Linear(2, 2)
+    assert not seams.is_compiled_in_place(layer)
+    layer.compile(backend="eager")
+    assert seams.is_compiled_in_place(layer)
+
+
+# PEFT.
+
+# Goes with PEFT's first version that is made for transformers 6.
+from_peft = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def adapted(model: nn.Module, **more: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(target_modules=["query"], modules_to_save=["classifier"], **more))
+
+
+@from_peft
+def test_adapted(tiny_bert: BertForSequenceClassification) -> None:
+    query = tiny_bert.bert.encoder.layer[0].attention.self.query
+    adapted(tiny_bert)
+    wrapper = tiny_bert.bert.encoder.layer[0].attention.self.query
+    assert dict(wrapper.named_children())[seams.ADAPTED] is query
+
+
+@from_peft
+def test_original(tiny_bert: BertForSequenceClassification) -> None:
+    classifier = tiny_bert.classifier
+    adapted(tiny_bert)
+    assert dict(tiny_bert.classifier.named_children())[seams.ORIGINAL] is classifier
+
+
+@from_peft
+def test_trained_copies(tiny_bert: BertForSequenceClassification) -> None:
+    adapted(tiny_bert)
+    copies = dict(tiny_bert.classifier.named_children())[seams.TRAINED_COPIES]
+    assert all(parameter.requires_grad for parameter in copies.parameters())
+
+
+@from_peft
+def test_is_peft(tiny_bert: BertForSequenceClassification) -> None:
+    assert not seams.is_peft(tiny_bert.bert.encoder.layer[0].attention.self.query)
+    adapted(tiny_bert)
+    assert seams.is_peft(tiny_bert.bert.encoder.layer[0].attention.self.query)
+    assert seams.is_peft(tiny_bert.classifier)
+
+
+@from_peft
+@pytest.mark.parametrize("use_dora", [True, False])
+def test_has_dora(tiny_bert: BertForSequenceClassification, use_dora: bool) -> None:
+    adapted(tiny_bert, use_dora=use_dora)
+    assert seams.has_dora(tiny_bert.bert.encoder.layer[0].attention.self.query) == use_dora
+    assert not seams.has_dora(tiny_bert.classifier)
+
+
+# Nothing private is used beside the seams.
+
+
+def private(name: Any) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"_[a-z]\w*", name) is not None
+
+
+def own_names(trees: dict[Path, ast.Module]) -> set[str]:
+    """The private names that the package itself defines: functions, classes, variables and attributes of `self`."""
+    found = set()
+    for node in (node for tree in trees.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return found
+
+
+def uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Where a private name is read as an attribute, or written as a string for `getattr` and its like."""
+    for node in ast.walk(tree):
+        name = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else None
+        if private(name):
+            yield node.lineno, name
+
+
+def test_nothing_private_is_used_elsewhere() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if path != SEAMS}
+    in_place = {path.rpartition(".")[2] for path in (*seams.IN_PLACE, *seams.OVERRIDDEN)}
+    known = own_names(trees) | in_place | DOCUMENTED
+    assert not [
+        f"{path.relative_to(PACKAGE)}:{line}: {name}"
+        for path, tree in trees.items()
+        for line, name in uses(tree)
+        if name not in known
+    ]
+
+
+@pytest.mark.parametrize("cls", [MoQTrainer, moq_hf.MoQCallback, PackedLinear, QuantLinear])
+def test_nothing_private_is_overridden_unlisted(cls: type) -> None:
+    # A library that comes to use a name of ours would call what is no override.
+    for ours in (base for base in cls.__mro__ if base.__module__.startswith("moq_hf.")):
+        theirs = [base for base in ours.__mro__ if not base.__module__.startswith("moq_hf.")]
+        both = {name for name in vars(ours) if private(name) for base in theirs if name in vars(base)}
+        assert both <= {path.rpartition(".")[2] for path in seams.OVERRIDDEN}, ours
