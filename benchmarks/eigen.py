@@ -268,7 +268,7 @@ def stability(study: Study, step: int, counts: Iterable[int], path: Path) -> Non
 
 
 def spread(path: Path) -> list[dict[str, Any]]:
-    """Per step and estimate: the deviation of the normalised values, and how often a factor is not its usual one."""
+    """Per step and estimate: the deviation of the normalized values, and how often a factor is not its usual one."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     table = []
     for key in sorted({(line["step"], line["method"], line["num_samples"]) for line in lines}, key=str):

@@ -153,7 +153,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             self._go_on(controller, state, resumed)
         elif state.global_step > 0:
             logger.warning("moq_hf: %s", messages.begins_late(state.global_step, self.config.schedule.offset))
-            # What was evaluated in float is no candidate for the best quantized model.
+            # What was evaluated in float is not a candidate for the best quantized model.
             forget_best(state)
         controller.check_ranks()
         self._announce(controller, args, state)
@@ -279,7 +279,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         logs["moq/mean_bits"] = metrics["moq/mean_bits"]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A checkpoint from before the target precision is no candidate for the best one."""
+        """A checkpoint from before the target precision is not a candidate for the best one."""
         if self.controller is not None and not self.controller.has_arrived:
             forget_best(state)
 

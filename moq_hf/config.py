@@ -214,7 +214,7 @@ class MoQConfig:
     symmetric: Annotated[
         Flag,
         Words(symmetric=True, asymmetric=False),
-        key("also spelt `quantize_type` at the top, and `quantize-algo`", "quantize_algo.q_type", "quantize_type"),
+        key("also spelled `quantize_type` at the top, and `quantize-algo`", "quantize_algo.q_type", "quantize_type"),
     ] = True
     stochastic: Annotated[
         Flag,
@@ -264,7 +264,11 @@ class MoQConfig:
     ignored_sections: Annotated[tuple[str, ...], key("", exclude=True)] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        """Check what is legal by itself together."""
+        """Check what is legal by itself together.
+
+        Raises:
+            PydanticCustomError: Two keys are in conflict; the caller makes a MoQConfigError of it.
+        """
         found = list(conflicts(flat(self.to_dict(), _keys(), []), (), _defaults()))
         if found:
             raise PydanticCustomError("conflicts", "{faults}", {"faults": found})

@@ -63,9 +63,9 @@ class Words:
         # A schema of what is written is the file's.
         if handler.mode == "validation":
             return schema
-        spelt = {type(value) for value in self._values.values()}
+        spelled = {type(value) for value in self._values.values()}
         kinds = {"null": type(None), "boolean": bool}
-        others = [kind for kind in schema.get("anyOf", [schema]) if kinds.get(kind["type"]) not in spelt]
+        others = [kind for kind in schema.get("anyOf", [schema]) if kinds.get(kind["type"]) not in spelled]
         words = {"enum": list(self._values), "type": "string"}
         return {"anyOf": [*others, words]} if others else words
 

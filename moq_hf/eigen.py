@@ -74,7 +74,7 @@ def block_eigenvalues(
 
     Raises:
         MoQError: No blocks or losses, a block without parameters, a parameter that requires no gradient, a loss that
-            is no scalar or depends on no parameter, an argument out of its range, or a loss that cannot be
+            is not a scalar or depends on no parameter, an argument out of its range, or a loss that cannot be
             differentiated twice.
 
     >>> x = torch.ones(2, requires_grad=True)
@@ -412,7 +412,12 @@ _NOT_TWICE = ("derivative for", "double backward", "once_differentiable")
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Explains what to do about a loss that cannot be differentiated twice."""
+    """Explains what to do about a loss that cannot be differentiated twice.
+
+    Raises:
+        MoQError: It cannot, or memory ran out.
+        RuntimeError: Whatever else PyTorch raised.
+    """
     try:
         yield
     except torch.OutOfMemoryError as err:

@@ -13,7 +13,7 @@ class MoQConfigError(MoQError):
     """A config that cannot be used: one line for each thing that is wrong with it."""
 
 
-# Of the things that are wrong with a file, that many are told one by one.
+# Of the things that are wrong with a file, that many are listed one by one.
 MOST_FAULTS = 20
 
 

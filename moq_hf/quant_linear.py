@@ -150,7 +150,7 @@ class QuantLayer(nn.Module):
 
     Whoever reads `weight` inside a forward pass gets the quantized one, with the gradient straight through to the float
     one: the layer itself, a model that multiplies with `layer.weight`, a fused path of PyTorch. Anywhere else `weight`
-    is the float parameter, as in the state dict. Writing the quantized weight in place is an error, told at the next
+    is the float parameter, as in the state dict. Writing the quantized weight in place is an error, raised at the next
     use; what a forward pass writes through `layer.weight.data` is not seen, and lost.
 
     Attributes:
@@ -163,7 +163,12 @@ class QuantLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The float parameter; in a forward pass the quantized weight, in the parameter's dtype."""
+        """The float parameter; in a forward pass the quantized weight, in the parameter's dtype.
+
+        Raises:
+            AttributeError: There is no weight any more.
+            RuntimeError: It cannot be quantized.
+        """
         weight = self.parameter()
         if weight is None:
             # nn.Module, which looks next, says so.
@@ -190,7 +195,11 @@ class QuantLayer(nn.Module):
 
     @property
     def float_weight(self) -> Tensor:
-        """The parameter that is trained, or what stands in its place: of a replica, of `torch.func`, of FSDP2."""
+        """The parameter that is trained, or what stands in its place: of a replica, of `torch.func`, of FSDP2.
+
+        Raises:
+            MoQError: There is no weight any more.
+        """
         weight = self.parameter()
         if weight is None:
             raise MoQError(

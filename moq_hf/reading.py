@@ -36,7 +36,7 @@ class Entry:
         """The value of that name in an object of keys; one of None if there is none.
 
         Raises:
-            MoQError: It is no object.
+            MoQError: It is not an object.
         """
         return self.mapping().get(name, Entry(None, self.where, self._key(name)))
 
@@ -49,7 +49,7 @@ class Entry:
         """The values of an object by their keys.
 
         Raises:
-            MoQError: It is no object.
+            MoQError: It is not an object.
         """
         if not isinstance(self.value, Mapping):
             raise self.fault("an object of keys")
@@ -59,7 +59,7 @@ class Entry:
         """The values of a list.
 
         Raises:
-            MoQError: It is no list, or not of this length.
+            MoQError: It is not a list, or not of this length.
         """
         if not isinstance(self.value, (list, tuple)) or length not in (None, len(self.value)):
             raise self.fault("a list" if length is None else f"a list of {length}")
@@ -120,7 +120,7 @@ class Entry:
         return self.value
 
     def fault(self, legal: str) -> MoQError:
-        """The error that tells what it must be."""
+        """The error that says what it must be."""
         return MoQError(f"{self.where}: {self.key or 'it'} must be {legal}, not {show(self.value)}")
 
     def _key(self, name: str) -> str:

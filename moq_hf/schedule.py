@@ -44,7 +44,7 @@ class Switch(NamedTuple):
         bits: Bits from the next forward pass on.
         period: Steps since the offset at which the next drop is due.
         factor: 1 to 5, what lengthened the period beyond doubling; 1 where the offset was reached.
-        eigenvalue: The normalised eigenvalue behind the factor, or None.
+        eigenvalue: The normalized eigenvalue behind the factor, or None.
     """
 
     step: int
@@ -283,7 +283,11 @@ def deadline_step_of(config: MoQConfig, total_steps: int | None) -> int | None:
 
 
 def _room(config: MoQConfig, total_steps: int | None) -> int | None:
-    """Steps from the offset to the last drop that meets the deadline; None without one."""
+    """Steps from the offset to the last drop that meets the deadline; None without one.
+
+    Raises:
+        MoQError: The deadline leaves no room for the drops, or the length of the run is not known.
+    """
     if config.schedule.deadline is None:
         return None
     if total_steps is None:

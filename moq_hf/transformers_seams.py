@@ -403,7 +403,7 @@ def modules_with_bars() -> list[ModuleType]:
     Relies on: `from tqdm import tqdm` in `offload.dispatch`, `quantization` and what they import.
     Breaks: Progress bars of the proof would run through that of training.
     """
-    import compressed_tensors.offload.dispatch
+    import compressed_tensors.offload.dispatch  # noqa: F401
     import compressed_tensors.quantization  # noqa: F401
 
     loaded = list(sys.modules.items())

@@ -1,6 +1,6 @@
 """The functions of `quantizer` as Triton kernels, a whole model in one launch, and products with packed weights.
 
-Importable without Triton and without a GPU; `available` tells whether the kernels can run on a device, and each other
+Importable without Triton and without a GPU; `available` says whether the kernels can run on a device, and each other
 function needs that. Results are those of `quantizer` on the same device, bit for bit. The kernels are in
 `kernels.triton`.
 """
@@ -114,7 +114,7 @@ class Batch:
             part.update([steps[index] for index in indices], [blends[index] for index in indices])
 
     def nonfinite(self, *, wait: bool = True) -> list[int]:
-        """Indices of the jobs whose weight held NaN or Inf in a run since this was last told.
+        """Indices of the jobs whose weight held NaN or Inf in a run since this was last asked.
 
         Args:
             wait: For the device. Otherwise of the runs before the call before this one, if the device is through.
@@ -291,7 +291,11 @@ def _float_bits(values: Sequence[float]) -> "np.ndarray[Any, np.dtype[np.int32]]
 
 
 def _row(job: Job, first: int) -> list[int]:
-    """The job's row of the table that `kernels.triton` describes."""
+    """The job's row of the table that `kernels.triton` describes.
+
+    Raises:
+        ValueError: There is no kernel for the tensors.
+    """
     shape = quantizer.check(job.weight, job.bits, job.grid, job.ratio)
     if job.weight.dtype not in DTYPES or job.out.dtype not in DTYPES:
         raise ValueError(f"no kernel for {job.weight.dtype} to {job.out.dtype}")

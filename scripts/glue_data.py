@@ -76,13 +76,13 @@ def read_text(path: str) -> str:
         raise UserError(f"cannot read {path}: {err.strerror}") from None
 
 
-def read_file(path: str, wanted: Sequence[str] | None, labelled: bool) -> Split:
+def read_file(path: str, wanted: Sequence[str] | None, labeled: bool) -> Split:
     """Read a csv, json (a list of objects) or jsonl file (an object a line).
 
     Args:
         path: the file.
         wanted: the columns of text to take; None: sentence1 and sentence2, else the first two that hold text.
-        labelled: whether the column `label` is needed; otherwise it is left out.
+        labeled: whether the column `label` is needed; otherwise it is left out.
 
     Raises:
         UserError: the file cannot be read, holds no rows, lacks a column, or a row lacks a value.
@@ -94,7 +94,7 @@ def read_file(path: str, wanted: Sequence[str] | None, labelled: bool) -> Split:
         raise UserError(f"{path} holds no examples")
     columns = list(rows[0])
     text = [name for name in columns if isinstance(rows[0][name], str)]
-    texts = _choose_columns(path, columns, text, wanted, labelled)
+    texts = _choose_columns(path, columns, text, wanted, labeled)
     data: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in texts}
     split = Split(path, None, lines)
     for name in texts:
@@ -102,7 +102,7 @@ def read_file(path: str, wanted: Sequence[str] | None, labelled: bool) -> Split:
             if not isinstance(value, str):
                 found = "is missing" if value is None else f"holds {value!r}, not text"
                 raise UserError(f"{split.place(row)}: column {name} {found}")
-    if labelled:
+    if labeled:
         values = [row.get("label") for row in rows]
         data["label"] = _csv_labels(values) if path.lower().endswith(".csv") else _json_labels(values, split)
         for row, value in enumerate(data["label"]):
@@ -161,7 +161,7 @@ def _read_json(path: str) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def _choose_columns(
-    source: str, columns: Sequence[str], text: Sequence[str], wanted: Sequence[str] | None, labelled: bool
+    source: str, columns: Sequence[str], text: Sequence[str], wanted: Sequence[str] | None, labeled: bool
 ) -> list[str]:
     """Give the names of the one or two text columns of data that has `columns`, of which `text` hold text."""
     there = f"{source} has the columns {', '.join(columns)}"
@@ -173,7 +173,7 @@ def _choose_columns(
         chosen = [name for name in text if name != "label"][:2]
         if not chosen:
             raise UserError(f"{there}; none of them holds text")
-    needed = [*chosen, *(["label"] if labelled else [])]
+    needed = [*chosen, *(["label"] if labeled else [])]
     missing = [name for name in needed if name not in columns]
     if missing:
         raise UserError(f"{there}; needed: {', '.join(needed)}; missing: {', '.join(missing)}")
@@ -224,7 +224,7 @@ def load_splits(
             if name in files and not wanted:
                 logger.info("--%s is not used", name)
             elif name in files:
-                splits[key] = read_file(files[name], columns, labelled=key != "test")
+                splits[key] = read_file(files[name], columns, labeled=key != "test")
                 # All of the files must have what was chosen from the first.
                 columns = tuple(column for column in splits[key].data.column_names if column != "label")
         return splits
@@ -256,13 +256,13 @@ def _load_hub_splits(
     for key, split_name in wanted.items():
         if split_name not in loaded:
             raise UserError(f"data set {full_name} has the splits {', '.join(loaded)}; needed: {split_name}")
-        data, source, labelled = loaded[split_name], f"{full_name}, split {split_name}", not key.startswith("test")
+        data, source, labeled = loaded[split_name], f"{full_name}, split {split_name}", not key.startswith("test")
         if not len(data):
             raise UserError(f"{source} holds no examples")
         kinds = {column: getattr(feature, "dtype", "") for column, feature in data.features.items()}
         text = [column for column, kind in kinds.items() if kind in ("string", "large_string")]
-        texts = _choose_columns(source, data.column_names, text, task.columns if task else None, labelled)
-        data = data.select_columns([*texts, *(["label"] if labelled else [])])
+        texts = _choose_columns(source, data.column_names, text, task.columns if task else None, labeled)
+        data = data.select_columns([*texts, *(["label"] if labeled else [])])
         for column in data.column_names:
             if data.data.column(column).null_count:
                 raise UserError(f"{source}: column {column} has rows without a value")
@@ -279,9 +279,9 @@ def resolve_labels(splits: Mapping[str, Split], task: Task | None, config: "PreT
     Raises:
         UserError: a label out of range, unknown, or of another kind than in the training data.
     """
-    labelled = {key: split for key, split in splits.items() if not key.startswith("test")}
-    first = next(iter(labelled.values()), None)
-    kinds = {key: split.data.features["label"].dtype for key, split in labelled.items()}
+    labeled = {key: split for key, split in splits.items() if not key.startswith("test")}
+    first = next(iter(labeled.values()), None)
+    kinds = {key: split.data.features["label"].dtype for key, split in labeled.items()}
     names = getattr(first.data.features["label"], "names", None) if first else None
     if task is not None:
         names = list(task.labels)
@@ -290,7 +290,7 @@ def resolve_labels(splits: Mapping[str, Split], task: Task | None, config: "PreT
         regression = next(iter(kinds.values())).startswith("float") if first else config.num_labels == 1
 
     if regression:
-        for split in labelled.values():
+        for split in labeled.values():
             low, high = STSB_RANGE if task is not None else (-math.inf, math.inf)
             for row, value in enumerate(split.data["label"]):
                 if isinstance(value, str) or not math.isfinite(value) or not low <= value <= high:
@@ -303,7 +303,7 @@ def resolve_labels(splits: Mapping[str, Split], task: Task | None, config: "PreT
         ids = {name: index for index, name in enumerate(names)} | {index: index for index in range(len(names))}
         whose = "of the task" if task is not None else "of the data set"
         legal = ", ".join(f"{index} ({name})" for index, name in enumerate(names))
-    elif "train" in labelled:
+    elif "train" in labeled:
         values = sorted(set(first.data["label"]))
         if len(values) < 2:
             raise UserError(f"{first.source}: every label is {values[0]!r}; a classifier needs at least two")
@@ -316,7 +316,7 @@ def resolve_labels(splits: Mapping[str, Split], task: Task | None, config: "PreT
             ids |= {index: index for index in range(len(names))}
         elif all(re.fullmatch(r"-?\d+", name) for name in names):
             ids |= {int(name): index for index, name in enumerate(names)}
-    for split in labelled.values():
+    for split in labeled.values():
         values = split.data["label"]
         unknown = set(values) - set(ids)
         if unknown:

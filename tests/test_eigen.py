@@ -475,7 +475,7 @@ def test_the_list_may_be_named_and_limited(tiny_bert: Any) -> None:
         Inventory.of(nn.Sequential(nn.Linear(2, 2))).layer_blocks()
 
 
-def test_normalised() -> None:
+def test_normalized() -> None:
     nan, inf = math.nan, math.inf
     assert normalize({"a": -4.0, "b": 2.0, "c": 0.0}) == {"a": 1.0, "b": 0.5, "c": 0.0}
     assert normalize({"a": -4.0, "b": nan, "c": inf, "d": 1.0}) == {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.25}

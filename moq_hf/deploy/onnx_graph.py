@@ -79,7 +79,11 @@ def write_model(
 
 
 def _traced(model: Any, inputs: dict[str, Tensor]) -> Any:
-    """The graph of a model whose examples and tokens may be any number."""
+    """The graph of a model whose examples and tokens may be any number.
+
+    Raises:
+        MoQError: The exporter of PyTorch cannot export the model.
+    """
     try:
         program = torch.onnx.export(
             model,

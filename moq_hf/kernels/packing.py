@@ -21,7 +21,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         int32 `[rows, ceil(columns * bits / 32)]`; code c is stored as c + 2^(bits-1).
 
     Raises:
-        ValueError: Other bits, or codes that are no int32 matrix.
+        ValueError: Other bits, or codes that are not an int32 matrix.
     """
     _check_packing(codes, bits)
     rows, columns = codes.shape

@@ -112,7 +112,11 @@ def embeddings_to_quantize(inventory: Inventory, config: MoQConfig) -> dict[str,
 
 
 def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:
-    """The linear layers that `modules_to_not_convert` names, or the output heads where it is absent."""
+    """The linear layers that `modules_to_not_convert` names, or the output heads where it is absent.
+
+    Raises:
+        MoQError: A name or glob matches no module.
+    """
     if config.modules_to_not_convert is None:
         return set(inventory.heads)
     kept = set[str]()
@@ -163,7 +167,11 @@ def _check_weights(layers: Mapping[str, nn.Linear | Conv1D]) -> None:
 
 
 def _check_adapters(inventory: Inventory, layers: Iterable[str]) -> None:
-    """DoRA takes the norm of the float weight in training, and that of the quantized one once it is loaded."""
+    """DoRA takes the norm of the float weight in training, and that of the quantized one once it is loaded.
+
+    Raises:
+        MoQError: There are adapters of DoRA; names them.
+    """
     parents = {name: inventory.modules[name.removesuffix(f".{ADAPTED}")] for name in layers if ADAPTED in name}
     wrong = [name for name, parent in parents.items() if has_dora(parent)]
     if wrong:

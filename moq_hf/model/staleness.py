@@ -64,7 +64,7 @@ def stale(copy: Copy, weight: Tensor) -> bool:
 
 
 def key_of(weight: Tensor) -> Key:
-    """What tells a changed weight from an unchanged one: version, address of the memory, device and dtype."""
+    """What distinguishes a changed weight from an unchanged one: version, address of the memory, device and dtype."""
     try:
         pointer = 0 if is_sharded(weight) else weight.data_ptr()
     except RuntimeError:

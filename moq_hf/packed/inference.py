@@ -8,9 +8,10 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from .. import quantizer, triton_quant
+from .. import quantizer
 from ..errors import MoQError
 from ..kernels import packing
+from ..kernels.backend import keeps_packed, multiplies_packed
 from ..transformers_seams import is_packed_layer, keep_packed, unpack_layer
 
 
@@ -55,7 +56,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the weight, plus the bias."""
-        if input.dtype in (torch.float16, torch.bfloat16) and triton_quant.available(input.device):
+        if multiplies_packed(input):
             return packing.packed_linear(input, self.words, self.bits, self.scale, self.zero_point, self.bias)
         return F.linear(input, self.dequantize(input.dtype), self.bias)
 
@@ -122,7 +123,7 @@ def load_packed(
     keep_packed(model)
     for path, module in list(model.named_modules()):
         if is_packed_layer(module):
-            layer = _packed_layer(module) if triton_quant.available(device) else None
+            layer = _packed_layer(module, device)
             if layer is None:
                 unpack_layer(module)
             else:
@@ -130,10 +131,10 @@ def load_packed(
     return cast(transformers.PreTrainedModel, model.to(device=device, dtype=dtype).eval())
 
 
-def _packed_layer(module: Any) -> PackedLinear | None:
+def _packed_layer(module: Any, device: torch.device) -> PackedLinear | None:
     """The layer for a module that transformers has loaded and not yet decompressed; None for what has no kernel."""
     scheme = module.quantization_scheme.weights
-    if not hasattr(module, "weight_packed") or scheme.num_bits not in packing.PACKED_BITS:
+    if not hasattr(module, "weight_packed") or not keeps_packed(scheme.num_bits, device):
         return None
     scale = module.weight_scale
     zero = getattr(module, "weight_zero_point", None)

@@ -273,6 +273,9 @@ def _check_values(stored: InFiles, values: Quantized) -> None:
 
     Some code needs them, as that of a group's largest weight does: stochastic rounding may leave it one short, an
     asymmetric grid two. Ternary and binary grids have other codes.
+
+    Raises:
+        MoQError: They are not, or do not; names the layer.
     """
     (codes, scale, zero), where, bits = values, stored.where, stored.layer.bits
     if stored.layer.symmetric != (zero is None):

@@ -123,7 +123,11 @@ class _Saving:
     def save(
         self, layouts: list[Layout], answers: Answers | None, *, reason: str | None = None, by_hand: bool = False
     ) -> Verification:
-        """Write the first layout that agrees with the answers, if there are any, and else the last one."""
+        """Write the first layout that agrees with the answers, if there are any, and else the last one.
+
+        Raises:
+            MoQError: The files cannot be written.
+        """
         target = self.target
         # Beside what does not exist yet, so that it appears whole; inside what does, perhaps a file system of its own.
         staging = target / ".saving" if target.exists() else target.parent / f".{target.name}.saving"

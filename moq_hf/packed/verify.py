@@ -87,7 +87,11 @@ def verify_quantized(
 
 
 def _config_of(folder: Path, state: Mapping[str, Any]) -> Entry:
-    """The folder's config, as it was saved; empty for a model of a class of its own, which has none."""
+    """The folder's config, as it was saved; empty for a model of a class of its own, which has none.
+
+    Raises:
+        MoQError: It is not as it was saved.
+    """
     path = folder / CONFIG
     if state["config_json"] is None:
         return Entry({}, str(path))
@@ -125,7 +129,11 @@ def _tensors_as_saved(folder: Path, digests: Mapping[str, str]) -> Iterator[tupl
 
 
 def _compare(folder: Path, name: str, tensor: Tensor, model: Mapping[str, Tensor] | None, kind: str = "") -> None:
-    """Compare a tensor with the model's in the model's dtype, if there is one."""
+    """Compare a tensor with the model's in the model's dtype, if there is one.
+
+    Raises:
+        MoQError: They differ.
+    """
     if model is not None and (name not in model or not torch.equal(tensor.to(model[name].dtype), model[name])):
         raise MoQError(f"{folder}: {kind}{name} differs from the model's")
 
@@ -165,7 +173,11 @@ def recorded(directory: str | os.PathLike[str]) -> Verification:
 
 
 def _head(path: Path, layers: Mapping[str, StoredLayer]) -> tuple[int, int, int]:
-    """What of a weight file is its table of contents, and count and bytes of the numbers beside quantized weights."""
+    """What of a weight file is its table of contents, and count and bytes of the numbers beside quantized weights.
+
+    Raises:
+        MoQError: The file cannot be read.
+    """
     count = size = 0
     try:
         # Opening compares the size of the file with the table.

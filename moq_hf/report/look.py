@@ -18,7 +18,11 @@ DARK = {INK: "#e4e7eb", FAINT: "#454b53", ACCENT: "#7aa7f5", GRAY: "#9aa3ad"}
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Where figures are made and saved: matplotlib with the report's look."""
+    """Where figures are made and saved: matplotlib with the report's look.
+
+    Raises:
+        MoQError: matplotlib is not installed.
+    """
     try:
         import matplotlib
     except ImportError as error:
@@ -34,7 +38,7 @@ def drawing() -> Iterator[None]:
         "axes.spines.top": False,
         "axes.spines.right": False,
         "legend.frameon": False,
-        # Names of blocks are no formulas.
+        # Names of blocks are not formulas.
         "text.parse_math": False,
         "font.size": 9.5,
         # Text stays text, and the same figure gives the same file.

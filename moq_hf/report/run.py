@@ -142,7 +142,11 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
 def _packed_run(
     packed: Path, directory: Path, in_float: Mapping[str, float], float_log: Sequence[Mapping[str, Any]]
 ) -> Run:
-    """What the packed model's state records of a run whose Trainer saved none."""
+    """What the packed model's state records of a run whose Trainer saved none.
+
+    Raises:
+        MoQError: The model was quantized without a run.
+    """
     found = recorded(packed)
     state = Entry(found.state, str(packed / STATE_NAME))
     if state["config"].is_null or state["step"].is_null:

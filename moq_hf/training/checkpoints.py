@@ -2,6 +2,7 @@
 
 import json
 import logging
+import operator
 import os
 import re
 import zipfile
@@ -55,8 +56,8 @@ def fault_of(checkpoint: str | os.PathLike[str]) -> str | None:
         return f"{STATE_FILE} is missing"
     try:
         document = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        if not isinstance(document["global_step"], int):
-            raise TypeError
+        # Anything but a whole number has no place among numbers.
+        operator.index(document["global_step"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return f"{STATE_FILE} is damaged"
     for path in sorted(folder.iterdir()):

@@ -67,7 +67,11 @@ class StockHost:
         return model_loss(model, inputs)
 
     def check(self, config: MoQConfig) -> None:
-        """Refuse a teacher."""
+        """Refuse a teacher.
+
+        Raises:
+            MoQError: The config names one.
+        """
         if config.distillation.teacher is not None:
             raise MoQError("distillation.teacher: a callback cannot change the loss; use MoQTrainer")
 

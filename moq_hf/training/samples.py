@@ -89,7 +89,7 @@ class Samples:
         except (ValueError, RuntimeError, EOFError, OSError, zlib.error, pickle.UnpicklingError):
             kept = None
         if not isinstance(kept, list) or not all(isinstance(batch, dict) and can_split(batch) for batch in kept):
-            raise MoQError("the checkpoint's MoQ state is damaged: sensitivity.samples are no training examples")
+            raise MoQError("the checkpoint's MoQ state is damaged: sensitivity.samples are not training examples")
         self._batches = kept
 
 

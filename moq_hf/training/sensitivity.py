@@ -149,7 +149,7 @@ class Sensitivity:
             schedule: Before its coming step.
 
         Raises:
-            MoQError: There are no samples, or the loss is no scalar that depends on the blocks.
+            MoQError: There are no samples, or the loss is not a scalar that depends on the blocks.
         """
         step = schedule.steps + 1
         self._rows = self._rows or self._first_rows()

@@ -48,7 +48,7 @@ def state_of_best(state: TrainerState, name: str) -> Mapping[str, Any] | None:
 
 
 def forget_best(state: TrainerState) -> None:
-    """Let the best metric start afresh: what was evaluated so far is no candidate."""
+    """Let the best metric start afresh: what was evaluated so far is not a candidate."""
     state.best_metric = None
     state.best_global_step = None
     state.best_model_checkpoint = None

@@ -6,7 +6,7 @@ import accelerate
 import compressed_tensors.compressors
 import datasets
 import evaluate
-import matplotlib.backends.backend_agg
+import matplotlib.backends.backend_agg  # noqa: F401
 import matplotlib.figure
 import pytest
 import torch.distributed.run

@@ -474,3 +474,22 @@ def test_a_child_of_a_fork_can_quantize_although_a_thread_held_the_lock() -> Non
         os.kill(child, 9)
         os.waitpid(child, 0)
     assert found and os.waitstatus_to_exitcode(status) == 0
+
+
+def test_the_optimizer_hook_comes_with_the_first_layer_and_goes_with_the_last() -> None:
+    import torch.optim.optimizer as optimizer
+
+    def installed() -> int:
+        hooks = optimizer._global_optimizer_post_hooks.values()
+        return sum(hook is staleness._after_optimizer_step for hook in hooks)
+
+    for layer in staleness.watched():
+        staleness.unwatch(layer)
+    assert installed() == 0
+    first, second = net(), net()
+    assert installed() == 1
+    dequantize_model(first)
+    assert installed() == 1
+    dequantize_model(second)
+    assert installed() == 0
+    assert is_fresh(net()) and installed() == 1

@@ -92,7 +92,7 @@ CASES = [
     ("twice the same column", {"train_file": "{d}/twice.csv"}, [r"twice\.csv", "same name"]),
     ("latin-1", {"train_file": "{d}/latin.csv"}, [r"latin\.csv is not UTF-8"]),
     ("columns missing", {"train_file": "{d}/columns.csv"}, ["columns text, label;", "missing: sentence1, sentence2"]),
-    ("label column missing", {"train_file": "{d}/unlabelled.csv"}, ["needed: .*label", "missing: label"]),
+    ("label column missing", {"train_file": "{d}/unlabeled.csv"}, ["needed: .*label", "missing: label"]),
     (
         "no text",
         {"task_name": None, "train_file": "{d}/no_text.jsonl"},
@@ -152,26 +152,26 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     good = make_rows("mrpc", 4)
     pair = {"sentence1": "the cat", "sentence2": "a dog"}
 
-    def labelled(name: str, *labels: object) -> None:
+    def labeled(name: str, *labels: object) -> None:
         write_rows(folder / name, [pair | {"label": label} for label in labels])
 
     write_rows(folder / "good.jsonl", good)
-    labelled("range.jsonl", 0, 1, 2)
-    labelled("hidden.jsonl", 0, 1, -1)
-    labelled("names.jsonl", "equivalent", "paraphrase")
-    labelled("scores.jsonl", 0.0, 5.5)
-    labelled("nan.csv", "nan", 1.5)
-    labelled("mixed.jsonl", 1, "b")
-    labelled("one.jsonl", "a", "a")
-    labelled("ab.jsonl", "a", "b")
-    labelled("abc.jsonl", "a", "b", "c")
-    labelled("null.jsonl", 1, None)
-    labelled("null.csv", 1, "")
-    labelled("nested.jsonl", [1], [0])
+    labeled("range.jsonl", 0, 1, 2)
+    labeled("hidden.jsonl", 0, 1, -1)
+    labeled("names.jsonl", "equivalent", "paraphrase")
+    labeled("scores.jsonl", 0.0, 5.5)
+    labeled("nan.csv", "nan", 1.5)
+    labeled("mixed.jsonl", 1, "b")
+    labeled("one.jsonl", "a", "a")
+    labeled("ab.jsonl", "a", "b")
+    labeled("abc.jsonl", "a", "b", "c")
+    labeled("null.jsonl", 1, None)
+    labeled("null.csv", 1, "")
+    labeled("nested.jsonl", [1], [0])
     write_rows(folder / "number.jsonl", [good[0], good[1] | {"sentence1": 5}])
     write_rows(folder / "gap.jsonl", [good[0], {"sentence1": "the cat", "label": 0}])
     write_rows(folder / "no_text.jsonl", [{"a": 1, "label": 0}])
-    write_rows(folder / "unlabelled.csv", [pair])
+    write_rows(folder / "unlabeled.csv", [pair])
     write_rows(folder / "columns.csv", [{"text": "the cat", "label": 0}])
     texts = {
         "train.tsv": "sentence1\tsentence2\tlabel\n",

@@ -103,7 +103,7 @@ def test_regression_and_ignored_positions() -> None:
 
 
 def test_the_student_follows_its_teacher_and_is_scored_on_the_task(teacher: Path, tmp_path: Path) -> None:
-    labelled = new_trainer(tmp_path, EIGHT, max_steps=32)
+    labeled = new_trainer(tmp_path, EIGHT, max_steps=32)
     taught = new_trainer(tmp_path, {**EIGHT, "distillation": {"teacher": str(teacher), "labels": 0}}, max_steps=32)
     master = BertForSequenceClassification.from_pretrained(teacher).eval()
     ids = torch.stack([row["input_ids"] for row in rows()])
@@ -113,9 +113,9 @@ def test_the_student_follows_its_teacher_and_is_scored_on_the_task(teacher: Path
             ours, theirs = (m.eval()(ids, output_hidden_states=True).hidden_states[-1] for m in (model, master))
         return float((ours - theirs).square().mean() / theirs.square().mean())
 
-    labelled.train()
+    labeled.train()
     taught.train()
-    assert distance(taught.model) < 0.1 < 0.5 < distance(labelled.model)
+    assert distance(taught.model) < 0.1 < 0.5 < distance(labeled.model)
     loss = taught.evaluate()["eval_loss"]
     labels = torch.tensor([row["labels"] for row in rows(8)])
     assert loss == pytest.approx(float(taught.model(ids[:8], labels=labels).loss.detach()), rel=1e-5)
