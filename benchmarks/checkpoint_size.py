@@ -19,7 +19,7 @@ from transformers import BertConfig
 
 from moq_hf import MoQConfig, quantize_model, save_quantized, verify_quantized
 from moq_hf.model.convert import quant_layers
-from moq_hf.model.inventory import block_of
+from moq_hf.model.inventory import Inventory
 
 MIXED = (8, 6, 5, 4, 3, 2)
 
@@ -37,10 +37,10 @@ def quantized(model: Any, bits: int | str, embeddings: int | None) -> Any:
     quantize_model(model, config)
     if bits == "mixed":
         layers = quant_layers(model)
-        blocks = list(dict.fromkeys(block_of(model, name) for name in layers))
-        for name, layer in layers.items():
-            layer.set_bits(MIXED[blocks.index(block_of(model, name)) % len(MIXED)])
-            layer.refresh()
+        for index, names in enumerate(Inventory.of(model).blocks(layers).values()):
+            for name in names:
+                layers[name].set_bits(MIXED[index % len(MIXED)])
+                layers[name].refresh()
     return model
 
 

@@ -31,6 +31,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from moq_hf import block_eigenvalues, eigen, quantize_model
+from moq_hf.model.inventory import Inventory
+from moq_hf.training.measuring import measuring
+from moq_hf.training.sensitivity import normalize
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "eigen_h16_init"
 STEPS = (0, 10, 100)
@@ -56,7 +59,7 @@ class Study:
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0))
         self.rows = {name: tensor[order] for name, tensor in encoded.items()}
         self.rows["labels"] = torch.tensor([example["label"] for example in examples])[order]
-        self.blocks = eigen.layer_blocks(self.model)
+        self.blocks = Inventory.of(self.model).layer_blocks()
 
     def take(self, start: int, count: int = BATCH) -> Rows:
         """`count` rows from `start` on."""
@@ -93,7 +96,7 @@ def golden() -> dict[str, Any]:
             ("lanczos, finite differences", {"finite_difference": True}),
             ("power", {"method": "power"}),
         ):
-            with eigen.measuring(model, eigen.layer_blocks(model)) as blocks:
+            with measuring(model, Inventory.of(model).layer_blocks()) as blocks:
                 results = block_eigenvalues(lambda: model(**batch).loss, blocks, tol=tol, **more).values()
             pairs = zip(results, truth, strict=True)
             found[f"{name}, tol {tol:g}"] = {
@@ -141,7 +144,7 @@ def cost(study: Study) -> dict[str, Any]:
 
     for _ in range(repeats):
         timed("training step", train)
-        with eigen.measuring(study.model, study.blocks) as blocks:
+        with measuring(study.model, study.blocks) as blocks:
             with timed("graph", lambda: eigen._Graph(study.loss(rows), blocks)) as graph:
                 for name, parameters in blocks.items():
                     vector = torch.randn(sum(p.numel() for p in parameters))
@@ -166,7 +169,7 @@ def difference(study: Study, step: int) -> dict[str, Any]:
     errors: dict[str, list[float]] = {}
     rows = study.take(0)
     with (
-        eigen.measuring(study.model, study.blocks) as blocks,
+        measuring(study.model, study.blocks) as blocks,
         eigen._Graph(study.loss(rows), blocks) as graph,
     ):
         for name in list(blocks)[::2]:
@@ -198,7 +201,7 @@ def peak_memory() -> int | None:
 def accuracy(study: Study, step: int, seeds: Iterable[int] = (0, 1, 2)) -> list[dict[str, Any]]:
     """Both methods with several start vectors against a converged Lanczos run."""
     rows, lines = study.take(0), []
-    with eigen.measuring(study.model, study.blocks) as blocks:
+    with measuring(study.model, study.blocks) as blocks:
         truth = block_eigenvalues(study.loss(rows), blocks, tol=1e-5, max_iter=60, seed=99)
         for seed in seeds:
             for method in ("power", "lanczos"):
@@ -244,7 +247,7 @@ def stability(study: Study, step: int, counts: Iterable[int], path: Path) -> Non
             first = draw * max(ROWS_PER_DRAW, count)
             losses = [study.loss(study.take(first + k)) for k in range(0, count, BATCH)]
             start = time.perf_counter()
-            with eigen.measuring(study.model, study.blocks) as blocks:
+            with measuring(study.model, study.blocks) as blocks:
                 if method == "magnitudes":
                     each = [block_eigenvalues(loss, blocks).values() for loss in losses]
                 else:
@@ -272,7 +275,7 @@ def spread(path: Path) -> list[dict[str, Any]]:
         draws = [line for line in lines if (line["step"], line["method"], line["num_samples"]) == key]
         if len(draws) < DRAWS:
             continue
-        columns = list(zip(*(eigen.normalise(dict(enumerate(d["values"]))).values() for d in draws), strict=True))
+        columns = list(zip(*(normalize(dict(enumerate(d["values"]))).values() for d in draws), strict=True))
         factors = [[1 + math.floor(4 * value) for value in column] for column in columns]
         changed = sum(f != max(set(column), key=column.count) for column in factors for f in column)
         deviations = [statistics.stdev(column) for column in columns]

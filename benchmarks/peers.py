@@ -140,7 +140,7 @@ def stepper(args: argparse.Namespace, name: str) -> Callable[[Batch], tuple[floa
     # So long a run that schedules do not move after the first steps, which are not timed.
     arm = ARMS[name].make(new_model(args.model_name_or_path, 0), 1000)
     if isinstance(arm, MoQ):
-        while not arm.controller.at_target:
+        while not arm.controller.has_arrived:
             arm.after_step()
     optimizer = new_optimizer(arm.model, 1e-5)
 

@@ -36,6 +36,9 @@ class Eigenvalue:
     num_products: int
 
 
+Products = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
 def block_eigenvalues(
     loss: Loss | Sequence[Loss],
     blocks: Mapping[str, Iterable[Tensor]],
@@ -49,24 +52,20 @@ def block_eigenvalues(
 ) -> dict[str, Eigenvalue]:
     """The eigenvalue of largest magnitude of each block on the diagonal of the Hessian of a loss.
 
-    Measures as the model stands: mode, data and precision are the caller's (see `measuring`). Only
-    `torch.autograd.grad` is called, so that no gradient is written, and no random number is drawn from the global
-    generators.
+    Measures as the model stands: mode, data and precision are the caller's. Writes no gradient, and draws nothing from
+    the global random generators.
 
     Args:
         loss: Gives the loss, a scalar, each time the same for the same parameters. Several of them (one per batch)
-            stand for their mean, and only one batch's graph is in memory at a time; with a single one the graph is
-            made once for all blocks and all products.
+            stand for their mean, and only one batch's graph is in memory at a time.
         blocks: Block name to the parameters of the block, of any shape, all of which require a gradient.
-        method: "lanczos": Lanczos iteration without reorthogonalisation, three vectors per block, which ends when
-            both ends of the spectrum are known well enough. "power": power iteration as DeepSpeed published it, which
-            ends when the value changed by less than `tol`; it may end on a wrong value where the ends of the spectrum
-            are nearly equal in magnitude.
+        method: "lanczos" (see `Lanczos`) or "power" (see `PowerIteration`), which is DeepSpeed's and may end on a wrong
+            value where the ends of the spectrum are nearly equal in magnitude.
         max_iter: Products per block, at most.
-        tol: Relative error of an eigenvalue.
-        stability: Added to norms before dividing by them (power iteration).
-        finite_difference: Take differences of gradients, (g(x + h v) - g(x - h v)) / 2h, where the loss cannot be
-            differentiated twice or its graph does not fit into memory. See `difference_step` for h.
+        tol: Relative error of an eigenvalue; for "power" the relative change at which to end.
+        stability: Added to norms before dividing by them ("power").
+        finite_difference: Take differences of gradients, (g(x + h v) - g(x - h v)) / 2h with the h of
+            `difference_step`, for a loss that cannot be differentiated twice or whose graph does not fit into memory.
             Parameters must be float32 or float64.
         seed: Of the start vectors.
 
@@ -77,63 +76,91 @@ def block_eigenvalues(
         MoQError: No blocks or losses, a block without parameters, a parameter that requires no gradient, a loss that
             is no scalar or depends on no parameter, an argument out of its range, or a loss that cannot be
             differentiated twice.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> found = block_eigenvalues(lambda: (torch.tensor([1.0, -3.0]) * x**2).sum() / 2, {"x": [x]})["x"]
+    >>> round(found.value, 3), found.reason
+    (-3.0, 'exact')
     """
     losses = [loss] if callable(loss) else list(loss)
     parameters = {name: list(tensors) for name, tensors in blocks.items()}
     _check(losses, parameters, method, max_iter, tol, stability)
-    half = [name for name, ps in parameters.items() if any(p.dtype.itemsize < 4 for p in ps)]
-    if finite_difference and half:
-        raise MoQError(
-            f"differences of gradients need float32 parameters; these blocks have fewer bits: {', '.join(half)}"
-        )
-    solvers: dict[str, Solver] = {}
-
-    def start(name: str) -> Tensor:
-        first = parameters[name][0]
-        generator = torch.Generator().manual_seed(seed)
-        size = sum(p.numel() for p in parameters[name])
-        return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(first.device)
-
-    def iterate(names: list[str], products: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
-        for name in names:
-            vector = start(name)
-            solvers[name] = (
-                Lanczos(vector, tol, max_iter)
-                if method == "lanczos"
-                else PowerIteration(vector, tol, max_iter, stability)
-            )
-        active = names
-        while active:
-            found = products({name: solvers[name].vector for name in active})
-            for name in active:
-                solvers[name].update(found[name])
-            active = [name for name in active if solvers[name].result is None]
-
     if finite_difference:
-        for name in parameters:
-            iterate([name], lambda v: {n: _difference(losses, parameters[n], v[n]) for n in v})
-    elif len(losses) == 1:
+        _check_precision(parameters)
+
+    def solver(name: str) -> Solver:
+        start = _start(parameters[name], seed)
+        return Lanczos(start, tol, max_iter) if method == "lanczos" else PowerIteration(start, tol, max_iter, stability)
+
+    return _search(parameters, solver, losses, finite_difference)
+
+
+def solve(solvers: Mapping[str, "Solver"], products: Products) -> dict[str, Eigenvalue]:
+    """The core: find an eigenvalue of each of several matrices, of which only products with vectors are known.
+
+    Args:
+        solvers: Name of a matrix to what searches it.
+        products: Takes vectors v `[n]` by the names of their matrices, and gives the products H v.
+
+    >>> matrix = torch.diag(torch.tensor([1.0, -3.0, 2.0]))
+    >>> solver = Lanczos(torch.ones(3), tol=1e-2, max_iter=10)
+    >>> round(solve({"H": solver}, lambda v: {"H": matrix @ v["H"]})["H"].value, 3)
+    -3.0
+    """
+    active = dict(solvers)
+    while active:
+        found = products({name: solver.vector for name, solver in active.items()})
+        for name, solver in active.items():
+            solver.update(found[name])
+        active = {name: solver for name, solver in active.items() if solver.result is None}
+    return {name: cast(Eigenvalue, solver.result) for name, solver in solvers.items()}
+
+
+def _search(
+    blocks: Mapping[str, list[Tensor]],
+    solver: "Callable[[str], Solver]",
+    losses: Sequence[Loss],
+    finite_difference: bool,
+) -> dict[str, Eigenvalue]:
+    """Solve for all blocks with the products that the losses allow."""
+    found: dict[str, Eigenvalue] = {}
+    if finite_difference:
+        for name in blocks:
+            found |= solve({name: solver(name)}, lambda v: {n: _difference(losses, blocks[n], v[n]) for n in v})
+        return found
+    if len(losses) == 1:
         # One block after the other: the graph is kept, and only one block's vectors are in memory.
-        with _Graph(losses[0], parameters) as graph:
-            for name in parameters:
-                iterate([name], lambda v: {n: graph.product(n, v[n]) for n in v})
-    else:
+        with _Graph(losses[0], blocks) as graph:
+            for name in blocks:
+                found |= solve({name: solver(name)}, lambda v: {n: graph.product(n, v[n]) for n in v})
+        return found
 
-        def products(vectors: dict[str, Tensor]) -> dict[str, Tensor]:
-            sums: dict[str, Tensor] = {}
-            for one in losses:
-                with _Graph(one, {name: parameters[name] for name in vectors}) as graph:
-                    for name, vector in vectors.items():
-                        product = graph.product(name, vector).div_(len(losses))
-                        sums[name] = sums[name].add_(product) if name in sums else product
-            return sums
+    def products(vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+        sums: dict[str, Tensor] = {}
+        for one in losses:
+            with _Graph(one, {name: blocks[name] for name in vectors}) as graph:
+                for name, vector in vectors.items():
+                    product = graph.product(name, vector).div_(len(losses))
+                    sums[name] = sums[name].add_(product) if name in sums else product
+        return sums
 
-        iterate(list(parameters), products)
-    return {name: cast(Eigenvalue, solvers[name].result) for name in parameters}
+    return solve({name: solver(name) for name in blocks}, products)
+
+
+def _start(parameters: list[Tensor], seed: int) -> Tensor:
+    """A random vector with a number for each of the parameters' elements, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    size = sum(p.numel() for p in parameters)
+    return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(parameters[0].device)
 
 
 class Solver(Protocol):
-    """Finds an eigenvalue from products: asks for that of `vector`, gets it through `update`, until `result` is set."""
+    """Finds an eigenvalue from products: asks for that of `vector`, gets it through `update`, until `result` is set.
+
+    Attributes:
+        vector: `[n]`, float32: what to multiply with the matrix.
+        result: What was found; None as long as more products are needed.
+    """
 
     vector: Tensor
     result: Eigenvalue | None
@@ -217,10 +244,10 @@ class Lanczos:
         residuals = (beta * vectors[-1].abs()).tolist()
         ritz = values.tolist()
 
-        def error(index: int, neighbour: int) -> float:
+        def error(index: int, neighbor: int) -> float:
             residual: float = residuals[index]
-            # The neighbour is itself uncertain by its residual.
-            gap = abs(ritz[index] - ritz[neighbour]) - residuals[neighbour] if len(ritz) > 1 else 0.0
+            # The neighbor is itself uncertain by its residual.
+            gap = abs(ritz[index] - ritz[neighbor]) - residuals[neighbor] if len(ritz) > 1 else 0.0
             return residual**2 / gap if gap > residual else residual
 
         return (ritz[0], error(0, min(1, len(ritz) - 1))), (ritz[-1], error(-1, max(-2, -len(ritz))))
@@ -301,7 +328,11 @@ DIFFERENCE = 2e-4
 
 
 def difference_step(vector: Tensor) -> float:
-    """The step h of the differences of gradients along `vector`: no weight moves by more than `DIFFERENCE`."""
+    """The step h of the differences of gradients along `vector`: no weight moves by more than `DIFFERENCE`.
+
+    >>> difference_step(torch.tensor([0.5, -2.0]))
+    0.0001
+    """
     return DIFFERENCE / float(vector.abs().max())
 
 
@@ -331,7 +362,7 @@ def check_second_derivative(loss: Loss, parameters: Iterable[Tensor], *, finite_
     At the kinks of a loss (ReLU, top-k routing) it is the differences that are wrong, and depend on their step.
 
     Args:
-        loss: As for `block_eigenvalues`.
+        loss: Gives the loss, a scalar, each time the same for the same parameters.
         parameters: Of one block.
         finite_difference: Check only that differences mean something.
 
@@ -340,9 +371,7 @@ def check_second_derivative(loss: Loss, parameters: Iterable[Tensor], *, finite_
             do not agree with each other.
     """
     parameters = list(parameters)
-    size = sum(p.numel() for p in parameters)
-    generator = torch.Generator().manual_seed(0)
-    vector = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(parameters[0].device)
+    vector = _start(parameters, 0)
     vector /= vector.norm()
     step = difference_step(vector)
     wide, narrow = (_difference([loss], parameters, vector, h) for h in (step, step / 2))
@@ -383,7 +412,7 @@ _NOT_TWICE = ("derivative for", "double backward", "once_differentiable")
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Tells what to do about a loss that cannot be differentiated twice."""
+    """Explains what to do about a loss that cannot be differentiated twice."""
     try:
         yield
     except torch.OutOfMemoryError as err:
@@ -438,3 +467,11 @@ def _check(
             raise MoQError(f"block {name!r} has {frozen} parameters that require no gradient; see `measuring`")
         if any(hasattr(p, "device_mesh") for p in parameters):
             raise MoQError(f"block {name!r} has sharded parameters (FSDP), whose eigenvalues cannot be measured")
+
+
+def _check_precision(blocks: Mapping[str, Sequence[Tensor]]) -> None:
+    half = [name for name, parameters in blocks.items() if any(p.dtype.itemsize < 4 for p in parameters)]
+    if half:
+        raise MoQError(
+            f"differences of gradients need float32 parameters; these blocks have fewer bits: {', '.join(half)}"
+        )

@@ -1,7 +1,7 @@
 """Names of modules and parameters as the state dict has them, and the model without its wrappers."""
 
 from collections.abc import Iterable, Iterator
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 
@@ -13,6 +13,16 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return cast(nn.Module, getattr(model, COMPILED, model))
 
 
+def unwrapped(model: Any) -> nn.Module:
+    """The module that is trained, without what a Trainer shows around it: torch.compile, or a model of SetFit.
+
+    PEFT's wrapper stays, since its names are those of the state dict; see `without_peft`.
+    """
+    model = uncompiled(model)
+    # SetFit's Trainer shows its callbacks what lies around the module that it trains.
+    return model if isinstance(model, nn.Module) else cast(nn.Module, cast(Any, model).model_body)
+
+
 def without_fsdp(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that a model had before FSDP2 made another one of it."""
     if cls.__bases__[0].__name__ == FSDP2:
@@ -20,19 +30,20 @@ def without_fsdp(cls: type[nn.Module]) -> type[nn.Module]:
     return cls
 
 
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As `model.named_modules()`, by the names in the state dict: without those of activation checkpointing's wrappers.
+def named_modules(model: nn.Module, *, every: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """The names of `model.named_modules()` as the state dict has them: without activation checkpointing's wrappers.
 
     FSDP's `activation_checkpointing` puts one around each block, which hands attributes through; it has the same name.
+
+    Args:
+        model: Any module.
+        every: Give each name of a module that is in several places, not only the first.
+
+    >>> list(dict(named_modules(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))))
+    ['', '0', '1']
     """
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=not every):
         yield f"{name}.".replace(f"{CHECKPOINTED}.", "")[:-1], module
-
-
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """As `model.named_parameters(remove_duplicate=False)`, with the names of `named_modules`."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield name.replace(f"{CHECKPOINTED}.", ""), parameter
 
 
 def without_peft(model: nn.Module) -> nn.Module:
@@ -42,12 +53,17 @@ def without_peft(model: nn.Module) -> nn.Module:
 
 
 def adapters(model: nn.Module) -> list[str]:
-    """The names of the modules that PEFT has put into the model, none of which is quantized.
+    """The names of the modules that PEFT has put into the model, none of which is quantized."""
+    return adapters_among(named_modules(model))
+
+
+def adapters_among(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """The same among a model's modules with their names.
 
     They lie beside the `base_layer` that they adapt, or are copies to be trained of an `original_module`.
     """
     found = []
-    for name, module in named_modules(model):
+    for name, module in modules:
         parts = dict(module.named_children())
         if ADAPTED in parts and is_peft(module):
             found += [f"{name}.{part}" for part in parts if part != ADAPTED]
@@ -57,12 +73,22 @@ def adapters(model: nn.Module) -> list[str]:
 
 
 def plain_name(name: str, added: Iterable[str]) -> str | None:
-    """What a module or tensor is called in the model before PEFT came; None for what belongs to one of its adapters."""
+    """What a module or tensor is called in the model before PEFT came; None for what belongs to one of its adapters.
+
+    >>> plain_name("encoder.base_layer.weight", ["encoder.lora_A"])
+    'encoder.weight'
+    >>> plain_name("encoder.lora_A.weight", ["encoder.lora_A"]) is None
+    True
+    """
     if any(is_below(name, adapter) for adapter in added):
         return None
-    return ".".join(part for part in name.split(".") if part not in (ADAPTED, ORIGINAL))
+    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
 
 
 def is_below(name: str, module: str) -> bool:
-    """Whether a name is that of a module or of something in it."""
+    """Whether a name is that of a module or of something in it.
+
+    >>> is_below("layer.1.query", "layer.1"), is_below("layer.11", "layer.1")
+    (True, False)
+    """
     return name == module or name.startswith(module + ".")

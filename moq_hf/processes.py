@@ -1,6 +1,6 @@
 """What several training processes need: whole tensors from their shards, and the certainty that all ranks agree."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -60,19 +60,23 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
     return {name: gathered[id(value)] for name, value in names.items()}
 
 
-def check_supported(model: nn.Module) -> None:
+def check_supported(modules: Iterable[nn.Module], parameters: Sequence[Tensor]) -> None:
     """Refuse a model whose weights are spread over processes in a way that leaves none to quantize.
+
+    Args:
+        modules: All modules of the model.
+        parameters: All its parameters.
 
     Raises:
         MoQError: DeepSpeed ZeRO-3, FSDP1 or tensor parallelism; says what works instead.
     """
     instead = "DDP, FSDP2 and DeepSpeed ZeRO-1 and 2 work"
-    if any(hasattr(parameter, ZERO_3) for parameter in model.parameters()):
+    if any(hasattr(parameter, ZERO_3) for parameter in parameters):
         raise MoQError(f"DeepSpeed ZeRO-3 partitions the weights that are to be quantized; {instead}")
-    names = {name for module in model.modules() for name in (cls.__name__ for cls in type(module).__mro__)}
+    names = {name for module in modules for name in (cls.__name__ for cls in type(module).__mro__)}
     if FSDP1 in names:
         raise MoQError(f"FSDP1 flattens the weights that are to be quantized (fsdp_config: version 1); {instead}")
-    sharded = [parameter for parameter in model.parameters() if is_sharded(parameter)]
+    sharded = [parameter for parameter in parameters if is_sharded(parameter)]
     twice = any(sum(p.is_shard() for p in cast(Any, parameter).placements) > 1 for parameter in sharded)
     if sharded and (twice or FSDP2 not in names):
         raise MoQError(f"tensor-parallel weights cannot be quantized; {instead}")

@@ -26,6 +26,7 @@ from .packed.state import STATE_NAME, record_metrics
 from .processes import whole_state_dict
 from .training.checkpoints import check_whole, checkpoints, fault_of, last_checkpoint
 from .training.distillation import distillation_loss, fingerprint, load_teacher
+from .training.host import MoQHost
 from .training.resume import saved_state
 from .transformers_seams import (
     UPLOAD_ERRORS,
@@ -57,11 +58,11 @@ class MoQTrainer(Trainer):
       checkpoints of a run keep the float ones.
 
     Args:
-        *args: As for `Trainer`.
+        *args: What `Trainer` takes.
         moq_config: A `MoQConfig`, a mapping or the path of a JSON file; None trains in float.
         teacher: A float model for distillation, in place of `distillation.teacher` in the config.
         teacher_init_kwargs: For the `from_pretrained` of `distillation.teacher`: `token`, `cache_dir`, `revision`, ...
-        **kwargs: As for `Trainer`.
+        **kwargs: What `Trainer` takes.
 
     Raises:
         MoQConfigError: The config is wrong.
@@ -97,16 +98,15 @@ class MoQTrainer(Trainer):
             callbacks.append(self.moq)
         self.final_metrics: Mapping[str, Any] | None = None
         self.float_metrics: Mapping[str, Any] | None = None
+        self._host = MoQHost(self)
         self._loss_checked = False
         self._saving_checkpoint = False
         self._answers: Answers | None = None
         if self.moq is not None:
-            self.moq.join_moq_trainer()
+            self.moq.host = self._host
         super().__init__(*args, **{**kwargs, "callbacks": callbacks})
         self._teacher = self._find_teacher(teacher, teacher_init_kwargs)
-        self._teacher_fingerprint = None if self._teacher is None else fingerprint(self._teacher)
-        if self.moq is not None:
-            self.moq.teacher = self._teacher_fingerprint
+        self._host.teacher = None if self._teacher is None else fingerprint(self._teacher)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, as `Trainer.train`; `resume_from_checkpoint=True` takes the last checkpoint that is whole.
@@ -143,7 +143,6 @@ class MoQTrainer(Trainer):
             self._check_loss_scale(model, inputs, num_items_in_batch)
         moq = self._live_moq()
         if moq is not None:
-            moq.trainer_loss = self._mean_loss
             moq.observe(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
 
@@ -185,15 +184,6 @@ class MoQTrainer(Trainer):
         loss = distillation_loss(task_loss, outputs, taught, inputs, config)
         return (loss, outputs) if return_outputs else loss
 
-    def _mean_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """`compute_loss` over one batch by itself."""
-        prepared = prepared_inputs(self, inputs)
-        labels = prepared.get("labels")
-        count = None
-        if self.compute_loss_func is not None and isinstance(labels, Tensor):
-            count = labels.ne(-100).sum()
-        return cast(Tensor, self.compute_loss(model, prepared, num_items_in_batch=count))
-
     def _check_loss_scale(self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None) -> None:
         factor = self.args.gradient_accumulation_steps * self.args.world_size * max(1, self.args.n_gpu)
         if count is None or factor == 1 or self.loss_is_scaled_for_ga is not None or self.compute_loss_func is not None:
@@ -222,8 +212,7 @@ class MoQTrainer(Trainer):
         super()._load_callback_state()
         moq = self._live_moq()
         if moq is not None:
-            moq.in_moq_trainer = True
-            moq.teacher = self._teacher_fingerprint
+            moq.host = self._host
             return
         entry = callback_states(self.state).get(MoQCallback.__name__)
         if entry is not None and saved_state(entry) is not None:
@@ -255,7 +244,7 @@ class MoQTrainer(Trainer):
             MoQError: The files cannot be written, or a weight holds NaN or Inf.
         """
         moq = self._live_moq()
-        if moq is not None and not self._saving_checkpoint and is_quantized(self.model):
+        if moq is not None and not self._saving_checkpoint and is_quantized(cast(nn.Module, self.model).modules()):
             self._answers = moq.answers(self.args)
         try:
             super().save_model(output_dir, _internal_call)
@@ -264,7 +253,7 @@ class MoQTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        if self._saving_checkpoint or not is_quantized(model):
+        if self._saving_checkpoint or not is_quantized(model.modules()):
             super()._save(output_dir, state_dict)
             return
         folder = Path(cast(str, output_dir if output_dir is not None else self.args.output_dir))

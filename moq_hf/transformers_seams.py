@@ -1,12 +1,12 @@
 """Everything private or undocumented that is used of transformers, and of the libraries that it trains and loads with.
 
-A public name is deprecated before it goes, and its changes are in the release notes; these are not. So each has one
-place, here, which says what it relies on and what a user would see break, and a test of its own name. When a library
-has a new major version: raise `CHECKED`, run `tests/test_transformers_seams.py`, mend what fails, in this module.
+A public name is deprecated before it goes; these names are not. Each has its place here, which says what it relies on
+and what a user would see break, and a test of the same name. For a new version of a library: raise `CHECKED`, run
+`tests/test_transformers_seams.py`, mend in this module what fails.
 
-What cannot be called from here is listed: methods that are overridden in `OVERRIDDEN`, internals of PyTorch that are
-read where every forward pass comes by in `IN_PLACE`. Documented, and so not here: `base_model_prefix`,
-`loss_is_scaled_for_ga`, `step_was_skipped`, `save_original_format`, `Conv1D`, DTensor's `device_mesh` and `placements`.
+What cannot be called from here is listed in `OVERRIDDEN` and `IN_PLACE`. Documented, and so not here:
+`base_model_prefix`, `loss_is_scaled_for_ga`, `step_was_skipped`, `save_original_format`, `Conv1D`, and of DTensor
+`device_mesh` and `placements`.
 """
 
 import inspect
@@ -21,7 +21,7 @@ import transformers
 from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import trainer_callback
+from transformers import modelcard, trainer_callback, trainer_utils
 
 CHECKED: Final = {
     "accelerate": "1.15",
@@ -46,36 +46,17 @@ class Override(NamedTuple):
 
 
 OVERRIDDEN: Final[Mapping[str, Override]] = {
-    "transformers.Trainer._load_callback_state": Override(
-        (), "restore_callback_states_from_checkpoint would leave the callback without what MoQTrainer tells it"
-    ),
-    "transformers.Trainer._save": Override(
-        ("output_dir", "state_dict"), "save_model and push_to_hub would deliver float weights, without the proof"
-    ),
-    "transformers.Trainer._save_checkpoint": Override(
-        ("model", "trial"), "checkpoints would hold packed weights, and one cut off by a full disk would stay"
-    ),
-    "transformers.Trainer.save_model": Override(
-        ("output_dir", "_internal_call"), "push_to_hub and checkpoints, which pass _internal_call, would fail"
-    ),
-    "torch.nn.Module._apply": Override(
-        ("fn", "recurse"), "model.to(device) would leave the quantized copy of a weight behind"
-    ),
+    "transformers.Trainer._load_callback_state": Override((), "a restored callback would not know its MoQTrainer"),
+    "transformers.Trainer._save": Override(("output_dir", "state_dict"), "save_model would deliver float weights"),
+    "transformers.Trainer._save_checkpoint": Override(("model", "trial"), "checkpoints would hold packed weights"),
+    "transformers.Trainer.save_model": Override(("output_dir", "_internal_call"), "push_to_hub would fail"),
+    "torch.nn.Module._apply": Override(("fn", "recurse"), "model.to(device) would leave quantized copies behind"),
     "torch.nn.Module._load_from_state_dict": Override(
-        (
-            "state_dict",
-            "prefix",
-            "local_metadata",
-            "strict",
-            "missing_keys",
-            "unexpected_keys",
-            "error_msgs",
-        ),
-        "load_state_dict would leave the quantized copy of the weights from before",
+        ("state_dict", "prefix", "local_metadata", "strict", "missing_keys", "unexpected_keys", "error_msgs"),
+        "load_state_dict would leave the quantized copies of the weights from before",
     ),
     "torch.nn.Module._save_to_state_dict": Override(
-        ("destination", "prefix", "keep_vars"),
-        "save_pretrained of a model from load_packed would write a folder that nothing loads, instead of failing",
+        ("destination", "prefix", "keep_vars"), "a model from load_packed would be saved in a form that nothing loads"
     ),
 }
 """The methods without a documented contract that are overridden, by their full names.
@@ -96,9 +77,9 @@ IN_PLACE: Final[Mapping[str, str]] = {
     "torch.nn.Module._modules": "model.convert: adapters could be merged into quantized layers",
     "torch.nn.Module._is_replica": "quant_linear: replicas of DataParallel would compute with each other's weights",
 }
-"""What stays where it is used, with who uses it and what would break.
+"""What stays where it is used, often in every forward pass, with who uses it and what would break.
 
-Relies on: PyTorch's internals, which every forward pass reads: a function around them would take longer than they do.
+Relies on: PyTorch's internals. A function around them would take longer than they do.
 Breaks: What each entry says.
 """
 
@@ -139,10 +120,6 @@ def callback_states(state: transformers.TrainerState) -> dict[str, Any]:
 
     Relies on: `TrainerState.stateful_callbacks`, declared a list of callbacks, is a dict once the Trainer has it.
     Breaks: A resumed run would start a new schedule, and saving a checkpoint fail.
-
-    Example:
-        >>> callback_states(transformers.TrainerState())
-        {}
     """
     return cast(dict[str, Any], state.stateful_callbacks)
 
@@ -181,9 +158,7 @@ def checkpoint_folder(trainer: transformers.Trainer, trial: Any = None) -> Path:
     Relies on: `Trainer._get_output_dir`, and `PREFIX_CHECKPOINT_DIR` before the step.
     Breaks: What a full disk left of a checkpoint would stay, and be found at the next resume.
     """
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
-    return Path(trainer._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+    return Path(trainer._get_output_dir(trial), f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
 
 
 def save_training_args(args: transformers.TrainingArguments, folder: Path) -> None:
@@ -192,9 +167,7 @@ def save_training_args(args: transformers.TrainingArguments, folder: Path) -> No
     Relies on: `transformers.trainer.TRAINING_ARGS_NAME`.
     Breaks: A delivered folder would have no `training_args.bin`, or one that nothing looks for.
     """
-    from transformers.trainer import TRAINING_ARGS_NAME
-
-    torch.save(args, folder / TRAINING_ARGS_NAME)
+    torch.save(args, folder / transformers.trainer.TRAINING_ARGS_NAME)
 
 
 def training_summary(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> Any:
@@ -203,9 +176,7 @@ def training_summary(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -
     Relies on: `transformers.modelcard.TrainingSummary.from_trainer` and its attributes.
     Breaks: `push_to_hub` would fail while it writes the model card.
     """
-    from transformers.modelcard import TrainingSummary
-
-    return cast(Any, TrainingSummary).from_trainer(trainer, *args, **kwargs)
+    return cast(Any, modelcard.TrainingSummary).from_trainer(trainer, *args, **kwargs)
 
 
 def average_loss(trainer: transformers.Trainer) -> None:
@@ -220,8 +191,7 @@ def average_loss(trainer: transformers.Trainer) -> None:
 def ignores_loss_count(model: nn.Module) -> bool:
     """Whether the Trainer takes the model's loss to be scaled while it is a mean: read off the source of `forward`.
 
-    Relies on: The Trainer's rule, which is `accepts_loss_kwargs`, else whether `forward` takes any keyword; and that
-        models of transformers with a loss of their own make a `...Loss()` where the others call `loss_function`.
+    Relies on: Models with a loss of their own make a `...Loss()`, the others call `loss_function`; the Trainer's rule.
     Breaks: `MoQCallback` would not warn of a loss that the stock Trainer multiplies, or warn in vain.
     """
     if not getattr(model, "accepts_loss_kwargs", True):
@@ -269,8 +239,7 @@ def attention_of(config: Any) -> str | None:
     """The implementation of attention that a model computes with; None where its config has none.
 
     Relies on: `PreTrainedConfig._attn_implementation`.
-    Breaks: The proof would compare two implementations, and report differences of rounding; or eigenvalues would be
-        measured with one that has no second derivative, which PyTorch refuses.
+    Breaks: The proof would compare two implementations, and report differences that are rounding.
     """
     name = getattr(config, "_attn_implementation", None)
     return name if isinstance(name, str) else None
@@ -279,8 +248,7 @@ def attention_of(config: Any) -> str | None:
 def set_attention(config: Any, name: str) -> None:
     """Have a model compute with another implementation of attention; nothing is checked, parts keep theirs.
 
-    Relies on: `_attn_implementation_internal`, which the property `_attn_implementation` reads. Its setter, and
-        `set_attn_implementation`, would change the configs of all parts too.
+    Relies on: `_attn_implementation_internal`. The setter of `_attn_implementation` would change the parts' too.
     Breaks: A model with flash attention could not be measured: PyTorch has no second derivative for it.
     """
     config._attn_implementation_internal = name
@@ -358,8 +326,7 @@ def unpack_layer(module: nn.Module) -> None:
 def unpack(model: nn.Module) -> None:
     """Make a plain model of one that was loaded packed: float weights that can be trained, nothing else.
 
-    Relies on: `quantization_scheme` and `quantization_status` on the modules, `QuantizationMetadata`, which takes off
-        what compressed-tensors put there, and `HfQuantizer.remove_quantization_config`.
+    Relies on: `quantization_scheme`, `quantization_status`, `QuantizationMetadata`, `remove_quantization_config`.
     Breaks: `dequantize_model` would fail on a packed model, or leave one that cannot be trained.
     """
     from compressed_tensors.quantization import QuantizationMetadata, QuantizationStatus
@@ -399,10 +366,6 @@ def unpack_from_int32(words: Tensor, bits: int, shape: torch.Size, packed_dim: i
 
     Relies on: `compressed_tensors.compressors.pack_quantized.helpers.unpack_from_int32`.
     Breaks: `verify_quantized` and the exports would fail, or report damage in a folder that has none.
-
-    Example:
-        >>> unpack_from_int32(torch.tensor([[228]], dtype=torch.int32), 2, torch.Size([1, 4]))
-        tensor([[-2, -1,  0,  1]], dtype=torch.int8)
     """
     from compressed_tensors.compressors.pack_quantized import helpers
 
@@ -435,10 +398,9 @@ def write_packing_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def modules_with_bars() -> list[ModuleType]:
-    """The modules of compressed-tensors that draw progress bars, by the name `tqdm`, which may be replaced.
+    """The modules of compressed-tensors that draw bars which cannot be switched off: their `tqdm` may be replaced.
 
-    Relies on: `from tqdm import tqdm` in `offload.dispatch`, `quantization` and what they import; bars cannot be
-        switched off.
+    Relies on: `from tqdm import tqdm` in `offload.dispatch`, `quantization` and what they import.
     Breaks: Progress bars of the proof would run through that of training.
     """
     import compressed_tensors.offload.dispatch
@@ -491,10 +453,6 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
     Relies on: `nn.Module._compiled_call_impl`.
     Breaks: Batches would not be taken from a compiled model, or taking them would break its graph.
-
-    Example:
-        >>> is_compiled_in_place(nn.Linear(2, 2))
-        False
     """
     return getattr(module, "_compiled_call_impl", None) is not None
 

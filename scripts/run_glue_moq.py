@@ -109,7 +109,8 @@ def load_model(model_args: ModelArguments, config: "PreTrainedConfig") -> Any:
     """
     from transformers import AutoModelForSequenceClassification
 
-    from moq_hf.model.convert import dequantize_model, is_packed
+    from moq_hf.model.convert import dequantize_model
+    from moq_hf.model.inventory import is_packed
 
     name = model_args.model_name_or_path
     if name is None:

@@ -42,10 +42,10 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from moq_hf import MoQCallback, MoQError, QuantLinear
 from moq_hf import quantizer as q
-from moq_hf.callback import _loss_of
 from moq_hf.grid import Grid, RowBlocks
 from moq_hf.kernels import cpu as cpu_quant
 from moq_hf.model.convert import quant_layers
+from moq_hf.training.host import loss_in
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -335,11 +335,11 @@ def test_wrong_use_is_told(act: Any, text: str, tmp_path: Path) -> None:
 def test_the_loss_is_found_in_any_output_that_has_one() -> None:
     loss, logits = torch.tensor(2.0), torch.ones(3, 2)
     for output in (SequenceClassifierOutput(loss=loss, logits=logits), {"loss": loss}, (loss, logits), [loss]):
-        assert _loss_of(output) is loss
+        assert loss_in(output) is loss
     without: list[Any] = [SequenceClassifierOutput(logits=logits), {}, {"logits": logits}, (), (logits,), logits, None]
     for output in without:
         with pytest.raises(MoQError, match="the model's output has no loss"):
-            _loss_of(output)
+            loss_in(output)
 
 
 def test_a_checkpoint_made_without_moq_starts_the_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -31,7 +31,7 @@ from transformers import (
 from moq_hf import MoQError, block_eigenvalues, dequantize_model, quantize_model
 from moq_hf.eigen import check_second_derivative, difference_step
 from moq_hf.model.convert import quant_layers
-from moq_hf.model.inventory import layer_blocks
+from moq_hf.model.inventory import Inventory
 from moq_hf.training.measuring import measuring
 from moq_hf.training.sensitivity import normalize
 
@@ -140,7 +140,7 @@ def golden() -> dict[str, Any]:
 @pytest.mark.parametrize("tol", [1e-2, 1e-4])
 def test_the_recorded_model_against_its_dense_hessian(golden: Any, tol: float, finite_difference: bool) -> None:
     model, batch = golden["model"], golden["batch"]
-    with measuring(model, layer_blocks(model)) as blocks:
+    with measuring(model, Inventory.of(model).layer_blocks()) as blocks:
         assert model(**batch).loss.item() == pytest.approx(golden["loss_fp32"], rel=1e-6)
         found = block_eigenvalues(lambda: model(**batch).loss, blocks, tol=tol, finite_difference=finite_difference)
     assert list(found) == [f"bert.encoder.layer.{k}" for k in range(3)]
@@ -153,7 +153,7 @@ def test_the_recorded_model_against_its_dense_hessian(golden: Any, tol: float, f
 
 def test_power_iteration_is_the_published_one(golden: Any) -> None:
     model, batch = golden["model"], golden["batch"]
-    with measuring(model, layer_blocks(model)) as blocks:
+    with measuring(model, Inventory.of(model).layer_blocks()) as blocks:
         found = block_eigenvalues(lambda: model(**batch).loss, blocks, method="power")
     assert [round(one.value, 2) for one in found.values()] == [11.19, 9.78, 9.77]
     assert [one.num_products for one in found.values()] == [8, 4, 4]
@@ -162,7 +162,7 @@ def test_power_iteration_is_the_published_one(golden: Any) -> None:
 def test_several_losses_stand_for_their_mean(golden: Any) -> None:
     model, batch = golden["model"], golden["batch"]
     halves = [{k: v[part] for k, v in batch.items()} for part in (slice(0, 4), slice(4, 8))]
-    with measuring(model, layer_blocks(model)) as blocks:
+    with measuring(model, Inventory.of(model).layer_blocks()) as blocks:
         whole = block_eigenvalues(lambda: model(**batch).loss, blocks)
         parts = block_eigenvalues([lambda half=half: model(**half).loss for half in halves], blocks)
         differences = block_eigenvalues(
@@ -303,7 +303,7 @@ def test_measuring_leaves_no_trace(tiny_bert: Any, tiny_batch: dict[str, Tensor]
     tiny_bert.bert.encoder.layer[1].eval()
     tiny_bert.bert.encoder.layer[0].output.dense.bias.requires_grad_(False)
     tiny_bert(**tiny_batch).loss.backward()
-    found = layer_blocks(tiny_bert)
+    found = Inventory.of(tiny_bert).layer_blocks()
     before = state_of(tiny_bert)
     with torch.autocast("cpu", torch.bfloat16):
         inside = torch.is_autocast_enabled("cpu")
@@ -327,7 +327,7 @@ def test_measuring_leaves_no_trace(tiny_bert: Any, tiny_batch: dict[str, Tensor]
 
 
 def top(model: nn.Module, batch: dict[str, Tensor], **more: Any) -> list[float]:
-    with measuring(model, layer_blocks(model)) as blocks:
+    with measuring(model, Inventory.of(model).layer_blocks()) as blocks:
         return [one.value for one in block_eigenvalues(lambda: model(**batch).loss, blocks, tol=1e-4, **more).values()]
 
 
@@ -414,7 +414,7 @@ def test_frozen_and_shared_parameters(tiny_bert: Any, tiny_batch: dict[str, Tens
     assert top(tiny_bert, tiny_batch) == pytest.approx(eager, rel=1e-4)
     first, second = tiny_bert.bert.encoder.layer
     second.output.dense.weight = first.output.dense.weight
-    with measuring(tiny_bert, layer_blocks(tiny_bert)) as blocks:
+    with measuring(tiny_bert, Inventory.of(tiny_bert).layer_blocks()) as blocks:
         assert (
             tiny_bert.bert.encoder.layer[1].output.dense.weight is tiny_bert.bert.encoder.layer[0].output.dense.weight
         )
@@ -432,7 +432,7 @@ def test_recurrent_layers_are_measured() -> None:
 
 def test_a_list_of_layers_of_several_classes_is_found_if_there_is_no_other() -> None:
     mixed = nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2)])
-    assert list(layer_blocks(nn.ModuleDict({"layers": mixed}))) == ["layers.0", "layers.1"]
+    assert list(Inventory.of(nn.ModuleDict({"layers": mixed})).layer_blocks()) == ["layers.0", "layers.1"]
 
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
@@ -450,29 +450,29 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
 def test_the_layers_of_classifiers_are_found(kind: str) -> None:
     settings, lists = MODELS[kind]
     model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, vocab_size=30, **settings))
-    assert list(layer_blocks(model)) == [f"{name}.{k}" for name in lists for k in range(3)]
+    assert list(Inventory.of(model).layer_blocks()) == [f"{name}.{k}" for name in lists for k in range(3)]
 
 
 def test_the_layers_of_other_models_are_found() -> None:
     t5 = AutoConfig.for_model("t5", vocab_size=30, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
-    names = list(layer_blocks(AutoModelForSeq2SeqLM.from_config(t5)))
+    names = list(Inventory.of(AutoModelForSeq2SeqLM.from_config(t5)).layer_blocks())
     assert names == ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
     vit = AutoModel.from_config(ViTConfig(image_size=8, patch_size=4, **SMALL))
-    assert len(layer_blocks(vit)) == 3
-    assert {name.rpartition(".")[2] for name in layer_blocks(vit)} == {"0", "1", "2"}
+    assert len(Inventory.of(vit).layer_blocks()) == 3
+    assert {name.rpartition(".")[2] for name in Inventory.of(vit).layer_blocks()} == {"0", "1", "2"}
 
 
 def test_the_list_may_be_named_and_limited(tiny_bert: Any) -> None:
-    assert list(layer_blocks(tiny_bert, "bert.encoder.layer", 1)) == ["bert.encoder.layer.0"]
-    assert list(layer_blocks(tiny_bert, None, 2)) == list(layer_blocks(tiny_bert))
+    assert list(Inventory.of(tiny_bert).layer_blocks("bert.encoder.layer", 1)) == ["bert.encoder.layer.0"]
+    assert list(Inventory.of(tiny_bert).layer_blocks(None, 2)) == list(Inventory.of(tiny_bert).layer_blocks())
     with pytest.raises(MoQError, match=r"'bert.encoder.layers' is no module, .*has: bert.encoder.layer \(2\)"):
-        layer_blocks(tiny_bert, "bert.encoder.layers")
+        Inventory.of(tiny_bert).layer_blocks("bert.encoder.layers")
     with pytest.raises(MoQError, match=r"'bert.encoder' is a BertEncoder, not a list"):
-        layer_blocks(tiny_bert, "bert.encoder")
+        Inventory.of(tiny_bert).layer_blocks("bert.encoder")
     with pytest.raises(MoQError, match=r"layer_num: 3 is more than there are: bert.encoder.layer has 2"):
-        layer_blocks(tiny_bert, None, 3)
+        Inventory.of(tiny_bert).layer_blocks(None, 3)
     with pytest.raises(MoQError, match="no list of layers"):
-        layer_blocks(nn.Sequential(nn.Linear(2, 2)))
+        Inventory.of(nn.Sequential(nn.Linear(2, 2))).layer_blocks()
 
 
 def test_normalised() -> None:

@@ -17,7 +17,7 @@ from moq_hf.config import MoQConfig
 from moq_hf.grid import Grid, RowBlocks
 from moq_hf.kernels import cpu as cpu_quant
 from moq_hf.model.convert import quant_layers
-from moq_hf.model.inventory import block_of
+from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import select_layers
 from moq_hf.training.controller import MoQController
 
@@ -270,7 +270,7 @@ def chosen(model: nn.Module, *names: str) -> set[str]:
     config: dict[str, Any] = {**CONFIG, "quantize_groups": "per_channel"}
     if names:
         config["modules_to_not_convert"] = list(names)
-    return set(select_layers(model, MoQConfig.from_dict(config)))
+    return set(select_layers(Inventory.of(model), MoQConfig.from_dict(config)))
 
 
 def test_names_and_globs_leave_layers_out(tiny_bert: BertForSequenceClassification) -> None:
@@ -285,8 +285,8 @@ def test_names_and_globs_leave_layers_out(tiny_bert: BertForSequenceClassificati
 
 
 def test_blocks_are_entries_of_the_outermost_list(tiny_bert: BertForSequenceClassification) -> None:
-    assert block_of(tiny_bert, "bert.encoder.layer.1.attention.self.query") == "bert.encoder.layer.1"
-    assert block_of(tiny_bert, "bert.pooler.dense") == "bert.pooler.dense"
+    assert Inventory.of(tiny_bert).block_of("bert.encoder.layer.1.attention.self.query") == "bert.encoder.layer.1"
+    assert Inventory.of(tiny_bert).block_of("bert.pooler.dense") == "bert.pooler.dense"
 
 
 OLD_WEIGHT_NORM = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")

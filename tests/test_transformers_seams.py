@@ -519,7 +519,7 @@ def test_zero_3() -> None:
     layer = nn.Linear(2, 2)
     setattr(layer.weight, seams.ZERO_3, 0)
     with pytest.raises(MoQError, match="ZeRO-3"):
-        check_supported(layer)
+        check_supported([layer], list(layer.parameters()))
 
 
 def test_is_compiled_in_place() -> None:

@@ -320,7 +320,7 @@ def test_training_is_the_same_with_and_without_kernels(more: dict[str, Any], mon
             optimizer.step()
             optimizer.zero_grad()
             controller.step()
-        assert controller.at_target or more
+        assert controller.has_arrived or more
         ends.append([p.detach().clone() for p in model.parameters()])
         ends[-1] += [layer.quantized_weight().detach() for layer in controller.layers.values()]
         used.append(sorted(set(launches)))

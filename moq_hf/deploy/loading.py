@@ -10,7 +10,8 @@ from torch import nn
 
 from .. import quantizer
 from ..errors import MoQError
-from ..model.convert import dequantize_model, is_packed
+from ..model.convert import dequantize_model
+from ..model.inventory import is_packed
 from ..packed.verification import Verification
 from ..packed.verify import stored_weights, verify_quantized
 

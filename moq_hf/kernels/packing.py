@@ -107,19 +107,8 @@ def packed_linear(
     Raises:
         ValueError: Other bits or dtypes, or shapes that do not fit each other.
     """
+    _check_product(x, words, bits, scale, zero_point, bias)
     columns, rows = x.shape[-1], words.shape[0]
-    if bits not in PACKED_BITS:
-        raise ValueError(f"bits must be one of {', '.join(map(str, PACKED_BITS))}, got {bits}")
-    if x.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"activations must be float16 or bfloat16, got {x.dtype}")
-    if words.dtype != torch.int32 or tuple(words.shape) != (rows, packed_width(columns, bits)):
-        raise ValueError(f"words {list(words.shape)} of {words.dtype} do not hold {columns} columns of {bits} bits")
-    if scale.dim() != 2 or scale.shape[0] != rows or columns % scale.shape[1]:
-        raise ValueError(f"scale {list(scale.shape)} does not tile a weight [{rows}, {columns}]")
-    if zero_point is not None and zero_point.shape != scale.shape:
-        raise ValueError(f"zero_point has shape {list(zero_point.shape)}, the scale has {list(scale.shape)}")
-    if bias is not None and tuple(bias.shape) != (rows,):
-        raise ValueError(f"bias has shape {list(bias.shape)}, the weight {rows} rows")
     flat = x.reshape(-1, columns).contiguous()
     y = torch.empty(len(flat), rows, dtype=x.dtype, device=x.device)
     if y.numel():
@@ -151,6 +140,24 @@ def packed_linear(
                 num_warps=4 if tile_m == 16 else 8,
             )
     return y.view(*x.shape[:-1], rows)
+
+
+def _check_product(
+    x: Tensor, words: Tensor, bits: int, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None
+) -> None:
+    columns, rows = x.shape[-1], words.shape[0]
+    if bits not in PACKED_BITS:
+        raise ValueError(f"bits must be one of {', '.join(map(str, PACKED_BITS))}, got {bits}")
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"activations must be float16 or bfloat16, got {x.dtype}")
+    if words.dtype != torch.int32 or tuple(words.shape) != (rows, packed_width(columns, bits)):
+        raise ValueError(f"words {list(words.shape)} of {words.dtype} do not hold {columns} columns of {bits} bits")
+    if scale.dim() != 2 or scale.shape[0] != rows or columns % scale.shape[1]:
+        raise ValueError(f"scale {list(scale.shape)} does not tile a weight [{rows}, {columns}]")
+    if zero_point is not None and zero_point.shape != scale.shape:
+        raise ValueError(f"zero_point has shape {list(zero_point.shape)}, the scale has {list(scale.shape)}")
+    if bias is not None and tuple(bias.shape) != (rows,):
+        raise ValueError(f"bias has shape {list(bias.shape)}, the weight {rows} rows")
 
 
 def _check_packing(values: Tensor, bits: int) -> None:

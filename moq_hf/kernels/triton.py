@@ -142,7 +142,7 @@ def _words(block, seed, step, layer):
 def _noise(first, seed, step, layer, R: tl.constexpr, S: tl.constexpr, QUADS: tl.constexpr):
     """`quantizer.uniform` for the elements from `first` `[R, 1]` on, `[R, S]`."""
     if QUADS:
-        # Each Philox block serves four neighbours: `first` is a multiple of 4.
+        # Each Philox block serves four neighbors: `first` is a multiple of 4.
         block = (first >> 2) + tl.arange(0, S // 4)[None, :]
         a, b, c, d = _words(block, seed, step, layer)
         word = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (R, S))
@@ -157,6 +157,52 @@ def _noise(first, seed, step, layer, R: tl.constexpr, S: tl.constexpr, QUADS: tl
 @triton.jit
 def _as_float(number):
     return number.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _part_of_groups(weight, start, c, inside, length, S: tl.constexpr):
+    """S columns of each group from column `c` on, float32 `[R, S]`."""
+    columns = c + tl.arange(0, S)[None, :]
+    return tl.load(weight + (start + columns), inside & (columns < length), 0.0).to(tl.float32)
+
+
+@triton.jit
+def _range_of_groups(
+    weight, start, inside, length, R: tl.constexpr, S: tl.constexpr, SYMMETRIC: tl.constexpr, ALIGN: tl.constexpr
+):
+    """The largest and the least value of each group, `[R]`, with 0 among them."""
+    high = tl.zeros([R], tl.int32)
+    low = tl.zeros([R], tl.int32)
+    for c in range(0, length, S):
+        x = _part_of_groups(weight, start, tl.multiple_of(c, ALIGN), inside, length, S)
+        high = tl.maximum(high, tl.max(_positive(x, SYMMETRIC), 1))
+        if not SYMMETRIC:
+            low = tl.maximum(low, tl.max(_negative(x), 1))
+    return high.to(tl.float32, bitcast=True), -low.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _few_levels(weight, start, inside, length, hi, bits, R: tl.constexpr, S: tl.constexpr, ALIGN: tl.constexpr):
+    """Scale of binary and ternary groups, and the threshold of ternary ones, `[R]`."""
+    cut = tl.zeros([R], tl.float32)
+    total = tl.zeros([R], tl.float64)
+    for c in range(0, length, S):
+        x = _part_of_groups(weight, start, tl.multiple_of(c, ALIGN), inside, length, S)
+        total += tl.sum(_exact(tl.abs(x), hi[:, None], length), 1)
+    mean = _mean(total, length)
+    scale = tl.where(mean < _TINY, 0.0, mean)
+    if bits == 2:
+        cut = _threshold(mean)
+        total = tl.zeros([R], tl.float64)
+        count = tl.zeros([R], tl.int32)
+        for c in range(0, length, S):
+            x = _part_of_groups(weight, start, tl.multiple_of(c, ALIGN), inside, length, S)
+            above = tl.abs(x) > cut[:, None]
+            total += tl.sum(tl.where(above, _exact(tl.abs(x), hi[:, None], length), 0.0), 1)
+            count += tl.sum(above.to(tl.int32), 1)
+        # Not the mean of nothing: NaN means that the weight holds one.
+        scale = tl.where(mean < _TINY, 1.0, _mean(total, count))
+    return scale, cut
 
 
 @triton.jit
@@ -191,16 +237,7 @@ def fake_quantize_groups(
     start = (group * length)[:, None]
     columns = tl.arange(0, S)[None, :]
 
-    high = tl.zeros([R], tl.int32)
-    low = tl.zeros([R], tl.int32)
-    for c in range(0, length, S):
-        c = tl.multiple_of(c, ALIGN)
-        x = tl.load(weight + (start + (c + columns)), inside & (c + columns < length), 0.0).to(tl.float32)
-        high = tl.maximum(high, tl.max(_positive(x, SYMMETRIC), 1))
-        if not SYMMETRIC:
-            low = tl.maximum(low, tl.max(_negative(x), 1))
-    hi = high.to(tl.float32, bitcast=True)
-    lo = -low.to(tl.float32, bitcast=True)
+    hi, lo = _range_of_groups(weight, start, inside, length, R, S, SYMMETRIC, ALIGN)
     cut = tl.zeros([R], tl.float32)
     ratio = tl.full([R], 1.0, tl.float32)
     if ratios != 0:
@@ -208,25 +245,7 @@ def fake_quantize_groups(
     scale, zero = _uniform_scale(hi, lo, tl.maximum(bits, 2), ratio, SYMMETRIC)
     if SYMMETRIC:
         if bits <= 2:
-            total = tl.zeros([R], tl.float64)
-            for c in range(0, length, S):
-                c = tl.multiple_of(c, ALIGN)
-                x = tl.load(weight + (start + (c + columns)), inside & (c + columns < length), 0.0).to(tl.float32)
-                total += tl.sum(_exact(tl.abs(x), hi[:, None], length), 1)
-            mean = _mean(total, length)
-            scale = tl.where(mean < _TINY, 0.0, mean)
-            if bits == 2:
-                cut = _threshold(mean)
-                total = tl.zeros([R], tl.float64)
-                count = tl.zeros([R], tl.int32)
-                for c in range(0, length, S):
-                    c = tl.multiple_of(c, ALIGN)
-                    x = tl.load(weight + (start + (c + columns)), inside & (c + columns < length), 0.0).to(tl.float32)
-                    above = tl.abs(x) > cut[:, None]
-                    total += tl.sum(tl.where(above, _exact(tl.abs(x), hi[:, None], length), 0.0), 1)
-                    count += tl.sum(above.to(tl.int32), 1)
-                # Not the mean of nothing: NaN means that the weight holds one.
-                scale = tl.where(mean < _TINY, 1.0, _mean(total, count))
+            scale, cut = _few_levels(weight, start, inside, length, hi, bits, R, S, ALIGN)
     bad = tl.sum(((group < groups) & ((scale <= _LARGEST) == 0)).to(tl.int32), 0)
     tl.store(flags + index, 1, mask=bad > 0)
 
@@ -250,6 +269,21 @@ def _wait(done, tiles):
     seen = tl.atomic_add(done, 0, sem="acquire")
     while seen < tiles:
         seen = tl.atomic_add(done, 0, sem="acquire")
+
+
+@triton.jit
+def _few_levels_of_tiles(total, mark, tiles, length, bits):
+    """Scale of a binary or ternary group, and the threshold of a ternary one, once all tiles are summed."""
+    cut = 0.0
+    _wait(mark + 3, tiles)
+    mean = _mean(tl.load(total, volatile=True), length)
+    scale = tl.where(mean < _TINY, 0.0, mean)
+    if bits == 2:
+        _wait(mark + 4, tiles)
+        cut = _threshold(mean)
+        above_mean = _mean(tl.load(total + 1, volatile=True), tl.load(mark + 5, volatile=True))
+        scale = tl.where(mean < _TINY, 1.0, above_mean)
+    return scale, cut
 
 
 @triton.jit
@@ -322,14 +356,7 @@ def fake_quantize_tiles(
             cut = 0.0
             if SYMMETRIC:
                 if bits <= 2:
-                    _wait(mark + 3, tiles)
-                    mean = _mean(tl.load(total, volatile=True), length)
-                    scale = tl.where(mean < _TINY, 0.0, mean)
-                    if bits == 2:
-                        _wait(mark + 4, tiles)
-                        cut = _threshold(mean)
-                        above_mean = _mean(tl.load(total + 1, volatile=True), tl.load(mark + 5, volatile=True))
-                        scale = tl.where(mean < _TINY, 1.0, above_mean)
+                    scale, cut = _few_levels_of_tiles(total, mark, tiles, length, bits)
             tl.store(flags + index, 1, mask=(scale <= _LARGEST) == 0)
             layer = tl.load(row + 6)
             seed = tl.load(row + 7)

@@ -1,6 +1,6 @@
 """How a model gets its quantized layers, and loses them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -10,8 +10,8 @@ from .. import quantizer
 from ..config import MoQConfig
 from ..errors import MoQError
 from ..grid import Grid, PerChannel
-from ..names import named_modules, uncompiled
-from ..processes import check_supported, copy_whole
+from ..names import named_modules, unwrapped
+from ..processes import copy_whole
 from ..quant_linear import (
     LayerState,
     QuantConv1D,
@@ -22,9 +22,10 @@ from ..quant_linear import (
     quant_class,
 )
 from ..schedule import FLOAT_BITS
-from ..transformers_seams import ADAPTED, is_peft, packed_loader, unpack
+from ..transformers_seams import ADAPTED, is_peft, unpack
+from .inventory import Inventory, is_packed
 from .refresh import check_finite
-from .selection import select_embeddings, select_layers
+from .selection import take_inventory
 from .staleness import unwatch, watch
 
 # How embedding tables are quantized, whatever the config says of the linear layers.
@@ -50,10 +51,9 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
             weight. The model is a float one then.
         MoQConfigError: The config is wrong.
     """
-    config, given = MoQConfig.load(config), model
-    model = uncompiled(model)
-    layers = prepare_model(model, config)
-    embeddings = quant_embeddings(model)
+    config = MoQConfig.load(config)
+    inventory = take_inventory(model, config)
+    layers, embeddings = prepare_model(inventory, config)
     for linear in layers.values():
         linear.set_bits(config.start_bits)
         linear.moq.activation_bits = config.activation.bits if config.activation.enabled else None
@@ -66,9 +66,9 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     except MoQError:
         for layer in [*layers.values(), *embeddings.values()]:
             restore(layer)
-        _guard_merging(model)
+        _guard_merging(inventory.modules.values())
         raise
-    return given
+    return model
 
 
 def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"] = "quantized") -> nn.Module:
@@ -89,7 +89,7 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
     """
     if weights not in ("quantized", "float"):
         raise MoQError(f'weights must be "quantized" or "float", got {weights!r}')
-    given, model = model, uncompiled(model)
+    given, model = model, unwrapped(model)
     if is_packed(model):
         unpack(model)
         return given
@@ -106,7 +106,7 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
             with torch.no_grad():
                 copy_whole(weight, layer._compute(weight.dtype))
         restore(layer)
-    _guard_merging(model)
+    _guard_merging(model.modules())
     return given
 
 
@@ -120,30 +120,21 @@ def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
     return {name: module for name, module in named_modules(model) if isinstance(module, QuantEmbedding)}
 
 
-def is_quantized(model: Any) -> bool:
-    """Whether any layer of the model computes with a quantized weight now."""
-    parts = model.modules() if isinstance(model, nn.Module) else ()
-    return any(isinstance(part, QuantLayer) and part.moq.bits != FLOAT_BITS for part in parts)
+def is_quantized(modules: Iterable[nn.Module]) -> bool:
+    """Whether any of a model's modules computes with a quantized weight now."""
+    return any(isinstance(module, QuantLayer) and module.moq.bits != FLOAT_BITS for module in modules)
 
 
-def is_packed(model: nn.Module) -> bool:
-    """Whether `from_pretrained` made this model of a packed checkpoint: its layers may have no weights yet."""
-    return packed_loader(model) is not None
+def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, QuantLayer], dict[str, QuantEmbedding]]:
+    """Make the layers that were chosen quantized ones, still with 32 bits, and any other a plain one.
 
-
-def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLayer]:
-    """What `quantize_model` does, with every layer still unquantized (32 bits); gives the linear layers by name."""
-    if config.enabled and is_packed(model):
-        raise MoQError(
-            "the model comes from a packed checkpoint: call moq_hf.dequantize_model(model) before training it"
-        )
-    chosen: dict[str, nn.Module] = {}
-    if config.enabled:
-        check_supported(model)
-        chosen = {**select_layers(model, config), **select_embeddings(model, config)}
-    for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
-        if name not in chosen:
-            restore(layer)
+    Returns:
+        The linear layers and the embedding tables, by name. Whatever an earlier run left on them is gone.
+    """
+    chosen: dict[str, nn.Module] = {**inventory.layers, **inventory.embeddings}
+    for name, module in inventory.modules.items():
+        if isinstance(module, QuantLayer) and name not in chosen:
+            restore(module)
     for index, (name, module) in enumerate(chosen.items()):
         if not isinstance(module, QuantLayer):
             module.__class__ = quant_class(type(module))
@@ -152,13 +143,16 @@ def prepare_model(model: nn.Module, config: MoQConfig) -> dict[str, QuantLayer]:
         draw = quantizer.Draw(config.seed, index)
         layer.moq = LayerState(grid, draw=draw, kernel=config.kernel, config=config, name=name)
         watch([layer])
-    _guard_merging(model)
-    return quant_layers(model)
+    _guard_merging(inventory.modules.values())
+    return (
+        {name: cast(QuantLayer, layer) for name, layer in inventory.layers.items()},
+        {name: cast(QuantEmbedding, table) for name, table in inventory.embeddings.items()},
+    )
 
 
-def _guard_merging(model: nn.Module) -> None:
+def _guard_merging(modules: Iterable[nn.Module]) -> None:
     """Refuse to merge adapters into weights that are computed with quantized: the sum is on no grid."""
-    for module in model.modules():
+    for module in modules:
         if isinstance(module._modules.get(ADAPTED), QuantLayer) and is_peft(module):
             module.merge = _refuse_merging  # type: ignore[assignment]
         elif module.__dict__.get("merge") is _refuse_merging:

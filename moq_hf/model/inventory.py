@@ -1,80 +1,243 @@
-"""What is in a model: its blocks."""
+"""What is in a model: `Inventory`, found in one walk over the tree of its modules."""
 
-from typing import cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeGuard
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ..errors import MoQError
-
-
-def block_of(model: nn.Module, name: str) -> str:
-    """The block of a layer: its place in the outermost `ModuleList` on its path, or itself outside of any."""
-    parts = name.split(".")
-    module: nn.Module = model
-    for depth, part in enumerate(parts):
-        if isinstance(module, nn.ModuleList):
-            return ".".join(parts[: depth + 1])
-        module = cast(nn.Module, getattr(module, part))
-    return name
-
+from ..names import adapters_among, is_below, named_modules, unwrapped, without_peft
 
 # The list that DeepSpeed's default names: taken alone where it exists.
 BERT_LAYERS = "bert.encoder.layer"
 
 
-def layer_blocks(
-    model: nn.Module, layer_name: str | None = None, layer_num: int | None = None
-) -> dict[str, list[nn.Parameter]]:
-    """The blocks of a model: each entry of its list of layers, with all the parameters of floating point in it.
+@dataclass(frozen=True)
+class Inventory:
+    """The modules of a model by their names, and what they are. Parameters are looked up when they are asked for.
 
-    Args:
-        model: Any module.
-        layer_name: Path of a `ModuleList`. None takes `bert.encoder.layer` where there is one, otherwise every
-            outermost `ModuleList` all of whose entries are of one class and have parameters (both stacks of a T5), and
-            failing that those of several classes.
-        layer_num: Entries of each list, from the first; None is all.
+    A block is an entry of a list of layers: of the outermost `ModuleList` that a layer lies in, or of the list that
+    `eigenvalue.layer_name` names. A layer outside of any list is a block of its own.
 
-    Returns:
-        Module name of the entry to its parameters, in model order.
+    Attributes:
+        model: The model without what wraps it; see `unwrapped`.
+        named: Every name with its module; a module in two places has two.
+        modules: Name to module, each module once, in model order.
+        adapters: Names of the modules that PEFT has put in.
+        layers: The linear layers that a config quantizes by name; `take_inventory` fills it, and the next two.
+        embeddings: The embedding tables that it quantizes.
+        left_out: Linear layers that stay in float, and tables that were meant to be quantized, by name: with the
+            reason if neither the config nor the layer's place is the reason.
 
-    Raises:
-        MoQError: No such list, with those that there are; or `layer_num` is more than a list has.
+    >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), "head": nn.Linear(4, 2)})
+    >>> inventory = Inventory.of(model)
+    >>> inventory.heads, inventory.blocks(inventory.linears)
+    (['head'], {'layers.0': ['layers.0'], 'layers.1': ['layers.1'], 'head': ['head']})
     """
-    lists = _layer_lists(model) or _layer_lists(model, mixed=True)
-    there = ", ".join(f"{name} ({len(entries)})" for name, entries in lists.items()) or "none"
-    if layer_name is not None:
+
+    model: nn.Module
+    named: Sequence[tuple[str, nn.Module]] = field(repr=False)
+    modules: Mapping[str, nn.Module] = field(repr=False)
+    adapters: Sequence[str] = ()
+    layers: Mapping[str, nn.Linear | Conv1D] = field(default_factory=dict)
+    embeddings: Mapping[str, nn.Embedding] = field(default_factory=dict)
+    left_out: Mapping[str, str | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Any) -> "Inventory":
+        """What is in a model, or in what a Trainer shows around it; see `unwrapped`."""
+        model = unwrapped(model)
+        named = tuple(named_modules(model, every=True))
+        modules: dict[str, nn.Module] = {}
+        seen = set[int]()
+        for name, module in named:
+            if id(module) not in seen:
+                seen.add(id(module))
+                modules[name] = module
+        return cls(model, named, modules, tuple(adapters_among(modules.items())))
+
+    def describes(self, model: nn.Module) -> bool:
+        """Whether this is the inventory of `model` as it is now: the same modules in the same places."""
+        return self.model is model and self.modules == dict(named_modules(model))
+
+    @cached_property
+    def linears(self) -> dict[str, nn.Linear | Conv1D]:
+        """Every linear layer by its name, but for those of PEFT's adapters."""
+        return {name: module for name, module in self.modules.items() if is_linear(module) and not self.is_added(name)}
+
+    @cached_property
+    def heads(self) -> list[str]:
+        """Names of the linear layers that are output heads: by default they stay in full precision."""
+        return _output_heads(self.model, self.named, list(self.linears))
+
+    @cached_property
+    def lists(self) -> dict[str, nn.ModuleList]:
+        """The outermost lists of modules, by name."""
+        found: dict[str, nn.ModuleList] = {}
+        for name, module in self.modules.items():
+            if name and isinstance(module, nn.ModuleList) and not any(is_below(name, outer) for outer in found):
+                found[name] = module
+        return found
+
+    def is_added(self, name: str) -> bool:
+        """Whether a name is that of one of PEFT's adapters, or of something in it."""
+        return any(is_below(name, adapter) for adapter in self.adapters)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every name of every parameter, in model order: as `model.named_parameters(remove_duplicate=False)`."""
+        for name, module in self.named:
+            for own, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield f"{name}.{own}" if name else own, parameter
+
+    def shared(self, layers: Iterable[str]) -> list[str]:
+        """One line for each of the layers whose weight is also another layer's."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.parameters():
+            names.setdefault(id(parameter), []).append(name)
+        found = []
+        for layer in layers:
+            weight = self.modules[layer].weight
+            others = [name for name in names[id(weight)] if name != f"{layer}.weight"]
+            if others:
+                found.append(f"{layer}.weight is also {', '.join(others)}")
+        return found
+
+    def block_of(self, layer: str, measured: Iterable[str] = ()) -> str:
+        """The block of a layer.
+
+        Args:
+            layer: Its name.
+            measured: Blocks of the list that `eigenvalue.layer_name` names: they go before others.
+        """
+        own = next((block for block in measured if is_below(layer, block)), None)
+        outer = next((name for name in self.lists if layer.startswith(f"{name}.")), None)
+        if own is not None or outer is None:
+            return own or layer
+        return ".".join(layer.split(".")[: outer.count(".") + 2])
+
+    def blocks(self, layers: Iterable[str], measured: Iterable[str] = ()) -> dict[str, list[str]]:
+        """The layers by their blocks, both in model order; `measured` as `block_of` takes it."""
+        found: dict[str, list[str]] = {}
+        for layer in layers:
+            found.setdefault(self.block_of(layer, measured), []).append(layer)
+        return found
+
+    def layer_blocks(
+        self, layer_name: str | None = None, layer_num: int | None = None
+    ) -> dict[str, list[nn.Parameter]]:
+        """The blocks that can be measured: entries of lists of layers, with all their parameters of floating point.
+
+        Args:
+            layer_name: Path of a `ModuleList`. None takes `bert.encoder.layer` where there is one, otherwise every
+                outermost `ModuleList` all of whose entries are of one class and have parameters (both stacks of a T5),
+                and failing that those of several classes.
+            layer_num: Entries of each list, from the first; None is all.
+
+        Returns:
+            Module name of the entry to its parameters, in model order.
+
+        Raises:
+            MoQError: No such list, with those that there are; or `layer_num` is more than a list has.
+        """
+        lists = self._layer_lists(layer_name)
+        if not lists:
+            raise MoQError("the model has no list of layers (a ModuleList of modules with parameters) to measure")
+        short = [f"{name} has {len(entries)}" for name, entries in lists.items() if len(entries) < (layer_num or 0)]
+        if short:
+            raise MoQError(f"eigenvalue.layer_num: {layer_num} is more than there are: {', '.join(short)}")
+        return {
+            f"{name}.{index}": [p for p in entry.parameters() if p.is_floating_point()]
+            for name, entries in lists.items()
+            for index, entry in enumerate(list(entries)[:layer_num])
+        }
+
+    def _layer_lists(self, layer_name: str | None) -> dict[str, nn.ModuleList]:
+        full = {name: entries for name, entries in self.lists.items() if entries and all(map(_has_weights, entries))}
+        alike = {name: entries for name, entries in full.items() if len({type(entry) for entry in entries}) == 1}
+        lists = alike or full
+        if layer_name is None:
+            return {BERT_LAYERS: lists[BERT_LAYERS]} if BERT_LAYERS in lists else lists
         try:
-            entries = model.get_submodule(layer_name)
+            entries = self.model.get_submodule(layer_name)
         except AttributeError:
             entries = None
-        if not isinstance(entries, nn.ModuleList) or not any(True for _ in entries.parameters()):
-            what = "no module" if entries is None else f"a {type(entries).__name__}"
-            raise MoQError(
-                f"eigenvalue.layer_name: {layer_name!r} is {what}, not a list of layers; the model has: {there}"
-            )
-        lists = {layer_name: entries}
-    elif BERT_LAYERS in lists:
-        lists = {BERT_LAYERS: lists[BERT_LAYERS]}
-    if not lists:
-        raise MoQError("the model has no list of layers (a ModuleList of modules with parameters) to measure")
-    short = [f"{name} has {len(entries)}" for name, entries in lists.items() if len(entries) < (layer_num or 0)]
-    if short:
-        raise MoQError(f"eigenvalue.layer_num: {layer_num} is more than there are: {', '.join(short)}")
-    return {
-        f"{name}.{index}": [p for p in entry.parameters() if p.is_floating_point()]
-        for name, entries in lists.items()
-        for index, entry in enumerate(list(entries)[:layer_num])
-    }
+        if isinstance(entries, nn.ModuleList) and _has_weights(entries):
+            return {layer_name: entries}
+        what = "no module" if entries is None else f"a {type(entries).__name__}"
+        there = ", ".join(f"{name} ({len(entries)})" for name, entries in lists.items()) or "none"
+        raise MoQError(f"eigenvalue.layer_name: {layer_name!r} is {what}, not a list of layers; the model has: {there}")
 
 
-def _layer_lists(model: nn.Module, prefix: str = "", mixed: bool = False) -> dict[str, nn.ModuleList]:
-    found: dict[str, nn.ModuleList] = {}
-    for name, child in model.named_children():
-        path = f"{prefix}{name}"
-        if not isinstance(child, nn.ModuleList):
-            found |= _layer_lists(child, path + ".", mixed)
-        elif all(any(True for _ in entry.parameters()) for entry in child):
-            classes = len({type(entry) for entry in child})
-            if classes == 1 or (mixed and classes):
-                found[path] = child
-    return found
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
+    """Whether a module is a linear layer: `nn.Linear`, or `Conv1D` of transformers, quantized or not."""
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether `from_pretrained` made this model of a packed checkpoint: its layers may have no weights yet."""
+    quantizer_of_transformers = getattr(model, "hf_quantizer", None)
+    return quantizer_of_transformers is not None and hasattr(quantizer_of_transformers, "compressor")
+
+
+def misfit(module: nn.Module) -> str | None:
+    """Why a linear layer or an embedding table cannot be quantized and stays as it is; None if it can be.
+
+    >>> misfit(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+    'a computed weight'
+    """
+    plain = (nn.Linear.forward, Conv1D.forward, nn.Embedding.forward)
+    # One that is quantized already has a forward pass of ours, and a state. What accelerate hangs on the instance is
+    # around the class's own.
+    if type(module).forward not in plain and not hasattr(module, "moq"):
+        return "a forward of its own"
+    # Parametrizations and the old weight_norm compute it anew at each access: there is nothing to train, nor to keep.
+    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+        return "a computed weight"
+    return None
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _output_heads(model: nn.Module, named: Sequence[tuple[str, nn.Module]], names: list[str]) -> list[str]:
+    """Which of the linear layers `names` are output heads of the model.
+
+    For a transformers model with a base model: whatever lies outside of it. Otherwise the output embeddings; failing
+    those, of a module made of transformers models (T5's two stacks, a body in a module of one's own) their heads and
+    whatever lies outside of them; of any other module the last linear layer.
+    """
+    inner = without_peft(model)
+    if inner is not model:
+        return _heads_below(next(name for name, module in named if module is inner), inner, named, names)
+    prefix = getattr(model, "base_model_prefix", "")
+    if prefix and isinstance(getattr(model, prefix, None), nn.Module):
+        return [name for name in names if not name.startswith(prefix + ".")]
+    get = getattr(model, "get_output_embeddings", None)
+    output = get() if callable(get) else None
+    if output is not None:
+        heads = [name for name, module in named if module is output]
+        return [name for name in names if any(is_below(name, head) for head in heads)]
+    parts: dict[str, nn.Module] = {}
+    for path, module in named:
+        if path and hasattr(module, "base_model_prefix") and not any(is_below(path, part) for part in parts):
+            parts[path] = module
+    if parts:
+        body = set[str]()
+        for path, part in parts.items():
+            inside = {name for name in names if name.startswith(f"{path}.")}
+            body |= inside - set(_heads_below(path, part, named, names))
+        return [name for name in names if name not in body]
+    is_base_model = hasattr(model, "base_model_prefix")
+    return [] if is_base_model or len(names) == 1 else names[-1:]
+
+
+def _heads_below(path: str, part: nn.Module, named: Sequence[tuple[str, nn.Module]], names: list[str]) -> list[str]:
+    """The output heads of a part of a model, by their names in the model."""
+    inside = [(name[len(path) + 1 :], module) for name, module in named if is_below(name, path)]
+    below = [name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}.")]
+    return [f"{path}.{head}" for head in _output_heads(part, inside, below)]

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from torch import nn
-
-from ..names import adapters, named_parameters, plain_name
+from ..names import plain_name
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..schedule import FLOAT_BITS
+from .inventory import Inventory
 
 
 class _Weight(NamedTuple):
@@ -26,7 +25,7 @@ class ModelSizes:
     count as the whole parameter.
 
     Args:
-        model: Any module.
+        inventory: Of the model.
         layers: Its quantized layers and embedding tables by name.
 
     Attributes:
@@ -35,7 +34,7 @@ class ModelSizes:
         others: Name to count of all the others, which stay in their own dtypes.
     """
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, QuantLayer]) -> None:
+    def __init__(self, inventory: Inventory, layers: Mapping[str, QuantLayer]) -> None:
         owners: dict[int, QuantLayer] = {}
         for layer in layers.values():
             owners.setdefault(id(layer.weight), layer)
@@ -43,7 +42,7 @@ class ModelSizes:
         self.others: dict[str, int] = {}
         self._others_bits = 0
         seen = set[int]()
-        for name, parameter in named_parameters(model):
+        for name, parameter in inventory.parameters():
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
@@ -57,7 +56,7 @@ class ModelSizes:
                 self._others_bits += count * full
         self.quantized = sum(weight.numbers for weight in self._weights)
         self.total = self.quantized + sum(self.others.values())
-        self._added = adapters(model)
+        self._added = inventory.adapters
 
     @property
     def share(self) -> float:
@@ -101,21 +100,37 @@ class ModelSizes:
 
 
 def last_part(parameter: str) -> str:
-    """What to call a parameter wherever it stands: its module; with its own name unless that is weight or bias."""
+    """What to call a parameter wherever it stands: its module; with its own name unless that is weight or bias.
+
+    >>> last_part("bert.encoder.layer.1.attention.query.weight"), last_part("mlp.experts.0.down_proj")
+    ('query', 'experts.down_proj')
+    """
     words = [word for word in parameter.split(".") if not word.isdigit()]
     return words[-2] if words[-1] in ("weight", "bias") and len(words) > 1 else ".".join(words[-2:])
 
 
 def covered(quantized: int, total: int) -> str:
-    """How texts tell what share of a model is quantized."""
+    """What share of a model is quantized, in words.
+
+    >>> covered(85_000_000, 110_000_000)
+    "77.3 % of the model's 110.0 M parameters"
+    """
     return f"{percent(quantized / total)} of the model's {in_words(total)} parameters"
 
 
 def percent(share: float) -> str:
-    """A share, 0 to 1, in percent with one decimal."""
+    """A share, 0 to 1, in percent with one decimal.
+
+    >>> percent(0.1234)
+    '12.3 %'
+    """
     return f"{100 * share:.1f} %"
 
 
 def in_words(count: int) -> str:
-    """A number of parameters, in millions from 0.1 M on."""
+    """A number of parameters, in millions from 0.1 M on.
+
+    >>> in_words(1_234), in_words(109_480_000)
+    ('1,234', '109.5 M')
+    """
     return f"{count / 1e6:,.1f} M" if count >= 100_000 else f"{count:,}"

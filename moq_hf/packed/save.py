@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..errors import MoQError, one_line
 from ..model.convert import quant_embeddings, quant_layers
+from ..model.inventory import Inventory
 from ..model.refresh import check_finite
-from ..model.selection import shared_weights
 from ..model.sizes import ModelSizes
 from ..names import adapters, uncompiled, without_fsdp, without_peft
 from ..processes import is_sharded
@@ -185,7 +185,7 @@ class _Saving:
         state["proof"] = None if proof is None else proof.to_dict()
         # Nobody's `save_pretrained` wrote it.
         state["by_hand"] = by_hand
-        sizes = ModelSizes(self.whole_model, self.quantized)
+        sizes = ModelSizes(Inventory.of(self.whole_model), self.quantized)
         state["parameters"] = {"total": sizes.total, "quantized": sizes.quantized}
         state["tensors"] = {name: digest_of(tensor) for name, tensor in tensors_in(folder)}
         config = folder / CONFIG
@@ -235,7 +235,7 @@ def _check_model(model: nn.Module, layers: Mapping[str, QuantLayer], target: Pat
         raise MoQError("the model has no quantized layer: call quantize_model first, or train it with MoQ")
     if target.exists() and not target.is_dir():
         raise MoQError(f"{target} is a file, not a directory")
-    sharing = shared_weights(model, layers)
+    sharing = Inventory.of(model).shared(layers)
     if sharing:
         raise MoQError(f"{'; '.join(sharing)}: a shared weight cannot be packed; leave its layers in full precision")
     # FSDP2's tensors, and what ZeRO leaves of a weight.

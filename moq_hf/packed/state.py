@@ -84,7 +84,7 @@ def state_of(
 def shareable(config: dict[str, Any]) -> dict[str, Any]:
     """Without the path of a teacher on this machine; its Hub id stays.
 
-    >>> shareable({"seed": 1, "distillation": {"teacher": "/home/somebody/teacher", "temperature": 2.0}})
+    >>> shareable({"seed": 1, "distillation": {"teacher": "/srv/somebody/teacher", "temperature": 2.0}})
     {'seed': 1, 'distillation': {'teacher': None, 'temperature': 2.0}}
     """
     return {**config, "distillation": {**config["distillation"], "teacher": hub_id(config["distillation"]["teacher"])}}
@@ -93,7 +93,7 @@ def shareable(config: dict[str, Any]) -> dict[str, Any]:
 def without_paths(text: str) -> str:
     """A text without the paths in it.
 
-    >>> without_paths("no such file: '/home/somebody/model/config.json'")
+    >>> without_paths("no such file: '/srv/somebody/model/config.json'")
     "no such file: '...'"
     """
     return re.sub(r"(?<![\w.:/])(/[^\s/'\",;:()]+){2,}/?", "...", text)
@@ -102,7 +102,7 @@ def without_paths(text: str) -> str:
 def hub_id(name: str | None) -> str | None:
     """The Hub id that a model was loaded from, or None: a path of one's machine is nobody else's business.
 
-    >>> hub_id("google-bert/bert-base-cased"), hub_id("/home/somebody/bert")
+    >>> hub_id("google-bert/bert-base-cased"), hub_id("/srv/somebody/bert")
     ('google-bert/bert-base-cased', None)
     """
     name = name or ""

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from .. import quantizer
 from ..errors import MoQError, one_line
-from ..model.convert import dequantize_model, is_packed, quant_embeddings, quant_layers
+from ..model.convert import dequantize_model, quant_embeddings, quant_layers
+from ..model.inventory import is_packed
 from ..names import adapters, without_peft
 from ..reading import Entry
 from .encoder import groups_of, plain

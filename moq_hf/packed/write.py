@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import one_line
-from ..model.selection import is_linear
+from ..model.inventory import is_linear
 from ..names import adapters, named_modules
 from ..transformers_seams import write_packing_config
 from .encoder import Encoder, plain

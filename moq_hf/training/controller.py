@@ -3,29 +3,26 @@
 import json
 import logging
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..config import MoQConfig
-from ..grid import PerGroup
-from ..kernels.backend import triton_wanted
-from ..model.convert import prepare_model, quant_embeddings
-from ..model.inventory import block_of
+from ..model.convert import prepare_model
+from ..model.inventory import Inventory
 from ..model.refresh import Refresher, check_readers
-from ..model.selection import embeddings_to_quantize, is_linear, linears, misfit, output_heads, shared_weights
-from ..model.sizes import ModelSizes, covered, in_words, last_part
+from ..model.selection import take_inventory
+from ..model.sizes import ModelSizes
 from ..model.staleness import lead_copies, take_over
-from ..names import adapters, named_modules, plain_name
 from ..processes import agree, device_of, is_distributed
-from ..quant_linear import QuantLayer
+from ..quant_linear import QuantEmbedding, QuantLayer
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..version import __version__
+from . import messages
 from .ratios import decode, encode
 from .resume import STATE_VERSION, changes, check_state, load_schedule, what_counts
-from .samples import Inputs
 from .sensitivity import Sensitivity
 
 logger = logging.getLogger(__name__)
@@ -35,7 +32,8 @@ class MoQController:
     """Takes a model through its falling precision, one call of `step` per optimizer step.
 
     Args:
-        model: Made ready for quantization in place; its layers are unquantized until the schedule says otherwise.
+        model: Made ready for quantization in place; its layers are unquantized until the schedule says otherwise. In
+            its place an `Inventory` of it, as `take_inventory` gives it with `config`.
         config: What to follow; `enabled` must be true.
         total_steps: Optimizer steps of the run, where the schedule needs them.
         dtype: Of the quantized weights: the autocast dtype, or None for the weights' own.
@@ -44,43 +42,65 @@ class MoQController:
         MoQError: The model and the config do not fit each other.
 
     Attributes:
+        inventory: The `Inventory` of the model.
         layers: Quantized linear layers by name.
         embeddings: Quantized embedding tables by name.
-        blocks: Block name to the names of its layers. Layers outside of every block are blocks of their own.
+        blocks: Block name to the names of its layers; see `Inventory`.
         schedule: The `PrecisionSchedule`.
         sensitivity: The `Sensitivity` that gives the schedule its eigenvalues; None unless the config enables them.
         sizes: The `ModelSizes`.
         history: Every `Switch` so far.
     """
 
+    schedule: PrecisionSchedule
+    sensitivity: Sensitivity | None
+    layers: dict[str, QuantLayer]
+    embeddings: dict[str, QuantEmbedding]
+    blocks: dict[str, list[str]]
+    sizes: ModelSizes
+    history: list[Switch]
+
     def __init__(
-        self, model: Any, config: MoQConfig, total_steps: int | None = None, dtype: torch.dtype | None = None
+        self,
+        model: nn.Module | Inventory,
+        config: MoQConfig,
+        total_steps: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            # SetFit's Trainer shows its callbacks what lies around the module that it trains.
-            model = model.model_body
-        self.model: nn.Module = model
-        self.config = config
-        self.layers: dict[str, QuantLayer] = prepare_model(model, config)
-        self.embeddings = quant_embeddings(model)
-        self.blocks: dict[str, list[str]] = {}
-        self.sensitivity: Sensitivity | None = None
-        if config.eigenvalue.enabled:
-            self.sensitivity = Sensitivity(model, config.eigenvalue, self.layers, config.seed)
-        for name, layer in self.layers.items():
-            self.blocks.setdefault(self._block_of(name), []).append(name)
+        self.inventory = model if isinstance(model, Inventory) else take_inventory(model, config)
+        self.model, self.config = self.inventory.model, config
+        self.begin(total_steps, dtype)
+
+    def begin(self, total_steps: int | None, dtype: torch.dtype | None = None) -> None:
+        """Begin a run, from float, whatever was done to the layers before; also once its length is known.
+
+        Args:
+            total_steps: Optimizer steps of the run, where the schedule needs them.
+            dtype: Of the quantized weights: the autocast dtype, or None for the weights' own.
+
+        Raises:
+            MoQError: The run is too short for what the config asks for, there is nothing to measure eigenvalues of, or
+                a weight holds NaN or Inf.
+        """
+        eigenvalue, seed = self.config.eigenvalue, self.config.seed
+        self.sensitivity = Sensitivity(self.inventory, eigenvalue, seed) if eigenvalue.enabled else None
+        measured = () if self.sensitivity is None else self.sensitivity.blocks
+        self.blocks = self.inventory.blocks(self.inventory.layers, measured)
+        self.schedule = PrecisionSchedule(self.config, self.blocks, total_steps)
+        self.history = []
+        self.layers, self.embeddings = prepare_model(self.inventory, self.config)
+        for layer in self.layers.values():
             layer.moq.dtype = dtype
-        take_over([*self.layers.values(), *self.embeddings.values()])
-        self.sizes = ModelSizes(model, {**self.layers, **self.embeddings})
-        self._refresher = Refresher({**self.layers, **self.embeddings})
-        self.schedule = PrecisionSchedule(config, self.blocks, total_steps)
-        self.history: list[Switch] = []
-        self._apply_bits(self.blocks)
+        everything = {**self.layers, **self.embeddings}
+        take_over(everything.values())
+        self.sizes = ModelSizes(self.inventory, everything)
+        self._refresher = Refresher(everything)
+        self._write_bits(self.blocks)
         self.refresh()
 
     @property
-    def at_target(self) -> bool:
-        """Whether every layer computes with its target precision and nothing else."""
+    def has_arrived(self) -> bool:
+        """Whether every layer computes with its target precision and nothing else: weights and inputs."""
         waits = self.config.activation.enabled and self.activation_bits is None
         return self.schedule.at_target and not waits
 
@@ -120,13 +140,13 @@ class MoQController:
 
     def coverage(self) -> str:
         """What share of the model's parameters is quantized from the offset on, in words."""
-        return covered(self.sizes.quantized, self.sizes.total)
+        return messages.coverage(self.sizes)
 
     def step(self, eigenvalues: Mapping[str, float] | None = None) -> tuple[Switch, ...]:
         """After an optimizer step that was not skipped: advance the schedule and quantize every weight once.
 
         Args:
-            eigenvalues: As for `PrecisionSchedule.advance`.
+            eigenvalues: Block name to eigenvalue over the largest, 0 to 1; a block that is missing has factor 1.
 
         Returns:
             What changed.
@@ -139,7 +159,7 @@ class MoQController:
         switched = {switch.block for switch in switches}
         due = self.schedule.steps % self.config.scale_refresh == 0
         # In the same order in all processes, which gather shards for it.
-        self._apply_bits(block for block in self.blocks if due or block in switched)
+        self._write_bits(block for block in self.blocks if due or block in switched)
         self.refresh(wait=False)
         self._log(switches)
         return switches
@@ -170,24 +190,21 @@ class MoQController:
         """
         check_readers({**self.layers, **self.embeddings})
 
-    def measure(self, loss: Callable[[Inputs], Tensor]) -> dict[str, float] | None:
+    def measure(self) -> dict[str, float] | None:
         """The eigenvalues for the coming `step`, measured if one is due; None without `eigenvalue.enabled`.
 
-        Args:
-            loss: Gives the scalar mean loss of the model over a batch of `sensitivity.samples`.
-
         Raises:
-            MoQError: As for `Sensitivity.update`.
+            MoQError: They cannot be measured; see `Sensitivity.update`.
         """
         if self.sensitivity is None:
             return None
-        if self.at_target:
+        if self.has_arrived:
             self.sensitivity.samples.clear()
-        self.sensitivity.check(loss)
+        self.sensitivity.check()
         if self.sensitivity.is_due(self.schedule):
             # The optimizer has just changed the weights: measured is what the next forward pass would see.
             self.refresh()
-            self.sensitivity.update(self.schedule, loss)
+            self.sensitivity.update(self.schedule)
         self.sensitivity.samples.end_step()
         return self.sensitivity.values
 
@@ -207,8 +224,6 @@ class MoQController:
                 layer.count_steps(self.schedule.steps)
                 layer.moq.blend = blend[block]
                 layer.moq.activation_bits = self.activation_bits
-        for table in self.embeddings.values():
-            table.moq.bits = (self.config.quantize_embeddings if self.has_begun else None) or FLOAT_BITS
         self._refresher.refresh()
         self._refresher.check_finite(wait=wait)
         lead_copies()
@@ -271,14 +286,7 @@ class MoQController:
         changed = changes(MoQConfig.from_dict(state["config"]), self.config)
         load_schedule(self.schedule, state, changed)
         self.history = [Switch(*switch) for switch in state["history"]]
-        for block, names in self.blocks.items():
-            for name in names:
-                layer = self.layers[name]
-                layer.moq.bits = self.schedule.bits[block]
-                layer.moq.ratio = None
-                if name in state["ratios"]:
-                    shape = layer.moq.grid.shape(*layer.matrix.shape)
-                    layer.moq.ratio = decode(name, state["ratios"][name], shape).to(layer.weight.device)
+        self._write_bits(self.blocks, state["ratios"])
         # Before the offset a changed config may have made other blocks of the layers.
         if self.sensitivity is not None and (self.has_begun or not changed):
             # Other limits, another number of examples.
@@ -289,70 +297,12 @@ class MoQController:
 
     def summary(self) -> str:
         """One line: what is quantized and what is left alone, and why if neither the config nor its place says so."""
-        added = adapters(self.model)
-        left: dict[str, list[str]] = {}
-        for name, module in named_modules(self.model):
-            table = isinstance(module, nn.Embedding) and self.config.quantize_embeddings is not None
-            reason = misfit(module) if is_linear(module) or table else None
-            if name in self.layers or not plain_name(name, added) or not (is_linear(module) or reason):
-                continue
-            left.setdefault(f"left in float, {reason}" if reason else "left in full precision", []).append(name)
-        if added:
-            left.setdefault("left in full precision", []).append("PEFT's adapters")
-        weights = sum(layer.weight.numel() for layer in self.layers.values())
-        parts = [
-            f"{len(self.layers)} linear layers in {len(self.blocks)} blocks ({in_words(weights)} weights) go from "
-            f"{self.config.start_bits} to {self.config.target_bits} bits"
-        ]
-        if self.embeddings:
-            parts.append(f"{len(self.embeddings)} embedding tables to {self.config.quantize_embeddings}")
-        activation = self.config.activation
-        if activation.enabled:
-            parts.append(f"their inputs to {activation.bits} bits after {activation.start_step} steps")
-        parts.append(f"quantized: {self.coverage()}")
-        parts += [f"{why}: {', '.join(names)}" for why, names in left.items()] or ["no linear layer is left out"]
-        return "; ".join(parts)
+        return messages.summary(self.inventory, self.config, len(self.blocks), self.sizes)
 
     def warnings(self) -> list[str]:
         """What a user should know before the first step."""
-        notes = []
-        if self.quantized_share < 0.5:
-            notes.append(self._what_stays_in_float())
-        devices = {layer.weight.device for layer in self.layers.values()}
-        if self.config.kernel and not all(triton_wanted(device, self.config.kernel) for device in devices):
-            notes.append(
-                "quantizer_kernel: the Triton kernels need a CUDA device and a working Triton; plain PyTorch gives the "
-                "same numbers"
-            )
-        if self.sensitivity is not None and len(self.sensitivity.blocks) == 1:
-            notes.append("eigenvalue: there is only one block, so nothing to compare it with: its factor is always 5")
-        if self.config.modules_to_not_convert is not None:
-            heads = [name for name in output_heads(self.model, dict(linears(self.model))) if name in self.layers]
-            if heads:
-                notes.append(
-                    f"the output heads {', '.join(heads)} are quantized too, since modules_to_not_convert is given "
-                    "without them; add them to it to leave them in full precision"
-                )
-        if self.config.activation.enabled and isinstance(self.config.grouping, PerGroup):
-            notes.append(
-                "activation_quantization: integer products need one scale per row, so the int8 export keeps layers "
-                "with a quantize_group_size weight-only; set quantize_groups instead, for instance per_channel"
-            )
-        return notes
-
-    def _what_stays_in_float(self) -> str:
-        others = self.sizes.largest_others()
-        shown = [group for group, count in others.items() if count >= 0.01 * sum(others.values())][:4]
-        told = [f"{in_words(others[group])} in {group}" for group in shown]
-        rest = sum(others.values()) - sum(others[group] for group in shown)
-        if rest:
-            told.append(f"{in_words(rest)} elsewhere")
-        tables = [name for name in embeddings_to_quantize(self.model, self.config) if name not in self.embeddings]
-        # A table that is shared is an error there.
-        if tables and not shared_weights(self.model, tables):
-            names = dict.fromkeys(last_part(f"{name}.weight") for name in tables)
-            told[-1] += f"; quantize_embeddings would take {', '.join(names)}"
-        return f"only {self.coverage()} are in quantized layers; the others: {', '.join(told)}"
+        measured = None if self.sensitivity is None else len(self.sensitivity.blocks)
+        return messages.warnings(self.inventory, self.config, measured, self.sizes)
 
     def _shown(self, sums: list[int]) -> str:
         return (
@@ -360,42 +310,33 @@ class MoQController:
             f"(config {sums[0]:08x}, schedule {sums[1]:08x})"
         )
 
-    def _block_of(self, layer: str) -> str:
-        measured = self.sensitivity.blocks if self.sensitivity is not None else ()
-        own = (block for block in measured if layer == block or layer.startswith(block + "."))
-        return next(own, None) or block_of(self.model, layer)
+    def _write_bits(self, blocks: Iterable[str], saved: Mapping[str, str] | None = None) -> None:
+        """Give the layers the schedule's bits: the one place in a run that does. `refresh` makes them count.
 
-    def _apply_bits(self, blocks: Any) -> None:
+        Args:
+            blocks: Those that changed, or whose clipping ratios are due.
+            saved: Layer name to its ratios as they were saved; None searches them.
+        """
         for block in blocks:
             for name in self.blocks[block]:
-                self.layers[name].set_bits(self.schedule.bits[block])
+                layer = self.layers[name]
+                if saved is None:
+                    layer.set_bits(self.schedule.bits[block])
+                    continue
+                layer.moq.bits = self.schedule.bits[block]
+                layer.moq.ratio = None
+                if name in saved:
+                    shape = layer.moq.grid.shape(*layer.matrix.shape)
+                    layer.moq.ratio = decode(name, saved[name], shape).to(layer.weight.device)
+        for table in self.embeddings.values():
+            table.moq.bits = (self.config.quantize_embeddings if self.has_begun else None) or FLOAT_BITS
 
     def _log(self, switches: tuple[Switch, ...]) -> None:
-        if not switches:
-            return
         if self.config.verbose:
-            for s in switches:
-                logger.info("%s", self._sentence(s))
-        changes = sorted({(s.before, s.bits) for s in switches}, reverse=True)
-        for before, bits in changes:
-            blocks = [s.block for s in switches if (s.before, s.bits) == (before, bits)]
-            layers = sum(len(self.blocks[block]) for block in blocks)
-            logger.info(
-                "step %d: %s -> %d bits in %d of %d layers; mean %.2f bits over the whole model",
-                switches[0].step,
-                "float" if before == FLOAT_BITS else before,
-                bits,
-                layers,
-                len(self.layers),
-                self.mean_bits,
-            )
-
-    def _sentence(self, switch: Switch) -> str:
-        start = "starts at" if switch.before == FLOAT_BITS else f"goes from {switch.before} to"
-        due = self.config.schedule.offset + switch.period
-        then = "its target" if switch.bits == self.config.target_bits else f"and drops next after step {due}"
-        reason = "" if switch.eigenvalue is None else f" (eigenvalue {switch.eigenvalue:.2f}, factor {switch.factor})"
-        return f"step {switch.step}: {switch.block} {start} {switch.bits} bits, {then}{reason}"
+            for switch in switches:
+                logger.info("%s", messages.switch_in_words(switch, self.config))
+        for line in messages.switches_in_words(switches, self.blocks, self.mean_bits):
+            logger.info("%s", line)
 
 
 def _checksum(state: Any) -> int:

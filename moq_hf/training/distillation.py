@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 
 from ..config import DistillationConfig
 from ..errors import MoQError, one_line
-from ..model.convert import dequantize_model, is_packed
+from ..model.convert import dequantize_model
+from ..model.inventory import is_packed
 from ..names import without_peft
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ def load_teacher(
 
 
 def fingerprint(teacher: nn.Module) -> int:
-    """A checksum of the parameters' names and bytes, 0 to 2^32 - 1: a resumed run tells by it whether it is another."""
+    """A checksum of the parameters' names and bytes, 0 to 2^32 - 1: by it a resumed run sees another teacher."""
     total = 0
     for name, parameter in teacher.named_parameters():
         data = parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().data

@@ -103,7 +103,7 @@ def _stand_ins(model: nn.Module, measured: set[int]) -> Iterator[dict[int, list[
                 module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
         yield found
     finally:
-        # Modules may keep what a forward pass tells them (the longest sequence, say) in plain attributes.
+        # Modules may keep what they saw in a forward pass (the longest sequence, say) in plain attributes.
         for module, attributes, parameters, own in before:
             vars(module).clear()
             vars(module).update(attributes)

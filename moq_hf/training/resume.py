@@ -139,6 +139,27 @@ def planned_steps(config: MoQConfig, state: Mapping[str, Any], total_steps: int)
     return planned
 
 
+def check_start(config: MoQConfig, step: int, total_steps: int) -> None:
+    """Check that a schedule which starts in the middle of a run quantizes something before its end.
+
+    Args:
+        config: Of now.
+        step: Optimizer steps of the checkpoint, which was made without MoQ; 0 at the start of a run.
+        total_steps: Optimizer steps of the run that goes on.
+
+    Raises:
+        MoQError: It does not.
+    """
+    first = step + config.schedule.offset
+    if step > 0 and first >= total_steps:
+        place = "its last step," if step >= total_steps else "step"
+        raise MoQError(
+            f"the checkpoint is at {place} {step} of {total_steps}, and was made without MoQ, whose schedule starts "
+            f"there: with schedule_offset {config.schedule.offset} nothing would be quantized before the end. Train "
+            f"for more than {first} steps (max_steps, num_train_epochs)"
+        )
+
+
 def check_room(schedule: PrecisionSchedule, total_steps: int) -> None:
     """Check that what is left of a schedule with a deadline fits into the run that goes on.
 
@@ -179,12 +200,12 @@ def load_schedule(
     bits = {name: block[0] for name, block in state["schedule"]["blocks"].items()}
     steps: int = state["schedule"]["steps"]
     fixed = changed.keys() - SCHEDULE_KEYS - _FROM_NOW_ON if _has_begun(state) else set()
-    faults = [f"{_told(key, changed[key])}, fixed from the offset on" for key in changed if key in fixed]
+    faults = [f"{_in_words(key, changed[key])}, fixed from the offset on" for key in changed if key in fixed]
     if not faults and _is_replayed(state, changed):
         otherwise = _replay(schedule, [Switch(*switch) for switch in state["history"]], steps, bits)
         if otherwise:
-            told = describe({key: pair for key, pair in changed.items() if key in SCHEDULE_KEYS})
-            faults.append(f"{told}: {otherwise}")
+            reasons = describe({key: pair for key, pair in changed.items() if key in SCHEDULE_KEYS})
+            faults.append(f"{reasons}: {otherwise}")
     elif not faults:
         schedule.load_state_dict(state["schedule"])
     if faults:
@@ -204,11 +225,15 @@ def _is_replayed(state: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]
 
 
 def describe(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """Each key with the value that it had and the one that it has."""
-    return "; ".join(_told(key, pair) for key, pair in changed.items())
+    """Each key with the value that it had and the one that it has.
+
+    >>> describe({"quantize_bits.target_bits": (4, 3)})
+    'quantize_bits.target_bits: 4 -> 3'
+    """
+    return "; ".join(_in_words(key, pair) for key, pair in changed.items())
 
 
-def _told(key: str, pair: tuple[Any, Any]) -> str:
+def _in_words(key: str, pair: tuple[Any, Any]) -> str:
     return f"{key}: {json.dumps(pair[0])} -> {json.dumps(pair[1])}"
 
 
@@ -226,7 +251,7 @@ def _unused(*configs: Mapping[str, Any]) -> set[str]:
 
 
 def _replay(schedule: PrecisionSchedule, history: Sequence[Switch], steps: int, bits: Mapping[str, int]) -> str | None:
-    """Take `schedule` to `steps` with the eigenvalues that were measured; tell what came otherwise, if anything."""
+    """Take `schedule` to `steps` with the eigenvalues that were measured; say what came otherwise, if anything."""
     config = schedule.config
     was: dict[int, dict[str, Switch]] = {}
     for switch in history:

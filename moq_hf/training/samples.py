@@ -26,6 +26,11 @@ class Samples:
     Args:
         num_samples: Examples wanted.
         across_steps: Keep examples of earlier optimizer steps too; they are saved with the state.
+
+    >>> samples = Samples(3, across_steps=True)
+    >>> samples.add({"x": torch.arange(4)})
+    >>> [batch["x"].tolist() for batch in samples.batches(3)]
+    [[0, 1, 2]]
     """
 
     def __init__(self, num_samples: int, across_steps: bool) -> None:
@@ -89,12 +94,20 @@ class Samples:
 
 
 def rows_of(inputs: Inputs) -> int:
-    """How many examples a batch has."""
+    """How many examples a batch has.
+
+    >>> rows_of({"input_ids": torch.zeros(4, 7), "return_dict": True})
+    4
+    """
     return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()), 1)
 
 
 def part_of(inputs: Inputs, start: int, end: int) -> Inputs:
-    """Some of the examples; all of them where they cannot be told apart."""
+    """Some of the examples; all of them where they cannot be separated.
+
+    >>> part_of({"labels": torch.tensor([5, 6, 7])}, 0, 2)
+    {'labels': tensor([5, 6])}
+    """
     if not can_split(inputs):
         return inputs
     return {key: value[start:end] if isinstance(value, Tensor) else value for key, value in inputs.items()}

@@ -7,15 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import EigenvalueConfig
 from ..eigen import Eigenvalue, block_eigenvalues, check_second_derivative
 from ..errors import MoQError
-from ..model.inventory import layer_blocks
+from ..model.inventory import Inventory
+from ..names import is_below
 from ..processes import is_distributed, is_sharded, mean_over_ranks
-from ..quant_linear import QuantLayer
 from ..schedule import PrecisionSchedule
+from .host import Loss, model_loss
 from .measuring import measuring, repeatable
 from .samples import CHUNK, Inputs, Samples, part_of, rows_of
 
@@ -23,7 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 def normalize(eigenvalues: Mapping[str, float]) -> dict[str, float]:
-    """Magnitudes over the largest, 0 to 1: one that is not finite gets the largest finite one, all 1 if none is."""
+    """Magnitudes over the largest, 0 to 1: one that is not finite gets the largest finite one, all 1 if none is.
+
+    >>> normalize({"a": -4.0, "b": 1.0, "c": math.nan})
+    {'a': 1.0, 'b': 0.25, 'c': 1.0}
+    """
     finite = [abs(value) for value in eigenvalues.values() if math.isfinite(value)]
     largest = max(finite, default=0.0)
     if largest == 0.0:
@@ -46,28 +51,27 @@ class Sensitivity:
     """The eigenvalues that the schedule sees: measured when a drop is due and the budget allows it.
 
     Args:
-        model: The model in training, not wrapped.
+        inventory: Of the model in training; only blocks that hold a layer to quantize are measured.
         config: What to measure.
-        layers: The quantized layers by name; only blocks that hold one are measured.
         seed: Of the start vectors.
 
     Raises:
-        MoQError: There is nothing to measure; see `layer_blocks`.
+        MoQError: There is nothing to measure; see `Inventory.layer_blocks`.
 
     Attributes:
         blocks: Block name to its parameters.
         values: Block name to the eigenvalue over the largest, 0 to 1; empty before the first measurement.
         eigenvalues: Block name to the magnitude of the eigenvalue itself.
         seconds: Time that measuring took, in this process.
+        loss: Gives the scalar mean loss of the model over a batch of `samples`; by default that in the model's output.
     """
 
-    def __init__(
-        self, model: nn.Module, config: EigenvalueConfig, layers: Mapping[str, QuantLayer], seed: int = 0
-    ) -> None:
-        self.model, self.config, self.seed = model, config, seed
-        found = layer_blocks(model, config.layer_name, config.layer_num)
-        quantized = {name for name in found if any(layer.startswith(name + ".") or layer == name for layer in layers)}
-        self.blocks = {name: parameters for name, parameters in found.items() if name in quantized}
+    def __init__(self, inventory: Inventory, config: EigenvalueConfig, seed: int = 0) -> None:
+        self.model, self.config, self.seed = inventory.model, config, seed
+        self.loss: Loss = model_loss
+        found = inventory.layer_blocks(config.layer_name, config.layer_num)
+        holding = {name for name in found if any(is_below(layer, name) for layer in inventory.layers)}
+        self.blocks = {name: parameters for name, parameters in found.items() if name in holding}
         if not self.blocks:
             raise MoQError(f"eigenvalue: no block has a quantized layer; the blocks are {', '.join(found)}")
         self.values: dict[str, float] = {}
@@ -89,7 +93,7 @@ class Sensitivity:
         return next(self.model.parameters()).device
 
     def plan(self, total_steps: int, rows_per_step: float, half_precision: bool = False) -> None:
-        """Tell how long the run is, so that the budget can be kept.
+        """Set how long the run is, so that the budget can be kept.
 
         Args:
             total_steps: Optimizer steps of the whole run.
@@ -124,7 +128,7 @@ class Sensitivity:
         ahead = schedule.drops_ahead(resolution if on_grid else 1) if on_grid or not self.values else ()
         return any(name in self.blocks for name in ahead)
 
-    def check(self, loss: Callable[[Inputs], Tensor]) -> None:
+    def check(self) -> None:
         """Try on two examples whether the loss can be measured; once, as soon as there are examples.
 
         Raises:
@@ -136,16 +140,13 @@ class Sensitivity:
         self._checked = True
         with measuring(self.model, self.blocks) as blocks:
             first = next(iter(blocks.values()))
-            check_second_derivative(
-                self._closure(loss, few[0], 1.0), first, finite_difference=self.config.finite_difference
-            )
+            check_second_derivative(self._closure(few[0], 1.0), first, finite_difference=self.config.finite_difference)
 
-    def update(self, schedule: PrecisionSchedule, loss: Callable[[Inputs], Tensor]) -> None:
+    def update(self, schedule: PrecisionSchedule) -> None:
         """Measure, or keep the values of before where the budget is spent, and say which.
 
         Args:
             schedule: Before its coming step.
-            loss: Gives the scalar mean loss of one of the sample batches.
 
         Raises:
             MoQError: There are no samples, or the loss is no scalar that depends on the blocks.
@@ -169,15 +170,9 @@ class Sensitivity:
             raise MoQError("eigenvalues: no training example was seen before the first drop")
         self._warn_of_few(rows, step)
         start = time.perf_counter()
-        results = self._measure(batches, loss)
-        products = sum(found.num_products for found in results.values())
-        means = mean_over_ranks([abs(found.value) for found in results.values()], self.device)
-        magnitudes = dict(zip(results, means, strict=True))
-        if any(map(math.isfinite, means)):
-            (self._products,) = mean_over_ranks([products / len(results)], self.device)
-            self._spent += mean_over_ranks([self._cost(rows, len(batches) == 1)], self.device)[0]
+        results = self._measure(batches)
+        self._take(results, rows, len(batches) == 1)
         self._measured_at = step
-        self.eigenvalues, self.values = magnitudes, normalize(magnitudes)
         self._warn_about(results)
         elapsed = time.perf_counter() - start
         self.seconds += elapsed
@@ -186,13 +181,23 @@ class Sensitivity:
             "step %d: eigenvalues over %d examples, %d products, %.1f s: %s",
             step,
             rows,
-            products,
+            sum(found.num_products for found in results.values()),
             elapsed,
             ", ".join(f"{name} {self.values[name]:.2f} ({self.eigenvalues[name]:.3g})" for name in self.blocks),
         )
 
+    def _take(self, results: Mapping[str, Eigenvalue], rows: int, one_batch: bool) -> None:
+        """Keep what all ranks found, and count what it cost."""
+        means = mean_over_ranks([abs(found.value) for found in results.values()], self.device)
+        if any(map(math.isfinite, means)):
+            products = sum(found.num_products for found in results.values())
+            (self._products,) = mean_over_ranks([products / len(results)], self.device)
+            self._spent += mean_over_ranks([self._cost(rows, one_batch)], self.device)[0]
+        self.eigenvalues = dict(zip(results, means, strict=True))
+        self.values = normalize(self.eigenvalues)
+
     def report(self, elapsed: float) -> None:
-        """Tell what share of `elapsed` seconds measuring took."""
+        """Log what share of `elapsed` seconds measuring took."""
         share = self.seconds / elapsed
         over = share > self.config.max_overhead
         logger.log(
@@ -243,21 +248,21 @@ class Sensitivity:
         graphs = 1.0 if one_batch else self._products
         return rows * (GRAPH_COST * graphs + PRODUCT_COST * products)
 
-    def _closure(self, loss: Callable[[Inputs], Tensor], batch: Inputs, weight: float) -> Callable[[], Tensor]:
+    def _closure(self, batch: Inputs, weight: float) -> Callable[[], Tensor]:
         def evaluate() -> Tensor:
             with repeatable(self.model):
-                return loss(_to_float32(batch, self.device)) * weight
+                return self.loss(self.model, _to_float32(batch, self.device)) * weight
 
         return evaluate
 
-    def _measure(self, batches: list[Inputs], loss: Callable[[Inputs], Tensor]) -> dict[str, Eigenvalue]:
+    def _measure(self, batches: list[Inputs]) -> dict[str, Eigenvalue]:
         rows = [rows_of(batch) for batch in batches]
         # The mean over examples, whatever the sizes of the batches.
         weights = [size * len(rows) / sum(rows) for size in rows]
         config = self.config
         with measuring(self.model, self.blocks) as blocks:
             return block_eigenvalues(
-                [self._closure(loss, batch, weight) for batch, weight in zip(batches, weights, strict=True)],
+                [self._closure(batch, weight) for batch, weight in zip(batches, weights, strict=True)],
                 blocks,
                 method=config.method,
                 max_iter=config.max_iter,

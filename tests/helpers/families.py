@@ -18,7 +18,7 @@ from transformers import Trainer, set_seed
 
 from moq_hf import MoQCallback, verify_quantized
 from moq_hf.model.convert import quant_layers
-from moq_hf.model.selection import is_linear
+from moq_hf.model.inventory import is_linear
 
 WORDS = 60
 TEXT = {**SIZES, "vocab_size": WORDS}

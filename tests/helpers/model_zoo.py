@@ -41,7 +41,7 @@ from transformers import (
 
 from moq_hf import MoQCallback, verify_quantized
 from moq_hf.model.convert import quant_layers
-from moq_hf.model.selection import is_linear
+from moq_hf.model.inventory import is_linear
 
 PAGE = ROOT / "docs" / "reference" / "families.md"
 MARKS = "<!-- models -->\n", "<!-- end of models -->\n"

@@ -1,8 +1,13 @@
-"""What most programs import, for `programs` to fork from."""
+"""What most programs import, for `programs` to fork from: all that a short run on BERT asks for."""
+
+from contextlib import suppress
 
 import accelerate
+import compressed_tensors.compressors
 import datasets
 import evaluate
+import matplotlib.backends.backend_agg
+import matplotlib.figure
 import pytest
 import torch.distributed.run
 from transformers import (
@@ -15,6 +20,9 @@ from transformers import (
 
 import moq_hf
 
+with suppress(ImportError):
+    import numba
+
 __all__ = [
     "AutoModelForSequenceClassification",
     "AutoTokenizer",
@@ -22,9 +30,12 @@ __all__ = [
     "Trainer",
     "TrainingArguments",
     "accelerate",
+    "compressed_tensors",
     "datasets",
     "evaluate",
+    "matplotlib",
     "moq_hf",
+    "numba",
     "pytest",
     "torch",
 ]

@@ -80,7 +80,7 @@ def test_experts_are_no_part_of_what_is_quantized(make: Any) -> None:
     assert controller.quantized_share == share and controller.mean_bits == 32
     for _ in range(3):
         controller.step()
-    assert controller.at_target and controller.quantized_share == share
+    assert controller.has_arrived and controller.quantized_share == share
     assert controller.mean_bits == pytest.approx(32 - 28 * share, rel=1e-12)
     metrics = controller.metrics()
     assert metrics["moq/quantized_share"] == round(share, 4) and metrics["moq/mean_bits"] > 29

@@ -66,7 +66,7 @@ def mixed(model: Any, bits: list[int], config: dict[str, Any]) -> Any:
     quantize_model(model, config)
     for index, layer in enumerate(quant_layers(model).values()):
         layer.set_bits(bits[index % len(bits)])
-        layer.moq.step = 7
+        layer.count_steps(7)
         layer.refresh()
     return model
 

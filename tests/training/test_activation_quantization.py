@@ -69,7 +69,7 @@ def test_begins_at_its_step_and_a_resumed_run_knows(tiny_bert: nn.Module, tiny_b
     found = []
     for _ in range(5):
         found.append({layer.moq.activation_bits for layer in controller.layers.values()})
-        assert controller.at_target == (found[-1] == {7})
+        assert controller.has_arrived == (found[-1] == {7})
         controller.step()
     assert found == [{None}, {None}, {None}, {7}, {7}]
     state = controller.state_dict()

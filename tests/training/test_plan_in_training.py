@@ -97,7 +97,7 @@ def test_a_schedule_that_is_over_resumes_in_a_run_of_any_length(tmp_path: Path) 
     for step, steps in ((12, 13), (15, 40), (9, 10), (9, 12)):
         resumed = moq(tmp_path / "out", AUTO, max_steps=steps)
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        assert resumed.moq.controller.at_target and resumed.state.global_step == steps
+        assert resumed.moq.controller.has_arrived and resumed.state.global_step == steps
         assert resumed.moq.controller.history[-1].step == 10
     for step, steps in ((3, 4), (6, 9)):
         with pytest.raises(

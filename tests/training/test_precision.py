@@ -94,7 +94,7 @@ def test_a_smaller_batch_after_running_out_of_memory_is_a_new_run(tmp_path: Path
         layers = quant_layers(trainer.model)
         assert len(layers) == 13 and {type(layer) for layer in layers.values()} == {QuantLinear}
     retried, small = runs
-    assert retried is not None and small is not None and retried.at_target
+    assert retried is not None and small is not None and retried.has_arrived
     assert retried.schedule.state_dict() == small.schedule.state_dict() and retried.history == small.history
 
 

@@ -4,7 +4,6 @@ import logging
 import math
 import pickle
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, PrecisionSchedule
 from moq_hf.config import EigenvalueConfig, ScheduleConfig
 from moq_hf.eigen import Eigenvalue, block_eigenvalues
-from moq_hf.model.inventory import layer_blocks
+from moq_hf.model.inventory import Inventory
 from moq_hf.training import sensitivity as module
 from moq_hf.training.controller import MoQController
 from moq_hf.training.measuring import measuring
@@ -47,10 +46,6 @@ class Blocks(nn.Module):
         for layer in self.layers:
             x = layer(x).tanh()
         return (self.head(x).flatten() - labels).square().mean(), x
-
-
-def loss_of(model: nn.Module) -> Callable[[dict[str, Any]], Tensor]:
-    return lambda inputs: model(**inputs)[0]
 
 
 def batch(size: int, seed: int = 0) -> dict[str, Tensor]:
@@ -77,7 +72,7 @@ def controller(**more: Any) -> MoQController:
 def run(made: MoQController, steps: int, size: int = 8) -> list[tuple[int, str, int, int]]:
     for step in range(steps):
         made.sensitivity.samples.add(batch(size, step))  # type: ignore[union-attr]
-        made.step(made.measure(loss_of(made.model)))
+        made.step(made.measure())
     return [(s.step, s.block, s.bits, s.factor) for s in made.history]
 
 
@@ -218,9 +213,9 @@ def test_values_are_those_of_the_mean_loss_at_the_quantized_weights() -> None:
         sensitivity.samples.add(batch(8, seed))
     every = {k: torch.cat([batch(8, seed)[k] for seed in (0, 1, 2)]) for k in ("x", "labels")}
     latest = {k: torch.cat([v[8:], v[:4]]) for k, v in every.items()}
-    with measuring(made.model, layer_blocks(made.model)) as blocks:
+    with measuring(made.model, Inventory.of(made.model).layer_blocks()) as blocks:
         truth = block_eigenvalues(lambda: made.model(**latest)[0], blocks, tol=1e-5)
-    values = made.measure(loss_of(made.model))
+    values = made.measure()
     assert values is not None and max(values.values()) == 1.0
     for name, value in sensitivity.eigenvalues.items():
         assert value == pytest.approx(abs(truth[name].value), rel=1e-2)
@@ -235,7 +230,7 @@ def test_what_is_not_finite_is_replaced_and_told_once(
     seen = []
     for _ in range(3):
         made.sensitivity.samples.add(batch(4))  # type: ignore[union-attr]
-        made.sensitivity.update(made.schedule, loss_of(made.model))  # type: ignore[union-attr]
+        made.sensitivity.update(made.schedule)  # type: ignore[union-attr]
         seen.append(list(made.sensitivity.values.values()))  # type: ignore[union-attr]
         made.schedule.steps += 400
     assert seen == [[1.0, 1.0, 0.25], [1.0, 1.0, 0.5], [1.0, 1.0, 1.0]]
@@ -305,7 +300,7 @@ def test_each_measurement_takes_as_many_examples_as_there_are(caplog: pytest.Log
     made.sensitivity.plan(1000, 10_000)  # type: ignore[union-attr]
     for step in range(20):
         made.sensitivity.samples.add(batch(1 if step == 0 else 8, step))  # type: ignore[union-attr]
-        made.step(made.measure(loss_of(made.model)))
+        made.step(made.measure())
     found = [
         int(re.search(r"over (\d+) examples, \d+ products", r.message)[1])  # type: ignore[index]
         for r in caplog.records
@@ -320,7 +315,7 @@ def test_double_precision_models() -> None:
     for step in range(2):
         inputs = {name: tensor.double() for name, tensor in batch(8, step).items()}
         made.sensitivity.samples.add(inputs)  # type: ignore[union-attr]
-        made.step(made.measure(loss_of(made.model)))
+        made.step(made.measure())
     assert max(s.factor for s in made.history) == 5
 
 
@@ -554,7 +549,7 @@ def one_rank(rank: int, folder: str, rows_per_step: float) -> None:
     made.sensitivity.plan(1000, rows_per_step)  # type: ignore[union-attr]
     for step in range(4):
         made.sensitivity.samples.add(batch(4 + 4 * rank, 10 * step + rank))  # type: ignore[union-attr]
-        made.step(made.measure(loss_of(made.model)))
+        made.step(made.measure())
     state = made.sensitivity.state_dict()  # type: ignore[union-attr]
     Path(folder, f"rank{rank}.json").write_text(json.dumps([made.history, state]))
     dist.destroy_process_group()
@@ -575,7 +570,7 @@ def test_ranks_agree_on_the_mean(tmp_path: Path, rows_per_step: float) -> None:
     for rank in (0, 1):
         made = controller(period=1, num_samples=32)
         made.sensitivity.samples.add(batch(4 + 4 * rank, rank))  # type: ignore[union-attr]
-        made.measure(loss_of(made.model))
+        made.measure()
         alone.append(made.sensitivity.eigenvalues)  # type: ignore[union-attr]
     means = {name: (alone[0][name] + alone[1][name]) / 2 for name in alone[0]}
     largest = max(means.values())

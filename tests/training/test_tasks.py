@@ -32,7 +32,7 @@ from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from moq_hf import MoQCallback, MoQError, MoQTrainer, dequantize_model, quantize_model, save_quantized, verify_quantized
 from moq_hf.model.convert import quant_embeddings, quant_layers
-from moq_hf.model.selection import is_linear
+from moq_hf.model.inventory import is_linear
 
 TASK = "sequence classification"
 TARGET = {CONFIG["quantize_bits"]["target_bits"]}

@@ -1,0 +1,212 @@
+"""What a run says: what is quantized, what a user should know, what switched, and how a checkpoint's run goes on."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..config import MoQConfig
+from ..grid import PerGroup
+from ..kernels.backend import triton_wanted
+from ..model.inventory import Inventory
+from ..model.selection import embeddings_to_quantize
+from ..model.sizes import ModelSizes, covered, in_words, last_part
+from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
+from .resume import describe
+
+
+def coverage(sizes: ModelSizes) -> str:
+    """What share of the model's parameters is quantized from the offset on."""
+    return covered(sizes.quantized, sizes.total)
+
+
+def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSizes) -> str:
+    """One line: what is quantized and what is left alone, and why if neither the config nor its place says so.
+
+    Args:
+        inventory: With the layers that the config quantizes.
+        config: What will be done to them.
+        blocks: How many there are.
+        sizes: Of the model.
+    """
+    left: dict[str, list[str]] = {}
+    for name, reason in inventory.left_out.items():
+        left.setdefault(f"left in float, {reason}" if reason else "left in full precision", []).append(name)
+    if inventory.adapters:
+        left.setdefault("left in full precision", []).append("PEFT's adapters")
+    weights = sum(layer.weight.numel() for layer in inventory.layers.values())
+    parts = [
+        f"{len(inventory.layers)} linear layers in {blocks} blocks ({in_words(weights)} weights) go from "
+        f"{config.start_bits} to {config.target_bits} bits"
+    ]
+    if inventory.embeddings:
+        parts.append(f"{len(inventory.embeddings)} embedding tables to {config.quantize_embeddings}")
+    activation = config.activation
+    if activation.enabled:
+        parts.append(f"their inputs to {activation.bits} bits after {activation.start_step} steps")
+    parts.append(f"quantized: {coverage(sizes)}")
+    parts += [f"{why}: {', '.join(names)}" for why, names in left.items()] or ["no linear layer is left out"]
+    return "; ".join(parts)
+
+
+def warnings(inventory: Inventory, config: MoQConfig, measured: int | None, sizes: ModelSizes) -> list[str]:
+    """What a user should know before the first step.
+
+    Args:
+        inventory: With the layers that the config quantizes.
+        config: What will be done to them.
+        measured: How many blocks have eigenvalues; None measures none.
+        sizes: Of the model.
+    """
+    notes = []
+    if sizes.share < 0.5:
+        notes.append(_what_stays_in_float(inventory, config, sizes))
+    devices: set[torch.device] = {layer.weight.device for layer in inventory.layers.values()}
+    if config.kernel and not all(triton_wanted(device, config.kernel) for device in devices):
+        notes.append(
+            "quantizer_kernel: the Triton kernels need a CUDA device and a working Triton; plain PyTorch gives the "
+            "same numbers"
+        )
+    if measured == 1:
+        notes.append("eigenvalue: there is only one block, so nothing to compare it with: its factor is always 5")
+    heads = [name for name in inventory.heads if name in inventory.layers]
+    if config.modules_to_not_convert is not None and heads:
+        notes.append(
+            f"the output heads {', '.join(heads)} are quantized too, since modules_to_not_convert is given "
+            "without them; add them to it to leave them in full precision"
+        )
+    if config.activation.enabled and isinstance(config.grouping, PerGroup):
+        notes.append(
+            "activation_quantization: integer products need one scale per channel, so the int8 export keeps layers "
+            "with a quantize_group_size weight-only; set quantize_groups instead, for instance per_channel"
+        )
+    return notes
+
+
+def _what_stays_in_float(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> str:
+    others = sizes.largest_others()
+    shown = [group for group, count in others.items() if count >= 0.01 * sum(others.values())][:4]
+    parts = [f"{in_words(others[group])} in {group}" for group in shown]
+    rest = sum(others.values()) - sum(others[group] for group in shown)
+    if rest:
+        parts.append(f"{in_words(rest)} elsewhere")
+    tables = [name for name in embeddings_to_quantize(inventory, config) if name not in inventory.embeddings]
+    # A table that is shared is an error there.
+    if tables and not inventory.shared(tables):
+        names = dict.fromkeys(last_part(f"{name}.weight") for name in tables)
+        parts[-1] += f"; quantize_embeddings would take {', '.join(names)}"
+    return f"only {coverage(sizes)} are in quantized layers; the others: {', '.join(parts)}"
+
+
+def switch_in_words(switch: Switch, config: MoQConfig) -> str:
+    """A sentence on one block's change of precision.
+
+    >>> switch_in_words(Switch(6, "layer.1", 5, 4, 8, 1, None), MoQConfig(start_bits=6, target_bits=3))
+    'step 6: layer.1 goes from 5 to 4 bits, and drops next after step 108'
+    """
+    start = "starts at" if switch.before == FLOAT_BITS else f"goes from {switch.before} to"
+    due = config.schedule.offset + switch.period
+    then = "its target" if switch.bits == config.target_bits else f"and drops next after step {due}"
+    reason = "" if switch.eigenvalue is None else f" (eigenvalue {switch.eigenvalue:.2f}, factor {switch.factor})"
+    return f"step {switch.step}: {switch.block} {start} {switch.bits} bits, {then}{reason}"
+
+
+def switches_in_words(switches: Sequence[Switch], blocks: Mapping[str, Sequence[str]], mean_bits: float) -> list[str]:
+    """A line for each change of precision of one step.
+
+    Args:
+        switches: All of the step.
+        blocks: Block name to its layers.
+        mean_bits: Bits per parameter of the whole model after them.
+
+    >>> switches_in_words([Switch(2, "a", 32, 6, 4, 1, None)], {"a": ["a.query", "a.key"], "b": ["b"]}, 12.5)
+    ['step 2: float -> 6 bits in 2 of 3 layers; mean 12.50 bits over the whole model']
+    """
+    lines = []
+    total = sum(map(len, blocks.values()))
+    for before, bits in sorted({(s.before, s.bits) for s in switches}, reverse=True):
+        layers = sum(len(blocks[s.block]) for s in switches if (s.before, s.bits) == (before, bits))
+        lines.append(
+            f"step {switches[0].step}: {'float' if before == FLOAT_BITS else before} -> {bits} bits in {layers} of "
+            f"{total} layers; mean {mean_bits:.2f} bits over the whole model"
+        )
+    return lines
+
+
+def notes_on_resuming(
+    step: int, saved_at: int, changed: Mapping[str, tuple[Any, Any]], taught_by: int | None, teacher: int | None
+) -> Iterable[str]:
+    """What is other than before in a run that goes on from a checkpoint made with MoQ.
+
+    Args:
+        step: The checkpoint's.
+        saved_at: The last step that it was trained with MoQ.
+        changed: What changed in the config.
+        taught_by: The fingerprint of the teacher that it had.
+        teacher: That of the one given now.
+    """
+    if changed:
+        yield f"the run goes on with another MoQ config: {describe(changed)}"
+    if taught_by != teacher and "distillation.teacher" not in changed:
+        had = "a" if teacher is None else "no" if taught_by is None else "another"
+        goes_on = "without one" if teacher is None else "with the one given"
+        yield f"the checkpoint at step {step} had {had} teacher: the run goes on {goes_on}"
+    if saved_at != step:
+        yield (
+            f"the checkpoint at step {step} was trained without MoQ after step {saved_at}: its schedule goes on as "
+            "after that step"
+        )
+
+
+def note_on_length(schedule: PrecisionSchedule, steps: int, max_steps: int) -> str | None:
+    """What to say if a schedule with a deadline goes on in a run of another length.
+
+    Args:
+        schedule: As it goes on.
+        steps: Optimizer steps of the run that the schedule counts.
+        max_steps: All of them.
+    """
+    if schedule.deadline_step is None or schedule.total_steps in (steps, max_steps):
+        return None
+    return (
+        f"the checkpoint's schedule was planned for a run of {schedule.total_steps} optimizer steps, this one has "
+        f"{steps}; its deadline stays at step {schedule.deadline_step}"
+    )
+
+
+def float_again(step: int) -> str:
+    """A checkpoint with MoQ goes on without it."""
+    return (
+        f"the checkpoint at step {step} was made with MoQ, and the config says enabled: false: the run goes on in float"
+    )
+
+
+def begins_late(step: int, offset: int) -> str:
+    """A checkpoint without MoQ goes on with it."""
+    return (
+        f"the checkpoint at step {step} was made without MoQ: its schedule starts now, with quantization after step "
+        f"{step + offset}"
+    )
+
+
+def arrival(config: MoQConfig, sizes: ModelSizes) -> str:
+    """The target is reached everywhere."""
+    return (
+        f"every quantized layer is at {config.target_bits} bits, {coverage(sizes)}; mean {sizes.mean_bits:.2f} bits "
+        "over the whole model"
+    )
+
+
+def ended_early(config: MoQConfig, sizes: ModelSizes, best: bool) -> str:
+    """Training is over before the target was reached everywhere.
+
+    Args:
+        config: What was to be reached.
+        sizes: Of the model as it is.
+        best: Whether the best checkpoint was to be loaded.
+    """
+    no_candidate = "; no checkpoint was a candidate for load_best_model_at_end" if best else ""
+    return (
+        f"training ended at a mean of {sizes.mean_bits:.2f} bits over the whole model, before every quantized layer "
+        f"was at {config.target_bits} bits{no_candidate}"
+    )

@@ -1,0 +1,119 @@
+"""What is in a model: found in one walk, taken again only if the model is another one by then."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import CONFIG, arguments, moq, new_model, rows, stock
+from torch import nn
+from transformers import Trainer
+
+from moq_hf import MoQCallback, MoQConfig, MoQError, QuantLinear
+from moq_hf.model.inventory import Inventory
+from moq_hf.model.selection import take_inventory
+from moq_hf.training.host import MoQHost, StockHost
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often the tree of each module, by its id, is walked over from the top."""
+    counts: Counter[int] = Counter()
+    real = nn.Module.named_modules
+
+    def counting(self: nn.Module, memo: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if memo is None:
+            counts[id(self)] += 1
+        return real(self, memo, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "named_modules", counting)
+    return counts
+
+
+def test_names_are_those_of_torch() -> None:
+    model = new_model()
+    # A module in two places.
+    model.again = model.bert.pooler
+    inventory = Inventory.of(model)
+    assert inventory.modules == dict(model.named_modules())
+    expected = list(model.named_parameters(remove_duplicate=False))
+    found = list(inventory.parameters())
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(a is b for (_, a), (_, b) in zip(found, expected, strict=True))
+    assert inventory.shared(["bert.pooler.dense", "classifier"]) == [
+        "bert.pooler.dense.weight is also again.dense.weight"
+    ]
+
+
+def test_blocks_are_entries_of_the_outermost_list_or_of_the_one_that_is_measured() -> None:
+    inner = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
+    inventory = Inventory.of(nn.ModuleDict({"layers": nn.ModuleList([inner]), "head": nn.Linear(2, 2)}))
+    assert inventory.blocks(inventory.linears) == {
+        "layers.0": ["layers.0.experts.0", "layers.0.experts.1"],
+        "head": ["head"],
+    }
+    measured = inventory.layer_blocks("layers.0.experts", 1)
+    assert inventory.blocks(inventory.linears, measured) == {
+        "layers.0.experts.0": ["layers.0.experts.0"],
+        "layers.0": ["layers.0.experts.1"],
+        "head": ["head"],
+    }
+
+
+def test_one_walk_takes_it_and_one_confirms_it(walks: Counter[int]) -> None:
+    model, config = new_model(), MoQConfig.from_dict({**CONFIG, "quantize_embeddings": 8})
+    walks.clear()
+    inventory = take_inventory(model, config)
+    assert walks[id(model)] == 1
+    assert take_inventory(model, config, inventory) is inventory
+    assert walks[id(model)] == 2
+
+
+@pytest.mark.parametrize("make", [stock, moq])
+def test_a_run_begins_with_what_was_found_when_its_trainer_was_built(make: Any, tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, MoQCallback))
+    controller = callback.controller
+    assert controller is not None
+    inventory = controller.inventory
+    trainer.train()
+    assert callback.controller is controller and controller.inventory is inventory
+    assert controller.schedule.total_steps == trainer.state.max_steps
+
+
+def test_a_layer_that_was_replaced_in_the_meantime_is_quantized(tmp_path: Path) -> None:
+    trainer = stock(tmp_path)
+    trainer.model.bert.pooler.dense = nn.Linear(16, 16)
+    trainer.train()
+    assert isinstance(trainer.model.bert.pooler.dense, QuantLinear)
+
+
+def test_weights_that_were_partitioned_in_the_meantime_are_refused(tmp_path: Path) -> None:
+    trainer = stock(tmp_path)
+    # As DeepSpeed's ZeRO-3 does it, to the parameters of the same modules.
+    trainer.model.bert.pooler.dense.bias.ds_id = 1
+    with pytest.raises(MoQError, match="ZeRO-3"):
+        trainer.train()
+
+
+def test_the_host_is_the_trainer_that_was_built_last(tmp_path: Path) -> None:
+    trainer = moq(tmp_path)
+    callback = trainer.moq
+    assert isinstance(callback.host, MoQHost)
+    model = new_model()
+    Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[callback])
+    assert isinstance(callback.host, StockHost)
+    other = moq(tmp_path, None, [callback])
+    assert isinstance(callback.host, MoQHost) and callback.host.is_of(other.state)
+
+
+def test_what_the_layers_are_is_what_the_config_says() -> None:
+    model = new_model()
+    model.bert.beside = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    found = take_inventory(model, MoQConfig.from_dict(CONFIG))
+    assert found.heads == ["classifier"] and not found.embeddings
+    assert found.left_out == {"classifier": None, "bert.beside": "a computed weight"}
+    assert "bert.beside" not in found.layers and "bert.pooler.dense" in found.layers
+    off = take_inventory(model, MoQConfig.from_dict({**CONFIG, "enabled": False}))
+    assert not off.layers and off.linears.keys() == found.linears.keys()
