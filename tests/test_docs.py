@@ -246,11 +246,16 @@ def test_moq_hf_commands(command: str, checkout: Path, capsys: pytest.CaptureFix
 def test_other_commands(command: str, tmp_path: Path) -> None:
     program, *words = shlex.split(command)
     assert program in ("python", ".venv/bin/python")
-    folder = tmp_path
+    folder, written = tmp_path, None
     if words[:2] == ["-m", "pytest"]:
         # The tests that are named must be there; they run with all the others.
         words += ["--collect-only", "--quiet", *programs.NESTED]
         folder = ROOT
+    elif words[0] == "-c":
+        # What it would write is there already.
+        _, program, _, written = words
+        (tmp_path / "program.py").write_text(program)
+        words = ["program.py"]
     else:
         words += ADDED[words[0]]
         words[0] = str(ROOT / words[0])
@@ -258,6 +263,7 @@ def test_other_commands(command: str, tmp_path: Path) -> None:
         words[words.index("--model_name_or_path") + 1] = str(tiny_model(tmp_path / "tiny", vocab_size=1100))
     done = programs.run(*words, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert written is None or done.stdout == (ROOT / written).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(LAUNCHERS)])
