@@ -16,7 +16,9 @@ from repo import HELPERS, ROOT
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from moq_hf import MoQError, processes, quantize_model, verify_quantized
+from moq_hf import MoQError, quantize_model, verify_quantized
+from moq_hf.model.inventory import Inventory
+from moq_hf.names import named_modules
 
 ERRORS = ["config", "bits", "skipped"]
 JOBS = [
@@ -142,7 +144,11 @@ def test_wrappers_of_activation_checkpointing_change_no_name() -> None:
     layers = wrapped.bert.encoder.layer
     layers[0] = checkpoint_wrapper(layers[0])
     wrapped.bert.pooler.dense = checkpoint_wrapper(wrapped.bert.pooler.dense)
-    assert set(dict(processes.named_modules(wrapped))) == set(dict(plain.named_modules()))
-    names = [name for name, _ in processes.named_parameters(wrapped)]
-    assert names == [name for name, _ in plain.named_parameters()]
-    assert list(processes.named_modules(wrapped))[-1][1] is wrapped.classifier
+    inventory = Inventory.of(wrapped)
+    assert set(inventory.modules) == set(dict(named_modules(wrapped))) == set(dict(plain.named_modules()))
+    assert [name for name, _ in inventory.parameters()] == [name for name, _ in plain.named_parameters()]
+    assert list(named_modules(wrapped))[-1][1] is wrapped.classifier
+    # Wrapped after it was taken: the modules inside are the same.
+    before = Inventory.of(plain)
+    plain.bert.encoder.layer[0] = checkpoint_wrapper(plain.bert.encoder.layer[0])
+    assert before.describes(plain)
