@@ -5,12 +5,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import quantizer
 from ..errors import MoQError
 from ..grid import PerGroup
-from ..names import adapters, named_modules, plain_name
+from ..model.inventory import Inventory, is_linear
+from ..names import plain_name
 from ..quant_linear import QuantConv1D, QuantEmbedding, QuantLayer
 from ..reading import Entry
 from ..schedule import FLOAT_BITS
@@ -24,11 +25,13 @@ _Value = TypeVar("_Value")
 class Encoder:
     """How the layers of one model are stored; collects the config groups of compressed-tensors as they come up."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, QuantLayer], layout: Layout) -> None:
+    def __init__(self, inventory: Inventory, layers: Mapping[str, QuantLayer], layout: Layout) -> None:
         self.layout = layout
         self.groups: dict[str, dict[str, Any]] = {}
         self.stored: dict[str, StoredLayer] = {}
-        self.modules = set(plain(dict(named_modules(model)), adapters(model)))
+        model, modules = inventory.model, plain(inventory.modules, inventory.adapters)
+        self.modules = modules.keys()
+        self.linears = [name for name, module in modules.items() if is_linear(module)]
         self.prefix = str(getattr(model, "base_model_prefix", ""))
         self.is_base = bool(self.prefix) and not hasattr(model, self.prefix)
         self.has_conv1d = any(isinstance(layer, QuantConv1D) for layer in layers.values())

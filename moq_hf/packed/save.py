@@ -14,13 +14,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..errors import MoQError, one_line
-from ..model.convert import quant_embeddings, quant_layers
 from ..model.inventory import Inventory
 from ..model.refresh import check_finite
 from ..model.sizes import ModelSizes
-from ..names import adapters, uncompiled, without_fsdp, without_peft
+from ..names import uncompiled, without_fsdp, without_peft
 from ..processes import is_sharded
-from ..quant_linear import QuantLayer
+from ..quant_linear import QuantEmbedding, QuantLayer
 from ..training.controller import MoQController
 from ..transformers_seams import has_adapter, initialize_again
 from .encoder import Encoder, plain
@@ -106,16 +105,19 @@ class _Saving:
         self.companions = companions
         self.whole_model = uncompiled(model)
         self.model: Any = without_peft(self.whole_model)
-        self.added = adapters(self.model)
-        self.quantized: dict[str, QuantLayer] = {**quant_layers(self.model), **quant_embeddings(self.model)}
-        self.layers = plain(self.quantized, self.added)
+        self.whole = Inventory.of(self.whole_model)
+        self.inventory = self.whole if self.model is self.whole_model else Inventory.of(self.model)
+        found = {name: module for name, module in self.inventory.modules.items() if isinstance(module, QuantLayer)}
+        # Embedding tables stand last in the files.
+        self.quantized = dict(sorted(found.items(), key=lambda item: isinstance(item[1], QuantEmbedding)))
+        self.layers = plain(self.quantized, self.inventory.adapters)
 
     def check(self) -> None:
-        _check_model(self.model, self.quantized, self.target, self.companions.state_dict is None)
+        _check_model(self.inventory, self.quantized, self.target, self.companions.state_dict is None)
 
     def layouts(self) -> list[Layout]:
         """Those that transformers can load, the best one first; the last one is right for every model."""
-        encoder = Encoder(self.model, self.layers, "packed")
+        encoder = Encoder(self.inventory, self.layers, "packed")
         if encoder.has_conv1d or _parts_are_called(self.model) or _init_reaches_into(self.model, encoder.packed):
             return ["unpacked", "floats"]
         return ["packed", "unpacked", "floats"]
@@ -156,16 +158,16 @@ class _Saving:
         return found
 
     def _tensors(self) -> dict[str, Tensor]:
-        path = next(name for name, module in self.whole_model.named_modules() if module is self.model)
+        path = next(name for name, module in self.whole.modules.items() if module is self.model)
         given = self.companions.state_dict or {}
         return plain(
             {name.removeprefix(f"{path}."): tensor for name, tensor in given.items()} or self.model.state_dict(),
-            self.added,
+            self.inventory.adapters,
         )
 
     def _write(self, folder: Path, layout: Layout, by_hand: bool) -> Encoder:
         tensors, beside = self._tensors(), self.companions
-        encoder = Encoder(self.model, self.layers, layout)
+        encoder = Encoder(self.inventory, self.layers, layout)
         for name, layer in self.layers.items():
             encoder.store(name, layer, tensors)
         with quiet():
@@ -189,7 +191,7 @@ class _Saving:
         state["proof"] = None if proof is None else proof.to_dict()
         # Nobody's `save_pretrained` wrote it.
         state["by_hand"] = by_hand
-        sizes = ModelSizes(Inventory.of(self.whole_model), self.quantized)
+        sizes = ModelSizes(self.whole, self.quantized)
         state["parameters"] = {"total": sizes.total, "quantized": sizes.quantized}
         state["tensors"] = {name: digest_of(tensor) for name, tensor in tensors_in(folder)}
         config = folder / CONFIG
@@ -228,9 +230,10 @@ def _init_reaches_into(model: nn.Module, packed: Iterable[str]) -> bool:
     return False
 
 
-def _check_model(model: nn.Module, layers: Mapping[str, QuantLayer], target: Path, has_weights: bool) -> None:
+def _check_model(inventory: Inventory, layers: Mapping[str, QuantLayer], target: Path, has_weights: bool) -> None:
     from transformers import PreTrainedModel
 
+    model = inventory.model
     if not isinstance(model, PreTrainedModel):
         raise MoQError(f"only models of transformers can be saved packed, got {type(model).__name__}")
     if has_adapter(model):
@@ -239,7 +242,7 @@ def _check_model(model: nn.Module, layers: Mapping[str, QuantLayer], target: Pat
         raise MoQError("the model has no quantized layer: call quantize_model first, or train it with MoQ")
     if target.exists() and not target.is_dir():
         raise MoQError(f"{target} is a file, not a directory")
-    sharing = Inventory.of(model).shared(layers)
+    sharing = inventory.shared(layers)
     if sharing:
         raise MoQError(f"{'; '.join(sharing)}: a shared weight cannot be packed; leave its layers in full precision")
     # FSDP2's tensors, and what ZeRO leaves of a weight.

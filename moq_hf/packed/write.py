@@ -11,10 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import one_line
-from ..model.inventory import is_linear
-from ..names import adapters, named_modules
 from ..transformers_seams import write_packing_config
-from .encoder import Encoder, plain
+from .encoder import Encoder
 from .files import CONFIG, INDEX, SINGLE, WEIGHTS
 from .proof import ADAPTER
 from .state import hub_id
@@ -37,10 +35,8 @@ def write_packed_files(
     model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=max_shard_size, save_original_format=False)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
-    modules = plain(dict(named_modules(model)), adapters(model))
-    linears = [name for name, module in modules.items() if is_linear(module)]
     packed = {key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")}
-    config = encoder.config([name for name in linears if name not in packed])
+    config = encoder.config([name for name in encoder.linears if name not in packed])
     if config is None:
         return
     write_packing_config(folder, config)
