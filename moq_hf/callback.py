@@ -141,6 +141,9 @@ class MoQCallback(TrainerCallback, ExportableState):
             if resumed is not None:
                 logger.warning("moq_hf: %s", messages.float_again(state.global_step))
             return
+        # Built with this callback, another Trainer may have come last.
+        if not self.host.is_of(state):
+            self.host = StockHost()
         self.host.check(self.config)
         check_alone(state, self._name)
         controller = self._controller_of(args, state, kwargs["model"], resumed)

@@ -43,7 +43,7 @@ from .config_fields import (
     read,
 )
 from .errors import MoQConfigError, listed
-from .grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
+from .grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks, Search
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ class MoQConfig:
         key("rounding of a weight to its grid", "quantize_algo.rounding"),
     ] = False
     scale: Annotated[
-        Literal["auto", "absmax", "mse"],
+        Search,
         key(
             "`absmax`; `mse`: the clipping ratio with the least squared error; `auto`: absmax above 5 bits, then mse",
             "quantize_algo.scale",

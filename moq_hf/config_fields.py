@@ -2,9 +2,9 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import field, fields
-from typing import Annotated, Any, TypeVar, cast, dataclass_transform
+from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_args
 
 from pydantic import (
     AliasChoices,
@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import CoreSchema, core_schema
 
 from .config_errors import LARGEST, UNBOUNDED, config_error, value_faults
+from .errors import show
 
 T = TypeVar("T")
 
@@ -97,7 +98,15 @@ def checked(cls: type[T]) -> type[T]:
 
     @functools.wraps(initialize)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs).arguments
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{made.__name__}() {error}") from None
+        # A part is made by its own constructor, or by `from_dict` with the file's keys.
+        mappings = [name for name, value in given.items() if isinstance(value, Mapping)]
+        if mappings:
+            kinds = {f.name: getattr((get_args(f.type) or (f.type,))[0], "__name__", "value") for f in fields(made)}
+            raise config_error(made.__name__, [f"{n}: {show(given[n])} is not a {kinds[n]}" for n in mappings])
         try:
             initialize(self, **given)
         except ValidationError as error:

@@ -5,11 +5,17 @@ are defined in `quantizer`.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 MAX_BITS = 16
 # "auto" searches clipping ratios at these bits and below, where clipping pays.
 SEARCHED_BITS = 5
+
+
+# How a scale is found: "absmax", "mse", or "auto", which is mse where codes are few.
+Search = Literal["auto", "absmax", "mse"]
+# A size of a linear layer.
+Axis = Literal["out_features", "in_features"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,16 @@ class RowBlocks:
     """
 
     count: int = 1
+    # Of the config: the key, and what else an error may propose.
+    key: ClassVar[str] = "quantize_groups"
+    instead: ClassVar[str] = ', or "per_channel"'
+    # Weights of a row that share a scale; None: whole rows do.
+    row_size: ClassVar[int | None] = None
+
+    @property
+    def divides(self) -> tuple[Axis, int] | None:
+        """Which size of a layer must be a multiple of what; None if any will do."""
+        return "out_features", self.count
 
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
         """The shape of the scale for a weight `[rows, columns]`.
@@ -41,6 +57,11 @@ class PerChannel:
     (12, 1)
     """
 
+    key: ClassVar[str] = "quantize_groups"
+    instead: ClassVar[str] = ""
+    row_size: ClassVar[int | None] = None
+    divides: ClassVar[tuple[Axis, int] | None] = None
+
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
         """The shape of the scale for a weight `[rows, columns]`."""
         return rows, 1
@@ -55,6 +76,18 @@ class PerGroup:
     """
 
     size: int
+    key: ClassVar[str] = "quantize_group_size"
+    instead: ClassVar[str] = ""
+
+    @property
+    def row_size(self) -> int | None:
+        """Weights of a row that share a scale."""
+        return self.size
+
+    @property
+    def divides(self) -> tuple[Axis, int] | None:
+        """Which size of a layer must be a multiple of what."""
+        return "in_features", self.size
 
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
         """The shape of the scale for a weight `[rows, columns]`.
@@ -90,7 +123,7 @@ class Grid:
     grouping: Grouping = RowBlocks()
     symmetric: bool = True
     stochastic: bool = False
-    search: Literal["auto", "absmax", "mse"] = "auto"
+    search: Search = "auto"
 
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
         """The shape of the scale for a weight `[rows, columns]`.

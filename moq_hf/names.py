@@ -5,6 +5,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from .errors import MoQError
 from .transformers_seams import ADAPTED, CHECKPOINTED, COMPILED, FSDP2, ORIGINAL, TRAINED_COPIES, is_peft
 
 
@@ -17,10 +18,17 @@ def unwrapped(model: Any) -> nn.Module:
     """The module that is trained, without what a Trainer shows around it: torch.compile, or a model of SetFit.
 
     PEFT's wrapper stays, since its names are those of the state dict; see `without_peft`.
+
+    Raises:
+        MoQError: It is not a module.
     """
     model = uncompiled(model)
     # SetFit's Trainer shows its callbacks what lies around the module that it trains.
-    return model if isinstance(model, nn.Module) else cast(nn.Module, cast(Any, model).model_body)
+    found = model if isinstance(model, nn.Module) else getattr(model, "model_body", None)
+    if isinstance(found, nn.Module):
+        return found
+    what = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    raise MoQError(f"the model must be a torch.nn.Module, got {what}")
 
 
 def without_fsdp(cls: type[nn.Module]) -> type[nn.Module]:

@@ -12,7 +12,7 @@ import copy
 import inspect
 import sys
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Self, cast
 
@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from . import quantizer
 from .config import MoQConfig
 from .errors import MoQError
-from .grid import Grid
+from .grid import Grid, PerChannel, PerGroup, RowBlocks
 from .kernels.backend import choose
 from .model.staleness import Key, key_of, stale, watch
 from .processes import is_sharded, whole
@@ -141,8 +141,27 @@ class LayerState:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), **dict.fromkeys(("weight", "read", "source", "key", "origin"))}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "options" in state:
+            state = _of_0_1_0(state)
+        self.__dict__.update(state)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerState":
         return LayerState(**{**copy.deepcopy(self.__getstate__(), memo), "origin": self.origin})
+
+
+def _of_0_1_0(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a layer in a model that moq_hf 0.1.0 pickled, as it is now."""
+    old = dict(state)
+    options, step, plain = old.pop("options"), old.pop("step"), old.pop("plain")
+    groups, size = options.get("groups", 1), options.get("group_size")
+    grouping = PerGroup(size) if size else PerChannel() if groups == "per_channel" else RowBlocks(groups)
+    config: MoQConfig | None = old.get("config")
+    grid = Grid(grouping, options.get("symmetric", True), options.get("rounding") == "stochastic")
+    if config is not None:
+        grid = replace(grid, search=config.scale)
+    draw = Draw(options.get("seed", 0), options.get("layer", 0), step)
+    return {**old, "grid": grid, "draw": draw, "kernel": False if plain else None}
 
 
 class QuantLayer(nn.Module):

@@ -121,6 +121,10 @@ class MoQTrainer(Trainer):
                 raise MoQError(f"cannot resume: there is no whole checkpoint in {self.args.output_dir}")
         elif resume_from_checkpoint:
             check_whole(resume_from_checkpoint)
+        moq = self._live_moq()
+        if moq is not None:
+            # It may have been given to another Trainer in the meantime.
+            moq.host = self._host
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

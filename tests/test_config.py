@@ -640,3 +640,10 @@ def test_the_command_that_renews_the_table(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     exec(RENEW, {})
     assert page.read_text(encoding="utf-8") == text
+
+
+def test_a_part_is_not_a_mapping_and_a_misspelled_argument_is_named() -> None:
+    with pytest.raises(MoQConfigError, match=r'MoQConfig: schedule: {"period": 5} is not a ScheduleConfig'):
+        MoQConfig(target_bits=4, schedule={"period": 5})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"MoQConfig\(\) got an unexpected keyword argument 'bits'"):
+        MoQConfig(bits=4)  # type: ignore[call-arg]

@@ -61,7 +61,7 @@ class Inventory:
 
     def describes(self, model: nn.Module) -> bool:
         """Whether this is the inventory of `model` as it is now: the same modules in the same places."""
-        return self.model is model and self.modules == dict(named_modules(model))
+        return self.model is model and tuple(self.named) == tuple(named_modules(model, every=True))
 
     @cached_property
     def linears(self) -> dict[str, nn.Linear | Conv1D]:

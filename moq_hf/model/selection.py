@@ -10,7 +10,6 @@ from transformers.pytorch_utils import Conv1D
 
 from ..config import MoQConfig
 from ..errors import MoQError
-from ..grid import PerGroup, RowBlocks
 from ..names import plain_name, unwrapped
 from ..processes import check_supported
 from ..transformers_seams import ADAPTED, has_dora
@@ -23,7 +22,7 @@ def take_inventory(model: Any, config: MoQConfig, known: Inventory | None = None
     Args:
         model: A module, or what a Trainer shows around it.
         config: What to look for.
-        known: One that was taken before with this config: given back if the model has the same modules still.
+        known: One that was taken before with this config: given back if it would be the same now.
 
     Raises:
         MoQError: What `quantize_model` raises, but for NaN and Inf.
@@ -37,12 +36,12 @@ def take_inventory(model: Any, config: MoQConfig, known: Inventory | None = None
             "the model comes from a packed checkpoint: call moq_hf.dequantize_model(model) before training it"
         )
     check_supported([module for _, module in found.named], [parameter for _, parameter in found.parameters()])
-    if found is known:
-        # Weights may have become something else in the same modules.
-        _check_weights(found.layers)
-        return found
+    # Afresh for a known one too: the same modules may have other weights, sizes or settings by now.
     layers, embeddings = select_layers(found, config), select_embeddings(found, config)
-    return replace(found, layers=layers, embeddings=embeddings, left_out=_left_out(found, layers, config))
+    left_out = _left_out(found, layers, config)
+    if (layers, embeddings, left_out) == (found.layers, found.embeddings, found.left_out):
+        return found
+    return replace(found, layers=layers, embeddings=embeddings, left_out=left_out)
 
 
 def select_layers(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Linear | Conv1D]:
@@ -188,19 +187,16 @@ def _features(layer: nn.Linear | Conv1D) -> dict[str, int]:
 
 
 def _check_groups(layers: Mapping[str, nn.Linear | Conv1D], config: MoQConfig) -> None:
-    match config.grouping:
-        case RowBlocks(count):
-            key, axis, instead = "quantize_groups", "out_features", ', or "per_channel"'
-        case PerGroup(count):
-            key, axis, instead = "quantize_group_size", "in_features", ""
-        case _:
-            return
+    grouping = config.grouping
+    if grouping.divides is None:
+        return
+    axis, count = grouping.divides
     sizes = {name: _features(layer)[axis] for name, layer in layers.items()}
     wrong = [f"{name} ({axis} {size})" for name, size in sizes.items() if size % count]
     if wrong:
         fits = [n for n in range(1, min(sizes.values()) + 1) if all(size % n == 0 for size in sizes.values())]
         near = sorted(fits, key=lambda n: abs(n - count))[:3]
         raise MoQError(
-            f"{key} {count} does not divide the weights of {', '.join(wrong)}; "
-            f"nearest values that fit every layer: {', '.join(map(str, sorted(near)))}{instead}"
+            f"{grouping.key} {count} does not divide the weights of {', '.join(wrong)}; "
+            f"nearest values that fit every layer: {', '.join(map(str, sorted(near)))}{grouping.instead}"
         )

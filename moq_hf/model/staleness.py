@@ -1,13 +1,16 @@
 """Is a quantized copy stale? The one answer, and the watch that has copies made anew after an optimizer's step.
 
 The watch is a hook of torch that runs after every step of every optimizer in the process. It is installed with the
-first quantized layer, and removed with the last one that is made plain again.
+first quantized layer, and removed with the last one that is made plain again. A layer that is merely collected leaves
+the hook, which then finds nothing. Inside an optimizer's step both wait until the next use of a quantized layer.
 """
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +60,9 @@ def stale(copy: Copy, weight: Tensor) -> bool:
         copy: What is known of the quantized copy.
         weight: The float weight, or what stands in its place now.
     """
+    if _unsettled:
+        with _lock:
+            _settle()
     if copy.gathered and not is_sharded(weight):
         # In the dtype of a MixedPrecisionPolicy it would be quantized otherwise.
         return copy.source is None and copy.key is not None and weight.dtype == copy.key[3]
@@ -94,6 +100,9 @@ _layers: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _controlled: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _lock = threading.RLock()
 _hook: RemovableHandle | None = None
+# Whether the hook could not be brought in line with the layers yet.
+_unsettled = False
+_OPTIMIZER = register_optimizer_step_post_hook.__code__.co_filename
 
 
 def _new_lock() -> None:
@@ -108,24 +117,42 @@ if hasattr(os, "register_at_fork"):
 
 def watch(layers: Iterable[Watched]) -> None:
     """Refresh these layers after each step of an optimizer that owns their weights."""
-    global _hook
     with _lock:
         _layers.update(layers)
         _controlled.difference_update(layers)
-        if _hook is None and _layers:
-            _hook = register_optimizer_step_post_hook(_after_optimizer_step)
+        _settle()
 
 
 def unwatch(layer: Watched) -> None:
     """Forget a layer that is made plain again."""
-    global _hook
     with _lock:
         _layers.discard(layer)
         _controlled.discard(layer)
-        # A layer that is merely collected leaves the hook: torch may be going through its hooks just then.
-        if _hook is not None and not _layers:
-            _hook.remove()
-            _hook = None
+        _settle()
+
+
+def _settle() -> None:
+    """Install or remove the hook, as there are layers or none; while torch goes through its hooks, at the next call."""
+    global _hook, _unsettled
+    wanted = bool(_layers)
+    _unsettled = wanted != (_hook is not None) and _in_optimizer_step()
+    if _unsettled:
+        return
+    if wanted and _hook is None:
+        _hook = register_optimizer_step_post_hook(_after_optimizer_step)
+    elif not wanted and _hook is not None:
+        _hook.remove()
+        _hook = None
+
+
+def _in_optimizer_step() -> bool:
+    """Whether this thread is inside an optimizer's step, whose hooks torch may be going through."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _OPTIMIZER:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def watched() -> list[Watched]:

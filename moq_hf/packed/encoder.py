@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .. import quantizer
 from ..errors import MoQError
-from ..grid import PerGroup
 from ..model.inventory import Inventory, is_linear
 from ..names import plain_name
 from ..quant_linear import QuantConv1D, QuantEmbedding, QuantLayer
@@ -158,8 +157,7 @@ def _kind(layer: QuantLayer) -> str:
 
 
 def _group_size(layer: QuantLayer) -> int | None:
-    grouping = layer.moq.grid.grouping
-    return grouping.size if isinstance(grouping, PerGroup) else None
+    return layer.moq.grid.grouping.row_size
 
 
 def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from ..config import MoQConfig
-from ..grid import PerGroup
 from ..kernels.backend import triton_wanted
 from ..model.inventory import Inventory
 from ..model.selection import embeddings_to_quantize
@@ -75,7 +74,7 @@ def warnings(inventory: Inventory, config: MoQConfig, measured: int | None, size
             f"the output heads {', '.join(heads)} are quantized too, since modules_to_not_convert is given "
             "without them; add them to it to leave them in full precision"
         )
-    if config.activation.enabled and isinstance(config.grouping, PerGroup):
+    if config.activation.enabled and config.grouping.row_size is not None:
         notes.append(
             "activation_quantization: integer products need one scale per channel, so the int8 export keeps layers "
             "with a quantize_group_size weight-only; set quantize_groups instead, for instance per_channel"

@@ -10,7 +10,7 @@ from tiny_runs import CONFIG, arguments, moq, new_model, rows, stock
 from torch import nn
 from transformers import Trainer
 
-from moq_hf import MoQCallback, MoQConfig, MoQError, QuantLinear
+from moq_hf import MoQCallback, MoQConfig, MoQError, QuantLinear, quantize_model
 from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
 from moq_hf.training.host import MoQHost, StockHost
@@ -117,3 +117,55 @@ def test_what_the_layers_are_is_what_the_config_says() -> None:
     assert "bert.beside" not in found.layers and "bert.pooler.dense" in found.layers
     off = take_inventory(model, MoQConfig.from_dict({**CONFIG, "enabled": False}))
     assert not off.layers and off.linears.keys() == found.linears.keys()
+
+
+def test_what_changed_inside_of_the_same_modules_is_seen() -> None:
+    config = MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, "quantize_embeddings": 8, "quantize_groups": 4})
+    model = nn.ModuleDict(
+        {"table": nn.Embedding(12, 8), "layers": nn.ModuleList([nn.Linear(8, 8)]), "head": nn.Linear(8, 12, bias=False)}
+    )
+    known = take_inventory(model, config)
+    assert list(known.embeddings) == ["table"] and take_inventory(model, config, known) is known
+    model["table"].max_norm = 1.0
+    with pytest.raises(MoQError, match="no embedding table that can be quantized"):
+        take_inventory(model, config, known)
+    model["table"].max_norm = None
+    model["head"].weight = model["table"].weight
+    with pytest.raises(MoQError, match=r"table.weight is also head.weight; a shared table is not supported"):
+        take_inventory(model, config, known)
+    model["head"].weight = nn.Parameter(torch.randn(12, 8))
+    layer = model["layers"][0]
+    layer.weight, layer.out_features = nn.Parameter(torch.randn(6, 8)), 6
+    with pytest.raises(MoQError, match=r"quantize_groups 4 does not divide the weights of layers.0 \(out_features 6\)"):
+        take_inventory(model, config, known)
+
+
+def test_a_second_name_of_a_module_is_seen() -> None:
+    config = MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}})
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8)]), "head": nn.Linear(8, 2)})
+    known = take_inventory(model, config)
+    model["again"] = model["layers"][0]
+    assert take_inventory(model, config, known) is not known
+
+
+@pytest.mark.parametrize("model", [None, "bert", nn.Linear, object()], ids=str)
+def test_what_is_not_a_module_is_named(model: Any) -> None:
+    with pytest.raises(MoQError, match=r"must be a torch.nn.Module, got (NoneType|str|the class Linear|object)"):
+        quantize_model(model, {"quantize_bits": {"target_bits": 4}})
+
+
+@pytest.mark.parametrize("runs_first", ["stock", "moq"])
+def test_a_callback_of_two_trainers_serves_the_one_that_trains(runs_first: str, tmp_path: Path) -> None:
+    trainers: dict[str, Any] = {"stock": stock(tmp_path / "stock")}
+    callback = next(c for c in trainers["stock"].callback_handler.callbacks if isinstance(c, MoQCallback))
+    trainers["moq"] = moq(tmp_path / "moq", None, [callback])
+    if runs_first == "moq":
+        # The stock Trainer comes last.
+        trainers["stock"] = Trainer(
+            new_model(), arguments(tmp_path / "stock"), train_dataset=rows(), callbacks=[callback]
+        )
+    trainer = trainers[runs_first]
+    trainer.train()
+    assert isinstance(callback.host, MoQHost if runs_first == "moq" else StockHost)
+    # A stock Trainer leaves delivering to the callback, a MoQTrainer does it when it saves.
+    assert (tmp_path / runs_first / "quantized").exists() == (runs_first == "stock")
