@@ -61,6 +61,10 @@ class MoQCallback(TrainerCallback, ExportableState):
         controller: The `MoQController` of the model in training; None before a Trainer has the callback, and if the
             config is not enabled.
         host: The Trainer that runs the callback.
+
+    >>> callback = MoQCallback({"quantize_bits": {"start_bits": 8, "target_bits": 4}})
+    >>> callback.config.target_bits, callback.controller is None
+    (4, True)
     """
 
     def __init__(

@@ -6,11 +6,24 @@ from typing import Any
 
 
 class MoQError(ValueError):
-    """Something that the user can put right; the text says what, where and how."""
+    """Something that the user can put right; the text says what, where and how.
+
+    >>> import moq_hf
+    >>> moq_hf.verify_quantized("nowhere")
+    Traceback (most recent call last):
+    moq_hf.errors.MoQError: nowhere is not a directory
+    """
 
 
 class MoQConfigError(MoQError):
-    """A config that cannot be used: one line for each thing that is wrong with it."""
+    """A config that cannot be used: one line for each thing that is wrong with it.
+
+    >>> import moq_hf
+    >>> moq_hf.MoQConfig.from_dict({"quantize_bits": {"start_bits": 12, "target_bit": 4}, "seed": -1})
+    Traceback (most recent call last):
+    moq_hf.errors.MoQConfigError: MoQ config: 3 things are wrong
+    ...
+    """
 
 
 # Of the things that are wrong with a file, that many are listed one by one.

@@ -121,6 +121,15 @@ def plan(
         MoQConfigError: The config is wrong.
         MoQError: The config quantizes nothing within `total_steps` or activations from after it, has more drops than
             fit before its deadline, or the eigenvalues are wrong.
+
+    >>> config = {
+    ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
+    ...     "quantize_schedule": {"quantize_period": 10, "schedule_offset": 5},
+    ... }
+    >>> print(plan(config, 100))
+    100 optimizer steps, 6 to 4 bits, offset 5, period 10, no deadline
+    block        6 bits  5 bits  4 bits  at target
+    every block       5      15      25         25
     """
     config = MoQConfig.load(config)
     if not isinstance(total_steps, int) or total_steps < 1:
@@ -140,14 +149,8 @@ def plan(
     eigenvalues = eigenvalues or {}
     schedule = PrecisionSchedule(config, eigenvalues if blocks is None else blocks, total_steps)
     switches: dict[str, list[Switch]] = {name: [] for name in schedule.bits}
-    while any(bits > config.target_bits for bits in schedule.bits.values()):
-        # Nothing happens until one of these steps.
-        coming = [
-            0 if bits == FLOAT_BITS else schedule.period[name]
-            for name, bits in schedule.bits.items()
-            if bits > config.target_bits
-        ]
-        schedule.steps = config.schedule.offset + min(coming) - 1
+    while (step := schedule.next_step()) is not None:
+        schedule.steps = step - 1
         for switch in schedule.advance(eigenvalues):
             switches[switch.block].append(switch)
     fade = fade_steps(config)

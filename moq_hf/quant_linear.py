@@ -471,6 +471,14 @@ class QuantLinear(QuantLayer, nn.Linear):
 
     Attributes:
         moq: The layer's `LayerState`.
+
+    >>> from moq_hf import quantize_model
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    >>> quantize_model(model, {"quantize_bits": {"start_bits": 3, "target_bits": 3}})
+    Sequential(
+      (0): QuantLinear(in_features=4, out_features=4, bias=True, bits=3)
+      (1): Linear(in_features=4, out_features=2, bias=True)
+    )
     """
 
     def forward(self, input: Tensor) -> Tensor:

@@ -73,6 +73,19 @@ class PrecisionSchedule:
         steps: Optimizer steps taken, those before the offset included.
         bits: Block name to the bits of the next forward pass.
         period: Block name to the steps since the offset at which its next drop is due.
+
+    >>> config = MoQConfig.from_dict({
+    ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
+    ...     "quantize_schedule": {"quantize_period": 2, "schedule_offset": 0},
+    ... })
+    >>> schedule = PrecisionSchedule(config, ["layer.0", "layer.1"])
+    >>> for step in range(1, 5):
+    ...     switches = schedule.advance()
+    ...     print(step, schedule.bits)
+    1 {'layer.0': 6, 'layer.1': 6}
+    2 {'layer.0': 5, 'layer.1': 5}
+    3 {'layer.0': 5, 'layer.1': 5}
+    4 {'layer.0': 4, 'layer.1': 4}
     """
 
     def __init__(self, config: MoQConfig, blocks: Iterable[str], total_steps: int | None = None) -> None:
@@ -119,6 +132,15 @@ class PrecisionSchedule:
     def due(self) -> tuple[str, ...]:
         """The blocks that will change in the coming `advance`."""
         return tuple(name for name in self.bits if self._is_due(name, self.steps + 1))
+
+    def next_step(self) -> int | None:
+        """The step after which a block changes next, with what is known now; None once all are at their targets."""
+        coming = [
+            0 if bits == FLOAT_BITS else self.period[name]
+            for name, bits in self.bits.items()
+            if bits > self.config.target_bits
+        ]
+        return self.config.schedule.offset + min(coming) if coming else None
 
     def drops_ahead(self, steps: int = 1) -> tuple[str, ...]:
         """The blocks that will lose a bit in one of the coming `steps` calls of `advance`; the offset is no loss."""

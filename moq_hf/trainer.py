@@ -72,6 +72,21 @@ class MoQTrainer(Trainer):
         moq: The `MoQCallback`, or None.
         final_metrics: Metrics for `moq_state.json` and the model card; None takes the last evaluation in the log.
         float_metrics: The same of a model trained in float. Set both before saving or pushing.
+
+    >>> import tempfile
+    >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **sizes))
+    >>> data = [{"input_ids": [1, 2, 3], "labels": 0}, {"input_ids": [4, 5, 6], "labels": 1}]
+    >>> config = {
+    ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
+    ...     "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0},
+    ... }
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     args = TrainingArguments(folder, max_steps=3, use_cpu=True, report_to=[])
+    ...     trainer = MoQTrainer(model, args, train_dataset=data, moq_config=config)
+    >>> trainer.moq.controller.layers["bert.pooler.dense"]
+    QuantLinear(in_features=16, out_features=16, bias=True, bits=6)
     """
 
     # Tries of an upload, and seconds before the second one; each later one waits twice as long.

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from repo import ROOT
 
+import moq_hf
+
 PACKAGE = ROOT / "moq_hf"
 SOURCES = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {path: ast.parse(source) for path, source in SOURCES.items()}
@@ -54,6 +56,9 @@ def test_arguments_name_the_thing_before_they_refer() -> None:
 def test_there_are_examples_and_each_public_name_has_one() -> None:
     examples = sum(source.count("\n    >>> ") + source.count("\n        >>> ") for source in SOURCES.values())
     assert examples >= 30
+    for name in moq_hf.__all__:
+        value = getattr(moq_hf, name)
+        assert not callable(value) or ">>> " in (value.__doc__ or ""), name
 
 
 def uses(what: str) -> set[str]:

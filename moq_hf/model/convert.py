@@ -50,6 +50,12 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
             divide a layer's weight, weights that ZeRO-3, FSDP1 or tensor parallelism took apart, or NaN or Inf in a
             weight. The model is a float one then.
         MoQConfigError: The config is wrong.
+
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    >>> config = {"quantize_bits": {"start_bits": 2, "target_bits": 2}, "modules_to_not_convert": ["1"]}
+    >>> layer = quantize_model(model, config)[0]
+    >>> len(layer.quantized_weight().unique())
+    3
     """
     config = MoQConfig.load(config)
     inventory = take_inventory(model, config)
@@ -86,6 +92,12 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
 
     Raises:
         MoQError: `weights` is neither, or the model has no quantized layer.
+
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    >>> before = model[0].weight.detach().clone()
+    >>> model = quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    >>> torch.equal(dequantize_model(model, weights="float")[0].weight, before)
+    True
     """
     if weights not in ("quantized", "float"):
         raise MoQError(f'weights must be "quantized" or "float", got {weights!r}')

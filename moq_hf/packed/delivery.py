@@ -64,6 +64,17 @@ def save_quantized(
     Raises:
         MoQError: The model is not one of transformers or has no quantized layer, a quantized weight is shared, sharded
             or holds NaN or Inf, transformers cannot make a model of its class, or the files cannot be written.
+
+    >>> import tempfile
+    >>> from moq_hf import quantize_model, verify_quantized
+    >>> from transformers import BertConfig, BertForSequenceClassification
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **sizes))
+    >>> model = quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     found = verify_quantized(save_quantized(model, folder), model)
+    >>> found.layers["bert.pooler.dense"].stored, found.layers["bert.pooler.dense"].bits
+    ('packed', 4)
     """
     companions = Companions(processing_class, controller, metrics, float_metrics, state_dict, max_shard_size)
     found = write_packed(model, directory, companions, inputs=inputs, layout=layout)

@@ -107,6 +107,18 @@ def load_packed(
         MoQError: The checkpoint is not packed, or names no class of transformers.
         OSError: There is no such checkpoint.
         ImportError: compressed-tensors is not installed.
+
+    >>> import tempfile
+    >>> from moq_hf import quantize_model, save_quantized
+    >>> from transformers import BertConfig, BertModel
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> model = BertModel(BertConfig(vocab_size=50, max_position_embeddings=16, **sizes)).eval()
+    >>> model = quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    >>> ids = torch.tensor([[1, 2, 3]])
+    >>> with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+    ...     loaded = load_packed(save_quantized(model, folder), device="cpu", dtype=torch.float32)
+    ...     torch.equal(loaded(ids).last_hidden_state, model(ids).last_hidden_state)
+    True
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = transformers.AutoConfig.from_pretrained(directory, **kwargs)

@@ -51,6 +51,11 @@ def verify_quantized(
 
     Raises:
         MoQError: Something is damaged, missing or different; names the file and the tensor.
+
+    >>> from pathlib import Path
+    >>> verify_quantized(Path("a folder that is not there"))
+    Traceback (most recent call last):
+    moq_hf.errors.MoQError: a folder that is not there is not a directory
     """
     if inputs is not None and model is None:
         raise MoQError("inputs are for the comparison with a model: give the model too")

@@ -29,6 +29,9 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
     Returns:
         The path of the checkpoint, or None if there is no whole one.
+
+    >>> last_checkpoint("a folder without checkpoints") is None
+    True
     """
     for path in checkpoints(folder):
         fault = fault_of(path)

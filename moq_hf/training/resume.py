@@ -252,20 +252,10 @@ def _unused(*configs: Mapping[str, Any]) -> set[str]:
 
 def _replay(schedule: PrecisionSchedule, history: Sequence[Switch], steps: int, bits: Mapping[str, int]) -> str | None:
     """Take `schedule` to `steps` with the eigenvalues that were measured; say what came otherwise, if anything."""
-    config = schedule.config
     was: dict[int, dict[str, Switch]] = {}
     for switch in history:
         was.setdefault(switch.step, {})[switch.block] = switch
-    while True:
-        # Nothing happens until one of these steps.
-        coming = [
-            0 if now == FLOAT_BITS else schedule.period[name]
-            for name, now in schedule.bits.items()
-            if now > config.target_bits
-        ]
-        step = config.schedule.offset + min(coming, default=steps + 1)
-        if step > steps:
-            break
+    while (step := schedule.next_step()) is not None and step <= steps:
         schedule.steps = step - 1
         then = was.pop(step, {})
         made = schedule.advance({n: s.eigenvalue for n, s in then.items() if s.eigenvalue is not None})

@@ -148,7 +148,7 @@ def test_a_second_name_of_a_module_is_seen() -> None:
     assert take_inventory(model, config, known) is not known
 
 
-@pytest.mark.parametrize("model", [None, "bert", nn.Linear, object()], ids=str)
+@pytest.mark.parametrize("model", [None, "bert", nn.Linear, object()], ids=["none", "text", "class", "object"])
 def test_what_is_not_a_module_is_named(model: Any) -> None:
     with pytest.raises(MoQError, match=r"must be a torch.nn.Module, got (NoneType|str|the class Linear|object)"):
         quantize_model(model, {"quantize_bits": {"target_bits": 4}})
