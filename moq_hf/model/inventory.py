@@ -61,7 +61,8 @@ class Inventory:
 
     def describes(self, model: nn.Module) -> bool:
         """Whether this is the inventory of `model` as it is now: the same modules in the same places."""
-        return self.model is model and tuple(self.named) == tuple(named_modules(model, every=True))
+        # By name: what activation checkpointing puts around a module has the same one, and stands before it.
+        return self.model is model and dict(self.named) == dict(named_modules(model, every=True))
 
     @cached_property
     def linears(self) -> dict[str, nn.Linear | Conv1D]:
