@@ -19,10 +19,8 @@ held-out modules but the first.
 
 import argparse
 import copy
-import json
 import logging
 import math
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,7 +49,7 @@ class Settings:
     context: int = 128
     batch: int = 16
     steps: int = 800
-    further_steps: int = 200
+    further_steps: int = 100
     rate: float = 3e-3
 
 
@@ -163,9 +161,7 @@ class Study:
         with torch.no_grad():
             for block in self.validation.split(64):
                 logits = model(input_ids=block).logits[:, :-1]
-                loss = torch.nn.functional.cross_entropy(
-                    logits.flatten(0, 1), block[:, 1:].flatten(), reduction="none"
-                )
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), block[:, 1:].flatten(), reduction="none")
                 total, count = total + float(loss.double().sum()), count + loss.numel()
         # Blocks leave out a rest of less than a block.
         bits = total / math.log(2) / count * self._tokens_per_byte()
