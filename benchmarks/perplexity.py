@@ -1,7 +1,7 @@
 """A causal language model's perplexity in float, rounded after training, and trained at 4, 3 and 2 bits.
 
     python benchmarks/perplexity.py
-    python benchmarks/perplexity.py --report
+    python benchmarks/perplexity.py --report --page docs/evidence/perplexity.md
 
 A small Llama is trained from scratch on the text of Python's standard library (`stdlib_text.py`). That float model of a
 seed is what every other arm of the seed begins with, and all of them train for the same further steps:
@@ -21,6 +21,8 @@ import argparse
 import copy
 import logging
 import math
+import re
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import stdlib_text
+from report_study import paired
 from short_runs import Lines
 
 ROUNDED, ON, BASIC, MOQ, TAUGHT = "rounded", "float, trained on", "basic QAT", "MoQ", "taught"
@@ -260,6 +263,49 @@ def runs(rate: float, seeds: Sequence[int] = SEEDS, arms: Sequence[str] | None =
         yield from (run for run in every if arms is None or run.arm in arms)
 
 
+def table(lines: Sequence[Mapping[str, Any]], rate: float) -> str:
+    """A Markdown table, an arm a line: the mean over seeds and paired differences with their 95 % intervals.
+
+    Args:
+        lines: Those of the output file; of other settings than `Settings()` and of other learning rates none counts.
+        rate: Of the further steps.
+    """
+    counted = [line for line in lines if line["settings"] == asdict(Settings()) and line["rate"] in (0.0, rate)]
+    found: dict[tuple[str, int], dict[int, Mapping[str, Any]]] = {}
+    for run in runs(rate):
+        own = {key: value for key, value in asdict(run).items() if key != "seed"}
+        found[run.arm, run.bits] = {
+            line["seed"]: line for line in counted if line["seed"] in SEEDS and own == {key: line[key] for key in own}
+        }
+
+    def of(arm: str, bits: int, value: str = "perplexity") -> dict[int, float]:
+        return {seed: line[value] for seed, line in found[arm, bits].items()}
+
+    head = ["bits", "arm", "seeds", "perplexity", "bits per byte", "against float", "against rounded"]
+    rows = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for (arm, bits), own in found.items():
+        if own:
+            means = (statistics.fmean(of(arm, bits, value).values()) for value in ("perplexity", "bits_per_byte"))
+            versus_float = "" if arm == "float" else paired(of(arm, bits), of("float", 32), 2)
+            versus = "" if bits == 32 or arm == ROUNDED else paired(of(arm, bits), of(ROUNDED, bits), 2)
+            cells = [str(bits), arm, str(len(own)), *(f"{mean:.{n}f}" for mean, n in zip(means, (2, 4), strict=True))]
+            rows.append("| " + " | ".join([*cells, versus_float, versus]) + " |")
+    return "\n".join(rows)
+
+
+def report(path: Path, rate: float, page: Path | None) -> None:
+    """Print the table, or renew it in a page between its marks."""
+    text = table(Lines(path).lines, rate)
+    if page is None:
+        print(text)
+        return
+    marks = r"(?s)(?<=<!-- perplexity -->\n).*(?=<!-- end of perplexity -->)"
+    renewed, count = re.subn(marks, lambda _: f"{text}\n", page.read_text(encoding="utf-8"))
+    if count != 1:
+        raise SystemExit(f"{page} has {count} places for the table, between <!-- perplexity --> marks")
+    page.write_text(renewed, encoding="utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run what is missing, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -269,9 +315,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--bits", nargs="+", type=int, choices=BITS, default=list(BITS))
     parser.add_argument("--model_dir", type=Path, default=Path("runs/perplexity"))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "perplexity.jsonl")
+    parser.add_argument("--report", action="store_true", help="print the table of the lines that are there, and stop")
+    parser.add_argument("--page", type=Path, help="with --report: renew the table between its marks")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--further_steps", type=int)
     args = parser.parse_args(argv)
+    if args.report:
+        report(args.output, args.rate, args.page)
+        return
     import torch
 
     torch.set_num_threads(1)

@@ -1,8 +1,9 @@
-"""Loads a packed language model without moq_hf and compares its answers: for `trl_variants.py`.
+"""Loads packed language models without moq_hf and compares their answers: for `trl_variants.py`.
 
-    python benchmarks/stranger_lm.py FOLDER EXPECTED.pt
+    python benchmarks/stranger_lm.py RUN ...
 
-The last line is JSON: whether logits and generated tokens are equal to what is expected, and the largest difference.
+A run's folder has `quantized` and, in `expected.pt`, a question and its answers. For each it prints a line of JSON:
+whether logits and generated tokens are equal to those, and the largest difference.
 """
 
 import json
@@ -22,26 +23,31 @@ def answers_of(model: Any, question: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"logits": logits, "tokens": tokens}
 
 
-def main(folder: Path, expected: Path) -> None:
+def compare(run: Path) -> dict[str, Any]:
     """Load, compute, compare."""
     from transformers import AutoModelForCausalLM
 
-    known = torch.load(expected)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    if (folder / "adapter").is_dir():
-        from peft import PeftModel
+    known, folder = torch.load(run / "expected.pt"), run / "quantized"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        if (folder / "adapter").is_dir():
+            from peft import PeftModel
 
-        # The first call unpacks the weights, which PEFT needs.
-        model(input_ids=known["question"])
-        model = PeftModel.from_pretrained(model, folder / "adapter")
-    found = answers_of(model, known["question"])
+            # The first call unpacks the weights, which PEFT needs.
+            model(input_ids=known["question"])
+            model = PeftModel.from_pretrained(model, folder / "adapter")
+        found = answers_of(model, known["question"])
+    except Exception as error:
+        # Each of them is a result.
+        return {"loading_error": f"{type(error).__name__}: {error}".splitlines()[0]}
     difference = (found["logits"] - known["logits"]).abs().max()
     equal = {f"{name}_are_equal": torch.equal(found[name], known[name]) for name in ("logits", "tokens")}
-    print(json.dumps({**equal, "largest_difference": float(difference)}))
+    return {**equal, "largest_difference": float(difference)}
 
 
 if __name__ == "__main__":
     # None makes every import of it fail.
     sys.modules["moq_hf"] = None  # type: ignore[assignment]
     torch.set_num_threads(1)
-    main(*map(Path, sys.argv[1:]))
+    for name in sys.argv[1:]:
+        print(json.dumps(compare(Path(name))), flush=True)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +133,6 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     layers = verify_quantized(packed).layers
     question = torch.tensor([[1, 270, 280, 290, 300, 310]])
     torch.save({"question": question, **answers_of(model, question)}, folder / "expected.pt")
-    command = [sys.executable, str(Path(__file__).parent / "stranger_lm.py"), str(packed), str(folder / "expected.pt")]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    if told.returncode:
-        raise RuntimeError(f"loading failed: {told.stderr.strip().splitlines()[-1]}")
     state = json.loads((packed / "moq_state.json").read_text(encoding="utf-8"))
     return {
         "steps": trainer.state.global_step,
@@ -145,8 +141,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         "bits": sorted({layer.bits for layer in layers.values()}),
         "layers": len(layers),
         "has_adapter": (packed / "adapter").is_dir(),
-        "proof": state.get("proof"),
-        **json.loads(told.stdout.splitlines()[-1]),
+        "layout": state["layout"],
+        "proof_agrees": state["proof"]["agrees"],
         "digest": digest(model),
         "seconds": round(time.perf_counter() - began, 1),
     }
@@ -170,11 +166,18 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "trl.json")
     args = parser.parse_args()
-    results: dict[str, Mapping[str, Any]] = {}
-    for name in args.variants:
-        with tempfile.TemporaryDirectory(prefix="trl-") as folder:
-            results[name] = attempt(lambda name=name, folder=folder: run(name, Path(folder)))
-        print(name, json.dumps(results[name])[:300], flush=True)
+    with tempfile.TemporaryDirectory(prefix="trl-") as place:
+        folders = {name: Path(place, str(number)) for number, name in enumerate(args.variants)}
+        results = {}
+        for name, folder in folders.items():
+            results[name] = attempt(lambda name=name, folder=folder: run(name, folder))
+            print(name, json.dumps(results[name]), flush=True)
+        loaded = [name for name in results if "error" not in results[name]]
+        command = [sys.executable, str(Path(__file__).parent / "stranger_lm.py")]
+        told = subprocess.run([*command, *(folders[name] for name in loaded)], stdout=subprocess.PIPE, text=True)
+        lines = [line for line in told.stdout.splitlines() if line.startswith("{")]
+        for name, line in zip(loaded, lines, strict=True):
+            results[name] |= json.loads(line)
     document = {"variants": results, "steps": STEPS, "moq": MOQ, **environment("trl", "peft", "compressed_tensors")}
     write(document, args.out)
 

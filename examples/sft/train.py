@@ -17,8 +17,6 @@ from datasets import Dataset
 from dialogues import dialogues
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -26,7 +24,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from moq_hf import MoQCallback, dequantize_model
+from moq_hf import MoQCallback
 
 HERE = Path(__file__).parent
 RECIPE = HERE.parents[1] / "configs" / "moq_lm_w4.json"
@@ -116,13 +114,13 @@ def to_gguf(args: argparse.Namespace, packed: Path) -> str:
     if importlib.util.find_spec("gguf") is None:
         return "GGUF: left out, since the package gguf is not installed"
     floats, base, out = (args.output_dir / name for name in ("float", "base-f16.gguf", "model-q4_0.gguf"))
-    # The converter reads floats. These are on the grid, and the export puts the integers in their place.
-    model = AutoModelForCausalLM.from_pretrained(packed)
-    dequantize_model(model).save_pretrained(floats)
-    AutoTokenizer.from_pretrained(packed).save_pretrained(floats)
-    convert = [sys.executable, args.converter, floats, "--outtype", "f16", "--outfile", base]
-    export = [sys.executable, "-m", "moq_hf.cli", "export", packed, "--to", "gguf", out, "--base", base]
-    for command in (convert, export):
+    export = [sys.executable, "-m", "moq_hf.cli", "export", packed, "--to"]
+    for command in (
+        # The converter reads floats. These are on the grid, and the export puts the integers in their place.
+        [*export, "float", floats],
+        [sys.executable, args.converter, floats, "--outtype", "f16", "--outfile", base],
+        [*export, "gguf", out, "--base", base],
+    ):
         subprocess.run([str(word) for word in command], check=True)
     return f"GGUF: {out}, {out.stat().st_size / 1e6:.2f} MB"
 
