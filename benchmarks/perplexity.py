@@ -263,47 +263,71 @@ def runs(rate: float, seeds: Sequence[int] = SEEDS, arms: Sequence[str] | None =
         yield from (run for run in every if arms is None or run.arm in arms)
 
 
-def table(lines: Sequence[Mapping[str, Any]], rate: float) -> str:
-    """A Markdown table, an arm a line: the mean over seeds and paired differences with their 95 % intervals.
+class Found:
+    """The values of the lines that count, by arm and bits, then seed.
 
     Args:
         lines: Those of the output file; of other settings than `Settings()` and of other learning rates none counts.
         rate: Of the further steps.
     """
-    counted = [line for line in lines if line["settings"] == asdict(Settings()) and line["rate"] in (0.0, rate)]
-    found: dict[tuple[str, int], dict[int, Mapping[str, Any]]] = {}
-    for run in runs(rate):
-        own = {key: value for key, value in asdict(run).items() if key != "seed"}
-        found[run.arm, run.bits] = {
-            line["seed"]: line for line in counted if line["seed"] in SEEDS and own == {key: line[key] for key in own}
-        }
 
-    def of(arm: str, bits: int, value: str = "perplexity") -> dict[int, float]:
-        return {seed: line[value] for seed, line in found[arm, bits].items()}
+    def __init__(self, lines: Sequence[Mapping[str, Any]], rate: float) -> None:
+        counted = [line for line in lines if line["settings"] == asdict(Settings()) and line["seed"] in SEEDS]
+        self.lines: dict[tuple[str, int], dict[int, Mapping[str, Any]]] = {}
+        for run in runs(rate, SEEDS[:1]):
+            wanted = (run.arm, run.bits, run.rate)
+            own = [line for line in counted if (line["arm"], line["bits"], line["rate"]) == wanted]
+            self.lines[run.arm, run.bits] = {line["seed"]: line for line in own}
 
-    head = ["bits", "arm", "seeds", "perplexity", "bits per byte", "against float", "against rounded"]
-    rows = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    for (arm, bits), own in found.items():
-        if own:
-            means = (statistics.fmean(of(arm, bits, value).values()) for value in ("perplexity", "bits_per_byte"))
-            versus_float = "" if arm == "float" else paired(of(arm, bits), of("float", 32), 2)
-            versus = "" if bits == 32 or arm == ROUNDED else paired(of(arm, bits), of(ROUNDED, bits), 2)
-            cells = [str(bits), arm, str(len(own)), *(f"{mean:.{n}f}" for mean, n in zip(means, (2, 4), strict=True))]
-            rows.append("| " + " | ".join([*cells, versus_float, versus]) + " |")
-    return "\n".join(rows)
+    def of(self, arm: str, bits: int, value: str = "perplexity") -> dict[int, float]:
+        """A value by seed."""
+        return {seed: line[value] for seed, line in self.lines[arm, bits].items()}
+
+    def against(self, arm: str, bits: int, other: str) -> str:
+        """The paired difference in perplexity to float, or to another arm of the same bits."""
+        theirs = self.of(other, 32 if other == "float" else bits)
+        return paired(self.of(arm, bits), theirs, 2)
+
+    def table(self) -> str:
+        """A Markdown table, an arm a line."""
+        head = ["bits", "arm", "seeds", "perplexity", "bits per byte", "against float", "against rounded"]
+        rows = [head, ["---"] * len(head)]
+        for (arm, bits), own in self.lines.items():
+            if own:
+                means = [
+                    statistics.fmean(self.of(arm, bits, name).values()) for name in ("perplexity", "bits_per_byte")
+                ]
+                to_float = "" if arm == "float" else self.against(arm, bits, "float")
+                to_rounded = "" if bits == 32 or arm == ROUNDED else self.against(arm, bits, ROUNDED)
+                values = [f"{means[0]:.2f}", f"{means[1]:.3f}", to_float, to_rounded]
+                rows.append([str(bits) if bits < 32 else "", arm, str(len(own)), *values])
+        return markdown(rows)
+
+    def summary(self) -> str:
+        """A Markdown table of what is lost against float, a number of bits a line."""
+        arms = (ROUNDED, BASIC, MOQ, TAUGHT)
+        rows = [["bits", *arms], ["---"] * (1 + len(arms))]
+        rows += [[str(bits), *(self.against(arm, bits, "float") for arm in arms)] for bits in BITS]
+        return markdown(rows)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as a Markdown table."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def report(path: Path, rate: float, page: Path | None) -> None:
-    """Print the table, or renew it in a page between its marks."""
-    text = table(Lines(path).lines, rate)
+    """Print the tables, or renew those that a page has marks for."""
+    found = Found(Lines(path).lines, rate)
+    tables = {"perplexity": found.table(), "perplexity summary": found.summary()}
     if page is None:
-        print(text)
+        print("\n\n".join(tables.values()))
         return
-    marks = r"(?s)(?<=<!-- perplexity -->\n).*(?=<!-- end of perplexity -->)"
-    renewed, count = re.subn(marks, lambda _: f"{text}\n", page.read_text(encoding="utf-8"))
-    if count != 1:
-        raise SystemExit(f"{page} has {count} places for the table, between <!-- perplexity --> marks")
-    page.write_text(renewed, encoding="utf-8")
+    source = page.read_text(encoding="utf-8")
+    for name, text in tables.items():
+        marks = rf"(?s)(?<=<!-- {name} -->\n).*(?=<!-- end of {name} -->)"
+        source = re.sub(marks, lambda _, text=text: f"{text}\n", source)
+    page.write_text(source, encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -316,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model_dir", type=Path, default=Path("runs/perplexity"))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "perplexity.jsonl")
     parser.add_argument("--report", action="store_true", help="print the table of the lines that are there, and stop")
-    parser.add_argument("--page", type=Path, help="with --report: renew the table between its marks")
+    parser.add_argument("--page", type=Path, help="with --report: renew the tables between its marks")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--further_steps", type=int)
     args = parser.parse_args(argv)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,21 @@ def digest(model: Any) -> str:
     return total.hexdigest()[:12]
 
 
+def table(document: Mapping[str, Any]) -> str:
+    """A Markdown table of the results, a variant a line."""
+    rows = ["| way | loss | bits | delivered | loaded by plain transformers |", "|" + " --- |" * 5]
+    for name, result in document["variants"].items():
+        if "error" in result or "loading_error" in result:
+            rows.append(f"| {name} | | | | {result.get('error', result.get('loading_error'))} |")
+            continue
+        equal = "equal bit for bit" if result["logits_are_equal"] else f"up to {result['largest_difference']:.1g} apart"
+        loss = f"{result['losses'][0]:.2f} to {result['losses'][-1]:.2f}"
+        bits = " ".join(map(str, result["bits"]))
+        adapter = " and adapter" if result["has_adapter"] else ""
+        rows.append(f"| {name} | {loss} | {bits} | {result['layout']}{adapter} | {equal} |")
+    return "\n".join(rows)
+
+
 def main() -> None:
     """Run what is asked for, and write the results."""
     from environment import environment, write
@@ -165,7 +180,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "trl.json")
+    parser.add_argument("--report", action="store_true", help="print the table of what was written, and stop")
     args = parser.parse_args()
+    if args.report:
+        print(table(json.loads(args.out.read_text(encoding="utf-8"))))
+        return
     with tempfile.TemporaryDirectory(prefix="trl-") as place:
         folders = {name: Path(place, str(number)) for number, name in enumerate(args.variants)}
         results = {}
