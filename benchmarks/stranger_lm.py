@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 
-def answers_of(model: Any, question: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Logits and 12 greedy tokens."""
+def answers_of(model: Any, question: torch.Tensor, half: bool) -> dict[str, torch.Tensor]:
+    """Logits and 12 greedy tokens; with `half` under autocast to bfloat16, as a run in `bf16` evaluates."""
     model.eval()
-    with torch.no_grad():
-        logits = model(input_ids=question).logits
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+        logits = model(input_ids=question).logits.float()
         tokens = model.generate(input_ids=question, max_new_tokens=12, do_sample=False)
     return {"logits": logits, "tokens": tokens}
 
@@ -36,7 +36,7 @@ def compare(run: Path) -> dict[str, Any]:
             # The first call unpacks the weights, which PEFT needs.
             model(input_ids=known["question"])
             model = PeftModel.from_pretrained(model, folder / "adapter")
-        found = answers_of(model, known["question"])
+        found = answers_of(model, known["question"], known["half"])
     except Exception as error:
         # Each of them is a result.
         return {"loading_error": f"{type(error).__name__}: {error}".splitlines()[0]}

@@ -9,11 +9,13 @@ must be equal. "resume" is killed after step 20 and goes on; its weights must be
 """
 
 import argparse
+import copy
 import json
 import math
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -103,13 +105,17 @@ def trainer_of(name: str, folder: Path, kill_at: int | None = None) -> Any:
     texts = [message["content"] for dialogue in dialogues()[0] for message in dialogue["messages"]]
     tokenizer = new_tokenizer(texts)
     set_seed(1)
+    model = new_model(tokenizer)
+    # Without adapters DPO would load its reference by the model's name, and this one has none.
+    more = {"ref_model": copy.deepcopy(model)} if form == "preference" and lora is None else {}
     return kind(
-        new_model(tokenizer),
+        model,
         args=arguments(str(folder), **settings),
         train_dataset=Dataset.from_list(rows_for(form)),
         processing_class=tokenizer,
         peft_config=None if lora is None else LoraConfig(**LORA, **lora),
         callbacks=[MoQCallback(MOQ), Kill()],
+        **more,
     )
 
 
@@ -132,7 +138,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     packed = folder / "quantized"
     layers = verify_quantized(packed).layers
     question = torch.tensor([[1, 270, 280, 290, 300, 310]])
-    torch.save({"question": question, **answers_of(model, question)}, folder / "expected.pt")
+    half = trainer.args.bf16
+    torch.save({"question": question, "half": half, **answers_of(model, question, half)}, folder / "expected.pt")
     state = json.loads((packed / "moq_state.json").read_text(encoding="utf-8"))
     return {
         "steps": trainer.state.global_step,
@@ -163,7 +170,8 @@ def table(document: Mapping[str, Any]) -> str:
     rows = ["| way | loss | bits | delivered | loaded by plain transformers |", "|" + " --- |" * 5]
     for name, result in document["variants"].items():
         if "error" in result or "loading_error" in result:
-            rows.append(f"| {name} | | | | {result.get('error', result.get('loading_error'))} |")
+            error = result.get("error", result.get("loading_error"))
+            rows.append(f"| {name} | | | | {textwrap.shorten(error, 100, placeholder=' ...')} |")
             continue
         equal = "equal bit for bit" if result["logits_are_equal"] else f"up to {result['largest_difference']:.1g} apart"
         loss = f"{result['losses'][0]:.2f} to {result['losses'][-1]:.2f}"
@@ -197,6 +205,8 @@ def main() -> None:
         lines = [line for line in told.stdout.splitlines() if line.startswith("{")]
         for name, line in zip(loaded, lines, strict=True):
             results[name] |= json.loads(line)
+    before = json.loads(args.out.read_text(encoding="utf-8"))["variants"] if args.out.exists() else {}
+    results = {name: {**before, **results}[name] for name in VARIANTS if name in {*before, *results}}
     document = {"variants": results, "steps": STEPS, "moq": MOQ, **environment("trl", "peft", "compressed_tensors")}
     write(document, args.out)
 
