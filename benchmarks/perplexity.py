@@ -284,30 +284,31 @@ class Found:
         return {seed: line[value] for seed, line in self.lines[arm, bits].items()}
 
     def against(self, arm: str, bits: int, other: str) -> str:
-        """The paired difference in perplexity to float, or to another arm of the same bits."""
-        theirs = self.of(other, 32 if other == "float" else bits)
-        return paired(self.of(arm, bits), theirs, 2)
+        """The paired difference in perplexity to a float arm, or to another one of the same bits, in percent of it."""
+        ours, theirs = self.of(arm, bits), self.of(other, 32 if other in ("float", ON) else bits)
+        share = {seed: 100 * value / theirs[seed] for seed, value in ours.items() if seed in theirs}
+        return paired(share, dict.fromkeys(share, 100.0))
 
     def table(self) -> str:
         """A Markdown table, an arm a line."""
-        head = ["bits", "arm", "seeds", "perplexity", "bits per byte", "against float", "against rounded"]
-        rows = [head, ["---"] * len(head)]
+        head = ["bits", "arm", "seeds", "perplexity", "bits per byte"]
+        against = ["float", ON, ROUNDED]
+        rows = [[*head, *(f"% against {other}" for other in against)], ["---"] * (len(head) + len(against))]
         for (arm, bits), own in self.lines.items():
             if own:
-                means = [
-                    statistics.fmean(self.of(arm, bits, name).values()) for name in ("perplexity", "bits_per_byte")
-                ]
-                to_float = "" if arm == "float" else self.against(arm, bits, "float")
-                to_rounded = "" if bits == 32 or arm == ROUNDED else self.against(arm, bits, ROUNDED)
-                values = [f"{means[0]:.2f}", f"{means[1]:.3f}", to_float, to_rounded]
+                names = ("perplexity", "bits_per_byte")
+                means = [statistics.fmean(self.of(arm, bits, name).values()) for name in names]
+                skipped = {"float": ("float", ON, ROUNDED), ON: (ON, ROUNDED), ROUNDED: (ON, ROUNDED)}.get(arm, ())
+                others = ["" if other in skipped else self.against(arm, bits, other) for other in against]
+                values = [f"{means[0]:.2f}", f"{means[1]:.3f}", *others]
                 rows.append([str(bits) if bits < 32 else "", arm, str(len(own)), *values])
         return markdown(rows)
 
     def summary(self) -> str:
-        """A Markdown table of what is lost against float, a number of bits a line."""
-        arms = (ROUNDED, BASIC, MOQ, TAUGHT)
+        """A Markdown table of the differences to the float model of as many steps, a number of bits a line."""
+        arms = {ROUNDED: "float", BASIC: ON, MOQ: ON, TAUGHT: ON}
         rows = [["bits", *arms], ["---"] * (1 + len(arms))]
-        rows += [[str(bits), *(self.against(arm, bits, "float") for arm in arms)] for bits in BITS]
+        rows += [[str(bits), *(self.against(arm, bits, other) for arm, other in arms.items())] for bits in BITS]
         return markdown(rows)
 
 

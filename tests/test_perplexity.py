@@ -97,21 +97,26 @@ def line(arm: str, bits: int, seed: int, value: float, rate: float = 1e-3) -> di
 
 
 def test_differences_are_paired_by_seed() -> None:
-    lines = [line("float", 32, seed, 60.0 + seed) for seed in (1, 2, 3)]
-    lines += [line(ROUNDED, 2, seed, 70.0 + 2 * seed) for seed in (1, 2, 3)]
-    lines += [line(TAUGHT, 2, seed, 62.0 + seed) for seed in (1, 2)]
+    floats = {1: 50.0, 2: 100.0, 3: 200.0}
+    lines = [line("float", 32, seed, value) for seed, value in floats.items()]
+    lines += [line(ROUNDED, 2, seed, value * (1.1 + seed / 100)) for seed, value in floats.items()]
+    lines += [line(ON, 32, seed, floats[seed] * 0.9) for seed in (1, 2)]
+    lines += [line(TAUGHT, 2, seed, floats[seed] * 1.08) for seed in (1, 2)]
     # Another seed, learning rate and size do not count.
     lines += [line("float", 32, 9, 1.0), line(TAUGHT, 2, 3, 1.0, rate=1.0)]
     lines.append({**line(TAUGHT, 2, 3, 1.0), "settings": {**Settings().__dict__, "steps": 1}})
     found = Found(lines, 1e-3)
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in found.table().splitlines()[2:]]
     assert rows == [
-        ["", "float", "3", "62.00", "0.620", "", ""],
-        # 11, 12 and 13: the mean 12, standard error 1 / sqrt 3, and Student's t is 4.303.
-        ["2", ROUNDED, "3", "74.00", "0.740", "+12.00 ± 2.48", ""],
-        ["2", TAUGHT, "2", "63.50", "0.635", "+2.00 ± 0.00", "-9.50 ± 6.35"],
+        ["", "float", "3", "116.67", "1.167", "", "", ""],
+        ["", ON, "2", "67.50", "0.675", "-10.0 ± 0.0", "", ""],
+        # 11, 12 and 13 %: the mean 12, standard error 1 / sqrt 3, and Student's t is 4.303.
+        ["2", ROUNDED, "3", "131.17", "1.312", "+12.0 ± 2.5", "", ""],
+        # 1.08 / 1.11 and 1.08 / 1.12.
+        ["2", TAUGHT, "2", "81.00", "0.810", "+8.0 ± 0.0", "+20.0 ± 0.0", "-3.1 ± 5.5"],
     ]
-    assert found.summary().splitlines()[-1] == "| 2 | +12.00 ± 2.48 |  |  | +2.00 ± 0.00 |"
+    # What had no further steps, against what had none; what had them, against what had them.
+    assert found.summary().splitlines()[-1] == "| 2 | +12.0 ± 2.5 |  |  | +20.0 ± 0.0 |"
 
 
 @pytest.mark.parametrize("name", ["evidence/perplexity", "guide/language-models"])
