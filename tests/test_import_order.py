@@ -22,6 +22,7 @@ ORDER = [
     "transformers_seams",
     "names",
     "processes",
+    "rows",
     "quantizer",
     "kernels.numba",
     "kernels.cpu",

@@ -11,11 +11,12 @@ from .. import quantizer
 from ..errors import MoQError
 from ..model.inventory import Inventory, is_linear
 from ..names import plain_name
-from ..quant_linear import QuantConv1D, QuantEmbedding, QuantLayer
+from ..quant_linear import QuantLayer
 from ..reading import Entry
+from ..rows import from_rows, to_rows
 from ..schedule import FLOAT_BITS
 from .files import CONFIG
-from .layout import FORMATS, Encoded, Layout, Terms, turned
+from .layout import FORMATS, Encoded, Layout, Terms
 from .state import MAX_PACKED_BITS, STATE_NAME, StoredLayer
 
 _Value = TypeVar("_Value")
@@ -33,7 +34,7 @@ class Encoder:
         self.linears = [name for name, module in modules.items() if is_linear(module)]
         self.prefix = str(getattr(model, "base_model_prefix", ""))
         self.is_base = bool(self.prefix) and not hasattr(model, self.prefix)
-        self.has_conv1d = any(isinstance(layer, QuantConv1D) for layer in layers.values())
+        self.has_conv1d = any(layer.kind == "conv1d" for layer in layers.values())
         self.packed = [name for name, layer in layers.items() if self.format_of(layer) == "packed"]
         self.at_load = layout == "unpacked"
         # Binary codes, -1 and 1, do not fit into one symmetric bit.
@@ -44,10 +45,10 @@ class Encoder:
         """The format that the layer is stored in: "packed", "int8", "dense" or "float"."""
         if layer.moq.bits == FLOAT_BITS or layer.moq.blend:
             return "float"
-        if isinstance(layer, QuantEmbedding):
+        if layer.kind == "embedding":
             return "int8" if self.layout == "packed" else "dense"
         # Beside a Conv1D, whose scales are those of columns, the blocks of a linear layer lie across.
-        across = self.has_conv1d and not isinstance(layer, QuantConv1D) and _group_size(layer) is not None
+        across = self.has_conv1d and layer.kind != "conv1d" and layer.moq.grid.grouping.row_size is not None
         return "dense" if self.layout == "floats" or layer.moq.bits > MAX_PACKED_BITS or across else "packed"
 
     def store(self, name: str, layer: QuantLayer, tensors: dict[str, Tensor]) -> None:
@@ -56,14 +57,15 @@ class Encoder:
         Raises:
             MoQError: The weight holds NaN or Inf.
         """
-        state, kind, stored = layer.moq, _kind(layer), self.format_of(layer)
-        weight = turned(tensors.pop(f"{name}.weight").detach(), kind)
+        state, kind, stored = layer.moq, layer.kind, self.format_of(layer)
+        parameter = tensors.pop(f"{name}.weight").detach()
+        weight = to_rows(parameter, kind).contiguous()
         settings: dict[str, Any] = {"ratio": state.ratio, "draw": state.draw}
         scales, max_error = (0, 0), 0.0
         if stored == "float":
             if state.bits != FLOAT_BITS:
                 weight = quantizer.fake_quantize(weight, state.bits, state.grid, blend=state.blend, **settings)
-            encoded = Encoded({"weight": turned(weight, kind)})
+            encoded = Encoded({"weight": from_rows(weight, kind, parameter.shape).contiguous()})
         else:
             try:
                 codes, scale, zero = quantizer.quantize(weight, state.bits, state.grid, **settings)
@@ -72,7 +74,8 @@ class Encoder:
             values = quantizer.Quantized(codes.cpu(), scale.cpu(), None if zero is None else zero.cpu())
             scales, max_error = (scale.shape[0], scale.shape[1]), _max_error(weight.cpu(), values)
             width = self.container if self.at_load and stored == "packed" else state.bits
-            terms = Terms(kind, weight.dtype, width, _group_size(layer), self.at_load, self.has_conv1d)
+            size = layer.moq.grid.grouping.row_size
+            terms = Terms(kind, parameter.shape, weight.dtype, width, size, self.at_load, self.has_conv1d)
             encoded = FORMATS[stored].encode(values, terms)
         tensors |= {f"{name}.{part}": tensor for part, tensor in encoded.parts.items()}
         self.stored[name] = StoredLayer(
@@ -148,16 +151,6 @@ def plain(named: Mapping[str, _Value], added: Iterable[str]) -> dict[str, _Value
     """By the names that modules and tensors had before PEFT came, without its adapters."""
     renamed = {plain_name(name, added): value for name, value in named.items()} if added else named
     return {name: value for name, value in renamed.items() if name is not None}
-
-
-def _kind(layer: QuantLayer) -> str:
-    if isinstance(layer, QuantEmbedding):
-        return "embedding"
-    return "conv1d" if isinstance(layer, QuantConv1D) else "linear"
-
-
-def _group_size(layer: QuantLayer) -> int | None:
-    return layer.moq.grid.grouping.row_size
 
 
 def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:

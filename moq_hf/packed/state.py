@@ -28,7 +28,7 @@ class StoredLayer:
     """How one quantized layer lies in a packed checkpoint.
 
     Attributes:
-        kind: "linear", "conv1d" or "embedding".
+        kind: What the layer is; see `rows`.
         bits: 1 to 16, or 32 for a layer that was not quantized yet.
         stored: "packed" (bits per weight), "int8" (one byte per weight), "dense" (floats on the grid) or "float".
         shape: Rows and columns of the weight as it is quantized; a conv1d has its transpose in the file.

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import MoQError
 from ..reading import Entry
+from ..rows import KINDS
 from ..schedule import FLOAT_BITS
 from .proof import Proof
 from .state import MAX_PACKED_BITS, STATE_NAME, StoredLayer, read_state
@@ -73,7 +74,7 @@ def _layer_of_json(entry: Entry) -> StoredLayer:
     for name, field in known.items():
         if field.default is MISSING:
             values[name] = values.get(name, entry[name].value)
-    entry["kind"].word("linear", "conv1d", "embedding")
+    entry["kind"].word(*KINDS)
     stored = entry["stored"].word("float", *_BITS)
     entry["symmetric"].flag()
     entry["bytes"].whole()
