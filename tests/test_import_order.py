@@ -59,6 +59,7 @@ ORDER = [
     "packed.state",
     "packed.state_check",
     "packed.layout",
+    "packed.targets",
     "packed.encoder",
     "packed.verification",
     "packed.verify",

@@ -10,16 +10,18 @@ What compressed-tensors calls the grids of `quantizer`, (code - zero) * scale wi
 | grid | strategy | zero point |
 | --- | --- | --- |
 | symmetric (ternary too), per channel | channel | none |
+| symmetric, row blocks | channel, the scale of a block repeated for each of its rows | none |
 | symmetric, a scale per group in a row | group | none |
-| symmetric, row blocks | block of whole rows: 4 bytes per block, not per row | none |
-| asymmetric | block, whatever the groups: transformers cannot load packed zero points | int8, one per scale |
+| asymmetric | block, whatever the groups | int8, one per scale |
 | binary | block; codes -1 and 0, twice the scale | -1/2 |
 
-That is the layout "packed": the modules hold packed weights after loading, and the model's first forward pass unpacks
-them. It does not fit models whose `_init_weights` reaches into other weights (T5), and those whose parts are called by
-themselves (the encoder by `generate` of BART, the towers of CLIP). Theirs is "unpacked": unpacked while loading
-(`dequantize`), which knows one scheme for all layers: strategy channel or group, and as many bits as the largest layer
-has. Where neither computes what the model did, the layout is "floats": ordinary weights, on their grid.
+Channel and group are what servers take. That is the layout "packed": the modules hold packed weights after loading,
+and the model's first forward pass unpacks them. It does not fit models whose `_init_weights` reaches into other weights
+(T5), and those whose parts are called by themselves (the encoder by `generate` of BART, the towers of CLIP). Nor can
+transformers load packed zero points so, which is how servers take asymmetric grids. These models' layout is "unpacked":
+unpacked while loading (`dequantize`), which knows one scheme for all layers: strategy channel or group, with packed
+zero points, and as many bits as the largest layer has. Where neither computes what the model did, the layout is
+"floats": ordinary weights, on their grid.
 
 Compressed-tensors does not know `Conv1D` layers (GPT-2) as modules. Their weights lie in the file as in the model,
 `[in_features, out_features]`, so that each scale is one of columns:
@@ -203,7 +205,8 @@ class _Packed:
         scheme: dict[str, Any] = {"num_bits": width, "type": "int", "symmetric": zero is None, "dynamic": False}
         if zero is not None:
             codes, zero = codes - half, (zero - half).to(torch.int8)
-        if terms.at_load and terms.group_size is None:
+        # Servers know a scale for each channel or group, none for a block of rows.
+        if terms.group_size is None and (terms.at_load or (zero is None and width > 1 and not terms.has_conv1d)):
             repeats = codes.shape[0] // scale.shape[0]
             scale = scale.repeat_interleave(repeats, 0)
             zero = None if zero is None else zero.repeat_interleave(repeats, 0)
