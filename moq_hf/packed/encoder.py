@@ -31,7 +31,7 @@ class Encoder:
         self.groups: dict[str, dict[str, Any]] = {}
         self.stored: dict[str, StoredLayer] = {}
         model, modules = inventory.model, plain(inventory.modules, inventory.adapters)
-        self.names: dict[str, str] = {}
+        self.names: dict[str, str] | None = None
         self.linears = [name for name, module in modules.items() if is_linear(module)]
         matched = [name for name, module in modules.items() if is_linear(module) or isinstance(module, nn.Embedding)]
         lists = {name: len(entries) for name, entries in inventory.lists.items()}
@@ -104,9 +104,9 @@ class Encoder:
         return group
 
     def rename(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors under the names of the model's files; those that transformers would merge keep theirs, all of them.
+        """The tensors under the names that the model's files have; notes in `names` what layers are called there.
 
-        Notes in `names` what a layer is called there, where that is another name.
+        If transformers merges or splits weights of these layers, all tensors keep the names of the modules.
         """
         renamed = original_format(model, tensors)
         called = {id(tensor): name for name, tensor in renamed.items()}

@@ -109,6 +109,21 @@ def hub_id(name: str | None) -> str | None:
     return name if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not Path(name).exists() else None
 
 
+def modules_by_file(state: Mapping[str, Any]) -> dict[str, str]:
+    """The layers whose tensors have another name in the files: that name to the module's."""
+    return {there: name for name, there in (state.get("names") or {}).items()}
+
+
+def owner_of(tensor: str, modules: Mapping[str, str]) -> tuple[str, str]:
+    """The module of a tensor in the files, and the last part of its name.
+
+    >>> owner_of("vision.layers.0.weight_packed", {"vision.layers.0": "model.vision.layers.0"})
+    ('model.vision.layers.0', 'weight_packed')
+    """
+    owner, _, part = tensor.rpartition(".")
+    return modules.get(owner, owner), part
+
+
 def record_metrics(
     directory: str | os.PathLike[str], metrics: Mapping[str, Any], float_metrics: Mapping[str, Any] | None = None
 ) -> None:

@@ -32,6 +32,9 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
     for name in ("versions", "config", "metrics", "float_metrics"):
         if not entry.get(name).is_null:
             entry[name].mapping()
+    if not entry.get("names").is_null:
+        for there in entry["names"].mapping().values():
+            there.text()
     if not entry["step"].is_null:
         entry["step"].whole()
     for switch in entry["history"].items():
