@@ -106,18 +106,14 @@ class Encoder:
     def rename(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors under the names that the model's files have; notes in `names` what layers are called there.
 
-        If transformers merges or splits weights of these layers, all tensors keep the names of the modules.
+        If transformers merges or splits any, which a packed model would not load, all keep the names of the modules.
         """
         renamed = original_format(model, tensors)
         called = {id(tensor): name for name, tensor in renamed.items()}
-        names: dict[str, str] = {}
-        for layer in self.stored:
-            parts = [name for name in tensors if name.rpartition(".")[0] == layer]
-            for name in parts:
-                owner, _, part = called.get(id(tensors[name]), "").rpartition(".")
-                if part != name.rpartition(".")[2] or names.setdefault(layer, owner) != owner:
-                    return tensors
-        self.names = {layer: owner for layer, owner in names.items() if layer != owner}
+        if any(id(tensor) not in called for tensor in tensors.values()):
+            return tensors
+        owners = {name.rpartition(".")[0]: called[id(tensor)].rpartition(".")[0] for name, tensor in tensors.items()}
+        self.names = {layer: owners[layer] for layer in self.stored if owners[layer] != layer}
         return renamed
 
     def config(self) -> dict[str, Any] | None:
