@@ -88,14 +88,18 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         | st.fixed_dictionaries({"quantize_group_size": st.none() | positive})
     )
     q_type = "symmetric" if target == 1 else draw(st.sampled_from(["symmetric", "asymmetric"]))
-    equal_steps = target > 2 or q_type == "asymmetric"
+    full = q_type == "symmetric" and draw(st.booleans())
+    equal_steps = target > 2 or q_type == "asymmetric" or (full and target == 2)
     algo = draw(
         sections(
+            scale_dtype=st.sampled_from([None, "float32", "bfloat16", "float16"]),
             rounding=st.sampled_from(["nearest", "stochastic"] if equal_steps else ["nearest"]),
             scale=st.sampled_from(["auto", "absmax", "mse"]),
             scale_refresh=positive,
         )
     )
+    if full:
+        algo["range"] = "full"
     where = draw(st.sampled_from(["inside", "outside", "both"]))
     if where != "outside":
         algo["q_type"] = q_type
@@ -144,6 +148,8 @@ def test_defaults() -> None:
         stochastic=False,
         scale="auto",
         scale_refresh=50,
+        full=False,
+        scale_dtype=None,
         grouping=RowBlocks(1),
         start_bits=12,
         target_bits=8,
