@@ -2,9 +2,9 @@
 
     python benchmarks/ranges.py --model_name_or_path FOLDER
 
-On normal random weights, and on the linear layers of a pretrained encoder if there is a folder. Each error is the sum of
-squared errors over the sum of squared weights. Training moves weights to their grid, so a smaller error here promises
-nothing there.
+On normal random weights, and on the linear layers of a pretrained encoder if there is a folder. Each error is the sum
+of squared errors over the sum of squared weights. Training moves weights to their grid, so a smaller error here
+promises nothing there.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, ScaleDtype
 from moq_hf.kernels.backend import choose
 from moq_hf.model.inventory import Inventory, is_linear
 
-GROUPINGS: dict[str, Grouping] = {"per channel": PerChannel(), "groups of 32": PerGroup(32)}
 GRIDS = {
     "narrow, absmax": Grid(search="absmax"),
     "narrow, mse": Grid(search="mse"),
@@ -41,12 +40,13 @@ def squared_error(weight: Tensor, bits: int, grid: Grid) -> float:
     return float((path.fake_quantize(weight, bits, grid, ratio=ratio) - weight).double().square().sum())
 
 
-def compare(weights: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """A line for each grid: its error on all weights, and on how many of them a full range errs less than a narrow one."""
+def compare(weights: Mapping[str, Tensor], group_size: int) -> list[dict[str, Any]]:
+    """A line for each grid: its error, and on how many of the weights a full range errs less than a narrow one."""
     whole = sum(float(weight.double().square().sum()) for weight in weights.values())
+    layouts: dict[str, Grouping] = {"per channel": PerChannel(), f"groups of {group_size}": PerGroup(group_size)}
     lines = []
     for bits in (4, 3, 2):
-        for layout, grouping in GROUPINGS.items():
+        for layout, grouping in layouts.items():
             found: dict[str, dict[str, float]] = {}
             for name, grid in GRIDS.items():
                 found[name] = {w: squared_error(t, bits, replace(grid, grouping=grouping)) for w, t in weights.items()}
@@ -58,10 +58,10 @@ def compare(weights: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     return lines
 
 
-def scale_dtypes(weights: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """The errors of scales of each dtype, full range, groups of 32."""
+def scale_dtypes(weights: Mapping[str, Tensor], group_size: int) -> list[dict[str, Any]]:
+    """The errors of scales of each dtype, full range, in groups."""
     whole = sum(float(weight.double().square().sum()) for weight in weights.values())
-    grid = Grid(PerGroup(32), search="mse", full=True)
+    grid = Grid(PerGroup(group_size), search="mse", full=True)
     return [
         {"bits": bits, "scale_dtype": dtype, "error": sum(errors) / whole}
         for bits in (8, 4)
@@ -81,6 +81,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", help="of a pretrained encoder")
+    parser.add_argument("--group_size", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "ranges.json")
     args = parser.parse_args()
     torch.manual_seed(SEED)
@@ -93,8 +94,8 @@ def main() -> None:
         result[name] = {
             "weights": len(weights),
             "parameters": count,
-            "ranges": compare(weights),
-            "scales": scale_dtypes(weights),
+            "ranges": compare(weights, args.group_size),
+            "scales": scale_dtypes(weights, args.group_size),
         }
         for line in result[name]["ranges"]:
             better = f", better on {line['weights_better']} of {len(weights)}" if "weights_better" in line else ""

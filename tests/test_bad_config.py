@@ -349,7 +349,13 @@ ONLY_OURS = {
     *("duplicate key", "duplicate key further in", "float for bits", "float for groups", "float for a period"),
     *("empty block", "off, with wrong bits", "start below target", "start below the default target", "target 16"),
     *("no target", "nothing given", "two types", "groups and a group size", "channels and a group size"),
-    *("stochastic ternary", "stochastic binary", "asymmetric binary"),
+    *(
+        "stochastic ternary",
+        "stochastic binary",
+        "asymmetric binary",
+        "asymmetric full range",
+        "stochastic full binary",
+    ),
 }
 
 

@@ -224,6 +224,7 @@ OTHERS: dict[str, Any] = {
     "stochastic": True,
     "scale": "mse",
     "scale_refresh": 7,
+    "scale_dtype": "bfloat16",
     "grouping": PerGroup(64),
     "start_bits": 9,
     "target_bits": 3,
@@ -242,8 +243,9 @@ WRITTEN = [
     (
         MoQConfig(start_bits=12, target_bits=8),
         '{"enabled": true, "quantize_verbose": false, "quantizer_kernel": null, "quantize_algo": {"q_type": '
-        '"symmetric", "rounding": "nearest", "scale": "auto", "scale_refresh": 50}, "quantize_groups": 1, '
-        '"quantize_group_size": null, "quantize_bits": {"start_bits": 12, "target_bits": 8}, "quantize_schedule": '
+        '"symmetric", "rounding": "nearest", "scale": "auto", "scale_refresh": 50, "range": "narrow", '
+        '"scale_dtype": null}, "quantize_groups": 1, "quantize_group_size": null, '
+        '"quantize_bits": {"start_bits": 12, "target_bits": 8}, "quantize_schedule": '
         '{"quantize_period": 100, "schedule_offset": 100, "deadline": null}, "fp16_mixed_quantize": {"enabled": '
         'false, "quantize_change_ratio": 0.001}, "eigenvalue": {"enabled": false, "verbose": false, "max_iter": '
         '100, "tol": 0.01, "stability": 1e-06, "gas_boundary_resolution": 1, "layer_name": null, "layer_num": '
@@ -255,7 +257,8 @@ WRITTEN = [
     (
         MoQConfig(**OTHERS),
         '{"enabled": false, "quantize_verbose": true, "quantizer_kernel": true, "quantize_algo": {"q_type": '
-        '"asymmetric", "rounding": "stochastic", "scale": "mse", "scale_refresh": 7}, "quantize_groups": 1, '
+        '"asymmetric", "rounding": "stochastic", "scale": "mse", "scale_refresh": 7, "range": "narrow", '
+        '"scale_dtype": "bfloat16"}, "quantize_groups": 1, '
         '"quantize_group_size": 64, "quantize_bits": {"start_bits": 9, "target_bits": 3}, "quantize_schedule": '
         '{"quantize_period": "auto", "schedule_offset": 0, "deadline": 0.25}, "fp16_mixed_quantize": {"enabled": '
         'true, "quantize_change_ratio": 0.25}, "eigenvalue": {"enabled": true, "verbose": false, "max_iter": 100, '
@@ -276,7 +279,10 @@ def test_what_states_hold_does_not_change(config: MoQConfig, text: str) -> None:
 
 def test_every_attribute_is_written() -> None:
     fields = {field.name: field.default for field in dataclasses.fields(MoQConfig)}
-    assert fields.keys() - OTHERS.keys() == {"ignored_sections"}
+    # An asymmetric grid has no full range.
+    assert fields.keys() - OTHERS.keys() == {"ignored_sections", "full"}
+    full = MoQConfig(target_bits=2, full=True)
+    assert full.to_dict()["quantize_algo"]["range"] == "full" and full.grid == Grid(full=True)
     assert all(OTHERS[name] != fields[name] for name in OTHERS)
 
 
