@@ -92,7 +92,7 @@ def test_in_triton_s_interpreter() -> None:
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     passed = Counter(re.findall(r"(\w+\.py)::.* PASSED", done.stdout))
-    assert passed["test_triton_quant.py"] > 150 and passed["test_inference.py"] == 12, done.stdout
+    assert passed["test_triton_quant.py"] > 150 and passed["test_inference.py"] == 16, done.stdout
 
 
 @on_device
@@ -266,7 +266,8 @@ def test_packing(bits: int, columns: int, device: str, monkeypatch: pytest.Monke
 def test_packed_linear(dtype: torch.dtype, bits: int, groups: int, rows: int) -> None:
     outputs, columns = 33, 45
     codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (outputs, columns), dtype=torch.int32, device=DEVICE)
-    scale = torch.rand(outputs, groups, device=DEVICE) + 0.1
+    # A full range has scales of both signs.
+    scale = (torch.rand(outputs, groups, device=DEVICE) + 0.1) * torch.randn(outputs, groups, device=DEVICE).sign()
     x = torch.randn(rows, columns, device=DEVICE).to(dtype)
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
     zero = torch.randint(low, high, (outputs, groups), dtype=torch.int32, device=DEVICE) if rows == 70 else None
@@ -430,8 +431,12 @@ def test_tickets_come_after_what_they_wait_for(lag: int) -> None:
 
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
-@pytest.mark.parametrize("capability", [80, 90])
-def test_compiles_for_a_gpu(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("capability", "kind", "scale"), [(80, 0, "float32"), (90, 0, "float32"), (90, 1, "float16"), (80, 2, "bfloat16")]
+)
+def test_compiles_for_a_gpu(
+    capability: int, kind: int, scale: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -441,8 +446,8 @@ def test_compiles_for_a_gpu(capability: int, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     kernel = triton_kernels.fake_quantize_tiles
     types = {"table": "*i64", "items": "*i32", "marks": "*i32", "sums": "*fp64", "flags": "*i32"}
-    constants = {"S": triton_quant.TILE, "KIND": 0, "STOCHASTIC": False, "QUADS": True, "ALIGN": 16}
-    constants |= {"SCALE": triton.language.float32}
+    constants = {"S": triton_quant.TILE, "KIND": kind, "STOCHASTIC": False, "QUADS": True, "ALIGN": 16}
+    constants |= {"SCALE": getattr(triton.language, scale)}
     constants |= {"IN": triton.language.float32, "OUT": triton.language.bfloat16}
     source = ASTSource(
         fn=kernel,
