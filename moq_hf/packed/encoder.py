@@ -89,6 +89,7 @@ class Encoder:
             shape=(weight.shape[0], weight.shape[1]),
             scales=scales,
             symmetric=state.grid.symmetric,
+            full=state.grid.full,
             bytes=sum(tensor.nbytes for tensor in encoded.parts.values()),
             bytes_before=weight.nbytes,
             max_error=max_error,
@@ -175,4 +176,4 @@ def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:
     rows, columns = values.scale.shape
     error = (weight.float() - quantizer.dequantize(*values)).abs()
     tiles = error.view(rows, weight.shape[0] // rows, columns, -1).amax((1, 3))
-    return float((tiles / values.scale).nan_to_num(0.0).max())
+    return float((tiles / values.scale.abs()).nan_to_num(0.0).max())
