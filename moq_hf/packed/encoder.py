@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from .. import quantizer
@@ -42,7 +43,10 @@ class Encoder:
         self.at_load = layout == "unpacked"
         # Binary codes, -1 and 1, do not fit into one symmetric bit.
         self.container = max([2, *(layers[name].moq.bits for name in self.packed)])
-        self.dtypes = {str(layers[name].weight.dtype) for name in self.packed}
+        self.dtypes = {str(layers[name].weight.dtype).removeprefix("torch.") for name in self.packed}
+        scales = {layer.moq.grid.scale_dtype for layer in layers.values()}
+        # Scales are loaded in the model's dtype: a narrower one than theirs would round them.
+        self.dtype = next(iter(scales)) if layout == "packed" and self.dtypes == scales else "float32"
 
     def format_of(self, layer: QuantLayer) -> str:
         """The format that the layer is stored in: "packed", "int8", "dense" or "float"."""
@@ -79,7 +83,8 @@ class Encoder:
             scales, max_error = (scale.shape[0], scale.shape[1]), _max_error(weight.cpu(), values)
             width = self.container if self.at_load and stored == "packed" else state.bits
             size = layer.moq.grid.grouping.row_size
-            terms = Terms(kind, parameter.shape, weight.dtype, width, size, self.at_load, self.has_conv1d)
+            dtype = torch.float32 if self.at_load else getattr(torch, state.grid.scale_dtype)
+            terms = Terms(kind, parameter.shape, weight.dtype, width, size, self.at_load, self.has_conv1d, dtype)
             encoded = FORMATS[stored].encode(values, terms)
         tensors |= {f"{name}.{part}": tensor for part, tensor in encoded.parts.items()}
         self.stored[name] = StoredLayer(

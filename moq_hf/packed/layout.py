@@ -64,6 +64,7 @@ class Terms:
         group_size: Weights of a row that share a scale; None if whole rows share one.
         at_load: Whether weights are unpacked while loading, with one scheme for all layers.
         has_conv1d: Whether the model has `Conv1D` layers.
+        scale_dtype: Of the scales in the file.
     """
 
     kind: str
@@ -73,6 +74,7 @@ class Terms:
     group_size: int | None
     at_load: bool
     has_conv1d: bool
+    scale_dtype: torch.dtype = torch.float32
 
 
 class Encoded(NamedTuple):
@@ -97,12 +99,14 @@ class InFiles:
         where: What an error names.
         layer: What `moq_state.json` declares.
         group: Its config group, with the scheme under "weights"; empty for floats.
+        dtype: In which transformers computes the weight, that of the model.
         parts: Its tensors so far, by the last part of their name.
     """
 
     where: str
     layer: StoredLayer
     group: Mapping[str, Any]
+    dtype: torch.dtype
     parts: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -178,20 +182,21 @@ class _Bytes:
 
     def encode(self, values: Quantized, terms: Terms) -> Encoded:
         scheme = {"num_bits": terms.width, "type": "int", "symmetric": True, "dynamic": False, "strategy": "channel"}
-        return Encoded({"weight": values.codes.to(torch.int8), "weight_scale": values.scale}, scheme)
+        scale = values.scale.to(terms.scale_dtype)
+        return Encoded({"weight": values.codes.to(torch.int8), "weight_scale": scale}, scheme)
 
     def parts(self, stored: InFiles) -> set[str]:
         return {"weight", "weight_scale"}
 
     def decode(self, stored: InFiles) -> Quantized:
-        return Quantized(stored.parts["weight"].int(), stored.parts["weight_scale"], None)
+        return Quantized(stored.parts["weight"].int(), stored.parts["weight_scale"].float(), None)
 
     def check(self, stored: InFiles) -> Tensor:
         dtype, values = stored.parts["weight"].dtype, self.decode(stored)
         if dtype != torch.int8:
             raise MoQError(f"{stored.where}: the codes are {dtype}, not torch.int8")
         _check_values(stored, values)
-        return dequantize(*values)
+        return dequantize(*values, dtype=stored.dtype)
 
 
 class _Packed:
@@ -219,7 +224,7 @@ class _Packed:
         codes = turned(codes, terms.kind)
         parts = {
             "weight_packed": pack_to_int32(codes.to(torch.int8), width),
-            "weight_scale": turned(scale, terms.kind),
+            "weight_scale": turned(scale, terms.kind).to(terms.scale_dtype),
             "weight_shape": torch.tensor(codes.shape, device="cpu"),
         }
         if zero is not None:
@@ -233,7 +238,7 @@ class _Packed:
     def decode(self, stored: InFiles) -> Quantized:
         kind, width, half = stored.layer.kind, stored.width, 2 ** (stored.width - 1)
         codes = turned(unpack_from_int32(stored.parts["weight_packed"], width, stored.shape).int(), kind)
-        scale, zero = turned(stored.parts["weight_scale"], kind), stored.parts.get("weight_zero_point")
+        scale, zero = turned(stored.parts["weight_scale"], kind).float(), stored.parts.get("weight_zero_point")
         if zero is None:
             return Quantized(codes, scale, None)
         if zero.is_floating_point():
@@ -251,7 +256,7 @@ class _Packed:
         if zero is not None and zero.is_floating_point() and bool((zero != -0.5).any()):
             raise MoQError(f"{stored.where}: the zero points of binary codes must be -1/2")
         _check_values(stored, self.decode(stored))
-        return unpacked_weight(parts, stored.group)
+        return unpacked_weight({**parts, "weight_scale": parts["weight_scale"].to(stored.dtype)}, stored.group)
 
 
 # Each encodes a weight, names its tensors, and decodes and checks them; `compressor` is its name in compressed-tensors.

@@ -111,8 +111,10 @@ def _config_of(folder: Path, state: Mapping[str, Any]) -> Entry:
 def _weights_in_files(folder: Path, config: Entry, layers: Mapping[str, StoredLayer]) -> dict[str, InFiles]:
     """The layers, to be filled with their tensors."""
     groups = groups_of(config, layers)
+    half = config.get("dtype").value in ("bfloat16", "float16")
+    dtype = getattr(torch, config["dtype"].text()) if half else torch.float32
     return {
-        name: InFiles(f"{folder}: {name}", layer, groups[layer.group] if layer.group is not None else {})
+        name: InFiles(f"{folder}: {name}", layer, groups[layer.group] if layer.group is not None else {}, dtype)
         for name, layer in layers.items()
     }
 

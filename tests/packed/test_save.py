@@ -34,6 +34,8 @@ from transformers import (
     GPT2ForSequenceClassification,
     RobertaConfig,
     RobertaForSequenceClassification,
+    SwinConfig,
+    SwinForImageClassification,
     T5Config,
     T5ForConditionalGeneration,
     T5ForSequenceClassification,
@@ -734,6 +736,48 @@ def test_shared_weights_are_refused(tmp_path: Path) -> None:
     save_quantized(model, tmp_path / "packed")
     loaded = BertForMaskedLM.from_pretrained(tmp_path / "packed").eval()
     assert torch.equal(first(loaded, IDS), first(model, IDS))
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_scales_of_half_precision_take_two_bytes_and_a_half_model_stays_one(half: str, tmp_path: Path) -> None:
+    name = "bert.encoder.layer.0.output.dense.weight_scale"
+    algo = {"quantize_algo": {"scale_dtype": half}}
+    for dtype in ("float32", half):
+        model = quantize_model(bert().to(getattr(torch, dtype)), config_of(4, quantize_embeddings=8, **algo))
+        folder = save_quantized(model, tmp_path / dtype)
+        tensors = load_file(folder / "model.safetensors")
+        scale = tensors[name]
+        table = tensors["bert.embeddings.word_embeddings.weight_scale"]
+        assert str(scale.dtype) == str(table.dtype) == f"torch.{half}"
+        loaded = BertForSequenceClassification.from_pretrained(folder).eval()
+        assert loaded.dtype == getattr(torch, dtype) and torch.equal(first(loaded, IDS), first(model, IDS))
+        assert verify_quantized(folder, model).layers.keys() == recorded(folder).layers.keys()
+        stored = stored_weights(folder)[name.removesuffix(".weight_scale")]
+        assert stored.scale.dtype == torch.float32 and torch.equal(stored.scale, scale.float())
+
+
+def test_asymmetric_grids_have_packed_zero_points_unless_tables_are_quantized(tmp_path: Path) -> None:
+    algo = {"quantize_algo": {"q_type": "asymmetric"}, "quantize_group_size": 16, "quantize_groups": 1}
+    for tables, layout, dtype in ((None, "unpacked", torch.int32), (8, "packed", torch.int8)):
+        model = quantize_model(bert(), config_of(4, quantize_embeddings=tables, **algo))
+        found = verify_quantized(save_quantized(model, tmp_path / layout), model)
+        zero = load_file(tmp_path / layout / "model.safetensors")["bert.encoder.layer.0.output.dense.weight_zero_point"]
+        assert found.state["layout"] == layout and zero.dtype == dtype
+        # 8 codes a word along the rows.
+        assert list(zero.shape) == ([32 // 8, 4] if tables is None else [32, 4])
+
+
+def test_names_are_those_of_the_hub(tmp_path: Path) -> None:
+    config = SwinConfig(image_size=16, patch_size=4, embed_dim=16, depths=[1], num_heads=[2], window_size=4)
+    model = quantize_model(SwinForImageClassification(config).eval(), config_of(4))
+    found = verify_quantized(save_quantized(model, tmp_path), model)
+    name = "swin.encoder.layers.0.blocks.0.attention"
+    assert found.state["names"][f"{name}.q_proj"] == f"{name}.self.query"
+    assert f"{name}.self.query.weight_packed" in load_file(tmp_path / "model.safetensors")
+    assert set(stored_weights(tmp_path)) == set(quant_layers(model))
+    assert recorded(tmp_path).float_bytes == found.float_bytes
+    pixels = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    assert torch.equal(first(SwinForImageClassification.from_pretrained(tmp_path).eval(), pixels), first(model, pixels))
 
 
 def test_wrong_use_is_told(tmp_path: Path) -> None:
