@@ -7,6 +7,7 @@ transformers.
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ _FLOATS = ("F32", "F16", "BF16", "F64")
 _COPIED = (*_FLOATS, "I8", "I16", "I32", "I64")
 # llama.cpp does not take these tables in blocks.
 _NEVER_IN_BLOCKS = ("position_embd.weight", "token_types.weight")
+_BY_WORD = ("token_embd.weight", "output.weight")
+# One tensor holds the experts of a block.
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # Keys whose values follow from the types of the tensors.
 _OURS = ("general.file_type", "general.quantization_version")
 # A float of the base may have been rounded to bfloat16 (2^-8) and float16; the second is float16's smallest number.
@@ -95,14 +99,17 @@ def export_gguf(
     read = _Base(source)
     places = {name: read.place_of(name) for name in layers}
     read.check_places(places)
-    weights, placed, errors = stored_weights(directory, dense=True), dict[str, Blocks](), [Rounding(0.0, 0.0)]
+    weights, errors = stored_weights(directory, dense=True), [Rounding(0.0, 0.0)]
+    parts: dict[str, dict[int, Blocks]] = {}
     for name, layer in layers.items():
         blocks, error = read.fitted(places[name], weights.pop(name), layer, name)
         if places[name].endswith(_NEVER_IN_BLOCKS):
             continue
-        if not _same(placed.setdefault(places[name], blocks), blocks):
+        known = parts.setdefault(places[name], {}).setdefault(_expert_of(name), blocks)
+        if not _same(known, blocks):
             raise MoQError(f"{source}: {places[name]} is one tensor, and the checkpoint has other codes for {name}")
         errors.append(error)
+    placed = {place: read.whole(place, found) for place, found in parts.items()}
     with _staged(target) as staging:
         read.write(staging, placed)
         _prove(staging, read, placed)
@@ -162,12 +169,13 @@ class _Base:
     def place_of(self, layer: str) -> str:
         """The name of the tensor that holds a layer, by gguf's own map; empty if there is none."""
         # The converter leaves out what goes before the names that the map knows.
+        layer = _EXPERT.sub(".experts.", layer)
         for name in (layer, layer.replace("language_model.", ""), layer.partition(".")[2]):
             found = self._names.get_name(name)
             if found is not None:
                 place = f"{found}.weight"
                 # A tied head is the table of words.
-                return "token_embd.weight" if place == "output.weight" and place not in self.tensors else place
+                return _BY_WORD[0] if place == _BY_WORD[1] and place not in self.tensors else place
         return ""
 
     def check_places(self, places: Mapping[str, str]) -> None:
@@ -192,20 +200,23 @@ class _Base:
         from gguf.quants import dequantize as floats_of
 
         tensor = self.tensors[place]
-        floats, exact = floats_of(tensor.data, tensor.tensor_type), dequantize(*stored).numpy()
+        data = tensor.data[_expert_of(name)] if tensor.data.ndim == 3 else tensor.data
+        floats, exact = floats_of(data, tensor.tensor_type), dequantize(*stored).numpy()
         hint = "make the base of this checkpoint (moq-hf export DIR --to float)"
-        if floats.shape != exact.shape:
+        # Of a table the converter cuts off rows that no word has.
+        cut = len(floats) if place in _BY_WORD else len(exact)
+        if floats.shape != exact[:cut].shape:
             raise MoQError(
                 f"the base {self._path} is of another model: {place} is {list(floats.shape)}, and {name} is "
                 f"{list(exact.shape)}; {hint}"
             )
         blocks = blocks_of(stored, layer, name)
-        for order in self._orders(len(exact)):
+        for order in self._orders(len(floats)):
             if np.allclose(floats, exact[order], rtol=_RELATIVE, atol=_ABSOLUTE):
                 return blocks.reordered(order), rounding(stored, layer, blocks)
         raise MoQError(
             f"the base {self._path} is of other weights: {place} differs from {name} by "
-            f"{np.abs(floats - exact).max():.3g}, and no order of rows that llama.cpp knows agrees; {hint}"
+            f"{np.abs(floats - exact[:cut]).max():.3g}, and no order of rows that llama.cpp knows agrees; {hint}"
         )
 
     def _orders(self, rows: int) -> Iterator[NDArray[np.int64]]:
@@ -215,6 +226,21 @@ class _Base:
         for heads in self._heads:
             if heads and rows % (2 * heads) == 0:
                 yield order.reshape(heads, 2, -1).swapaxes(1, 2).ravel()
+
+    def whole(self, place: str, parts: Mapping[int, Blocks]) -> Blocks:
+        """The blocks of a tensor: one layer's, or those of all experts in turn.
+
+        Raises:
+            MoQError: Some experts are not quantized, or have another type.
+        """
+        data, kinds = self.tensors[place].data, sorted({blocks.kind for blocks in parts.values()})
+        experts = len(data) if data.ndim == 3 else 1
+        if len(parts) != experts or len(kinds) > 1:
+            raise MoQError(
+                f"{place} is one tensor of one type for {experts} experts, of which {len(parts)} are quantized, as "
+                f"{', '.join(kinds)}"
+            )
+        return Blocks.joined([parts[expert] for expert in sorted(parts)])
 
     def write(self, path: Path, placed: Mapping[str, Blocks]) -> None:
         """Write the file with these blocks in the place of floats."""
@@ -231,7 +257,8 @@ class _Base:
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for name, tensor in self.tensors.items():
             if name in placed:
-                writer.add_tensor(name, placed[name].raw(), raw_dtype=gguf.GGMLQuantizationType[placed[name].kind])
+                raw = placed[name].raw().reshape(*tensor.data.shape[:-1], -1)
+                writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[placed[name].kind])
             else:
                 writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
         writer.write_header_to_file()
@@ -298,6 +325,12 @@ def _fields(reader: Any) -> dict[str, Any]:
     return {name: field for name, field in found.items() if field.contents() != []}
 
 
+def _expert_of(layer: str) -> int:
+    """The number of the expert that a layer belongs to; 0 for other layers."""
+    found = _EXPERT.search(layer)
+    return int(found[1]) if found else 0
+
+
 def _same(one: Blocks, other: Blocks) -> bool:
     return one.kind == other.kind and np.array_equal(one.raw(), other.raw())
 
@@ -349,7 +382,8 @@ def _prove(path: Path, base: _Base, placed: Mapping[str, Blocks]) -> None:
     for name in found.keys() - wrong:
         tensor = found[name]
         if name in placed:
-            same = np.array_equal(floats_of(tensor.data, tensor.tensor_type), placed[name].values())
+            values = floats_of(tensor.data, tensor.tensor_type)
+            same = np.array_equal(values.reshape(-1, values.shape[-1]), placed[name].values())
         else:
             same = np.array_equal(tensor.data.view(np.uint8), base.tensors[name].data.view(np.uint8))
         if not same:

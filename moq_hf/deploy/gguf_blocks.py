@@ -10,6 +10,7 @@ A scale that more than 32 weights share is repeated. ggml's own quantizer never 
 compute with it: they multiply the code's magnitude as an unsigned byte, or the code itself (ggml of llama.cpp 0.3.36).
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -43,6 +44,17 @@ class Blocks(NamedTuple):
         """With the rows in another order."""
         minimum = None if self.minimum is None else self.minimum[order]
         return Blocks(self.kind, self.codes[order], self.scale[order], minimum)
+
+    @staticmethod
+    def joined(parts: "Sequence[Blocks]") -> "Blocks":
+        """The rows of all of them, one after the other; they are of one kind."""
+        minima = [part.minimum for part in parts if part.minimum is not None]
+        return Blocks(
+            parts[0].kind,
+            np.concatenate([part.codes for part in parts]),
+            np.concatenate([part.scale for part in parts]),
+            np.concatenate(minima) if minima else None,
+        )
 
     def raw(self) -> NDArray[np.uint8]:
         """The bytes of the blocks, `[rows, bytes]`."""

@@ -1,7 +1,9 @@
 """A GGUF file holds the checkpoint's integers, takes the rest from its base, and refuses a base of another model."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,9 @@ from moq_hf import MoQError, cli, quantize_model, quantizer, save_quantized
 from moq_hf.deploy import gguf as gguf_module
 from moq_hf.deploy.floats import export_floats
 from moq_hf.deploy.gguf import GgufExport, export_gguf
+from moq_hf.grid import Grid, PerGroup
 from moq_hf.model.convert import quant_layers
+from moq_hf.packed.state import StoredLayer
 from moq_hf.packed.verify import stored_weights
 
 gguf = pytest.importorskip("gguf")
@@ -215,6 +219,44 @@ def test_a_tied_head_with_other_codes_than_its_table(tmp_path: Path, checkpoint:
     without_head = write_base(model, tmp_path / "base.gguf", without=("output.weight",))
     with pytest.raises(MoQError, match=r"token_embd\.weight"):
         export_gguf(checkpoint, tmp_path / "out.gguf", without_head)
+
+
+def test_experts_share_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"model.layers.0.block_sparse_moe.experts.{i}.w1" for i in range(3)]
+    weights = {name: quantizer.quantize(torch.randn(8, 64), 4, Grid(PerGroup(32))) for name in names}
+    layer = StoredLayer("linear", 4, "packed", (8, 64), (8, 2), True, 0, 0, 0.0)
+    layers = dict.fromkeys(names, layer)
+    monkeypatch.setattr(gguf_module, "recorded", lambda folder: SimpleNamespace(layers=layers))
+    monkeypatch.setattr(gguf_module, "stored_weights", lambda folder, dense: dict(weights))
+    writer = gguf.GGUFWriter(tmp_path / "base.gguf", "llama")
+    writer.add_block_count(1)
+    floats = np.stack([quantizer.dequantize(*weights[name]).numpy() for name in names])
+    writer.add_tensor("blk.0.ffn_gate_exps.weight", floats)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = export_gguf(tmp_path, tmp_path / "out.gguf", tmp_path / "base.gguf")
+    tensor = read(found.path)[0]["blk.0.ffn_gate_exps.weight"]
+    halves = [quantizer.dequantize(codes, scale.half().float()) for codes, scale, _ in weights.values()]
+    assert list(tensor.shape) == [64, 8, 3]
+    assert np.array_equal(gguf.quants.dequantize(tensor.data, tensor.tensor_type), torch.stack(halves).numpy())
+    layers[names[1]] = replace(layer, bits=8)
+    with pytest.raises(MoQError, match="one type for 3 experts, of which 3 are quantized, as Q4_0, Q8_0"):
+        export_gguf(tmp_path, tmp_path / "out.gguf", tmp_path / "base.gguf")
+    layers[names[1]] = replace(layer, stored="float")
+    with pytest.raises(MoQError, match="one type for 3 experts, of which 2 are quantized, as Q4_0"):
+        export_gguf(tmp_path, tmp_path / "out.gguf", tmp_path / "base.gguf")
+
+
+def test_rows_that_no_word_has_are_cut_off_as_in_the_base(tmp_path: Path) -> None:
+    folder = packed(tmp_path / "packed", llama(), [4], quantize_group_size=32, quantize_embeddings=8)
+    export_floats(folder, tmp_path / "floats")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "floats")
+    model.model.embed_tokens.weight = torch.nn.Parameter(model.model.embed_tokens.weight[:90].detach())
+    found = export_gguf(folder, tmp_path / "out.gguf", write_base(model, tmp_path / "base.gguf"))
+    assert list(read(found.path)[0]["token_embd.weight"].shape) == [64, 90]
+    assert found.layers["model.embed_tokens"] == "Q8_0"
 
 
 def test_what_was_written_is_read_back(
