@@ -10,6 +10,7 @@ that it chooses after 48, and the probabilities at all 64 places.
 
 import argparse
 import ctypes
+import json
 import subprocess
 import sys
 import tempfile
@@ -84,7 +85,9 @@ def make(family: str) -> Any:
     """A model with random weights, large enough that its logits differ clearly."""
     set_seed(0)
     architecture, config, tied = FAMILIES[family]
-    model = architecture(config(**SHAPE, tie_word_embeddings=tied))
+    # llama.cpp takes the heads' size, whatever Gemma's config says.
+    more = {"query_pre_attn_scalar": SHAPE["head_dim"]} if family == "gemma3" else {}
+    model = architecture(config(**SHAPE, **more, tie_word_embeddings=tied))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -231,7 +234,9 @@ def main() -> None:
         return parameters
 
     llama_cpp.llama_cpp.llama_model_default_params = without_extra_buffers
-    cases = []
+    # Those of a run before, but for what is measured now.
+    old = json.loads(args.out.read_text(encoding="utf-8"))["cases"] if args.out.exists() else []
+    cases = [case for case in old if case["family"] not in args.families or case["grid"] not in args.grids]
     for family in args.families:
         for grid in args.grids:
             # A tied table is not quantized.
