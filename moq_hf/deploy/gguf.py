@@ -93,13 +93,17 @@ def export_gguf(
     """
     _check_installed()
     target, source = Path(out), Path(base)
-    layers = {name: layer for name, layer in recorded(directory).layers.items() if layer.stored != "float"}
+    found = recorded(directory)
+    # The converter reads the files, so its names of layers are those in the files.
+    names = {name: (found.state.get("names") or {}).get(name, name) for name in found.layers}
+    layers = {names[name]: layer for name, layer in found.layers.items() if layer.stored != "float"}
     _check_grids(directory, layers)
     _check_paths(directory, target, source)
     read = _Base(source)
     places = {name: read.place_of(name) for name in layers}
     read.check_places(places)
-    weights, errors = stored_weights(directory, dense=True), [Rounding(0.0, 0.0)]
+    weights = {names[name]: weight for name, weight in stored_weights(directory, dense=True).items()}
+    errors = [Rounding(0.0, 0.0)]
     parts: dict[str, dict[int, Blocks]] = {}
     for name, layer in layers.items():
         blocks, error = read.fitted(places[name], weights.pop(name), layer, name)
@@ -109,7 +113,7 @@ def export_gguf(
         if known is not blocks and not _same(known, blocks):
             raise MoQError(f"{source}: {places[name]} is one tensor, and the checkpoint has other codes for {name}")
         errors.append(error)
-    placed = {place: read.whole(place, found) for place, found in parts.items()}
+    placed = {place: read.whole(place, experts) for place, experts in parts.items()}
     with _staged(target) as staging:
         read.write(staging, placed)
         _prove(staging, read, placed)

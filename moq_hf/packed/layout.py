@@ -10,16 +10,18 @@ What compressed-tensors calls the grids of `quantizer`, (code - zero) * scale wi
 | grid | strategy | zero point |
 | --- | --- | --- |
 | symmetric (ternary too), per channel | channel | none |
+| symmetric, row blocks | channel, the scale of a block repeated for each of its rows | none |
 | symmetric, a scale per group in a row | group | none |
-| symmetric, row blocks | block of whole rows: 4 bytes per block, not per row | none |
-| asymmetric | block, whatever the groups: transformers cannot load packed zero points | int8, one per scale |
+| asymmetric | block, whatever the groups | int8, one per scale |
 | binary | block; codes -1 and 0, twice the scale | -1/2 |
 
-That is the layout "packed": the modules hold packed weights after loading, and the model's first forward pass unpacks
-them. It does not fit models whose `_init_weights` reaches into other weights (T5), and those whose parts are called by
-themselves (the encoder by `generate` of BART, the towers of CLIP). Theirs is "unpacked": unpacked while loading
-(`dequantize`), which knows one scheme for all layers: strategy channel or group, and as many bits as the largest layer
-has. Where neither computes what the model did, the layout is "floats": ordinary weights, on their grid.
+Channel and group are what servers take. That is the layout "packed": the modules hold packed weights after loading,
+and the model's first forward pass unpacks them. It does not fit models whose `_init_weights` reaches into other weights
+(T5), and those whose parts are called by themselves (the encoder by `generate` of BART, the towers of CLIP). Nor can
+transformers load packed zero points so, which is how servers take asymmetric grids. These models' layout is "unpacked":
+unpacked while loading (`dequantize`), which knows one scheme for all layers: strategy channel or group, with packed
+zero points, and as many bits as the largest layer has. Where neither computes what the model did, the layout is
+"floats": ordinary weights, on their grid.
 
 Compressed-tensors does not know `Conv1D` layers (GPT-2) as modules. Their weights lie in the file as in the model,
 `[in_features, out_features]`, so that each scale is one of columns:
@@ -33,7 +35,7 @@ An `nn.Linear` in such a model is packed in the first case and dense in the seco
 """
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
@@ -42,6 +44,7 @@ from torch import Tensor
 
 from ..errors import MoQError
 from ..quantizer import Quantized, dequantize
+from ..rows import from_rows, to_rows
 from ..transformers_seams import pack_to_int32, unpack_from_int32, unpacked_weight
 from .state import StoredLayer
 
@@ -53,7 +56,8 @@ class Terms:
     """What the encoding of one layer depends on, beside its codes.
 
     Attributes:
-        kind: "linear", "conv1d" or "embedding".
+        kind: What the layer is; see `rows`.
+        shape: Of the weight in the model.
         dtype: Of the float weight.
         width: Bits of a packed code: the layer's own, or those of the largest layer where all have one scheme.
         group_size: Weights of a row that share a scale; None if whole rows share one.
@@ -62,6 +66,7 @@ class Terms:
     """
 
     kind: str
+    shape: Sequence[int]
     dtype: torch.dtype
     width: int
     group_size: int | None
@@ -134,7 +139,7 @@ class _Dense:
     compressor = ""
 
     def encode(self, values: Quantized, terms: Terms) -> Encoded:
-        weight = turned(dequantize(*values, dtype=terms.dtype), terms.kind)
+        weight = from_rows(dequantize(*values, dtype=terms.dtype), terms.kind, terms.shape).contiguous()
         zero = values.zero_point
         return Encoded({"weight": weight}, grid=(_text64(values.scale), None if zero is None else _text64(zero)))
 
@@ -146,8 +151,8 @@ class _Dense:
         scale_text, zero_text = cast(tuple[str, str | None], layer.grid)
         scale = _tensor64(scale_text, torch.float32).view(layer.scales)
         zero = None if zero_text is None else _tensor64(zero_text, torch.int32).view(layer.scales)
-        weight = turned(stored.parts["weight"], layer.kind)
-        tiles = weight.float().view(layer.scales[0], layer.shape[0] // layer.scales[0], layer.scales[1], -1)
+        weight = to_rows(stored.parts["weight"], layer.kind)
+        tiles = weight.float().reshape(layer.scales[0], layer.shape[0] // layer.scales[0], layer.scales[1], -1)
         codes = (tiles / scale[:, None, :, None]).round().nan_to_num(0.0)
         if zero is not None:
             codes = (codes + zero[:, None, :, None]).clamp(0, 2**layer.bits - 1)
@@ -156,12 +161,12 @@ class _Dense:
         else:
             limit = 2 ** (layer.bits - 1) - 1
             codes = codes.clamp(-limit, limit)
-        return Quantized(codes.view(weight.shape).int(), scale, zero)
+        return Quantized(codes.reshape(weight.shape).int(), scale, zero)
 
     def check(self, stored: InFiles) -> Tensor:
         weight, values = stored.parts["weight"], self.decode(stored)
         _check_values(stored, values)
-        if not torch.equal(turned(dequantize(*values, dtype=weight.dtype), stored.layer.kind), weight):
+        if not torch.equal(dequantize(*values, dtype=weight.dtype), to_rows(weight, stored.layer.kind)):
             raise MoQError(f"{stored.where}: a weight is not on the grid of {stored.layer.bits} bits")
         return weight
 
@@ -200,7 +205,8 @@ class _Packed:
         scheme: dict[str, Any] = {"num_bits": width, "type": "int", "symmetric": zero is None, "dynamic": False}
         if zero is not None:
             codes, zero = codes - half, (zero - half).to(torch.int8)
-        if terms.at_load and terms.group_size is None:
+        # Servers know a scale for each channel or group, none for a block of rows.
+        if terms.group_size is None and (terms.at_load or (zero is None and width > 1 and not terms.has_conv1d)):
             repeats = codes.shape[0] // scale.shape[0]
             scale = scale.repeat_interleave(repeats, 0)
             zero = None if zero is None else zero.repeat_interleave(repeats, 0)
@@ -253,8 +259,8 @@ FORMATS: dict[str, _Packed | _Bytes | _Dense] = {"packed": _Packed(), "int8": _B
 
 
 def turned(tensor: Tensor, kind: str) -> Tensor:
-    """From the orientation in the file to that in which a layer of this kind is quantized, or back."""
-    return tensor.t().contiguous() if kind == "conv1d" else tensor.contiguous()
+    """A matrix of codes or scales in the orientation of the file, or back: one is the other's transpose, or itself."""
+    return to_rows(tensor, kind).contiguous()
 
 
 def _strategy(codes: Tensor, scale: Tensor, zero: Tensor | None, terms: Terms) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class StoredLayer:
     """How one quantized layer lies in a packed checkpoint.
 
     Attributes:
-        kind: "linear", "conv1d" or "embedding".
+        kind: What the layer is; see `rows`.
         bits: 1 to 16, or 32 for a layer that was not quantized yet.
         stored: "packed" (bits per weight), "int8" (one byte per weight), "dense" (floats on the grid) or "float".
         shape: Rows and columns of the weight as it is quantized; a conv1d has its transpose in the file.
@@ -107,6 +107,21 @@ def hub_id(name: str | None) -> str | None:
     """
     name = name or ""
     return name if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not Path(name).exists() else None
+
+
+def modules_by_file(state: Mapping[str, Any]) -> dict[str, str]:
+    """The layers whose tensors have another name in the files: that name to the module's."""
+    return {there: name for name, there in (state.get("names") or {}).items()}
+
+
+def owner_of(tensor: str, modules: Mapping[str, str]) -> tuple[str, str]:
+    """The module of a tensor in the files, and the last part of its name.
+
+    >>> owner_of("vision.layers.0.weight_packed", {"vision.layers.0": "model.vision.layers.0"})
+    ('model.vision.layers.0', 'weight_packed')
+    """
+    owner, _, part = tensor.rpartition(".")
+    return modules.get(owner, owner), part
 
 
 def record_metrics(

@@ -226,7 +226,7 @@ def test_experts_share_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     weights = {name: quantizer.quantize(torch.randn(8, 64), 4, Grid(PerGroup(32))) for name in names}
     layer = StoredLayer("linear", 4, "packed", (8, 64), (8, 2), True, 0, 0, 0.0)
     layers = dict.fromkeys(names, layer)
-    monkeypatch.setattr(gguf_module, "recorded", lambda folder: SimpleNamespace(layers=layers))
+    monkeypatch.setattr(gguf_module, "recorded", lambda folder: SimpleNamespace(layers=layers, state={}))
     monkeypatch.setattr(gguf_module, "stored_weights", lambda folder, dense: dict(weights))
     writer = gguf.GGUFWriter(tmp_path / "base.gguf", "llama")
     writer.add_block_count(1)
