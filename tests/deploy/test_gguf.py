@@ -312,3 +312,16 @@ def test_gguf_is_not_installed(checkpoint: Path, base: Path, tmp_path: Path, mon
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     with pytest.raises(MoQError, match="gguf is not installed: pip install"):
         export_gguf(checkpoint, tmp_path / "out.gguf", base)
+
+
+def test_names_of_models_with_parts_and_without_heads(base: Path) -> None:
+    found = gguf_module._Base(base)
+    for name in (
+        "model.layers.1.self_attn.q_proj",
+        "layers.1.self_attn.q_proj",
+        "language_model.model.layers.1.self_attn.q_proj",
+        "model.language_model.layers.1.self_attn.q_proj",
+    ):
+        assert found.place_of(name) == "blk.1.attn_q.weight", name
+    assert found.place_of("vision_tower.encoder.layers.1.self_attn.q_proj") == ""
+    assert found.place_of("model.layers.1.mlp.experts.7.up_proj") == "blk.1.ffn_up_exps.weight"
