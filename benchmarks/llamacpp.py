@@ -69,6 +69,9 @@ def config_of(bits: int, size: int, **more: Any) -> dict[str, Any]:
 GRIDS: dict[str, dict[str, Any] | None] = {
     "float": None,
     "4 bits, groups of 32": config_of(4, 32),
+    "4 bits, full range, scales in float16, groups of 32": config_of(
+        4, 32, quantize_algo={"range": "full", "scale_dtype": "float16"}
+    ),
     "4 bits, groups of 128": config_of(4, 128),
     "4 bits asymmetric, groups of 32": config_of(4, 32, quantize_algo={"q_type": "asymmetric"}),
     "3 bits, groups of 32": config_of(3, 32),

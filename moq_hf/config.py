@@ -43,7 +43,7 @@ from .config_fields import (
     read,
 )
 from .errors import MoQConfigError, listed
-from .grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks, Search
+from .grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks, ScaleDtype, Search
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +184,8 @@ class MoQConfig:
 
     Attributes:
         kernel: Triton kernels: wanted, not wanted, or None for wherever they run.
+        full: Codes of the full range, with scales that have a sign.
+        scale_dtype: What scales are rounded to; None is float32.
         grouping: Which weights share a scale.
         modules_to_not_convert: Names and globs, or None for the model's output heads.
         ignored_sections: Other sections of a DeepSpeed config; not part of `to_dict`.
@@ -235,6 +237,19 @@ class MoQConfig:
             "quantize_algo.scale_refresh",
         ),
     ] = 50
+    full: Annotated[
+        Flag,
+        Words(narrow=False, full=True),
+        key(
+            "`narrow`: as many codes on either side of zero; `full`: one more, on the side of the largest weight of a "
+            "group, so that 2 bits have four levels (symmetric grids)",
+            "quantize_algo.range",
+        ),
+    ] = False
+    scale_dtype: Annotated[
+        ScaleDtype | None,
+        key("what scales are rounded to, while training and in the file; null: `float32`", "quantize_algo.scale_dtype"),
+    ] = None
     # Two keys, which are not in a section.
     grouping: Annotated[Grouping, _FROM_GROUPS, key("", "", title="a RowBlocks, PerChannel or PerGroup")] = RowBlocks()
     start_bits: Annotated[Bits, key("precision at the offset", "quantize_bits.start_bits")] = 16
@@ -276,7 +291,8 @@ class MoQConfig:
     @property
     def grid(self) -> Grid:
         """How the linear layers' weights are quantized, whatever their bits are."""
-        return Grid(self.grouping, self.symmetric, self.stochastic, self.scale)
+        dtype = self.scale_dtype or "float32"
+        return Grid(self.grouping, self.symmetric, self.stochastic, self.scale, self.full, dtype)
 
     @classmethod
     def load(cls, source: "MoQConfig | Mapping[str, Any] | str | os.PathLike[str]") -> "MoQConfig":

@@ -163,11 +163,16 @@ def conflicts(given: Mapping[str, Any], wrong: Collection[str], defaults: Mappin
             f"quantize_groups {show(values['quantize_groups'])} and quantize_group_size "
             f"{show(values['quantize_group_size'])} exclude each other: give one"
         )
+    kind = given[kinds[-1]] if kinds else "symmetric"
+    if values["quantize_algo.range"] == "full" and kind == "asymmetric":
+        yield (
+            "quantize_algo.range: full is of symmetric grids, an asymmetric one has all its codes; "
+            "set it to narrow, or quantize_algo.q_type to symmetric"
+        )
     weights = ("distillation.logits", "distillation.hidden")
     if not any(path in wrong or values[path] for path in weights):
         yield "distillation: logits and hidden are both 0, so a teacher would teach nothing; give one a weight"
     if not {"quantize_bits.start_bits", "quantize_bits.target_bits"}.intersection(wrong):
-        kind = given[kinds[-1]] if kinds else "symmetric"
         yield from _bit_conflicts(values, kind, "quantize_bits.target_bits" in given)
 
 
@@ -181,7 +186,8 @@ def _bit_conflicts(values: Mapping[str, Any], kind: str, target_given: bool) -> 
         yield f"quantize_bits.target_bits: 16 would quantize nothing{default}; set it to 8, 4, 3 or 2"
     if target == 1 and kind == "asymmetric":
         yield "quantize_bits.target_bits: 1 bit is symmetric only; set quantize_algo.q_type to symmetric, or 2 bits"
-    if values["quantize_algo.rounding"] == "stochastic" and not Grid(symmetric=kind == "symmetric").is_uniform(target):
+    grid = Grid(symmetric=kind == "symmetric", full=values["quantize_algo.range"] == "full")
+    if values["quantize_algo.rounding"] == "stochastic" and not grid.is_uniform(target):
         yield (
             f"quantize_algo.rounding: stochastic needs equal steps, {target} bits {kind} has none; "
             "set it to nearest, or target_bits to 3 or more"

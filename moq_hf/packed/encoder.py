@@ -89,6 +89,7 @@ class Encoder:
             shape=(weight.shape[0], weight.shape[1]),
             scales=scales,
             symmetric=state.grid.symmetric,
+            full=state.grid.full,
             bytes=sum(tensor.nbytes for tensor in encoded.parts.values()),
             bytes_before=weight.nbytes,
             max_error=max_error,
@@ -106,18 +107,14 @@ class Encoder:
     def rename(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors under the names that the model's files have; notes in `names` what layers are called there.
 
-        If transformers merges or splits weights of these layers, all tensors keep the names of the modules.
+        If transformers merges or splits any, which a packed model would not load, all keep the names of the modules.
         """
         renamed = original_format(model, tensors)
         called = {id(tensor): name for name, tensor in renamed.items()}
-        names: dict[str, str] = {}
-        for layer in self.stored:
-            parts = [name for name in tensors if name.rpartition(".")[0] == layer]
-            for name in parts:
-                owner, _, part = called.get(id(tensors[name]), "").rpartition(".")
-                if part != name.rpartition(".")[2] or names.setdefault(layer, owner) != owner:
-                    return tensors
-        self.names = {layer: owner for layer, owner in names.items() if layer != owner}
+        if any(id(tensor) not in called for tensor in tensors.values()):
+            return tensors
+        owners = {name.rpartition(".")[0]: called[id(tensor)].rpartition(".")[0] for name, tensor in tensors.items()}
+        self.names = {layer: owners[layer] for layer in self.stored if owners[layer] != layer}
         return renamed
 
     def config(self) -> dict[str, Any] | None:
@@ -179,4 +176,4 @@ def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:
     rows, columns = values.scale.shape
     error = (weight.float() - quantizer.dequantize(*values)).abs()
     tiles = error.view(rows, weight.shape[0] // rows, columns, -1).amax((1, 3))
-    return float((tiles / values.scale).nan_to_num(0.0).max())
+    return float((tiles / values.scale.abs()).nan_to_num(0.0).max())

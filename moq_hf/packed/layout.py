@@ -9,7 +9,7 @@ What compressed-tensors calls the grids of `quantizer`, (code - zero) * scale wi
 
 | grid | strategy | zero point |
 | --- | --- | --- |
-| symmetric (ternary too), per channel | channel | none |
+| symmetric (ternary and full range too), per channel | channel | none |
 | symmetric, row blocks | channel, the scale of a block repeated for each of its rows | none |
 | symmetric, a scale per group in a row | group | none |
 | asymmetric | block, whatever the groups | int8, one per scale |
@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MoQError
+from ..grid import Grid
 from ..quantizer import Quantized, dequantize
 from ..rows import from_rows, to_rows
 from ..transformers_seams import pack_to_int32, unpack_from_int32, unpacked_weight
@@ -155,12 +156,11 @@ class _Dense:
         tiles = weight.float().reshape(layer.scales[0], layer.shape[0] // layer.scales[0], layer.scales[1], -1)
         codes = (tiles / scale[:, None, :, None]).round().nan_to_num(0.0)
         if zero is not None:
-            codes = (codes + zero[:, None, :, None]).clamp(0, 2**layer.bits - 1)
-        elif layer.bits == 1:
+            codes = codes + zero[:, None, :, None]
+        if layer.bits == 1:
             codes = torch.where(tiles < 0, -1.0, 1.0)
         else:
-            limit = 2 ** (layer.bits - 1) - 1
-            codes = codes.clamp(-limit, limit)
+            codes = codes.clamp(*_grid_of(layer).limits(layer.bits))
         return Quantized(codes.reshape(weight.shape).int(), scale, zero)
 
     def check(self, stored: InFiles) -> Tensor:
@@ -274,6 +274,10 @@ def _strategy(codes: Tensor, scale: Tensor, zero: Tensor | None, terms: Terms) -
     return {"strategy": "block", "block_structure": [rows // scale.shape[0], columns // scale.shape[1]]}
 
 
+def _grid_of(layer: StoredLayer) -> Grid:
+    return Grid(symmetric=layer.symmetric, full=layer.full)
+
+
 def _check_values(stored: InFiles, values: Quantized) -> None:
     """Whether codes, scales and zero points are of the grid that a layer declares, and need its bits.
 
@@ -286,23 +290,29 @@ def _check_values(stored: InFiles, values: Quantized) -> None:
     (codes, scale, zero), where, bits = values, stored.where, stored.layer.bits
     if stored.layer.symmetric != (zero is None):
         raise MoQError(f"{where}: an asymmetric grid has zero points, and a symmetric one has none")
-    if not bool(torch.isfinite(scale).all() and (scale >= 0 if bits == 1 else scale > 0).all()):
-        raise MoQError(f"{where}: a scale is not a positive number")
+    grid = _grid_of(stored.layer)
+    is_legal = scale >= 0 if bits == 1 else scale != 0 if grid.full else scale > 0
+    if not bool(torch.isfinite(scale).all() and is_legal.all()):
+        raise MoQError(
+            f"{where}: a scale is not a {'finite number but 0' if grid.is_full(bits) else 'positive number'}"
+        )
     if bits == 1:
         if bool((codes.abs() != 1).any()):
             raise MoQError(f"{where}: binary codes must be -1 and 1")
         return
-    low, high = (0, 2**bits - 1) if zero is not None else (1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1)
-    largest = 0
+    low, high = grid.limits(bits)
+    lowest, highest = 0, 0
     for what, integers in (("codes", codes), ("zero points", zero)):
         if integers is not None:
             least, most = (int(value) for value in torch.aminmax(integers))
             if least < low or most > high:
                 raise MoQError(f"{where}: {what} beyond {high} at {bits} bits")
-            largest = max(largest, -least, most)
-    fewer = (high + 1) // 2
-    if bits > 2 and 0 < largest < fewer:
-        raise MoQError(f"{where}: no code is beyond {fewer - 1}, so they are of fewer than {bits} bits")
+            lowest, highest = min(lowest, least), max(highest, most)
+    low, high = grid.limits(bits - 1)
+    # A group of zeros has the scale 1, and one that is too small for float16 has its least value.
+    shows_bits = bool(((scale != 1) & (scale.abs() > 2.0**-24)).any())
+    if bits > 2 and shows_bits and lowest < highest and low <= lowest and highest <= high:
+        raise MoQError(f"{where}: no code is beyond {high}, so they are of fewer than {bits} bits")
 
 
 def _text64(tensor: Tensor) -> str:

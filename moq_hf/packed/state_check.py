@@ -79,6 +79,9 @@ def _layer_of_json(entry: Entry) -> StoredLayer:
             values[name] = values.get(name, entry[name].value)
     entry["kind"].word(*KINDS)
     stored = entry["stored"].word("float", *_BITS)
+    # Older states have no such key.
+    if "full" in entry.mapping() and entry["full"].flag() and not entry["symmetric"].flag():
+        raise entry["full"].fault("false where symmetric is")
     entry["symmetric"].flag()
     entry["bytes"].whole()
     entry["bytes_before"].whole(1)

@@ -241,7 +241,8 @@ def _flat(config: MoQConfig) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in config.to_dict().items():
         flat |= {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {key: value}
-    return flat
+    # What null stands for.
+    return flat | {"quantize_algo.scale_dtype": config.grid.scale_dtype}
 
 
 def _unused(*configs: Mapping[str, Any]) -> set[str]:

@@ -138,6 +138,24 @@ def test_bases_of_other_floats_and_asymmetric_rows(tmp_path: Path, kind: Any) ->
     assert 0 < error.max() <= found.weight_error * float(scale.max())
 
 
+def test_full_ranges_with_scales_that_float16_holds_are_exact(tmp_path: Path) -> None:
+    algo = {"range": "full", "scale_dtype": "float16"}
+    folder = packed(tmp_path / "packed", llama(), [4, 8, 2, 3], quantize_group_size=32, quantize_algo=algo)
+    found = export_gguf(folder, tmp_path / "out.gguf", base_of(folder, tmp_path / "base.gguf"))
+    assert found.scale_error == found.weight_error == 0
+    weights = stored_weights(folder)
+    # The extra code and scales of both signs are there.
+    assert {4: -8, 8: -128, 2: -2, 3: -4}.items() <= {
+        bits: int(weights[name].codes.min()) for bits, name in zip([4, 8, 2, 3], weights, strict=False)
+    }.items()
+    assert min(float(weight.scale.min()) for weight in weights.values()) < 0
+    tensors, floats = read(found.path)[0], LlamaForCausalLM.from_pretrained(tmp_path / "base.floats").state_dict()
+    for name, heads in (("q_proj", 4), ("k_proj", 2)):
+        tensor = tensors[f"blk.1.attn_{name[0]}.weight"]
+        exact = permuted(floats[f"model.layers.1.self_attn.{name}.weight"].numpy(), heads)
+        assert np.array_equal(gguf.quants.dequantize(tensor.data, tensor.tensor_type), exact)
+
+
 def test_architectures_whose_rows_stay_where_they_are(tmp_path: Path) -> None:
     set_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32))
