@@ -223,20 +223,22 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return plain(tensors, adapters(model))
 
 
-def stored_weights(directory: str | os.PathLike[str]) -> dict[str, quantizer.Quantized]:
+def stored_weights(directory: str | os.PathLike[str], *, dense: bool = False) -> dict[str, quantizer.Quantized]:
     """The codes, scales and zero points of the layers that a packed checkpoint holds as integers, by layer.
 
     Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those of `quantizer`.
 
     Args:
         directory: What `save_quantized` wrote.
+        dense: Also those of the layers that it holds as floats on their grid.
 
     Raises:
         MoQError: Something is damaged or missing; names the file and the tensor.
     """
     folder = Path(directory)
     found = verify_quantized(folder)
-    layers = {name: layer for name, layer in found.layers.items() if layer.group is not None}
+    kinds = ("packed", "int8", "dense") if dense else ("packed", "int8")
+    layers = {name: layer for name, layer in found.layers.items() if layer.stored in kinds}
     weights = _weights_in_files(folder, read_document(folder / CONFIG), layers) if layers else {}
     modules = modules_by_file(found.state)
     for name, tensor in tensors_in(folder):
