@@ -48,6 +48,10 @@ from .grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks, Search
 logger = logging.getLogger(__name__)
 
 
+# Who is to run what is delivered, and the dtypes that scales may have for them.
+ServerName = Literal["transformers", "vllm", "sglang", "llama.cpp", "onnxruntime"]
+ScaleDtype = Literal["float32", "bfloat16", "float16"]
+
 # Of the period "auto": a late last drop costs accuracy at low bits.
 AUTO_DEADLINE = 0.25
 
@@ -260,6 +264,11 @@ class MoQConfig:
             "and compare its answers with those of the model in memory"
         ),
     ] = True
+    serve: Annotated[
+        tuple[ServerName, ...],
+        FailFast(),
+        key("who is to run what is delivered: what one of them cannot take is an error before the first step"),
+    ] = ("transformers",)
     seed: Annotated[Count, key("of stochastic rounding and of the eigenvalue start vectors")] = 0
     ignored_sections: Annotated[tuple[str, ...], key("", exclude=True)] = field(default=(), compare=False)
 
