@@ -220,9 +220,8 @@ def report(folder: Path, names: list[str]) -> None:
             if server["serves"] is not None
         }
         wrong = [key for key, agree in cases[name]["agree"].items() if not agree]
-        print(
-            name, {key: server["serves"] for key, server in found["servers"].items()}, "WRONG" if wrong else "", wrong
-        )
+        said = {key: server["serves"] for key, server in found["servers"].items()}
+        print(name, said, f"WRONG: {', '.join(wrong)}" if wrong else "")
         versions = found["versions"]
     agreements = [agree for case in cases.values() for agree in case["agree"].values()]
     document = {**environment("compressed_tensors"), "servers": versions, "cases": cases}

@@ -48,9 +48,8 @@ class TorchKernel(MPLinearKernel):  # type: ignore[misc]
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """The product in float32."""
-        return torch.nn.functional.linear(x.float(), layer.torch_weight, None if bias is None else bias.float()).to(
-            x.dtype
-        )
+        exact = torch.nn.functional.linear(x.float(), layer.torch_weight, None if bias is None else bias.float())
+        return exact.to(x.dtype)
 
 
 def install() -> None:

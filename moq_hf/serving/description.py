@@ -87,11 +87,9 @@ class Description:
         """Layers of one parent that have these names, where two or more are there; None for a float one."""
         known: dict[str, Weight | None] = {**dict.fromkeys(self.floats), **self.weights}
         for name in known:
-            parent = name.removesuffix(names[0])
-            if name.endswith(f".{names[0]}") or name == names[0]:
-                found = {
-                    f"{parent}{other}": known[f"{parent}{other}"] for other in names if f"{parent}{other}" in known
-                }
+            if f".{name}".endswith(f".{names[0]}"):
+                paths = [name.removesuffix(names[0]) + other for other in names]
+                found = {path: known[path] for path in paths if path in known}
                 if len(found) > 1:
                     yield {n: None if weight is None or weight.is_float else weight for n, weight in found.items()}
 

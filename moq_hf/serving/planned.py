@@ -1,12 +1,12 @@
 """What the servers that a config names cannot take of a model, said before the first step."""
 
-from collections.abc import Iterable
+from torch import nn
 
 from ..config import MoQConfig
 from ..errors import MoQError
 from ..model.inventory import Inventory
 from ..names import plain_name, without_fsdp, without_peft
-from .description import Description, Verdict, Weight
+from .description import Description, Weight
 from .rules import verdict
 from .servers import REQUIRED, WARNED
 
@@ -30,20 +30,17 @@ def check_served(inventory: Inventory, config: MoQConfig) -> None:
 
 def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
     """What a user of these servers should know before the first step."""
-    model = describe(inventory, config)
+    model, found = describe(inventory, config), []
     names = dict.fromkeys(config.serve)
-    found = [f"serve: {one.server.name}: {note}" for one in _verdicts(model, names) for note in one.notes]
     for name in names:
+        one = verdict(model, REQUIRED[name])
+        found += [f"serve: {one.server.name}: {note}" for note in one.notes]
         if name in WARNED:
-            one = verdict(model, WARNED[name])
-            found += [f"serve: {one.server.name} does not take it: {reason}" for reason in one.reasons]
-    if config.activation.enabled and {"vllm", "sglang", "llama.cpp"} & set(names):
-        found.append("serve: vllm, sglang and llama.cpp do not round activations as this run is trained for")
+            other = verdict(model, WARNED[name])
+            found += [f"serve: {other.server.name} does not take it: {reason}" for reason in other.reasons]
+    if config.activation.enabled and {"vllm", "sglang", "llama.cpp"} & names.keys():
+        found.append("serve: vllm, sglang and llama.cpp do not round inputs as activation_quantization trains for")
     return found
-
-
-def _verdicts(model: Description, names: Iterable[str]) -> list[Verdict]:
-    return [verdict(model, server) for name, server in REQUIRED.items() if name in names]
 
 
 def describe(inventory: Inventory, config: MoQConfig) -> Description:
@@ -58,9 +55,8 @@ def describe(inventory: Inventory, config: MoQConfig) -> Description:
 
     weights = {}
     for name, layer in inventory.layers.items():
-        conv1d = not hasattr(layer, "out_features")
-        rows, columns = reversed(layer.weight.shape) if conv1d else layer.weight.shape
-        kind = "conv1d" if conv1d else "linear"
+        kind = "linear" if isinstance(layer, nn.Linear) else "conv1d"
+        rows, columns = layer.weight.shape if kind == "linear" else reversed(layer.weight.shape)
         weights[saved(name)] = Weight(kind, rows, columns, bits, grouping.row_size, config.symmetric, packed=bits <= 8)
     for name, table in inventory.embeddings.items():
         rows, columns = table.weight.shape

@@ -12,6 +12,7 @@ PLAIN = re.compile(
     r"(^|\.)(pooler\.dense|classifier|classifier\.(dense|out_proj)|head\.dense|lm_head\.dense|"
     r"predictions\.transform\.dense|pre_classifier)$"
 )
+_LINEAR = "models of nn.Linear are served"
 _SAVE_AGAIN = "save it again with this version of moq_hf"
 # Their checkpoints always had all experts in one tensor.
 _FUSED_EXPERTS = ("GptOss", "Llama4")
@@ -48,11 +49,8 @@ def _bits(model: Description, server: Server) -> Iterator[Reason]:
         if not wrong:
             continue
         found, kind = _or({weight.bits for weight in wrong.values()}), "" if symmetric else " with zero points"
-        served = (
-            f"{_or(legal)} bits{kind} are served" if legal else f"symmetric grids of {_or(server.symmetric)} bits are"
-        )
-        taken = f"{_or(legal)} bits{kind}, not {found}" if legal else "no zero points"
-        yield Reason(f"its kernels take {taken}", served, tuple(wrong))
+        taken = f"{_or(legal)} bits{kind}"
+        yield Reason(f"its kernels take {taken}, not {found}", f"{taken} are served", tuple(wrong))
 
 
 def _group_sizes(model: Description, server: Server) -> Iterator[Reason]:
@@ -80,14 +78,14 @@ def _sizes(model: Description, server: Server) -> Iterator[Reason]:
         sizes = _or({packed[name].columns for name in columns})
         yield Reason(
             f"its kernels take a multiple of {server.columns} columns (in_features), not {sizes}",
-            "layers of such sizes are, so leave these out with modules_to_not_convert",
+            "name these in modules_to_not_convert",
             tuple(columns),
         )
     short = [names for names, rows in _layers_as_served(packed, server) if rows % server.rows]
     if short:
         yield Reason(
             f"its kernels take a multiple of {server.rows} rows (out_features)",
-            "layers of such sizes are, so leave these out with modules_to_not_convert",
+            "name these in modules_to_not_convert",
             tuple(name for names in short for name in names),
         )
 
@@ -116,8 +114,8 @@ def fused_layers(model: Description, server: Server) -> Iterator[Reason]:
                 mixed.setdefault(f"{', '.join(names)} ({' and '.join(sorted(grids))})", []).extend(members)
     for what, layers in mixed.items():
         yield Reason(
-            f"one layer is made of {what}",
-            "all of them with the same bits, or all of them in float, are",
+            f"it makes one layer of {what}",
+            "all of them on the same grid, or all of them in float, are served",
             tuple(layers),
         )
 
@@ -148,7 +146,7 @@ def no_plain_layers(model: Description, server: Server) -> Iterator[Reason]:
     if layers:
         yield Reason(
             "it makes these layers in float, whatever the checkpoint holds",
-            "they are with modules_to_not_convert, beside the output heads",
+            "name them in modules_to_not_convert, beside the output heads",
             layers,
         )
 
@@ -157,9 +155,7 @@ def no_conv1d(model: Description, server: Server) -> Iterator[Reason]:
     """`Conv1D` weights lie across, and a packed one cannot be turned."""
     layers = tuple(name for name, weight in model.packed().items() if weight.kind == "conv1d")
     if layers:
-        yield Reason(
-            "it turns Conv1D weights while loading, which packed ones do not allow", "models of nn.Linear are", layers
-        )
+        yield Reason("it turns Conv1D weights while loading, and cannot turn packed ones", _LINEAR, layers)
 
 
 def no_dense_grids(model: Description, server: Server) -> Iterator[Reason]:
@@ -173,7 +169,7 @@ def no_pooler(model: Description, server: Server) -> Iterator[Reason]:
     """llama.cpp's converter drops BERT's pooler."""
     layers = tuple(name for name in model.packed() if re.search(r"(^|\.)pooler\.dense$", name))
     if layers:
-        yield Reason("llama.cpp's converter drops the pooler", "it is left out with modules_to_not_convert", layers)
+        yield Reason("llama.cpp's converter drops the pooler", "name it in modules_to_not_convert", layers)
     if model.architecture == "BertForSequenceClassification":
         yield Reason(
             "llama.cpp's converter drops the pooler, which this classifier needs",
@@ -185,19 +181,20 @@ def one_scheme(model: Description, server: Server) -> Iterator[Reason]:
     """One config group."""
     grids = {weight.grid() for weight in model.integers.values()}
     if len(grids) > 1:
-        yield Reason(f"it takes one grid for all layers, not {', '.join(sorted(grids))}", "GGUF by moq-hf export is")
+        found = " and ".join(sorted(grids))
+        yield Reason(f"it takes one grid for all layers, not {found}", "a GGUF file by moq-hf export is served")
 
 
 def onnx_kinds(model: Description, server: Server) -> Iterator[Reason]:
     """What `moq-hf export --to onnx` takes."""
     name = model.architecture
     if not name.endswith(("ForSequenceClassification", "ForTokenClassification", "Model")) or "Head" in name:
-        yield Reason(f"{name} is not exported", "classifiers of sequences and tokens and base models are")
+        yield Reason(f"{name} is not exported", "classifiers of sequences and tokens and base models are served")
     elif model.is_encoder_decoder:
-        yield Reason("a decoder beside an encoder is not exported", "models of one stack are")
+        yield Reason("a decoder beside an encoder is not exported", "models of one stack are served")
     layers = tuple(name for name, weight in model.packed().items() if weight.kind == "conv1d")
     if layers:
-        yield Reason("Conv1D layers are not exported", "models of nn.Linear are", layers)
+        yield Reason("Conv1D layers are not exported", _LINEAR, layers)
 
 
 def as_evaluated(model: Description, server: Server) -> Iterator[Reason]:
