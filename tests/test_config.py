@@ -229,6 +229,7 @@ OTHERS: dict[str, Any] = {
     "modules_to_not_convert": ("a", "b.*"),
     "quantize_embeddings": 4,
     "prove": False,
+    "serve": ("vllm", "llama.cpp"),
     "seed": 2**63 - 1,
 }
 # States hold these words in this order: whoever changes them loses old runs.
@@ -244,7 +245,7 @@ WRITTEN = [
         'null, "method": "lanczos", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, '
         '"distillation": {"teacher": null, "logits": 1.0, "hidden": 1.0, "labels": 1.0}, '
         '"activation_quantization": {"enabled": false, "bits": 8, "start_step": 0}, "modules_to_not_convert": '
-        'null, "quantize_embeddings": null, "prove": true, "seed": 0}',
+        'null, "quantize_embeddings": null, "prove": true, "serve": ["transformers"], "seed": 0}',
     ),
     (
         MoQConfig(**OTHERS),
@@ -257,7 +258,7 @@ WRITTEN = [
         '"method": "power", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, "distillation": '
         '{"teacher": "x", "logits": 2.0, "hidden": 0.5, "labels": 0.0}, "activation_quantization": {"enabled": '
         'true, "bits": 7, "start_step": 5}, "modules_to_not_convert": ["a", "b.*"], "quantize_embeddings": 4, '
-        '"prove": false, "seed": 9223372036854775807}',
+        '"prove": false, "serve": ["vllm", "llama.cpp"], "seed": 9223372036854775807}',
     ),
 ]
 

@@ -47,7 +47,7 @@ class Weight:
         if self.is_float:
             return "floats"
         kind = "" if self.symmetric else " asymmetric"
-        return f"{self.bits} bits{kind} " + (f"in groups of {self.group_size}" if self.group_size else "by rows")
+        return f"{self.bits} bits{kind} " + (f"in groups of {self.group_size}" if self.group_size else "per channel")
 
 
 @dataclass(frozen=True)

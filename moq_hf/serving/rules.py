@@ -60,7 +60,7 @@ def _group_sizes(model: Description, server: Server) -> Iterator[Reason]:
     packed = model.packed()
     wrong = [name for name, weight in packed.items() if weight.group_size is not None and not fits(weight.group_size)]
     legal = _or(server.groups) if server.groups else f"a multiple of {server.multiple}"
-    rows = ", or a scale per row," if server.by_rows else ""
+    rows = ", or per channel," if server.by_rows else ""
     if wrong:
         sizes = _or({size for name in wrong if (size := packed[name].group_size)})
         yield Reason(
@@ -68,7 +68,9 @@ def _group_sizes(model: Description, server: Server) -> Iterator[Reason]:
         )
     by_rows = [name for name, weight in packed.items() if weight.group_size is None]
     if by_rows and not server.by_rows:
-        yield Reason("it takes groups alone, not a scale per row", "quantize_group_size is served", tuple(by_rows))
+        yield Reason(
+            "it takes groups alone, not one scale per channel", "quantize_group_size is served", tuple(by_rows)
+        )
 
 
 def _sizes(model: Description, server: Server) -> Iterator[Reason]:
