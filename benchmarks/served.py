@@ -5,7 +5,8 @@
     python benchmarks/served.py report FOLDER               # in moq_hf's environment: rules against servers
 
 Tiny models with random weights, one for each case. `serve` generates 16 tokens with vLLM on the CPU in bfloat16, greedy, with
-log-probabilities, or pools the outputs of an encoder. It also asks vLLM's CUDA kernels and schemes whether they accept
+log-probabilities, or pools the outputs of an encoder. Where its kernels for the CPU lack a width, it does the same with a
+plain one in PyTorch: what answers rightly is laid out as vLLM reads it. It also asks vLLM's CUDA kernels and schemes whether they accept
 each layer, which needs no GPU. With `--sglang DIR`, an unpacked wheel, it asks SGLang's code that matches names. Cases
 that were tried already are left out, unless they are named.
 """  # noqa: E501 - a command cannot be broken
@@ -198,13 +199,14 @@ def _answers(cls: Any, folder: Path, dtype: str, followed: list[int] | None = No
     return {"outputs": outputs.float().tolist()}
 
 
-def report(folder: Path, names: list[str]) -> None:
+def report(folder: Path, names: list[str], out: Path) -> None:
     """Ask our rules about each folder, and write what servers and rules say side by side."""
     from environment import environment, write
 
     from moq_hf.packed.served import served_by
 
-    cases = {}
+    cases: dict[str, Any] = {}
+    versions: dict[str, str] = {}
     for name in names:
         reference, served = folder / name / "reference.json", folder / name / "served.json"
         if not reference.exists() or not served.exists():
@@ -217,7 +219,7 @@ def report(folder: Path, names: list[str]) -> None:
         cases[name]["agree"] = {
             key: rules[key]["answer"] == ("yes" if server["serves"] else "no")
             for key, server in found["servers"].items()
-            if server["serves"] is not None
+            if key in rules and rules[key]["answer"] != "unknown" and server["serves"] is not None
         }
         wrong = [key for key, agree in cases[name]["agree"].items() if not agree]
         said = {key: server["serves"] for key, server in found["servers"].items()}
@@ -225,8 +227,8 @@ def report(folder: Path, names: list[str]) -> None:
         versions = found["versions"]
     agreements = [agree for case in cases.values() for agree in case["agree"].values()]
     document = {**environment("compressed_tensors"), "servers": versions, "cases": cases}
-    write({**document, "agree": sum(agreements), "asked": len(agreements)}, RESULTS)
-    print(f"{sum(agreements)} of {len(agreements)} answers agree; {RESULTS}")
+    write({**document, "agree": sum(agreements), "asked": len(agreements)}, out)
+    print(f"{sum(agreements)} of {len(agreements)} answers agree; {out}")
 
 
 def write_json(document: Any, path: Path) -> None:
@@ -241,13 +243,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--sglang", type=Path, metavar="DIR", help="an unpacked wheel of SGLang, to read")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE.json", help="of report")
     parser.add_argument("--quick", action="store_true", help="serve: keep what was generated, ask the others again")
     args = parser.parse_args(argv)
     names = args.cases or list(CASES)
     if args.step == "make":
         make(args.folder, names)
     elif args.step == "report":
-        report(args.folder, names)
+        report(args.folder, names, args.out)
     else:
         import served_vllm
 

@@ -122,6 +122,23 @@ def fused_layers(model: Description, server: Server) -> Iterator[Reason]:
         )
 
 
+def zeros_fill_words(model: Description, server: Server) -> Iterator[Reason]:
+    """Zero points are packed along the rows, and those of a fused layer's members are put one after the other."""
+    wrong = [
+        name
+        for names in FUSED
+        for members in model.siblings(names)
+        for name, weight in members.items()
+        if weight is not None and not weight.symmetric and weight.rows * weight.bits % 32
+    ]
+    if wrong:
+        yield Reason(
+            "the zero points of a part of a fused layer must fill whole words of 32 bits",
+            "symmetric grids are served, or rows (out_features) that are a multiple of 32",
+            tuple(wrong),
+        )
+
+
 def experts_alike(model: Description, server: Server) -> Iterator[Reason]:
     """All experts of a block have one grid, or are all floats."""
     blocks: dict[str, list[str]] = {}

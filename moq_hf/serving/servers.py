@@ -28,6 +28,7 @@ from .rules import (
     one_scheme,
     onnx_kinds,
     targets_found,
+    zeros_fill_words,
 )
 
 
@@ -53,7 +54,16 @@ def _sglang_name(architecture: str, name: str) -> str:
     return name if name.startswith(("model.", "lm_head", "transformer.")) else f"model.{name}"
 
 
-_ENGINES = (fused_layers, experts_alike, no_tables, no_plain_layers, no_conv1d, known_layout, known_tensors)
+_ENGINES = (
+    fused_layers,
+    zeros_fill_words,
+    experts_alike,
+    no_tables,
+    no_plain_layers,
+    no_conv1d,
+    known_layout,
+    known_tensors,
+)
 _TWO_TO_EIGHT = frozenset(range(2, 9))
 
 _ALL, _ALL_ASYMMETRIC = frozenset(range(1, 17)), frozenset(range(2, 17))

@@ -100,6 +100,15 @@ def test_rows_of_a_fused_layer_count_together() -> None:
     assert "(out_features)" in reasons(replace(model, weights=weights), VLLM_CPU)
 
 
+def test_zero_points_fill_words() -> None:
+    weights = {f"{ATTENTION}.{name}": replace(WEIGHT, symmetric=False) for name in ("q_proj", "k_proj", "v_proj")}
+    model = replace(described(), weights=weights)
+    assert reasons(model, VLLM) == ""
+    short = replace(model, weights={**weights, f"{ATTENTION}.k_proj": replace(WEIGHT, symmetric=False, rows=4)})
+    assert f"must fill whole words of 32 bits ({ATTENTION}.k_proj)" in reasons(short, VLLM)
+    assert reasons(short, GGUF) == ""
+
+
 @pytest.mark.parametrize("server", [VLLM, VLLM_CPU, SGLANG])
 def test_fused_layers_have_one_grid(server: Server) -> None:
     name = f"{ATTENTION}.q_proj"
