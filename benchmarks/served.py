@@ -4,12 +4,12 @@
     VLLM/bin/python benchmarks/served.py serve FOLDER       # where requirements-vllm.txt is installed: real answers
     python benchmarks/served.py report FOLDER               # in moq_hf's environment: rules against servers
 
-Tiny models with random weights, one for each case. `serve` generates 16 tokens with vLLM on the CPU in bfloat16, greedy, with
-log-probabilities, or pools the outputs of an encoder. Where its kernels for the CPU lack a width, it does the same with a
-plain one in PyTorch: what answers rightly is laid out as vLLM reads it. It also asks vLLM's CUDA kernels and schemes whether they accept
-each layer, which needs no GPU. With `--sglang DIR`, an unpacked wheel, it asks SGLang's code that matches names. Cases
-that were tried already are left out, unless they are named.
-"""  # noqa: E501 - a command cannot be broken
+Tiny models with random weights, one for each case. `serve` generates 16 tokens with vLLM on the CPU in bfloat16,
+greedy, with log-probabilities, or pools the outputs of an encoder. Where its kernels for the CPU lack a width, it
+does the same with a plain one in PyTorch: what answers rightly is laid out as vLLM reads it. It also asks vLLM's CUDA
+kernels and schemes whether they accept each layer, which needs no GPU. With `--sglang DIR`, an unpacked wheel, it
+asks SGLang's code that matches names. Cases that were tried already are left out, unless they are named.
+"""
 
 import argparse
 import json
