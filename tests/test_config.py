@@ -236,6 +236,7 @@ OTHERS: dict[str, Any] = {
     "modules_to_not_convert": ("a", "b.*"),
     "quantize_embeddings": 4,
     "prove": False,
+    "serve": ("vllm", "llama.cpp"),
     "seed": 2**63 - 1,
 }
 # States hold these words in this order: whoever changes them loses old runs.
@@ -252,7 +253,7 @@ WRITTEN = [
         'null, "method": "lanczos", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, '
         '"distillation": {"teacher": null, "logits": 1.0, "hidden": 1.0, "labels": 1.0}, '
         '"activation_quantization": {"enabled": false, "bits": 8, "start_step": 0}, "modules_to_not_convert": '
-        'null, "quantize_embeddings": null, "prove": true, "seed": 0}',
+        'null, "quantize_embeddings": null, "prove": true, "serve": ["transformers"], "seed": 0}',
     ),
     (
         MoQConfig(**OTHERS),
@@ -266,7 +267,7 @@ WRITTEN = [
         '"method": "power", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, "distillation": '
         '{"teacher": "x", "logits": 2.0, "hidden": 0.5, "labels": 0.0}, "activation_quantization": {"enabled": '
         'true, "bits": 7, "start_step": 5}, "modules_to_not_convert": ["a", "b.*"], "quantize_embeddings": 4, '
-        '"prove": false, "seed": 9223372036854775807}',
+        '"prove": false, "serve": ["vllm", "llama.cpp"], "seed": 9223372036854775807}',
     ),
 ]
 
@@ -304,7 +305,8 @@ def test_configs_are_values() -> None:
 
 
 def test_the_grid_of_a_config() -> None:
-    assert MoQConfig(**OTHERS).grid == Grid(PerGroup(64), symmetric=False, stochastic=True, search="mse")
+    others = OTHERS | {"serve": ("transformers",)}
+    assert MoQConfig(**others).grid == Grid(PerGroup(64), symmetric=False, stochastic=True, search="mse")
 
 
 # The forms in which DeepSpeed's users have their settings: sections of its own around the block, and eigenvalues.

@@ -19,6 +19,10 @@ ORDER = [
     "reading",
     "schedule",
     "plan",
+    "serving.description",
+    "serving.architectures",
+    "serving.rules",
+    "serving.servers",
     "transformers_seams",
     "names",
     "processes",
@@ -32,6 +36,7 @@ ORDER = [
     "kernels.backend",
     "model.staleness",
     "model.inventory",
+    "serving.planned",
     "model.selection",
     "quant_linear",
     "model.refresh",
@@ -63,6 +68,7 @@ ORDER = [
     "packed.encoder",
     "packed.verification",
     "packed.verify",
+    "packed.served",
     "packed.write",
     "packed.save",
     "packed.card",
@@ -92,6 +98,7 @@ ORDER = [
 ]
 CONFIG = {"config_errors", "config_document", "config_fields", "config"}
 STANDARD_LIBRARY_ONLY = {"version", "errors", "grid", *CONFIG, "reading", "schedule", "plan"}
+STANDARD_LIBRARY_ONLY |= {f"serving.{name}" for name in ("description", "architectures", "rules", "servers")}
 # Besides it.
 ALLOWED = {module: {"pydantic", "pydantic_core"} for module in CONFIG}
 ROOMS = {name.partition(".")[0] for name in ORDER if "." in name}

@@ -152,7 +152,7 @@ def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, Qu
         if not isinstance(module, QuantLayer):
             module.__class__ = quant_class(type(module))
         layer = cast(QuantLayer, module)
-        grid = config.grid
+        grid = config.grid_of(str(layer.float_weight.dtype).removeprefix("torch."))
         if isinstance(layer, QuantEmbedding):
             grid = replace(_ROWS, scale_dtype=grid.scale_dtype)
         draw = quantizer.Draw(config.seed, index)

@@ -20,7 +20,7 @@ STATE_VERSION = 2
 _LONGEST = 2**128
 
 # They change no number.
-_HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel", "eigenvalue.verbose", "prove"})
+_HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel", "eigenvalue.verbose", "prove", "serve"})
 # They count from the next search for ratios, random number, measurement or loss on.
 _FROM_NOW_ON = frozenset(
     {"quantize_algo.scale_refresh", "seed"}

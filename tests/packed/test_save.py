@@ -836,7 +836,9 @@ def test_saving_leaves_the_model_and_the_random_numbers_alone(tmp_path: Path) ->
 
 def test_inspect_prints_a_table(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(saved)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    layers, _, servers = capsys.readouterr().out.partition("\n\nserved by\n")
+    lines = layers.splitlines()
+    assert servers.split()[:3] == ["transformers", "5.23.0", "yes"]
     assert lines[0].split() == ["module", "bits", "scales", "stored", "bytes", "before", "max", "error", "(steps)"]
     assert lines[1].split()[:4] == ["bert.encoder.layer.0.attention.self.query", "8", "4", "packed"]
     assert lines[-3].startswith("16 quantized layers: ") and lines[-2].startswith("all weights: ")
