@@ -305,8 +305,12 @@ def test_configs_are_values() -> None:
 
 
 def test_the_grid_of_a_config() -> None:
-    others = OTHERS | {"serve": ("transformers",)}
-    assert MoQConfig(**others).grid == Grid(PerGroup(64), symmetric=False, stochastic=True, search="mse")
+    grid = Grid(PerGroup(64), symmetric=False, stochastic=True, search="mse", scale_dtype="bfloat16")
+    assert MoQConfig(**OTHERS).grid == grid
+    assert MoQConfig(target_bits=4, full=True).grid == Grid(full=True)
+    # Where nothing is said, the servers decide.
+    for serve, dtype, scales in (("vllm", "float16", "float16"), ("sglang", "float32", "bfloat16")):
+        assert MoQConfig(target_bits=4, serve=(serve,)).grid_of(dtype).scale_dtype == scales  # type: ignore[arg-type]
 
 
 # The forms in which DeepSpeed's users have their settings: sections of its own around the block, and eigenvalues.
