@@ -14,7 +14,7 @@ import sys
 import weakref
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from .kernels.backend import choose
 from .model.staleness import Key, key_of, stale, watch
 from .processes import is_sharded, whole
 from .quantizer import Draw
+from .rows import Kind, from_rows, to_rows
 from .schedule import FLOAT_BITS
 
 # Every call of a module runs this code, whatever the module's class is.
@@ -174,11 +175,11 @@ class QuantLayer(nn.Module):
 
     Attributes:
         moq: The layer's `LayerState`.
-        is_transposed: Whether `weight` is `[in_features, out_features]`. It is quantized as its transpose then.
+        kind: How `weight` is laid out as the matrix that is quantized; see `to_rows`.
     """
 
     moq: LayerState
-    is_transposed = False
+    kind: ClassVar[Kind] = "linear"
 
     @property
     def weight(self) -> Tensor:
@@ -235,7 +236,7 @@ class QuantLayer(nn.Module):
     @property
     def matrix(self) -> Tensor:
         """The float weight with a row for each output, `[rows, columns]`: a view, as groups and grids count it."""
-        return self.float_weight.t() if self.is_transposed else self.float_weight
+        return to_rows(self.float_weight, self.kind)
 
     def is_stale(self) -> bool:
         """Whether the quantized weight is not that of the float weight as it is now; see `stale`."""
@@ -397,8 +398,7 @@ class QuantLayer(nn.Module):
         """Whether the weight held NaN or Inf when it was quantized: a bool scalar on its device."""
         if self.moq.weight is None:
             return torch.zeros((), dtype=torch.bool, device=self.float_weight.device)
-        values = self.moq.weight.t() if self.is_transposed else self.moq.weight
-        return quantizer.nonfinite(values, self.moq.grid)
+        return quantizer.nonfinite(to_rows(self.moq.weight, self.kind), self.moq.grid)
 
     def extra_repr(self) -> str:
         """The linear layer's own line and the bits."""
@@ -413,6 +413,8 @@ class QuantLayer(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             weight = self._whole_matrix()
             path = choose("weight", weight, dtype or weight.dtype, state.kernel)
+            target = None if out is None else to_rows(out, self.kind)
+            in_place = target is not None and target.is_contiguous()
             values = path.fake_quantize(
                 weight,
                 state.bits,
@@ -421,18 +423,18 @@ class QuantLayer(nn.Module):
                 draw=state.draw,
                 blend=state.blend,
                 dtype=dtype,
-                out=None if self.is_transposed else out,
+                out=target if in_place else None,
             )
-            if not self.is_transposed:
-                return values
-            return values.t().contiguous() if out is None else out.copy_(values.t())
+            if out is not None:
+                return out if in_place else out.copy_(from_rows(values, self.kind, out.shape))
+            return from_rows(values, self.kind, self.float_weight.shape).contiguous()
 
     def _whole_matrix(self) -> Tensor:
         weight = whole(self.float_weight)
         if self.moq.gathered and not is_sharded(self.float_weight):
             # FSDP2 frees the memory of its own parameter, which NumPy's view of it would forbid.
             weight = weight.clone()
-        return weight.t().contiguous() if self.is_transposed else weight
+        return to_rows(weight, self.kind).contiguous()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantLayer":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -496,7 +498,7 @@ class QuantConv1D(QuantLayer, Conv1D):
         moq: The layer's `LayerState`.
     """
 
-    is_transposed = True
+    kind = "conv1d"
     weight: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
@@ -514,6 +516,8 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
     Attributes:
         moq: The layer's `LayerState`.
     """
+
+    kind = "embedding"
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows `[..., embedding_dim]` of the quantized table for the indices `input` `[...]`."""

@@ -268,6 +268,17 @@ def initialize_again(model: nn.Module) -> None:
     cast(Any, model).initialize_weights()
 
 
+def original_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's tensors under the names of its files, which servers know: as `save_pretrained` writes them by default.
+
+    Relies on: `core_model_loading.revert_weight_conversion`, which hands on a tensor that is only renamed.
+    Breaks: Saving would fail; or vLLM and SGLang not find the weights of models whose names transformers 5 changed.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return cast(dict[str, Tensor], revert_weight_conversion(cast(Any, model), dict(tensors)))
+
+
 def has_adapter(model: nn.Module) -> bool:
     """Whether the model was given an adapter by `add_adapter`, so that `save_pretrained` writes that alone.
 

@@ -88,14 +88,18 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         | st.fixed_dictionaries({"quantize_group_size": st.none() | positive})
     )
     q_type = "symmetric" if target == 1 else draw(st.sampled_from(["symmetric", "asymmetric"]))
-    equal_steps = target > 2 or q_type == "asymmetric"
+    full = q_type == "symmetric" and draw(st.booleans())
+    equal_steps = target > 2 or q_type == "asymmetric" or (full and target == 2)
     algo = draw(
         sections(
+            scale_dtype=st.sampled_from([None, "float32", "bfloat16", "float16"]),
             rounding=st.sampled_from(["nearest", "stochastic"] if equal_steps else ["nearest"]),
             scale=st.sampled_from(["auto", "absmax", "mse"]),
             scale_refresh=positive,
         )
     )
+    if full:
+        algo["range"] = "full"
     where = draw(st.sampled_from(["inside", "outside", "both"]))
     if where != "outside":
         algo["q_type"] = q_type
@@ -144,6 +148,8 @@ def test_defaults() -> None:
         stochastic=False,
         scale="auto",
         scale_refresh=50,
+        full=False,
+        scale_dtype=None,
         grouping=RowBlocks(1),
         start_bits=12,
         target_bits=8,
@@ -218,6 +224,7 @@ OTHERS: dict[str, Any] = {
     "stochastic": True,
     "scale": "mse",
     "scale_refresh": 7,
+    "scale_dtype": "bfloat16",
     "grouping": PerGroup(64),
     "start_bits": 9,
     "target_bits": 3,
@@ -229,6 +236,7 @@ OTHERS: dict[str, Any] = {
     "modules_to_not_convert": ("a", "b.*"),
     "quantize_embeddings": 4,
     "prove": False,
+    "serve": ("vllm", "llama.cpp"),
     "seed": 2**63 - 1,
 }
 # States hold these words in this order: whoever changes them loses old runs.
@@ -236,20 +244,22 @@ WRITTEN = [
     (
         MoQConfig(start_bits=12, target_bits=8),
         '{"enabled": true, "quantize_verbose": false, "quantizer_kernel": null, "quantize_algo": {"q_type": '
-        '"symmetric", "rounding": "nearest", "scale": "auto", "scale_refresh": 50}, "quantize_groups": 1, '
-        '"quantize_group_size": null, "quantize_bits": {"start_bits": 12, "target_bits": 8}, "quantize_schedule": '
+        '"symmetric", "rounding": "nearest", "scale": "auto", "scale_refresh": 50, "range": "narrow", '
+        '"scale_dtype": null}, "quantize_groups": 1, "quantize_group_size": null, '
+        '"quantize_bits": {"start_bits": 12, "target_bits": 8}, "quantize_schedule": '
         '{"quantize_period": 100, "schedule_offset": 100, "deadline": null}, "fp16_mixed_quantize": {"enabled": '
         'false, "quantize_change_ratio": 0.001}, "eigenvalue": {"enabled": false, "verbose": false, "max_iter": '
         '100, "tol": 0.01, "stability": 1e-06, "gas_boundary_resolution": 1, "layer_name": null, "layer_num": '
         'null, "method": "lanczos", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, '
         '"distillation": {"teacher": null, "logits": 1.0, "hidden": 1.0, "labels": 1.0}, '
         '"activation_quantization": {"enabled": false, "bits": 8, "start_step": 0}, "modules_to_not_convert": '
-        'null, "quantize_embeddings": null, "prove": true, "seed": 0}',
+        'null, "quantize_embeddings": null, "prove": true, "serve": ["transformers"], "seed": 0}',
     ),
     (
         MoQConfig(**OTHERS),
         '{"enabled": false, "quantize_verbose": true, "quantizer_kernel": true, "quantize_algo": {"q_type": '
-        '"asymmetric", "rounding": "stochastic", "scale": "mse", "scale_refresh": 7}, "quantize_groups": 1, '
+        '"asymmetric", "rounding": "stochastic", "scale": "mse", "scale_refresh": 7, "range": "narrow", '
+        '"scale_dtype": "bfloat16"}, "quantize_groups": 1, '
         '"quantize_group_size": 64, "quantize_bits": {"start_bits": 9, "target_bits": 3}, "quantize_schedule": '
         '{"quantize_period": "auto", "schedule_offset": 0, "deadline": 0.25}, "fp16_mixed_quantize": {"enabled": '
         'true, "quantize_change_ratio": 0.25}, "eigenvalue": {"enabled": true, "verbose": false, "max_iter": 100, '
@@ -257,7 +267,7 @@ WRITTEN = [
         '"method": "power", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, "distillation": '
         '{"teacher": "x", "logits": 2.0, "hidden": 0.5, "labels": 0.0}, "activation_quantization": {"enabled": '
         'true, "bits": 7, "start_step": 5}, "modules_to_not_convert": ["a", "b.*"], "quantize_embeddings": 4, '
-        '"prove": false, "seed": 9223372036854775807}',
+        '"prove": false, "serve": ["vllm", "llama.cpp"], "seed": 9223372036854775807}',
     ),
 ]
 
@@ -270,7 +280,10 @@ def test_what_states_hold_does_not_change(config: MoQConfig, text: str) -> None:
 
 def test_every_attribute_is_written() -> None:
     fields = {field.name: field.default for field in dataclasses.fields(MoQConfig)}
-    assert fields.keys() - OTHERS.keys() == {"ignored_sections"}
+    # An asymmetric grid has no full range.
+    assert fields.keys() - OTHERS.keys() == {"ignored_sections", "full"}
+    full = MoQConfig(target_bits=2, full=True)
+    assert full.to_dict()["quantize_algo"]["range"] == "full" and full.grid == Grid(full=True)
     assert all(OTHERS[name] != fields[name] for name in OTHERS)
 
 
@@ -292,7 +305,12 @@ def test_configs_are_values() -> None:
 
 
 def test_the_grid_of_a_config() -> None:
-    assert MoQConfig(**OTHERS).grid == Grid(PerGroup(64), symmetric=False, stochastic=True, search="mse")
+    grid = Grid(PerGroup(64), symmetric=False, stochastic=True, search="mse", scale_dtype="bfloat16")
+    assert MoQConfig(**OTHERS).grid == grid
+    assert MoQConfig(target_bits=4, full=True).grid == Grid(full=True)
+    # Where nothing is said, the servers decide.
+    for serve, dtype, scales in (("vllm", "float16", "float16"), ("sglang", "float32", "bfloat16")):
+        assert MoQConfig(target_bits=4, serve=(serve,)).grid_of(dtype).scale_dtype == scales  # type: ignore[arg-type]
 
 
 # The forms in which DeepSpeed's users have their settings: sections of its own around the block, and eigenvalues.

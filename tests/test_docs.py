@@ -33,7 +33,14 @@ from made_run import make_run
 from repo import ROOT
 from tiny_glue import quiet_logging
 from torch.distributed.run import get_args_parser as torchrun_parser
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+)
 
 import moq_hf
 from moq_hf import MoQConfig, cli, quantize_model, save_quantized
@@ -45,6 +52,9 @@ PATTERNS = ("*.md", "docs/**/*.md", "configs/README.md", "examples/**/*.md")
 PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
 EXPORT = "moq-hf export runs/mrpc --to onnx runs/mrpc-onnx --task_name mrpc --validation_file data/mrpc.jsonl"
 BENCH = "moq-hf bench runs/mrpc --threads 1 --activation_bits 7 --json bench.json --plot bench.png"
+FLOATS = "moq-hf export runs/chat --to float runs/chat-floats"
+CONVERT = "python convert_hf_to_gguf.py runs/chat-floats --outtype f16 --outfile runs/chat-f16.gguf"
+GGUF = "moq-hf export runs/chat --to gguf runs/chat.gguf --base runs/chat-f16.gguf"
 # Where the commands are run that need a test of their own.
 RUN_BY = {
     "make demo": "test_make_demo",
@@ -54,7 +64,11 @@ RUN_BY = {
     "pip install .": "test_pip_install",
     "python -m moq_hf.cli inspect runs/packed": "test_python_blocks",
     "pip install 'moq_hf[onnx]'": "test_the_onnx_extra",
+    "pip install 'moq_hf[gguf]'": "test_the_gguf_extra",
     EXPORT: "test_python_blocks",
+    FLOATS: "test_gguf_commands",
+    CONVERT: "test_gguf_commands",
+    GGUF: "test_gguf_commands",
     BENCH: "test_bench_command",
     "pip install -r benchmarks/trl-requirements.txt": "test_the_requirements_of_trl",
     "python examples/sft/train.py --output_dir runs/sft": "test_the_sft_example",
@@ -80,6 +94,7 @@ ADDED = {
     "benchmarks/trl_variants.py": ["--report"],
     "benchmarks/levers.py": shlex.split("--parts precision,table --repeats 1 --out levers.jsonl"),
     "benchmarks/checkpoint_size.py": shlex.split("--base_layers 1 --base_vocabulary 1000 --out size.json"),
+    "benchmarks/ranges.py": ["--group_size", "8", "--out", "ranges.json"],
     "benchmarks/processes.py": ["--kinds", "--out", "processes.json"],
     "benchmarks/triton_quant.py": shlex.split(
         "--hidden 64 --layers 1 --repeats 1 --no-compile --out triton_quant.json"
@@ -233,6 +248,30 @@ def test_the_sft_example(checkout: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "packed, " in done.stdout and "delivered = evaluated" in done.stdout
     assert "GGUF: left out" in done.stdout and "of 48 answers are right; moq_hf is imported: False" in done.stdout
+
+
+def test_the_gguf_extra() -> None:
+    assert re.search(r"^gguf =\n    gguf>", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+
+
+def test_gguf_commands(tmp_path: Path) -> None:
+    """Something small takes the place of llama.cpp's converter."""
+    pytest.importorskip("gguf")
+    from gguf_base import write_base
+
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    )
+    (page,) = (page for page in PAGES if page.name == "llama-cpp.md" and page.parent.name == "guide")
+    (recipe,) = (json.loads(block.text) for block in blocks_of(page) if block.language == "json")
+    recipe["quantize_bits"]["start_bits"] = recipe["quantize_bits"]["target_bits"]
+    with chdir(tmp_path):
+        save_quantized(quantize_model(model, recipe), "runs/chat")
+        assert cli.main(shlex.split(FLOATS)[1:]) == 0
+        words = shlex.split(CONVERT)
+        write_base(LlamaForCausalLM.from_pretrained(words[2]), Path(words[-1]))
+        assert cli.main(shlex.split(GGUF)[1:]) == 0
+        assert Path("runs/chat.gguf").is_file()
 
 
 def test_bench_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,14 @@ ORDER = [
     "reading",
     "schedule",
     "plan",
+    "serving.description",
+    "serving.architectures",
+    "serving.rules",
+    "serving.servers",
     "transformers_seams",
     "names",
     "processes",
+    "rows",
     "quantizer",
     "kernels.numba",
     "kernels.cpu",
@@ -31,6 +36,7 @@ ORDER = [
     "kernels.backend",
     "model.staleness",
     "model.inventory",
+    "serving.planned",
     "model.selection",
     "quant_linear",
     "model.refresh",
@@ -58,9 +64,11 @@ ORDER = [
     "packed.state",
     "packed.state_check",
     "packed.layout",
+    "packed.targets",
     "packed.encoder",
     "packed.verification",
     "packed.verify",
+    "packed.served",
     "packed.write",
     "packed.save",
     "packed.card",
@@ -81,12 +89,16 @@ ORDER = [
     "deploy.onnx_layers",
     "deploy.onnx_graph",
     "deploy.onnx",
+    "deploy.floats",
+    "deploy.gguf_blocks",
+    "deploy.gguf",
     "deploy.bench_worker",
     "deploy.bench",
     "cli",
 ]
 CONFIG = {"config_errors", "config_document", "config_fields", "config"}
 STANDARD_LIBRARY_ONLY = {"version", "errors", "grid", *CONFIG, "reading", "schedule", "plan"}
+STANDARD_LIBRARY_ONLY |= {f"serving.{name}" for name in ("description", "architectures", "rules", "servers")}
 # Besides it.
 ALLOWED = {module: {"pydantic", "pydantic_core"} for module in CONFIG}
 ROOMS = {name.partition(".")[0] for name in ORDER if "." in name}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 
@@ -73,7 +74,7 @@ def load_model(directory: Path) -> tuple[Any, Any]:
             f"{directory} has no tokenizer, which the comparison on sentences needs: save it there with "
             "tokenizer.save_pretrained"
         )
-    model = architecture.from_pretrained(directory, attn_implementation="eager", dtype="auto")
+    model = architecture.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
     if is_packed(model):
         dequantize_model(model)
     model.config.use_cache = False

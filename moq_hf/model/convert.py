@@ -1,6 +1,7 @@
 """How a model gets its quantized layers, and loses them."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -28,7 +29,7 @@ from .refresh import check_finite
 from .selection import take_inventory
 from .staleness import unwatch, watch
 
-# How embedding tables are quantized, whatever the config says of the linear layers.
+# How embedding tables are quantized, whatever the config says of the linear layers but the dtype of scales.
 _ROWS = Grid(PerChannel(), search="absmax")
 
 
@@ -151,7 +152,9 @@ def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, Qu
         if not isinstance(module, QuantLayer):
             module.__class__ = quant_class(type(module))
         layer = cast(QuantLayer, module)
-        grid = _ROWS if isinstance(layer, QuantEmbedding) else config.grid
+        grid = config.grid_of(str(layer.float_weight.dtype).removeprefix("torch."))
+        if isinstance(layer, QuantEmbedding):
+            grid = replace(_ROWS, scale_dtype=grid.scale_dtype)
         draw = quantizer.Draw(config.seed, index)
         layer.moq = LayerState(grid, draw=draw, kernel=config.kernel, config=config, name=name)
         watch([layer])

@@ -12,6 +12,7 @@ from ..kernels import cpu
 from ..kernels.backend import Backend, choose
 from ..processes import any_over_ranks, is_sharded, whole
 from ..quant_linear import QuantLayer
+from ..rows import to_rows
 from ..schedule import FLOAT_BITS
 
 
@@ -136,8 +137,8 @@ def _path(layer: QuantLayer) -> Backend:
     if is_sharded(weight):
         # All processes gather in the same order.
         return quantizer
-    # What is quantized of a transposed weight is a copy, which a batch cannot point to.
-    task: Literal["weight", "model"] = "weight" if layer.is_transposed else "model"
+    # A batch cannot point to rows that do not lie one after the other.
+    task: Literal["weight", "model"] = "model" if layer.matrix.is_contiguous() else "weight"
     return choose(task, weight, layer.moq.dtype or weight.dtype, layer.moq.kernel)
 
 
@@ -147,5 +148,7 @@ def _job(layer: QuantLayer) -> triton_quant.Job:
     if kept is None or kept.device != weight.device or kept.dtype != dtype or kept.shape != weight.shape:
         with torch.inference_mode(False), torch.no_grad():
             layer.keep(torch.empty_like(weight, dtype=dtype))
-    out = cast(Tensor, state.weight)
-    return triton_quant.Job(weight, out, state.bits, state.grid, state.ratio, state.draw, state.blend)
+    out = to_rows(cast(Tensor, state.weight), layer.kind)
+    return triton_quant.Job(
+        to_rows(weight, layer.kind), out, state.bits, state.grid, state.ratio, state.draw, state.blend
+    )

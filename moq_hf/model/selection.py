@@ -12,6 +12,7 @@ from ..config import MoQConfig
 from ..errors import MoQError
 from ..names import plain_name, unwrapped
 from ..processes import check_supported
+from ..serving.planned import check_served
 from ..transformers_seams import ADAPTED, has_dora
 from .inventory import Inventory, is_linear, is_packed, misfit
 
@@ -25,7 +26,7 @@ def take_inventory(model: Any, config: MoQConfig, known: Inventory | None = None
         known: One that was taken before with this config: given back if it would be the same now.
 
     Raises:
-        MoQError: What `quantize_model` raises, but for NaN and Inf.
+        MoQError: What `quantize_model` raises, but for NaN and Inf; a server in `serve` cannot take what is chosen.
     """
     model = unwrapped(model)
     found = known if known is not None and known.describes(model) else Inventory.of(model)
@@ -39,9 +40,10 @@ def take_inventory(model: Any, config: MoQConfig, known: Inventory | None = None
     # Afresh for a known one too: the same modules may have other weights, sizes or settings by now.
     layers, embeddings = select_layers(found, config), select_embeddings(found, config)
     left_out = _left_out(found, layers, config)
-    if (layers, embeddings, left_out) == (found.layers, found.embeddings, found.left_out):
-        return found
-    return replace(found, layers=layers, embeddings=embeddings, left_out=left_out)
+    if (layers, embeddings, left_out) != (found.layers, found.embeddings, found.left_out):
+        found = replace(found, layers=layers, embeddings=embeddings, left_out=left_out)
+    check_served(found, config)
+    return found
 
 
 def select_layers(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Linear | Conv1D]:

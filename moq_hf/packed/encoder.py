@@ -1,22 +1,25 @@
 """The layers of one model on their way into the files: how each is stored, and the config groups they share."""
 
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from .. import quantizer
 from ..errors import MoQError
 from ..model.inventory import Inventory, is_linear
 from ..names import plain_name
-from ..quant_linear import QuantConv1D, QuantEmbedding, QuantLayer
+from ..quant_linear import QuantLayer
 from ..reading import Entry
+from ..rows import from_rows, to_rows
 from ..schedule import FLOAT_BITS
+from ..transformers_seams import original_format
 from .files import CONFIG
-from .layout import FORMATS, Encoded, Layout, Terms, turned
+from .layout import FORMATS, Encoded, Layout, Terms
 from .state import MAX_PACKED_BITS, STATE_NAME, StoredLayer
+from .targets import Patterns
 
 _Value = TypeVar("_Value")
 
@@ -29,26 +32,32 @@ class Encoder:
         self.groups: dict[str, dict[str, Any]] = {}
         self.stored: dict[str, StoredLayer] = {}
         model, modules = inventory.model, plain(inventory.modules, inventory.adapters)
-        self.modules = modules.keys()
+        self.names: dict[str, str] | None = None
         self.linears = [name for name, module in modules.items() if is_linear(module)]
-        self.prefix = str(getattr(model, "base_model_prefix", ""))
-        self.is_base = bool(self.prefix) and not hasattr(model, self.prefix)
-        self.has_conv1d = any(isinstance(layer, QuantConv1D) for layer in layers.values())
+        matched = [name for name, module in modules.items() if is_linear(module) or isinstance(module, nn.Embedding)]
+        lists = {name: len(entries) for name, entries in inventory.lists.items()}
+        self.patterns = Patterns(matched, lists, str(getattr(model, "base_model_prefix", "")))
+        self.has_conv1d = any(layer.kind == "conv1d" for layer in layers.values())
         self.packed = [name for name, layer in layers.items() if self.format_of(layer) == "packed"]
+        self.is_asymmetric = any(not layers[name].moq.grid.symmetric for name in self.packed)
         self.at_load = layout == "unpacked"
         # Binary codes, -1 and 1, do not fit into one symmetric bit.
         self.container = max([2, *(layers[name].moq.bits for name in self.packed)])
-        self.dtypes = {str(layers[name].weight.dtype) for name in self.packed}
+        self.dtypes = {str(layers[name].weight.dtype).removeprefix("torch.") for name in self.packed}
+        scales = {layer.moq.grid.scale_dtype for layer in layers.values()}
+        # Scales are loaded in the model's dtype: a narrower one than theirs would round them.
+        self.dtype = next(iter(scales)) if layout == "packed" and self.dtypes == scales else "float32"
 
     def format_of(self, layer: QuantLayer) -> str:
         """The format that the layer is stored in: "packed", "int8", "dense" or "float"."""
         if layer.moq.bits == FLOAT_BITS or layer.moq.blend:
             return "float"
-        if isinstance(layer, QuantEmbedding):
+        if layer.kind == "embedding":
             return "int8" if self.layout == "packed" else "dense"
         # Beside a Conv1D, whose scales are those of columns, the blocks of a linear layer lie across.
-        across = self.has_conv1d and not isinstance(layer, QuantConv1D) and _group_size(layer) is not None
-        return "dense" if self.layout == "floats" or layer.moq.bits > MAX_PACKED_BITS or across else "packed"
+        across = self.has_conv1d and layer.kind != "conv1d" and layer.moq.grid.grouping.row_size is not None
+        dense = self.layout == "floats" or layer.moq.bits > MAX_PACKED_BITS or across
+        return "dense" if dense or (self.layout == "unpacked" and _is_too_small(layer)) else "packed"
 
     def store(self, name: str, layer: QuantLayer, tensors: dict[str, Tensor]) -> None:
         """Put what stands for the layer's weight in the files into the place of its float weight in `tensors`.
@@ -56,14 +65,15 @@ class Encoder:
         Raises:
             MoQError: The weight holds NaN or Inf.
         """
-        state, kind, stored = layer.moq, _kind(layer), self.format_of(layer)
-        weight = turned(tensors.pop(f"{name}.weight").detach(), kind)
+        state, kind, stored = layer.moq, layer.kind, self.format_of(layer)
+        parameter = tensors.pop(f"{name}.weight").detach()
+        weight = to_rows(parameter, kind).contiguous()
         settings: dict[str, Any] = {"ratio": state.ratio, "draw": state.draw}
         scales, max_error = (0, 0), 0.0
         if stored == "float":
             if state.bits != FLOAT_BITS:
                 weight = quantizer.fake_quantize(weight, state.bits, state.grid, blend=state.blend, **settings)
-            encoded = Encoded({"weight": turned(weight, kind)})
+            encoded = Encoded({"weight": from_rows(weight, kind, parameter.shape).contiguous()})
         else:
             try:
                 codes, scale, zero = quantizer.quantize(weight, state.bits, state.grid, **settings)
@@ -72,7 +82,9 @@ class Encoder:
             values = quantizer.Quantized(codes.cpu(), scale.cpu(), None if zero is None else zero.cpu())
             scales, max_error = (scale.shape[0], scale.shape[1]), _max_error(weight.cpu(), values)
             width = self.container if self.at_load and stored == "packed" else state.bits
-            terms = Terms(kind, weight.dtype, width, _group_size(layer), self.at_load, self.has_conv1d)
+            size = layer.moq.grid.grouping.row_size
+            dtype = torch.float32 if self.at_load else getattr(torch, state.grid.scale_dtype)
+            terms = Terms(kind, parameter.shape, weight.dtype, width, size, self.at_load, self.has_conv1d, dtype)
             encoded = FORMATS[stored].encode(values, terms)
         tensors |= {f"{name}.{part}": tensor for part, tensor in encoded.parts.items()}
         self.stored[name] = StoredLayer(
@@ -82,6 +94,7 @@ class Encoder:
             shape=(weight.shape[0], weight.shape[1]),
             scales=scales,
             symmetric=state.grid.symmetric,
+            full=state.grid.full,
             bytes=sum(tensor.nbytes for tensor in encoded.parts.values()),
             bytes_before=weight.nbytes,
             max_error=max_error,
@@ -93,25 +106,32 @@ class Encoder:
         same = [g for g, c in self.groups.items() if c["weights"] == scheme and c["format"] == compressor]
         group = same[0] if same else f"group_{len(self.groups)}"
         self.groups.setdefault(group, {"targets": [], "weights": scheme, "format": compressor})
-        self.groups[group]["targets"].append(self._target(name))
+        self.groups[group]["targets"].append(name)
         return group
 
-    def _target(self, name: str) -> str:
-        """Matches the module in the model that was saved, and in its base model or one with another head."""
-        prefix = f"{self.prefix}."
-        bare = name.removeprefix(prefix)
-        other = prefix + name if self.is_base else bare
-        if not self.prefix or other == name or other in self.modules:
-            return name
-        return f"re:^(?:{re.escape(prefix)})?{re.escape(bare)}$"
+    def rename(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors under the names that the model's files have; notes in `names` what layers are called there.
 
-    def config(self, ignore: list[str]) -> dict[str, Any] | None:
+        If transformers merges or splits any, which a packed model would not load, all keep the names of the modules.
+        """
+        renamed = original_format(model, tensors)
+        called = {id(tensor): name for name, tensor in renamed.items()}
+        if any(id(tensor) not in called for tensor in tensors.values()):
+            return tensors
+        owners = {name.rpartition(".")[0]: called[id(tensor)].rpartition(".")[0] for name, tensor in tensors.items()}
+        self.names = {layer: owners[layer] for layer in self.stored if owners[layer] != layer}
+        return renamed
+
+    def config(self) -> dict[str, Any] | None:
         """The quantization config for `config.json`; None if every layer is dense."""
         if not self.groups:
             return None
         formats = {group["format"] for group in self.groups.values()}
+        members = {name: group["targets"] for name, group in self.groups.items()}
+        packed = {name for names in members.values() for name in names}
+        targets, ignore = self.patterns.of(members, [name for name in self.linears if name not in packed])
         return {
-            "config_groups": self.groups,
+            "config_groups": {name: {**group, "targets": targets[name]} for name, group in self.groups.items()},
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "ignore": ignore,
@@ -150,14 +170,10 @@ def plain(named: Mapping[str, _Value], added: Iterable[str]) -> dict[str, _Value
     return {name: value for name, value in renamed.items() if name is not None}
 
 
-def _kind(layer: QuantLayer) -> str:
-    if isinstance(layer, QuantEmbedding):
-        return "embedding"
-    return "conv1d" if isinstance(layer, QuantConv1D) else "linear"
-
-
-def _group_size(layer: QuantLayer) -> int | None:
-    return layer.moq.grid.grouping.row_size
+def _is_too_small(layer: QuantLayer) -> bool:
+    """Whether zero points fill one word, of which compressed-tensors 0.20 cannot unpack several side by side."""
+    rows, columns = layer.matrix.shape
+    return not layer.moq.grid.symmetric and rows <= 8 and layer.moq.grid.shape(rows, columns)[1] > 1
 
 
 def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:
@@ -165,4 +181,4 @@ def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:
     rows, columns = values.scale.shape
     error = (weight.float() - quantizer.dequantize(*values)).abs()
     tiles = error.view(rows, weight.shape[0] // rows, columns, -1).amax((1, 3))
-    return float((tiles / values.scale).nan_to_num(0.0).max())
+    return float((tiles / values.scale.abs()).nan_to_num(0.0).max())

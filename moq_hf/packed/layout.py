@@ -9,17 +9,19 @@ What compressed-tensors calls the grids of `quantizer`, (code - zero) * scale wi
 
 | grid | strategy | zero point |
 | --- | --- | --- |
-| symmetric (ternary too), per channel | channel | none |
+| symmetric (ternary and full range too), per channel | channel | none |
+| symmetric, row blocks | channel, the scale of a block repeated for each of its rows | none |
 | symmetric, a scale per group in a row | group | none |
-| symmetric, row blocks | block of whole rows: 4 bytes per block, not per row | none |
-| asymmetric | block, whatever the groups: transformers cannot load packed zero points | int8, one per scale |
+| asymmetric | block, whatever the groups | int8, one per scale |
 | binary | block; codes -1 and 0, twice the scale | -1/2 |
 
-That is the layout "packed": the modules hold packed weights after loading, and the model's first forward pass unpacks
-them. It does not fit models whose `_init_weights` reaches into other weights (T5), and those whose parts are called by
-themselves (the encoder by `generate` of BART, the towers of CLIP). Theirs is "unpacked": unpacked while loading
-(`dequantize`), which knows one scheme for all layers: strategy channel or group, and as many bits as the largest layer
-has. Where neither computes what the model did, the layout is "floats": ordinary weights, on their grid.
+Channel and group are what servers take. That is the layout "packed": the modules hold packed weights after loading,
+and the model's first forward pass unpacks them. It does not fit models whose `_init_weights` reaches into other weights
+(T5), and those whose parts are called by themselves (the encoder by `generate` of BART, the towers of CLIP). Nor can
+transformers load packed zero points so, which is how servers take asymmetric grids. These models' layout is "unpacked":
+unpacked while loading (`dequantize`), which knows one scheme for all layers: strategy channel or group, with packed
+zero points, and as many bits as the largest layer has. Where neither computes what the model did, the layout is
+"floats": ordinary weights, on their grid.
 
 Compressed-tensors does not know `Conv1D` layers (GPT-2) as modules. Their weights lie in the file as in the model,
 `[in_features, out_features]`, so that each scale is one of columns:
@@ -33,7 +35,7 @@ An `nn.Linear` in such a model is packed in the first case and dense in the seco
 """
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
@@ -41,7 +43,9 @@ import torch
 from torch import Tensor
 
 from ..errors import MoQError
+from ..grid import Grid
 from ..quantizer import Quantized, dequantize
+from ..rows import from_rows, to_rows
 from ..transformers_seams import pack_to_int32, unpack_from_int32, unpacked_weight
 from .state import StoredLayer
 
@@ -53,20 +57,24 @@ class Terms:
     """What the encoding of one layer depends on, beside its codes.
 
     Attributes:
-        kind: "linear", "conv1d" or "embedding".
+        kind: What the layer is; see `rows`.
+        shape: Of the weight in the model.
         dtype: Of the float weight.
         width: Bits of a packed code: the layer's own, or those of the largest layer where all have one scheme.
         group_size: Weights of a row that share a scale; None if whole rows share one.
         at_load: Whether weights are unpacked while loading, with one scheme for all layers.
         has_conv1d: Whether the model has `Conv1D` layers.
+        scale_dtype: Of the scales in the file.
     """
 
     kind: str
+    shape: Sequence[int]
     dtype: torch.dtype
     width: int
     group_size: int | None
     at_load: bool
     has_conv1d: bool
+    scale_dtype: torch.dtype = torch.float32
 
 
 class Encoded(NamedTuple):
@@ -91,12 +99,14 @@ class InFiles:
         where: What an error names.
         layer: What `moq_state.json` declares.
         group: Its config group, with the scheme under "weights"; empty for floats.
+        dtype: In which transformers computes the weight, that of the model.
         parts: Its tensors so far, by the last part of their name.
     """
 
     where: str
     layer: StoredLayer
     group: Mapping[str, Any]
+    dtype: torch.dtype
     parts: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -134,7 +144,7 @@ class _Dense:
     compressor = ""
 
     def encode(self, values: Quantized, terms: Terms) -> Encoded:
-        weight = turned(dequantize(*values, dtype=terms.dtype), terms.kind)
+        weight = from_rows(dequantize(*values, dtype=terms.dtype), terms.kind, terms.shape).contiguous()
         zero = values.zero_point
         return Encoded({"weight": weight}, grid=(_text64(values.scale), None if zero is None else _text64(zero)))
 
@@ -146,22 +156,21 @@ class _Dense:
         scale_text, zero_text = cast(tuple[str, str | None], layer.grid)
         scale = _tensor64(scale_text, torch.float32).view(layer.scales)
         zero = None if zero_text is None else _tensor64(zero_text, torch.int32).view(layer.scales)
-        weight = turned(stored.parts["weight"], layer.kind)
-        tiles = weight.float().view(layer.scales[0], layer.shape[0] // layer.scales[0], layer.scales[1], -1)
+        weight = to_rows(stored.parts["weight"], layer.kind)
+        tiles = weight.float().reshape(layer.scales[0], layer.shape[0] // layer.scales[0], layer.scales[1], -1)
         codes = (tiles / scale[:, None, :, None]).round().nan_to_num(0.0)
         if zero is not None:
-            codes = (codes + zero[:, None, :, None]).clamp(0, 2**layer.bits - 1)
-        elif layer.bits == 1:
+            codes = codes + zero[:, None, :, None]
+        if layer.bits == 1:
             codes = torch.where(tiles < 0, -1.0, 1.0)
         else:
-            limit = 2 ** (layer.bits - 1) - 1
-            codes = codes.clamp(-limit, limit)
-        return Quantized(codes.view(weight.shape).int(), scale, zero)
+            codes = codes.clamp(*_grid_of(layer).limits(layer.bits))
+        return Quantized(codes.reshape(weight.shape).int(), scale, zero)
 
     def check(self, stored: InFiles) -> Tensor:
         weight, values = stored.parts["weight"], self.decode(stored)
         _check_values(stored, values)
-        if not torch.equal(turned(dequantize(*values, dtype=weight.dtype), stored.layer.kind), weight):
+        if not torch.equal(dequantize(*values, dtype=weight.dtype), to_rows(weight, stored.layer.kind)):
             raise MoQError(f"{stored.where}: a weight is not on the grid of {stored.layer.bits} bits")
         return weight
 
@@ -173,20 +182,21 @@ class _Bytes:
 
     def encode(self, values: Quantized, terms: Terms) -> Encoded:
         scheme = {"num_bits": terms.width, "type": "int", "symmetric": True, "dynamic": False, "strategy": "channel"}
-        return Encoded({"weight": values.codes.to(torch.int8), "weight_scale": values.scale}, scheme)
+        scale = values.scale.to(terms.scale_dtype)
+        return Encoded({"weight": values.codes.to(torch.int8), "weight_scale": scale}, scheme)
 
     def parts(self, stored: InFiles) -> set[str]:
         return {"weight", "weight_scale"}
 
     def decode(self, stored: InFiles) -> Quantized:
-        return Quantized(stored.parts["weight"].int(), stored.parts["weight_scale"], None)
+        return Quantized(stored.parts["weight"].int(), stored.parts["weight_scale"].float(), None)
 
     def check(self, stored: InFiles) -> Tensor:
         dtype, values = stored.parts["weight"].dtype, self.decode(stored)
         if dtype != torch.int8:
             raise MoQError(f"{stored.where}: the codes are {dtype}, not torch.int8")
         _check_values(stored, values)
-        return dequantize(*values)
+        return dequantize(*values, dtype=stored.dtype)
 
 
 class _Packed:
@@ -200,7 +210,8 @@ class _Packed:
         scheme: dict[str, Any] = {"num_bits": width, "type": "int", "symmetric": zero is None, "dynamic": False}
         if zero is not None:
             codes, zero = codes - half, (zero - half).to(torch.int8)
-        if terms.at_load and terms.group_size is None:
+        # Servers know a scale for each channel or group, none for a block of rows.
+        if terms.group_size is None and (terms.at_load or (zero is None and width > 1 and not terms.has_conv1d)):
             repeats = codes.shape[0] // scale.shape[0]
             scale = scale.repeat_interleave(repeats, 0)
             zero = None if zero is None else zero.repeat_interleave(repeats, 0)
@@ -213,7 +224,7 @@ class _Packed:
         codes = turned(codes, terms.kind)
         parts = {
             "weight_packed": pack_to_int32(codes.to(torch.int8), width),
-            "weight_scale": turned(scale, terms.kind),
+            "weight_scale": turned(scale, terms.kind).to(terms.scale_dtype),
             "weight_shape": torch.tensor(codes.shape, device="cpu"),
         }
         if zero is not None:
@@ -227,7 +238,7 @@ class _Packed:
     def decode(self, stored: InFiles) -> Quantized:
         kind, width, half = stored.layer.kind, stored.width, 2 ** (stored.width - 1)
         codes = turned(unpack_from_int32(stored.parts["weight_packed"], width, stored.shape).int(), kind)
-        scale, zero = turned(stored.parts["weight_scale"], kind), stored.parts.get("weight_zero_point")
+        scale, zero = turned(stored.parts["weight_scale"], kind).float(), stored.parts.get("weight_zero_point")
         if zero is None:
             return Quantized(codes, scale, None)
         if zero.is_floating_point():
@@ -245,7 +256,7 @@ class _Packed:
         if zero is not None and zero.is_floating_point() and bool((zero != -0.5).any()):
             raise MoQError(f"{stored.where}: the zero points of binary codes must be -1/2")
         _check_values(stored, self.decode(stored))
-        return unpacked_weight(parts, stored.group)
+        return unpacked_weight({**parts, "weight_scale": parts["weight_scale"].to(stored.dtype)}, stored.group)
 
 
 # Each encodes a weight, names its tensors, and decodes and checks them; `compressor` is its name in compressed-tensors.
@@ -253,8 +264,8 @@ FORMATS: dict[str, _Packed | _Bytes | _Dense] = {"packed": _Packed(), "int8": _B
 
 
 def turned(tensor: Tensor, kind: str) -> Tensor:
-    """From the orientation in the file to that in which a layer of this kind is quantized, or back."""
-    return tensor.t().contiguous() if kind == "conv1d" else tensor.contiguous()
+    """A matrix of codes or scales in the orientation of the file, or back: one is the other's transpose, or itself."""
+    return to_rows(tensor, kind).contiguous()
 
 
 def _strategy(codes: Tensor, scale: Tensor, zero: Tensor | None, terms: Terms) -> dict[str, Any]:
@@ -266,6 +277,10 @@ def _strategy(codes: Tensor, scale: Tensor, zero: Tensor | None, terms: Terms) -
     if scale.shape[0] == rows and (zero is None or terms.at_load):
         return {"strategy": "channel"}
     return {"strategy": "block", "block_structure": [rows // scale.shape[0], columns // scale.shape[1]]}
+
+
+def _grid_of(layer: StoredLayer) -> Grid:
+    return Grid(symmetric=layer.symmetric, full=layer.full)
 
 
 def _check_values(stored: InFiles, values: Quantized) -> None:
@@ -280,23 +295,29 @@ def _check_values(stored: InFiles, values: Quantized) -> None:
     (codes, scale, zero), where, bits = values, stored.where, stored.layer.bits
     if stored.layer.symmetric != (zero is None):
         raise MoQError(f"{where}: an asymmetric grid has zero points, and a symmetric one has none")
-    if not bool(torch.isfinite(scale).all() and (scale >= 0 if bits == 1 else scale > 0).all()):
-        raise MoQError(f"{where}: a scale is not a positive number")
+    grid = _grid_of(stored.layer)
+    is_legal = scale >= 0 if bits == 1 else scale != 0 if grid.full else scale > 0
+    if not bool(torch.isfinite(scale).all() and is_legal.all()):
+        raise MoQError(
+            f"{where}: a scale is not a {'finite number but 0' if grid.is_full(bits) else 'positive number'}"
+        )
     if bits == 1:
         if bool((codes.abs() != 1).any()):
             raise MoQError(f"{where}: binary codes must be -1 and 1")
         return
-    low, high = (0, 2**bits - 1) if zero is not None else (1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1)
-    largest = 0
+    low, high = grid.limits(bits)
+    lowest, highest = 0, 0
     for what, integers in (("codes", codes), ("zero points", zero)):
         if integers is not None:
             least, most = (int(value) for value in torch.aminmax(integers))
             if least < low or most > high:
                 raise MoQError(f"{where}: {what} beyond {high} at {bits} bits")
-            largest = max(largest, -least, most)
-    fewer = (high + 1) // 2
-    if bits > 2 and 0 < largest < fewer:
-        raise MoQError(f"{where}: no code is beyond {fewer - 1}, so they are of fewer than {bits} bits")
+            lowest, highest = min(lowest, least), max(highest, most)
+    low, high = grid.limits(bits - 1)
+    # A group of zeros has the scale 1, and one that is too small for float16 has its least value.
+    shows_bits = bool(((scale != 1) & (scale.abs() > 2.0**-24)).any())
+    if bits > 2 and shows_bits and lowest < highest and low <= lowest and highest <= high:
+        raise MoQError(f"{where}: no code is beyond {high}, so they are of fewer than {bits} bits")
 
 
 def _text64(tensor: Tensor) -> str:

@@ -120,6 +120,9 @@ class _Saving:
         encoder = Encoder(self.inventory, self.layers, "packed")
         if encoder.has_conv1d or _parts_are_called(self.model) or _init_reaches_into(self.model, encoder.packed):
             return ["unpacked", "floats"]
+        # Tables are dense in the layout that servers take asymmetric grids in.
+        if encoder.is_asymmetric and not any(layer.kind == "embedding" for layer in self.layers.values()):
+            return ["unpacked", "packed", "floats"]
         return ["packed", "unpacked", "floats"]
 
     def save(
@@ -170,6 +173,8 @@ class _Saving:
         encoder = Encoder(self.inventory, self.layers, layout)
         for name, layer in self.layers.items():
             encoder.store(name, layer, tensors)
+        if not by_hand:
+            tensors = encoder.rename(self.model, tensors)
         with quiet():
             if by_hand:
                 write_by_hand(folder, self.whole_model, self.model, tensors, beside.processing_class)
@@ -187,6 +192,7 @@ class _Saving:
         state["float_metrics"] = clean_metrics(self.companions.float_metrics or {})
         if proof is not None and proof.reason is not None:
             proof = replace(proof, reason=without_paths(proof.reason))
+        state["names"] = encoder.names
         state |= {"layout": encoder.layout, "reason": None if reason is None else without_paths(reason)}
         state["proof"] = None if proof is None else proof.to_dict()
         # Nobody's `save_pretrained` wrote it.

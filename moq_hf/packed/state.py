@@ -28,7 +28,7 @@ class StoredLayer:
     """How one quantized layer lies in a packed checkpoint.
 
     Attributes:
-        kind: "linear", "conv1d" or "embedding".
+        kind: What the layer is; see `rows`.
         bits: 1 to 16, or 32 for a layer that was not quantized yet.
         stored: "packed" (bits per weight), "int8" (one byte per weight), "dense" (floats on the grid) or "float".
         shape: Rows and columns of the weight as it is quantized; a conv1d has its transpose in the file.
@@ -39,6 +39,7 @@ class StoredLayer:
         max_error: Largest distance of a float weight from its stored value, in quantization steps.
         group: Name in the config groups of compressed-tensors; None if dense or float.
         grid: Scales and zero points of a dense layer, base64 of float32 and int32, else None.
+        full: Whether codes reach -2^(bits-1) and scales have a sign.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class StoredLayer:
     max_error: float
     group: str | None = None
     grid: tuple[str, str | None] | None = None
+    full: bool = False
 
 
 def state_of(
@@ -107,6 +109,21 @@ def hub_id(name: str | None) -> str | None:
     """
     name = name or ""
     return name if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not Path(name).exists() else None
+
+
+def modules_by_file(state: Mapping[str, Any]) -> dict[str, str]:
+    """The layers whose tensors have another name in the files: that name to the module's."""
+    return {there: name for name, there in (state.get("names") or {}).items()}
+
+
+def owner_of(tensor: str, modules: Mapping[str, str]) -> tuple[str, str]:
+    """The module of a tensor in the files, and the last part of its name.
+
+    >>> owner_of("vision.layers.0.weight_packed", {"vision.layers.0": "model.vision.layers.0"})
+    ('model.vision.layers.0', 'weight_packed')
+    """
+    owner, _, part = tensor.rpartition(".")
+    return modules.get(owner, owner), part
 
 
 def record_metrics(

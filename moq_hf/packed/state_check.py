@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import MoQError
 from ..reading import Entry
+from ..rows import KINDS
 from ..schedule import FLOAT_BITS
 from .proof import Proof
 from .state import MAX_PACKED_BITS, STATE_NAME, StoredLayer, read_state
@@ -31,6 +32,9 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
     for name in ("versions", "config", "metrics", "float_metrics"):
         if not entry.get(name).is_null:
             entry[name].mapping()
+    if not entry.get("names").is_null:
+        for there in entry["names"].mapping().values():
+            there.text()
     if not entry["step"].is_null:
         entry["step"].whole()
     for switch in entry["history"].items():
@@ -73,8 +77,11 @@ def _layer_of_json(entry: Entry) -> StoredLayer:
     for name, field in known.items():
         if field.default is MISSING:
             values[name] = values.get(name, entry[name].value)
-    entry["kind"].word("linear", "conv1d", "embedding")
+    entry["kind"].word(*KINDS)
     stored = entry["stored"].word("float", *_BITS)
+    # Older states have no such key.
+    if "full" in entry.mapping() and entry["full"].flag() and not entry["symmetric"].flag():
+        raise entry["full"].fault("false where symmetric is")
     entry["symmetric"].flag()
     entry["bytes"].whole()
     entry["bytes_before"].whole(1)

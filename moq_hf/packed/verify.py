@@ -16,13 +16,14 @@ from .. import quantizer
 from ..errors import MoQError, one_line
 from ..model.convert import dequantize_model, quant_embeddings, quant_layers
 from ..model.inventory import is_packed
-from ..names import adapters, without_peft
+from ..names import adapters, uncompiled, without_peft
 from ..reading import Entry
+from ..transformers_seams import original_format
 from .encoder import groups_of, plain
 from .files import CONFIG, digest_of, read_document, tensors_in, weight_files
 from .layout import InFiles
 from .proof import Answers
-from .state import STATE_NAME, StoredLayer, sha256
+from .state import STATE_NAME, StoredLayer, modules_by_file, owner_of, sha256
 from .state_check import proof_of, read_layers
 from .verification import Verification
 
@@ -62,12 +63,13 @@ def verify_quantized(
     folder = Path(directory)
     state, layers = read_layers(folder)
     weights = _weights_in_files(folder, _config_of(folder, state), layers)
-    compared = None if model is None else weights_of(model)
+    compared = None if model is None else _named_as_in_files(model, state)
     float_bytes = sum(layer.bytes_before for layer in layers.values())
     others = others_bytes = 0
     with _explained(folder):
+        modules = modules_by_file(state)
         for name, tensor in _tensors_as_saved(folder, state["tensors"]):
-            owner, _, part = name.rpartition(".")
+            owner, part = owner_of(name, modules)
             if part == "weight_packed" and owner not in layers:
                 raise MoQError(f"{folder / STATE_NAME}: layers.{owner} is missing, whose packed weight there is")
             if owner not in weights or not part.startswith("weight"):
@@ -109,8 +111,10 @@ def _config_of(folder: Path, state: Mapping[str, Any]) -> Entry:
 def _weights_in_files(folder: Path, config: Entry, layers: Mapping[str, StoredLayer]) -> dict[str, InFiles]:
     """The layers, to be filled with their tensors."""
     groups = groups_of(config, layers)
+    half = config.get("dtype").value in ("bfloat16", "float16")
+    dtype = getattr(torch, config["dtype"].text()) if half else torch.float32
     return {
-        name: InFiles(f"{folder}: {name}", layer, groups[layer.group] if layer.group is not None else {})
+        name: InFiles(f"{folder}: {name}", layer, groups[layer.group] if layer.group is not None else {}, dtype)
         for name, layer in layers.items()
     }
 
@@ -172,12 +176,12 @@ def recorded(directory: str | os.PathLike[str]) -> Verification:
         return Verification(layers, 0, 0, state)
     saved = sum(layer.bytes_before - layer.bytes for layer in layers.values())
     size = sum(path.stat().st_size for path in files)
-    found = [_head(path, layers) for path in files]
+    found = [_head(path, layers, modules_by_file(state)) for path in files]
     others = (sum(count for _, count, _ in found), sum(size for _, _, size in found))
     return Verification(layers, size, size - sum(head for head, _, _ in found) + saved, state, others)
 
 
-def _head(path: Path, layers: Mapping[str, StoredLayer]) -> tuple[int, int, int]:
+def _head(path: Path, layers: Mapping[str, StoredLayer], modules: Mapping[str, str]) -> tuple[int, int, int]:
     """What of a weight file is its table of contents, and count and bytes of the numbers beside quantized weights.
 
     Raises:
@@ -188,7 +192,7 @@ def _head(path: Path, layers: Mapping[str, StoredLayer]) -> tuple[int, int, int]
         # Opening compares the size of the file with the table.
         with safe_open(path, "pt") as weights, path.open("rb") as file:
             for name in weights.keys():  # noqa: SIM118
-                owner, _, part = name.rpartition(".")
+                owner, part = owner_of(name, modules)
                 dtype = _FLOATS.get(weights.get_slice(name).get_dtype())
                 if dtype is not None and not (owner in layers and part.startswith("weight")):
                     numbers = math.prod(weights.get_slice(name).get_shape())
@@ -196,6 +200,16 @@ def _head(path: Path, layers: Mapping[str, StoredLayer]) -> tuple[int, int, int]
             return 8 + int.from_bytes(file.read(8), "little"), count, size
     except (OSError, SafetensorError) as error:
         raise MoQError(f"{path} cannot be read: {one_line(error)}") from error
+
+
+def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A model's tensors by their names in the files; weights of quantized layers by those of the modules too."""
+    tensors = weights_of(model)
+    if state.get("names") is None:
+        return tensors
+    return original_format(without_peft(uncompiled(model)), tensors) | {
+        name: tensors[name] for layer in state["layers"] if (name := f"{layer}.weight") in tensors
+    }
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -209,22 +223,26 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return plain(tensors, adapters(model))
 
 
-def stored_weights(directory: str | os.PathLike[str]) -> dict[str, quantizer.Quantized]:
+def stored_weights(directory: str | os.PathLike[str], *, dense: bool = False) -> dict[str, quantizer.Quantized]:
     """The codes, scales and zero points of the layers that a packed checkpoint holds as integers, by layer.
 
     Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those of `quantizer`.
 
     Args:
         directory: What `save_quantized` wrote.
+        dense: Also those of the layers that it holds as floats on their grid.
 
     Raises:
         MoQError: Something is damaged or missing; names the file and the tensor.
     """
     folder = Path(directory)
-    layers = {name: layer for name, layer in verify_quantized(folder).layers.items() if layer.group is not None}
+    found = verify_quantized(folder)
+    kinds = ("packed", "int8", "dense") if dense else ("packed", "int8")
+    layers = {name: layer for name, layer in found.layers.items() if layer.stored in kinds}
     weights = _weights_in_files(folder, read_document(folder / CONFIG), layers) if layers else {}
+    modules = modules_by_file(found.state)
     for name, tensor in tensors_in(folder):
-        owner, _, part = name.rpartition(".")
+        owner, part = owner_of(name, modules)
         if owner in weights:
             weights[owner].parts[part] = tensor
     return {name: _signed(weight.decode(), weight.layer.bits) for name, weight in weights.items()}

@@ -31,26 +31,24 @@ def write_packed_files(
     max_shard_size: int | str,
 ) -> None:
     """The tensors, `config.json` with the quantization config, and the tokenizer or processor."""
-    # The names of the modules in the file: renaming rules for old checkpoints do not know packed tensors.
+    # They have the names that the files shall have.
     model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=max_shard_size, save_original_format=False)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
-    packed = {key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")}
-    config = encoder.config([name for name in encoder.linears if name not in packed])
+    config = encoder.config()
     if config is None:
         return
     write_packing_config(folder, config)
     path = folder / CONFIG
     document = json.loads(path.read_text(encoding="utf-8"))
-    # Scales are made in the model's dtype: a narrower one would round them.
-    document["dtype"] = "float32"
+    document["dtype"] = encoder.dtype
     if encoder.at_load:
         document["quantization_config"]["dequantize"] = True
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    if encoder.dtypes - {"torch.float32"}:
+    if encoder.dtypes - {encoder.dtype}:
         logger.warning(
             "moq_hf: the weights are %s; the packed model is a float32 one, so its results differ by the rounding of "
-            "that dtype",
+            "that dtype; with quantize_algo.scale_dtype of the same dtype it would have it",
             ", ".join(sorted(encoder.dtypes)),
         )
 

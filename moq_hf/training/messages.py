@@ -11,6 +11,7 @@ from ..model.inventory import Inventory
 from ..model.selection import embeddings_to_quantize
 from ..model.sizes import ModelSizes, covered, in_words, last_part
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
+from ..serving import planned
 from .resume import describe
 
 
@@ -79,7 +80,7 @@ def warnings(inventory: Inventory, config: MoQConfig, measured: int | None, size
             "activation_quantization: integer products need one scale per channel, so the int8 export keeps layers "
             "with a quantize_group_size weight-only; set quantize_groups instead, for instance per_channel"
         )
-    return notes
+    return [*notes, *planned.notes(inventory, config)]
 
 
 def _what_stays_in_float(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> str:

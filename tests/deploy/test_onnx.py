@@ -162,6 +162,30 @@ def test_token_classes_asymmetric_groups_and_external_data(tmp_path: Path) -> No
     assert {TensorProto.INT4, TensorProto.INT8} <= kinds
 
 
+def test_a_full_range_has_scales_of_both_signs_in_every_flavor(tmp_path: Path) -> None:
+    algo = {"range": "full", "scale_dtype": "float16"}
+    for grouping in ({"quantize_groups": "per_channel"}, {"quantize_group_size": 16}):
+        name = next(iter(grouping))
+        model = BertForSequenceClassification(BertConfig(**SHAPE))
+        config = config_of(quantize_algo=algo, quantize_embeddings=4, **grouping)
+        source = checkpoint(tmp_path / name, model, config, [8, 4, 3, 2])
+        weights = {layer: w for layer, w in stored_weights(source).items() if "embeddings" not in layer}
+        layers = verify_quantized(source).layers
+        for layer, (codes, scale, _) in weights.items():
+            assert bool((scale > 0).any() and (scale < 0).any()), layer
+            assert int(codes.min()) == -(2 ** (layers[layer].bits - 1)), layer
+        per_row = name == "quantize_groups"
+        flavors = ("weight-only", "dequantize-linear", "int8") if per_row else ("dequantize-linear",)
+        found = export_onnx(source, tmp_path / f"{name}-onnx", flavors=flavors)
+        assert found.proofs["dequantize-linear"].largest_difference < 1e-5
+        if per_row:
+            assert found.proofs["weight-only"].largest_difference < 1e-6
+            same = found.proofs["int8"].from_same_arithmetic
+            assert same is not None and same < 1e-5
+            # Two products of -128 with activations of 8 bits do not fit into 16.
+            assert set(found.layers["int8"].values()) == {"uint8", "int8", "int4"}
+
+
 def test_features_row_blocks_and_8_bit_activations(tmp_path: Path) -> None:
     shape = {
         "vocab_size": 1100,

@@ -44,6 +44,7 @@ from moq_hf.model.convert import quant_layers
 from moq_hf.packed.inference import load_packed
 from moq_hf.packed.verify import stored_weights
 from moq_hf.quant_linear import QuantConv1D
+from moq_hf.rows import to_rows
 
 RENEW = "python tests/helpers/model_zoo.py"
 
@@ -230,7 +231,7 @@ def test_models_that_are_unpacked_while_loading(
     assert set(stored.values()) == {"packed", "dense"}
     for name, values in stored_weights(tmp_path / "packed").items():
         layer = quant_layers(model)[name]
-        weight = layer.quantized_weight().t() if layer.is_transposed else layer.quantized_weight()
+        weight = to_rows(layer.quantized_weight(), layer.kind)
         assert torch.equal(quantizer.dequantize(*values), weight), name
     if family == "GPT-2":
         # Its groups lie across those of the others, and a file of this kind has one layout.
