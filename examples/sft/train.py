@@ -50,7 +50,12 @@ def new_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     # Word by word: a thing is the same token before a period and before a question mark.
     tokenizer.train_from_iterator((word for text in texts for word in re.findall(r"\w+|\S", text)), trainer)
     made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<unk>"
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<unk>",
+        extra_special_tokens=["<|user|>", "<|assistant|>"],
     )
     made.chat_template = TEMPLATE
     return made
