@@ -35,6 +35,17 @@ def test_answers_of_questions_held_out_are_known_from_others(monkeypatch: pytest
     assert len({answer for _, answer in (*train, *held_out)}) == 72
 
 
+def test_the_readme_has_the_figures_of_the_run() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "sft.json").read_text(encoding="utf-8"))
+    text = (ROOT / "examples" / "sft" / "README.md").read_text(encoding="utf-8")
+    assert [size for size in found["bytes"].values() if f"| {size:,} |" not in text] == []
+    for server, right in found["right"].items():
+        assert f"| {right} of {found['questions']}, {server} |" in text
+    assert f"TRL {found['versions']['trl']}" in text
+    assert f"llama-cpp-python {found['versions']['llama-cpp-python']}" in text
+    assert f"took {found['train_seconds']:.0f} seconds" in text
+
+
 def test_the_table_is_that_of_the_committed_results() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert f"<!-- trl -->\n{trl_variants.table(RESULTS)}\n<!-- end of trl -->" in text
