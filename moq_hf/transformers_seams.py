@@ -268,6 +268,20 @@ def initialize_again(model: nn.Module) -> None:
     cast(Any, model).initialize_weights()
 
 
+def tied_parameters(model: nn.Module) -> dict[str, str]:
+    """The parameters that `from_pretrained` ties to others where a file lacks them: name to the name of the other.
+
+    Relies on: `PreTrainedModel.get_expanded_tied_weights_keys`.
+    Breaks: A table that is the output head too would be stored twice.
+
+    Example:
+        >>> tied_parameters(nn.Linear(2, 2))
+        {}
+    """
+    get = getattr(model, "get_expanded_tied_weights_keys", None)
+    return cast(dict[str, str], get(all_submodels=True)) if callable(get) else {}
+
+
 def has_adapter(model: nn.Module) -> bool:
     """Whether the model was given an adapter by `add_adapter`, so that `save_pretrained` writes that alone.
 
@@ -344,6 +358,8 @@ def unpack(model: nn.Module) -> None:
         module.requires_grad_(True)
     keep_packed(model)
     packed_loader(model).remove_quantization_config(model)
+    # Weights that were unpacked one by one.
+    cast(Any, model).tie_weights()
 
 
 def pack_to_int32(codes: Tensor, bits: int, packed_dim: int = 1) -> Tensor:

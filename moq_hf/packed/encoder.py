@@ -1,10 +1,11 @@
 """The layers of one model on their way into the files: how each is stored, and the config groups they share."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from .. import quantizer
@@ -25,31 +26,60 @@ _Value = TypeVar("_Value")
 class Encoder:
     """How the layers of one model are stored; collects the config groups of compressed-tensors as they come up."""
 
-    def __init__(self, inventory: Inventory, layers: Mapping[str, QuantLayer], layout: Layout) -> None:
+    def __init__(
+        self,
+        inventory: Inventory,
+        layers: Mapping[str, QuantLayer],
+        layout: Layout,
+        tied: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         self.layout = layout
+        self.tied = tied or {}
         self.groups: dict[str, dict[str, Any]] = {}
         self.stored: dict[str, StoredLayer] = {}
+        self.targets: set[str] = set()
         model, modules = inventory.model, plain(inventory.modules, inventory.adapters)
         self.modules = modules.keys()
         self.linears = [name for name, module in modules.items() if is_linear(module)]
         self.prefix = str(getattr(model, "base_model_prefix", ""))
         self.is_base = bool(self.prefix) and not hasattr(model, self.prefix)
         self.has_conv1d = any(layer.kind == "conv1d" for layer in layers.values())
-        self.packed = [name for name, layer in layers.items() if self.format_of(layer) == "packed"]
+        self.tables = {name for name, layer in layers.items() if layer.kind == "embedding" or self.tied.get(name)}
         self.at_load = layout == "unpacked"
+        # Of the linear layers, to which what is unpacked while loading has to fit.
+        self.grid = next((layer.moq.grid for name, layer in layers.items() if name not in self.tables), None)
+        self.packed = [name for name, layer in layers.items() if self.format_of(name, layer) == "packed"]
         # Binary codes, -1 and 1, do not fit into one symmetric bit.
         self.container = max([2, *(layers[name].moq.bits for name in self.packed)])
         self.dtypes = {str(layers[name].weight.dtype) for name in self.packed}
 
-    def format_of(self, layer: QuantLayer) -> str:
+    def format_of(self, name: str, layer: QuantLayer) -> str:
         """The format that the layer is stored in: "packed", "int8", "dense" or "float"."""
-        if layer.moq.bits == FLOAT_BITS or layer.moq.blend:
+        bits = layer.moq.bits
+        if bits == FLOAT_BITS or layer.moq.blend:
             return "float"
-        if layer.kind == "embedding":
-            return "int8" if self.layout == "packed" else "dense"
+        if self.layout == "floats" or bits > MAX_PACKED_BITS:
+            return "dense"
+        if name in self.tables and not self.at_load:
+            return "int8" if bits > 1 else "dense"
+        size = self._row_size(layer)
         # Beside a Conv1D, whose scales are those of columns, the blocks of a linear layer lie across.
-        across = self.has_conv1d and layer.kind != "conv1d" and layer.moq.grid.grouping.row_size is not None
-        return "dense" if self.layout == "floats" or layer.moq.bits > MAX_PACKED_BITS or across else "packed"
+        across = self.has_conv1d and layer.kind != "conv1d" and size is not None
+        return "dense" if across or (size is not None and layer.matrix.shape[1] % size) else "packed"
+
+    def _row_size(self, layer: QuantLayer) -> int | None:
+        """Weights of a row that share a scale in the files: while loading, all layers are of one scheme."""
+        grid = self.grid if self.at_load and self.grid is not None else layer.moq.grid
+        return grid.grouping.row_size
+
+    def _as_linear(self, values: quantizer.Quantized, bits: int, size: int | None) -> quantizer.Quantized:
+        """The same values in the scheme of the linear layers: their groups, and a zero point if they have one."""
+        codes, scale, zero = values
+        if size is not None and scale.shape[1] == 1:
+            scale = scale.expand(codes.shape[0], codes.shape[1] // size).contiguous()
+        if zero is None and self.grid is not None and not self.grid.symmetric:
+            codes, zero = codes + 2 ** (bits - 1), torch.full_like(scale, 2 ** (bits - 1), dtype=torch.int32)
+        return quantizer.Quantized(codes, scale, zero)
 
     def store(self, name: str, layer: QuantLayer, tensors: dict[str, Tensor]) -> None:
         """Put what stands for the layer's weight in the files into the place of its float weight in `tensors`.
@@ -57,11 +87,14 @@ class Encoder:
         Raises:
             MoQError: The weight holds NaN or Inf.
         """
-        state, kind, stored = layer.moq, layer.kind, self.format_of(layer)
+        state, kind, stored = layer.moq, layer.kind, self.format_of(name, layer)
+        tied = self.tied.get(name, ())
         parameter = tensors.pop(f"{name}.weight").detach()
+        for other in tied:
+            tensors.pop(f"{other}.weight", None)
         weight = to_rows(parameter, kind).contiguous()
         settings: dict[str, Any] = {"ratio": state.ratio, "draw": state.draw}
-        scales, max_error = (0, 0), 0.0
+        scales, max_error, symmetric = (0, 0), 0.0, state.grid.symmetric
         if stored == "float":
             if state.bits != FLOAT_BITS:
                 weight = quantizer.fake_quantize(weight, state.bits, state.grid, blend=state.blend, **settings)
@@ -72,31 +105,40 @@ class Encoder:
             except ValueError as error:
                 raise MoQError(f"{name}.weight cannot be quantized: {error}") from error
             values = quantizer.Quantized(codes.cpu(), scale.cpu(), None if zero is None else zero.cpu())
-            scales, max_error = (scale.shape[0], scale.shape[1]), _max_error(weight.cpu(), values)
-            width = self.container if self.at_load and stored == "packed" else state.bits
-            size = layer.moq.grid.grouping.row_size
+            max_error, width, size = _max_error(weight.cpu(), values), state.bits, self._row_size(layer)
+            if self.at_load and stored == "packed":
+                values, width = self._as_linear(values, state.bits, size), self.container
+            scales = (values.scale.shape[0], values.scale.shape[1])
+            symmetric = values.zero_point is None
             terms = Terms(kind, parameter.shape, weight.dtype, width, size, self.at_load, self.has_conv1d)
             encoded = FORMATS[stored].encode(values, terms)
-        tensors |= {f"{name}.{part}": tensor for part, tensor in encoded.parts.items()}
+        parts = {f"{name}.{part}": tensor for part, tensor in encoded.parts.items()}
+        if stored == "int8":
+            again = {part: tensor for part, tensor in encoded.parts.items() if part != "weight"}
+            parts |= {f"{other}.{part}": tensor.clone() for other in tied for part, tensor in again.items()}
+        tensors |= parts
         self.stored[name] = StoredLayer(
             kind=kind,
             bits=state.bits,
             stored=stored,
             shape=(weight.shape[0], weight.shape[1]),
             scales=scales,
-            symmetric=state.grid.symmetric,
-            bytes=sum(tensor.nbytes for tensor in encoded.parts.values()),
+            symmetric=symmetric,
+            bytes=sum(tensor.nbytes for tensor in parts.values()),
             bytes_before=weight.nbytes,
             max_error=max_error,
             group=None if encoded.scheme is None else self._group(name, encoded.scheme, FORMATS[stored].compressor),
             grid=encoded.grid,
+            tied=tuple(tied),
         )
 
     def _group(self, name: str, scheme: dict[str, Any], compressor: str) -> str:
         same = [g for g, c in self.groups.items() if c["weights"] == scheme and c["format"] == compressor]
         group = same[0] if same else f"group_{len(self.groups)}"
         self.groups.setdefault(group, {"targets": [], "weights": scheme, "format": compressor})
-        self.groups[group]["targets"].append(self._target(name))
+        modules = [name, *self.tied.get(name, ())]
+        self.groups[group]["targets"] += [self._target(module) for module in modules]
+        self.targets.update(modules)
         return group
 
     def _target(self, name: str) -> str:

@@ -39,6 +39,7 @@ class StoredLayer:
         max_error: Largest distance of a float weight from its stored value, in quantization steps.
         group: Name in the config groups of compressed-tensors; None if dense or float.
         grid: Scales and zero points of a dense layer, base64 of float32 and int32, else None.
+        tied: Modules that loading ties to this one's weight; the file has at most their scales and zero points.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class StoredLayer:
     max_error: float
     group: str | None = None
     grid: tuple[str, str | None] | None = None
+    tied: tuple[str, ...] = ()
 
 
 def state_of(

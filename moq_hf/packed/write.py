@@ -35,8 +35,7 @@ def write_packed_files(
     model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=max_shard_size, save_original_format=False)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
-    packed = {key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")}
-    config = encoder.config([name for name in encoder.linears if name not in packed])
+    config = encoder.config([name for name in encoder.linears if name not in encoder.targets])
     if config is None:
         return
     write_packing_config(folder, config)
