@@ -268,6 +268,19 @@ def initialize_again(model: nn.Module) -> None:
     cast(Any, model).initialize_weights()
 
 
+def is_scaled_table(cls: type[nn.Module]) -> bool:
+    """Whether a class is that of an embedding table whose rows are multiplied with a constant, as Gemma's and BART's.
+
+    Relies on: The name, and a forward pass that is `nn.Embedding`'s times the constant.
+    Breaks: `quantize_embeddings` would refuse such a table, or leave it alone.
+
+    Example:
+        >>> is_scaled_table(nn.Embedding)
+        False
+    """
+    return issubclass(cls, nn.Embedding) and cls.__name__.endswith("ScaledWordEmbedding")
+
+
 def tied_parameters(model: nn.Module) -> dict[str, str]:
     """The parameters that `from_pretrained` ties to others where a file lacks them: name to the name of the other.
 

@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import MoQError
 from ..names import adapters_among, is_below, named_modules, unwrapped, without_peft
+from ..transformers_seams import is_scaled_table
 
 # The list that DeepSpeed's default names: taken alone where it exists.
 BERT_LAYERS = "bert.encoder.layer"
@@ -196,7 +197,7 @@ def misfit(module: nn.Module) -> str | None:
     plain = (nn.Linear.forward, Conv1D.forward, nn.Embedding.forward)
     # One that is quantized already has a forward pass of ours, and a state. What accelerate hangs on the instance is
     # around the class's own.
-    if type(module).forward not in plain and not hasattr(module, "moq"):
+    if type(module).forward not in plain and not hasattr(module, "moq") and not is_scaled_table(type(module)):
         return "a forward of its own"
     # Parametrizations and the old weight_norm compute it anew at each access: there is nothing to train, nor to keep.
     if not isinstance(module._parameters.get("weight"), nn.Parameter):

@@ -20,6 +20,8 @@ from .files import CONFIG
 from .layout import FORMATS, Encoded, Layout, Terms
 from .state import MAX_PACKED_BITS, STATE_NAME, StoredLayer
 
+# Bits of a word of packed codes.
+_WORD = 32
 _Value = TypeVar("_Value")
 
 
@@ -48,6 +50,7 @@ class Encoder:
         self.at_load = layout == "unpacked"
         # Of the linear layers, to which what is unpacked while loading has to fit.
         self.grid = next((layer.moq.grid for name, layer in layers.items() if name not in self.tables), None)
+        self._widened_by_tables = self.at_load and self._is_widened(layers)
         self.packed = [name for name, layer in layers.items() if self.format_of(name, layer) == "packed"]
         # Binary codes, -1 and 1, do not fit into one symmetric bit.
         self.container = max([2, *(layers[name].moq.bits for name in self.packed)])
@@ -62,10 +65,25 @@ class Encoder:
             return "dense"
         if name in self.tables and not self.at_load:
             return "int8" if bits > 1 else "dense"
+        if name in self.tables and self._widened_by_tables:
+            return "dense"
         size = self._row_size(layer)
         # Beside a Conv1D, whose scales are those of columns, the blocks of a linear layer lie across.
         across = self.has_conv1d and layer.kind != "conv1d" and size is not None
-        return "dense" if across or (size is not None and layer.matrix.shape[1] % size) else "packed"
+        # compressed-tensors 0.20 cannot read zero points back that are packed into one word.
+        asymmetric = self.grid is not None and not self.grid.symmetric
+        one_word = self.at_load and asymmetric and not self.has_conv1d and layer.matrix.shape[0] * bits <= _WORD
+        return "dense" if across or one_word or (size is not None and layer.matrix.shape[1] % size) else "packed"
+
+    def _is_widened(self, layers: Mapping[str, QuantLayer]) -> bool:
+        """Whether the files are smaller with tables as floats than with all codes as wide as those of the tables."""
+        numbers, widths = {True: 0, False: 0}, {True: 0, False: 0}
+        for name, layer in layers.items():
+            if layer.moq.bits <= MAX_PACKED_BITS:
+                numbers[name in self.tables] += layer.float_weight.numel()
+                widths[name in self.tables] = max(layer.moq.bits, widths[name in self.tables])
+        more = max(0, widths[True] - widths[False]) * numbers[False]
+        return more > (8 * torch.float32.itemsize - max(widths.values())) * numbers[True]
 
     def _row_size(self, layer: QuantLayer) -> int | None:
         """Weights of a row that share a scale in the files: while loading, all layers are of one scheme."""
@@ -106,9 +124,9 @@ class Encoder:
                 raise MoQError(f"{name}.weight cannot be quantized: {error}") from error
             values = quantizer.Quantized(codes.cpu(), scale.cpu(), None if zero is None else zero.cpu())
             max_error, width, size = _max_error(weight.cpu(), values), state.bits, self._row_size(layer)
+            scales = (scale.shape[0], scale.shape[1])
             if self.at_load and stored == "packed":
                 values, width = self._as_linear(values, state.bits, size), self.container
-            scales = (values.scale.shape[0], values.scale.shape[1])
             symmetric = values.zero_point is None
             terms = Terms(kind, parameter.shape, weight.dtype, width, size, self.at_load, self.has_conv1d)
             encoded = FORMATS[stored].encode(values, terms)

@@ -242,13 +242,15 @@ class _Packed:
         kind, width, half = stored.layer.kind, stored.width, 2 ** (stored.width - 1)
         codes = turned(unpack_from_int32(stored.parts["weight_packed"], width, stored.shape).int(), kind)
         scale, zero = turned(stored.parts["weight_scale"], kind), stored.parts.get("weight_zero_point")
+        # Of a table that was given the groups of the linear layers.
+        own = slice(None, None, scale.shape[1] // stored.layer.scales[1])
         if zero is None:
-            return Quantized(codes, scale, None)
+            return Quantized(codes, scale[:, own], None)
         if zero.is_floating_point():
             return Quantized(2 * codes + 1, scale / 2, None)
         if zero.dtype == torch.int32:
             zero = unpack_from_int32(zero, width, torch.Size((stored.shape[0], scale.shape[1])), packed_dim=0)
-        return Quantized(codes + half, scale, turned(zero.int(), kind) + half)
+        return Quantized(codes + half, scale[:, own], (turned(zero.int(), kind) + half)[:, own])
 
     def check(self, stored: InFiles) -> Tensor:
         width, shape, parts = stored.width, stored.shape, stored.parts
