@@ -110,9 +110,7 @@ class ModelSizes:
 
         Only what is unpacked while loading can have a table in fewer than 8 bits, and it knows one width for all.
         """
-        apart, alike = (
-            sum(w.numbers * w.saved(width) for w in self._weights) for width in (None, self._widest)
-        )
+        apart, alike = (sum(w.numbers * w.saved(width) for w in self._weights) for width in (None, self._widest))
         return alike < apart
 
     @property

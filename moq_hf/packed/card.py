@@ -208,7 +208,9 @@ def _sizes(found: Verification) -> str:
 
 
 def _shared(layers: Mapping[str, StoredLayer]) -> list[str]:
-    shared = [(" and ".join(f"`{other}`" for other in layer.tied), name) for name, layer in layers.items() if layer.tied]
+    shared = [
+        (" and ".join(f"`{other}`" for other in layer.tied), name) for name, layer in layers.items() if layer.tied
+    ]
     return ["", *(f"- {others} shares the weight of `{name}`, which is stored once." for others, name in shared)]
 
 
