@@ -208,10 +208,12 @@ def _sizes(found: Verification) -> str:
 
 
 def _shared(layers: Mapping[str, StoredLayer]) -> list[str]:
-    shared = [
-        (" and ".join(f"`{other}`" for other in layer.tied), name) for name, layer in layers.items() if layer.tied
+    lines = [
+        f"- {' and '.join(f'`{other}`' for other in layer.tied)}: the weight of `{name}`, which is stored once."
+        for name, layer in layers.items()
+        if layer.tied
     ]
-    return ["", *(f"- {others} shares the weight of `{name}`, which is stored once." for others, name in shared)]
+    return ["", *lines] if lines else []
 
 
 def _bits(layers: Mapping[str, StoredLayer], picture: bool) -> str:
