@@ -4,11 +4,12 @@
 
 Models of the shapes of SmolLM2-135M and Qwen2.5-0.5B with random weights, since sizes do not depend on the values, at 4
 bits in groups: tables in float, at 8 and at 4 bits. Each folder is verified as it is saved, loaded by plain
-`from_pretrained` and compared. The larger model takes 6 GB of memory.
+`from_pretrained` and compared. The larger model takes 6 GB of memory. Models of an earlier call stay in the results.
 """
 
 import argparse
 import gc
+import json
 import tempfile
 import time
 from pathlib import Path
@@ -78,7 +79,8 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, help="fewer words, to try it out")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results") / "tied_sizes.json")
     args = parser.parse_args()
-    document: dict[str, Any] = {**environment("compressed_tensors"), "models": {}}
+    before = json.loads(args.out.read_text(encoding="utf-8"))["models"] if args.out.exists() else {}
+    document: dict[str, Any] = {**environment("compressed_tensors"), "models": before}
     for name in args.shapes:
         cls, config, sizes, size = SHAPES[name]
         sizes = {**sizes, "num_hidden_layers": args.layers or sizes["num_hidden_layers"]}
@@ -89,7 +91,7 @@ def main() -> None:
         table = model.get_input_embeddings().weight.numel()
         lines = []
         document["models"][name] = {"parameters": count, "table": table, "bfloat16_bytes": 2 * count, "files": lines}
-        for bits in (None, 8, 4):
+        for bits in (4, 8, None):
             lines.append(measure(model, size, bits, 2 * count))
             print(name, lines[-1], flush=True)
             write(document, args.out)

@@ -140,7 +140,6 @@ def load_packed(
                 unpack_layer(module)
             else:
                 model.set_submodule(path, layer)
-    # Weights that were unpacked one by one.
     model.tie_weights()
     return cast(transformers.PreTrainedModel, model.to(device=device, dtype=dtype).eval())
 

@@ -21,7 +21,7 @@ from ..reading import Entry
 from .encoder import groups_of, plain
 from .files import CONFIG, digest_of, read_document, tensors_in, weight_files
 from .layout import InFiles
-from .proof import Answers
+from .proof import Answers, Proof
 from .state import STATE_NAME, StoredLayer, sha256
 from .state_check import proof_of, read_layers
 from .verification import Verification
@@ -65,18 +65,17 @@ def verify_quantized(
     state, layers = read_layers(folder)
     weights = _weights_in_files(folder, _config_of(folder, state), layers)
     tied = {module: name for name, layer in layers.items() for module in layer.tied}
-    grids: dict[str, Tensor] = {}
+    sharing, grids = {*tied, *tied.values()}, dict[str, Tensor]()
     compared = None if model is None else weights_of(model)
     float_bytes = sum(layer.bytes_before for layer in layers.values())
     others = others_bytes = 0
     with _explained(folder):
         for name, tensor in _tensors_as_saved(folder, state["tensors"]):
             owner, _, part = name.rpartition(".")
-            if owner in tied and part in _OF_GRID:
+            if owner in sharing and part in _OF_GRID:
                 grids[name] = tensor
-                continue
-            if part in _OF_GRID and owner in layers and layers[owner].tied:
-                grids[name] = tensor
+                if owner in tied:
+                    continue
             if part == "weight_packed" and owner not in layers:
                 raise MoQError(f"{folder / STATE_NAME}: layers.{owner} is missing, whose packed weight there is")
             if owner not in weights or not part.startswith("weight"):
@@ -92,13 +91,23 @@ def verify_quantized(
         raise MoQError(f"{folder}: missing from the weights: {', '.join(weights)}")
     _check_tied(folder, tied, grids)
     size = sum(path.stat().st_size for path in weight_files(folder))
-    saved = Entry(state, str(folder / STATE_NAME)).get("proof")
-    proof = None if saved.is_null else proof_of(saved)
-    if inputs is not None and model is not None:
-        proof = Answers(model, inputs).prove(folder)
-        if not proof.agrees:
-            raise MoQError(f"{folder}: {proof}")
+    proof = _proof(folder, state, None if inputs is None or model is None else Answers(model, inputs))
     return Verification(layers, size, float_bytes, state, (others, others_bytes), proof)
+
+
+def _proof(folder: Path, state: Mapping[str, Any], answers: Answers | None) -> Proof | None:
+    """How the folder answers beside a model; without one, what was found when it was saved.
+
+    Raises:
+        MoQError: It answers otherwise.
+    """
+    if answers is None:
+        saved = Entry(state, str(folder / STATE_NAME)).get("proof")
+        return None if saved.is_null else proof_of(saved)
+    proof = answers.prove(folder)
+    if not proof.agrees:
+        raise MoQError(f"{folder}: {proof}")
+    return proof
 
 
 def _check_tied(folder: Path, tied: Mapping[str, str], grids: Mapping[str, Tensor]) -> None:
