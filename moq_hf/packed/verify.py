@@ -90,8 +90,8 @@ def verify_quantized(
     if weights:
         raise MoQError(f"{folder}: missing from the weights: {', '.join(weights)}")
     _check_tied(folder, tied, grids)
-    size = sum(path.stat().st_size for path in weight_files(folder))
-    proof = _proof(folder, state, None if inputs is None or model is None else Answers(model, inputs))
+    answers = None if inputs is None or model is None else Answers(model, inputs)
+    size, proof = sum(path.stat().st_size for path in weight_files(folder)), _proof(folder, state, answers)
     return Verification(layers, size, float_bytes, state, (others, others_bytes), proof)
 
 

@@ -227,10 +227,8 @@ def test_training_quantizes_the_table_once_a_step_and_resumes(tmp_path: Path) ->
     assert not torch.equal(table.float_weight, made("Llama").lm_head.weight)
     found = verify_quantized(tmp_path / "run" / "quantized", model)
     assert found.proof is not None and found.proof.agrees
-    assert (
-        "- `lm_head`: the weight of `model.embed_tokens`, which is stored once."
-        in (tmp_path / "run/quantized/README.md").read_text()
-    )
+    card = (tmp_path / "run" / "quantized" / "README.md").read_text()
+    assert "- `lm_head`: the weight of `model.embed_tokens`, which is stored once." in card
     again = run(str(tmp_path / "run" / "checkpoint-3"))
     assert torch.equal(again.lm_head.float_weight, head.float_weight)
 
