@@ -273,7 +273,7 @@ class MoQConfig:
     ] = None
     quantize_embeddings: Annotated[
         ByteBits | None,
-        key("bits of embedding tables, one scale per row, a byte per weight when saved; null leaves them alone"),
+        key("bits of embedding tables, one scale per row, and of output heads that share one; null leaves them alone"),
     ] = None
     prove: Annotated[
         Flag,

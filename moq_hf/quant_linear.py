@@ -32,6 +32,7 @@ from .processes import is_sharded, whole
 from .quantizer import Draw
 from .rows import Kind, from_rows, to_rows
 from .schedule import FLOAT_BITS
+from .transformers_seams import is_scaled_table
 
 # Every call of a module runs this code, whatever the module's class is.
 _MODULE_CALL = nn.Module._call_impl.__code__
@@ -535,7 +536,9 @@ def quant_class(base: type[nn.Module]) -> type[QuantLayer]:
     """The quantized class for layers of class `base`, made once."""
     if base not in _CLASSES:
         quantized = next(made for plain, made in _CLASSES.items() if issubclass(base, plain))
-        _CLASSES[base] = type(f"Quant{base.__name__}", (quantized, base), {})
+        # Its own forward pass reads the quantized table.
+        own = {"forward": base.forward} if is_scaled_table(base) else {}
+        _CLASSES[base] = type(f"Quant{base.__name__}", (quantized, base), own)
     return _CLASSES[base]
 
 

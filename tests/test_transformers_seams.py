@@ -387,6 +387,25 @@ def test_has_adapter(tiny_bert: BertForSequenceClassification) -> None:
     assert seams.has_adapter(tiny_bert)
 
 
+def test_is_scaled_table() -> None:
+    from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+
+    assert not seams.is_scaled_table(nn.Linear)
+    for cls in (BartScaledWordEmbedding, Gemma3TextScaledWordEmbedding):
+        table = cls(4, 2, 0, embed_scale=3.0)
+        plain = nn.functional.embedding(torch.arange(4), table.weight)
+        assert seams.is_scaled_table(cls) and torch.equal(table(torch.arange(4)), plain * 3.0)
+
+
+def test_tied_parameters(tiny_bert: BertForSequenceClassification) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    assert seams.tied_parameters(tiny_bert) == {}
+    config = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=1, eos_token_id=1)
+    assert seams.tied_parameters(GPT2LMHeadModel(config)) == {"lm_head.weight": "transformer.wte.weight"}
+
+
 # Packed models.
 
 

@@ -71,8 +71,9 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     try:
         check_finite({**layers, **embeddings})
     except MoQError:
-        for layer in [*layers.values(), *embeddings.values()]:
-            restore(layer)
+        for module in inventory.modules.values():
+            if isinstance(module, QuantLayer):
+                restore(module)
         _guard_merging(inventory.modules.values())
         raise
     return model
@@ -146,23 +147,32 @@ def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, Qu
     """
     chosen: dict[str, nn.Module] = {**inventory.layers, **inventory.embeddings}
     for name, module in inventory.modules.items():
-        if isinstance(module, QuantLayer) and name not in chosen:
+        if isinstance(module, QuantLayer) and name not in chosen and name not in inventory.tied:
             restore(module)
     for index, (name, module) in enumerate(chosen.items()):
-        if not isinstance(module, QuantLayer):
-            module.__class__ = quant_class(type(module))
-        layer = cast(QuantLayer, module)
+        layer = _quantized_layer(module)
         grid = config.grid_of(str(layer.float_weight.dtype).removeprefix("torch."))
         if isinstance(layer, QuantEmbedding):
             grid = replace(_ROWS, scale_dtype=grid.scale_dtype)
         draw = quantizer.Draw(config.seed, index)
         layer.moq = LayerState(grid, draw=draw, kernel=config.kernel, config=config, name=name)
         watch([layer])
+    for name, owner in inventory.tied.items():
+        layer = _quantized_layer(inventory.modules[name])
+        # One state for one weight: it is quantized once, and the module that was chosen follows the optimizer.
+        layer.moq = cast(QuantLayer, chosen[owner]).moq
+        unwatch(layer)
     _guard_merging(inventory.modules.values())
     return (
         {name: cast(QuantLayer, layer) for name, layer in inventory.layers.items()},
         {name: cast(QuantEmbedding, table) for name, table in inventory.embeddings.items()},
     )
+
+
+def _quantized_layer(module: nn.Module) -> QuantLayer:
+    if not isinstance(module, QuantLayer):
+        module.__class__ = quant_class(type(module))
+    return cast(QuantLayer, module)
 
 
 def _guard_merging(modules: Iterable[nn.Module]) -> None:

@@ -1,6 +1,6 @@
 """What is in a model: `Inventory`, found in one walk over the tree of its modules."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeGuard
@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import MoQError
 from ..names import adapters_among, is_below, named_modules, unwrapped, without_peft
+from ..transformers_seams import is_scaled_table
 
 # The list that DeepSpeed's default names: taken alone where it exists.
 BERT_LAYERS = "bert.encoder.layer"
@@ -27,8 +28,9 @@ class Inventory:
         named: Every name with its module; a module in two places has two.
         modules: Name to module, each module once, in model order.
         adapters: Names of the modules that PEFT has put in.
-        layers: The linear layers that a config quantizes by name; `take_inventory` fills it, and the next two.
+        layers: The linear layers that a config quantizes by name; `take_inventory` fills it, and the next three.
         embeddings: The embedding tables that it quantizes.
+        tied: Module to the one of `layers` or `embeddings` whose weight it shares, and with it the quantized copy.
         left_out: Linear layers that stay in float, and tables that were meant to be quantized, by name: with the
             reason if neither the config nor the layer's place is the reason.
 
@@ -44,6 +46,7 @@ class Inventory:
     adapters: Sequence[str] = ()
     layers: Mapping[str, nn.Linear | Conv1D] = field(default_factory=dict)
     embeddings: Mapping[str, nn.Embedding] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str | None] = field(default_factory=dict)
 
     @classmethod
@@ -94,15 +97,16 @@ class Inventory:
                 if parameter is not None:
                     yield f"{name}.{own}" if name else own, parameter
 
-    def shared(self, layers: Iterable[str]) -> list[str]:
-        """One line for each of the layers whose weight is also another layer's."""
+    def shared(self, layers: Collection[str]) -> list[str]:
+        """One line for each of the layers whose weight is also that of something that is none of them."""
         names: dict[int, list[str]] = {}
         for name, parameter in self.parameters():
             names.setdefault(id(parameter), []).append(name)
+        among = {f"{layer}.weight" for layer in layers}
         found = []
         for layer in layers:
             weight = self.modules[layer].weight
-            others = [name for name in names[id(weight)] if name != f"{layer}.weight"]
+            others = [name for name in names[id(weight)] if name not in among]
             if others:
                 found.append(f"{layer}.weight is also {', '.join(others)}")
         return found
@@ -193,7 +197,7 @@ def misfit(module: nn.Module) -> str | None:
     plain = (nn.Linear.forward, Conv1D.forward, nn.Embedding.forward)
     # One that is quantized already has a forward pass of ours, and a state. What accelerate hangs on the instance is
     # around the class's own.
-    if type(module).forward not in plain and not hasattr(module, "moq"):
+    if type(module).forward not in plain and not hasattr(module, "moq") and not is_scaled_table(type(module)):
         return "a forward of its own"
     # Parametrizations and the old weight_norm compute it anew at each access: there is nothing to train, nor to keep.
     if not isinstance(module._parameters.get("weight"), nn.Parameter):

@@ -39,9 +39,12 @@ def take_inventory(model: Any, config: MoQConfig, known: Inventory | None = None
     check_supported([module for _, module in found.named], [parameter for _, parameter in found.parameters()])
     # Afresh for a known one too: the same modules may have other weights, sizes or settings by now.
     layers, embeddings = select_layers(found, config), select_embeddings(found, config)
-    left_out = _left_out(found, layers, config)
-    if (layers, embeddings, left_out) != (found.layers, found.embeddings, found.left_out):
-        found = replace(found, layers=layers, embeddings=embeddings, left_out=left_out)
+    tied = select_tied(found, {**embeddings, **layers}, config)
+    layers = {name: layer for name, layer in layers.items() if name not in tied}
+    embeddings = {name: table for name, table in embeddings.items() if name not in tied}
+    left_out = _left_out(found, {*layers, *tied}, config)
+    if (layers, embeddings, tied, left_out) != (found.layers, found.embeddings, found.tied, found.left_out):
+        found = replace(found, layers=layers, embeddings=embeddings, tied=tied, left_out=left_out)
     check_served(found, config)
     return found
 
@@ -81,20 +84,81 @@ def select_embeddings(inventory: Inventory, config: MoQConfig) -> dict[str, nn.E
     Tables of which `misfit` says why, sparse ones and ones with a `max_norm` are left alone.
 
     Raises:
-        MoQError: There is none, or one shares its weight with another layer.
+        MoQError: There is none.
     """
     if config.quantize_embeddings is None:
         return {}
     chosen = embeddings_to_quantize(inventory, config)
     if not chosen:
         raise MoQError("quantize_embeddings: the model has no embedding table that can be quantized; set it to null")
-    sharing = inventory.shared(chosen)
-    if sharing:
-        raise MoQError(
-            f"quantize_embeddings: {'; '.join(sharing)}; a shared table is not supported: set quantize_embeddings to "
-            "null, or name it in modules_to_not_convert"
-        )
     return chosen
+
+
+def select_tied(inventory: Inventory, chosen: Mapping[str, nn.Module], config: MoQConfig) -> dict[str, str]:
+    """The modules that share the weight of a chosen one: they compute with its quantized copy.
+
+    The first of `chosen` with a weight says how it is quantized. So `quantize_embeddings` decides for a table that is
+    the output head too; without it, a head that is quantized as a linear layer decides for the table.
+
+    Args:
+        inventory: Of the model.
+        chosen: What the config quantizes by name, embedding tables first.
+        config: What was asked for.
+
+    Returns:
+        Name of the module to that of the chosen one.
+
+    Raises:
+        MoQError: One of them cannot be quantized, or the config leaves it in float by name.
+    """
+    found, wrong = tied_to(inventory, chosen, config)
+    if wrong:
+        instead = "set quantize_embeddings to null" if config.quantize_embeddings else "leave the layers in float"
+        raise MoQError(
+            f"{'; '.join(wrong)}: a shared weight is quantized for all that use it or for none: {instead}, or name all "
+            "of them in modules_to_not_convert"
+        )
+    return found
+
+
+def tied_to(
+    inventory: Inventory, chosen: Mapping[str, nn.Module], config: MoQConfig
+) -> tuple[dict[str, str], list[str]]:
+    """As `select_tied`, with a line on each module that stands in the way in place of an error."""
+    owners: dict[int, str] = {}
+    for name, module in chosen.items():
+        owners.setdefault(id(module._parameters["weight"]), name)
+    found: dict[str, str] = {}
+    wrong = []
+    for name, module in inventory.modules.items():
+        for own, parameter in module._parameters.items():
+            owner = owners.get(id(parameter), name)
+            if owner == name:
+                continue
+            reason = _why_not_tied(inventory, name, own, config)
+            if reason is None:
+                found[name] = owner
+            else:
+                wrong.append(f"{owner}.weight is also {name}.{own}, {reason}")
+    return found, wrong
+
+
+def _why_not_tied(inventory: Inventory, name: str, own: str, config: MoQConfig) -> str | None:
+    """Why a module cannot compute with the quantized copy of a weight that it shares; None if it can."""
+    module = inventory.modules[name]
+    if own != "weight" or not isinstance(module, nn.Linear | nn.Embedding) or inventory.is_added(name):
+        return f"of a {type(module).__name__}"
+    if any(_matches(name, pattern) for pattern in config.modules_to_not_convert or ()):
+        return "which modules_to_not_convert names"
+    why = misfit(module) if isinstance(module, nn.Linear) else _why_no_table(module)
+    return None if why is None else f"which has {why}"
+
+
+def _why_no_table(module: nn.Embedding) -> str | None:
+    """Why an embedding table cannot be quantized; None if it can."""
+    if module.max_norm is not None:
+        return "a max_norm"
+    return "sparse gradients" if module.sparse else misfit(module)
 
 
 def embeddings_to_quantize(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Embedding]:
@@ -104,9 +168,7 @@ def embeddings_to_quantize(inventory: Inventory, config: MoQConfig) -> dict[str,
         name: module
         for name, module in inventory.modules.items()
         if isinstance(module, nn.Embedding)
-        and misfit(module) is None
-        and module.max_norm is None
-        and not module.sparse
+        and _why_no_table(module) is None
         and not any(_matches(name, pattern) for pattern in patterns)
         and not inventory.is_added(name)
     }

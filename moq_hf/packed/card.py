@@ -202,8 +202,18 @@ def _sizes(found: Verification) -> str:
             f"| {found.file_bytes / found.float_bytes:.3f} |",
             "",
             f"Quantized: {found.coverage()}; mean {found.mean_bits:.2f} bits over the whole model.",
+            *_shared(found.layers),
         ]
     )
+
+
+def _shared(layers: Mapping[str, StoredLayer]) -> list[str]:
+    lines = [
+        f"- {' and '.join(f'`{other}`' for other in layer.tied)}: the weight of `{name}`, which is stored once."
+        for name, layer in layers.items()
+        if layer.tied
+    ]
+    return ["", *lines] if lines else []
 
 
 def _bits(layers: Mapping[str, StoredLayer], picture: bool) -> str:

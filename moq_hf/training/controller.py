@@ -132,10 +132,7 @@ class MoQController:
 
     @property
     def size_mb(self) -> float:
-        """The same with each quantized weight packed at its bits of now and one scale, in its dtype, for each group.
-
-        Embedding tables take a byte a weight, as they are saved.
-        """
+        """The same with each quantized weight packed as it would be saved now; see `ModelSizes.mb`."""
         return self.sizes.mb
 
     def coverage(self) -> str:

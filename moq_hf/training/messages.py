@@ -8,7 +8,7 @@ import torch
 from ..config import MoQConfig
 from ..kernels.backend import triton_wanted
 from ..model.inventory import Inventory
-from ..model.selection import embeddings_to_quantize
+from ..model.selection import embeddings_to_quantize, tied_to
 from ..model.sizes import ModelSizes, covered, in_words, last_part
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..serving import planned
@@ -41,6 +41,7 @@ def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSi
     ]
     if inventory.embeddings:
         parts.append(f"{len(inventory.embeddings)} embedding tables to {config.quantize_embeddings}")
+    parts += [f"{name} shares the weight of {owner}" for name, owner in inventory.tied.items()]
     activation = config.activation
     if activation.enabled:
         parts.append(f"their inputs to {activation.bits} bits after {activation.start_step} steps")
@@ -90,9 +91,10 @@ def _what_stays_in_float(inventory: Inventory, config: MoQConfig, sizes: ModelSi
     rest = sum(others.values()) - sum(others[group] for group in shown)
     if rest:
         parts.append(f"{in_words(rest)} elsewhere")
-    tables = [name for name in embeddings_to_quantize(inventory, config) if name not in inventory.embeddings]
-    # A table that is shared is an error there.
-    if tables and not inventory.shared(tables):
+    known = {*inventory.embeddings, *inventory.tied}
+    tables = {name: table for name, table in embeddings_to_quantize(inventory, config).items() if name not in known}
+    # A table that is shared with what cannot be quantized is an error there.
+    if tables and not tied_to(inventory, tables, config)[1]:
         names = dict.fromkeys(last_part(f"{name}.weight") for name in tables)
         parts[-1] += f"; quantize_embeddings would take {', '.join(names)}"
     return f"only {coverage(sizes)} are in quantized layers; the others: {', '.join(parts)}"
