@@ -64,18 +64,17 @@ def verify_quantized(
     folder = Path(directory)
     state, layers = read_layers(folder)
     weights = _weights_in_files(folder, _config_of(folder, state), layers)
-    tied = {module: name for name, layer in layers.items() for module in layer.tied}
-    sharing, grids = {*tied, *tied.values()}, dict[str, Tensor]()
+    tied, grids = {module: name for name, layer in layers.items() for module in layer.tied}, dict[str, Tensor]()
     compared = None if model is None else weights_of(model)
     float_bytes = sum(layer.bytes_before for layer in layers.values())
     others = others_bytes = 0
     with _explained(folder):
         for name, tensor in _tensors_as_saved(folder, state["tensors"]):
             owner, _, part = name.rpartition(".")
-            if owner in sharing and part in _OF_GRID:
+            if part in _OF_GRID and (owner in tied or owner in tied.values()):
                 grids[name] = tensor
-                if owner in tied:
-                    continue
+            if owner in tied and name in grids:
+                continue
             if part == "weight_packed" and owner not in layers:
                 raise MoQError(f"{folder / STATE_NAME}: layers.{owner} is missing, whose packed weight there is")
             if owner not in weights or not part.startswith("weight"):
