@@ -136,7 +136,8 @@ def _generate(folder: Path, reference: dict[str, Any], prompt: list[int], tokens
     common |= {"max_num_seqs": 2, "block_size": 32}
     plain = reference["bfloat16"]
     if "outputs" in plain:
-        return _pool(LLM(os.fspath(folder), runner="pooling", **common), reference, prompt)
+        common |= {"runner": "pooling", "skip_tokenizer_init": False}
+        return _pool(LLM(os.fspath(folder), **common), reference, prompt)
     llm = LLM(os.fspath(folder), **common)
     fixed = {"temperature": 0, "ignore_eos": True, "detokenize": False}
     asked = [SamplingParams(max_tokens=tokens, **fixed), SamplingParams(max_tokens=1, prompt_logprobs=0, **fixed)]
