@@ -299,7 +299,20 @@ def _sglang(folder: Path, source: Path) -> dict[str, Any]:
     groups = quantization["config_groups"].values()
     schemes = {target: (group["weights"], group.get("format")) for group in groups for target in group["targets"]}
     mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    state = json.loads((folder / "moq_state.json").read_text(encoding="utf-8"))
+    # `make_expert_params_mapping`, as in models/mixtral.py.
+    if document["model_type"] == "mixtral" and any(".experts.gate_up_proj" in name for name in state["tensors"]):
+        return {"serves": False, "why": "no parameter for mlp.experts.gate_up_proj"}
+    widths: dict[str, set[int]] = {}
+    for name, layer in state["layers"].items():
+        parent, _, own = name.rpartition(".")
+        widths.setdefault(f"{parent}.{next((f for f, parts in mapping.items() if own in parts), own)}", set()).add(
+            layer["bits"]
+        )
     for name, _, shape in _modules(folder):
+        # A parameter has the width of the first member; layers/parameter.py asserts that of the others.
+        if len(widths.get(name, ())) > 1:
+            return {"serves": False, "why": f"the members of {name} have other widths"}
         here = {} if document["model_type"] in ("bert", "modernbert") else mapping
         if utils.should_ignore_layer(name, ignore=quantization["ignore"], fused_mapping=here):
             return {"serves": False, "why": f"{name} is ignored, whose weights are packed"}
