@@ -131,13 +131,16 @@ def _short(error: BaseException) -> str:
 def _generate(folder: Path, reference: dict[str, Any], prompt: list[int], tokens: int) -> dict[str, Any]:
     """Greedy tokens and the first log-probabilities, or an encoder's outputs, beside plain transformers'."""
     from vllm import LLM, SamplingParams
+    from vllm.config import PoolerConfig
 
     common = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128}
     common |= {"max_num_seqs": 2, "block_size": 32}
     plain = reference["bfloat16"]
     if "outputs" in plain:
         common |= {"runner": "pooling", "skip_tokenizer_init": False}
-        return _pool(LLM(os.fspath(folder), **common), reference, prompt)
+        task = _task(reference["class"])
+        llm = LLM(os.fspath(folder), pooler_config=PoolerConfig(task=task), **common)
+        return _pool(llm, task, reference, prompt)
     llm = LLM(os.fspath(folder), **common)
     fixed = {"temperature": 0, "ignore_eos": True, "detokenize": False}
     asked = [SamplingParams(max_tokens=tokens, **fixed), SamplingParams(max_tokens=1, prompt_logprobs=0, **fixed)]
@@ -162,11 +165,15 @@ def _furthest(one: Sequence[float], other: Sequence[float]) -> float:
     return round(max(abs(a - b) for a, b in zip(one, other, strict=True)), 5)
 
 
-def _pool(llm: Any, reference: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
+def _task(kind: str) -> str:
+    if kind.endswith("ForSequenceClassification"):
+        return "classify"
+    return "token_classify" if kind.endswith("ForTokenClassification") else "token_embed"
+
+
+def _pool(llm: Any, task: str, reference: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
     import torch
 
-    classes = reference["class"].endswith("ForSequenceClassification")
-    task = "classify" if classes else "token_classify" if "ForToken" in reference["class"] else "token_embed"
     output = llm.encode([{"prompt_token_ids": prompt}], pooling_task=task, use_tqdm=False)[0].outputs.data.float()
     found: dict[str, Any] = {"serves": True, "task": task}
     for dtype in ("bfloat16", "float32"):
