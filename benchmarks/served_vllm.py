@@ -229,6 +229,9 @@ def _accepts(folder: Path) -> dict[str, Any]:
     architecture = document["architectures"][0]
     model = ModelRegistry.models[architecture].load_model_cls()
     config.packed_modules_mapping = dict(getattr(model, "packed_modules_mapping", {}))
+    # The model inside a classifier adds its own.
+    if document["model_type"] == "bert":
+        config.packed_modules_mapping["qkv_proj"] = ["query", "key", "value"]
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     # As `vllm.model_executor.models.interfaces.SupportsQuant` does.
     if mapper is not None and getattr(model, "supports_quant", False):
