@@ -34,6 +34,7 @@ ORDER = [
     "model.inventory",
     "model.selection",
     "quant_linear",
+    "quant_conv",
     "model.refresh",
     "model.convert",
     "model.sizes",

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..names import plain_name
-from ..quant_linear import QuantEmbedding, QuantLayer
+from ..quant_linear import QuantLayer
 from ..schedule import FLOAT_BITS
 from .inventory import Inventory
 
@@ -78,11 +78,13 @@ class ModelSizes:
     def mb(self) -> float:
         """The same with each quantized weight packed at its bits of now and one scale, in its dtype, for each group.
 
-        Embedding tables take a byte a weight, as they are saved.
+        As they are saved, embedding tables take a byte a weight, and convolutions what they take in float.
         """
         size = self._others_bits
         for layer, count, scales, full in self._weights:
-            bits = 8 if isinstance(layer, QuantEmbedding) and layer.moq.bits != FLOAT_BITS else layer.moq.bits
+            bits = layer.moq.bits
+            if bits != FLOAT_BITS:
+                bits = {"embedding": 8, "conv": full}.get(layer.kind, bits)
             size += count * bits + scales * full if bits < full else count * full
         return size / 8e6
 

@@ -47,6 +47,8 @@ class Encoder:
             return "float"
         if layer.kind == "embedding":
             return "int8" if self.layout == "packed" else "dense"
+        if layer.kind == "conv":
+            return "dense"
         # Beside a Conv1D, whose scales are those of columns, the blocks of a linear layer lie across.
         across = self.has_conv1d and layer.kind != "conv1d" and layer.moq.grid.grouping.row_size is not None
         return "dense" if self.layout == "floats" or layer.moq.bits > MAX_PACKED_BITS or across else "packed"
