@@ -1,4 +1,4 @@
-"""`QuantConv1d` and `QuantConv2d`: convolutions that compute with a quantized copy of their weight and train the float one.
+"""`QuantConv1d` and `QuantConv2d`: convolutions that compute with a quantized weight and train the float one.
 
 A weight is quantized as a matrix with a row for each output channel, `[out_channels, in_channels / groups * kernel]`.
 The input stays as it is: `activation_quantization` is of linear layers.

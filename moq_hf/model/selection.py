@@ -150,9 +150,8 @@ def _candidates(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
 def _proposal(inventory: Inventory, config: MoQConfig) -> str:
     """What to add to an error that says that nothing is left to quantize."""
     fits = any(misfit(module) is None for module in inventory.convolutions.values())
-    return (
-        "; quantize_convolutions: true would quantize convolutions" if fits and not config.quantize_convolutions else ""
-    )
+    unasked = fits and not config.quantize_convolutions
+    return "; quantize_convolutions: true would quantize convolutions" if unasked else ""
 
 
 def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:

@@ -22,7 +22,7 @@ from .encoder import groups_of, plain
 from .files import CONFIG, digest_of, read_document, tensors_in, weight_files
 from .layout import InFiles
 from .proof import Answers
-from .state import STATE_NAME, StoredLayer, sha256
+from .state import MAX_PACKED_BITS, STATE_NAME, StoredLayer, sha256
 from .state_check import proof_of, read_layers
 from .verification import Verification
 
@@ -210,9 +210,10 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_weights(directory: str | os.PathLike[str]) -> dict[str, quantizer.Quantized]:
-    """The codes, scales and zero points of the layers that a packed checkpoint holds as integers, by layer.
+    """The codes, scales and zero points of a packed checkpoint's layers of up to 8 bits, by layer.
 
-    Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those of `quantizer`.
+    Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those of `quantizer`. Those of floats
+    on their grid are found again; where a half dtype rounded the floats, the layer is left out.
 
     Args:
         directory: What `save_quantized` wrote.
@@ -221,13 +222,15 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, quantizer.Qua
         MoQError: Something is damaged or missing; names the file and the tensor.
     """
     folder = Path(directory)
-    layers = {name: layer for name, layer in verify_quantized(folder).layers.items() if layer.group is not None}
-    weights = _weights_in_files(folder, read_document(folder / CONFIG), layers) if layers else {}
+    found = verify_quantized(folder)
+    layers = {n: s for n, s in found.layers.items() if s.stored != "float" and s.bits <= MAX_PACKED_BITS}
+    weights = _weights_in_files(folder, _config_of(folder, found.state), layers)
     for name, tensor in tensors_in(folder):
         owner, _, part = name.rpartition(".")
-        if owner in weights:
+        if owner in weights and (layers[owner].stored != "dense" or tensor.dtype == torch.float32):
             weights[owner].parts[part] = tensor
-    return {name: _signed(weight.decode(), weight.layer.bits) for name, weight in weights.items()}
+    complete = {name: weight for name, weight in weights.items() if weight.is_complete}
+    return {name: _signed(weight.decode(), weight.layer.bits) for name, weight in complete.items()}
 
 
 def _signed(values: quantizer.Quantized, bits: int) -> quantizer.Quantized:

@@ -36,9 +36,10 @@ def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSi
     weights = sum(layer.weight.numel() for layer in inventory.layers.values())
     linears = sum(map(is_linear, inventory.layers.values()))
     convolutions = len(inventory.layers) - linears
-    what = f"{linears} linear layers" + f" and {convolutions} convolutions" * bool(convolutions)
+    counts = [f"{linears} linear layers"] if linears else []
+    counts += [f"{convolutions} convolution{'s' * (convolutions > 1)}"] if convolutions else []
     parts = [
-        f"{what} in {blocks} blocks ({in_words(weights)} weights) go from {config.start_bits} to "
+        f"{' and '.join(counts)} in {blocks} blocks ({in_words(weights)} weights) go from {config.start_bits} to "
         f"{config.target_bits} bits"
     ]
     if convolutions and config.grouping.row_size is not None:
