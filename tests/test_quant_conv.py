@@ -167,7 +167,9 @@ def test_inputs_stay_in_float_and_a_run_says_so() -> None:
 def test_a_block_with_convolutions_is_measured_twice_differentiated() -> None:
     model = resnet()
     controller = MoQController(
-        model, MoQConfig.from_dict({**RUN, "quantize_schedule": {"schedule_offset": 0}, "eigenvalue": {"enabled": True}}), 9
+        model,
+        MoQConfig.from_dict({**RUN, "quantize_schedule": {"schedule_offset": 0}, "eigenvalue": {"enabled": True}}),
+        9,
     )
     assert list(controller.blocks) == [
         "resnet.embedder.embedder.convolution", "resnet.encoder.stages.0", "resnet.encoder.stages.1",
@@ -184,14 +186,10 @@ def test_a_block_with_convolutions_is_measured_twice_differentiated() -> None:
 
 
 @pytest.mark.parametrize("make", [resnet, vit])
-def test_a_run_is_delivered_as_it_was_evaluated(
-    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_is_delivered_as_it_was_evaluated(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = make()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer = Trainer(
-        model, arguments(tmp_path, max_steps=6), train_dataset=rows(), callbacks=[MoQCallback(RUN)]
-    )
+    trainer = Trainer(model, arguments(tmp_path, max_steps=6), train_dataset=rows(), callbacks=[MoQCallback(RUN)])
     with caplog.at_level(logging.WARNING):
         trainer.train()
     layers = quant_layers(model)
@@ -246,7 +244,10 @@ def test_the_integers_are_found_again_in_floats_on_the_grid(tmp_path: Path) -> N
 
 def test_a_computed_weight_and_other_convolutions_stay_in_float() -> None:
     model = nn.Sequential(
-        nn.Conv1d(4, 4, 3), parametrizations.weight_norm(nn.Conv1d(4, 4, 3)), nn.ConvTranspose1d(4, 4, 3), nn.Linear(4, 2)
+        nn.Conv1d(4, 4, 3),
+        parametrizations.weight_norm(nn.Conv1d(4, 4, 3)),
+        nn.ConvTranspose1d(4, 4, 3),
+        nn.Linear(4, 2),
     )
     controller = MoQController(model, MoQConfig.from_dict({**CONFIG, "modules_to_not_convert": None}))
     assert list(controller.layers) == ["0"]

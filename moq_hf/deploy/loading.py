@@ -50,13 +50,9 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     kinds = nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d
     odd = [name for name in verified.layers if not isinstance(model.get_submodule(name), kinds)]
     if odd:
-        raise MoQError(
-            f"{directory}: only nn.Linear, nn.Embedding and convolutions are exported, not {', '.join(odd)}"
-        )
+        raise MoQError(f"{directory}: only nn.Linear, nn.Embedding and convolutions are exported, not {', '.join(odd)}")
     processor = directory / PROCESSOR
-    return Checkpoint(
-        model, tokenizer, processor if processor.is_file() else None, verified, stored_weights(directory)
-    )
+    return Checkpoint(model, tokenizer, processor if processor.is_file() else None, verified, stored_weights(directory))
 
 
 def takes_pictures(model: Any) -> bool:
