@@ -31,7 +31,7 @@ from transformers import (
     set_seed,
 )
 
-from moq_hf import MoQError, quantizer
+from moq_hf import MoQError, quantize_model, quantizer, save_quantized
 from moq_hf.cli import main
 from moq_hf.deploy.bench import benchmark
 from moq_hf.deploy.data import Data, pictures_of, read_data
