@@ -488,6 +488,15 @@ Breaks: A model without weights would be quantized, instead of being refused.
 """
 
 
+def convolve(layer: nn.Conv1d | nn.Conv2d, input: Tensor, weight: Tensor) -> Tensor:
+    """What a convolution computes with another weight: its own stride, padding, groups and bias.
+
+    Relies on: `_conv_forward(input, weight, bias)` of `nn.Conv1d` and `nn.Conv2d`, which pads by the layer's mode.
+    Breaks: Convolutions could not be quantized: the first forward pass fails.
+    """
+    return cast(Any, layer)._conv_forward(input, weight, layer.bias)  # type: ignore[no-any-return]
+
+
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether `module.compile()` was called.
 

@@ -1,6 +1,7 @@
 """Each seam still holds: one test per public name of `moq_hf.transformers_seams`, called after it."""
 
 import ast
+import copy
 import importlib
 import inspect
 import json
@@ -557,6 +558,16 @@ def test_zero_3() -> None:
     setattr(layer.weight, seams.ZERO_3, 0)
     with pytest.raises(MoQError, match="ZeRO-3"):
         check_supported([layer], list(layer.parameters()))
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])
+def test_convolve(mode: str) -> None:
+    layers = [(nn.Conv1d(4, 6, 3, 2, 1, groups=2, padding_mode=mode), (2, 4, 9)), (nn.Conv2d(2, 3, 3), (2, 2, 5, 5))]
+    for layer, shape in layers:
+        inputs = torch.randn(shape)
+        other = copy.deepcopy(layer)
+        other.weight = nn.Parameter(layer.weight * 2)
+        assert torch.equal(seams.convolve(layer, inputs, other.weight), other(inputs))
 
 
 def test_is_compiled_in_place() -> None:

@@ -3,18 +3,22 @@
 import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..config import MoQConfig
 from ..errors import MoQError
+from ..grid import Grid, PerChannel
 from ..names import plain_name, unwrapped
 from ..processes import check_supported
 from ..serving.planned import check_served
 from ..transformers_seams import ADAPTED, has_dora
-from .inventory import Inventory, is_linear, is_packed, misfit
+from .inventory import Inventory, Layer, is_convolution, is_linear, is_packed, misfit
+
+# How embedding tables are quantized, whatever the config says of the linear layers.
+_ROWS = Grid(PerChannel(), search="absmax")
 
 
 def take_inventory(model: Any, config: MoQConfig, known: Inventory | None = None) -> Inventory:
@@ -49,33 +53,61 @@ def take_inventory(model: Any, config: MoQConfig, known: Inventory | None = None
     return found
 
 
-def select_layers(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Linear | Conv1D]:
-    """The linear layers that the config quantizes, by name; without those of which `misfit` says why not.
+def select_layers(inventory: Inventory, config: MoQConfig) -> dict[str, Layer]:
+    """The linear layers, and convolutions, that the config quantizes, by name; without those that `misfit` names.
 
     Raises:
         MoQError: There is none, a pattern in `modules_to_not_convert` matches nothing, a weight is not floating point,
             groups do not divide it, or DoRA adapts it.
     """
-    every = inventory.linears
+    every, what = _candidates(inventory, config), "linear layer"
+    if config.quantize_convolutions:
+        what = "linear layer or convolution"
+        if not inventory.convolutions:
+            raise MoQError("quantize_convolutions: the model has no convolution; leave the key out")
+    proposal = _proposal(inventory, config)
     if not every:
         leaves = {type(module).__name__ for module in inventory.modules.values() if not list(module.children())}
         raise MoQError(
-            f"the model has no linear layer to quantize; its layers are {', '.join(sorted(leaves)) or 'none'}"
+            f"the model has no {what} to quantize; its layers are {', '.join(sorted(leaves)) or 'none'}{proposal}"
         )
     left_out = _kept_by(inventory, config)
     chosen = {name: layer for name, layer in every.items() if name not in left_out}
     if not chosen:
         reason = "modules_to_not_convert names" if config.modules_to_not_convert is not None else "output heads are"
-        raise MoQError(f"no linear layer is left to quantize: {reason} all of them ({', '.join(every)})")
+        raise MoQError(f"no {what} is left to quantize: {reason} all of them ({', '.join(every)}){proposal}")
     _check_weights(chosen)
     misfits = {name: misfit(layer) for name, layer in chosen.items()}
     chosen = {name: layer for name, layer in chosen.items() if misfits[name] is None}
     if not chosen:
         listed = ", ".join(f"{name} has {why}" for name, why in misfits.items())
-        raise MoQError(f"no linear layer is left to quantize: {listed}")
+        raise MoQError(f"no {what} is left to quantize: {listed}{proposal}")
     _check_groups(chosen, config)
     _check_adapters(inventory, chosen)
     return chosen
+
+
+def output_heads(inventory: Inventory, config: MoQConfig) -> list[str]:
+    """Names of the output heads among what the config may quantize."""
+    return inventory.heads_among(_candidates(inventory, config)) if config.quantize_convolutions else inventory.heads
+
+
+def grid_of(layer: nn.Module, config: MoQConfig) -> Grid:
+    """How a chosen layer's weight is quantized.
+
+    An embedding table has a scale per row. So has a convolution with `quantize_group_size`, which seldom divides its
+    kernels: 3 x 3 in each group of a depthwise one are 9 weights.
+
+    >>> config = MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, "quantize_group_size": 32})
+    >>> grid_of(nn.Conv2d(3, 4, 3), config).grouping, grid_of(nn.Linear(32, 4), config).grouping
+    (PerChannel(), PerGroup(size=32))
+    """
+    grid = config.grid_of(str(cast(Tensor, layer.weight).dtype).removeprefix("torch."))
+    if isinstance(layer, nn.Embedding):
+        return replace(_ROWS, scale_dtype=grid.scale_dtype)
+    if is_convolution(layer) and config.grouping.row_size is not None:
+        return replace(grid, grouping=PerChannel())
+    return grid
 
 
 def select_embeddings(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Embedding]:
@@ -174,21 +206,34 @@ def embeddings_to_quantize(inventory: Inventory, config: MoQConfig) -> dict[str,
     }
 
 
+def _candidates(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
+    """What the config may quantize by the schedule, in model order: linear layers, and convolutions if it says so."""
+    found = {**inventory.linears, **(inventory.convolutions if config.quantize_convolutions else {})}
+    return {name: found[name] for name in inventory.modules if name in found}
+
+
+def _proposal(inventory: Inventory, config: MoQConfig) -> str:
+    """What to add to an error that says that nothing is left to quantize."""
+    fits = any(misfit(module) is None for module in inventory.convolutions.values())
+    unasked = fits and not config.quantize_convolutions
+    return "; quantize_convolutions: true would quantize convolutions" if unasked else ""
+
+
 def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:
-    """The linear layers that `modules_to_not_convert` names, or the output heads where it is absent.
+    """The candidates that `modules_to_not_convert` names, or the output heads where it is absent.
 
     Raises:
         MoQError: A name or glob matches no module.
     """
     if config.modules_to_not_convert is None:
-        return set(inventory.heads)
-    kept = set[str]()
+        return set(output_heads(inventory, config))
+    kept, candidates = set[str](), _candidates(inventory, config)
     for pattern in config.modules_to_not_convert:
-        matches = {name for name in inventory.linears if _matches(name, pattern)}
+        matches = {name for name in candidates if _matches(name, pattern)}
         if not matches and not any(_matches(name, pattern) for name in inventory.modules if name):
+            what = "linear layers and convolutions" if config.quantize_convolutions else "linear layers"
             raise MoQError(
-                f"modules_to_not_convert: {pattern!r} matches no module; "
-                f"the linear layers are {', '.join(inventory.linears)}"
+                f"modules_to_not_convert: {pattern!r} matches no module; the {what} are {', '.join(candidates)}"
             )
         kept |= matches
     return kept
@@ -199,8 +244,9 @@ def _left_out(inventory: Inventory, layers: Iterable[str], config: MoQConfig) ->
     found: dict[str, str | None] = {}
     for name, module in inventory.modules.items():
         table = isinstance(module, nn.Embedding) and config.quantize_embeddings is not None
-        reason = misfit(module) if is_linear(module) or table else None
-        if (is_linear(module) or reason) and name not in layers and plain_name(name, inventory.adapters):
+        by_schedule = is_linear(module) or (is_convolution(module) and config.quantize_convolutions)
+        reason = misfit(module) if by_schedule or table else None
+        if (by_schedule or reason) and name not in layers and plain_name(name, inventory.adapters):
             found[name] = reason
     return found
 
@@ -214,7 +260,7 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or f".{pattern}." in f".{name}."
 
 
-def _check_weights(layers: Mapping[str, nn.Linear | Conv1D]) -> None:
+def _check_weights(layers: Mapping[str, Layer]) -> None:
     odd = [f"{name} ({layer.weight.dtype})" for name, layer in layers.items() if not layer.weight.is_floating_point()]
     if odd:
         raise MoQError(
@@ -244,19 +290,23 @@ def _check_adapters(inventory: Inventory, layers: Iterable[str]) -> None:
         )
 
 
-def _features(layer: nn.Linear | Conv1D) -> dict[str, int]:
+def _features(layer: Layer) -> dict[str, int]:
     if isinstance(layer, Conv1D):
         return {"out_features": layer.nf, "in_features": layer.nx}
-    return {"out_features": layer.out_features, "in_features": layer.in_features}
+    if isinstance(layer, nn.Linear):
+        return {"out_features": layer.out_features, "in_features": layer.in_features}
+    return {"out_features": layer.out_channels, "in_features": layer.weight[0].numel()}
 
 
-def _check_groups(layers: Mapping[str, nn.Linear | Conv1D], config: MoQConfig) -> None:
+def _check_groups(layers: Mapping[str, Layer], config: MoQConfig) -> None:
     grouping = config.grouping
     if grouping.divides is None:
         return
     axis, count = grouping.divides
-    sizes = {name: _features(layer)[axis] for name, layer in layers.items()}
-    wrong = [f"{name} ({axis} {size})" for name, size in sizes.items() if size % count]
+    own = {name: layer for name, layer in layers.items() if grid_of(layer, config).grouping == grouping}
+    sizes = {name: _features(layer)[axis] for name, layer in own.items()}
+    names = {name: axis.replace("features", "channels") if is_convolution(layers[name]) else axis for name in sizes}
+    wrong = [f"{name} ({names[name]} {size})" for name, size in sizes.items() if size % count]
     if wrong:
         fits = [n for n in range(1, min(sizes.values()) + 1) if all(size % n == 0 for size in sizes.values())]
         near = sorted(fits, key=lambda n: abs(n - count))[:3]

@@ -26,6 +26,8 @@ class _Weight(NamedTuple):
     def saved(self, width: int | None) -> int:
         """Bits of a code in the files, where all that can be packed have one width, or each its own and tables 8."""
         bits = self.layer.moq.bits
+        if self.layer.kind == "conv":
+            return self.full
         if bits > _BYTE:
             return bits
         return width or (_BYTE if self.is_table else bits)
@@ -93,8 +95,8 @@ class ModelSizes:
     def mb(self) -> float:
         """The same with each quantized weight packed and one scale, in its dtype, for each group, as it is saved.
 
-        Either each weight takes its bits of now, and one of an embedding table a byte, or all take as many as the
-        largest, whichever is less; see `has_one_width`.
+        A convolution takes what it takes in float. Of the others, either each weight takes its bits of now, and one of
+        an embedding table a byte, or all take as many as the largest, whichever is less; see `has_one_width`.
         """
         width = self._widest if self.has_one_width else None
         size = self._others_bits

@@ -66,7 +66,8 @@ class Encoder:
         bits = layer.moq.bits
         if bits == FLOAT_BITS or layer.moq.blend:
             return "float"
-        if self.layout == "floats" or bits > MAX_PACKED_BITS:
+        # The format has no place for convolutions.
+        if self.layout == "floats" or bits > MAX_PACKED_BITS or layer.kind == "conv":
             return "dense"
         if name in self.tables and not self.at_load:
             return "int8" if bits > 1 else "dense"

@@ -5,6 +5,8 @@ compressed-tensors, written with that library, so that a process which never hea
 bit. Layers above 8 bits are dense floats on their grid. `moq_state.json` beside them holds the config, the bits of each
 layer, the history of switches, and a digest of every tensor.
 
+Convolutions are dense at all bits: compressed-tensors packs matrices, and its servers know no packed convolution.
+
 What compressed-tensors calls the grids of `quantizer`, (code - zero) * scale with codes from -2^(b-1):
 
 | grid | strategy | zero point |

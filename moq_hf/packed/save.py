@@ -120,6 +120,8 @@ class _Saving:
     def layouts(self) -> list[Layout]:
         """Those that transformers can load, the best one first; the last one is right for every model."""
         encoder = Encoder(self.inventory, self._stored(self.tied), "packed", self.tied)
+        if all(layer.kind == "conv" for layer in self.layers.values()):
+            return ["floats"]
         if encoder.has_conv1d or _parts_are_called(self.model) or _init_reaches_into(self.model, encoder.packed):
             return ["unpacked", "floats"]
         # Servers take asymmetric grids as they are unpacked while loading; tables of more bits would be dense there.
@@ -297,8 +299,15 @@ def _how(layer: QuantLayer) -> tuple[Any, ...]:
 
 def _warn(target: Path, encoder: Encoder, proof: Proof | None, reason: str | None) -> None:
     """Say what of the model is not packed, and whether it does not compute what was evaluated."""
+    convolutions = [name for name, layer in encoder.stored.items() if layer.kind == "conv"]
+    if convolutions:
+        logger.warning(
+            "moq_hf: convolutions are saved as floats on the grid, at full size: the packed format has no place for "
+            "them: %s",
+            ", ".join(convolutions),
+        )
     if encoder.layout != "floats":
-        _warn_of_dense(encoder.stored)
+        _warn_of_dense({name: layer for name, layer in encoder.stored.items() if layer.kind != "conv"})
     if proof is not None and proof.agrees is False:
         logger.warning("moq_hf: %s: what is written does not compute what was evaluated: %s", target, proof.reason)
     elif reason is not None:

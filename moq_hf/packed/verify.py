@@ -23,7 +23,7 @@ from .encoder import groups_of, plain
 from .files import CONFIG, digest_of, read_document, size_of, tensors_in, weight_files
 from .layout import InFiles
 from .proof import Answers, Proof
-from .state import STATE_NAME, StoredLayer, modules_by_file, owner_of, sha256
+from .state import MAX_PACKED_BITS, STATE_NAME, StoredLayer, modules_by_file, owner_of, sha256
 from .state_check import proof_of, read_layers
 from .verification import Verification
 
@@ -254,10 +254,11 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return plain(tensors, adapters(model))
 
 
-def stored_weights(directory: str | os.PathLike[str], *, dense: bool = False) -> dict[str, quantizer.Quantized]:
-    """The codes, scales and zero points of the layers that a packed checkpoint holds as integers, by layer.
+def stored_weights(directory: str | os.PathLike[str]) -> dict[str, quantizer.Quantized]:
+    """The codes, scales and zero points of a packed checkpoint's layers of up to 8 bits, by layer.
 
-    Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those of `quantizer`.
+    Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those of `quantizer`. Those of floats
+    on their grid are found again; where a half dtype rounded the floats, the layer is left out.
 
     Args:
         directory: What `save_quantized` wrote.
@@ -268,15 +269,15 @@ def stored_weights(directory: str | os.PathLike[str], *, dense: bool = False) ->
     """
     folder = Path(directory)
     found = verify_quantized(folder)
-    kinds = ("packed", "int8", "dense") if dense else ("packed", "int8")
-    layers = {name: layer for name, layer in found.layers.items() if layer.stored in kinds}
-    weights = _weights_in_files(folder, read_document(folder / CONFIG), layers) if layers else {}
+    layers = {n: s for n, s in found.layers.items() if s.stored != "float" and s.bits <= MAX_PACKED_BITS}
+    weights = _weights_in_files(folder, _config_of(folder, found.state), layers)
     modules = modules_by_file(found.state)
     for name, tensor in tensors_in(folder):
         owner, part = owner_of(name, modules)
-        if owner in weights:
+        if owner in weights and (layers[owner].stored != "dense" or tensor.dtype == torch.float32):
             weights[owner].parts[part] = tensor
-    return {name: _signed(weight.decode(), weight.layer.bits) for name, weight in weights.items()}
+    complete = {name: weight for name, weight in weights.items() if weight.is_complete}
+    return {name: _signed(weight.decode(), weight.layer.bits) for name, weight in complete.items()}
 
 
 def _signed(values: quantizer.Quantized, bits: int) -> quantizer.Quantized:

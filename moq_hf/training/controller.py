@@ -43,7 +43,7 @@ class MoQController:
 
     Attributes:
         inventory: The `Inventory` of the model.
-        layers: Quantized linear layers by name.
+        layers: Quantized linear layers and convolutions by name.
         embeddings: Quantized embedding tables by name.
         blocks: Block name to the names of its layers; see `Inventory`.
         schedule: The `PrecisionSchedule`.

@@ -258,3 +258,14 @@ def test_the_report_tells_the_share_and_reads_older_logs(tmp_path: Path) -> None
     assert facts["mean bits of the whole model"] == "25.00" and facts["quantized"] == "25.0 % of the parameters"
     steps, bits = run_module.read_run(tmp_path).mean_bits()
     assert steps == [entry["step"] for entry in entries[3:]] and min(bits) == 25
+
+
+def test_a_convolution_takes_what_it_takes_in_float() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Linear(8, 8), nn.Linear(8, 2))
+    moq = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_schedule": {"schedule_offset": 0}}
+    controller = MoQController(model, MoQConfig.from_dict({**moq, "quantize_convolutions": True}))
+    others = 8 + 8 + 2 * 8 + 2
+    assert controller.sizes.quantized == 288 + 64 and controller.sizes.total == 288 + 64 + others
+    # As it is saved: the scale lies in moq_state.json.
+    assert controller.size_mb == pytest.approx((288 * 4 + 64 / 2 + 4 + others * 4) / 1e6)
+    assert controller.mean_bits == pytest.approx((352 * 4 + others * 32) / (352 + others))
