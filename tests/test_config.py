@@ -524,6 +524,7 @@ def test_there_is_a_recipe_for_everything() -> None:
         "moq",
         "moq_w4",
         "moq_w4_taught",
+        "moq_lm_w4",
         "moq_w3",
         "moq_w2",
         "moq_eigen",
@@ -537,8 +538,9 @@ def test_there_is_a_recipe_for_everything() -> None:
 def test_recipes_are_read(path: Path) -> None:
     config = MoQConfig.from_file(path)
     low = {"moq_w4": 4, "moq_w4_taught": 4, "moq_w3": 3, "moq_w2": 2}
-    assert config.enabled and config.grouping == (PerChannel() if path.stem in low else RowBlocks(8))
-    assert config.target_bits == (low | {"moq_auto": 4}).get(path.stem, 8)
+    groups = dict.fromkeys(low, PerChannel()) | {"moq_lm_w4": PerGroup(32)}
+    assert config.enabled and config.grouping == groups.get(path.stem, RowBlocks(8))
+    assert config.target_bits == (low | {"moq_auto": 4, "moq_lm_w4": 4}).get(path.stem, 8)
 
 
 def test_the_schema_is_up_to_date() -> None:
@@ -582,12 +584,13 @@ def test_arithmetic_of_the_auto_recipe() -> None:
 
 
 def test_arithmetic_of_the_low_recipes() -> None:
-    config = MoQConfig.from_file(ROOT / "configs" / "moq_w4.json")
-    told = rows_of(README)["moq_w4.json"]
-    assert told[:3] == [f"{config.start_bits} to 4", "0", "auto"]
-    schedule = PrecisionSchedule(config, ["b"], 345)
-    drops = [step for step in range(1, 346) for switch in schedule.advance() if switch.before != FLOAT_BITS]
-    assert told[3] == f"on MRPC {' '.join(map(str, drops))}"
+    for name in ("moq_w4.json", "moq_lm_w4.json"):
+        config = MoQConfig.from_file(ROOT / "configs" / name)
+        told = rows_of(README)[name]
+        assert told[:3] == [f"{config.start_bits} to 4", "0", "auto"]
+        schedule = PrecisionSchedule(config, ["b"], 345)
+        drops = [step for step in range(1, 346) for switch in schedule.advance() if switch.before != FLOAT_BITS]
+        assert told[3] == f"on MRPC {' '.join(map(str, drops))}"
     for name, bits in (("moq_w4_taught.json", 4), ("moq_w3.json", 3), ("moq_w2.json", 2)):
         config = MoQConfig.from_file(ROOT / "configs" / name)
         assert rows_of(README)[name][:4] == [str(bits), "0", "1", "none"]
