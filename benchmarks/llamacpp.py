@@ -246,10 +246,10 @@ def main() -> None:
             if "table" in grid and FAMILIES[family][2]:
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                cases.append(measure(family, grid, args.llama_cpp, Path(folder)))
-            print(
-                family, grid, {k: f"{v['kl']:.1e} {v['same_tokens']}" for k, v in cases[-1]["ways"].items()}, flush=True
-            )
+                cases.append(found := measure(family, grid, args.llama_cpp, Path(folder)))
+            print(family, grid, {k: f"{v['kl']:.1e} {v['same_tokens']}" for k, v in found["ways"].items()}, flush=True)
+            order = [(family, grid) for family in FAMILIES for grid in GRIDS]
+            cases.sort(key=lambda case: order.index((case["family"], case["grid"])))
             made_with = environment("compressed_tensors", "llama_cpp")
             made_with["versions"]["gguf"] = version("gguf")
             write({**made_with, "shape": SHAPE, "prompt": PROMPT, "chosen": CHOSEN, "cases": cases}, args.out)

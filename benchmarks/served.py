@@ -164,9 +164,21 @@ def _make(folder: Path, config: dict[str, Any], kind: str, sizes: dict[str, Any]
                 layer.set_bits(width)
                 layer.refresh()
     save_quantized(model, folder)
+    _tokenizer().save_pretrained(folder)
     exact = _answers(cls, folder, "float32")
     rounded = _answers(cls, folder, "bfloat16", exact.get("tokens"))
     write_json({"class": kind, "float32": exact, "bfloat16": rounded}, folder / "reference.json")
+
+
+def _tokenizer() -> Any:
+    """One word for each token: vLLM pools with a tokenizer alone."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(512)}, unk_token="w3"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="w3", pad_token="w0", cls_token="w1", sep_token="w2"
+    )
 
 
 def _answers(cls: Any, folder: Path, dtype: str, followed: list[int] | None = None) -> dict[str, Any]:

@@ -131,12 +131,16 @@ def _short(error: BaseException) -> str:
 def _generate(folder: Path, reference: dict[str, Any], prompt: list[int], tokens: int) -> dict[str, Any]:
     """Greedy tokens and the first log-probabilities, or an encoder's outputs, beside plain transformers'."""
     from vllm import LLM, SamplingParams
+    from vllm.config import PoolerConfig
 
     common = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128}
     common |= {"max_num_seqs": 2, "block_size": 32}
     plain = reference["bfloat16"]
     if "outputs" in plain:
-        return _pool(LLM(os.fspath(folder), runner="pooling", **common), reference, prompt)
+        common |= {"runner": "pooling", "skip_tokenizer_init": False}
+        task = _task(reference["class"])
+        llm = LLM(os.fspath(folder), pooler_config=PoolerConfig(task=task), **common)
+        return _pool(llm, task, reference, prompt)
     llm = LLM(os.fspath(folder), **common)
     fixed = {"temperature": 0, "ignore_eos": True, "detokenize": False}
     asked = [SamplingParams(max_tokens=tokens, **fixed), SamplingParams(max_tokens=1, prompt_logprobs=0, **fixed)]
@@ -161,11 +165,15 @@ def _furthest(one: Sequence[float], other: Sequence[float]) -> float:
     return round(max(abs(a - b) for a, b in zip(one, other, strict=True)), 5)
 
 
-def _pool(llm: Any, reference: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
+def _task(kind: str) -> str:
+    if kind.endswith("ForSequenceClassification"):
+        return "classify"
+    return "token_classify" if kind.endswith("ForTokenClassification") else "token_embed"
+
+
+def _pool(llm: Any, task: str, reference: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
     import torch
 
-    classes = reference["class"].endswith("ForSequenceClassification")
-    task = "classify" if classes else "token_classify" if "ForToken" in reference["class"] else "token_embed"
     output = llm.encode([{"prompt_token_ids": prompt}], pooling_task=task, use_tqdm=False)[0].outputs.data.float()
     found: dict[str, Any] = {"serves": True, "task": task}
     for dtype in ("bfloat16", "float32"):
@@ -221,6 +229,9 @@ def _accepts(folder: Path) -> dict[str, Any]:
     architecture = document["architectures"][0]
     model = ModelRegistry.models[architecture].load_model_cls()
     config.packed_modules_mapping = dict(getattr(model, "packed_modules_mapping", {}))
+    # The model inside a classifier adds its own.
+    if document["model_type"] == "bert":
+        config.packed_modules_mapping["qkv_proj"] = ["query", "key", "value"]
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     # As `vllm.model_executor.models.interfaces.SupportsQuant` does.
     if mapper is not None and getattr(model, "supports_quant", False):
@@ -298,7 +309,20 @@ def _sglang(folder: Path, source: Path) -> dict[str, Any]:
     groups = quantization["config_groups"].values()
     schemes = {target: (group["weights"], group.get("format")) for group in groups for target in group["targets"]}
     mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    state = json.loads((folder / "moq_state.json").read_text(encoding="utf-8"))
+    # `make_expert_params_mapping`, as in models/mixtral.py.
+    if document["model_type"] == "mixtral" and any(".experts.gate_up_proj" in name for name in state["tensors"]):
+        return {"serves": False, "why": "no parameter for mlp.experts.gate_up_proj"}
+    widths: dict[str, set[int]] = {}
+    for name, layer in state["layers"].items():
+        parent, _, own = name.rpartition(".")
+        widths.setdefault(f"{parent}.{next((f for f, parts in mapping.items() if own in parts), own)}", set()).add(
+            layer["bits"]
+        )
     for name, _, shape in _modules(folder):
+        # A parameter has the width of the first member; layers/parameter.py asserts that of the others.
+        if len(widths.get(name, ())) > 1:
+            return {"serves": False, "why": f"the members of {name} have other widths"}
         here = {} if document["model_type"] in ("bert", "modernbert") else mapping
         if utils.should_ignore_layer(name, ignore=quantization["ignore"], fused_mapping=here):
             return {"serves": False, "why": f"{name} is ignored, whose weights are packed"}

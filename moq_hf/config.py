@@ -273,8 +273,15 @@ class MoQConfig:
     ] = None
     quantize_embeddings: Annotated[
         ByteBits | None,
-        key("bits of embedding tables, one scale per row, a byte per weight when saved; null leaves them alone"),
+        key("bits of embedding tables, one scale per row, and of output heads that share one; null leaves them alone"),
     ] = None
+    quantize_convolutions: Annotated[
+        Flag,
+        key(
+            "quantize 1- and 2-dimensional convolutions with the linear layers, one scale per channel with "
+            "`quantize_group_size`; saved as floats on the grid, at full size"
+        ),
+    ] = False
     prove: Annotated[
         Flag,
         key(

@@ -5,18 +5,24 @@ from typing import Literal
 
 from torch import Tensor
 
-# What a quantized layer is: "conv1d" is GPT-2's transposed linear layer.
-Kind = Literal["linear", "conv1d", "embedding"]
-KINDS: tuple[Kind, ...] = ("linear", "conv1d", "embedding")
+# What a quantized layer is: "conv1d" is GPT-2's transposed linear layer, "conv" a convolution.
+Kind = Literal["linear", "conv1d", "embedding", "conv"]
+KINDS: tuple[Kind, ...] = ("linear", "conv1d", "embedding", "conv")
 
 
 def to_rows(weight: Tensor, kind: str) -> Tensor:
-    """The matrix `[rows, columns]` of a weight: a view.
+    """The matrix `[rows, columns]` of a weight: a view, or a copy of a convolution's weight that is not contiguous.
+
+    A convolution has a row for each output channel, `[out_channels, in_channels / groups * kernel]`.
 
     >>> import torch
     >>> to_rows(torch.ones(3, 2), "conv1d").shape
     torch.Size([2, 3])
+    >>> to_rows(torch.ones(3, 2, 5, 5), "conv").shape
+    torch.Size([3, 50])
     """
+    if kind == "conv":
+        return weight.flatten(1)
     return weight.t() if kind == "conv1d" else weight
 
 

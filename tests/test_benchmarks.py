@@ -168,11 +168,19 @@ def test_what_the_docs_say_of_llama_cpp_was_measured() -> None:
     assert f"llama-cpp-python {versions['llama_cpp']}" in text and f"transformers {versions['transformers']}" in text
     own = [case["ways"]["moq-hf export"]["kl"] for case in cases if case["grid"] != "float"]
     assert f"The export's KL is {min(own):.1e} to {max(own):.1e}." in text
-    q4_0 = [(case["grid"] == "float", case["ways"].get("llama-quantize Q4_0")) for case in cases]
-    trained, plain = ([way["kl"] for is_float, way in q4_0 if way and is_float is which] for which in (False, True))
-    assert f"llama-quantize to Q4_0 has {min(trained):.1e} to {max(trained):.1e}" in text
-    assert f"on models that were never quantized it has {min(plain):.1e} to {max(plain):.1e}" in text
-    assert max(own) < min(trained) / 10
+    q4_0: dict[str, list[float]] = {"float": [], "full": [], "narrow": []}
+    for case in cases:
+        if "llama-quantize Q4_0" in case["ways"]:
+            kind = "float" if case["grid"] == "float" else "full" if "full range" in case["grid"] else "narrow"
+            q4_0[kind].append(case["ways"]["llama-quantize Q4_0"]["kl"])
+    low, high = (f"{pick(q4_0['narrow']):.1e}" for pick in (min, max))
+    assert f"llama-quantize to Q4_0 has {low} to {high}" in text
+    assert f"it has {min(q4_0['float']):.1e} to {max(q4_0['float']):.1e}. So" in text
+    assert (
+        f"With the full range and scales in float16 it has {min(q4_0['full']):.1e} to {max(q4_0['full']):.1e}" in text
+    )
+    assert max(own) < min(q4_0["narrow"]) / 10 and max(q4_0["full"]) <= max(own)
+    assert {case["weight_error"] for case in cases if "full range" in case["grid"]} == {0}
     errors = [case["weight_error"] for case in cases if case["grid"] != "float"]
     assert f"at most {max(errors):.2g} steps" in text
 

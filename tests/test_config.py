@@ -78,6 +78,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
             ),
             modules_to_not_convert=st.none() | st.lists(names, max_size=3),
             quantize_embeddings=st.none() | st.integers(2, 8),
+            quantize_convolutions=st.booleans(),
             seed=st.integers(0, 2**63 - 1),
         )
     )
@@ -169,6 +170,7 @@ def test_defaults() -> None:
         ),
         modules_to_not_convert=None,
         quantize_embeddings=None,
+        quantize_convolutions=False,
         seed=0,
     )
     off = MoQConfig.from_dict({"enabled": False})
@@ -235,6 +237,7 @@ OTHERS: dict[str, Any] = {
     "activation": ActivationConfig(True, 7, 5),
     "modules_to_not_convert": ("a", "b.*"),
     "quantize_embeddings": 4,
+    "quantize_convolutions": True,
     "prove": False,
     "serve": ("vllm", "llama.cpp"),
     "seed": 2**63 - 1,
@@ -253,7 +256,8 @@ WRITTEN = [
         'null, "method": "lanczos", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, '
         '"distillation": {"teacher": null, "logits": 1.0, "hidden": 1.0, "labels": 1.0}, '
         '"activation_quantization": {"enabled": false, "bits": 8, "start_step": 0}, "modules_to_not_convert": '
-        'null, "quantize_embeddings": null, "prove": true, "serve": ["transformers"], "seed": 0}',
+        'null, "quantize_embeddings": null, "quantize_convolutions": false, "prove": true, '
+        '"serve": ["transformers"], "seed": 0}',
     ),
     (
         MoQConfig(**OTHERS),
@@ -267,7 +271,7 @@ WRITTEN = [
         '"method": "power", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, "distillation": '
         '{"teacher": "x", "logits": 2.0, "hidden": 0.5, "labels": 0.0}, "activation_quantization": {"enabled": '
         'true, "bits": 7, "start_step": 5}, "modules_to_not_convert": ["a", "b.*"], "quantize_embeddings": 4, '
-        '"prove": false, "serve": ["vllm", "llama.cpp"], "seed": 9223372036854775807}',
+        '"quantize_convolutions": true, "prove": false, "serve": ["vllm", "llama.cpp"], "seed": 9223372036854775807}',
     ),
 ]
 

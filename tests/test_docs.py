@@ -97,6 +97,7 @@ ADDED = {
     "benchmarks/levers.py": shlex.split("--parts precision,table --repeats 1 --out levers.jsonl"),
     "benchmarks/checkpoint_size.py": shlex.split("--base_layers 1 --base_vocabulary 1000 --out size.json"),
     "benchmarks/ranges.py": ["--group_size", "8", "--out", "ranges.json"],
+    "benchmarks/tied_sizes.py": shlex.split("--shapes SmolLM2-135M --layers 1 --vocabulary 500 --out tied.json"),
     "benchmarks/processes.py": ["--kinds", "--out", "processes.json"],
     "benchmarks/triton_quant.py": shlex.split(
         "--hidden 64 --layers 1 --repeats 1 --no-compile --out triton_quant.json"

@@ -39,6 +39,7 @@ ORDER = [
     "serving.planned",
     "model.selection",
     "quant_linear",
+    "quant_conv",
     "model.refresh",
     "model.convert",
     "model.sizes",

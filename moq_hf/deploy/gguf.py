@@ -102,7 +102,12 @@ def export_gguf(
     read = _Base(source)
     places = {name: read.place_of(name) for name in layers}
     read.check_places(places)
-    weights = {names[name]: weight for name, weight in stored_weights(directory, dense=True).items()}
+    weights = {names[name]: weight for name, weight in stored_weights(directory).items()}
+    lost = [name for name in layers if name not in weights]
+    if lost:
+        raise MoQError(
+            f"{directory}: floats of half precision have no codes any more: {', '.join(lost)}; leave them out"
+        )
     errors = [Rounding(0.0, 0.0)]
     parts: dict[str, dict[int, Blocks]] = {}
     for name, layer in layers.items():

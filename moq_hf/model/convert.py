@@ -1,40 +1,28 @@
 """How a model gets its quantized layers, and loses them."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
-from .. import quantizer
+# Its classes join those that `quant_class` knows.
+from .. import quant_conv, quantizer  # noqa: F401
 from ..config import MoQConfig
 from ..errors import MoQError
-from ..grid import Grid, PerChannel
 from ..names import named_modules, unwrapped
 from ..processes import copy_whole
-from ..quant_linear import (
-    LayerState,
-    QuantConv1D,
-    QuantEmbedding,
-    QuantLayer,
-    QuantLinear,
-    base_class,
-    quant_class,
-)
+from ..quant_linear import LayerState, QuantEmbedding, QuantLayer, base_class, quant_class
 from ..schedule import FLOAT_BITS
 from ..transformers_seams import ADAPTED, is_peft, unpack
 from .inventory import Inventory, is_packed
 from .refresh import check_finite
-from .selection import take_inventory
+from .selection import grid_of, take_inventory
 from .staleness import unwatch, watch
-
-# How embedding tables are quantized, whatever the config says of the linear layers but the dtype of scales.
-_ROWS = Grid(PerChannel(), search="absmax")
 
 
 def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str) -> nn.Module:
-    """Make the linear layers of `model` quantized ones, at the config's `start_bits` at once.
+    """Make the linear layers of `model`, and what else the config names, quantized ones, at its `start_bits` at once.
 
     Changes the model in place. Layers that the config leaves out, and those of an earlier call that it does not name
     any more, are plain float layers afterwards. With `enabled: false` that is all of them.
@@ -71,8 +59,9 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     try:
         check_finite({**layers, **embeddings})
     except MoQError:
-        for layer in [*layers.values(), *embeddings.values()]:
-            restore(layer)
+        for module in inventory.modules.values():
+            if isinstance(module, QuantLayer):
+                restore(module)
         _guard_merging(inventory.modules.values())
         raise
     return model
@@ -124,8 +113,9 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
 
 
 def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
-    """The quantized linear layers by their names, each once, in model order."""
-    return {name: module for name, module in named_modules(model) if isinstance(module, QuantLinear | QuantConv1D)}
+    """The quantized linear layers and convolutions by their names, each once, in model order."""
+    modules = named_modules(model)
+    return {n: m for n, m in modules if isinstance(m, QuantLayer) and not isinstance(m, QuantEmbedding)}
 
 
 def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
@@ -142,27 +132,33 @@ def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, Qu
     """Make the layers that were chosen quantized ones, still with 32 bits, and any other a plain one.
 
     Returns:
-        The linear layers and the embedding tables, by name. Whatever an earlier run left on them is gone.
+        Linear layers with convolutions, and embedding tables, by name. Whatever an earlier run left on them is gone.
     """
     chosen: dict[str, nn.Module] = {**inventory.layers, **inventory.embeddings}
     for name, module in inventory.modules.items():
-        if isinstance(module, QuantLayer) and name not in chosen:
+        if isinstance(module, QuantLayer) and name not in chosen and name not in inventory.tied:
             restore(module)
     for index, (name, module) in enumerate(chosen.items()):
-        if not isinstance(module, QuantLayer):
-            module.__class__ = quant_class(type(module))
-        layer = cast(QuantLayer, module)
-        grid = config.grid_of(str(layer.float_weight.dtype).removeprefix("torch."))
-        if isinstance(layer, QuantEmbedding):
-            grid = replace(_ROWS, scale_dtype=grid.scale_dtype)
-        draw = quantizer.Draw(config.seed, index)
+        layer = _quantized_layer(module)
+        grid, draw = grid_of(module, config), quantizer.Draw(config.seed, index)
         layer.moq = LayerState(grid, draw=draw, kernel=config.kernel, config=config, name=name)
         watch([layer])
+    for name, owner in inventory.tied.items():
+        layer = _quantized_layer(inventory.modules[name])
+        # One state for one weight: it is quantized once, and the module that was chosen follows the optimizer.
+        layer.moq = cast(QuantLayer, chosen[owner]).moq
+        unwatch(layer)
     _guard_merging(inventory.modules.values())
     return (
         {name: cast(QuantLayer, layer) for name, layer in inventory.layers.items()},
         {name: cast(QuantEmbedding, table) for name, table in inventory.embeddings.items()},
     )
+
+
+def _quantized_layer(module: nn.Module) -> QuantLayer:
+    if not isinstance(module, QuantLayer):
+        module.__class__ = quant_class(type(module))
+    return cast(QuantLayer, module)
 
 
 def _guard_merging(modules: Iterable[nn.Module]) -> None:

@@ -138,7 +138,8 @@ def _path(layer: QuantLayer) -> Backend:
         # All processes gather in the same order.
         return quantizer
     # A batch cannot point to rows that do not lie one after the other.
-    task: Literal["weight", "model"] = "model" if layer.matrix.is_contiguous() else "weight"
+    in_rows = weight.is_contiguous() and layer.matrix.is_contiguous()
+    task: Literal["weight", "model"] = "model" if in_rows else "weight"
     return choose(task, weight, layer.moq.dtype or weight.dtype, layer.moq.kernel)
 
 

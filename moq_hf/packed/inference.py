@@ -140,6 +140,7 @@ def load_packed(
                 unpack_layer(module)
             else:
                 model.set_submodule(path, layer)
+    model.tie_weights()
     return cast(transformers.PreTrainedModel, model.to(device=device, dtype=dtype).eval())
 
 

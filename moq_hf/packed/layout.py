@@ -5,6 +5,8 @@ compressed-tensors, written with that library, so that a process which never hea
 bit. Layers above 8 bits are dense floats on their grid. `moq_state.json` beside them holds the config, the bits of each
 layer, the history of switches, and a digest of every tensor.
 
+Convolutions are dense at all bits: compressed-tensors packs matrices, and its servers know no packed convolution.
+
 What compressed-tensors calls the grids of `quantizer`, (code - zero) * scale with codes from -2^(b-1):
 
 | grid | strategy | zero point |
@@ -176,20 +178,31 @@ class _Dense:
 
 
 class _Bytes:
-    """An embedding table, a byte per weight: transformers cannot load a packed one."""
+    """An embedding table, a byte per weight: transformers initializes tables, and ties weights, by the name `weight`.
+
+    The modules that are tied to it have the same codes, which are stored once, and scales of their own.
+    """
 
     compressor = "int-quantized"
 
     def encode(self, values: Quantized, terms: Terms) -> Encoded:
-        scheme = {"num_bits": terms.width, "type": "int", "symmetric": True, "dynamic": False, "strategy": "channel"}
-        scale = values.scale.to(terms.scale_dtype)
-        return Encoded({"weight": values.codes.to(torch.int8), "weight_scale": scale}, scheme)
+        codes, scale, zero = values
+        half = 2 ** (terms.width - 1)
+        if zero is not None:
+            codes, zero = codes - half, (zero - half).to(torch.int8)
+        scheme: dict[str, Any] = {"num_bits": terms.width, "type": "int", "symmetric": zero is None, "dynamic": False}
+        parts = {"weight": codes.to(torch.int8), "weight_scale": scale.to(terms.scale_dtype)}
+        if zero is not None:
+            parts["weight_zero_point"] = zero
+        return Encoded(parts, scheme | _strategy(codes, scale, zero, terms))
 
     def parts(self, stored: InFiles) -> set[str]:
-        return {"weight", "weight_scale"}
+        return {"weight", "weight_scale", *_zero_point_of(stored)}
 
     def decode(self, stored: InFiles) -> Quantized:
-        return Quantized(stored.parts["weight"].int(), stored.parts["weight_scale"].float(), None)
+        codes, scale, half = stored.parts["weight"].int(), stored.parts["weight_scale"].float(), 2 ** (stored.width - 1)
+        zero = stored.parts.get("weight_zero_point")
+        return Quantized(codes, scale, None) if zero is None else Quantized(codes + half, scale, zero.int() + half)
 
     def check(self, stored: InFiles) -> Tensor:
         dtype, values = stored.parts["weight"].dtype, self.decode(stored)
@@ -232,20 +245,21 @@ class _Packed:
         return Encoded(parts, scheme)
 
     def parts(self, stored: InFiles) -> set[str]:
-        zero = set() if stored.group["weights"]["symmetric"] else {"weight_zero_point"}
-        return {"weight_packed", "weight_scale", "weight_shape", *zero}
+        return {"weight_packed", "weight_scale", "weight_shape", *_zero_point_of(stored)}
 
     def decode(self, stored: InFiles) -> Quantized:
         kind, width, half = stored.layer.kind, stored.width, 2 ** (stored.width - 1)
         codes = turned(unpack_from_int32(stored.parts["weight_packed"], width, stored.shape).int(), kind)
         scale, zero = turned(stored.parts["weight_scale"], kind).float(), stored.parts.get("weight_zero_point")
+        # Of a table that was given the groups of the linear layers.
+        own = slice(None, None, scale.shape[1] // stored.layer.scales[1])
         if zero is None:
-            return Quantized(codes, scale, None)
+            return Quantized(codes, scale[:, own], None)
         if zero.is_floating_point():
             return Quantized(2 * codes + 1, scale / 2, None)
         if zero.dtype == torch.int32:
             zero = unpack_from_int32(zero, width, torch.Size((stored.shape[0], scale.shape[1])), packed_dim=0)
-        return Quantized(codes + half, scale, turned(zero.int(), kind) + half)
+        return Quantized(codes + half, scale[:, own], (turned(zero.int(), kind) + half)[:, own])
 
     def check(self, stored: InFiles) -> Tensor:
         width, shape, parts = stored.width, stored.shape, stored.parts
@@ -261,6 +275,10 @@ class _Packed:
 
 # Each encodes a weight, names its tensors, and decodes and checks them; `compressor` is its name in compressed-tensors.
 FORMATS: dict[str, _Packed | _Bytes | _Dense] = {"packed": _Packed(), "int8": _Bytes(), "dense": _Dense()}
+
+
+def _zero_point_of(stored: InFiles) -> set[str]:
+    return set() if stored.group["weights"]["symmetric"] else {"weight_zero_point"}
 
 
 def turned(tensor: Tensor, kind: str) -> Tensor:

@@ -40,6 +40,7 @@ class StoredLayer:
         group: Name in the config groups of compressed-tensors; None if dense or float.
         grid: Scales and zero points of a dense layer, base64 of float32 and int32, else None.
         full: Whether codes reach -2^(bits-1) and scales have a sign.
+        tied: Modules that loading ties to this one's weight; the file has at most their scales and zero points.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class StoredLayer:
     group: str | None = None
     grid: tuple[str, str | None] | None = None
     full: bool = False
+    tied: tuple[str, ...] = ()
 
 
 def state_of(

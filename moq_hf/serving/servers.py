@@ -47,9 +47,14 @@ def _vllm_name(architecture: str, name: str) -> str:
 
 
 def _sglang_name(architecture: str, name: str) -> str:
-    """The same for SGLang."""
+    """The same for SGLang, which does not know the members of BERT's fused layer.
+
+    >>> _sglang_name("BertModel", "encoder.layer.0.attention.self.query")
+    'encoder.layer.0.attention.output.qkv_proj'
+    """
     if re.match(r"(Bert|XLMRoberta)", architecture):
-        return re.sub(r"^(bert|roberta)\.", "", name).replace(".attention.self.", ".attention.output.")
+        bare = re.sub(r"^(bert|roberta)\.", "", name)
+        return re.sub(r"\.attention\.self\.(query|key|value)$", ".attention.output.qkv_proj", bare)
     return name if name.startswith(("model.", "lm_head", "transformer.")) else f"model.{name}"
 
 

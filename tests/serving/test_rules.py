@@ -227,8 +227,9 @@ def test_targets_match_by_the_server_s_names(server: Server) -> None:
     assert reasons(model, server) == ""
     exact = replace(model, quantization=quantized([name]))
     assert "no target matches its names, such as" in reasons(exact, server)
-    assert "attention.output.query" in reasons(exact, server)
-    for target in (r"re:.*layer\.0\.attention\.(self|output)\.query$", "Linear"):
+    own = "query" if server is VLLM else "qkv_proj"
+    assert f"attention.output.{own}" in reasons(exact, server)
+    for target in (rf"re:.*layer\.0\.attention\.(self|output)\.{own}$", "Linear"):
         assert reasons(replace(model, quantization=quantized([target])), server) == ""
 
 
