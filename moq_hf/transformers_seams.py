@@ -268,6 +268,16 @@ def initialize_again(model: nn.Module) -> None:
     cast(Any, model).initialize_weights()
 
 
+def experts_transposed(module: nn.Module) -> bool | None:
+    """Whether a module of experts keeps their matrices `[experts, columns, rows]`; None if it is none.
+
+    Relies on: `is_transposed`, which `integrations.moe.use_experts_implementation` puts on instances.
+    Breaks: Experts would stay in float, as the shares in every text would say.
+    """
+    found = vars(module).get("is_transposed")
+    return found if isinstance(found, bool) and "is_concatenated" in vars(module) else None
+
+
 def has_adapter(model: nn.Module) -> bool:
     """Whether the model was given an adapter by `add_adapter`, so that `save_pretrained` writes that alone.
 

@@ -1,6 +1,7 @@
 """How a model gets its quantized layers, and loses them."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -9,15 +10,14 @@ from torch import nn
 from .. import quantizer
 from ..config import MoQConfig
 from ..errors import MoQError
-from ..grid import Grid, PerChannel
+from ..grid import Grid, PerChannel, RowBlocks
 from ..names import named_modules, unwrapped
 from ..processes import copy_whole
+from ..quant_experts import ExpertsWeight, make_quantized, matrix_of, quantized_in
 from ..quant_linear import (
     LayerState,
-    QuantConv1D,
     QuantEmbedding,
     QuantLayer,
-    QuantLinear,
     base_class,
     quant_class,
 )
@@ -33,7 +33,7 @@ _ROWS = Grid(PerChannel(), search="absmax")
 
 
 def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str) -> nn.Module:
-    """Make the linear layers of `model` quantized ones, at the config's `start_bits` at once.
+    """Make the linear layers and experts of `model` quantized ones, at the config's `start_bits` at once.
 
     Changes the model in place. Layers that the config leaves out, and those of an earlier call that it does not name
     any more, are plain float layers afterwards. With `enabled: false` that is all of them.
@@ -123,8 +123,11 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
 
 
 def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
-    """The quantized linear layers by their names, each once, in model order."""
-    return {name: module for name, module in named_modules(model) if isinstance(module, QuantLinear | QuantConv1D)}
+    """The quantized linear layers, and experts by the names of their parameters, each once, in model order."""
+    found: dict[str, QuantLayer] = {}
+    for name, module in named_modules(model):
+        found |= quantized_in(name, module)
+    return {name: layer for name, layer in found.items() if not isinstance(layer, QuantEmbedding)}
 
 
 def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
@@ -134,19 +137,20 @@ def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
 
 def is_quantized(modules: Iterable[nn.Module]) -> bool:
     """Whether any of a model's modules computes with a quantized weight now."""
-    return any(isinstance(module, QuantLayer) and module.moq.bits != FLOAT_BITS for module in modules)
+    return any(layer.moq.bits != FLOAT_BITS for module in modules for layer in quantized_in("", module).values())
 
 
 def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, QuantLayer], dict[str, QuantEmbedding]]:
     """Make the layers that were chosen quantized ones, still with 32 bits, and any other a plain one.
 
     Returns:
-        The linear layers and the embedding tables, by name. Whatever an earlier run left on them is gone.
+        The linear layers and experts, and the embedding tables, by name. Whatever an earlier run left on them is gone.
     """
     chosen: dict[str, nn.Module] = {**inventory.layers, **inventory.embeddings}
     for name, module in inventory.modules.items():
-        if isinstance(module, QuantLayer) and name not in chosen:
-            restore(module)
+        for own, layer in quantized_in(name, module).items():
+            if own not in chosen and own not in inventory.experts:
+                restore(layer)
     for index, (name, module) in enumerate(chosen.items()):
         if not isinstance(module, QuantLayer):
             module.__class__ = quant_class(type(module))
@@ -156,10 +160,27 @@ def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, Qu
         layer.moq = LayerState(grid, draw=draw, kernel=config.kernel, config=config, name=name)
         watch([layer])
     _guard_merging(inventory.modules.values())
+    layers = {name: cast(QuantLayer, layer) for name, layer in inventory.layers.items()}
     return (
-        {name: cast(QuantLayer, layer) for name, layer in inventory.layers.items()},
+        {**layers, **_prepare_experts(inventory.experts, config, len(chosen))},
         {name: cast(QuantEmbedding, table) for name, table in inventory.embeddings.items()},
     )
+
+
+def _prepare_experts(experts: Mapping[str, nn.Module], config: MoQConfig, first: int) -> dict[str, ExpertsWeight]:
+    """As `prepare_model`, for parameters of experts; `first` is the number of their first draw."""
+    states: dict[nn.Module, dict[str, LayerState]] = {}
+    for index, (name, module) in enumerate(experts.items(), first):
+        attribute, grid = name.rpartition(".")[2], config.grid
+        if isinstance(grid.grouping, RowBlocks):
+            # So many blocks in each expert.
+            grid = replace(grid, grouping=RowBlocks(grid.grouping.count * matrix_of(module, attribute)[0]))
+        state = LayerState(
+            grid, draw=quantizer.Draw(config.seed, index), kernel=config.kernel, config=config, name=name
+        )
+        states.setdefault(module, {})[attribute] = state
+    made = {module: make_quantized(module, own) for module, own in states.items()}
+    return {name: made[module][name.rpartition(".")[2]] for name, module in experts.items()}
 
 
 def _guard_merging(modules: Iterable[nn.Module]) -> None:
@@ -180,6 +201,9 @@ def _refuse_merging(*args: Any, **kwargs: Any) -> None:
 
 def restore(layer: QuantLayer) -> None:
     """Give a quantized layer the class back that it had before."""
+    if isinstance(layer, ExpertsWeight):
+        layer.release()
+        return
     unwatch(layer)
     del layer.moq
     cast(nn.Module, layer).__class__ = base_class(type(layer))

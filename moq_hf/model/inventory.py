@@ -27,7 +27,8 @@ class Inventory:
         named: Every name with its module; a module in two places has two.
         modules: Name to module, each module once, in model order.
         adapters: Names of the modules that PEFT has put in.
-        layers: The linear layers that a config quantizes by name; `take_inventory` fills it, and the next two.
+        layers: The linear layers that a config quantizes by name; `take_inventory` fills it, and the next three.
+        experts: The parameters of experts that it quantizes, by their names, each with its module.
         embeddings: The embedding tables that it quantizes.
         left_out: Linear layers that stay in float, and tables that were meant to be quantized, by name: with the
             reason if neither the config nor the layer's place is the reason.
@@ -43,6 +44,7 @@ class Inventory:
     modules: Mapping[str, nn.Module] = field(repr=False)
     adapters: Sequence[str] = ()
     layers: Mapping[str, nn.Linear | Conv1D] = field(default_factory=dict)
+    experts: Mapping[str, nn.Module] = field(default_factory=dict)
     embeddings: Mapping[str, nn.Embedding] = field(default_factory=dict)
     left_out: Mapping[str, str | None] = field(default_factory=dict)
 
@@ -68,6 +70,11 @@ class Inventory:
     def linears(self) -> dict[str, nn.Linear | Conv1D]:
         """Every linear layer by its name, but for those of PEFT's adapters."""
         return {name: module for name, module in self.modules.items() if is_linear(module) and not self.is_added(name)}
+
+    @property
+    def scheduled(self) -> dict[str, nn.Module]:
+        """What the schedule quantizes: the layers, then the parameters of experts, each with its module."""
+        return {**self.layers, **self.experts}
 
     @cached_property
     def heads(self) -> list[str]:
@@ -97,14 +104,16 @@ class Inventory:
     def shared(self, layers: Iterable[str]) -> list[str]:
         """One line for each of the layers whose weight is also another layer's."""
         names: dict[int, list[str]] = {}
-        for name, parameter in self.parameters():
+        parameters = dict(self.parameters())
+        for name, parameter in parameters.items():
             names.setdefault(id(parameter), []).append(name)
         found = []
         for layer in layers:
-            weight = self.modules[layer].weight
-            others = [name for name in names[id(weight)] if name != f"{layer}.weight"]
+            # Experts are called as their parameter.
+            own = layer if layer in parameters else f"{layer}.weight"
+            others = [name for name in names[id(parameters[own])] if name != own]
             if others:
-                found.append(f"{layer}.weight is also {', '.join(others)}")
+                found.append(f"{own} is also {', '.join(others)}")
         return found
 
     def block_of(self, layer: str, measured: Iterable[str] = ()) -> str:

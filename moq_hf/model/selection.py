@@ -1,7 +1,7 @@
 """Which layers of a model a config quantizes, and what stands in the way: output heads, adapters, shared weights."""
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,9 @@ from transformers.pytorch_utils import Conv1D
 
 from ..config import MoQConfig
 from ..errors import MoQError
-from ..names import plain_name, unwrapped
+from ..names import is_below, plain_name, unwrapped
 from ..processes import check_supported
+from ..quant_experts import experts_parameters, matrix_of
 from ..transformers_seams import ADAPTED, has_dora
 from .inventory import Inventory, is_linear, is_packed, misfit
 
@@ -38,14 +39,15 @@ def take_inventory(model: Any, config: MoQConfig, known: Inventory | None = None
     check_supported([module for _, module in found.named], [parameter for _, parameter in found.parameters()])
     # Afresh for a known one too: the same modules may have other weights, sizes or settings by now.
     layers, embeddings = select_layers(found, config), select_embeddings(found, config)
+    experts = select_experts(found, config)
     left_out = _left_out(found, layers, config)
-    if (layers, embeddings, left_out) == (found.layers, found.embeddings, found.left_out):
+    if (layers, experts, embeddings, left_out) == (found.layers, found.experts, found.embeddings, found.left_out):
         return found
-    return replace(found, layers=layers, embeddings=embeddings, left_out=left_out)
+    return replace(found, layers=layers, experts=experts, embeddings=embeddings, left_out=left_out)
 
 
 def select_layers(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Linear | Conv1D]:
-    """The linear layers that the config quantizes, by name; without those of which `misfit` says why not.
+    """The linear layers that the config quantizes, by name; without those of which `_reason` says why not.
 
     Raises:
         MoQError: There is none, a pattern in `modules_to_not_convert` matches nothing, a weight is not floating point,
@@ -63,13 +65,45 @@ def select_layers(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Linea
         reason = "modules_to_not_convert names" if config.modules_to_not_convert is not None else "output heads are"
         raise MoQError(f"no linear layer is left to quantize: {reason} all of them ({', '.join(every)})")
     _check_weights(chosen)
-    misfits = {name: misfit(layer) for name, layer in chosen.items()}
+    routers = _routers(inventory)
+    misfits = {name: _reason(name, layer, routers) for name, layer in chosen.items()}
     chosen = {name: layer for name, layer in chosen.items() if misfits[name] is None}
     if not chosen:
         listed = ", ".join(f"{name} has {why}" for name, why in misfits.items())
         raise MoQError(f"no linear layer is left to quantize: {listed}")
-    _check_groups(chosen, config)
+    _check_groups({name: _features(layer) for name, layer in chosen.items()}, config)
     _check_adapters(inventory, chosen)
+    return chosen
+
+
+def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Module]:
+    """The parameters of experts that the config quantizes, by their names, each with its module.
+
+    Those of a module that PEFT adapts are left alone: it computes their sum with the adapter anew.
+
+    Raises:
+        MoQError: Groups do not divide the matrices, or the config quantizes the inputs of layers, which experts have
+            inside.
+    """
+    patterns = config.modules_to_not_convert or ()
+    chosen = {
+        f"{name}.{attribute}": module
+        for name, module in inventory.modules.items()
+        for attribute in experts_parameters(module)
+        if not any(_matches(f"{name}.{attribute}", pattern) for pattern in patterns)
+        and not inventory.is_added(name)
+        and not name.endswith(ADAPTED)
+    }
+    if chosen and config.activation.enabled:
+        raise MoQError(
+            f"activation_quantization: the inputs of experts cannot be quantized ({', '.join(chosen)}); leave it out, "
+            'or add "experts" to modules_to_not_convert'
+        )
+    sizes = {}
+    for name, module in chosen.items():
+        _, rows, columns = matrix_of(module, name.rpartition(".")[2])
+        sizes[name] = {"out_features": rows, "in_features": columns}
+    _check_groups(sizes, config)
     return chosen
 
 
@@ -133,12 +167,30 @@ def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:
 def _left_out(inventory: Inventory, layers: Iterable[str], config: MoQConfig) -> dict[str, str | None]:
     """See `Inventory.left_out`."""
     found: dict[str, str | None] = {}
+    routers = _routers(inventory)
     for name, module in inventory.modules.items():
         table = isinstance(module, nn.Embedding) and config.quantize_embeddings is not None
-        reason = misfit(module) if is_linear(module) or table else None
+        reason = _reason(name, module, routers) if is_linear(module) or table else None
         if (is_linear(module) or reason) and name not in layers and plain_name(name, inventory.adapters):
             found[name] = reason
     return found
+
+
+def _routers(inventory: Inventory) -> set[str]:
+    """The linear layers beside experts that weigh them: an output for each expert, or one for the shared expert."""
+    found = set[str]()
+    for name, module in inventory.modules.items():
+        own = experts_parameters(module)
+        beside = name.rpartition(".")[0]
+        for other, layer in inventory.linears.items() if own else ():
+            if is_below(other, beside) and _features(layer)["out_features"] in (1, matrix_of(module, own[0])[0]):
+                found.add(other)
+    return found
+
+
+def _reason(name: str, module: nn.Module, routers: Collection[str]) -> str | None:
+    """Why a linear layer or an embedding table stays as it is, whatever the config says; None if it need not."""
+    return "routes to experts" if name in routers else misfit(module)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -186,12 +238,12 @@ def _features(layer: nn.Linear | Conv1D) -> dict[str, int]:
     return {"out_features": layer.out_features, "in_features": layer.in_features}
 
 
-def _check_groups(layers: Mapping[str, nn.Linear | Conv1D], config: MoQConfig) -> None:
+def _check_groups(features: Mapping[str, Mapping[str, int]], config: MoQConfig) -> None:
     grouping = config.grouping
     if grouping.divides is None:
         return
     axis, count = grouping.divides
-    sizes = {name: _features(layer)[axis] for name, layer in layers.items()}
+    sizes = {name: own[axis] for name, own in features.items()}
     wrong = [f"{name} ({axis} {size})" for name, size in sizes.items() if size % count]
     if wrong:
         fits = [n for n in range(1, min(sizes.values()) + 1) if all(size % n == 0 for size in sizes.values())]

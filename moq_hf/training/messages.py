@@ -33,9 +33,12 @@ def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSi
         left.setdefault(f"left in float, {reason}" if reason else "left in full precision", []).append(name)
     if inventory.adapters:
         left.setdefault("left in full precision", []).append("PEFT's adapters")
+    parameters = dict(inventory.parameters())
     weights = sum(layer.weight.numel() for layer in inventory.layers.values())
+    weights += sum(parameters[name].numel() for name in inventory.experts)
+    experts = f" and {len(inventory.experts)} parameters of experts" if inventory.experts else ""
     parts = [
-        f"{len(inventory.layers)} linear layers in {blocks} blocks ({in_words(weights)} weights) go from "
+        f"{len(inventory.layers)} linear layers{experts} in {blocks} blocks ({in_words(weights)} weights) go from "
         f"{config.start_bits} to {config.target_bits} bits"
     ]
     if inventory.embeddings:
