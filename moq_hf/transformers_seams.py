@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -278,6 +278,44 @@ def experts_transposed(module: nn.Module) -> bool | None:
     return found if isinstance(found, bool) and "is_concatenated" in vars(module) else None
 
 
+def original_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's tensors under the names of its files, which servers know: as `save_pretrained` writes them by default.
+
+    Relies on: `core_model_loading.revert_weight_conversion`, which hands on a tensor that is only renamed.
+    Breaks: Saving would fail; or vLLM and SGLang not find the weights of models whose names transformers 5 changed.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return cast(dict[str, Tensor], revert_weight_conversion(cast(Any, model), dict(tensors)))
+
+
+def matrices_in_files(model: nn.Module, parameter: str, experts: int, rows: int) -> dict[str, Tensor]:
+    """Under which names the files of a model have the matrices of a parameter of experts: where each of its rows is.
+
+    Args:
+        model: Of transformers.
+        parameter: The name of a parameter `[experts, rows, columns]`.
+        experts: How many there are.
+        rows: Of each expert's matrix.
+
+    Returns:
+        Name to int64 `[rows of the matrix, 1]`, in the order of the parameter's rows one below the other. One name, its
+        own, if transformers does not take it apart.
+
+    Relies on: `conversion_mapping.get_model_conversion_mapping` and `core_model_loading.revert_weight_conversion`.
+    Breaks: Experts would be saved as floats on the grid, at full size; or under names that nothing loads, as the proof
+        says.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+
+    every = get_model_conversion_mapping(cast(Any, model), add_legacy=False)
+    reversible = [conversion for conversion in every if not isinstance(conversion, PrefixChange)]
+    shell = SimpleNamespace(config=model.config, _weight_conversions=reversible)
+    numbers = torch.arange(experts * rows, device="cpu").view(experts, rows, 1)
+    return cast(dict[str, Tensor], revert_weight_conversion(cast(Any, shell), {parameter: numbers}))
+
+
 def has_adapter(model: nn.Module) -> bool:
     """Whether the model was given an adapter by `add_adapter`, so that `save_pretrained` writes that alone.
 
@@ -336,7 +374,8 @@ def unpack_layer(module: nn.Module) -> None:
 def unpack(model: nn.Module) -> None:
     """Make a plain model of one that was loaded packed: float weights that can be trained, nothing else.
 
-    Relies on: `quantization_scheme`, `quantization_status`, `QuantizationMetadata`, `remove_quantization_config`.
+    Relies on: `quantization_scheme`, `quantization_status`, `QuantizationMetadata`, `remove_quantization_config`, and
+        `PreTrainedModel._weight_conversions`.
     Breaks: `dequantize_model` would fail on a packed model, or leave one that cannot be trained.
     """
     from compressed_tensors.quantization import QuantizationMetadata, QuantizationStatus
@@ -354,6 +393,8 @@ def unpack(model: nn.Module) -> None:
         module.requires_grad_(True)
     keep_packed(model)
     packed_loader(model).remove_quantization_config(model)
+    # How the packed experts were put together: saving would take float ones apart so.
+    vars(model).pop("_weight_conversions", None)
 
 
 def pack_to_int32(codes: Tensor, bits: int, packed_dim: int = 1) -> Tensor:

@@ -60,6 +60,8 @@ ORDER = [
     "packed.state",
     "packed.state_check",
     "packed.layout",
+    "packed.targets",
+    "packed.matrices",
     "packed.encoder",
     "packed.verification",
     "packed.verify",

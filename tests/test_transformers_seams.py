@@ -361,6 +361,24 @@ def test_initialize_again(tiny_bert: BertForSequenceClassification, monkeypatch:
     assert len(begun) == len(list(tiny_bert.modules())), "what is initialized is no longer passed over"
 
 
+def test_original_format() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM, SwinConfig, SwinForImageClassification
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    swin = SwinForImageClassification(SwinConfig(image_size=16, patch_size=4, embed_dim=8, depths=[1], num_heads=[2]))
+    name = "swin.encoder.layers.0.blocks.0.attention.q_proj"
+    tensors = {f"{name}.weight_packed": torch.ones(2, 2), f"{name}.weight_scale": torch.ones(2, 1)}
+    there = seams.original_format(swin, tensors)
+    assert list(there) == [
+        f"{name.replace('q_proj', 'self.query')}.{part}" for part in ("weight_packed", "weight_scale")
+    ]
+    # The very tensors, by which layers find their names.
+    assert {id(tensor) for tensor in there.values()} == {id(tensor) for tensor in tensors.values()}
+    mixtral = MixtralForCausalLM(MixtralConfig(vocab_size=20, num_local_experts=2, num_key_value_heads=2, **sizes))
+    experts = seams.original_format(mixtral, mixtral.state_dict())
+    assert experts["model.layers.0.block_sparse_moe.experts.1.w2.weight"].shape == (16, 16)
+
+
 def test_has_adapter(tiny_bert: BertForSequenceClassification) -> None:
     from peft import LoraConfig
 

@@ -10,16 +10,18 @@ What compressed-tensors calls the grids of `quantizer`, (code - zero) * scale wi
 | grid | strategy | zero point |
 | --- | --- | --- |
 | symmetric (ternary too), per channel | channel | none |
+| symmetric, row blocks | channel, the scale of a block repeated for each of its rows | none |
 | symmetric, a scale per group in a row | group | none |
-| symmetric, row blocks | block of whole rows: 4 bytes per block, not per row | none |
-| asymmetric | block, whatever the groups: transformers cannot load packed zero points | int8, one per scale |
+| asymmetric | block, whatever the groups | int8, one per scale |
 | binary | block; codes -1 and 0, twice the scale | -1/2 |
 
-That is the layout "packed": the modules hold packed weights after loading, and the model's first forward pass unpacks
-them. It does not fit models whose `_init_weights` reaches into other weights (T5), and those whose parts are called by
-themselves (the encoder by `generate` of BART, the towers of CLIP). Theirs is "unpacked": unpacked while loading
-(`dequantize`), which knows one scheme for all layers: strategy channel or group, and as many bits as the largest layer
-has. Where neither computes what the model did, the layout is "floats": ordinary weights, on their grid.
+Channel and group are what servers take. That is the layout "packed": the modules hold packed weights after loading,
+and the model's first forward pass unpacks them. It does not fit models whose `_init_weights` reaches into other weights
+(T5), and those whose parts are called by themselves (the encoder by `generate` of BART, the towers of CLIP). Nor can
+transformers load packed zero points so, which is how servers take asymmetric grids. These models' layout is "unpacked":
+unpacked while loading (`dequantize`), which knows one scheme for all layers: strategy channel or group, with packed
+zero points, and as many bits as the largest layer has. Where neither computes what the model did, the layout is
+"floats": ordinary weights, on their grid.
 
 Compressed-tensors does not know `Conv1D` layers (GPT-2) as modules. Their weights lie in the file as in the model,
 `[in_features, out_features]`, so that each scale is one of columns:
@@ -163,7 +165,7 @@ class _Dense:
 
     def check(self, stored: InFiles) -> Tensor:
         weight, values = stored.parts["weight"], self.decode(stored)
-        _check_values(stored, values)
+        check_values(stored, values)
         if not torch.equal(dequantize(*values, dtype=weight.dtype), to_rows(weight, stored.layer.kind)):
             raise MoQError(f"{stored.where}: a weight is not on the grid of {stored.layer.bits} bits")
         return weight
@@ -188,7 +190,7 @@ class _Bytes:
         dtype, values = stored.parts["weight"].dtype, self.decode(stored)
         if dtype != torch.int8:
             raise MoQError(f"{stored.where}: the codes are {dtype}, not torch.int8")
-        _check_values(stored, values)
+        check_values(stored, values)
         return dequantize(*values)
 
 
@@ -203,7 +205,8 @@ class _Packed:
         scheme: dict[str, Any] = {"num_bits": width, "type": "int", "symmetric": zero is None, "dynamic": False}
         if zero is not None:
             codes, zero = codes - half, (zero - half).to(torch.int8)
-        if terms.at_load and terms.group_size is None:
+        # Servers know a scale for each channel or group, none for a block of rows.
+        if terms.group_size is None and (terms.at_load or (zero is None and width > 1 and not terms.has_conv1d)):
             repeats = codes.shape[0] // scale.shape[0]
             scale = scale.repeat_interleave(repeats, 0)
             zero = None if zero is None else zero.repeat_interleave(repeats, 0)
@@ -240,14 +243,12 @@ class _Packed:
         return Quantized(codes + half, scale, turned(zero.int(), kind) + half)
 
     def check(self, stored: InFiles) -> Tensor:
-        width, shape, parts = stored.width, stored.shape, stored.parts
-        again = pack_to_int32(unpack_from_int32(parts["weight_packed"], width, shape), width)
-        if not torch.equal(again, parts["weight_packed"]) or parts["weight_shape"].tolist() != list(shape):
-            raise MoQError(f"{stored.where}: the packed codes are not those of a weight {list(shape)} at {width} bits")
+        parts = stored.parts
+        check_words(stored)
         zero = parts.get("weight_zero_point")
         if zero is not None and zero.is_floating_point() and bool((zero != -0.5).any()):
             raise MoQError(f"{stored.where}: the zero points of binary codes must be -1/2")
-        _check_values(stored, self.decode(stored))
+        check_values(stored, self.decode(stored))
         return unpacked_weight(parts, stored.group)
 
 
@@ -271,7 +272,19 @@ def _strategy(codes: Tensor, scale: Tensor, zero: Tensor | None, terms: Terms) -
     return {"strategy": "block", "block_structure": [rows // scale.shape[0], columns // scale.shape[1]]}
 
 
-def _check_values(stored: InFiles, values: Quantized) -> None:
+def check_words(stored: InFiles) -> None:
+    """Whether packed codes are words of a weight of the declared shape, with nothing in between.
+
+    Raises:
+        MoQError: They are not; names the layer.
+    """
+    width, shape, parts = stored.width, stored.shape, stored.parts
+    again = pack_to_int32(unpack_from_int32(parts["weight_packed"], width, shape), width)
+    if not torch.equal(again, parts["weight_packed"]) or parts["weight_shape"].tolist() != list(shape):
+        raise MoQError(f"{stored.where}: the packed codes are not those of a weight {list(shape)} at {width} bits")
+
+
+def check_values(stored: InFiles, values: Quantized) -> None:
     """Whether codes, scales and zero points are of the grid that a layer declares, and need its bits.
 
     Some code needs them, as that of a group's largest weight does: stochastic rounding may leave it one short, an

@@ -19,6 +19,7 @@ from ..model.refresh import check_finite
 from ..model.sizes import ModelSizes
 from ..names import uncompiled, without_fsdp, without_peft
 from ..processes import is_sharded
+from ..quant_experts import quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..training.controller import MoQController
 from ..transformers_seams import has_adapter, initialize_again
@@ -107,7 +108,9 @@ class _Saving:
         self.model: Any = without_peft(self.whole_model)
         self.whole = Inventory.of(self.whole_model)
         self.inventory = self.whole if self.model is self.whole_model else Inventory.of(self.model)
-        found = {name: module for name, module in self.inventory.modules.items() if isinstance(module, QuantLayer)}
+        found: dict[str, QuantLayer] = {}
+        for name, module in self.inventory.modules.items():
+            found |= quantized_in(name, module)
         # Embedding tables stand last in the files.
         self.quantized = dict(sorted(found.items(), key=lambda item: isinstance(item[1], QuantEmbedding)))
         self.layers = plain(self.quantized, self.inventory.adapters)
@@ -120,6 +123,9 @@ class _Saving:
         encoder = Encoder(self.inventory, self.layers, "packed")
         if encoder.has_conv1d or _parts_are_called(self.model) or _init_reaches_into(self.model, encoder.packed):
             return ["unpacked", "floats"]
+        # Tables are dense in the layout that servers take asymmetric grids in.
+        if encoder.is_asymmetric and not any(layer.kind == "embedding" for layer in self.layers.values()):
+            return ["unpacked", "packed", "floats"]
         return ["packed", "unpacked", "floats"]
 
     def save(
@@ -170,6 +176,8 @@ class _Saving:
         encoder = Encoder(self.inventory, self.layers, layout)
         for name, layer in self.layers.items():
             encoder.store(name, layer, tensors)
+        if not by_hand:
+            tensors = encoder.rename(self.model, tensors)
         with quiet():
             if by_hand:
                 write_by_hand(folder, self.whole_model, self.model, tensors, beside.processing_class)
@@ -187,6 +195,7 @@ class _Saving:
         state["float_metrics"] = clean_metrics(self.companions.float_metrics or {})
         if proof is not None and proof.reason is not None:
             proof = replace(proof, reason=without_paths(proof.reason))
+        state["names"] = encoder.names
         state |= {"layout": encoder.layout, "reason": None if reason is None else without_paths(reason)}
         state["proof"] = None if proof is None else proof.to_dict()
         # Nobody's `save_pretrained` wrote it.

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import MoQError, show
 from ..quant_linear import QuantLayer
+from ..rows import parameter_of
 from ..training.controller import MoQController
 from ..version import __version__
 from .files import read_document
@@ -39,6 +40,7 @@ class StoredLayer:
         max_error: Largest distance of a float weight from its stored value, in quantization steps.
         group: Name in the config groups of compressed-tensors; None if dense or float.
         grid: Scales and zero points of a dense layer, base64 of float32 and int32, else None.
+        matrices: Names of packed experts' matrices in the files, as the rows of `shape` come; None for any other layer.
     """
 
     kind: str
@@ -52,6 +54,7 @@ class StoredLayer:
     max_error: float
     group: str | None = None
     grid: tuple[str, str | None] | None = None
+    matrices: tuple[str, ...] | None = None
 
 
 def state_of(
@@ -107,6 +110,40 @@ def hub_id(name: str | None) -> str | None:
     """
     name = name or ""
     return name if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not Path(name).exists() else None
+
+
+def owner_of(tensor: str, modules: Mapping[str, str]) -> tuple[str, str]:
+    """The module of a tensor in the files, and the last part of its name.
+
+    >>> owner_of("vision.layers.0.weight_packed", {"vision.layers.0": "model.vision.layers.0"})
+    ('model.vision.layers.0', 'weight_packed')
+    """
+    owner, _, part = tensor.rpartition(".")
+    return modules.get(owner, owner), part
+
+
+class Places:
+    """Which layer each tensor in the files belongs to.
+
+    Args:
+        layers: By name.
+        state: The content of `moq_state.json`.
+    """
+
+    def __init__(self, layers: Mapping[str, StoredLayer], state: Mapping[str, Any]) -> None:
+        self._modules = {there: name for name, there in (state.get("names") or {}).items()}
+        self._matrices = {matrix: name for name, layer in layers.items() for matrix in layer.matrices or ()}
+        self._parameters = {name for name, layer in layers.items() if parameter_of(name, layer.kind) == name}
+
+    def of(self, tensor: str) -> tuple[str, str, str]:
+        """The names of a tensor's layer and of the matrix in it, and the last part of the tensor's own.
+
+        But for packed experts the matrix is the layer itself. For a tensor of no layer both are its module.
+        """
+        if tensor in self._parameters:
+            return tensor, tensor, "weight"
+        owner, part = owner_of(tensor, self._modules)
+        return self._matrices.get(owner, owner), owner, part
 
 
 def record_metrics(

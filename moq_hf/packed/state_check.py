@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import MoQError
 from ..reading import Entry
-from ..rows import KINDS
+from ..rows import KINDS, is_experts
 from ..schedule import FLOAT_BITS
 from .proof import Proof
 from .state import MAX_PACKED_BITS, STATE_NAME, StoredLayer, read_state
@@ -32,6 +32,9 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
     for name in ("versions", "config", "metrics", "float_metrics"):
         if not entry.get(name).is_null:
             entry[name].mapping()
+    if not entry.get("names").is_null:
+        for there in entry["names"].mapping().values():
+            there.text()
     if not entry["step"].is_null:
         entry["step"].whole()
     for switch in entry["history"].items():
@@ -91,6 +94,10 @@ def _layer_of_json(entry: Entry) -> StoredLayer:
         raise entry["scales"].fault(f"divisors of the shape {shape}")
     if stored != "dense":
         entry["group"].text()
+        if is_experts(values["kind"]):
+            names = {name.text() for name in entry["matrices"].items()}
+            if not names or len(names) != len(values["matrices"]) or shape[0] % len(names):
+                raise entry["matrices"].fault(f"different names, so many that they divide {shape[0]} rows")
         return StoredLayer(**values)
     for part in entry["grid"].items(2)[: 1 if entry["symmetric"].flag() else 2]:
         # 4 bytes each, as text of 4 letters for 3 bytes.

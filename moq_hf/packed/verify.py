@@ -16,13 +16,16 @@ from .. import quantizer
 from ..errors import MoQError, one_line
 from ..model.convert import dequantize_model, quant_embeddings, quant_layers
 from ..model.inventory import is_packed
-from ..names import adapters, without_peft
+from ..names import adapters, uncompiled, without_peft
 from ..reading import Entry
+from ..rows import parameter_of
+from ..transformers_seams import original_format
 from .encoder import groups_of, plain
 from .files import CONFIG, digest_of, read_document, tensors_in, weight_files
 from .layout import InFiles
+from .matrices import Stacked
 from .proof import Answers
-from .state import STATE_NAME, StoredLayer, sha256
+from .state import STATE_NAME, Places, StoredLayer, sha256
 from .state_check import proof_of, read_layers
 from .verification import Verification
 
@@ -62,12 +65,13 @@ def verify_quantized(
     folder = Path(directory)
     state, layers = read_layers(folder)
     weights = _weights_in_files(folder, _config_of(folder, state), layers)
-    compared = None if model is None else weights_of(model)
+    compared = None if model is None else _named_as_in_files(model, state)
     float_bytes = sum(layer.bytes_before for layer in layers.values())
     others = others_bytes = 0
     with _explained(folder):
+        places = Places(layers, state)
         for name, tensor in _tensors_as_saved(folder, state["tensors"]):
-            owner, _, part = name.rpartition(".")
+            owner, matrix, part = places.of(name)
             if part == "weight_packed" and owner not in layers:
                 raise MoQError(f"{folder / STATE_NAME}: layers.{owner} is missing, whose packed weight there is")
             if owner not in weights or not part.startswith("weight"):
@@ -76,9 +80,10 @@ def verify_quantized(
                     others, others_bytes = others + tensor.numel(), others_bytes + tensor.nbytes
                 _compare(folder, name, tensor, compared, "tensor ")
                 continue
-            weights[owner].parts[part] = tensor
+            _parts(weights[owner], matrix)[part] = tensor
             if weights[owner].is_complete:
-                _compare(folder, f"{owner}.weight", weights.pop(owner).check(), compared)
+                own = parameter_of(owner, layers[owner].kind)
+                _compare(folder, own, weights.pop(owner).check(), compared)
     if weights:
         raise MoQError(f"{folder}: missing from the weights: {', '.join(weights)}")
     size = sum(path.stat().st_size for path in weight_files(folder))
@@ -106,13 +111,19 @@ def _config_of(folder: Path, state: Mapping[str, Any]) -> Entry:
     return config
 
 
-def _weights_in_files(folder: Path, config: Entry, layers: Mapping[str, StoredLayer]) -> dict[str, InFiles]:
+def _weights_in_files(folder: Path, config: Entry, layers: Mapping[str, StoredLayer]) -> dict[str, InFiles | Stacked]:
     """The layers, to be filled with their tensors."""
     groups = groups_of(config, layers)
-    return {
-        name: InFiles(f"{folder}: {name}", layer, groups[layer.group] if layer.group is not None else {})
-        for name, layer in layers.items()
-    }
+    found: dict[str, InFiles | Stacked] = {}
+    for name, layer in layers.items():
+        whole = InFiles(f"{folder}: {name}", layer, groups[layer.group] if layer.group is not None else {})
+        found[name] = Stacked.of(whole, layer.matrices) if layer.matrices else whole
+    return found
+
+
+def _parts(weight: InFiles | Stacked, matrix: str) -> dict[str, Tensor]:
+    """What there is of a layer's tensors, or of those of one of its matrices."""
+    return weight.matrices[matrix].parts if isinstance(weight, Stacked) else weight.parts
 
 
 def _tensors_as_saved(folder: Path, digests: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
@@ -139,6 +150,10 @@ def _compare(folder: Path, name: str, tensor: Tensor, model: Mapping[str, Tensor
     Raises:
         MoQError: They differ.
     """
+    other = None if model is None else model.get(name)
+    if other is not None and tensor.dim() == 2 and other.dim() == 3 and tensor.numel() == other.numel():
+        # The matrices of experts, one below the other.
+        tensor = tensor.view(other.shape)
     if model is not None and (name not in model or not torch.equal(tensor.to(model[name].dtype), model[name])):
         raise MoQError(f"{folder}: {kind}{name} differs from the model's")
 
@@ -172,12 +187,12 @@ def recorded(directory: str | os.PathLike[str]) -> Verification:
         return Verification(layers, 0, 0, state)
     saved = sum(layer.bytes_before - layer.bytes for layer in layers.values())
     size = sum(path.stat().st_size for path in files)
-    found = [_head(path, layers) for path in files]
+    found = [_head(path, layers, Places(layers, state)) for path in files]
     others = (sum(count for _, count, _ in found), sum(size for _, _, size in found))
     return Verification(layers, size, size - sum(head for head, _, _ in found) + saved, state, others)
 
 
-def _head(path: Path, layers: Mapping[str, StoredLayer]) -> tuple[int, int, int]:
+def _head(path: Path, layers: Mapping[str, StoredLayer], places: Places) -> tuple[int, int, int]:
     """What of a weight file is its table of contents, and count and bytes of the numbers beside quantized weights.
 
     Raises:
@@ -188,7 +203,7 @@ def _head(path: Path, layers: Mapping[str, StoredLayer]) -> tuple[int, int, int]
         # Opening compares the size of the file with the table.
         with safe_open(path, "pt") as weights, path.open("rb") as file:
             for name in weights.keys():  # noqa: SIM118
-                owner, _, part = name.rpartition(".")
+                owner, _, part = places.of(name)
                 dtype = _FLOATS.get(weights.get_slice(name).get_dtype())
                 if dtype is not None and not (owner in layers and part.startswith("weight")):
                     numbers = math.prod(weights.get_slice(name).get_shape())
@@ -198,6 +213,15 @@ def _head(path: Path, layers: Mapping[str, StoredLayer]) -> tuple[int, int, int]
         raise MoQError(f"{path} cannot be read: {one_line(error)}") from error
 
 
+def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A model's tensors by their names in the files; weights of quantized layers by those of the modules too."""
+    tensors = weights_of(model)
+    if state.get("names") is None:
+        return tensors
+    # Layers have their own names here, and so have weights that would be taken apart.
+    return tensors | original_format(without_peft(uncompiled(model)), tensors)
+
+
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model as its forward pass uses them, on the CPU."""
     if is_packed(model):
@@ -205,7 +229,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     model = without_peft(model)
     tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
-        tensors[f"{name}.weight"] = layer.quantized_weight().detach().cpu()
+        tensors[parameter_of(name, layer.kind)] = layer.quantized_weight().detach().cpu()
     return plain(tensors, adapters(model))
 
 
@@ -221,12 +245,14 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, quantizer.Qua
         MoQError: Something is damaged or missing; names the file and the tensor.
     """
     folder = Path(directory)
-    layers = {name: layer for name, layer in verify_quantized(folder).layers.items() if layer.group is not None}
+    found = verify_quantized(folder)
+    layers = {name: layer for name, layer in found.layers.items() if layer.group is not None}
     weights = _weights_in_files(folder, read_document(folder / CONFIG), layers) if layers else {}
+    places = Places(layers, found.state)
     for name, tensor in tensors_in(folder):
-        owner, _, part = name.rpartition(".")
+        owner, matrix, part = places.of(name)
         if owner in weights:
-            weights[owner].parts[part] = tensor
+            _parts(weights[owner], matrix)[part] = tensor
     return {name: _signed(weight.decode(), weight.layer.bits) for name, weight in weights.items()}
 
 

@@ -31,12 +31,11 @@ def write_packed_files(
     max_shard_size: int | str,
 ) -> None:
     """The tensors, `config.json` with the quantization config, and the tokenizer or processor."""
-    # The names of the modules in the file: renaming rules for old checkpoints do not know packed tensors.
+    # They have the names that the files shall have.
     model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=max_shard_size, save_original_format=False)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
-    packed = {key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")}
-    config = encoder.config([name for name in encoder.linears if name not in packed])
+    config = encoder.config()
     if config is None:
         return
     write_packing_config(folder, config)

@@ -192,7 +192,8 @@ def test_sizes(tmp_path: Path) -> None:
         found = verify_quantized(tmp_path / str(bits))
         after, _ = found.quantized_bytes
         weights = sum(layer.shape[0] * layer.shape[1] for layer in found.layers.values())
-        assert bits <= 8 * after / weights <= 1.03 * bits
+        # A float32 scale for each row of 128 columns or more; a binary grid has one for a block of rows.
+        assert bits <= 8 * after / weights <= 1.03 * bits + (32 / 128 if bits > 1 else 0)
         # What the table says is what lies there.
         tensors = load_file(tmp_path / str(bits) / "model.safetensors")
         packed = [tensor for name, tensor in tensors.items() if ".weight_" in name]
@@ -245,7 +246,7 @@ def test_codes_off_the_grid_are_noticed(
     bits: int, kind: str, part: str, change: Any, text: str, tmp_path: Path
 ) -> None:
     model = quantize_model(bert(), config_of(bits, quantize_algo={"q_type": kind}))
-    save_quantized(model, tmp_path)
+    save_quantized(model, tmp_path, layout="packed")
     tensors = load_file(tmp_path / "model.safetensors")
     name = f"bert.encoder.layer.1.output.dense.{part}"
     tensors[name] = change(tensors[name])
