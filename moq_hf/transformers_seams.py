@@ -286,7 +286,26 @@ def original_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    return cast(dict[str, Tensor], revert_weight_conversion(cast(Any, model), dict(tensors)))
+    # What was loaded packed would be taken apart by how its packed tensors were put together.
+    named: Any = model if packed_loader(model) is None else _as_constructed(model)
+    return cast(dict[str, Tensor], revert_weight_conversion(named, dict(tensors)))
+
+
+def checkpoints_as_modules(model: nn.Module, switched_on: bool) -> None:
+    """Have `save_pretrained` give tensors the names of the modules, or those of the model's files again.
+
+    The Trainer loads checkpoints by `load_state_dict`, which knows no other names: without this a run with experts
+    goes on, or ends with its best model, with experts as they were before.
+
+    Relies on: `PreTrainedModel._weight_conversions`, from which `revert_weight_conversion` takes the names.
+    Breaks: Experts would lose their training at a resume, with a warning of the Trainer alone.
+    """
+    attributes = vars(model)
+    if switched_on and "_moq_weight_conversions" not in attributes:
+        attributes["_moq_weight_conversions"] = attributes.get("_weight_conversions")
+        attributes["_weight_conversions"] = []
+    elif not switched_on and "_moq_weight_conversions" in attributes:
+        attributes["_weight_conversions"] = attributes.pop("_moq_weight_conversions")
 
 
 def matrices_in_files(model: nn.Module, parameter: str, experts: int, rows: int) -> dict[str, Tensor]:
@@ -306,14 +325,20 @@ def matrices_in_files(model: nn.Module, parameter: str, experts: int, rows: int)
     Breaks: Experts would be saved as floats on the grid, at full size; or under names that nothing loads, as the proof
         says.
     """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    numbers = torch.arange(experts * rows, device="cpu").view(experts, rows, 1)
+    return cast(dict[str, Tensor], revert_weight_conversion(cast(Any, _as_constructed(model)), {parameter: numbers}))
+
+
+def _as_constructed(model: nn.Module) -> Any:
+    """What names are taken from, for a model as if it had not been loaded."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+    from transformers.core_model_loading import PrefixChange
 
     every = get_model_conversion_mapping(cast(Any, model), add_legacy=False)
     reversible = [conversion for conversion in every if not isinstance(conversion, PrefixChange)]
-    shell = SimpleNamespace(config=model.config, _weight_conversions=reversible)
-    numbers = torch.arange(experts * rows, device="cpu").view(experts, rows, 1)
-    return cast(dict[str, Tensor], revert_weight_conversion(cast(Any, shell), {parameter: numbers}))
+    return SimpleNamespace(config=model.config, _weight_conversions=reversible)
 
 
 def has_adapter(model: nn.Module) -> bool:

@@ -50,25 +50,27 @@ def select_layers(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Linea
     """The linear layers that the config quantizes, by name; without those of which `_reason` says why not.
 
     Raises:
-        MoQError: There is none, a pattern in `modules_to_not_convert` matches nothing, a weight is not floating point,
-            groups do not divide it, or DoRA adapts it.
+        MoQError: There is none and no experts either, a pattern in `modules_to_not_convert` matches nothing, a weight
+            is not floating point, groups do not divide it, or DoRA adapts it.
     """
     every = inventory.linears
-    if not every:
+    # Then nothing must be left.
+    has_others = bool(select_experts(inventory, config))
+    if not every and not has_others:
         leaves = {type(module).__name__ for module in inventory.modules.values() if not list(module.children())}
         raise MoQError(
             f"the model has no linear layer to quantize; its layers are {', '.join(sorted(leaves)) or 'none'}"
         )
     left_out = _kept_by(inventory, config)
     chosen = {name: layer for name, layer in every.items() if name not in left_out}
-    if not chosen:
+    if not chosen and not has_others:
         reason = "modules_to_not_convert names" if config.modules_to_not_convert is not None else "output heads are"
         raise MoQError(f"no linear layer is left to quantize: {reason} all of them ({', '.join(every)})")
     _check_weights(chosen)
     routers = _routers(inventory)
     misfits = {name: _reason(name, layer, routers) for name, layer in chosen.items()}
     chosen = {name: layer for name, layer in chosen.items() if misfits[name] is None}
-    if not chosen:
+    if not chosen and not has_others:
         listed = ", ".join(f"{name} has {why}" for name, why in misfits.items())
         raise MoQError(f"no linear layer is left to quantize: {listed}")
     _check_groups({name: _features(layer) for name, layer in chosen.items()}, config)
@@ -87,12 +89,9 @@ def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Modu
     """
     patterns = config.modules_to_not_convert or ()
     chosen = {
-        f"{name}.{attribute}": module
-        for name, module in inventory.modules.items()
-        for attribute in experts_parameters(module)
-        if not any(_matches(f"{name}.{attribute}", pattern) for pattern in patterns)
-        and not inventory.is_added(name)
-        and not name.endswith(ADAPTED)
+        name: module
+        for name, module in _experts(inventory).items()
+        if not any(_matches(name, pattern) for pattern in patterns)
     }
     if chosen and config.activation.enabled:
         raise MoQError(
@@ -129,6 +128,16 @@ def select_embeddings(inventory: Inventory, config: MoQConfig) -> dict[str, nn.E
     return chosen
 
 
+def _experts(inventory: Inventory) -> dict[str, nn.Module]:
+    """Every parameter of experts that could be quantized, by its name, with its module; none that PEFT adapts."""
+    return {
+        f"{name}.{attribute}": module
+        for name, module in inventory.modules.items()
+        if not inventory.is_added(name) and name.rpartition(".")[2] != ADAPTED
+        for attribute in experts_parameters(module)
+    }
+
+
 def embeddings_to_quantize(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Embedding]:
     """The embedding tables that `quantize_embeddings` takes, or would take, by name; shared ones too."""
     patterns = config.modules_to_not_convert or ()
@@ -153,9 +162,10 @@ def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:
     if config.modules_to_not_convert is None:
         return set(inventory.heads)
     kept = set[str]()
+    others = [*filter(None, inventory.modules), *_experts(inventory)]
     for pattern in config.modules_to_not_convert:
         matches = {name for name in inventory.linears if _matches(name, pattern)}
-        if not matches and not any(_matches(name, pattern) for name in inventory.modules if name):
+        if not matches and not any(_matches(name, pattern) for name in others):
             raise MoQError(
                 f"modules_to_not_convert: {pattern!r} matches no module; "
                 f"the linear layers are {', '.join(inventory.linears)}"

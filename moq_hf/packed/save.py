@@ -21,6 +21,7 @@ from ..names import uncompiled, without_fsdp, without_peft
 from ..processes import is_sharded
 from ..quant_experts import quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer
+from ..rows import is_experts
 from ..training.controller import MoQController
 from ..transformers_seams import has_adapter, initialize_again
 from .encoder import Encoder, plain
@@ -283,12 +284,16 @@ def _warn(target: Path, encoder: Encoder, proof: Proof | None, reason: str | Non
 
 def _warn_of_dense(stored: Mapping[str, StoredLayer]) -> None:
     dense = {name: layer for name, layer in stored.items() if layer.stored in ("dense", "float")}
-    if dense:
-        named = ", ".join(
-            f"{name} ({'float' if layer.stored == 'float' else f'{layer.bits} bits'})" for name, layer in dense.items()
-        )
-        logger.warning(
-            "moq_hf: these layers are saved as floats, at full size, since only 1 to %d bits can be packed: %s",
-            MAX_PACKED_BITS,
-            named,
-        )
+    experts = {n for n, c in dense.items() if is_experts(c.kind) and c.stored == "dense" and c.bits <= MAX_PACKED_BITS}
+    reasons = {
+        f"only 1 to {MAX_PACKED_BITS} bits can be packed": dense.keys() - experts,
+        "these are experts that have no place in the format: transposed ones, and asymmetric grids": experts,
+    }
+    for reason, names in reasons.items():
+        if names:
+            named = ", ".join(
+                f"{name} ({'float' if layer.stored == 'float' else f'{layer.bits} bits'})"
+                for name, layer in dense.items()
+                if name in names
+            )
+            logger.warning("moq_hf: these layers are saved as floats, at full size, since %s: %s", reason, named)
