@@ -287,7 +287,7 @@ def original_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
     from transformers.core_model_loading import revert_weight_conversion
 
     # What was loaded packed would be taken apart by how its packed tensors were put together.
-    named: Any = model if packed_loader(model) is None else _as_constructed(model)
+    named: Any = model if packed_loader(model) is None else as_constructed(model)
     return cast(dict[str, Tensor], revert_weight_conversion(named, dict(tensors)))
 
 
@@ -328,11 +328,15 @@ def matrices_in_files(model: nn.Module, parameter: str, experts: int, rows: int)
     from transformers.core_model_loading import revert_weight_conversion
 
     numbers = torch.arange(experts * rows, device="cpu").view(experts, rows, 1)
-    return cast(dict[str, Tensor], revert_weight_conversion(cast(Any, _as_constructed(model)), {parameter: numbers}))
+    return cast(dict[str, Tensor], revert_weight_conversion(cast(Any, as_constructed(model)), {parameter: numbers}))
 
 
-def _as_constructed(model: nn.Module) -> Any:
-    """What names are taken from, for a model as if it had not been loaded."""
+def as_constructed(model: nn.Module) -> Any:
+    """What `revert_weight_conversion` takes names from, for a model as if it had not been loaded.
+
+    Relies on: `conversion_mapping.get_model_conversion_mapping`, and `PrefixChange` among what it gives.
+    Breaks: Experts could not be saved packed, nor a packed model be compared with its folder.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 

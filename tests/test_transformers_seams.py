@@ -412,6 +412,17 @@ def test_experts_transposed() -> None:
         assert found["model.layers.0.mlp.experts"] is expected
 
 
+def test_as_constructed() -> None:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = tiny_mixtral()
+    model._weight_conversions = []
+    name = "model.layers.0.mlp.gate.weight"
+    assert list(seams.original_format(model, {name: torch.ones(2, 16)})) == [name]
+    found = revert_weight_conversion(seams.as_constructed(model), {name: torch.ones(2, 16)})
+    assert list(found) == ["model.layers.0.block_sparse_moe.gate.weight"]
+
+
 def test_matrices_in_files() -> None:
     model = tiny_mixtral()
     found = seams.matrices_in_files(model, "model.layers.0.mlp.experts.gate_up_proj", 2, 32)

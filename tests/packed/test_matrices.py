@@ -176,7 +176,7 @@ def run(folder: Path, callback: MoQCallback, steps: int, **more: Any) -> Trainer
         disable_tqdm=True, logging_steps=100, learning_rate=1e-2, save_strategy="steps", save_steps=4, **more,
     )  # fmt: skip
     data: Any = [{"input_ids": row, "labels": row} for row in rows]
-    return Trainer(model=mixture(), args=arguments, train_dataset=data, callbacks=[callback])
+    return Trainer(model=mixture(), args=arguments, train_dataset=data, eval_dataset=data, callbacks=[callback])
 
 
 def test_what_a_stock_trainer_evaluated_is_delivered_and_a_resumed_run_ends_the_same(
@@ -210,6 +210,5 @@ def test_what_a_stock_trainer_evaluated_is_delivered_and_a_resumed_run_ends_the_
         tmp_path / "best", MoQCallback(config), 8, load_best_model_at_end=True, eval_strategy="steps", eval_steps=4,
         metric_for_best_model="loss",
     )  # fmt: skip
-    best.eval_dataset = best.train_dataset
     best.train()
     assert best.evaluate()["eval_loss"] == best.state.best_metric
