@@ -82,8 +82,7 @@ def verify_quantized(
                 continue
             _parts(weights[owner], matrix)[part] = tensor
             if weights[owner].is_complete:
-                own = parameter_of(owner, layers[owner].kind)
-                _compare(folder, own, weights.pop(owner).check(), compared)
+                _compare(folder, parameter_of(owner, layers[owner].kind), weights.pop(owner).check(), compared)
     if weights:
         raise MoQError(f"{folder}: missing from the weights: {', '.join(weights)}")
     size = sum(path.stat().st_size for path in weight_files(folder))
