@@ -5,8 +5,8 @@
 Five families with random weights, in groups of 32 and per channel. Each folder is proven with plain `from_pretrained`
 in a process without moq_hf, by logits. With `--vllm`, the Python of an environment with vLLM, those in groups of 32
 generate 8 tokens: as it is, and where its CPU kernel of experts (which needs AMX) does not run, with plain PyTorch in
-that kernel's place. That shows that names and shapes fit, not that a stock vLLM serves it on such a CPU. vLLM computes in
-bfloat16, so that tokens of a random model differ soon.
+that kernel's place. That shows that names and shapes fit, not that a stock vLLM serves it on such a CPU. vLLM
+computes in bfloat16, so that tokens of a random model differ soon.
 """
 
 import argparse

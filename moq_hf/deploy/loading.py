@@ -16,6 +16,7 @@ from ..packed.verification import Verification
 from ..packed.verify import stored_weights, verify_quantized
 
 _KINDS = ("ForSequenceClassification", "ForTokenClassification", "Model")
+from ..rows import is_experts
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,11 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     """
     verified = verify_quantized(directory)
     model, tokenizer = load_model(directory)
-    odd = [name for name in verified.layers if not isinstance(model.get_submodule(name), nn.Linear | nn.Embedding)]
+    odd = [
+        name
+        for name, layer in verified.layers.items()
+        if is_experts(layer.kind) or not isinstance(model.get_submodule(name), nn.Linear | nn.Embedding)
+    ]
     if odd:
         raise MoQError(f"{directory}: only nn.Linear and nn.Embedding are exported, not {', '.join(odd)}")
     return Checkpoint(model, tokenizer, verified, stored_weights(directory))
