@@ -14,9 +14,9 @@ from ..model.convert import dequantize_model
 from ..model.inventory import is_packed
 from ..packed.verification import Verification
 from ..packed.verify import stored_weights, verify_quantized
+from ..rows import is_experts
 
 _KINDS = ("ForSequenceClassification", "ForTokenClassification", "Model")
-from ..rows import is_experts
 
 
 @dataclass(frozen=True)
