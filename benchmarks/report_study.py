@@ -41,16 +41,16 @@ def score(metrics: Mapping[str, float]) -> float:
     return 100 * statistics.fmean(metrics[name] for name in names if name in metrics)
 
 
-def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float], digits: int = 1) -> str:
     """The mean difference over common seeds and half its 95 % interval; their number where that is not `ours`'."""
     both = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     if not both:
         return ""
     few = f" ({len(both)} of {len(ours)})" if len(both) < len(ours) else ""
     if len(both) == 1:
-        return f"{both[0]:+.1f}{few}"
+        return f"{both[0]:+.{digits}f}{few}"
     half = float(student.ppf(0.975, len(both) - 1)) * statistics.stdev(both) / math.sqrt(len(both))
-    return f"{statistics.fmean(both):+.1f} ± {half:.1f}{few}"
+    return f"{statistics.fmean(both):+.{digits}f} ± {half:.{digits}f}{few}"
 
 
 def spread(scores: Mapping[int, float]) -> str:

@@ -377,7 +377,7 @@ class MoQCallback(TrainerCallback, ExportableState):
     def take(self, inputs: Mapping[str, Any]) -> None:
         """Take what went through the model in training: keep the first batch, measure eigenvalues on some."""
         if self._kept is None and self.config.prove:
-            self._kept = kept_batch(inputs)
+            self._kept = kept_batch(inputs, None if self.controller is None else self.controller.model)
         if self.host.hands_over or self.controller is None or self.controller.sensitivity is None:
             cast(RemovableHandle, self._tap).remove()
         else:

@@ -1,26 +1,41 @@
 """The command line: `moq-hf COMMAND`, or `python -m moq_hf.cli COMMAND`."""
 
 import argparse
+import inspect
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .config import LARGEST
 from .deploy.bench import benchmark, draw, write_json
-from .deploy.data import SENTENCES, read_data
+from .deploy.data import read_data
+from .deploy.floats import export_floats
+from .deploy.gguf import export_gguf
 from .deploy.onnx import EXTERNAL_DATA_ABOVE, export_onnx
 from .deploy.onnx_layers import FLAVORS
 from .deploy.proof import TOLERANCE
 from .errors import MoQError
+from .packed.served import served_by, table
 from .packed.verify import verify_quantized
 from .plan import plan
 from .report.figures import draw_plan
 from .report.page import write_report
 
 # What a packed checkpoint is exported to, by the name of the format.
-EXPORTS = {"onnx": export_onnx}
+EXPORTS: dict[str, Callable[..., Any]] = {"onnx": export_onnx, "gguf": export_gguf, "float": export_floats}
+# The argument of these functions that an option is for; an option is for the formats whose function has it.
+_ARGUMENTS = {
+    "base": "base",
+    "flavors": "flavors",
+    "activation_bits": "activation_bits",
+    "validation_file": "data",
+    "task_name": "data",
+    "max_seq_length": "max_length",
+    "tolerance": "tolerance",
+    "external_data_above": "external_data_above",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,9 +89,11 @@ def add_report(subparsers: Any) -> None:
 
 
 def add_inspect(subparsers: Any) -> None:
-    """`moq-hf inspect DIRECTORY`: verify a packed checkpoint and print its layers."""
+    """`moq-hf inspect DIRECTORY`: verify a packed checkpoint, print its layers and who can serve it."""
     parser = subparsers.add_parser(
-        "inspect", help="verify a packed checkpoint and print its layers", description="Verify a packed checkpoint."
+        "inspect",
+        help="verify a packed checkpoint, print its layers and who can serve it",
+        description="Verify a packed checkpoint, and say which servers take it.",
     )
     parser.add_argument("directory", help="what save_quantized, MoQTrainer.save_model or a run's end wrote")
     parser.set_defaults(run=_inspect)
@@ -84,59 +101,65 @@ def add_inspect(subparsers: Any) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> None:
     print(verify_quantized(arguments.directory).table())
+    print("\n" + table(served_by(arguments.directory)))
 
 
 def add_export(subparsers: Any) -> None:
-    """`moq-hf export DIR --to onnx OUT`: ONNX models of a packed checkpoint, proven to answer as it does."""
+    """`moq-hf export DIR --to FORMAT OUT`: a packed checkpoint for other programs, proven to be the same."""
     parser = subparsers.add_parser(
         "export",
-        help="write a packed checkpoint as ONNX models, and prove that they answer as it does",
-        description="Write ONNX models with integer weights into OUT and compare their answers with the checkpoint's. "
-        "If weight-only differs by more than the tolerance, nothing is written and the exit status is 2.",
+        help="write a packed checkpoint as ONNX models, as a GGUF file or as floats, and prove it",
+        description="onnx: models with integer weights in the folder OUT, whose answers are compared with the "
+        "checkpoint's; if weight-only differs by more than the tolerance, nothing is written and the exit status is 2. "
+        "gguf: the checkpoint's integers in the file OUT, for llama.cpp. float: an ordinary folder OUT of floats on "
+        "their grid.",
+        argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("directory", metavar="DIR", help="a packed checkpoint with its tokenizer")
+    parser.add_argument("directory", metavar="DIR", help="a packed checkpoint; for onnx with its tokenizer")
     parser.add_argument("--to", required=True, choices=EXPORTS, help="the format")
-    parser.add_argument("out", metavar="OUT", help="the folder to make")
-    parser.add_argument(
+    parser.add_argument("out", metavar="OUT", help="the folder to make; for gguf the file")
+    gguf = parser.add_argument_group("gguf")
+    gguf.add_argument(
+        "--base", metavar="FILE.gguf", help="what llama.cpp's converter made of the checkpoint as floats (--to float)"
+    )
+    onnx = parser.add_argument_group("onnx")
+    onnx.add_argument(
         "--flavors",
         # The old spelling.
         "--flavours",
         nargs="+",
         choices=FLAVORS,
-        default=["weight-only", "int8"],
         metavar="FLAVOR",
         help=f"some of {', '.join(FLAVORS)}; default: weight-only int8",
     )
-    parser.add_argument(
+    onnx.add_argument(
         "--activation_bits",
         type=_positive,
         metavar="B",
         help="of int8: 2 to 8; default: as trained, or 8; 7 is faster on CPUs without VNNI",
     )
-    parser.add_argument(
+    onnx.add_argument(
         "--validation_file",
         metavar="FILE",
         help='compare on these rows: JSON lines with one or two texts and "label"; default: sentences of our own',
     )
-    parser.add_argument(
+    onnx.add_argument(
         "--task_name",
         metavar="TASK",
         help="GLUE's name of the task, for the metric; default: accuracy, or correlations for scores",
     )
-    parser.add_argument("--max_seq_length", type=_positive, default=128, metavar="N", help="default: 128")
-    parser.add_argument(
+    onnx.add_argument("--max_seq_length", type=_positive, metavar="N", help="default: 128")
+    onnx.add_argument(
         "--tolerance",
         type=_positive_number,
-        default=TOLERANCE,
         metavar="T",
         help=f"largest difference of weight-only's outputs; default: {TOLERANCE:g}",
     )
-    parser.add_argument(
+    onnx.add_argument(
         "--external_data_above",
         type=_positive,
-        default=EXTERNAL_DATA_ABOVE,
         metavar="BYTES",
-        help="put larger weights into a file beside the model; default: 1000000000",
+        help=f"put larger weights into a file beside the model; default: {EXTERNAL_DATA_ABOVE}",
     )
     parser.set_defaults(run=lambda args: _export(parser, args))
 
@@ -162,20 +185,20 @@ def add_bench(subparsers: Any) -> None:
 
 
 def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.task_name is not None and args.validation_file is None:
+    export, given = EXPORTS[args.to], {name: value for name, value in vars(args).items() if name in _ARGUMENTS}
+    takes = inspect.signature(export).parameters
+    foreign = [f"--{name}" for name in given if _ARGUMENTS[name] not in takes]
+    if foreign:
+        parser.error(f"--to {args.to} goes without {', '.join(foreign)}")
+    if "task_name" in given and "validation_file" not in given:
         parser.error("--task_name goes with --validation_file")
-    data = SENTENCES if args.validation_file is None else read_data(args.validation_file, args.task_name)
-    exported = EXPORTS[args.to](
-        args.directory,
-        args.out,
-        flavors=args.flavors,
-        activation_bits=args.activation_bits,
-        data=data,
-        max_length=args.max_seq_length,
-        tolerance=args.tolerance,
-        external_data_above=args.external_data_above,
-    )
-    print(exported.table())
+    if "base" in takes and "base" not in given:
+        parser.error(f"--to {args.to} needs --base, what llama.cpp's converter made of the checkpoint as floats")
+    task = given.pop("task_name", None)
+    if "validation_file" in given:
+        given["validation_file"] = read_data(given["validation_file"], task)
+    arguments = {_ARGUMENTS[name]: value for name, value in given.items()}
+    print(export(args.directory, args.out, **arguments).table())
 
 
 def _bench(args: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -43,10 +43,13 @@ from .config_fields import (
     read,
 )
 from .errors import MoQConfigError, listed
-from .grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks, Search
+from .grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks, ScaleDtype, Search
 
 logger = logging.getLogger(__name__)
 
+
+# Who is to run what is delivered.
+ServerName = Literal["transformers", "vllm", "sglang", "llama.cpp", "onnxruntime"]
 
 # Of the period "auto": a late last drop costs accuracy at low bits.
 AUTO_DEADLINE = 0.25
@@ -184,6 +187,8 @@ class MoQConfig:
 
     Attributes:
         kernel: Triton kernels: wanted, not wanted, or None for wherever they run.
+        full: Codes of the full range, with scales that have a sign.
+        scale_dtype: What scales are rounded to; None leaves it to `serve`.
         grouping: Which weights share a scale.
         modules_to_not_convert: Names and globs, or None for the model's output heads.
         ignored_sections: Other sections of a DeepSpeed config; not part of `to_dict`.
@@ -235,6 +240,23 @@ class MoQConfig:
             "quantize_algo.scale_refresh",
         ),
     ] = 50
+    full: Annotated[
+        Flag,
+        Words(narrow=False, full=True),
+        key(
+            "`narrow`: as many codes on either side of zero; `full`: one more, on the side of the largest weight of a "
+            "group, so that 2 bits have four levels (symmetric grids)",
+            "quantize_algo.range",
+        ),
+    ] = False
+    scale_dtype: Annotated[
+        ScaleDtype | None,
+        key(
+            "what scales are rounded to, while training and in the file; null: `float32`, or what the servers in "
+            "`serve` load scales in",
+            "quantize_algo.scale_dtype",
+        ),
+    ] = None
     # Two keys, which are not in a section.
     grouping: Annotated[Grouping, _FROM_GROUPS, key("", "", title="a RowBlocks, PerChannel or PerGroup")] = RowBlocks()
     start_bits: Annotated[Bits, key("precision at the offset", "quantize_bits.start_bits")] = 16
@@ -251,8 +273,15 @@ class MoQConfig:
     ] = None
     quantize_embeddings: Annotated[
         ByteBits | None,
-        key("bits of embedding tables, one scale per row, a byte per weight when saved; null leaves them alone"),
+        key("bits of embedding tables, one scale per row, and of output heads that share one; null leaves them alone"),
     ] = None
+    quantize_convolutions: Annotated[
+        Flag,
+        key(
+            "quantize 1- and 2-dimensional convolutions with the linear layers, one scale per channel with "
+            "`quantize_group_size`; saved as floats on the grid, at full size"
+        ),
+    ] = False
     prove: Annotated[
         Flag,
         key(
@@ -260,6 +289,11 @@ class MoQConfig:
             "and compare its answers with those of the model in memory"
         ),
     ] = True
+    serve: Annotated[
+        tuple[ServerName, ...],
+        FailFast(),
+        key("who is to run what is delivered: what one of them cannot take is an error before the first step"),
+    ] = ("transformers",)
     seed: Annotated[Count, key("of stochastic rounding and of the eigenvalue start vectors")] = 0
     ignored_sections: Annotated[tuple[str, ...], key("", exclude=True)] = field(default=(), compare=False)
 
@@ -275,8 +309,13 @@ class MoQConfig:
 
     @property
     def grid(self) -> Grid:
-        """How the linear layers' weights are quantized, whatever their bits are."""
-        return Grid(self.grouping, self.symmetric, self.stochastic, self.scale)
+        """How the linear layers' weights are quantized, whatever their bits are; of a float32 model."""
+        return self.grid_of("float32")
+
+    def grid_of(self, dtype: str) -> Grid:
+        """The same, of a model whose weights have a dtype: "float32", "bfloat16" or "float16"."""
+        scales = self.scale_dtype or served_scale_dtype(self.serve, dtype)
+        return Grid(self.grouping, self.symmetric, self.stochastic, self.scale, self.full, scales)
 
     @classmethod
     def load(cls, source: "MoQConfig | Mapping[str, Any] | str | os.PathLike[str]") -> "MoQConfig":
@@ -319,6 +358,27 @@ class MoQConfig:
             head, _, tail = path.rpartition(".")
             (result.setdefault(head, {}) if head else result)[tail] = functools.reduce(dict.get, place, written)
         return result
+
+
+def served_scale_dtype(serve: Iterable[ServerName], model_dtype: str) -> ScaleDtype:
+    """The dtype that scales must have while training, so that what was trained is what these servers compute with.
+
+    vLLM and SGLang load scales in the half precision that they compute in: the model's own, else bfloat16. Values of
+    bfloat16 are exact in float16 too wherever that has them in its normal range, so they fit a GGUF file as well.
+
+    Args:
+        serve: As the config key `serve`.
+        model_dtype: Of the model's weights: "float32", "bfloat16" or "float16".
+
+    >>> served_scale_dtype(["transformers", "vllm"], "float32"), served_scale_dtype(["llama.cpp"], "bfloat16")
+    ('bfloat16', 'float16')
+    >>> served_scale_dtype(["transformers", "onnxruntime"], "bfloat16")
+    'float32'
+    """
+    names = set(serve)
+    if names & {"vllm", "sglang"}:
+        return "float16" if model_dtype == "float16" else "bfloat16"
+    return "float16" if "llama.cpp" in names else "float32"
 
 
 def key_table() -> str:

@@ -48,7 +48,8 @@ def legal(schema: Schema) -> str:
         case "string":
             return "text"
         case "array":
-            return "a list of names or globs"
+            words = schema["items"].get("enum")
+            return f"a list of {' or '.join(map(json.dumps, words))}" if words else "a list of names or globs"
         case "integer" | "number":
             return _legal_number(schema)
         case other:
@@ -69,16 +70,24 @@ def _legal_number(schema: Schema) -> str:
 def value_fault(path: str, value: Any, schema: Schema) -> str:
     """One line on a value that a key's schema does not allow."""
     kinds = schema.get("anyOf", [schema])
-    words = [word for kind in kinds for word in kind.get("enum", ())]
-    # Text that long is not a misspelt word, and comparing it takes time.
-    near = difflib.get_close_matches(value, words, 1) if isinstance(value, str) and len(value) <= 80 else []
-    hint = f" (did you mean {json.dumps(near[0])}?)" if near else ""
+    words = [word for kind in kinds for word in (kind.get("enum") or kind.get("items", {}).get("enum", ()))]
+    near = _nearest(value, words)
+    hint = f" (did you mean {json.dumps(near)}?)" if near else ""
     if any(kind.get("type") == "integer" for kind in kinds):
         if type(value) is float and value.is_integer():
             hint = f" (write {int(value)})"
         elif type(value) is int and value > LARGEST:
             hint = " and below 2**63"
     return f"{path}: {show(value)} is not legal; it must be {legal(schema)}{hint}"
+
+
+def _nearest(value: Any, words: Sequence[str]) -> str | None:
+    """The word that was probably meant; of a list, for its first item that is none."""
+    if isinstance(value, (list, tuple)):
+        value = next((item for item in value if item not in words), None)
+    # Text that long is not a misspelt word, and comparing it takes time.
+    near = difflib.get_close_matches(value, words, 1) if isinstance(value, str) and len(value) <= 80 else []
+    return near[0] if near else None
 
 
 def value_faults(error: ValidationError, schema: Schema, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -163,11 +172,16 @@ def conflicts(given: Mapping[str, Any], wrong: Collection[str], defaults: Mappin
             f"quantize_groups {show(values['quantize_groups'])} and quantize_group_size "
             f"{show(values['quantize_group_size'])} exclude each other: give one"
         )
+    kind = given[kinds[-1]] if kinds else "symmetric"
+    if values["quantize_algo.range"] == "full" and kind == "asymmetric":
+        yield (
+            "quantize_algo.range: full is of symmetric grids, an asymmetric one has all its codes; "
+            "set it to narrow, or quantize_algo.q_type to symmetric"
+        )
     weights = ("distillation.logits", "distillation.hidden")
     if not any(path in wrong or values[path] for path in weights):
         yield "distillation: logits and hidden are both 0, so a teacher would teach nothing; give one a weight"
     if not {"quantize_bits.start_bits", "quantize_bits.target_bits"}.intersection(wrong):
-        kind = given[kinds[-1]] if kinds else "symmetric"
         yield from _bit_conflicts(values, kind, "quantize_bits.target_bits" in given)
 
 
@@ -181,7 +195,8 @@ def _bit_conflicts(values: Mapping[str, Any], kind: str, target_given: bool) -> 
         yield f"quantize_bits.target_bits: 16 would quantize nothing{default}; set it to 8, 4, 3 or 2"
     if target == 1 and kind == "asymmetric":
         yield "quantize_bits.target_bits: 1 bit is symmetric only; set quantize_algo.q_type to symmetric, or 2 bits"
-    if values["quantize_algo.rounding"] == "stochastic" and not Grid(symmetric=kind == "symmetric").is_uniform(target):
+    grid = Grid(symmetric=kind == "symmetric", full=values["quantize_algo.range"] == "full")
+    if values["quantize_algo.rounding"] == "stochastic" and not grid.is_uniform(target):
         yield (
             f"quantize_algo.rounding: stochastic needs equal steps, {target} bits {kind} has none; "
             "set it to nearest, or target_bits to 3 or more"

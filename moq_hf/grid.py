@@ -14,6 +14,8 @@ SEARCHED_BITS = 5
 
 # How a scale is found: "absmax", "mse", or "auto", which is mse where codes are few.
 Search = Literal["auto", "absmax", "mse"]
+# What a scale is rounded to. It is held as float32 all the same.
+ScaleDtype = Literal["float32", "bfloat16", "float16"]
 # A size of a linear layer.
 Axis = Literal["out_features", "in_features"]
 
@@ -113,17 +115,22 @@ class Grid:
         stochastic: Round x / scale to floor(x / scale + u); otherwise to the nearest, half to even.
         search: How a scale is found: "absmax", "mse" (the clipping ratio of each group with the least squared error),
             or "auto" (mse at 5 bits and below, absmax above).
+        full: Of a symmetric grid: codes down to -2^(b-1), one more than "narrow" has, and a scale with a sign, so that
+            this code is on the side of the largest weight. From 2 bits on; 1 bit is binary.
+        scale_dtype: What each scale is rounded to before codes are computed with it.
 
     >>> Grid(PerGroup(4)).shape(12, 8)
     (12, 2)
-    >>> Grid().is_uniform(2), Grid(symmetric=False).is_uniform(2)
-    (False, True)
+    >>> Grid().is_uniform(2), Grid(symmetric=False).is_uniform(2), Grid(full=True).is_uniform(2)
+    (False, True, True)
     """
 
     grouping: Grouping = RowBlocks()
     symmetric: bool = True
     stochastic: bool = False
     search: Search = "auto"
+    full: bool = False
+    scale_dtype: ScaleDtype = "float32"
 
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
         """The shape of the scale for a weight `[rows, columns]`.
@@ -135,7 +142,26 @@ class Grid:
 
     def is_uniform(self, bits: int) -> bool:
         """Whether codes have equal steps at a bit width, so that clipping ratios and stochastic rounding make sense."""
-        return bits >= 3 or (bits == 2 and not self.symmetric)
+        return bits >= 3 or (bits == 2 and (self.full or not self.symmetric))
+
+    def is_full(self, bits: int) -> bool:
+        """Whether a scale has a sign at a bit width: a full grid has, but for its one bit, which is binary.
+
+        >>> Grid(full=True).is_full(2), Grid(full=True).is_full(1)
+        (True, False)
+        """
+        return self.full and self.is_uniform(bits)
+
+    def limits(self, bits: int) -> tuple[int, int]:
+        """The least and the largest code of uniform steps at a bit width.
+
+        >>> Grid().limits(4), Grid(full=True).limits(4), Grid(symmetric=False).limits(4)
+        ((-7, 7), (-8, 7), (0, 15))
+        """
+        if not self.symmetric:
+            return 0, 2**bits - 1
+        most = 2 ** (bits - 1) - 1
+        return (-most - 1 if self.full else -most), most
 
     def searches(self, bits: int) -> bool:
         """Whether clipping ratios are searched at a bit width; ternary and binary grids set their own scale.
@@ -150,11 +176,14 @@ class Grid:
         """Check that the grid exists at a bit width.
 
         Raises:
-            ValueError: It does not: bits are not 1 to 16, 1 bit is asymmetric, or stochastic rounding has no steps.
+            ValueError: It does not: bits are not 1 to 16, 1 bit or a full range is asymmetric, or stochastic rounding
+                has no steps.
         """
         if not 1 <= bits <= MAX_BITS:
             raise ValueError(f"bits must be 1 to {MAX_BITS}, got {bits}")
         if bits == 1 and not self.symmetric:
             raise ValueError("1 bit is binary, which is symmetric only")
+        if self.full and not self.symmetric:
+            raise ValueError("a full range is of symmetric grids: an asymmetric one has all its codes")
         if self.stochastic and not self.is_uniform(bits):
             raise ValueError(f"{bits} bits symmetric rounds to nearest only")

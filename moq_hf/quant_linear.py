@@ -1,7 +1,7 @@
 """`QuantLinear`: a linear layer that computes with a quantized copy of its weight and trains the float one.
 
 `QuantConv1D` does the same for GPT-2's transposed linear layers, `QuantEmbedding` for an embedding table, one scale per
-row.
+row. Convolutions are in `quant_conv`.
 
 A model gets its quantized layers by a change of class, so that parameter objects, state-dict keys, hooks and wrappers
 (DDP, FSDP, PEFT, torch.compile) stay as they are. The quantized weight is kept from one optimizer step to the next and
@@ -32,6 +32,7 @@ from .processes import is_sharded, whole
 from .quantizer import Draw
 from .rows import Kind, from_rows, lies_in_rows, parameter_of, to_rows
 from .schedule import FLOAT_BITS
+from .transformers_seams import is_scaled_table
 
 # Every call of a module runs this code, whatever the module's class is.
 _MODULE_CALL = nn.Module._call_impl.__code__
@@ -115,7 +116,7 @@ class LayerState:
         used: Whether a forward pass has used the weight since the layer was made ready.
         origin: For a deep copy the layer that it was copied from, and some of the weights that it then had.
         config: What the model was made ready with.
-        activation_bits: Of the layer's input, one scale per token; None leaves it alone.
+        activation_bits: Of a linear layer's input, one scale per token; None leaves it alone.
         name: The layer's in the model that was made ready, for messages.
     """
 
@@ -413,7 +414,8 @@ class QuantLayer(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             weight = self._whole_matrix()
             path = choose("weight", weight, dtype or weight.dtype, state.kernel)
-            target = to_rows(out, self.kind) if out is not None and lies_in_rows(out, self.kind) else None
+            in_place = out is not None and out.is_contiguous() and lies_in_rows(out, self.kind)
+            target = to_rows(out, self.kind) if out is not None and in_place else None
             values = path.fake_quantize(
                 weight,
                 state.bits,
@@ -523,7 +525,8 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
         return F.embedding(input, self.quantized_weight(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
 
-_CLASSES: dict[type[nn.Module], type[QuantLayer]] = {
+# `quant_conv` adds the convolutions.
+CLASSES: dict[type[nn.Module], type[QuantLayer]] = {
     nn.Linear: QuantLinear,
     Conv1D: QuantConv1D,
     nn.Embedding: QuantEmbedding,
@@ -532,10 +535,12 @@ _CLASSES: dict[type[nn.Module], type[QuantLayer]] = {
 
 def quant_class(base: type[nn.Module]) -> type[QuantLayer]:
     """The quantized class for layers of class `base`, made once."""
-    if base not in _CLASSES:
-        quantized = next(made for plain, made in _CLASSES.items() if issubclass(base, plain))
-        _CLASSES[base] = type(f"Quant{base.__name__}", (quantized, base), {})
-    return _CLASSES[base]
+    if base not in CLASSES:
+        quantized = next(made for plain, made in CLASSES.items() if issubclass(base, plain))
+        # Its own forward pass reads the quantized table.
+        own = {"forward": base.forward} if is_scaled_table(base) else {}
+        CLASSES[base] = type(f"Quant{base.__name__}", (quantized, base), own)
+    return CLASSES[base]
 
 
 def base_class(cls: type[QuantLayer]) -> type[nn.Module]:

@@ -7,14 +7,24 @@ rounding is half to even, and the result is cast once. With b bits:
 | grid | scale | codes |
 | --- | --- | --- |
 | symmetric, b >= 3 | r max abs(x) / (2^(b-1) - 1) | clip(round(x / scale), -(2^(b-1) - 1), 2^(b-1) - 1) |
-| asymmetric, b >= 2 | r (hi - lo) / (2^b - 1), lo = min(0, min x), hi = max(0, max x) | clip(round(x / scale) + zero, 0, 2^b - 1), zero = round(-r lo / scale) |
+| symmetric, full range, b >= 2 | r m / -2^(b-1), m the x of largest magnitude, with its sign | clip(round(x / scale), -2^(b-1), 2^(b-1) - 1) |
+| asymmetric, b >= 2 | r (hi - lo) / (2^b - 1), lo = min(0, min x), hi = max(0, max x) | clip(round(x / scale) + zero, 0, 2^b - 1), zero = clip(round(-r lo / scale), 0, 2^b - 1) |
 | ternary (symmetric, b = 2) | mean of abs(x) above t = 0.7 mean abs(x) | sign(x) where abs(x) > t, else 0 |
 | binary (b = 1) | mean abs(x) | sign(x), sign(0) = +1 |
 
 r is the clipping ratio of the group, 1 unless given. Sums (ternary, binary, squared errors) are exact and so do not depend
 on the order of summation: each of the n terms, of which none exceeds m, is first rounded to a multiple of the float64
 spacing at 2 n m, which is relative to m about n / 2^52. A group whose scale would be below the smallest normal float32
-(all zeros, or too small to matter) becomes zeros.
+in magnitude (all zeros, or too small to matter) becomes zeros.
+
+A full range puts its extra code where the largest weight is: m > 0 makes a negative scale. Of +m and -m in one group
++m counts. It is ggml's rule for Q4_0; there the first of the two counts, and a half rounds to the larger code.
+
+A `scale_dtype` of less than 32 bits rounds each scale, half to even, before zero points and codes are computed with it.
+So codes fit the scale that a server loads in that dtype. A scale beyond the largest finite value of the dtype becomes
+that value, and one below the smallest positive value (float16: 2^-24, which is subnormal) becomes that, each with its
+sign. So float16 clips weights beyond 65504 (2^(b-1) - 1), and makes zeros of a group whose weights are all below 2^-25.
+A scale that is zero, NaN or Inf stays.
 
 Sources: uniform grids as in DeepSpeed's MoQ; ternary from Li et al. 2016, "Ternary Weight Networks" (0.7 is their
 threshold factor); binary from Rastegari et al. 2016, "XNOR-Net"; Philox4x32-10 from Salmon et al. 2011, "Parallel
@@ -27,13 +37,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .grid import Grid
+from .grid import Grid, ScaleDtype
 
 # The clipping ratios that a search tries. Saved states hold their indices.
 RATIOS = tuple((100 - 5 * k) / 100 for k in range(17))
 _TINY = torch.finfo(torch.float32).tiny
 _MASK32 = 0xFFFFFFFF
 _DEFAULT = Grid()
+_SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Draw(NamedTuple):
@@ -58,7 +69,8 @@ class Quantized(NamedTuple):
 
     Attributes:
         codes: int32 `[rows, columns]`. Symmetric codes are signed, asymmetric ones unsigned.
-        scale: float32 `[groups, 1]`, or `[rows, columns / group_size]`.
+        scale: float32 `[groups, 1]`, or `[rows, columns / group_size]`, values of the grid's `scale_dtype`. Those of a
+            full range have a sign.
         zero_point: int32, the shape of `scale`; None for symmetric grids.
     """
 
@@ -219,15 +231,15 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
     """
     shape = check_search(weight, bits, grid)
     x = _grouped(weight, shape)
-    lo, hi = _range(x, grid.symmetric)
+    lo, hi = _range(x, grid)
     best = torch.ones_like(hi)
     least = torch.full_like(hi, torch.inf, dtype=torch.float64)
     bound = (hi - lo).to(torch.float64).square()
     buffer = torch.empty_like(x)
     for value in RATIOS:
         ratio = torch.full_like(hi, value)
-        scale, zero = _uniform_scale(lo, hi, bits, grid.symmetric, ratio)
-        error = _values(_uniform_codes(x, bits, scale, zero, None, buffer), scale, zero).sub_(x).square_()
+        scale, zero = _uniform_scale(lo, hi, bits, grid, ratio)
+        error = _values(_uniform_codes(x, bits, grid, scale, zero, None, buffer), scale, zero).sub_(x).square_()
         total = _exact(error, bound).sum(1, keepdim=True)
         better = total < least
         best = torch.where(better, ratio, best)
@@ -323,38 +335,50 @@ def _exact(terms: Tensor, bound: Tensor) -> Tensor:
     return (terms + large).sub_(large)
 
 
-def _range(x: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
+def _range(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Lower and upper end: of narrow codes mirrored at zero, else with zero between them."""
     lo, hi = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
-    if symmetric:
+    if grid.symmetric and not grid.full:
         hi = torch.maximum(hi, -lo)
         return -hi, hi
     return lo.clamp_(max=0.0), hi.clamp_(min=0.0)
 
 
-def _uniform_scale(
-    lo: Tensor, hi: Tensor, bits: int, symmetric: bool, ratio: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def _uniform_scale(lo: Tensor, hi: Tensor, bits: int, grid: Grid, ratio: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    least, most = grid.limits(bits)
+    if grid.full:
+        hi = torch.where(hi >= -lo, hi, lo)
     if ratio is not None:
         lo, hi = lo * ratio, hi * ratio
+    span, steps = hi if grid.symmetric else hi - lo, least if grid.full else most
     # Division by a number would be a multiplication by its reciprocal on CUDA.
-    span, steps = (hi, 2 ** (bits - 1) - 1) if symmetric else (hi - lo, 2**bits - 1)
     scale = span / torch.full_like(span, steps)
-    scale = torch.where(scale < _TINY, 1.0, scale)
-    return scale, None if symmetric else (-lo / scale).round_()
+    scale = _as_stored(torch.where(scale.abs() < _TINY, 1.0, scale), grid.scale_dtype)
+    return scale, None if grid.symmetric else (-lo / scale).round_().clamp_(0, most)
+
+
+def _as_stored(scale: Tensor, dtype: ScaleDtype) -> Tensor:
+    """Scales rounded to their dtype, in float32; what is too large or too small for it is its last or first value."""
+    if dtype == "float32":
+        return scale
+    limits = torch.finfo(_SCALE_DTYPES[dtype])
+    # What is given is not below the smallest normal float32, bfloat16's too; float16 has subnormal values.
+    least = limits.smallest_normal * limits.eps if dtype == "float16" else limits.smallest_normal
+    size = scale.abs().clamp_(least, limits.max).to(_SCALE_DTYPES[dtype]).to(torch.float32)
+    return torch.where((scale == 0) | scale.isinf(), scale, size.copysign_(scale))
 
 
 def _uniform_codes(
-    x: Tensor, bits: int, scale: Tensor, zero: Tensor | None, noise: Tensor | None, out: Tensor
+    x: Tensor, bits: int, grid: Grid, scale: Tensor, zero: Tensor | None, noise: Tensor | None, out: Tensor
 ) -> Tensor:
     torch.div(x, scale, out=out)
     if noise is None:
         out.round_()
     else:
         out.add_(noise).floor_()
-    if zero is None:
-        limit = 2 ** (bits - 1) - 1
-        return out.clamp_(-limit, limit)
-    return out.add_(zero).clamp_(0, 2**bits - 1)
+    if zero is not None:
+        out.add_(zero)
+    return out.clamp_(*grid.limits(bits))
 
 
 def _codes(
@@ -363,17 +387,19 @@ def _codes(
     """Codes `[groups, elements]` in `out`, scale and zero point `[groups, 1]`: integers, all held in float32."""
     if grid.is_uniform(bits):
         ratio = None if ratio is None else ratio.reshape(-1, 1)
-        scale, zero = _uniform_scale(*_range(x, grid.symmetric), bits, grid.symmetric, ratio)
-        return _uniform_codes(x, bits, scale, zero, noise, out), scale, zero
+        scale, zero = _uniform_scale(*_range(x, grid), bits, grid, ratio)
+        return _uniform_codes(x, bits, grid, scale, zero, noise, out), scale, zero
     magnitude = torch.abs(x, out=out)
     terms = _exact(magnitude, magnitude.amax(1, keepdim=True))
     total = terms.sum(1, keepdim=True)
     mean = (total / torch.full_like(total, x.shape[1])).to(torch.float32)
     if bits == 1:
-        return torch.ge(x, 0.0, out=out).mul_(2.0).sub_(1.0), torch.where(mean < _TINY, 0.0, mean), None
+        scale = _as_stored(torch.where(mean < _TINY, 0.0, mean), grid.scale_dtype)
+        return torch.ge(x, 0.0, out=out).mul_(2.0).sub_(1.0), scale, None
     above = magnitude > mean * 0.7
     total = terms.mul_(above).sum(1, keepdim=True)
     scale = torch.where(mean < _TINY, 1.0, (total / above.sum(1, keepdim=True)).to(torch.float32))
+    scale = _as_stored(scale, grid.scale_dtype)
     return torch.sign(x, out=out).mul_(above.logical_and_(mean >= _TINY)), scale, None
 
 

@@ -345,6 +345,33 @@ def as_constructed(model: nn.Module) -> Any:
     return SimpleNamespace(config=model.config, _weight_conversions=reversible)
 
 
+def is_scaled_table(cls: type[nn.Module]) -> bool:
+    """Whether a class is that of an embedding table whose rows are multiplied with a constant, as Gemma's and BART's.
+
+    Relies on: The name, and a forward pass that is `nn.Embedding`'s times the constant.
+    Breaks: `quantize_embeddings` would refuse such a table, or leave it alone.
+
+    Example:
+        >>> is_scaled_table(nn.Embedding)
+        False
+    """
+    return issubclass(cls, nn.Embedding) and cls.__name__.endswith("ScaledWordEmbedding")
+
+
+def tied_parameters(model: nn.Module) -> dict[str, str]:
+    """The parameters that `from_pretrained` ties to others where a file lacks them: name to the name of the other.
+
+    Relies on: `PreTrainedModel.get_expanded_tied_weights_keys`.
+    Breaks: A table that is the output head too would be stored twice.
+
+    Example:
+        >>> tied_parameters(nn.Linear(2, 2))
+        {}
+    """
+    get = getattr(model, "get_expanded_tied_weights_keys", None)
+    return cast(dict[str, str], get(all_submodels=True)) if callable(get) else {}
+
+
 def has_adapter(model: nn.Module) -> bool:
     """Whether the model was given an adapter by `add_adapter`, so that `save_pretrained` writes that alone.
 
@@ -424,6 +451,8 @@ def unpack(model: nn.Module) -> None:
     packed_loader(model).remove_quantization_config(model)
     # How the packed experts were put together: saving would take float ones apart so.
     vars(model).pop("_weight_conversions", None)
+    # Weights that were unpacked one by one.
+    cast(Any, model).tie_weights()
 
 
 def pack_to_int32(codes: Tensor, bits: int, packed_dim: int = 1) -> Tensor:
@@ -526,6 +555,15 @@ ZERO_3: Final = "ds_id"
 Relies on: `deepspeed.runtime.zero.partition_parameters`.
 Breaks: A model without weights would be quantized, instead of being refused.
 """
+
+
+def convolve(layer: nn.Conv1d | nn.Conv2d, input: Tensor, weight: Tensor) -> Tensor:
+    """What a convolution computes with another weight: its own stride, padding, groups and bias.
+
+    Relies on: `_conv_forward(input, weight, bias)` of `nn.Conv1d` and `nn.Conv2d`, which pads by the layer's mode.
+    Breaks: Convolutions could not be quantized: the first forward pass fails.
+    """
+    return cast(Any, layer)._conv_forward(input, weight, layer.bias)  # type: ignore[no-any-return]
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

@@ -87,7 +87,8 @@ class Batch:
             raise ValueError("weights and results must be on one device")
         alike: dict[tuple[Any, ...], list[int]] = {}
         for index, job in enumerate(jobs):
-            key = (job.weight.dtype, job.out.dtype, job.grid.symmetric, job.grid.stochastic)
+            grid = (kind_of(job.grid, job.bits), job.grid.scale_dtype, job.grid.stochastic)
+            key = (job.weight.dtype, job.out.dtype, *grid)
             alike.setdefault(key, []).append(index)
         # Of the weights in the order of the launches.
         self._order = [index for indices in alike.values() for index in indices]
@@ -151,13 +152,14 @@ class _Part:
         lengths = [length for length, _ in sizes]
         pointers = [pointer for row in rows for pointer in row[:2]]
         self.options: dict[str, Any] = {
-            "SYMMETRIC": jobs[0].grid.symmetric,
+            "KIND": kind_of(jobs[0].grid, jobs[0].bits),
+            "SCALE": _triton_type(jobs[0].grid.scale_dtype),
             "STOCHASTIC": jobs[0].grid.stochastic,
             "QUADS": all(length % 4 == 0 for length in lengths),
             # What pointers, in bytes, and lengths are multiples of lets the compiler use wide loads.
             "ALIGN": 16 if all(number % 16 == 0 for number in pointers + lengths) else 1,
-            "IN": _triton_type(jobs[0].weight.dtype),
-            "OUT": _triton_type(jobs[0].out.dtype),
+            "IN": _triton_type(DTYPES[jobs[0].weight.dtype]),
+            "OUT": _triton_type(DTYPES[jobs[0].out.dtype]),
             "num_warps": _WARPS,
             "enable_fp_fusion": False,
         }
@@ -241,10 +243,13 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
     cells = torch.zeros(count, 2, dtype=torch.int32, device=weight.device)
     sums = torch.zeros(count, len(quantizer.RATIOS), dtype=torch.float64, device=weight.device)
     ratios = _ratios(weight.device)
-    tile = {"SYMMETRIC": grid.symmetric, "R": rows, "S": columns, "enable_fp_fusion": False}
+    tile = {"KIND": kind_of(grid, bits), "R": rows, "S": columns, "enable_fp_fusion": False}
+    scale = _triton_type(grid.scale_dtype)
     with on_device(weight.device):
         kernels.group_ranges[programs](weight, cells, length, count, **tile)
-        kernels.ratio_errors[programs](weight, cells, ratios, sums, length, count, bits, COUNT=len(ratios), **tile)
+        kernels.ratio_errors[programs](
+            weight, cells, ratios, sums, length, count, bits, COUNT=len(ratios), SCALE=scale, **tile
+        )
     # The first of equal sums, and 1 for a group with NaN.
     best = sums.nan_to_num(nan=math.inf, posinf=math.inf).argmin(1)
     return ratios[best].view(shape)
@@ -263,10 +268,15 @@ def on_device(device: torch.device) -> Any:
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
-def _triton_type(dtype: torch.dtype) -> Any:
+def _triton_type(name: str) -> Any:
     import triton.language as tl
 
-    return getattr(tl, DTYPES[dtype])
+    return getattr(tl, name)
+
+
+def kind_of(grid: Grid, bits: int) -> int:
+    """`KIND` of a launch, one of the numbers in `kernels.triton`."""
+    return 2 if not grid.symmetric else int(grid.is_full(bits))
 
 
 def power_of_two(number: int) -> int:

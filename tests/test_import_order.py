@@ -19,6 +19,10 @@ ORDER = [
     "reading",
     "schedule",
     "plan",
+    "serving.description",
+    "serving.architectures",
+    "serving.rules",
+    "serving.servers",
     "transformers_seams",
     "names",
     "processes",
@@ -33,7 +37,9 @@ ORDER = [
     "model.staleness",
     "model.inventory",
     "quant_linear",
+    "quant_conv",
     "quant_experts",
+    "serving.planned",
     "model.selection",
     "model.refresh",
     "model.convert",
@@ -65,6 +71,7 @@ ORDER = [
     "packed.encoder",
     "packed.verification",
     "packed.verify",
+    "packed.served",
     "packed.write",
     "packed.save",
     "packed.card",
@@ -85,12 +92,16 @@ ORDER = [
     "deploy.onnx_layers",
     "deploy.onnx_graph",
     "deploy.onnx",
+    "deploy.floats",
+    "deploy.gguf_blocks",
+    "deploy.gguf",
     "deploy.bench_worker",
     "deploy.bench",
     "cli",
 ]
 CONFIG = {"config_errors", "config_document", "config_fields", "config"}
 STANDARD_LIBRARY_ONLY = {"version", "errors", "grid", *CONFIG, "reading", "schedule", "plan"}
+STANDARD_LIBRARY_ONLY |= {f"serving.{name}" for name in ("description", "architectures", "rules", "servers")}
 # Besides it.
 ALLOWED = {module: {"pydantic", "pydantic_core"} for module in CONFIG}
 ROOMS = {name.partition(".")[0] for name in ORDER if "." in name}

@@ -16,14 +16,33 @@ from moq_hf.quantizer import Draw
 
 GROUPINGS: list[Grouping] = [RowBlocks(), RowBlocks(3), PerChannel(), PerGroup(4)]
 DRAW, NOISY = Draw(7, 2, 5), Grid(stochastic=True)
-MODES = numerics.modes(range(1, 17))
+MODES = numerics.modes(range(1, 17), numerics.SCALE_DTYPES)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 small = st.floats(-(2.0**-10), 2.0**-10, width=32) | st.sampled_from([0.0, -0.0, 1e-45, 1e-38])
 floats = st.floats(-1e4, 1e4, width=32) | small
 weights = hnp.arrays(np.float32, (6, 8), elements=floats).map(torch.from_numpy)
 # A bit width, and the grid at it.
 modes = st.sampled_from([(bits, replace(grid, grouping=grouping)) for bits, grid in MODES for grouping in GROUPINGS])
-grids = st.builds(Grid, st.sampled_from(GROUPINGS), st.booleans())
+# Those that have clipping ratios at any bits from 3 on.
+grids = st.builds(
+    lambda mode, grouping: replace(mode, grouping=grouping),
+    st.sampled_from([grid for bits, grid in MODES if bits == 3 and not grid.stochastic]),
+    st.sampled_from(GROUPINGS),
+)
+
+
+def as_loaded(scale: np.float32, dtype: str) -> np.float32:
+    """A scale as a server holds it: half to even, bfloat16 by the words of integers, clamped to finite positive."""
+    if dtype == "float32" or scale == 0:
+        return scale
+    if dtype == "float16":
+        half = np.float16(min(abs(scale), np.float32(65504)))
+        size = np.float32(max(half, np.float16(2.0**-24)))
+    else:
+        word, rest = divmod(int(abs(scale).view(np.uint32)), 2**16)
+        word += rest > 2**15 or (rest == 2**15 and word % 2 == 1)
+        size = np.uint32(min(word, 0x7F7F) << 16).view(np.float32)
+    return np.float32(np.copysign(size, scale))
 
 
 def by_hand(w: torch.Tensor, bits: int, grid: Grid, ratio: float) -> np.ndarray:
@@ -39,12 +58,20 @@ def by_hand(w: torch.Tensor, bits: int, grid: Grid, ratio: float) -> np.ndarray:
     out = np.zeros_like(flat)
     f = np.float32
     for i, g in enumerate(flat):
-        if bits > 2 or (bits == 2 and not grid.symmetric):
+        if bits > 1 and grid.full:
+            m = g.max() if g.max() >= -g.min() else g.min()
+            scale = f(m * f(ratio)) / f(-(2 ** (bits - 1)))
+            if abs(scale) < np.finfo(f).tiny:
+                continue
+            scale = as_loaded(scale, grid.scale_dtype)
+            out[i] = np.clip(np.round(g / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale
+        elif bits > 2 or (bits == 2 and not grid.symmetric):
             if grid.symmetric:
                 top = f(2 ** (bits - 1) - 1)
                 scale = f(np.abs(g).max() * f(ratio)) / top
                 if scale < np.finfo(f).tiny:
                     continue
+                scale = as_loaded(scale, grid.scale_dtype)
                 out[i] = np.clip(np.round(g / scale), -top, top) * scale
             else:
                 top = f(2**bits - 1)
@@ -52,17 +79,19 @@ def by_hand(w: torch.Tensor, bits: int, grid: Grid, ratio: float) -> np.ndarray:
                 scale = f(hi - lo) / top
                 if scale < np.finfo(f).tiny:
                     continue
-                zero = np.round(-lo / scale)
+                scale = as_loaded(scale, grid.scale_dtype)
+                zero = np.clip(np.round(-lo / scale), 0, top)
                 out[i] = (np.clip(np.round(g / scale) + zero, 0, top) - zero) * scale
         else:
             mean = f(np.abs(g).sum(dtype=np.float64) / g.size)
             if mean < np.finfo(f).tiny:
                 continue
             if bits == 1:
-                out[i] = np.where(g < 0, -mean, mean)
+                out[i] = np.where(g < 0, f(-1), f(1)) * as_loaded(mean, grid.scale_dtype)
             else:
                 above = np.abs(g) > f(0.7) * mean
-                out[i] = np.sign(g) * above * f(np.abs(g)[above].sum(dtype=np.float64) / above.sum())
+                scale = f(np.abs(g)[above].sum(dtype=np.float64) / above.sum())
+                out[i] = np.sign(g) * above * as_loaded(scale, grid.scale_dtype)
     return out.reshape(x.shape)
 
 
@@ -92,30 +121,33 @@ def test_codes_are_in_range_and_errors_within_a_step(w: torch.Tensor, mode: tupl
     bits, grid = mode
     codes, scale, zero = quantizer.quantize(w, bits, grid, draw=DRAW)
     assert codes.dtype == torch.int32 and scale.dtype == torch.float32
-    top = 1 if not grid.is_uniform(bits) else 2 ** (bits - 1) - 1 if grid.symmetric else 2**bits - 1
-    low = -top if grid.symmetric else 0
+    low, top = grid.limits(bits) if grid.is_uniform(bits) else (-1, 1)
     assert codes.min() >= low and codes.max() <= top
+    assert scale.min() >= 0 or grid.is_full(bits)
     if zero is not None:
         assert zero.min() >= 0 and zero.max() <= top
-    if grid.is_uniform(bits):
-        steps = scale.repeat_interleave(6 // scale.shape[0], 0).repeat_interleave(8 // scale.shape[1], 1).double()
+    if grid.is_uniform(bits) and grid.scale_dtype == "float32":
+        steps = scale.abs().repeat_interleave(6 // scale.shape[0], 0).repeat_interleave(8 // scale.shape[1], 1).double()
         error = (quantizer.dequantize(codes, scale, zero).double() - w.double()).abs() / steps
         # At 16 bits float32 itself has about 1/256 of a step.
-        assert error.max() <= (1.0 if grid.stochastic else 0.5) * (1 + 2**-6) + (0.5 if zero is not None else 0)
+        # A full range lacks the last code on the side that is not the largest weight's.
+        step = 1.0 if grid.stochastic or grid.full else 0.5
+        assert error.max() <= step * (1 + 2**-6) + (0.5 if zero is not None else 0)
 
 
 @given(weights, modes)
 def test_zeros_stay_zeros_and_signs_mirror(w: torch.Tensor, mode: tuple[int, Grid]) -> None:
     zeros = torch.zeros(6, 8)
     assert not quantizer.fake_quantize(zeros, *mode, draw=DRAW).any()
-    if mode[1].symmetric and not mode[1].stochastic:
+    if mode[1].symmetric and not mode[1].stochastic and not mode[1].full:
         w = torch.where(w == 0, 0.5, w)
         assert torch.equal(quantizer.fake_quantize(-w, *mode), -quantizer.fake_quantize(w, *mode))
 
 
 @given(weights, modes, st.integers(-6, 6))
 def test_powers_of_two_scale_through(w: torch.Tensor, mode: tuple[int, Grid], power: int) -> None:
-    assume(float(w.abs().max()) > 1e-2)
+    # Float16 has no smaller steps below 2^-14, and no larger numbers than 65504.
+    assume(float(w.abs().max()) > 1e-2 and mode[1].scale_dtype != "float16")
     w = torch.where(w.abs() < 1e-20, 0.0, w)
     small = quantizer.quantize(w, *mode, draw=DRAW).scale.abs().min()
     assume(small > 1e-20)
@@ -139,6 +171,123 @@ def test_least_squares_ratio_is_the_best_of_its_list(w: torch.Tensor, grid: Grid
         other = error(torch.full(shape, value))
         assert (best <= other).all()
         assert ((other > best) | (value <= found)).all()
+
+
+FULL = Grid(full=True)
+
+
+def test_a_full_range_has_its_extra_code_at_the_largest_weight() -> None:
+    for sign in (1.0, -1.0):
+        codes, scale, _ = quantizer.quantize(sign * torch.tensor([[1.0, 0.5, -0.6, 0.1]]), 2, FULL)
+        assert codes.tolist() == [[-2, -1, 1, 0]] and scale.tolist() == [[-0.5 * sign]]
+    # Of +m and -m the positive one counts, wherever it stands.
+    for order in ([1.0, 0.2, -1.0], [-1.0, 1.0, 0.2]):
+        codes, scale, _ = quantizer.quantize(torch.tensor([order]), 4, FULL)
+        assert scale.tolist() == [[-0.125]] and codes.tolist() == [[{1.0: -8, 0.2: -2, -1.0: 7}[x] for x in order]]
+
+
+@given(weights, st.sampled_from(range(2, 17)), st.sampled_from(GROUPINGS))
+def test_a_full_range_mirrors_where_one_weight_is_the_largest(w: torch.Tensor, bits: int, grouping: Grouping) -> None:
+    grid = Grid(grouping, full=True)
+    groups = quantizer._grouped(w, grid.shape(6, 8))
+    assume(bool((groups.amax(1) != -groups.amin(1)).logical_or(groups.amax(1) == 0).all()))
+    codes, scale, _ = quantizer.quantize(w, bits, grid)
+    mirrored = quantizer.quantize(-w, bits, grid)
+    assert torch.equal(codes, mirrored.codes)
+    assert torch.equal(torch.where(scale == 1, 1.0, -scale), mirrored.scale)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@given(w=weights, bits=st.sampled_from([1, 2, 3, 4, 8]))
+def test_scales_are_values_of_their_dtype(dtype: Any, w: torch.Tensor, bits: int) -> None:
+    for symmetric, full in ((True, False), (True, True), (False, False)):
+        if bits == 1 and not symmetric:
+            continue
+        codes, scale, zero = quantizer.quantize(w, bits, Grid(symmetric=symmetric, full=full, scale_dtype=dtype))
+        assert torch.equal(scale.to(getattr(torch, dtype)).float(), scale)
+        # What a server computes that loads them so.
+        loaded = quantizer.dequantize(codes, scale.to(getattr(torch, dtype)).float(), zero)
+        assert torch.equal(loaded, quantizer.dequantize(codes, scale, zero))
+
+
+def test_scales_beyond_their_dtype_are_its_last_and_first_values() -> None:
+    def scales(values: list[float], dtype: Any, grid: Grid = FULL) -> list[float]:
+        w = torch.tensor(values)[:, None]
+        return list(quantizer.quantize(w, 2, replace(grid, grouping=PerChannel(), scale_dtype=dtype)).scale.flatten())
+
+    most, least = torch.finfo(torch.float16).max, 2.0**-24
+    assert scales([-3e5, 3e5, -1e-9, 1e-9, 0.0, 1e-40], "float16") == [most, -most, least, -least, 1.0, 1.0]
+    assert scales([-131_040, -(2.0**-14), -3 * 2.0**-24], "float16") == [most, 2.0**-15, 2 * least]
+    largest = torch.finfo(torch.bfloat16).max
+    assert scales([3.4e38], "bfloat16", Grid()) == [largest]
+    # Binary groups of zeros keep their scale of 0, and all their values.
+    binary = Grid(PerChannel(), scale_dtype="float16")
+    assert quantizer.quantize(torch.tensor([[0.0], [1e-9]]), 1, binary).scale.tolist() == [[0.0], [least]]
+    # What is below half a step of the first value is zero, what is above the last code is clipped.
+    w = torch.tensor([[2.0**-25, -(2.0**-26)], [1e6, -1e6]])
+    values = quantizer.fake_quantize(w, 4, Grid(PerChannel(), full=True, scale_dtype="float16"))
+    assert values.tolist() == [[0.0, 0.0], [8 * most, -7 * most]]
+    # Many codes with few bits in a scale: zero stays a code.
+    w = torch.tensor([[-1.0, -0.3, -0.001]])
+    grid = Grid(symmetric=False, scale_dtype="bfloat16")
+    for bits in range(9, 17):
+        zero = quantizer.quantize(w, bits, grid).zero_point
+        assert zero is not None and int(zero) <= 2**bits - 1
+
+
+def ggml_q4_0(x: np.ndarray, d: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of blocks `[blocks, 32]`, 0 to 15, and float16 scales, as ggml's quantize_row_q4_0_ref finds them."""
+    if d is None:
+        largest = np.take_along_axis(x, np.abs(x).argmax(1, keepdims=True), 1)
+        d = largest / np.float32(-8)
+    inverse = np.divide(np.float32(1), d, out=np.zeros_like(d), where=d != 0)
+    codes = np.minimum(15, np.trunc(x * inverse + np.float32(8.5)))
+    return codes.astype(np.int32), d.astype(np.float16)
+
+
+blocks = hnp.arrays(np.float32, (4, 32), elements=st.floats(-8, 8, width=16).filter(lambda x: x == 0 or abs(x) > 1e-3))
+Q4_0 = Grid(PerGroup(32), search="absmax", full=True, scale_dtype="float16")
+
+
+@given(blocks)
+def test_a_full_range_with_float16_scales_is_ggml_s_q4_0(x: np.ndarray) -> None:
+    codes, scale, _ = quantizer.quantize(torch.from_numpy(x), 4, Q4_0)
+    theirs, d = ggml_q4_0(x)
+    ours, d32 = codes.numpy() + 8, scale.numpy()
+    some = np.abs(x).max(1, keepdims=True) > 0
+    # Of +m and -m, ggml takes the first: then both scales are right.
+    assert np.array_equal(np.abs(d32)[some], np.abs(d.astype(np.float32))[some])
+    same = some & (d32 == d.astype(np.float32))
+    assert same.all() or (x.max(1, keepdims=True) == -x.min(1, keepdims=True))[~same].all()
+    # With the scale that is stored, codes differ on halves alone: ggml's go up, ours to the even code.
+    stored, _ = ggml_q4_0(x, np.where(some, d32, np.float32(1)))
+    steps = np.float64(x) / d32 + 8
+    halves = np.abs(steps - np.floor(steps) - 0.5) < 1e-5
+    assert np.array_equal(ours[~halves], stored[~halves])
+    exact = steps == np.floor(steps) + 0.5
+    assert np.array_equal(ours[exact], np.minimum(15, np.round(steps[exact])))
+    assert (np.abs(ours - stored) <= 1).all()
+    # Ggml's are computed with the scale before it is rounded, which may move a code by one.
+    assert (np.abs(ours - theirs) * same <= 1).all()
+
+
+@given(blocks)
+def test_ggml_s_q4_0_finds_the_codes_of_a_weight_on_that_grid(x: np.ndarray) -> None:
+    codes, scale, _ = quantizer.quantize(torch.from_numpy(x), 4, Q4_0)
+    theirs, d = ggml_q4_0(quantizer.dequantize(codes, scale).numpy())
+    some = np.abs(x).max(1) > 0
+    assert np.array_equal(theirs[some], codes.numpy()[some] + 8)
+    assert np.array_equal(d[some].astype(np.float32), scale.numpy()[some])
+    assert (theirs[~some] == 8).all() and not codes.numpy()[~some].any()
+
+
+def test_stochastic_rounding_of_a_full_range_is_unbiased() -> None:
+    w = torch.full((1, 50_000), 0.3)
+    w[0, 0] = 8.0
+    codes, scale, _ = quantizer.quantize(w, 4, Grid(stochastic=True, full=True))
+    assert float(scale) == -1.0 and int(codes[0, 0]) == -8
+    assert set(codes[0, 1:].unique().tolist()) == {-1, 0}
+    assert abs(float(codes[0, 1:].float().mean()) + 0.3) < 5 * (0.21 / 50_000) ** 0.5
 
 
 def test_philox_gives_the_published_vectors() -> None:
@@ -183,10 +332,8 @@ def test_blend_is_a_weighted_sum() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=str)
 def test_nonfinite_weights_are_noticed_in_every_mode(value: float, grouping: Grouping) -> None:
-    for bits, symmetric in itertools.product(range(1, 17), (True, False)):
-        if bits == 1 and not symmetric:
-            continue
-        w, grid = torch.randn(6, 8), Grid(grouping, symmetric)
+    for bits, mode in MODES:
+        w, grid = torch.randn(6, 8), replace(mode, grouping=grouping, stochastic=False)
         assert not quantizer.nonfinite(quantizer.fake_quantize(w, bits, grid), grid)
         w[4, 6] = value
         assert quantizer.nonfinite(quantizer.fake_quantize(w, bits, grid), grid)
@@ -206,6 +353,7 @@ W = torch.randn(6, 8)
         ({"weight": W, "bits": 4, "grid": Grid(RowBlocks(0))}, "0 groups"),
         ({"weight": W, "bits": 4, "grid": Grid(PerGroup(3))}, "3 does not divide the 8 columns"),
         ({"weight": W, "bits": 1, "grid": Grid(symmetric=False)}, "symmetric only"),
+        ({"weight": W, "bits": 4, "grid": Grid(symmetric=False, full=True)}, "full range is of symmetric"),
         ({"weight": W, "bits": 2, "grid": NOISY}, "nearest only"),
         ({"weight": W, "bits": 2, "ratio": torch.ones(1, 1)}, "no clipping ratio"),
         ({"weight": W, "bits": 4, "ratio": torch.ones(3, 1)}, r"\[3, 1\], the scale has \[1, 1\]"),

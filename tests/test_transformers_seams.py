@@ -1,6 +1,7 @@
 """Each seam still holds: one test per public name of `moq_hf.transformers_seams`, called after it."""
 
 import ast
+import copy
 import importlib
 import inspect
 import json
@@ -442,6 +443,25 @@ def test_has_adapter(tiny_bert: BertForSequenceClassification) -> None:
     assert seams.has_adapter(tiny_bert)
 
 
+def test_is_scaled_table() -> None:
+    from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+
+    assert not seams.is_scaled_table(nn.Linear)
+    for cls in (BartScaledWordEmbedding, Gemma3TextScaledWordEmbedding):
+        table = cls(4, 2, 0, embed_scale=3.0)
+        plain = nn.functional.embedding(torch.arange(4), table.weight)
+        assert seams.is_scaled_table(cls) and torch.equal(table(torch.arange(4)), plain * 3.0)
+
+
+def test_tied_parameters(tiny_bert: BertForSequenceClassification) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    assert seams.tied_parameters(tiny_bert) == {}
+    config = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=1, eos_token_id=1)
+    assert seams.tied_parameters(GPT2LMHeadModel(config)) == {"lm_head.weight": "transformer.wte.weight"}
+
+
 # Packed models.
 
 
@@ -593,6 +613,16 @@ def test_zero_3() -> None:
     setattr(layer.weight, seams.ZERO_3, 0)
     with pytest.raises(MoQError, match="ZeRO-3"):
         check_supported([layer], list(layer.parameters()))
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])
+def test_convolve(mode: str) -> None:
+    layers = [(nn.Conv1d(4, 6, 3, 2, 1, groups=2, padding_mode=mode), (2, 4, 9)), (nn.Conv2d(2, 3, 3), (2, 2, 5, 5))]
+    for layer, shape in layers:
+        inputs = torch.randn(shape)
+        other = copy.deepcopy(layer)
+        other.weight = nn.Parameter(layer.weight * 2)
+        assert torch.equal(seams.convolve(layer, inputs, other.weight), other(inputs))
 
 
 def test_is_compiled_in_place() -> None:

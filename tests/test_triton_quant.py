@@ -5,6 +5,7 @@ The interpreter must be chosen before Triton is imported, so those tests run in 
 """
 
 import importlib.util
+import itertools
 import logging
 import os
 import re
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numerics import GROUPINGS, MODES, same_bits
+from numerics import GROUPINGS, HALF_MODES, MODES, SEARCHED, same_bits
 from repo import ROOT
 from torch import nn
 from transformers import BertForSequenceClassification
@@ -91,7 +92,7 @@ def test_in_triton_s_interpreter() -> None:
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     passed = Counter(re.findall(r"(\w+\.py)::.* PASSED", done.stdout))
-    assert passed["test_triton_quant.py"] > 150 and passed["test_inference.py"] == 12, done.stdout
+    assert passed["test_triton_quant.py"] > 150 and passed["test_inference.py"] == 16, done.stdout
 
 
 @on_device
@@ -159,10 +160,11 @@ def test_halves_round_to_even_and_extreme_values_stay(tiling: str) -> None:
     w[1] *= 2.0**90
     two = Grid(RowBlocks(2))
     assert same_bits(triton_quant.fake_quantize(w, 8, two), quantizer.fake_quantize(w, 8, two))
-    for magnitude in (3e38, 1e-37, 1e-39, 1e-45):
+    extreme = [(bits, grid) for bits, grid in HALF_MODES if not grid.stochastic]
+    extreme += [(1, Grid()), (2, Grid()), (2, Grid(symmetric=False)), (4, Grid()), (16, Grid(symmetric=False))]
+    for magnitude in (3e38, 1e6, 1e-6, 1e-37, 1e-45):
         w = torch.randn(2, 20, device=DEVICE).clamp(-1, 1) * magnitude
-        for bits, symmetric in [(1, True), (2, True), (2, False), (4, True), (16, False)]:
-            grid = Grid(symmetric=symmetric)
+        for bits, grid in extreme:
             assert same_bits(triton_quant.fake_quantize(w, bits, grid), quantizer.fake_quantize(w, bits, grid))
 
 
@@ -170,12 +172,13 @@ def test_halves_round_to_even_and_extreme_values_stay(tiling: str) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -float("nan")])
 def test_nonfinite_weights_are_told(value: float, tiling: str) -> None:
     weights = [torch.randn(4, 10, device=DEVICE) for _ in range(8)]
-    modes = [(8, True), (8, False), (2, True), (1, True)] * 2
+    grids = (Grid(), Grid(symmetric=False), Grid(full=True), Grid(full=True, scale_dtype="float16"))
+    modes = list(zip((1, 8, 2, 4), grids, strict=True)) * 2
     for w in weights[4:]:
         w[1, 7] = value
     jobs = [
-        Job(w, torch.empty_like(w), bits, Grid(RowBlocks(2), symmetric))
-        for w, (bits, symmetric) in zip(weights, modes, strict=True)
+        Job(w, torch.empty_like(w), bits, replace(grid, grouping=RowBlocks(2)))
+        for w, (bits, grid) in zip(weights, modes, strict=True)
     ]
     batch = Batch(jobs)
     batch.run()
@@ -187,8 +190,8 @@ def test_nonfinite_weights_are_told(value: float, tiling: str) -> None:
 def mixed_jobs() -> list[Job]:
     """Weights of many shapes, bits and dtypes, as in the middle of a schedule."""
     jobs = []
-    shapes = [(6, 8), (3, 40), (12, 12), (6, 33), (3, 4)] * 3
-    for index, (shape, (bits, mode)) in enumerate(zip(shapes, MODES[::-1] * 2, strict=False)):
+    shapes = itertools.cycle([(6, 8), (3, 40), (12, 12), (6, 33), (3, 4)])
+    for index, (shape, (bits, mode)) in enumerate(zip(shapes, [*MODES[::-1], *HALF_MODES[::4]], strict=False)):
         w = guarded(shape, FLOATS[index % 2], torch.randn(shape))
         out = guarded(shape, torch.bfloat16 if index % 3 else torch.float32)
         grid = replace(mode, grouping=RowBlocks(3))
@@ -220,17 +223,17 @@ def test_a_batch_follows_its_weights_steps_and_blends(tiling: str) -> None:
 
 @on_device
 @pytest.mark.parametrize(
-    ("grouping", "bits", "symmetric", "dtype"),
-    list(zip(GROUPINGS, (3, 2, 5, 8), (True, False, False, True), [*FLOATS, torch.float32], strict=True)),
+    ("grouping", "mode", "dtype"),
+    list(zip(itertools.cycle(GROUPINGS), SEARCHED, itertools.cycle([*FLOATS, torch.float32]), strict=False)),
     ids=str,
 )
 def test_least_squares_ratio_is_the_definition(
-    grouping: Grouping, bits: int, symmetric: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    grouping: Grouping, mode: tuple[int, Grid], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_quant, "TILE", 256)
     w = make_weight(6, 33, dtype)
+    bits, grid = mode[0], replace(mode[1], grouping=grouping)
     for _ in range(2):
-        grid = Grid(grouping, symmetric)
         assert same_bits(triton_quant.least_squares_ratio(w, bits, grid), quantizer.least_squares_ratio(w, bits, grid))
         w[1, 1] = torch.nan
 
@@ -263,7 +266,8 @@ def test_packing(bits: int, columns: int, device: str, monkeypatch: pytest.Monke
 def test_packed_linear(dtype: torch.dtype, bits: int, groups: int, rows: int) -> None:
     outputs, columns = 33, 45
     codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (outputs, columns), dtype=torch.int32, device=DEVICE)
-    scale = torch.rand(outputs, groups, device=DEVICE) + 0.1
+    # A full range has scales of both signs.
+    scale = (torch.rand(outputs, groups, device=DEVICE) + 0.1) * torch.randn(outputs, groups, device=DEVICE).sign()
     x = torch.randn(rows, columns, device=DEVICE).to(dtype)
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
     zero = torch.randint(low, high, (outputs, groups), dtype=torch.int32, device=DEVICE) if rows == 70 else None
@@ -298,6 +302,7 @@ def moq(**more: Any) -> MoQConfig:
     [
         {},
         {"quantize_type": "asymmetric", "quantize_algo": {"rounding": "stochastic"}},
+        {"quantize_algo": {"range": "full", "scale_dtype": "float16"}},
         {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.3}},
     ],
     ids=str,
@@ -426,8 +431,12 @@ def test_tickets_come_after_what_they_wait_for(lag: int) -> None:
 
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
-@pytest.mark.parametrize("capability", [80, 90])
-def test_compiles_for_a_gpu(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("capability", "kind", "scale"), [(80, 0, "float32"), (90, 0, "float32"), (90, 1, "float16"), (80, 2, "bfloat16")]
+)
+def test_compiles_for_a_gpu(
+    capability: int, kind: int, scale: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -437,7 +446,8 @@ def test_compiles_for_a_gpu(capability: int, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     kernel = triton_kernels.fake_quantize_tiles
     types = {"table": "*i64", "items": "*i32", "marks": "*i32", "sums": "*fp64", "flags": "*i32"}
-    constants = {"S": triton_quant.TILE, "SYMMETRIC": True, "STOCHASTIC": False, "QUADS": True, "ALIGN": 16}
+    constants = {"S": triton_quant.TILE, "KIND": kind, "STOCHASTIC": False, "QUADS": True, "ALIGN": 16}
+    constants |= {"SCALE": getattr(triton.language, scale)}
     constants |= {"IN": triton.language.float32, "OUT": triton.language.bfloat16}
     source = ASTSource(
         fn=kernel,

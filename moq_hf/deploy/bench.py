@@ -114,7 +114,9 @@ def benchmark(
     """
     folder, threads = Path(directory), threads or torch.get_num_threads()
     packed_bytes = verify_quantized(folder).file_bytes
-    model, _ = load_model(folder)
+    model, tokenizer = load_model(folder)
+    if tokenizer is None:
+        raise MoQError(f"{folder}: models of texts are measured, not {type(model).__name__}")
     limit = getattr(model.config, "max_position_embeddings", math.inf)
     if max(sequences) > limit:
         raise MoQError(f"sequence {max(sequences)} is longer than the {limit} positions of the model")

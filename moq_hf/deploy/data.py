@@ -1,4 +1,4 @@
-"""The texts on which exported models are compared with the checkpoint."""
+"""The texts, or pictures, on which exported models are compared with the checkpoint."""
 
 import inspect
 import json
@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from ..errors import MoQError
 from .metrics import TASKS
 
 _BATCH = 16
+# Pictures that are compared, and their side where neither the model nor its processor says it.
+_PICTURES, _SIDE = 8, 224
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,26 @@ def _row(where: str, line: str) -> tuple[tuple[str, ...], float | None]:
     if not 1 <= len(text) <= 2 or (label is not None and not isinstance(label, (int, float))):
         raise MoQError(f'{where}: must be a JSON object with one or two texts and a number "label"')
     return text, label
+
+
+def pictures_of(model: Any, processor: Path | None) -> list[dict[str, Tensor]]:
+    """Random pictures as a batch of the model's inputs, float32 `[8, channels, height, width]`, normally distributed.
+
+    Args:
+        model: Whose config may say how large a picture is.
+        processor: The file that says how pictures are prepared, which may say it too; else they are of 224 pixels.
+    """
+    size = getattr(model.config, "image_size", None)
+    if size is None and processor is not None:
+        settings = json.loads(processor.read_text(encoding="utf-8"))
+        sizes = settings.get("crop_size") or settings.get("size") or {}
+        size = (
+            sizes if isinstance(sizes, int) else [sizes.get(n, sizes.get("shortest_edge")) for n in ("height", "width")]
+        )
+    sides = [size, size] if isinstance(size, int) else list(size or [])
+    height, width = sides if len(sides) == 2 and all(isinstance(side, int) for side in sides) else (_SIDE, _SIDE)
+    shape = (_PICTURES, getattr(model.config, "num_channels", 3), height, width)
+    return [{"pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(0))}]
 
 
 def batches_of(model: Any, tokenizer: Any, data: Data, max_length: int) -> list[dict[str, Tensor]]:

@@ -26,10 +26,11 @@ class Export:
         files: The file of each flavor.
         bytes: Of each flavor's files; "float checkpoint" is what the float weights take.
         layers: How each quantized layer is stored in each flavor: "int4", "int8", "uint8", "float".
-        sentences: How many were compared.
+        sentences: How many were compared; of a model of pictures, how many pictures.
         checkpoint_metrics: Of the checkpoint in PyTorch.
         proofs: By flavor.
         activation_bits: Of the int8 flavor.
+        compared: What was: "sentences" or "pictures".
     """
 
     directory: Path
@@ -40,6 +41,7 @@ class Export:
     checkpoint_metrics: Mapping[str, float]
     proofs: Mapping[str, Proof]
     activation_bits: int
+    compared: str = "sentences"
 
     def table(self) -> str:
         """A line per flavor, for a terminal."""
@@ -55,7 +57,7 @@ class Export:
             rows += [(*head, f"{proof.largest_difference:.2e}", agreement, *tail)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, "", f"{self.sentences} sentences compared; {self.directory}"])
+        return "\n".join([*lines, "", f"{self.sentences} {self.compared} compared; {self.directory}"])
 
     def report(self) -> dict[str, Any]:
         """What `moq_export.json` holds of it, in JSON types."""
@@ -136,9 +138,12 @@ def publish(staging: Path, target: Path, names: Collection[str]) -> None:
 
 
 def write_rest(folder: Path, checkpoint: Checkpoint, report: Mapping[str, Any]) -> None:
-    """The model's config, without its quantization, its tokenizer and the report."""
+    """The model's config, without its quantization, its tokenizer or what prepares its pictures, and the report."""
     config = copy.deepcopy(checkpoint.model.config)
     config.__dict__.pop("quantization_config", None)
     config.save_pretrained(folder)
-    checkpoint.tokenizer.save_pretrained(folder)
+    if checkpoint.tokenizer is not None:
+        checkpoint.tokenizer.save_pretrained(folder)
+    elif checkpoint.processor is not None:
+        shutil.copy(checkpoint.processor, folder)
     (folder / REPORT_NAME).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

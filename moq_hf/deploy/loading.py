@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 
@@ -16,7 +17,9 @@ from ..packed.verification import Verification
 from ..packed.verify import stored_weights, verify_quantized
 from ..rows import is_experts
 
-_KINDS = ("ForSequenceClassification", "ForTokenClassification", "Model")
+_KINDS = ("ForSequenceClassification", "ForTokenClassification", "ForImageClassification", "Model")
+# How a folder says what its pictures are prepared by.
+PROCESSOR = "preprocessor_config.json"
 
 
 @dataclass(frozen=True)
@@ -25,13 +28,15 @@ class Checkpoint:
 
     Attributes:
         model: With float weights on their grid, in eval mode.
-        tokenizer: The one beside it.
+        tokenizer: The one beside it; None of a model of pictures.
+        processor: The file that says how its pictures are prepared, if there is one.
         verified: What `verify_quantized` found.
         weights: The integers of each quantized layer, by its name.
     """
 
     model: Any
     tokenizer: Any
+    processor: Path | None
     verified: Verification
     weights: Mapping[str, quantizer.Quantized]
 
@@ -44,30 +49,49 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     """
     verified = verify_quantized(directory)
     model, tokenizer = load_model(directory)
+    kinds = nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d
     odd = [
         name
         for name, layer in verified.layers.items()
-        if is_experts(layer.kind) or not isinstance(model.get_submodule(name), nn.Linear | nn.Embedding)
+        if is_experts(layer.kind) or not isinstance(model.get_submodule(name), kinds)
     ]
     if odd:
-        raise MoQError(f"{directory}: only nn.Linear and nn.Embedding are exported, not {', '.join(odd)}")
-    return Checkpoint(model, tokenizer, verified, stored_weights(directory))
+        raise MoQError(f"{directory}: only nn.Linear, nn.Embedding and convolutions are exported, not {', '.join(odd)}")
+    processor = directory / PROCESSOR
+    return Checkpoint(model, tokenizer, processor if processor.is_file() else None, verified, stored_weights(directory))
+
+
+def takes_pictures(model: Any) -> bool:
+    """Whether a model's input is pictures."""
+    return str(getattr(model, "main_input_name", "")) == "pixel_values"
 
 
 def load_model(directory: Path) -> tuple[Any, Any]:
     """The model of a packed checkpoint with float weights on their grid, in eval mode, and its tokenizer.
 
+    A model of pictures has none.
+
     Raises:
-        MoQError: It is of a kind that is not exported, or has no tokenizer.
+        MoQError: It is of a kind that is not exported, or one of texts without a tokenizer.
     """
     config = transformers.AutoConfig.from_pretrained(directory)
     name = (config.architectures or ["none"])[0]
     architecture = getattr(transformers, name, None)
     if architecture is None or not name.endswith(_KINDS) or "Head" in name or config.is_encoder_decoder:
         raise MoQError(
-            f"{directory}: {name} is not exported; classifiers of sequences and tokens and base models are "
-            "(ForSequenceClassification, ForTokenClassification, Model), without a decoder beside the encoder"
+            f"{directory}: {name} is not exported; classifiers of sequences, tokens and images and base models are "
+            "(ForSequenceClassification, ForTokenClassification, ForImageClassification, Model), without a decoder "
+            "beside the encoder"
         )
+    tokenizer = None if takes_pictures(architecture) else _tokenizer(directory)
+    model = architecture.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
+    if is_packed(model):
+        dequantize_model(model)
+    model.config.use_cache = False
+    return model.float().eval(), tokenizer
+
+
+def _tokenizer(directory: Path) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError, KeyError):
@@ -78,8 +102,4 @@ def load_model(directory: Path) -> tuple[Any, Any]:
             f"{directory} has no tokenizer, which the comparison on sentences needs: save it there with "
             "tokenizer.save_pretrained"
         )
-    model = architecture.from_pretrained(directory, attn_implementation="eager", dtype="auto")
-    if is_packed(model):
-        dequantize_model(model)
-    model.config.use_cache = False
-    return model.float().eval(), tokenizer
+    return tokenizer

@@ -14,7 +14,7 @@ from ..errors import MoQError
 from .data import SENTENCES, Data
 from .environment import versions
 from .folder import Export, staged, target_of, write_rest
-from .loading import Checkpoint, load_checkpoint
+from .loading import Checkpoint, load_checkpoint, takes_pictures
 from .onnx_graph import prepare, weights_beside, write_model
 from .onnx_layers import FLAVORS, OPSET, Flavor, OnnxInt8Linear
 from .proof import TOLERANCE, Proof, Reference
@@ -59,11 +59,11 @@ def export_onnx(
     onnxruntime and `optimum.onnxruntime` load it. It appears when everything is proven, or not at all.
 
     Args:
-        directory: What `save_quantized` wrote: a classifier of sequences or tokens, or a base model.
+        directory: What `save_quantized` wrote: a classifier of sequences, tokens or images, or a base model.
         out: The folder to make, an empty one, or that of an earlier export, which is replaced.
         flavors: Some of "float", "weight-only", "dequantize-linear" and "int8".
         activation_bits: Of the int8 flavor, 2 to 8; None is what the model was trained for, else 8.
-        data: Compared on.
+        data: Compared on; a model of pictures answers random ones instead.
         max_length: Tokens of an example, at most.
         tolerance: Largest difference of the outputs that float and weight-only may have.
         external_data_above: Bytes above which the weights are put into a file beside the model.
@@ -132,7 +132,7 @@ def _write(
         if not rounded:
             logger.warning(
                 "moq_hf: the int8 model multiplies no integers: all layers have several scales in a row "
-                "(quantize_group_size) or more than 8 bits"
+                "(quantize_group_size) or more than 8 bits, or are convolutions"
             )
         simulated = reference.rounded(rounded, bits)
     return _Written(size, stored, reference.prove(_answers(path, flavor, reference.batches), simulated))
@@ -159,8 +159,9 @@ def _export(
         files={flavor: name for flavor, name in FILE_NAMES.items() if flavor in written},
         bytes={"float checkpoint": checkpoint.verified.float_bytes} | {f: one.bytes for f, one in written.items()},
         layers={flavor: one.layers for flavor, one in written.items()},
-        sentences=sum(len(batch["input_ids"]) for batch in reference.batches),
+        sentences=sum(len(next(iter(batch.values()))) for batch in reference.batches),
         checkpoint_metrics=reference.metrics,
         proofs={flavor: one.proof for flavor, one in written.items()},
         activation_bits=bits,
+        compared="pictures" if takes_pictures(checkpoint.model) else "sentences",
     )

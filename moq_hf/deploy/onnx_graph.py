@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import MoQError, one_line
 from .loading import Checkpoint
-from .onnx_layers import OPSET, Flavor, OnnxEmbedding, OnnxInt8Linear, OnnxLinear, is_exact_signed
+from .onnx_layers import OPSET, Flavor, OnnxConvolution, OnnxEmbedding, OnnxInt8Linear, OnnxLinear, is_exact_signed
 
 
 def prepare(checkpoint: Checkpoint, flavor: Flavor, activation_bits: int) -> tuple[Any, dict[str, str]]:
@@ -38,6 +38,9 @@ def prepare(checkpoint: Checkpoint, flavor: Flavor, activation_bits: int) -> tup
         if isinstance(module, nn.Embedding):
             stand_in: nn.Module = OnnxEmbedding(weight, bits)
             stored[name] = "int4" if cast(OnnxEmbedding, stand_in).halved else "int8"
+        elif isinstance(module, nn.Conv1d | nn.Conv2d):
+            stand_in = OnnxConvolution(weight, prepared.get_submodule(name), flavor != "dequantize-linear")
+            stored[name] = "int4" if bits <= 4 else "int8"
         elif flavor == "int8" and weight.scale.shape[1] == 1:
             stand_in = OnnxInt8Linear(weight, module.bias, activation_bits)
             stored[name] = "int8" if is_exact_signed(weight.codes, activation_bits) else "uint8"
@@ -55,7 +58,7 @@ def write_model(
 
     Args:
         model: From `prepare`, with what it says of each layer in `stored`.
-        example: Inputs, int64 `[examples, tokens]`.
+        example: Inputs, int64 `[examples, tokens]`, or float32 `[examples, channels, height, width]`.
         path: The file.
         stored: What each quantized layer becomes.
         external_above: Bytes above which the weights are put into a file beside the model.
@@ -69,7 +72,8 @@ def write_model(
     import onnx_ir as ir
 
     with torch.no_grad(), quiet():
-        exported = _traced(model, {name: tensor[:2, :16].contiguous() for name, tensor in example.items()})
+        few = {name: tensor[:2] if tensor.dim() > 2 else tensor[:2, :16] for name, tensor in example.items()}
+        exported = _traced(model, {name: tensor.contiguous() for name, tensor in few.items()})
         _pack(exported, model, stored)
         _optimize(exported, {f"{name}.{part}" for name in stored for part in ("codes", "zero_point")})
     size = sum(value.const_value.nbytes for value in exported.graph.initializers.values())
@@ -79,7 +83,7 @@ def write_model(
 
 
 def _traced(model: Any, inputs: dict[str, Tensor]) -> Any:
-    """The graph of a model whose examples and tokens may be any number.
+    """The graph of a model whose examples and tokens may be any number; pictures keep their size.
 
     Raises:
         MoQError: The exporter of PyTorch cannot export the model.
@@ -89,7 +93,10 @@ def _traced(model: Any, inputs: dict[str, Tensor]) -> Any:
             model,
             (),
             kwargs=inputs,
-            dynamic_shapes={name: {0: "batch", 1: "sequence"} for name in inputs},
+            dynamic_shapes={
+                name: {0: "batch"} if tensor.dim() > 2 else {0: "batch", 1: "sequence"}
+                for name, tensor in inputs.items()
+            },
             input_names=list(inputs),
             output_names=list(model(**inputs)),
             opset_version=OPSET,
@@ -104,11 +111,11 @@ def _traced(model: Any, inputs: dict[str, Tensor]) -> Any:
 
 
 def _pack(exported: Any, model: Any, stored: Mapping[str, str]) -> None:
-    """Make the codes of linear layers of up to 4 bits, and zero points that stand beside them, INT4."""
+    """Make the codes of linear layers and convolutions of up to 4 bits, and zero points beside them, INT4."""
     initializers = exported.graph.initializers
     for name, kind in stored.items():
         layer = model.get_submodule(name)
-        if kind == "int4" and isinstance(layer, OnnxLinear):
+        if kind == "int4" and isinstance(layer, OnnxLinear | OnnxConvolution):
             _narrow(initializers[f"{name}.codes"])
             if not layer.folded and layer.zero_point is not None:
                 _narrow(initializers[f"{name}.zero_point"])

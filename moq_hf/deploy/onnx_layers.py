@@ -6,6 +6,9 @@
 | dequantize-linear | x times DequantizeLinear(codes), in blocks where the scales are | the same |
 | int8 | QuantizeLinear with a scale per token, MatMulInteger, Cast, Mul | the same |
 
+A convolution is Conv with a weight of Cast(codes) * scale, or of DequantizeLinear(codes) along its output channels; in
+the int8 flavor it is as in the weight-only one.
+
 ONNX Runtime turns DequantizeLinear before MatMul into MatMulNBits with accuracy level 4, which rounds activations to 8
 bits: for the same answers as PyTorch the weight-only flavor spells the same formula as Cast and Mul.
 
@@ -22,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import quantizer
+from ..transformers_seams import convolve
 
 Flavor = Literal["float", "weight-only", "dequantize-linear", "int8"]
 FLAVORS: tuple[Flavor, ...] = ("float", "weight-only", "dequantize-linear", "int8")
@@ -83,6 +87,50 @@ class OnnxLinear(nn.Module):
         return torch.onnx.ops.symbolic(
             "DequantizeLinear", parts, blocks, dtype=torch.float32, shape=(rows, columns), version=OPSET
         )
+
+
+class OnnxConvolution(nn.Module):
+    """A convolution with float activations.
+
+    Args:
+        weight: Signed codes `[out_channels, in_channels / groups * kernel]`, their scales and zero points, one per row
+            or row block.
+        layer: The convolution: its own weight is not used.
+        folded: Cast and Mul in the place of DequantizeLinear.
+    """
+
+    def __init__(self, weight: quantizer.Quantized, layer: nn.Module, folded: bool) -> None:
+        super().__init__()
+        codes, scale, zero = _per_row(weight)
+        assert isinstance(layer, nn.Conv1d | nn.Conv2d)
+        self.layer = layer
+        self.folded = folded
+        shape = (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
+        # A scale for each output channel, in the shape that Mul or DequantizeLinear wants.
+        each = [-1, *[1] * (len(shape) - 1)] if folded else [-1]
+        self.codes: Tensor
+        self.scale: Tensor
+        self.zero_point: Tensor | None
+        self.register_buffer("codes", codes.view(shape).to(torch.int8))
+        self.register_buffer("scale", scale.view(each))
+        _set(self, "zero_point", None if zero is None else zero.view(each).to(torch.int8))
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, float32, for the model's code that asks for its dtype too."""
+        codes, scale, zero = self.codes, self.scale, self.zero_point
+        if self.folded:
+            numbers = codes.to(torch.float32)
+            return (numbers if zero is None else numbers - zero.to(torch.float32)) * scale
+        parts = [codes, scale] if zero is None else [codes, scale, zero]
+        along: _Attributes = {"axis": 0}
+        return torch.onnx.ops.symbolic(
+            "DequantizeLinear", parts, along, dtype=torch.float32, shape=codes.shape, version=OPSET
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` convolved with the weight, plus the bias."""
+        return convolve(self.layer, input, self.weight)
 
 
 class OnnxInt8Linear(nn.Module):

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from .. import quantizer
-from .data import Data, batches_of
-from .loading import Checkpoint
+from ..errors import MoQError
+from .data import SENTENCES, Data, batches_of, pictures_of
+from .loading import Checkpoint, takes_pictures
 from .metrics import metrics_of
 
 TOLERANCE = 1e-4
@@ -19,7 +20,7 @@ class Proof:
     """How the answers of one exported model compare with those of the checkpoint in PyTorch.
 
     Attributes:
-        largest_difference: Of the outputs, over all sentences and tokens that are not padding.
+        largest_difference: Of the outputs, over all pictures, or sentences and their tokens that are not padding.
         from_same_arithmetic: The same against PyTorch with the activations rounded as the exported model rounds them;
             None where it rounds none.
         agreement: Share of equal predictions; None where the model predicts no class.
@@ -37,7 +38,7 @@ class Reference:
 
     Args:
         checkpoint: The checkpoint.
-        data: What it answers.
+        data: What it answers; a model of pictures answers random ones instead.
         max_length: Tokens of an example, at most.
 
     Attributes:
@@ -51,7 +52,12 @@ class Reference:
 
     def __init__(self, checkpoint: Checkpoint, data: Data, max_length: int) -> None:
         self._model, self._data = checkpoint.model, data
-        self.batches = batches_of(checkpoint.model, checkpoint.tokenizer, data, max_length)
+        if takes_pictures(checkpoint.model):
+            if data is not SENTENCES:
+                raise MoQError("a model of pictures is compared on random ones: leave the texts out")
+            self.batches = pictures_of(checkpoint.model, checkpoint.processor)
+        else:
+            self.batches = batches_of(checkpoint.model, checkpoint.tokenizer, data, max_length)
         self.answers = self._run()
         self.metrics = self._metrics(self.answers)
 
@@ -98,8 +104,10 @@ class Reference:
 
     def _rows(self, outputs: Sequence[Tensor]) -> Tensor:
         """All answers `[rows, classes]`, without those for padding."""
-        masks = (batch["attention_mask"].bool() for batch in self.batches)
-        flat = [output[mask] if output.dim() == 3 else output for output, mask in zip(outputs, masks, strict=True)]
+        flat = []
+        for output, batch in zip(outputs, self.batches, strict=True):
+            mask = batch.get("attention_mask")
+            flat.append(output if mask is None or output.dim() != 3 else output[mask.bool()])
         return torch.cat([output.reshape(-1, output.shape[-1]) for output in flat])
 
 

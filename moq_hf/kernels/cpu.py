@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _Item = TypeVar("_Item")
 _DEFAULT, _FIRST = Grid(), Draw()
+# Low bits of a float32 that a scale does not keep.
+_CUT = {"float32": 0, "bfloat16": 16, "float16": 13}
 _NO_FLOATS, _NO_HALVES = np.empty(0, np.float32), np.empty(0, np.uint16)
 
 
@@ -98,6 +100,8 @@ def fake_quantize(
         weight.numel() // (shape[0] * shape[1]),
         bits,
         grid.symmetric,
+        grid.is_full(bits),
+        _CUT[grid.scale_dtype],
         grid.stochastic,
         _NO_FLOATS if ratio is None else _flat(ratio.to(torch.float32).contiguous()),
         draw.seed,
@@ -121,7 +125,9 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
     best = torch.empty(shape, dtype=torch.float32, device=weight.device)
     ratios = np.array(quantizer.RATIOS, dtype=np.float32)
     length = weight.numel() // best.numel()
-    _kernels().least_squares_ratio(_flat(weight.detach()), _flat(best), length, bits, grid.symmetric, ratios)
+    _kernels().least_squares_ratio(
+        _flat(weight.detach()), _flat(best), length, bits, grid.symmetric, grid.full, _CUT[grid.scale_dtype], ratios
+    )
     return best
 
 

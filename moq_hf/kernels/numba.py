@@ -14,6 +14,9 @@ _TINY = np.finfo(np.float32).tiny
 _ABS = np.int32(0x7FFFFFFF)
 _ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
 _FACTOR, _STEP = np.float32(0.7), np.float32(2.0**-23)
+# Of float16: largest, least normal and least value.
+_MOST, _NORMAL, _LEAST = np.float32(65504.0), np.float32(2.0**-14), np.float32(2.0**-24)
+_MOST_BFLOAT16 = np.float32(3.3895313892515355e38)
 _MASK, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 _A, _B = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _KEY_A, _KEY_B = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
@@ -25,11 +28,11 @@ def _float_of(bits):
 
 
 @njit(nogil=True, cache=True)
-def _range(x, symmetric):
+def _range(x, mirrored):
     """Lower and upper end; NaN, whose bits are above every other, stays."""
     bits = x.view(np.int32)
     high, low = np.int32(0), np.int32(0)
-    if symmetric:
+    if mirrored:
         for i in range(x.size):
             # Numba would go on in int64.
             magnitude = np.int32(bits[i] & _ABS)
@@ -46,14 +49,34 @@ def _range(x, symmetric):
 
 
 @njit(nogil=True, cache=True)
-def _uniform_scale(low, high, bits, symmetric, ratio):
+def _as_stored(scale, cut):
+    """`quantizer._as_stored`: `cut` low bits of a float32 are not in the scale's dtype (bfloat16 16, float16 13)."""
+    size = abs(scale)
+    if cut == 0 or not _ZERO < size < np.inf:
+        return scale
+    if cut == 13 and size < _NORMAL:
+        size = np.float32(np.rint(np.float32(max(size, _LEAST) / _LEAST)) * _LEAST)
+    else:
+        bits = np.float32(min(size, _MOST if cut == 13 else _MOST_BFLOAT16)).view(np.int32)
+        half = np.int32((1 << (cut - 1)) - 1)
+        size = _float_of(((bits + half + ((bits >> cut) & 1)) >> cut) << cut)
+    return size if scale > _ZERO else -size
+
+
+@njit(nogil=True, cache=True)
+def _uniform_scale(low, high, bits, symmetric, full, ratio, cut):
+    if full:
+        high = high if high >= -low else low
     low, high = np.float32(low * ratio), np.float32(high * ratio)
     span = high if symmetric else np.float32(high - low)
-    steps = np.float32((1 << (bits - 1)) - 1 if symmetric else (1 << bits) - 1)
-    scale = np.float32(span / steps)
-    if scale < _TINY:
+    most = np.float32((1 << (bits - 1)) - 1 if symmetric else (1 << bits) - 1)
+    scale = np.float32(span / (-most - _ONE if full else most))
+    if abs(scale) < _TINY:
         scale = _ONE
-    return scale, _ZERO if symmetric else np.float32(np.rint(np.float32(-low / scale)))
+    scale = _as_stored(scale, cut)
+    if symmetric:
+        return scale, _ZERO
+    return scale, max(min(np.float32(np.rint(np.float32(-low / scale))), most), _ZERO)
 
 
 @njit(nogil=True, cache=True)
@@ -100,15 +123,16 @@ def _noise(noise, first, seed, layer, step):
 
 
 @njit(nogil=True, cache=True)
-def _uniform_values(x, out, noise, scale, zero, bits, symmetric):
+def _uniform_values(x, out, noise, scale, zero, bits, symmetric, full):
     if symmetric:
         top = np.float32((1 << (bits - 1)) - 1)
+        bottom = -top - _ONE if full else -top
         if noise.size == 0:
             for i in range(x.size):
-                out[i] = max(min(np.rint(x[i] / scale), top), -top) * scale
+                out[i] = max(min(np.rint(x[i] / scale), top), bottom) * scale
         else:
             for i in range(x.size):
-                out[i] = max(min(np.floor(x[i] / scale + noise[i]), top), -top) * scale
+                out[i] = max(min(np.floor(x[i] / scale + noise[i]), top), bottom) * scale
     else:
         top = np.float32((1 << bits) - 1)
         if noise.size == 0:
@@ -157,23 +181,28 @@ def _to_bfloat16(values, out):
 
 
 @njit(nogil=True, cache=True)
-def fake_quantize(x, out, halves, length, bits, symmetric, stochastic, ratios, seed, layer, step, keep, blend):
+def fake_quantize(
+    x, out, halves, length, bits, symmetric, full, cut, stochastic, ratios, seed, layer, step, keep, blend
+):
     """Quantize groups of `length` float32 elements of `x` into `out`.
 
     The result is float32 in `out`, or bfloat16 in `halves` (uint16) where that is not empty; `ratios` may be empty.
+    `full` is not for 1 bit; `cut` is that of `_as_stored`.
     """
     buffer = np.empty(PIECE, np.float32)
     noise = np.empty(PIECE + 8 if stochastic else 0, np.float32)
     for group in range(x.size // length):
         first = group * length
         whole = x[first : first + length]
-        low, high = _range(whole, symmetric)
+        low, high = _range(whole, symmetric and not full)
         scale, zero, threshold = _ONE, _ZERO, _ZERO
-        few = symmetric and bits <= 2
+        few = symmetric and not full and bits <= 2
         if few:
             scale, threshold = _few_scale(whole, high, bits, buffer)
+            scale = _as_stored(scale, cut)
         else:
-            scale, zero = _uniform_scale(low, high, bits, symmetric, ratios[group] if ratios.size else _ONE)
+            ratio = ratios[group] if ratios.size else _ONE
+            scale, zero = _uniform_scale(low, high, bits, symmetric, full, ratio, cut)
         if halves.size and np.isnan(scale):
             halves[first : first + length] = np.uint16(0x7FC0)
             continue
@@ -188,7 +217,7 @@ def fake_quantize(x, out, halves, length, bits, symmetric, stochastic, ratios, s
                 if stochastic:
                     _noise(noise, begin, seed, layer, step)
                     draws = noise[begin % 4 :]
-                _uniform_values(piece, values, draws, scale, zero, bits, symmetric)
+                _uniform_values(piece, values, draws, scale, zero, bits, symmetric, full)
             if blend != _ZERO:
                 for i in range(piece.size):
                     values[i] = np.float32(values[i] * keep) + np.float32(piece[i] * blend)
@@ -197,23 +226,23 @@ def fake_quantize(x, out, halves, length, bits, symmetric, stochastic, ratios, s
 
 
 @njit(nogil=True, cache=True)
-def least_squares_ratio(x, best, length, bits, symmetric, ratios):
+def least_squares_ratio(x, best, length, bits, symmetric, full, cut, ratios):
     """Into `best` `[groups]` the ratio with the least sum of squared errors of each group."""
     values = np.empty(PIECE, np.float32)
     nothing = np.empty(0, np.float32)
     for group in range(best.size):
         whole = x[group * length : (group + 1) * length]
-        low, high = _range(whole, symmetric)
+        low, high = _range(whole, symmetric and not full)
         span = np.float64(np.float32(high - low))
         large = (span * span) * (2.0 * length)
         best[group] = _ONE
         least = np.inf
         for ratio in ratios:
-            scale, zero = _uniform_scale(low, high, bits, symmetric, ratio)
+            scale, zero = _uniform_scale(low, high, bits, symmetric, full, ratio, cut)
             total = 0.0
             for begin in range(0, length, PIECE):
                 piece = whole[begin : begin + PIECE]
-                _uniform_values(piece, values, nothing, scale, zero, bits, symmetric)
+                _uniform_values(piece, values, nothing, scale, zero, bits, symmetric, full)
                 for i in range(piece.size):
                     error = np.float32(values[i] - piece[i])
                     values[i] = error * error

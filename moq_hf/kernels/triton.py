@@ -9,18 +9,23 @@ their bits as integers, where NaN is above everything, so that a maximum keeps i
 A weight's row of the table (int64) is: pointers to the weight, the result and the clipping ratios (0: none), length and
 number of its groups, bits, layer, seed, its first group's number among all weights, step, and the float32 bits of
 1 - blend and blend.
+
+`KIND` of a launch is one of NARROW, FULL and ASYMMETRIC. NARROW has the binary and ternary grids too; FULL begins at 2
+bits. `SCALE` is the dtype that scales are rounded to.
 """
 
 import triton
 import triton.language as tl
 
 COLUMNS = tl.constexpr(12)
+NARROW, FULL, ASYMMETRIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # int32 per group in `marks`: the bits of the largest positive and negative magnitude, tiles done of each of the three
 # passes, magnitudes above the ternary threshold.
 MARKS = tl.constexpr(6)
 _MAGIC = tl.constexpr(12582912.0)
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
+_LARGEST_BFLOAT16 = tl.constexpr(3.3895313892515355e38)
 _ABS = tl.constexpr(0x7FFFFFFF)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -32,10 +37,10 @@ def _round(y):
 
 
 @triton.jit
-def _positive(x, SYMMETRIC: tl.constexpr):
+def _positive(x, KIND: tl.constexpr):
     """Bits of the magnitudes that the upper end of the range is the largest of."""
     bits = x.to(tl.int32, bitcast=True) & _ABS
-    return bits if SYMMETRIC else tl.where(x <= 0, 0, bits)
+    return bits if KIND == NARROW else tl.where(x <= 0, 0, bits)
 
 
 @triton.jit
@@ -44,32 +49,46 @@ def _negative(x):
 
 
 @triton.jit
-def _uniform_scale(hi, lo, bits, ratio, SYMMETRIC: tl.constexpr):
+def _as_stored(scale, SCALE: tl.constexpr):
+    """`quantizer._as_stored`."""
+    size = tl.abs(scale)
+    is_kept = (scale == 0.0) | ((size <= _LARGEST) == 0)
+    if SCALE == tl.bfloat16:
+        size = _cast(tl.minimum(size, _LARGEST_BFLOAT16), SCALE).to(tl.float32)
+    elif SCALE == tl.float16:
+        size = tl.minimum(tl.maximum(size, 5.9604644775390625e-08), 65504.0).to(SCALE).to(tl.float32)
+    return tl.where(is_kept, scale, tl.where(scale < 0.0, -size, size))
+
+
+@triton.jit
+def _uniform_scale(hi, lo, bits, ratio, KIND: tl.constexpr, SCALE: tl.constexpr):
+    most = ((1 << bits) - 1 if KIND == ASYMMETRIC else (1 << (bits - 1)) - 1).to(tl.float32)
+    steps = most
+    if KIND == FULL:
+        hi = tl.where(hi >= -lo, hi, lo)
+        steps = -most - 1.0
     hi = hi * ratio
-    if SYMMETRIC:
-        scale = tl.div_rn(hi, ((1 << (bits - 1)) - 1).to(tl.float32))
-        scale = tl.where(scale < _TINY, 1.0, scale)
-        zero = tl.zeros_like(scale)
-    else:
-        lo = lo * ratio
-        scale = tl.div_rn(hi - lo, ((1 << bits) - 1).to(tl.float32))
-        scale = tl.where(scale < _TINY, 1.0, scale)
-        zero = _round(tl.div_rn(-lo, scale))
+    lo = lo * ratio
+    scale = tl.div_rn(hi - lo if KIND == ASYMMETRIC else hi, steps)
+    scale = _as_stored(tl.where(tl.abs(scale) < _TINY, 1.0, scale), SCALE)
+    zero = tl.zeros_like(scale)
+    if KIND == ASYMMETRIC:
+        zero = tl.minimum(tl.maximum(_round(tl.div_rn(-lo, scale)), 0.0), most)
     return scale, zero
 
 
 @triton.jit
-def _uniform_values(x, scale, zero, bits, noise, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr):
+def _uniform_values(x, scale, zero, bits, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
     code = tl.div_rn(x, scale)
     if STOCHASTIC:
         code = tl.floor(code + noise)
     else:
         code = _round(code)
-    if SYMMETRIC:
-        top = ((1 << (bits - 1)) - 1).to(tl.float32)
-        return tl.minimum(tl.maximum(code, -top), top) * scale
-    top = ((1 << bits) - 1).to(tl.float32)
-    return (tl.minimum(tl.maximum(code + zero, 0.0), top) - zero) * scale
+    if KIND == ASYMMETRIC:
+        top = ((1 << bits) - 1).to(tl.float32)
+        return (tl.minimum(tl.maximum(code + zero, 0.0), top) - zero) * scale
+    top = ((1 << (bits - 1)) - 1).to(tl.float32)
+    return tl.minimum(tl.maximum(code, -top - 1.0 if KIND == FULL else -top), top) * scale
 
 
 @triton.jit
@@ -91,17 +110,17 @@ def _threshold(mean):
 
 
 @triton.jit
-def _values(x, scale, zero, cut, bits, noise, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr):
-    if SYMMETRIC:
+def _values(x, scale, zero, cut, bits, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
+    if KIND == NARROW:
         if bits == 1:
             values = tl.where(x >= 0, 1.0, -1.0) * scale
         elif bits == 2:
             sign = tl.where(x > 0, 1.0, 0.0) - tl.where(x < 0, 1.0, 0.0)
             values = sign * tl.where(tl.abs(x) > cut, 1.0, 0.0) * scale
         else:
-            values = _uniform_values(x, scale, zero, bits, noise, SYMMETRIC, STOCHASTIC)
+            values = _uniform_values(x, scale, zero, bits, noise, KIND, STOCHASTIC)
     else:
-        values = _uniform_values(x, scale, zero, bits, noise, SYMMETRIC, STOCHASTIC)
+        values = _uniform_values(x, scale, zero, bits, noise, KIND, STOCHASTIC)
     return values
 
 
@@ -168,21 +187,32 @@ def _part_of_groups(weight, start, c, inside, length, S: tl.constexpr):
 
 @triton.jit
 def _range_of_groups(
-    weight, start, inside, length, R: tl.constexpr, S: tl.constexpr, SYMMETRIC: tl.constexpr, ALIGN: tl.constexpr
+    weight, start, inside, length, R: tl.constexpr, S: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr
 ):
     """The largest and the least value of each group, `[R]`, with 0 among them."""
     high = tl.zeros([R], tl.int32)
     low = tl.zeros([R], tl.int32)
     for c in range(0, length, S):
         x = _part_of_groups(weight, start, tl.multiple_of(c, ALIGN), inside, length, S)
-        high = tl.maximum(high, tl.max(_positive(x, SYMMETRIC), 1))
-        if not SYMMETRIC:
+        high = tl.maximum(high, tl.max(_positive(x, KIND), 1))
+        if KIND != NARROW:
             low = tl.maximum(low, tl.max(_negative(x), 1))
     return high.to(tl.float32, bitcast=True), -low.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _few_levels(weight, start, inside, length, hi, bits, R: tl.constexpr, S: tl.constexpr, ALIGN: tl.constexpr):
+def _few_levels(
+    weight,
+    start,
+    inside,
+    length,
+    hi,
+    bits,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    SCALE: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     """Scale of binary and ternary groups, and the threshold of ternary ones, `[R]`."""
     cut = tl.zeros([R], tl.float32)
     total = tl.zeros([R], tl.float64)
@@ -202,7 +232,7 @@ def _few_levels(weight, start, inside, length, hi, bits, R: tl.constexpr, S: tl.
             count += tl.sum(above.to(tl.int32), 1)
         # Not the mean of nothing: NaN means that the weight holds one.
         scale = tl.where(mean < _TINY, 1.0, _mean(total, count))
-    return scale, cut
+    return _as_stored(scale, SCALE), cut
 
 
 @triton.jit
@@ -212,7 +242,8 @@ def fake_quantize_groups(
     flags,
     R: tl.constexpr,
     S: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     QUADS: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -237,16 +268,16 @@ def fake_quantize_groups(
     start = (group * length)[:, None]
     columns = tl.arange(0, S)[None, :]
 
-    hi, lo = _range_of_groups(weight, start, inside, length, R, S, SYMMETRIC, ALIGN)
+    hi, lo = _range_of_groups(weight, start, inside, length, R, S, KIND, ALIGN)
     cut = tl.zeros([R], tl.float32)
     ratio = tl.full([R], 1.0, tl.float32)
     if ratios != 0:
         ratio = tl.load(ratios.to(tl.pointer_type(tl.float32)) + group, group < groups, 1.0)
-    scale, zero = _uniform_scale(hi, lo, tl.maximum(bits, 2), ratio, SYMMETRIC)
-    if SYMMETRIC:
+    scale, zero = _uniform_scale(hi, lo, tl.maximum(bits, 2), ratio, KIND, SCALE)
+    if KIND == NARROW:
         if bits <= 2:
-            scale, cut = _few_levels(weight, start, inside, length, hi, bits, R, S, ALIGN)
-    bad = tl.sum(((group < groups) & ((scale <= _LARGEST) == 0)).to(tl.int32), 0)
+            scale, cut = _few_levels(weight, start, inside, length, hi, bits, R, S, SCALE, ALIGN)
+    bad = tl.sum(((group < groups) & ((tl.abs(scale) <= _LARGEST) == 0)).to(tl.int32), 0)
     tl.store(flags + index, 1, mask=bad > 0)
 
     layer = tl.load(row + 6)
@@ -260,7 +291,7 @@ def fake_quantize_groups(
         mask = inside & (c + columns < length)
         x = tl.load(weight + i, mask, 0.0).to(tl.float32)
         noise = _noise(start + c, seed, step, layer, R, S, QUADS) if STOCHASTIC else 0.0
-        values = _values(x, scale[:, None], zero[:, None], cut[:, None], bits, noise, SYMMETRIC, STOCHASTIC)
+        values = _values(x, scale[:, None], zero[:, None], cut[:, None], bits, noise, KIND, STOCHASTIC)
         tl.store(out + i, _cast(_blended(values, x, keep, blend), OUT), mask)
 
 
@@ -272,7 +303,7 @@ def _wait(done, tiles):
 
 
 @triton.jit
-def _few_levels_of_tiles(total, mark, tiles, length, bits):
+def _few_levels_of_tiles(total, mark, tiles, length, bits, SCALE: tl.constexpr):
     """Scale of a binary or ternary group, and the threshold of a ternary one, once all tiles are summed."""
     cut = 0.0
     _wait(mark + 3, tiles)
@@ -283,7 +314,7 @@ def _few_levels_of_tiles(total, mark, tiles, length, bits):
         cut = _threshold(mean)
         above_mean = _mean(tl.load(total + 1, volatile=True), tl.load(mark + 5, volatile=True))
         scale = tl.where(mean < _TINY, 1.0, above_mean)
-    return scale, cut
+    return _as_stored(scale, SCALE), cut
 
 
 @triton.jit
@@ -294,7 +325,8 @@ def fake_quantize_tiles(
     sums,
     flags,
     S: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     QUADS: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -331,8 +363,8 @@ def fake_quantize_tiles(
     # Before any waiting, so that the load is under way meanwhile.
     x = tl.load(weight + i, mask, 0.0).to(tl.float32)
     if phase == 0:
-        tl.atomic_max(mark, tl.max(_positive(x, SYMMETRIC), 0))
-        if not SYMMETRIC:
+        tl.atomic_max(mark, tl.max(_positive(x, KIND), 0))
+        if KIND != NARROW:
             tl.atomic_max(mark + 1, tl.max(_negative(x), 0))
         tl.atomic_add(mark + 2, 1, sem="release")
     else:
@@ -352,12 +384,12 @@ def fake_quantize_tiles(
             ratio = 1.0
             if ratios != 0:
                 ratio = tl.load(ratios.to(tl.pointer_type(tl.float32)) + group)
-            scale, zero = _uniform_scale(hi, lo, tl.maximum(bits, 2), ratio, SYMMETRIC)
+            scale, zero = _uniform_scale(hi, lo, tl.maximum(bits, 2), ratio, KIND, SCALE)
             cut = 0.0
-            if SYMMETRIC:
+            if KIND == NARROW:
                 if bits <= 2:
-                    scale, cut = _few_levels_of_tiles(total, mark, tiles, length, bits)
-            tl.store(flags + index, 1, mask=(scale <= _LARGEST) == 0)
+                    scale, cut = _few_levels_of_tiles(total, mark, tiles, length, bits, SCALE)
+            tl.store(flags + index, 1, mask=(tl.abs(scale) <= _LARGEST) == 0)
             layer = tl.load(row + 6)
             seed = tl.load(row + 7)
             step = tl.load(row + 9)
@@ -367,19 +399,19 @@ def fake_quantize_tiles(
             noise = 0.0
             if STOCHASTIC:
                 noise = tl.reshape(_noise(tl.full([1, 1], 0, tl.int64) + first, seed, step, layer, 1, S, QUADS), (S,))
-            values = _values(x, scale, zero, cut, bits, noise, SYMMETRIC, STOCHASTIC)
+            values = _values(x, scale, zero, cut, bits, noise, KIND, STOCHASTIC)
             tl.store(out + i, _cast(_blended(values, x, keep, blend), OUT), mask)
 
 
 @triton.jit
-def group_ranges(weight, cells, length, groups, SYMMETRIC: tl.constexpr, R: tl.constexpr, S: tl.constexpr):
+def group_ranges(weight, cells, length, groups, KIND: tl.constexpr, R: tl.constexpr, S: tl.constexpr):
     """`cells` int32 `[groups, 2]`, zeros before: the bits of each group's largest positive and negative magnitude."""
     group = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     c = tl.program_id(1).to(tl.int64) * S + tl.arange(0, S)
     mask = (group < groups)[:, None] & (c < length)[None, :]
     x = tl.load(weight + ((group * length)[:, None] + c[None, :]), mask, 0.0).to(tl.float32)
-    tl.atomic_max(cells + 2 * group, tl.max(_positive(x, SYMMETRIC), 1), group < groups)
-    if not SYMMETRIC:
+    tl.atomic_max(cells + 2 * group, tl.max(_positive(x, KIND), 1), group < groups)
+    if KIND != NARROW:
         tl.atomic_max(cells + 2 * group + 1, tl.max(_negative(x), 1), group < groups)
 
 
@@ -393,7 +425,8 @@ def ratio_errors(
     groups,
     bits,
     COUNT: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALE: tl.constexpr,
     R: tl.constexpr,
     S: tl.constexpr,
 ):
@@ -405,7 +438,7 @@ def ratio_errors(
     x = tl.load(weight + ((group * length)[:, None] + c[None, :]), mask, 0.0).to(tl.float32)
     hi = tl.load(cells + 2 * group, inside, 0).to(tl.float32, bitcast=True)
     lo = -hi
-    if not SYMMETRIC:
+    if KIND != NARROW:
         lo = -tl.load(cells + 2 * group + 1, inside, 0).to(tl.float32, bitcast=True)
     span = (hi - lo).to(tl.float64)
     bound = (span * span)[:, None]
@@ -413,8 +446,8 @@ def ratio_errors(
     bits = tl.full([1], 0, tl.int32) + bits
     size = tl.full([1, 1], 0, tl.int64) + length
     for k in range(COUNT):
-        scale, zero = _uniform_scale(hi, lo, bits, tl.load(ratios + k), SYMMETRIC)
-        values = _uniform_values(x, scale[:, None], zero[:, None], bits[:, None], 0.0, SYMMETRIC, False)
+        scale, zero = _uniform_scale(hi, lo, bits, tl.load(ratios + k), KIND, SCALE)
+        values = _uniform_values(x, scale[:, None], zero[:, None], bits[:, None], 0.0, KIND, False)
         error = values - x
         terms = tl.where(mask, _exact(error * error, bound, size), 0.0)
         tl.atomic_add(sums + COUNT * group + k, tl.sum(terms, 1), inside)

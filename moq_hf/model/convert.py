@@ -1,39 +1,29 @@
 """How a model gets its quantized layers, and loses them."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
-from .. import quantizer
+# Its classes join those that `quant_class` knows.
+from .. import quant_conv, quantizer  # noqa: F401
 from ..config import MoQConfig
 from ..errors import MoQError
-from ..grid import Grid, PerChannel, RowBlocks
 from ..names import named_modules, unwrapped
 from ..processes import copy_whole
-from ..quant_experts import ExpertsWeight, make_quantized, matrix_of, quantized_in
-from ..quant_linear import (
-    LayerState,
-    QuantEmbedding,
-    QuantLayer,
-    base_class,
-    quant_class,
-)
+from ..quant_experts import ExpertsWeight, make_quantized, quantized_in
+from ..quant_linear import LayerState, QuantEmbedding, QuantLayer, base_class, quant_class
 from ..schedule import FLOAT_BITS
 from ..transformers_seams import ADAPTED, is_peft, unpack
 from .inventory import Inventory, is_packed
 from .refresh import check_finite
-from .selection import take_inventory
+from .selection import grid_of, grid_of_experts, take_inventory
 from .staleness import unwatch, watch
-
-# How embedding tables are quantized, whatever the config says of the linear layers.
-_ROWS = Grid(PerChannel(), search="absmax")
 
 
 def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str) -> nn.Module:
-    """Make the linear layers and experts of `model` quantized ones, at the config's `start_bits` at once.
+    """Make the linear layers of `model`, and what else the config names, quantized ones, at its `start_bits` at once.
 
     Changes the model in place. Layers that the config leaves out, and those of an earlier call that it does not name
     any more, are plain float layers afterwards. With `enabled: false` that is all of them.
@@ -70,8 +60,9 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     try:
         check_finite({**layers, **embeddings})
     except MoQError:
-        for layer in [*layers.values(), *embeddings.values()]:
-            restore(layer)
+        for name, module in inventory.modules.items():
+            for layer in quantized_in(name, module).values():
+                restore(layer)
         _guard_merging(inventory.modules.values())
         raise
     return model
@@ -123,7 +114,7 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
 
 
 def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
-    """The quantized linear layers, and experts by the names of their parameters, each once, in model order."""
+    """The quantized linear layers, convolutions, and experts by the names of their parameters, once, in model order."""
     found: dict[str, QuantLayer] = {}
     for name, module in named_modules(model):
         found |= quantized_in(name, module)
@@ -144,21 +135,25 @@ def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, Qu
     """Make the layers that were chosen quantized ones, still with 32 bits, and any other a plain one.
 
     Returns:
-        The linear layers and experts, and the embedding tables, by name. Whatever an earlier run left on them is gone.
+        Layers of the schedule, experts among them, and embedding tables, by name. Whatever an earlier run left on them
+        is gone.
     """
     chosen: dict[str, nn.Module] = {**inventory.layers, **inventory.embeddings}
+    kept = {*chosen, *inventory.tied, *inventory.experts}
     for name, module in inventory.modules.items():
         for own, layer in quantized_in(name, module).items():
-            if own not in chosen and own not in inventory.experts:
+            if own not in kept:
                 restore(layer)
     for index, (name, module) in enumerate(chosen.items()):
-        if not isinstance(module, QuantLayer):
-            module.__class__ = quant_class(type(module))
-        layer = cast(QuantLayer, module)
-        grid = _ROWS if isinstance(layer, QuantEmbedding) else config.grid
-        draw = quantizer.Draw(config.seed, index)
+        layer = _quantized_layer(module)
+        grid, draw = grid_of(module, config), quantizer.Draw(config.seed, index)
         layer.moq = LayerState(grid, draw=draw, kernel=config.kernel, config=config, name=name)
         watch([layer])
+    for name, owner in inventory.tied.items():
+        layer = _quantized_layer(inventory.modules[name])
+        # One state for one weight: it is quantized once, and the module that was chosen follows the optimizer.
+        layer.moq = cast(QuantLayer, chosen[owner]).moq
+        unwatch(layer)
     _guard_merging(inventory.modules.values())
     layers = {name: cast(QuantLayer, layer) for name, layer in inventory.layers.items()}
     return (
@@ -167,17 +162,19 @@ def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, Qu
     )
 
 
+def _quantized_layer(module: nn.Module) -> QuantLayer:
+    if not isinstance(module, QuantLayer):
+        module.__class__ = quant_class(type(module))
+    return cast(QuantLayer, module)
+
+
 def _prepare_experts(experts: Mapping[str, nn.Module], config: MoQConfig, first: int) -> dict[str, ExpertsWeight]:
     """As `prepare_model`, for parameters of experts; `first` is the number of their first draw."""
     states: dict[nn.Module, dict[str, LayerState]] = {}
     for index, (name, module) in enumerate(experts.items(), first):
-        attribute, grid = name.rpartition(".")[2], config.grid
-        if isinstance(grid.grouping, RowBlocks):
-            # So many blocks in each expert.
-            grid = replace(grid, grouping=RowBlocks(grid.grouping.count * matrix_of(module, attribute)[0]))
-        state = LayerState(
-            grid, draw=quantizer.Draw(config.seed, index), kernel=config.kernel, config=config, name=name
-        )
+        attribute, draw = name.rpartition(".")[2], quantizer.Draw(config.seed, index)
+        grid = grid_of_experts(module, attribute, config)
+        state = LayerState(grid, draw=draw, kernel=config.kernel, config=config, name=name)
         states.setdefault(module, {})[attribute] = state
     made = {module: make_quantized(module, own) for module, own in states.items()}
     return {name: made[module][name.rpartition(".")[2]] for name, module in experts.items()}

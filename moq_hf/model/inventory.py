@@ -1,6 +1,6 @@
 """What is in a model: `Inventory`, found in one walk over the tree of its modules."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeGuard
@@ -10,9 +10,13 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import MoQError
 from ..names import adapters_among, is_below, named_modules, unwrapped, without_peft
+from ..transformers_seams import is_scaled_table
 
+# What has bits of its own by the schedule.
+Layer = nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d
 # The list that DeepSpeed's default names: taken alone where it exists.
 BERT_LAYERS = "bert.encoder.layer"
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,13 @@ class Inventory:
         named: Every name with its module; a module in two places has two.
         modules: Name to module, each module once, in model order.
         adapters: Names of the modules that PEFT has put in.
-        layers: The linear layers that a config quantizes by name; `take_inventory` fills it, and the next three.
+        layers: The linear layers and convolutions that a config quantizes by name; `take_inventory` fills it, and the
+            next four.
         experts: The parameters of experts that it quantizes, by their names, each with its module.
         embeddings: The embedding tables that it quantizes.
-        left_out: Linear layers that stay in float, and tables that were meant to be quantized, by name: with the
-            reason if neither the config nor the layer's place is the reason.
+        tied: Module to the one of `layers` or `embeddings` whose weight it shares, and with it the quantized copy.
+        left_out: Linear layers that stay in float, and tables and convolutions that were meant to be quantized, by
+            name: with the reason if neither the config nor the layer's place is the reason.
 
     >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), "head": nn.Linear(4, 2)})
     >>> inventory = Inventory.of(model)
@@ -43,9 +49,10 @@ class Inventory:
     named: Sequence[tuple[str, nn.Module]] = field(repr=False)
     modules: Mapping[str, nn.Module] = field(repr=False)
     adapters: Sequence[str] = ()
-    layers: Mapping[str, nn.Linear | Conv1D] = field(default_factory=dict)
+    layers: Mapping[str, Layer] = field(default_factory=dict)
     experts: Mapping[str, nn.Module] = field(default_factory=dict)
     embeddings: Mapping[str, nn.Embedding] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str | None] = field(default_factory=dict)
 
     @classmethod
@@ -77,9 +84,19 @@ class Inventory:
         return {**self.layers, **self.experts}
 
     @cached_property
+    def convolutions(self) -> dict[str, nn.Module]:
+        """Every convolution by its name, transposed ones too, but for those of PEFT's adapters."""
+        modules = self.modules.items()
+        return {name: module for name, module in modules if is_convolution(module) and not self.is_added(name)}
+
+    @cached_property
     def heads(self) -> list[str]:
         """Names of the linear layers that are output heads: by default they stay in full precision."""
-        return _output_heads(self.model, self.named, list(self.linears))
+        return self.heads_among(self.linears)
+
+    def heads_among(self, layers: Iterable[str]) -> list[str]:
+        """Which of some layers, by their names, are output heads."""
+        return _output_heads(self.model, self.named, list(layers))
 
     @cached_property
     def lists(self) -> dict[str, nn.ModuleList]:
@@ -101,17 +118,18 @@ class Inventory:
                 if parameter is not None:
                     yield f"{name}.{own}" if name else own, parameter
 
-    def shared(self, layers: Iterable[str]) -> list[str]:
-        """One line for each of the layers whose weight is also another layer's."""
+    def shared(self, layers: Collection[str]) -> list[str]:
+        """One line for each of the layers whose weight is also that of something that is none of them."""
         names: dict[int, list[str]] = {}
         parameters = dict(self.parameters())
         for name, parameter in parameters.items():
             names.setdefault(id(parameter), []).append(name)
+        # Experts are called as their parameter.
+        owned = {layer: layer if layer in parameters else f"{layer}.weight" for layer in layers}
+        among = set(owned.values())
         found = []
-        for layer in layers:
-            # Experts are called as their parameter.
-            own = layer if layer in parameters else f"{layer}.weight"
-            others = [name for name in names[id(parameters[own])] if name != own]
+        for own in owned.values():
+            others = [name for name in names[id(parameters[own])] if name not in among]
             if others:
                 found.append(f"{own} is also {', '.join(others)}")
         return found
@@ -187,6 +205,11 @@ def is_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
     return isinstance(module, nn.Linear | Conv1D)
 
 
+def is_convolution(module: nn.Module) -> bool:
+    """Whether a module is a convolution of PyTorch: one that can be quantized, a transposed or a 3-dimensional one."""
+    return isinstance(module, _CONVOLUTIONS)
+
+
 def is_packed(model: nn.Module) -> bool:
     """Whether `from_pretrained` made this model of a packed checkpoint: its layers may have no weights yet."""
     quantizer_of_transformers = getattr(model, "hf_quantizer", None)
@@ -194,15 +217,17 @@ def is_packed(model: nn.Module) -> bool:
 
 
 def misfit(module: nn.Module) -> str | None:
-    """Why a linear layer or an embedding table cannot be quantized and stays as it is; None if it can be.
+    """Why a linear layer, a convolution or an embedding table cannot be quantized and stays as it is; None if it can.
 
     >>> misfit(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
     'a computed weight'
     """
-    plain = (nn.Linear.forward, Conv1D.forward, nn.Embedding.forward)
+    if is_convolution(module) and not isinstance(module, nn.Conv1d | nn.Conv2d):
+        return f"the class {type(module).__name__}"
+    plain = (nn.Linear.forward, Conv1D.forward, nn.Embedding.forward, nn.Conv1d.forward, nn.Conv2d.forward)
     # One that is quantized already has a forward pass of ours, and a state. What accelerate hangs on the instance is
     # around the class's own.
-    if type(module).forward not in plain and not hasattr(module, "moq"):
+    if type(module).forward not in plain and not hasattr(module, "moq") and not is_scaled_table(type(module)):
         return "a forward of its own"
     # Parametrizations and the old weight_norm compute it anew at each access: there is nothing to train, nor to keep.
     if not isinstance(module._parameters.get("weight"), nn.Parameter):

@@ -139,7 +139,8 @@ def _path(layer: QuantLayer) -> Backend:
         # All processes gather in the same order.
         return quantizer
     # A batch cannot point to rows that do not lie one after the other.
-    task: Literal["weight", "model"] = "model" if lies_in_rows(weight, layer.kind) else "weight"
+    in_rows = weight.is_contiguous() and lies_in_rows(weight, layer.kind)
+    task: Literal["weight", "model"] = "model" if in_rows else "weight"
     return choose(task, weight, layer.moq.dtype or weight.dtype, layer.moq.kernel)
 
 

@@ -3,18 +3,23 @@
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..config import MoQConfig
 from ..errors import MoQError
+from ..grid import Grid, PerChannel, RowBlocks
 from ..names import is_below, plain_name, unwrapped
 from ..processes import check_supported
 from ..quant_experts import experts_parameters, matrix_of
+from ..serving.planned import check_served
 from ..transformers_seams import ADAPTED, has_dora
-from .inventory import Inventory, is_linear, is_packed, misfit
+from .inventory import Inventory, Layer, is_convolution, is_linear, is_packed, misfit
+
+# How embedding tables are quantized, whatever the config says of the linear layers.
+_ROWS = Grid(PerChannel(), search="absmax")
 
 
 def take_inventory(model: Any, config: MoQConfig, known: Inventory | None = None) -> Inventory:
@@ -26,7 +31,7 @@ def take_inventory(model: Any, config: MoQConfig, known: Inventory | None = None
         known: One that was taken before with this config: given back if it would be the same now.
 
     Raises:
-        MoQError: What `quantize_model` raises, but for NaN and Inf.
+        MoQError: What `quantize_model` raises, but for NaN and Inf; a server in `serve` cannot take what is chosen.
     """
     model = unwrapped(model)
     found = known if known is not None and known.describes(model) else Inventory.of(model)
@@ -40,40 +45,52 @@ def take_inventory(model: Any, config: MoQConfig, known: Inventory | None = None
     # Afresh for a known one too: the same modules may have other weights, sizes or settings by now.
     layers, embeddings = select_layers(found, config), select_embeddings(found, config)
     experts = select_experts(found, config)
-    left_out = _left_out(found, layers, config)
-    if (layers, experts, embeddings, left_out) == (found.layers, found.experts, found.embeddings, found.left_out):
-        return found
-    return replace(found, layers=layers, experts=experts, embeddings=embeddings, left_out=left_out)
+    tied = select_tied(found, {**embeddings, **layers}, config)
+    layers = {name: layer for name, layer in layers.items() if name not in tied}
+    embeddings = {name: table for name, table in embeddings.items() if name not in tied}
+    left_out = _left_out(found, {*layers, *tied}, config)
+    chosen = {"layers": layers, "experts": experts, "embeddings": embeddings, "tied": tied, "left_out": left_out}
+    if any(getattr(found, key) != value for key, value in chosen.items()):
+        found = replace(found, layers=layers, experts=experts, embeddings=embeddings, tied=tied, left_out=left_out)
+    check_served(found, config)
+    return found
 
 
-def select_layers(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Linear | Conv1D]:
-    """The linear layers that the config quantizes, by name; without those of which `_reason` says why not.
+def select_layers(inventory: Inventory, config: MoQConfig) -> dict[str, Layer]:
+    """The linear layers, and convolutions, that the config quantizes, by name; without those that `_reason` names.
 
     Raises:
         MoQError: There is none and no experts either, a pattern in `modules_to_not_convert` matches nothing, a weight
             is not floating point, groups do not divide it, or DoRA adapts it.
     """
-    every = inventory.linears
+    every, what = _candidates(inventory, config), "linear layer"
+    if config.quantize_convolutions:
+        what = "linear layer or convolution"
+        if not inventory.convolutions:
+            raise MoQError("quantize_convolutions: the model has no convolution; leave the key out")
+    proposal = _proposal(inventory, config)
     # Then nothing must be left.
     has_others = bool(select_experts(inventory, config))
     if not every and not has_others:
         leaves = {type(module).__name__ for module in inventory.modules.values() if not list(module.children())}
         raise MoQError(
-            f"the model has no linear layer to quantize; its layers are {', '.join(sorted(leaves)) or 'none'}"
+            f"the model has no {what} to quantize; its layers are {', '.join(sorted(leaves)) or 'none'}{proposal}"
         )
     left_out = _kept_by(inventory, config)
     chosen = {name: layer for name, layer in every.items() if name not in left_out}
     if not chosen and not has_others:
         reason = "modules_to_not_convert names" if config.modules_to_not_convert is not None else "output heads are"
-        raise MoQError(f"no linear layer is left to quantize: {reason} all of them ({', '.join(every)})")
+        raise MoQError(f"no {what} is left to quantize: {reason} all of them ({', '.join(every)}){proposal}")
     _check_weights(chosen)
     routers = _routers(inventory)
     misfits = {name: _reason(name, layer, routers) for name, layer in chosen.items()}
     chosen = {name: layer for name, layer in chosen.items() if misfits[name] is None}
     if not chosen and not has_others:
         listed = ", ".join(f"{name} has {why}" for name, why in misfits.items())
-        raise MoQError(f"no linear layer is left to quantize: {listed}")
-    _check_groups({name: _features(layer) for name, layer in chosen.items()}, config)
+        raise MoQError(f"no {what} is left to quantize: {listed}{proposal}")
+    own = {name: layer for name, layer in chosen.items() if grid_of(layer, config).grouping == config.grouping}
+    convolutions = {name for name, layer in own.items() if is_convolution(layer)}
+    _check_groups({name: _features(layer) for name, layer in own.items()}, config, convolutions)
     _check_adapters(inventory, chosen)
     return chosen
 
@@ -106,26 +123,122 @@ def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Modu
     return chosen
 
 
+def output_heads(inventory: Inventory, config: MoQConfig) -> list[str]:
+    """Names of the output heads among what the config may quantize."""
+    return inventory.heads_among(_candidates(inventory, config)) if config.quantize_convolutions else inventory.heads
+
+
+def grid_of(layer: nn.Module, config: MoQConfig) -> Grid:
+    """How a chosen layer's weight is quantized.
+
+    An embedding table has a scale per row. So has a convolution with `quantize_group_size`, which seldom divides its
+    kernels: 3 x 3 in each group of a depthwise one are 9 weights.
+
+    >>> config = MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, "quantize_group_size": 32})
+    >>> grid_of(nn.Conv2d(3, 4, 3), config).grouping, grid_of(nn.Linear(32, 4), config).grouping
+    (PerChannel(), PerGroup(size=32))
+    """
+    grid = _grid_for(cast(Tensor, layer.weight), config)
+    if isinstance(layer, nn.Embedding):
+        return replace(_ROWS, scale_dtype=grid.scale_dtype)
+    if is_convolution(layer) and config.grouping.row_size is not None:
+        return replace(grid, grouping=PerChannel())
+    return grid
+
+
+def grid_of_experts(module: nn.Module, parameter: str, config: MoQConfig) -> Grid:
+    """As `grid_of`, for a parameter of experts: with `quantize_groups` there are so many blocks in each expert."""
+    grid = _grid_for(cast(Tensor, module._parameters[parameter]), config)
+    if isinstance(grid.grouping, RowBlocks):
+        return replace(grid, grouping=RowBlocks(grid.grouping.count * matrix_of(module, parameter)[0]))
+    return grid
+
+
+def _grid_for(weight: Tensor, config: MoQConfig) -> Grid:
+    return config.grid_of(str(weight.dtype).removeprefix("torch."))
+
+
 def select_embeddings(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Embedding]:
     """The embedding tables that the config quantizes, by name: none without `quantize_embeddings`.
 
     Tables of which `misfit` says why, sparse ones and ones with a `max_norm` are left alone.
 
     Raises:
-        MoQError: There is none, or one shares its weight with another layer.
+        MoQError: There is none.
     """
     if config.quantize_embeddings is None:
         return {}
     chosen = embeddings_to_quantize(inventory, config)
     if not chosen:
         raise MoQError("quantize_embeddings: the model has no embedding table that can be quantized; set it to null")
-    sharing = inventory.shared(chosen)
-    if sharing:
-        raise MoQError(
-            f"quantize_embeddings: {'; '.join(sharing)}; a shared table is not supported: set quantize_embeddings to "
-            "null, or name it in modules_to_not_convert"
-        )
     return chosen
+
+
+def select_tied(inventory: Inventory, chosen: Mapping[str, nn.Module], config: MoQConfig) -> dict[str, str]:
+    """The modules that share the weight of a chosen one: they compute with its quantized copy.
+
+    The first of `chosen` with a weight says how it is quantized. So `quantize_embeddings` decides for a table that is
+    the output head too; without it, a head that is quantized as a linear layer decides for the table.
+
+    Args:
+        inventory: Of the model.
+        chosen: What the config quantizes by name, embedding tables first.
+        config: What was asked for.
+
+    Returns:
+        Name of the module to that of the chosen one.
+
+    Raises:
+        MoQError: One of them cannot be quantized, or the config leaves it in float by name.
+    """
+    found, wrong = tied_to(inventory, chosen, config)
+    if wrong:
+        instead = "set quantize_embeddings to null" if config.quantize_embeddings else "leave the layers in float"
+        raise MoQError(
+            f"{'; '.join(wrong)}: a shared weight is quantized for all that use it or for none: {instead}, or name all "
+            "of them in modules_to_not_convert"
+        )
+    return found
+
+
+def tied_to(
+    inventory: Inventory, chosen: Mapping[str, nn.Module], config: MoQConfig
+) -> tuple[dict[str, str], list[str]]:
+    """As `select_tied`, with a line on each module that stands in the way in place of an error."""
+    owners: dict[int, str] = {}
+    for name, module in chosen.items():
+        owners.setdefault(id(module._parameters["weight"]), name)
+    found: dict[str, str] = {}
+    wrong = []
+    for name, module in inventory.modules.items():
+        for own, parameter in module._parameters.items():
+            owner = owners.get(id(parameter), name)
+            if owner == name:
+                continue
+            reason = _why_not_tied(inventory, name, own, config)
+            if reason is None:
+                found[name] = owner
+            else:
+                wrong.append(f"{owner}.weight is also {name}.{own}, {reason}")
+    return found, wrong
+
+
+def _why_not_tied(inventory: Inventory, name: str, own: str, config: MoQConfig) -> str | None:
+    """Why a module cannot compute with the quantized copy of a weight that it shares; None if it can."""
+    module = inventory.modules[name]
+    if own != "weight" or not isinstance(module, nn.Linear | nn.Embedding) or inventory.is_added(name):
+        return f"of a {type(module).__name__}"
+    if any(_matches(name, pattern) for pattern in config.modules_to_not_convert or ()):
+        return "which modules_to_not_convert names"
+    why = misfit(module) if isinstance(module, nn.Linear) else _why_no_table(module)
+    return None if why is None else f"which has {why}"
+
+
+def _why_no_table(module: nn.Embedding) -> str | None:
+    """Why an embedding table cannot be quantized; None if it can."""
+    if module.max_norm is not None:
+        return "a max_norm"
+    return "sparse gradients" if module.sparse else misfit(module)
 
 
 def _experts(inventory: Inventory) -> dict[str, nn.Module]:
@@ -145,30 +258,41 @@ def embeddings_to_quantize(inventory: Inventory, config: MoQConfig) -> dict[str,
         name: module
         for name, module in inventory.modules.items()
         if isinstance(module, nn.Embedding)
-        and misfit(module) is None
-        and module.max_norm is None
-        and not module.sparse
+        and _why_no_table(module) is None
         and not any(_matches(name, pattern) for pattern in patterns)
         and not inventory.is_added(name)
     }
 
 
+def _candidates(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
+    """What the config may quantize by the schedule, in model order: linear layers, and convolutions if it says so."""
+    found = {**inventory.linears, **(inventory.convolutions if config.quantize_convolutions else {})}
+    return {name: found[name] for name in inventory.modules if name in found}
+
+
+def _proposal(inventory: Inventory, config: MoQConfig) -> str:
+    """What to add to an error that says that nothing is left to quantize."""
+    fits = any(misfit(module) is None for module in inventory.convolutions.values())
+    unasked = fits and not config.quantize_convolutions
+    return "; quantize_convolutions: true would quantize convolutions" if unasked else ""
+
+
 def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:
-    """The linear layers that `modules_to_not_convert` names, or the output heads where it is absent.
+    """The candidates that `modules_to_not_convert` names, or the output heads where it is absent.
 
     Raises:
         MoQError: A name or glob matches no module.
     """
     if config.modules_to_not_convert is None:
-        return set(inventory.heads)
-    kept = set[str]()
+        return set(output_heads(inventory, config))
+    kept, candidates = set[str](), _candidates(inventory, config)
     others = [*filter(None, inventory.modules), *_experts(inventory)]
     for pattern in config.modules_to_not_convert:
-        matches = {name for name in inventory.linears if _matches(name, pattern)}
+        matches = {name for name in candidates if _matches(name, pattern)}
         if not matches and not any(_matches(name, pattern) for name in others):
+            what = "linear layers and convolutions" if config.quantize_convolutions else "linear layers"
             raise MoQError(
-                f"modules_to_not_convert: {pattern!r} matches no module; "
-                f"the linear layers are {', '.join(inventory.linears)}"
+                f"modules_to_not_convert: {pattern!r} matches no module; the {what} are {', '.join(candidates)}"
             )
         kept |= matches
     return kept
@@ -180,8 +304,9 @@ def _left_out(inventory: Inventory, layers: Iterable[str], config: MoQConfig) ->
     routers = _routers(inventory)
     for name, module in inventory.modules.items():
         table = isinstance(module, nn.Embedding) and config.quantize_embeddings is not None
-        reason = _reason(name, module, routers) if is_linear(module) or table else None
-        if (is_linear(module) or reason) and name not in layers and plain_name(name, inventory.adapters):
+        by_schedule = is_linear(module) or (is_convolution(module) and config.quantize_convolutions)
+        reason = _reason(name, module, routers) if by_schedule or table else None
+        if (by_schedule or reason) and name not in layers and plain_name(name, inventory.adapters):
             found[name] = reason
     return found
 
@@ -212,7 +337,7 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or f".{pattern}." in f".{name}."
 
 
-def _check_weights(layers: Mapping[str, nn.Linear | Conv1D]) -> None:
+def _check_weights(layers: Mapping[str, Layer]) -> None:
     odd = [f"{name} ({layer.weight.dtype})" for name, layer in layers.items() if not layer.weight.is_floating_point()]
     if odd:
         raise MoQError(
@@ -242,19 +367,24 @@ def _check_adapters(inventory: Inventory, layers: Iterable[str]) -> None:
         )
 
 
-def _features(layer: nn.Linear | Conv1D) -> dict[str, int]:
+def _features(layer: Layer) -> dict[str, int]:
     if isinstance(layer, Conv1D):
         return {"out_features": layer.nf, "in_features": layer.nx}
-    return {"out_features": layer.out_features, "in_features": layer.in_features}
+    if isinstance(layer, nn.Linear):
+        return {"out_features": layer.out_features, "in_features": layer.in_features}
+    return {"out_features": layer.out_channels, "in_features": layer.weight[0].numel()}
 
 
-def _check_groups(features: Mapping[str, Mapping[str, int]], config: MoQConfig) -> None:
+def _check_groups(
+    features: Mapping[str, Mapping[str, int]], config: MoQConfig, convolutions: Collection[str] = ()
+) -> None:
     grouping = config.grouping
     if grouping.divides is None:
         return
     axis, count = grouping.divides
     sizes = {name: own[axis] for name, own in features.items()}
-    wrong = [f"{name} ({axis} {size})" for name, size in sizes.items() if size % count]
+    names = {name: axis.replace("features", "channels") if name in convolutions else axis for name in sizes}
+    wrong = [f"{name} ({names[name]} {size})" for name, size in sizes.items() if size % count]
     if wrong:
         fits = [n for n in range(1, min(sizes.values()) + 1) if all(size % n == 0 for size in sizes.values())]
         near = sorted(fits, key=lambda n: abs(n - count))[:3]

@@ -3,19 +3,34 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from torch import nn
+
 from ..names import plain_name
-from ..quant_linear import QuantEmbedding, QuantLayer
+from ..quant_linear import QuantLayer
 from ..schedule import FLOAT_BITS
 from .inventory import Inventory
 
+# The most bits of a code in an integer's seat in the files; floats hold wider ones.
+_BYTE = 8
+
 
 class _Weight(NamedTuple):
-    """A quantized layer's weight: how many numbers and scales it has, and the bits of its own dtype."""
+    """A quantized layer's weight: how many numbers and scales it has, the bits of its own dtype, whether a table's."""
 
     layer: QuantLayer
     numbers: int
     scales: int
     full: int
+    is_table: bool
+
+    def saved(self, width: int | None) -> int:
+        """Bits of a code in the files, where all that can be packed have one width, or each its own and tables 8."""
+        bits = self.layer.moq.bits
+        if self.layer.kind == "conv":
+            return self.full
+        if bits > _BYTE:
+            return bits
+        return width or (_BYTE if self.is_table else bits)
 
 
 class ModelSizes:
@@ -35,6 +50,7 @@ class ModelSizes:
     """
 
     def __init__(self, inventory: Inventory, layers: Mapping[str, QuantLayer]) -> None:
+        tables = {id(m._parameters.get("weight")) for m in inventory.modules.values() if isinstance(m, nn.Embedding)}
         owners: dict[int, QuantLayer] = {}
         for layer in layers.values():
             owners.setdefault(id(layer.weight), layer)
@@ -50,7 +66,8 @@ class ModelSizes:
             if id(parameter) in owners:
                 layer = owners[id(parameter)]
                 groups = layer.moq.grid.shape(*layer.matrix.shape)
-                self._weights.append(_Weight(layer, count, groups[0] * groups[1], full))
+                is_table = id(parameter) in tables
+                self._weights.append(_Weight(layer, count, groups[0] * groups[1], full, is_table))
             else:
                 self.others[name] = count
                 self._others_bits += count * full
@@ -76,15 +93,31 @@ class ModelSizes:
 
     @property
     def mb(self) -> float:
-        """The same with each quantized weight packed at its bits of now and one scale, in its dtype, for each group.
+        """The same with each quantized weight packed and one scale, in its dtype, for each group, as it is saved.
 
-        Embedding tables take a byte a weight, as they are saved.
+        A convolution takes what it takes in float. Of the others, either each weight takes its bits of now, and one of
+        an embedding table a byte, or all take as many as the largest, whichever is less; see `has_one_width`.
         """
+        width = self._widest if self.has_one_width else None
         size = self._others_bits
-        for layer, count, scales, full in self._weights:
-            bits = 8 if isinstance(layer, QuantEmbedding) and layer.moq.bits != FLOAT_BITS else layer.moq.bits
-            size += count * bits + scales * full if bits < full else count * full
+        for weight in self._weights:
+            bits = weight.saved(width)
+            size += weight.numbers * (bits if bits < weight.full else weight.full)
+            size += weight.scales * weight.full if bits < weight.full else 0
         return size / 8e6
+
+    @property
+    def has_one_width(self) -> bool:
+        """Whether the codes are smaller with all weights at the width of the largest than with tables in bytes.
+
+        Only what is unpacked while loading can have a table in fewer than 8 bits, and it knows one width for all.
+        """
+        apart, alike = (sum(w.numbers * w.saved(width) for w in self._weights) for width in (None, self._widest))
+        return alike < apart
+
+    @property
+    def _widest(self) -> int:
+        return max((w.layer.moq.bits for w in self._weights if w.layer.moq.bits <= _BYTE), default=0)
 
     def largest_others(self) -> dict[str, int]:
         """Parameters that stay in float, by the last part of their names, the largest first.

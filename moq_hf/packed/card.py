@@ -137,15 +137,26 @@ def _head(name: str, about: About, found: Verification) -> str:
     base, data = about.base_model, about.data
     origin = f" from [{base}](https://huggingface.co/{base})" if base else ""
     trained = f"Fine-tuned{origin}{f' on {data}' if data else ''} with Mixture-of-Quantization"
-    stored = "packed integers in the format of compressed-tensors"
-    if found.state.get("layout") == "floats":
-        stored = "floats on the grid of their integers, since transformers could not load them packed"
+    what = "convolutions" if found.has_convolutions else "linear layers"
+    if any(layer.kind in ("linear", "conv1d") for layer in found.layers.values()) and found.has_convolutions:
+        what = "linear layers and convolutions"
     return (
-        f"# {name.rpartition('/')[2]}\n\n{trained} (moq_hf): the precision of its linear layers fell step by step "
+        f"# {name.rpartition('/')[2]}\n\n{trained} (moq_hf): the precision of its {what} fell step by step "
         f"while it trained, to {low} bits. {found.coverage()} are quantized, which makes {found.mean_bits:.2f} bits "
-        f"per parameter over the whole model. The quantized weights are {stored}: {_mb(found.file_bytes)} instead of "
-        f"{_mb(found.float_bytes)} in all."
+        f"per parameter over the whole model. The quantized weights are {_stored(found)}: {_mb(found.file_bytes)} "
+        f"instead of {_mb(found.float_bytes)} in all."
     )
+
+
+def _stored(found: Verification) -> str:
+    """How the quantized weights lie in the files, in words."""
+    dense = "floats on the grid of their integers"
+    if found.state.get("layout") == "floats":
+        others = any(layer.kind != "conv" for layer in found.layers.values())
+        why = "transformers could not load them packed" if others else "the packed format has no place for convolutions"
+        return f"{dense}, since {why}"
+    stored = "packed integers in the format of compressed-tensors"
+    return f"{stored}, those of convolutions {dense}, at full size" if found.has_convolutions else stored
 
 
 def _proof(found: Verification) -> str:
@@ -202,8 +213,18 @@ def _sizes(found: Verification) -> str:
             f"| {found.file_bytes / found.float_bytes:.3f} |",
             "",
             f"Quantized: {found.coverage()}; mean {found.mean_bits:.2f} bits over the whole model.",
+            *_shared(found.layers),
         ]
     )
+
+
+def _shared(layers: Mapping[str, StoredLayer]) -> list[str]:
+    lines = [
+        f"- {' and '.join(f'`{other}`' for other in layer.tied)}: the weight of `{name}`, which is stored once."
+        for name, layer in layers.items()
+        if layer.tied
+    ]
+    return ["", *lines] if lines else []
 
 
 def _bits(layers: Mapping[str, StoredLayer], picture: bool) -> str:

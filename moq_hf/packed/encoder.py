@@ -1,9 +1,10 @@
 """The layers of one model on their way into the files: how each is stored, and the config groups they share."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from .. import quantizer
@@ -21,6 +22,8 @@ from .matrices import encode_matrices, names_of, target_of
 from .state import MAX_PACKED_BITS, STATE_NAME, StoredLayer
 from .targets import Patterns
 
+# Bits of a word of packed codes.
+_WORD = 32
 _Value = TypeVar("_Value")
 # The config group of packed experts.
 _EXPERTS = "experts"
@@ -29,8 +32,15 @@ _EXPERTS = "experts"
 class Encoder:
     """How the layers of one model are stored; collects the config groups of compressed-tensors as they come up."""
 
-    def __init__(self, inventory: Inventory, layers: Mapping[str, QuantLayer], layout: Layout) -> None:
+    def __init__(
+        self,
+        inventory: Inventory,
+        layers: Mapping[str, QuantLayer],
+        layout: Layout,
+        tied: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         self.layout = layout
+        self.tied = tied or {}
         self.groups: dict[str, dict[str, Any]] = {}
         self.stored: dict[str, StoredLayer] = {}
         model, modules = inventory.model, plain(inventory.modules, inventory.adapters)
@@ -40,33 +50,72 @@ class Encoder:
         lists = {name: len(entries) for name, entries in inventory.lists.items()}
         self.patterns = Patterns(matched, lists, str(getattr(model, "base_model_prefix", "")))
         self.has_conv1d = any(layer.kind == "conv1d" for layer in layers.values())
+        self.tables = {name for name, layer in layers.items() if layer.kind == "embedding" or self.tied.get(name)}
         self.matrices = {
             name: names
             for name, layer in layers.items()
             if layer.kind == "experts" and (names := names_of(model, name, layer.float_weight.shape)) is not None
         }
+        self.at_load = layout == "unpacked"
+        # Of the linear layers, to which what is unpacked while loading has to fit.
+        linears = [name for name, layer in layers.items() if name not in self.tables and not is_experts(layer.kind)]
+        self.grid = layers[linears[0]].moq.grid if linears else None
+        self._widened_by_tables = self.at_load and self._is_widened(layers)
         every = [name for name, layer in layers.items() if self.format_of(name, layer) == "packed"]
         self.packed = [name for name in every if name not in self.matrices]
         self.is_asymmetric = any(not layers[name].moq.grid.symmetric for name in self.packed)
-        self.at_load = layout == "unpacked"
         # Binary codes, -1 and 1, do not fit into one symmetric bit.
-        container = [2, *(layers[name].moq.bits for name in every if self.at_load or name in self.matrices)]
-        self.container = max(container)
-        self.dtypes = {str(layers[name].weight.dtype) for name in every}
+        self.container = max([2, *(layers[name].moq.bits for name in every if self.at_load or name in self.matrices)])
+        self.dtypes = {str(layers[name].weight.dtype).removeprefix("torch.") for name in every}
+        scales = {layer.moq.grid.scale_dtype for layer in layers.values()}
+        # Scales are loaded in the model's dtype: a narrower one than theirs would round them.
+        self.dtype = next(iter(scales)) if layout == "packed" and self.dtypes == scales else "float32"
 
     def format_of(self, name: str, layer: QuantLayer) -> str:
         """The format that the layer is stored in: "packed", "int8", "dense" or "float"."""
-        if layer.moq.bits == FLOAT_BITS or layer.moq.blend:
+        bits = layer.moq.bits
+        if bits == FLOAT_BITS or layer.moq.blend:
             return "float"
+        # The format has no place for convolutions.
+        if self.layout == "floats" or bits > MAX_PACKED_BITS or layer.kind == "conv":
+            return "dense"
         if is_experts(layer.kind):
-            fits = name in self.matrices and layer.moq.grid.symmetric and layer.moq.bits <= MAX_PACKED_BITS
-            return "packed" if fits and self.layout != "floats" else "dense"
-        if layer.kind == "embedding":
-            return "int8" if self.layout == "packed" else "dense"
+            return "packed" if name in self.matrices and layer.moq.grid.symmetric else "dense"
+        if name in self.tables and not self.at_load:
+            return "int8" if bits > 1 else "dense"
+        if name in self.tables and self._widened_by_tables:
+            return "dense"
+        size = self._row_size(layer)
         # Beside a Conv1D, whose scales are those of columns, the blocks of a linear layer lie across.
-        across = self.has_conv1d and layer.kind != "conv1d" and layer.moq.grid.grouping.row_size is not None
-        dense = self.layout == "floats" or layer.moq.bits > MAX_PACKED_BITS or across
-        return "dense" if dense or (self.layout == "unpacked" and _is_too_small(layer)) else "packed"
+        across = self.has_conv1d and layer.kind != "conv1d" and size is not None
+        # compressed-tensors 0.20 cannot read zero points back that are packed into one word.
+        asymmetric = self.grid is not None and not self.grid.symmetric
+        one_word = self.at_load and asymmetric and not self.has_conv1d and layer.matrix.shape[0] * bits <= _WORD
+        return "dense" if across or one_word or (size is not None and layer.matrix.shape[1] % size) else "packed"
+
+    def _is_widened(self, layers: Mapping[str, QuantLayer]) -> bool:
+        """Whether the files are smaller with tables as floats than with all codes as wide as those of the tables."""
+        numbers, widths = {True: 0, False: 0}, {True: 0, False: 0}
+        for name, layer in layers.items():
+            if layer.moq.bits <= MAX_PACKED_BITS:
+                numbers[name in self.tables] += layer.float_weight.numel()
+                widths[name in self.tables] = max(layer.moq.bits, widths[name in self.tables])
+        more = max(0, widths[True] - widths[False]) * numbers[False]
+        return more > (8 * torch.float32.itemsize - max(widths.values())) * numbers[True]
+
+    def _row_size(self, layer: QuantLayer) -> int | None:
+        """Weights of a row that share a scale in the files: while loading, all layers are of one scheme."""
+        grid = self.grid if self.at_load and self.grid is not None else layer.moq.grid
+        return grid.grouping.row_size
+
+    def _as_linear(self, values: quantizer.Quantized, bits: int, size: int | None) -> quantizer.Quantized:
+        """The same values in the scheme of the linear layers: their groups, and a zero point if they have one."""
+        codes, scale, zero = values
+        if size is not None and scale.shape[1] == 1:
+            scale = scale.expand(codes.shape[0], codes.shape[1] // size).contiguous()
+        if zero is None and self.grid is not None and not self.grid.symmetric:
+            codes, zero = codes + 2 ** (bits - 1), torch.full_like(scale, 2 ** (bits - 1), dtype=torch.int32)
+        return quantizer.Quantized(codes, scale, zero)
 
     def store(self, name: str, layer: QuantLayer, tensors: dict[str, Tensor]) -> None:
         """Put what stands for the layer's weight in the files into the place of its float weight in `tensors`.
@@ -75,11 +124,14 @@ class Encoder:
             MoQError: The weight holds NaN or Inf.
         """
         state, kind, stored = layer.moq, layer.kind, self.format_of(name, layer)
-        own, matrices = parameter_of(name, kind), self.matrices.get(name) if stored == "packed" else None
+        own, tied = parameter_of(name, kind), self.tied.get(name, ())
+        matrices = self.matrices.get(name) if stored == "packed" else None
         parameter = tensors.pop(own).detach()
+        for other in tied:
+            tensors.pop(f"{other}.weight", None)
         weight = to_rows(parameter, kind).contiguous()
         settings: dict[str, Any] = {"ratio": state.ratio, "draw": state.draw}
-        scales, max_error = (0, 0), 0.0
+        scales, max_error, symmetric = (0, 0), 0.0, state.grid.symmetric
         if stored == "float":
             if state.bits != FLOAT_BITS:
                 weight = quantizer.fake_quantize(weight, state.bits, state.grid, blend=state.blend, **settings)
@@ -90,25 +142,35 @@ class Encoder:
             except ValueError as error:
                 raise MoQError(f"{own} cannot be quantized: {error}") from error
             values = quantizer.Quantized(codes.cpu(), scale.cpu(), None if zero is None else zero.cpu())
-            scales, max_error = (scale.shape[0], scale.shape[1]), _max_error(weight.cpu(), values)
-            # What is unpacked while loading has one scheme.
-            width = self.container if stored == "packed" and (self.at_load or matrices) else state.bits
-            size = layer.moq.grid.grouping.row_size
-            terms = Terms(kind, parameter.shape, weight.dtype, width, size, self.at_load, self.has_conv1d)
+            max_error, width, size = _max_error(weight.cpu(), values), state.bits, self._row_size(layer)
+            scales = (scale.shape[0], scale.shape[1])
+            if stored == "packed" and (self.at_load or matrices):
+                width = self.container
+            if stored == "packed" and self.at_load and not matrices:
+                values = self._as_linear(values, state.bits, size)
+            symmetric = values.zero_point is None
+            dtype = torch.float32 if self.at_load else getattr(torch, state.grid.scale_dtype)
+            terms = Terms(kind, parameter.shape, weight.dtype, width, size, self.at_load, self.has_conv1d, dtype)
             encoded = encode_matrices(values, matrices, terms) if matrices else FORMATS[stored].encode(values, terms)
-        tensors |= encoded.parts if matrices else {_tensor_name(name, own, p): t for p, t in encoded.parts.items()}
+        parts = encoded.parts if matrices else {_tensor_name(name, own, p): t for p, t in encoded.parts.items()}
+        if stored == "int8":
+            again = {part: tensor for part, tensor in encoded.parts.items() if part != "weight"}
+            parts |= {f"{other}.{part}": tensor.clone() for other in tied for part, tensor in again.items()}
+        tensors |= parts
         self.stored[name] = StoredLayer(
             kind=kind,
             bits=state.bits,
             stored=stored,
             shape=(weight.shape[0], weight.shape[1]),
             scales=scales,
-            symmetric=state.grid.symmetric,
-            bytes=sum(tensor.nbytes for tensor in encoded.parts.values()),
+            symmetric=symmetric,
+            full=state.grid.full,
+            bytes=sum(tensor.nbytes for tensor in parts.values()),
             bytes_before=weight.nbytes,
             max_error=max_error,
             group=None if encoded.scheme is None else self._group(name, encoded.scheme, FORMATS[stored].compressor),
             grid=encoded.grid,
+            tied=tuple(tied),
             matrices=matrices,
         )
 
@@ -121,7 +183,7 @@ class Encoder:
         same = [g for g, c in others.items() if c["weights"] == scheme and c["format"] == compressor]
         group = same[0] if same else f"group_{len(others)}"
         self.groups.setdefault(group, {"targets": [], "weights": scheme, "format": compressor})
-        self.groups[group]["targets"].append(name)
+        self.groups[group]["targets"] += [name, *self.tied.get(name, ())]
         return group
 
     def rename(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -134,14 +196,13 @@ class Encoder:
         kept = {n: t for n, t in tensors.items() if id(t) not in handed_on and (self.groups or n in self.stored)}
         renamed = original_format(model, {n: t for n, t in tensors.items() if n not in kept}) | kept
         called = {id(tensor): name for name, tensor in renamed.items()}
-        names: dict[str, str] = {}
-        for layer in self.stored:
-            parts = [name for name in tensors if name.rpartition(".")[0] == layer]
-            for name in parts:
-                owner, _, part = called.get(id(tensors[name]), "").rpartition(".")
-                if part != name.rpartition(".")[2] or names.setdefault(layer, owner) != owner:
-                    return tensors
-        self.names = {layer: owner for layer, owner in names.items() if layer != owner}
+        owners = {
+            name.rpartition(".")[0]: called[id(tensor)].rpartition(".")[0]
+            for name, tensor in tensors.items()
+            if id(tensor) in called
+        }
+        layers = {*self.stored, *(module for modules in self.tied.values() for module in modules)}
+        self.names = {layer: there for layer, there in owners.items() if layer in layers and there != layer}
         return renamed
 
     def config(self) -> dict[str, Any] | None:
@@ -199,15 +260,9 @@ def _tensor_name(layer: str, parameter: str, part: str) -> str:
     return parameter if part == "weight" else f"{layer}.{part}"
 
 
-def _is_too_small(layer: QuantLayer) -> bool:
-    """Whether zero points fill one word, of which compressed-tensors 0.20 cannot unpack several side by side."""
-    rows, columns = layer.matrix.shape
-    return not layer.moq.grid.symmetric and rows <= 8 and layer.moq.grid.shape(rows, columns)[1] > 1
-
-
 def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:
     """The largest distance of a weight from its stored value, in steps of its scale."""
     rows, columns = values.scale.shape
     error = (weight.float() - quantizer.dequantize(*values)).abs()
     tiles = error.view(rows, weight.shape[0] // rows, columns, -1).amax((1, 3))
-    return float((tiles / values.scale).nan_to_num(0.0).max())
+    return float((tiles / values.scale.abs()).nan_to_num(0.0).max())

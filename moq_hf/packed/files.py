@@ -55,6 +55,11 @@ def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
 
 
+def size_of(folder: Path) -> int:
+    """Bytes of a folder's weight files."""
+    return sum(path.stat().st_size for path in weight_files(folder))
+
+
 def digest_of(tensor: Tensor) -> str:
     """A checksum of a tensor's dtype, shape and bytes."""
     head = f"{tensor.dtype} {list(tensor.shape)}".encode()

@@ -129,8 +129,8 @@ def load_packed(
     architecture = getattr(transformers, name, None)
     if architecture is None:
         raise MoQError(f"{directory}: its config names the class {name}, which transformers does not have")
-    # In the dtype of the file: the scales are float32.
-    model: Any = architecture.from_pretrained(directory, dtype="auto", **kwargs)
+    # Scales may be float32, which a narrower dtype would round.
+    model: Any = architecture.from_pretrained(directory, dtype=torch.float32, **kwargs)
     # What compressed-tensors would do at the first forward pass, which wraps every module of the model as well.
     keep_packed(model)
     for path, module in list(model.named_modules()):
@@ -140,6 +140,7 @@ def load_packed(
                 unpack_layer(module)
             else:
                 model.set_submodule(path, layer)
+    model.tie_weights()
     return cast(transformers.PreTrainedModel, model.to(device=device, dtype=dtype).eval())
 
 

@@ -5,11 +5,13 @@ compressed-tensors, written with that library, so that a process which never hea
 bit. Layers above 8 bits are dense floats on their grid. `moq_state.json` beside them holds the config, the bits of each
 layer, the history of switches, and a digest of every tensor.
 
+Convolutions are dense at all bits: compressed-tensors packs matrices, and its servers know no packed convolution.
+
 What compressed-tensors calls the grids of `quantizer`, (code - zero) * scale with codes from -2^(b-1):
 
 | grid | strategy | zero point |
 | --- | --- | --- |
-| symmetric (ternary too), per channel | channel | none |
+| symmetric (ternary and full range too), per channel | channel | none |
 | symmetric, row blocks | channel, the scale of a block repeated for each of its rows | none |
 | symmetric, a scale per group in a row | group | none |
 | asymmetric | block, whatever the groups | int8, one per scale |
@@ -43,6 +45,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MoQError
+from ..grid import Grid
 from ..quantizer import Quantized, dequantize
 from ..rows import from_rows, to_rows
 from ..transformers_seams import pack_to_int32, unpack_from_int32, unpacked_weight
@@ -63,6 +66,7 @@ class Terms:
         group_size: Weights of a row that share a scale; None if whole rows share one.
         at_load: Whether weights are unpacked while loading, with one scheme for all layers.
         has_conv1d: Whether the model has `Conv1D` layers.
+        scale_dtype: Of the scales in the file.
     """
 
     kind: str
@@ -72,6 +76,7 @@ class Terms:
     group_size: int | None
     at_load: bool
     has_conv1d: bool
+    scale_dtype: torch.dtype = torch.float32
 
 
 class Encoded(NamedTuple):
@@ -96,12 +101,14 @@ class InFiles:
         where: What an error names.
         layer: What `moq_state.json` declares.
         group: Its config group, with the scheme under "weights"; empty for floats.
+        dtype: In which transformers computes the weight, that of the model.
         parts: Its tensors so far, by the last part of their name.
     """
 
     where: str
     layer: StoredLayer
     group: Mapping[str, Any]
+    dtype: torch.dtype
     parts: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -155,12 +162,11 @@ class _Dense:
         tiles = weight.float().reshape(layer.scales[0], layer.shape[0] // layer.scales[0], layer.scales[1], -1)
         codes = (tiles / scale[:, None, :, None]).round().nan_to_num(0.0)
         if zero is not None:
-            codes = (codes + zero[:, None, :, None]).clamp(0, 2**layer.bits - 1)
-        elif layer.bits == 1:
+            codes = codes + zero[:, None, :, None]
+        if layer.bits == 1:
             codes = torch.where(tiles < 0, -1.0, 1.0)
         else:
-            limit = 2 ** (layer.bits - 1) - 1
-            codes = codes.clamp(-limit, limit)
+            codes = codes.clamp(*_grid_of(layer).limits(layer.bits))
         return Quantized(codes.reshape(weight.shape).int(), scale, zero)
 
     def check(self, stored: InFiles) -> Tensor:
@@ -172,26 +178,38 @@ class _Dense:
 
 
 class _Bytes:
-    """An embedding table, a byte per weight: transformers cannot load a packed one."""
+    """An embedding table, a byte per weight: transformers initializes tables, and ties weights, by the name `weight`.
+
+    The modules that are tied to it have the same codes, which are stored once, and scales of their own.
+    """
 
     compressor = "int-quantized"
 
     def encode(self, values: Quantized, terms: Terms) -> Encoded:
-        scheme = {"num_bits": terms.width, "type": "int", "symmetric": True, "dynamic": False, "strategy": "channel"}
-        return Encoded({"weight": values.codes.to(torch.int8), "weight_scale": values.scale}, scheme)
+        codes, scale, zero = values
+        half = 2 ** (terms.width - 1)
+        if zero is not None:
+            codes, zero = codes - half, (zero - half).to(torch.int8)
+        scheme: dict[str, Any] = {"num_bits": terms.width, "type": "int", "symmetric": zero is None, "dynamic": False}
+        parts = {"weight": codes.to(torch.int8), "weight_scale": scale.to(terms.scale_dtype)}
+        if zero is not None:
+            parts["weight_zero_point"] = zero
+        return Encoded(parts, scheme | _strategy(codes, scale, zero, terms))
 
     def parts(self, stored: InFiles) -> set[str]:
-        return {"weight", "weight_scale"}
+        return {"weight", "weight_scale", *_zero_point_of(stored)}
 
     def decode(self, stored: InFiles) -> Quantized:
-        return Quantized(stored.parts["weight"].int(), stored.parts["weight_scale"], None)
+        codes, scale, half = stored.parts["weight"].int(), stored.parts["weight_scale"].float(), 2 ** (stored.width - 1)
+        zero = stored.parts.get("weight_zero_point")
+        return Quantized(codes, scale, None) if zero is None else Quantized(codes + half, scale, zero.int() + half)
 
     def check(self, stored: InFiles) -> Tensor:
         dtype, values = stored.parts["weight"].dtype, self.decode(stored)
         if dtype != torch.int8:
             raise MoQError(f"{stored.where}: the codes are {dtype}, not torch.int8")
         check_values(stored, values)
-        return dequantize(*values)
+        return dequantize(*values, dtype=stored.dtype)
 
 
 class _Packed:
@@ -219,7 +237,7 @@ class _Packed:
         codes = turned(codes, terms.kind)
         parts = {
             "weight_packed": pack_to_int32(codes.to(torch.int8), width),
-            "weight_scale": turned(scale, terms.kind),
+            "weight_scale": turned(scale, terms.kind).to(terms.scale_dtype),
             "weight_shape": torch.tensor(codes.shape, device="cpu"),
         }
         if zero is not None:
@@ -227,20 +245,21 @@ class _Packed:
         return Encoded(parts, scheme)
 
     def parts(self, stored: InFiles) -> set[str]:
-        zero = set() if stored.group["weights"]["symmetric"] else {"weight_zero_point"}
-        return {"weight_packed", "weight_scale", "weight_shape", *zero}
+        return {"weight_packed", "weight_scale", "weight_shape", *_zero_point_of(stored)}
 
     def decode(self, stored: InFiles) -> Quantized:
         kind, width, half = stored.layer.kind, stored.width, 2 ** (stored.width - 1)
         codes = turned(unpack_from_int32(stored.parts["weight_packed"], width, stored.shape).int(), kind)
-        scale, zero = turned(stored.parts["weight_scale"], kind), stored.parts.get("weight_zero_point")
+        scale, zero = turned(stored.parts["weight_scale"], kind).float(), stored.parts.get("weight_zero_point")
+        # Of a table that was given the groups of the linear layers.
+        own = slice(None, None, scale.shape[1] // stored.layer.scales[1])
         if zero is None:
-            return Quantized(codes, scale, None)
+            return Quantized(codes, scale[:, own], None)
         if zero.is_floating_point():
             return Quantized(2 * codes + 1, scale / 2, None)
         if zero.dtype == torch.int32:
             zero = unpack_from_int32(zero, width, torch.Size((stored.shape[0], scale.shape[1])), packed_dim=0)
-        return Quantized(codes + half, scale, turned(zero.int(), kind) + half)
+        return Quantized(codes + half, scale[:, own], (turned(zero.int(), kind) + half)[:, own])
 
     def check(self, stored: InFiles) -> Tensor:
         parts = stored.parts
@@ -249,11 +268,15 @@ class _Packed:
         if zero is not None and zero.is_floating_point() and bool((zero != -0.5).any()):
             raise MoQError(f"{stored.where}: the zero points of binary codes must be -1/2")
         check_values(stored, self.decode(stored))
-        return unpacked_weight(parts, stored.group)
+        return unpacked(stored)
 
 
 # Each encodes a weight, names its tensors, and decodes and checks them; `compressor` is its name in compressed-tensors.
 FORMATS: dict[str, _Packed | _Bytes | _Dense] = {"packed": _Packed(), "int8": _Bytes(), "dense": _Dense()}
+
+
+def _zero_point_of(stored: InFiles) -> set[str]:
+    return set() if stored.group["weights"]["symmetric"] else {"weight_zero_point"}
 
 
 def turned(tensor: Tensor, kind: str) -> Tensor:
@@ -270,6 +293,16 @@ def _strategy(codes: Tensor, scale: Tensor, zero: Tensor | None, terms: Terms) -
     if scale.shape[0] == rows and (zero is None or terms.at_load):
         return {"strategy": "channel"}
     return {"strategy": "block", "block_structure": [rows // scale.shape[0], columns // scale.shape[1]]}
+
+
+def _grid_of(layer: StoredLayer) -> Grid:
+    return Grid(symmetric=layer.symmetric, full=layer.full)
+
+
+def unpacked(stored: InFiles) -> Tensor:
+    """The float weight of packed codes, as transformers computes it."""
+    scale = stored.parts["weight_scale"].to(stored.dtype)
+    return unpacked_weight({**stored.parts, "weight_scale": scale}, stored.group)
 
 
 def check_words(stored: InFiles) -> None:
@@ -296,23 +329,29 @@ def check_values(stored: InFiles, values: Quantized) -> None:
     (codes, scale, zero), where, bits = values, stored.where, stored.layer.bits
     if stored.layer.symmetric != (zero is None):
         raise MoQError(f"{where}: an asymmetric grid has zero points, and a symmetric one has none")
-    if not bool(torch.isfinite(scale).all() and (scale >= 0 if bits == 1 else scale > 0).all()):
-        raise MoQError(f"{where}: a scale is not a positive number")
+    grid = _grid_of(stored.layer)
+    is_legal = scale >= 0 if bits == 1 else scale != 0 if grid.full else scale > 0
+    if not bool(torch.isfinite(scale).all() and is_legal.all()):
+        raise MoQError(
+            f"{where}: a scale is not a {'finite number but 0' if grid.is_full(bits) else 'positive number'}"
+        )
     if bits == 1:
         if bool((codes.abs() != 1).any()):
             raise MoQError(f"{where}: binary codes must be -1 and 1")
         return
-    low, high = (0, 2**bits - 1) if zero is not None else (1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1)
-    largest = 0
+    low, high = grid.limits(bits)
+    lowest, highest = 0, 0
     for what, integers in (("codes", codes), ("zero points", zero)):
         if integers is not None:
             least, most = (int(value) for value in torch.aminmax(integers))
             if least < low or most > high:
                 raise MoQError(f"{where}: {what} beyond {high} at {bits} bits")
-            largest = max(largest, -least, most)
-    fewer = (high + 1) // 2
-    if bits > 2 and 0 < largest < fewer:
-        raise MoQError(f"{where}: no code is beyond {fewer - 1}, so they are of fewer than {bits} bits")
+            lowest, highest = min(lowest, least), max(highest, most)
+    low, high = grid.limits(bits - 1)
+    # A group of zeros has the scale 1, and one that is too small for float16 has its least value.
+    shows_bits = bool(((scale != 1) & (scale.abs() > 2.0**-24)).any())
+    if bits > 2 and shows_bits and lowest < highest and low <= lowest and highest <= high:
+        raise MoQError(f"{where}: no code is beyond {high}, so they are of fewer than {bits} bits")
 
 
 def _text64(tensor: Tensor) -> str:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..quantizer import Quantized
-from ..transformers_seams import matrices_in_files, unpacked_weight
-from .layout import FORMATS, Encoded, InFiles, Terms, check_values, check_words
+from ..transformers_seams import matrices_in_files
+from .layout import FORMATS, Encoded, InFiles, Terms, check_values, check_words, unpacked
 from .state import StoredLayer
 
 _NAME = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
@@ -66,6 +66,36 @@ def encode_matrices(values: Quantized, names: Sequence[str], terms: Terms) -> En
     return Encoded(parts, scheme)
 
 
+def by_matrix(layers: Mapping[str, StoredLayer]) -> dict[str, StoredLayer]:
+    """The layers as the files have them: each matrix of packed experts is a layer of its own."""
+    found: dict[str, StoredLayer] = {}
+    for name, layer in layers.items():
+        names = layer.matrices or ()
+        rows = layer.shape[0] // max(1, len(names))
+        own = replace(
+            layer,
+            kind="linear",
+            shape=(rows, layer.shape[1]),
+            scales=(rows, layer.scales[1]),
+            matrices=None,
+        )
+        found |= dict.fromkeys(names, own) if names else {name: layer}
+    return found
+
+
+def split(weights: Mapping[str, Quantized], layers: Mapping[str, StoredLayer]) -> dict[str, Quantized]:
+    """What `stored_weights` gives, by the names of `by_matrix`."""
+    found: dict[str, Quantized] = {}
+    for name, values in weights.items():
+        names = layers[name].matrices
+        if not names:
+            found[name] = values
+            continue
+        pieces = zip(names, values.codes.chunk(len(names)), values.scale.chunk(len(names)), strict=True)
+        found |= {matrix: Quantized(codes, scale, None) for matrix, codes, scale in pieces}
+    return found
+
+
 @dataclass(frozen=True)
 class Stacked:
     """Packed experts that are read from the files, matrix by matrix.
@@ -81,9 +111,8 @@ class Stacked:
     @classmethod
     def of(cls, whole: InFiles, names: Sequence[str]) -> "Stacked":
         """Nothing is read yet."""
-        layer: StoredLayer = whole.layer
-        own = replace(layer, kind="linear", shape=(layer.shape[0] // len(names), layer.shape[1]), matrices=None)
-        return cls(whole, {name: InFiles(f"{whole.where}: {name}", own, whole.group) for name in names})
+        own = by_matrix({"": whole.layer})
+        return cls(whole, {n: InFiles(f"{whole.where}: {n}", own[n], whole.group, whole.dtype) for n in names})
 
     @property
     def layer(self) -> StoredLayer:
@@ -110,4 +139,4 @@ class Stacked:
             check_words(matrix)
         # A block of rows, which has one scale, may have its largest weight in another matrix.
         check_values(self.whole, self.decode())
-        return torch.cat([unpacked_weight(matrix.parts, matrix.group) for matrix in self.matrices.values()])
+        return torch.cat([unpacked(matrix) for matrix in self.matrices.values()])

@@ -1,6 +1,7 @@
 """A batch that a model and its copies are asked, each with the same random numbers."""
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any, cast
@@ -8,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..names import without_peft
 from ..processes import is_sharded
 from .quiet import quiet
 
@@ -90,8 +92,20 @@ class Question:
                 module.training = True
 
 
-def kept_batch(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a batch on the CPU, to be used when training has ended."""
+def kept_batch(inputs: Mapping[str, Any], model: nn.Module | None = None) -> dict[str, Any]:
+    """A copy of a batch on the CPU, to be used when training has ended.
+
+    A Trainer may give the model a forward pass of its own, as TRL does, which takes more and answers otherwise. What is
+    delivered has the forward pass of its class, so that both are asked with what the class names.
+
+    Args:
+        inputs: As the model's forward pass takes it.
+        model: Whose batch it is; None keeps all of it.
+    """
+    base = None if model is None else without_peft(model)
+    if base is not None and "forward" in vars(base):
+        known = inspect.signature(type(base).forward).parameters
+        inputs = {name: value for name, value in inputs.items() if name in known}
     return cast(dict[str, Any], _moved(dict(inputs), "cpu"))
 
 

@@ -4,7 +4,7 @@ import copy
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ from ..quant_experts import quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..rows import is_experts
 from ..training.controller import MoQController
-from ..transformers_seams import has_adapter, initialize_again
+from ..transformers_seams import has_adapter, initialize_again, tied_parameters
 from .encoder import Encoder, plain
 from .files import CONFIG, digest_of, tensors_in
 from .layout import Layout
@@ -115,17 +115,21 @@ class _Saving:
         # Embedding tables stand last in the files.
         self.quantized = dict(sorted(found.items(), key=lambda item: isinstance(item[1], QuantEmbedding)))
         self.layers = plain(self.quantized, self.inventory.adapters)
+        self.tied = _tied(self.model, self.layers)
 
     def check(self) -> None:
         _check_model(self.inventory, self.quantized, self.target, self.companions.state_dict is None)
 
     def layouts(self) -> list[Layout]:
         """Those that transformers can load, the best one first; the last one is right for every model."""
-        encoder = Encoder(self.inventory, self.layers, "packed")
+        encoder = Encoder(self.inventory, self._stored(self.tied), "packed", self.tied)
+        if all(layer.kind == "conv" for layer in self.layers.values()):
+            return ["floats"]
         if encoder.has_conv1d or _parts_are_called(self.model) or _init_reaches_into(self.model, encoder.packed):
             return ["unpacked", "floats"]
-        # Tables are dense in the layout that servers take asymmetric grids in.
-        if encoder.is_asymmetric and not any(layer.kind == "embedding" for layer in self.layers.values()):
+        # Servers take asymmetric grids as they are unpacked while loading; tables of more bits would be dense there.
+        served = encoder.is_asymmetric and not encoder.tables
+        if served or ModelSizes(self.whole, self.quantized).has_one_width:
             return ["unpacked", "packed", "floats"]
         return ["packed", "unpacked", "floats"]
 
@@ -164,6 +168,11 @@ class _Saving:
         _warn(target, encoder, proof, reason)
         return found
 
+    def _stored(self, tied: Mapping[str, Sequence[str]]) -> dict[str, QuantLayer]:
+        """The layers whose weights go into the files: without those that are tied to another one."""
+        again = {other for others in tied.values() for other in others}
+        return {name: layer for name, layer in self.layers.items() if name not in again}
+
     def _tensors(self) -> dict[str, Tensor]:
         path = next(name for name, module in self.whole.modules.items() if module is self.model)
         given = self.companions.state_dict or {}
@@ -174,8 +183,11 @@ class _Saving:
 
     def _write(self, folder: Path, layout: Layout, by_hand: bool) -> Encoder:
         tensors, beside = self._tensors(), self.companions
-        encoder = Encoder(self.inventory, self.layers, layout)
-        for name, layer in self.layers.items():
+        # Nothing ties again what `load_state_dict` loads.
+        tied = {} if by_hand else self.tied
+        stored = self._stored(tied)
+        encoder = Encoder(self.inventory, stored, layout, tied)
+        for name, layer in stored.items():
             encoder.store(name, layer, tensors)
         if not by_hand:
             tensors = encoder.rename(self.model, tensors)
@@ -208,6 +220,16 @@ class _Saving:
         state["config_json"] = sha256(config.read_bytes()) if config.exists() else None
         write_state(folder, state)
         return verify_quantized(folder)
+
+
+def _tied(model: nn.Module, layers: Mapping[str, QuantLayer]) -> dict[str, list[str]]:
+    """Layer to the layers that share its weight and that `from_pretrained` ties to it."""
+    found: dict[str, list[str]] = {}
+    for other, source in tied_parameters(model).items():
+        layer, own = source.rpartition(".")[0], other.rpartition(".")[0]
+        if layer in layers and own in layers and layers[layer].float_weight is layers[own].float_weight:
+            found.setdefault(layer, []).append(own)
+    return found
 
 
 def _parts_are_called(model: Any) -> bool:
@@ -255,6 +277,11 @@ def _check_model(inventory: Inventory, layers: Mapping[str, QuantLayer], target:
     sharing = inventory.shared(layers)
     if sharing:
         raise MoQError(f"{'; '.join(sharing)}: a shared weight cannot be packed; leave its layers in full precision")
+    first: dict[int, tuple[str, QuantLayer]] = {}
+    for name, layer in layers.items():
+        other, same = first.setdefault(id(layer.float_weight), (name, layer))
+        if _how(layer) != _how(same):
+            raise MoQError(f"{name}.weight is also {other}.weight, and quantized in another way: call quantize_model")
     # FSDP2's tensors, and what ZeRO leaves of a weight.
     sharded = [n for n, layer in layers.items() if is_sharded(layer.weight) or not layer.weight.numel()]
     if sharded and has_weights:
@@ -267,10 +294,24 @@ def _check_model(inventory: Inventory, layers: Mapping[str, QuantLayer], target:
         check_finite(layers)
 
 
+def _how(layer: QuantLayer) -> tuple[Any, ...]:
+    """All but the ratios, which follow from it and the weight."""
+    state = layer.moq
+    turned = layer.kind in ("conv1d", "experts_t")
+    return turned, state.bits, state.grid, state.draw, state.blend
+
+
 def _warn(target: Path, encoder: Encoder, proof: Proof | None, reason: str | None) -> None:
     """Say what of the model is not packed, and whether it does not compute what was evaluated."""
+    convolutions = [name for name, layer in encoder.stored.items() if layer.kind == "conv"]
+    if convolutions:
+        logger.warning(
+            "moq_hf: convolutions are saved as floats on the grid, at full size: the packed format has no place for "
+            "them: %s",
+            ", ".join(convolutions),
+        )
     if encoder.layout != "floats":
-        _warn_of_dense(encoder.stored)
+        _warn_of_dense({name: layer for name, layer in encoder.stored.items() if layer.kind != "conv"})
     if proof is not None and proof.agrees is False:
         logger.warning("moq_hf: %s: what is written does not compute what was evaluated: %s", target, proof.reason)
     elif reason is not None:

@@ -40,6 +40,8 @@ class StoredLayer:
         max_error: Largest distance of a float weight from its stored value, in quantization steps.
         group: Name in the config groups of compressed-tensors; None if dense or float.
         grid: Scales and zero points of a dense layer, base64 of float32 and int32, else None.
+        full: Whether codes reach -2^(bits-1) and scales have a sign.
+        tied: Modules that loading ties to this one's weight; the file has at most their scales and zero points.
         matrices: Names of packed experts' matrices in the files, as the rows of `shape` come; None for any other layer.
     """
 
@@ -54,6 +56,8 @@ class StoredLayer:
     max_error: float
     group: str | None = None
     grid: tuple[str, str | None] | None = None
+    full: bool = False
+    tied: tuple[str, ...] = ()
     matrices: tuple[str, ...] | None = None
 
 

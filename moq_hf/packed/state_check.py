@@ -79,11 +79,17 @@ def _layer_of_json(entry: Entry) -> StoredLayer:
             values[name] = values.get(name, entry[name].value)
     entry["kind"].word(*KINDS)
     stored = entry["stored"].word("float", *_BITS)
+    # Older states have no such key.
+    if "full" in entry.mapping() and entry["full"].flag() and not entry["symmetric"].flag():
+        raise entry["full"].fault("false where symmetric is")
     entry["symmetric"].flag()
     entry["bytes"].whole()
     entry["bytes_before"].whole(1)
     entry["max_error"].number(0.0)
     shape = [size.whole(1, 2**31) for size in entry["shape"].items(2)]
+    # Folders of earlier versions have no such key.
+    for module in entry["tied"].items() if "tied" in values else ():
+        module.text()
     scales = [count.whole(0, 2**31) for count in entry["scales"].items(2)]
     if stored == "float":
         if entry["bits"].value != FLOAT_BITS:

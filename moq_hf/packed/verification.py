@@ -70,6 +70,11 @@ class Verification:
         return covered(*self.parameters)
 
     @property
+    def has_convolutions(self) -> bool:
+        """Whether some of the quantized layers are convolutions, which are not packed."""
+        return any(layer.kind == "conv" for layer in self.layers.values())
+
+    @property
     def parameters(self) -> tuple[int, int]:
         """How many parameters of the model are quantized, and how many there are, each counted once."""
         # Folders of earlier versions do not say; their tensors do, but for buffers and PEFT's adapters.

@@ -21,15 +21,17 @@ from ..reading import Entry
 from ..rows import parameter_of
 from ..transformers_seams import original_format
 from .encoder import groups_of, plain
-from .files import CONFIG, digest_of, read_document, tensors_in, weight_files
+from .files import CONFIG, digest_of, read_document, size_of, tensors_in, weight_files
 from .layout import InFiles
 from .matrices import Stacked
-from .proof import Answers
-from .state import STATE_NAME, Places, StoredLayer, sha256
+from .proof import Answers, Proof
+from .state import MAX_PACKED_BITS, STATE_NAME, Places, StoredLayer, sha256
 from .state_check import proof_of, read_layers
 from .verification import Verification
 
 _ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
+# What a module has of its own where it shares the codes of another one.
+_OF_GRID = ("weight_scale", "weight_zero_point")
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -65,13 +67,18 @@ def verify_quantized(
     folder = Path(directory)
     state, layers = read_layers(folder)
     weights = _weights_in_files(folder, _config_of(folder, state), layers)
+    tied = {module: name for name, layer in layers.items() for module in layer.tied}
+    sharing, grids, places = {*tied, *tied.values()}, dict[str, Tensor](), Places(layers, state)
     compared = None if model is None else _named_as_in_files(model, state)
     float_bytes = sum(layer.bytes_before for layer in layers.values())
     others = others_bytes = 0
     with _explained(folder):
-        places = Places(layers, state)
         for name, tensor in _tensors_as_saved(folder, state["tensors"]):
             owner, matrix, part = places.of(name)
+            if owner in sharing and part in _OF_GRID:
+                grids[f"{owner}.{part}"] = tensor
+                if owner in tied:
+                    continue
             if part == "weight_packed" and owner not in layers:
                 raise MoQError(f"{folder / STATE_NAME}: layers.{owner} is missing, whose packed weight there is")
             if owner not in weights or not part.startswith("weight"):
@@ -85,14 +92,37 @@ def verify_quantized(
                 _compare(folder, parameter_of(owner, layers[owner].kind), weights.pop(owner).check(), compared)
     if weights:
         raise MoQError(f"{folder}: missing from the weights: {', '.join(weights)}")
-    size = sum(path.stat().st_size for path in weight_files(folder))
-    saved = Entry(state, str(folder / STATE_NAME)).get("proof")
-    proof = None if saved.is_null else proof_of(saved)
-    if inputs is not None and model is not None:
-        proof = Answers(model, inputs).prove(folder)
-        if not proof.agrees:
-            raise MoQError(f"{folder}: {proof}")
-    return Verification(layers, size, float_bytes, state, (others, others_bytes), proof)
+    _check_tied(folder, tied, grids)
+    proof = _proof(folder, state, None if inputs is None or model is None else Answers(model, inputs))
+    return Verification(layers, size_of(folder), float_bytes, state, (others, others_bytes), proof)
+
+
+def _proof(folder: Path, state: Mapping[str, Any], answers: Answers | None) -> Proof | None:
+    """How the folder answers beside a model; without one, what was found when it was saved.
+
+    Raises:
+        MoQError: It answers otherwise.
+    """
+    if answers is None:
+        saved = Entry(state, str(folder / STATE_NAME)).get("proof")
+        return None if saved.is_null else proof_of(saved)
+    proof = answers.prove(folder)
+    if not proof.agrees:
+        raise MoQError(f"{folder}: {proof}")
+    return proof
+
+
+def _check_tied(folder: Path, tied: Mapping[str, str], grids: Mapping[str, Tensor]) -> None:
+    """Compare the scales and zero points of modules that share a weight: what is unpacked of it must be the same.
+
+    Raises:
+        MoQError: They differ.
+    """
+    for name, tensor in grids.items():
+        module, _, part = name.rpartition(".")
+        own = grids.get(f"{tied.get(module, module)}.{part}")
+        if own is None or not torch.equal(own, tensor):
+            raise MoQError(f"{folder}: {name} differs from {tied[module]}.{part}, to whose weight it is tied")
 
 
 def _config_of(folder: Path, state: Mapping[str, Any]) -> Entry:
@@ -113,9 +143,12 @@ def _config_of(folder: Path, state: Mapping[str, Any]) -> Entry:
 def _weights_in_files(folder: Path, config: Entry, layers: Mapping[str, StoredLayer]) -> dict[str, InFiles | Stacked]:
     """The layers, to be filled with their tensors."""
     groups = groups_of(config, layers)
+    half = config.get("dtype").value in ("bfloat16", "float16")
+    dtype = getattr(torch, config["dtype"].text()) if half else torch.float32
     found: dict[str, InFiles | Stacked] = {}
     for name, layer in layers.items():
-        whole = InFiles(f"{folder}: {name}", layer, groups[layer.group] if layer.group is not None else {})
+        group = groups[layer.group] if layer.group is not None else {}
+        whole = InFiles(f"{folder}: {name}", layer, group, dtype)
         found[name] = Stacked.of(whole, layer.matrices) if layer.matrices else whole
     return found
 
@@ -198,13 +231,14 @@ def _head(path: Path, layers: Mapping[str, StoredLayer], places: Places) -> tupl
         MoQError: The file cannot be read.
     """
     count = size = 0
+    quantized = {*layers, *(module for layer in layers.values() for module in layer.tied)}
     try:
         # Opening compares the size of the file with the table.
         with safe_open(path, "pt") as weights, path.open("rb") as file:
             for name in weights.keys():  # noqa: SIM118
                 owner, _, part = places.of(name)
                 dtype = _FLOATS.get(weights.get_slice(name).get_dtype())
-                if dtype is not None and not (owner in layers and part.startswith("weight")):
+                if dtype is not None and not (owner in quantized and part.startswith("weight")):
                     numbers = math.prod(weights.get_slice(name).get_shape())
                     count, size = count + numbers, size + numbers * dtype.itemsize
             return 8 + int.from_bytes(file.read(8), "little"), count, size
@@ -233,26 +267,29 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_weights(directory: str | os.PathLike[str]) -> dict[str, quantizer.Quantized]:
-    """The codes, scales and zero points of the layers that a packed checkpoint holds as integers, by layer.
+    """The codes, scales and zero points of a packed checkpoint's layers of up to 8 bits, by layer.
 
-    Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those of `quantizer`.
+    Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those of `quantizer`. Those of floats
+    on their grid are found again; where a half dtype rounded the floats, the layer is left out.
 
     Args:
         directory: What `save_quantized` wrote.
+        dense: Also those of the layers that it holds as floats on their grid.
 
     Raises:
         MoQError: Something is damaged or missing; names the file and the tensor.
     """
     folder = Path(directory)
     found = verify_quantized(folder)
-    layers = {name: layer for name, layer in found.layers.items() if layer.group is not None}
-    weights = _weights_in_files(folder, read_document(folder / CONFIG), layers) if layers else {}
+    layers = {n: s for n, s in found.layers.items() if s.stored != "float" and s.bits <= MAX_PACKED_BITS}
+    weights = _weights_in_files(folder, _config_of(folder, found.state), layers)
     places = Places(layers, found.state)
     for name, tensor in tensors_in(folder):
         owner, matrix, part = places.of(name)
-        if owner in weights:
+        if owner in weights and (layers[owner].stored != "dense" or tensor.dtype == torch.float32):
             _parts(weights[owner], matrix)[part] = tensor
-    return {name: _signed(weight.decode(), weight.layer.bits) for name, weight in weights.items()}
+    complete = {name: weight for name, weight in weights.items() if weight.is_complete}
+    return {name: _signed(weight.decode(), weight.layer.bits) for name, weight in complete.items()}
 
 
 def _signed(values: quantizer.Quantized, bits: int) -> quantizer.Quantized:

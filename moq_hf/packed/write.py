@@ -41,15 +41,14 @@ def write_packed_files(
     write_packing_config(folder, config)
     path = folder / CONFIG
     document = json.loads(path.read_text(encoding="utf-8"))
-    # Scales are made in the model's dtype: a narrower one would round them.
-    document["dtype"] = "float32"
+    document["dtype"] = encoder.dtype
     if encoder.at_load:
         document["quantization_config"]["dequantize"] = True
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    if encoder.dtypes - {"torch.float32"}:
+    if encoder.dtypes - {encoder.dtype}:
         logger.warning(
             "moq_hf: the weights are %s; the packed model is a float32 one, so its results differ by the rounding of "
-            "that dtype",
+            "that dtype; with quantize_algo.scale_dtype of the same dtype it would have it",
             ", ".join(sorted(encoder.dtypes)),
         )
 

@@ -44,7 +44,7 @@ class MoQController:
 
     Attributes:
         inventory: The `Inventory` of the model.
-        layers: Quantized linear layers by name, and experts by the names of their parameters.
+        layers: Quantized linear layers and convolutions by name, and experts by the names of their parameters.
         embeddings: Quantized embedding tables by name.
         blocks: Block name to the names of its layers; see `Inventory`.
         schedule: The `PrecisionSchedule`.
@@ -134,10 +134,7 @@ class MoQController:
 
     @property
     def size_mb(self) -> float:
-        """The same with each quantized weight packed at its bits of now and one scale, in its dtype, for each group.
-
-        Embedding tables take a byte a weight, as they are saved.
-        """
+        """The same with each quantized weight packed as it would be saved now; see `ModelSizes.mb`."""
         return self.sizes.mb
 
     def coverage(self) -> str:

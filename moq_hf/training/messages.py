@@ -7,10 +7,11 @@ import torch
 
 from ..config import MoQConfig
 from ..kernels.backend import triton_wanted
-from ..model.inventory import Inventory
-from ..model.selection import embeddings_to_quantize
+from ..model.inventory import Inventory, is_convolution, is_linear
+from ..model.selection import embeddings_to_quantize, output_heads, tied_to
 from ..model.sizes import ModelSizes, covered, in_words, last_part
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
+from ..serving import planned
 from .resume import describe
 
 
@@ -36,18 +37,27 @@ def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSi
     parameters = dict(inventory.parameters())
     weights = sum(layer.weight.numel() for layer in inventory.layers.values())
     weights += sum(parameters[name].numel() for name in inventory.experts)
-    experts = f" and {len(inventory.experts)} parameters of experts" if inventory.experts else ""
+    linears = sum(map(is_linear, inventory.layers.values()))
+    convolutions, experts = len(inventory.layers) - linears, len(inventory.experts)
+    counts = [f"{linears} linear layers"] if linears else []
+    counts += [f"{convolutions} convolution{'s' * (convolutions > 1)}"] if convolutions else []
+    counts += [f"{experts} parameters of experts"] if experts else []
     parts = [
-        f"{len(inventory.layers)} linear layers{experts} in {blocks} blocks ({in_words(weights)} weights) go from "
-        f"{config.start_bits} to {config.target_bits} bits"
+        f"{' and '.join(counts)} in {blocks} blocks ({in_words(weights)} weights) go from {config.start_bits} to "
+        f"{config.target_bits} bits"
     ]
+    if convolutions and config.grouping.row_size is not None:
+        parts.append("convolutions have one scale per channel")
     if inventory.embeddings:
         parts.append(f"{len(inventory.embeddings)} embedding tables to {config.quantize_embeddings}")
+    parts += [f"{name} shares the weight of {owner}" for name, owner in inventory.tied.items()]
     activation = config.activation
     if activation.enabled:
-        parts.append(f"their inputs to {activation.bits} bits after {activation.start_step} steps")
+        whose = "the linear layers'" if convolutions else "their"
+        parts.append(f"{whose} inputs to {activation.bits} bits after {activation.start_step} steps")
     parts.append(f"quantized: {coverage(sizes)}")
-    parts += [f"{why}: {', '.join(names)}" for why, names in left.items()] or ["no linear layer is left out"]
+    none = "no layer is left out" if convolutions else "no linear layer is left out"
+    parts += [f"{why}: {', '.join(names)}" for why, names in left.items()] or [none]
     return "; ".join(parts)
 
 
@@ -71,18 +81,26 @@ def warnings(inventory: Inventory, config: MoQConfig, measured: int | None, size
         )
     if measured == 1:
         notes.append("eigenvalue: there is only one block, so nothing to compare it with: its factor is always 5")
-    heads = [name for name in inventory.heads if name in inventory.layers]
+    heads = [name for name in output_heads(inventory, config) if name in inventory.layers]
     if config.modules_to_not_convert is not None and heads:
         notes.append(
             f"the output heads {', '.join(heads)} are quantized too, since modules_to_not_convert is given "
             "without them; add them to it to leave them in full precision"
         )
+    convolutions = [name for name, layer in inventory.layers.items() if is_convolution(layer)]
+    if convolutions:
+        notes.append(
+            "quantize_convolutions: the packed format has no place for convolutions; these are saved as floats on the "
+            f"grid, at full size, and are integers in the ONNX export: {', '.join(convolutions)}"
+        )
+    if convolutions and config.activation.enabled:
+        notes.append("activation_quantization is of linear layers: the inputs of convolutions stay in float")
     if config.activation.enabled and config.grouping.row_size is not None:
         notes.append(
             "activation_quantization: integer products need one scale per channel, so the int8 export keeps layers "
             "with a quantize_group_size weight-only; set quantize_groups instead, for instance per_channel"
         )
-    return notes
+    return [*notes, *planned.notes(inventory, config)]
 
 
 def _what_stays_in_float(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> str:
@@ -92,9 +110,10 @@ def _what_stays_in_float(inventory: Inventory, config: MoQConfig, sizes: ModelSi
     rest = sum(others.values()) - sum(others[group] for group in shown)
     if rest:
         parts.append(f"{in_words(rest)} elsewhere")
-    tables = [name for name in embeddings_to_quantize(inventory, config) if name not in inventory.embeddings]
-    # A table that is shared is an error there.
-    if tables and not inventory.shared(tables):
+    known = {*inventory.embeddings, *inventory.tied}
+    tables = {name: table for name, table in embeddings_to_quantize(inventory, config).items() if name not in known}
+    # A table that is shared with what cannot be quantized is an error there.
+    if tables and not tied_to(inventory, tables, config)[1]:
         names = dict.fromkeys(last_part(f"{name}.weight") for name in tables)
         parts[-1] += f"; quantize_embeddings would take {', '.join(names)}"
     return f"only {coverage(sizes)} are in quantized layers; the others: {', '.join(parts)}"

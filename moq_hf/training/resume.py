@@ -20,7 +20,7 @@ STATE_VERSION = 2
 _LONGEST = 2**128
 
 # They change no number.
-_HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel", "eigenvalue.verbose", "prove"})
+_HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel", "eigenvalue.verbose", "prove", "serve"})
 # They count from the next search for ratios, random number, measurement or loss on.
 _FROM_NOW_ON = frozenset(
     {"quantize_algo.scale_refresh", "seed"}
@@ -241,7 +241,8 @@ def _flat(config: MoQConfig) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in config.to_dict().items():
         flat |= {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {key: value}
-    return flat
+    # What null stands for.
+    return flat | {"quantize_algo.scale_dtype": config.grid.scale_dtype}
 
 
 def _unused(*configs: Mapping[str, Any]) -> set[str]:

@@ -21,19 +21,25 @@ from transformers import (
     BertForTokenClassification,
     DistilBertConfig,
     DistilBertModel,
+    ResNetConfig,
+    ResNetForImageClassification,
     T5Config,
     T5Model,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTModel,
     set_seed,
 )
 
-from moq_hf import MoQError, quantizer
+from moq_hf import MoQError, quantize_model, quantizer, save_quantized
 from moq_hf.cli import main
-from moq_hf.deploy.data import Data, read_data
+from moq_hf.deploy.bench import benchmark
+from moq_hf.deploy.data import Data, pictures_of, read_data
 from moq_hf.deploy.folder import Export, publish
 from moq_hf.deploy.onnx import ALL_FILES, export_onnx
 from moq_hf.deploy.onnx_graph import quiet
-from moq_hf.deploy.onnx_layers import OnnxInt8Linear, OnnxLinear, is_exact_signed
-from moq_hf.grid import Grid, RowBlocks
+from moq_hf.deploy.onnx_layers import OnnxConvolution, OnnxInt8Linear, OnnxLinear, is_exact_signed
+from moq_hf.grid import Grid, PerChannel, RowBlocks
 from moq_hf.packed.verify import stored_weights, verify_quantized
 
 
@@ -162,6 +168,30 @@ def test_token_classes_asymmetric_groups_and_external_data(tmp_path: Path) -> No
     assert {TensorProto.INT4, TensorProto.INT8} <= kinds
 
 
+def test_a_full_range_has_scales_of_both_signs_in_every_flavor(tmp_path: Path) -> None:
+    algo = {"range": "full", "scale_dtype": "float16"}
+    for grouping in ({"quantize_groups": "per_channel"}, {"quantize_group_size": 16}):
+        name = next(iter(grouping))
+        model = BertForSequenceClassification(BertConfig(**SHAPE))
+        config = config_of(quantize_algo=algo, quantize_embeddings=4, **grouping)
+        source = checkpoint(tmp_path / name, model, config, [8, 4, 3, 2])
+        weights = {layer: w for layer, w in stored_weights(source).items() if "embeddings" not in layer}
+        layers = verify_quantized(source).layers
+        for layer, (codes, scale, _) in weights.items():
+            assert bool((scale > 0).any() and (scale < 0).any()), layer
+            assert int(codes.min()) == -(2 ** (layers[layer].bits - 1)), layer
+        per_row = name == "quantize_groups"
+        flavors = ("weight-only", "dequantize-linear", "int8") if per_row else ("dequantize-linear",)
+        found = export_onnx(source, tmp_path / f"{name}-onnx", flavors=flavors)
+        assert found.proofs["dequantize-linear"].largest_difference < 1e-5
+        if per_row:
+            assert found.proofs["weight-only"].largest_difference < 1e-6
+            same = found.proofs["int8"].from_same_arithmetic
+            assert same is not None and same < 1e-5
+            # Two products of -128 with activations of 8 bits do not fit into 16.
+            assert set(found.layers["int8"].values()) == {"uint8", "int8", "int4"}
+
+
 def test_features_row_blocks_and_8_bit_activations(tmp_path: Path) -> None:
     shape = {
         "vocab_size": 1100,
@@ -250,6 +280,80 @@ def test_linear_is_dequantize(tmp_path: Path) -> None:
     weight = quantizer.quantize(torch.randn(8, 12), 5, Grid(RowBlocks(4), symmetric=False))
     layer = OnnxLinear(weight, None, True)
     assert torch.equal(layer(torch.eye(12)), quantizer.dequantize(*weight).T)
+
+
+@pytest.mark.parametrize("folded", [True, False])
+@pytest.mark.parametrize("grid", [Grid(PerChannel()), Grid(RowBlocks(2), symmetric=False)], ids=["symmetric", "not"])
+def test_a_convolution_is_dequantize(grid: Grid, folded: bool, tmp_path: Path) -> None:
+    plain = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2, padding_mode="reflect")
+    weight = quantizer.quantize(plain.weight.flatten(1), 5, grid)
+    if weight.zero_point is not None:
+        weight = quantizer.Quantized(weight.codes - 16, weight.scale, weight.zero_point - 16)
+    plain.weight = nn.Parameter(quantizer.dequantize(*weight).view(plain.weight.shape))
+    layer = OnnxConvolution(weight, plain, folded)
+    assert not folded or torch.equal(layer.weight, plain.weight)
+    inputs = torch.randn(2, 4, 7, 7)
+    torch.testing.assert_close(export_layer(layer, inputs, tmp_path / "layer.onnx"), plain(inputs))
+
+
+PICTURES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+def picture_model(kind: str) -> nn.Module:
+    set_seed(0)
+    if kind == "ResNet":
+        config = ResNetConfig(embedding_size=32, hidden_sizes=[32, 64], depths=[1, 1], layer_type="basic")
+        return ResNetForImageClassification(config)
+    config = ViTConfig(**PICTURES, image_size=16, patch_size=8)
+    return ViTForImageClassification(config) if kind == "ViT" else ViTModel(config)
+
+
+@pytest.mark.parametrize("kind", ["ResNet", "ViT", "ViT's body"])
+def test_models_of_pictures(kind: str, tmp_path: Path) -> None:
+    model = picture_model(kind).eval()
+    config = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_groups": "per_channel"}
+    quantize_model(model, {**config, "quantize_convolutions": True})
+    source = save_quantized(model, tmp_path / "packed")
+    (source / "preprocessor_config.json").write_text('{"size": {"height": 32, "width": 48}}')
+    found = export_onnx(source, tmp_path / "onnx", flavors=["weight-only", "dequantize-linear"])
+    assert found.sentences == 8 and "8 pictures compared" in found.table()
+    assert (tmp_path / "onnx" / "preprocessor_config.json").exists()
+    for proof in found.proofs.values():
+        assert proof.largest_difference < 1e-5 and proof.agreement in (1.0, None)
+    weights, values = stored_weights(source), initializers(tmp_path / "onnx" / "model.onnx")
+    name = next(name for name, layer in verify_quantized(source).layers.items() if layer.kind == "conv")
+    value, codes = values[f"{name}.codes"], weights[name].codes
+    assert value.data_type == TensorProto.INT4 and tuple(value.dims) == tuple(model.get_submodule(name).weight.shape)
+    assert np.array_equal(numpy_helper.to_array(value).astype(np.int32).reshape(codes.shape), codes.numpy())
+    nodes = onnx.load(tmp_path / "onnx" / "model_dequantize_linear.onnx").graph.node
+    made = {output: node.op_type for node in nodes for output in node.output}
+    assert {made[node.input[1]] for node in nodes if node.op_type == "Conv"} == {"DequantizeLinear"}
+    # What was 32 bits a weight is 4, but for what stays in float.
+    assert found.bytes["weight-only"] < 0.5 * found.bytes["float checkpoint"]
+    with pytest.raises(MoQError, match="compared on random ones"):
+        export_onnx(source, tmp_path / "other", data=Data([("a",), ("b",)]))
+    with pytest.raises(MoQError, match="models of texts are measured"):
+        benchmark(source)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        (None, (224, 224)),
+        ("{}", (224, 224)),
+        ('{"size": {"shortest_edge": 64}, "crop_size": {"height": 48, "width": 32}}', (48, 32)),
+        ('{"size": {"shortest_edge": 64}}', (64, 64)),
+        ('{"size": 40}', (40, 40)),
+    ],
+)
+def test_how_large_pictures_are(text: str | None, shape: tuple[int, int], tmp_path: Path) -> None:
+    path = tmp_path / "preprocessor_config.json"
+    if text is not None:
+        path.write_text(text)
+    (batch,) = pictures_of(picture_model("ResNet"), None if text is None else path)
+    assert batch["pixel_values"].shape == (8, 3, *shape)
+    (batch,) = pictures_of(picture_model("ViT"), None if text is None else path)
+    assert batch["pixel_values"].shape == (8, 3, 16, 16)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from transformers import Trainer, set_seed
 
 from moq_hf import MoQCallback, verify_quantized
 from moq_hf.model.convert import quant_layers
-from moq_hf.model.inventory import is_linear
+from moq_hf.model.inventory import is_convolution, is_linear
 
 WORDS = 60
 TEXT = {**SIZES, "vocab_size": WORDS}
@@ -62,13 +62,15 @@ MARKS = "<!-- families -->\n", "<!-- end of families -->\n"
 
 
 class Family(NamedTuple):
-    """One family: class, config and batch."""
+    """One family: class, config, batch, and whether its convolutions are quantized too."""
 
     kind: Any
     config: Callable[[], Any]
     batch: Callable[[], dict[str, Any]]
+    convolutions: bool = False
 
 
+WITH = ", with convolutions"
 FAMILIES = {
     "Wav2Vec2": Family(
         t.Wav2Vec2ForSequenceClassification, lambda: t.Wav2Vec2Config(**SOUND),
@@ -156,14 +158,30 @@ FAMILIES = {
         ),
         lambda: {**words(), **pictures(), "return_loss": True},
     ),
+    f"ResNet{WITH}": Family(
+        t.ResNetForImageClassification,
+        lambda: t.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"),
+        lambda: classes(pictures()), True,
+    ),
+    f"ConvNeXt{WITH}": Family(
+        t.ConvNextForImageClassification,
+        lambda: t.ConvNextConfig(
+            hidden_sizes=[16, 32], depths=[1, 1], num_stages=2, image_size=32, layer_scale_init_value=1.0
+        ),
+        lambda: classes(pictures(32)), True,
+    ),
+    f"ViT{WITH}": Family(
+        t.ViTForImageClassification, lambda: t.ViTConfig(**PICTURE), lambda: classes(pictures()), True
+    ),
 }  # fmt: skip
+FAMILIES |= {f"{name}{WITH}": FAMILIES[name]._replace(convolutions=True) for name in ("Wav2Vec2", "Whisper")}
 
 
 class Outcome(NamedTuple):
     """What became of one model."""
 
     quantized: int
-    linears: int
+    layers: int
     share: float
     layout: str
     in_float: list[str]
@@ -174,7 +192,7 @@ class Outcome(NamedTuple):
     def row(self, name: str) -> str:
         """Its row in docs/reference/families.md."""
         left = ", ".join(f"`{head}`" for head in self.in_float) or "-"
-        return f"| {name} | {self.quantized} of {self.linears} | {100 * self.share:.0f} % | {left} | {self.layout} |"
+        return f"| {name} | {self.quantized} of {self.layers} | {100 * self.share:.0f} % | {left} | {self.layout} |"
 
 
 def outcome(name: str, folder: Path, stranger: Stranger) -> Outcome:
@@ -188,20 +206,22 @@ def outcome(name: str, folder: Path, stranger: Stranger) -> Outcome:
     def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
         return {k: torch.stack([i[k] for i in items]) if torch.is_tensor(items[0][k]) else items[0][k] for k in batch}
 
-    callback = MoQCallback({**CONFIG, "quantize_groups": "per_channel"})
+    config = {**CONFIG, "quantize_groups": "per_channel", "quantize_convolutions": family.convolutions}
+    callback = MoQCallback(config)
     trainer = Trainer(model, arguments(folder, remove_unused_columns=False), collate, rows, callbacks=[callback])
     trainer.train()
     saved = folder / "quantized"
     found = verify_quantized(saved, model)
     layers = quant_layers(model)
-    linears = [path for path, module in model.named_modules() if is_linear(module)]
+    counts = [is_linear, is_convolution] if family.convolutions else [is_linear]
+    every = [path for path, module in model.named_modules() if any(count(module) for count in counts)]
     inputs = {key: tensor for key, tensor in batch.items() if torch.is_tensor(tensor)}
     return Outcome(
         len(layers),
-        len(linears),
+        len(every),
         found.state["parameters"]["quantized"] / found.state["parameters"]["total"],
         found.state["layout"],
-        [path for path in linears if path not in layers],
+        [path for path in every if path not in layers],
         [log["loss"] for log in trainer.state.log_history if "loss" in log][:STEPS],
         found.proof,
         stranger.load(saved, model, inputs, generate=True),

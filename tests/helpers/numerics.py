@@ -4,14 +4,20 @@ import itertools
 
 import torch
 
-from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
+from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks, ScaleDtype
 
+Mode = tuple[int, Grid]
 GROUPINGS: list[Grouping] = [RowBlocks(), RowBlocks(3), PerChannel(), PerGroup(11)]
 
 
-def modes(bit_widths: range | tuple[int, ...]) -> list[tuple[int, Grid]]:
+def modes(bit_widths: range | tuple[int, ...], scale_dtypes: tuple[ScaleDtype, ...] = ("float32",)) -> list[Mode]:
     """Each bit width with each grid that there is at it, but for the grouping."""
-    grids = [Grid(symmetric=symmetric, stochastic=noisy) for symmetric in (True, False) for noisy in (False, True)]
+    grids = [
+        Grid(symmetric=symmetric, stochastic=noisy, full=full, scale_dtype=dtype)
+        for dtype in scale_dtypes
+        for symmetric, full in ((True, False), (False, False), (True, True))
+        for noisy in (False, True)
+    ]
     return [
         (bits, grid)
         for bits, grid in itertools.product(bit_widths, grids)
@@ -19,7 +25,12 @@ def modes(bit_widths: range | tuple[int, ...]) -> list[tuple[int, Grid]]:
     ]
 
 
+SCALE_DTYPES: tuple[ScaleDtype, ...] = ("float32", "bfloat16", "float16")
 MODES = modes((1, 2, 3, 8, 16))
+# Those with scales of fewer bits.
+HALF_MODES = modes((1, 2, 4), SCALE_DTYPES[1:])
+# Those whose clipping ratios are searched.
+SEARCHED = [(bits, grid) for bits, grid in modes((2, 5), SCALE_DTYPES) if grid.is_uniform(bits) and not grid.stochastic]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

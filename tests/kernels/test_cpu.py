@@ -7,7 +7,7 @@ from typing import Any
 import programs
 import pytest
 import torch
-from numerics import GROUPINGS, MODES, same_bits
+from numerics import GROUPINGS, HALF_MODES, MODES, SEARCHED, same_bits
 
 from moq_hf import eigen, quantize_model, quantizer
 from moq_hf.grid import Grid, Grouping, RowBlocks
@@ -42,9 +42,9 @@ def test_fake_quantize_is_the_definition(mode: tuple[int, Grid], grouping: Group
 
 @needs_numba
 def test_groups_of_many_pieces_and_extreme_values() -> None:
-    for scale in (0.02, 3e38, 1e-37, 1e-45):
+    for scale in (0.02, 3e38, 1e6, 1e-6, 1e-37, 1e-45):
         w = torch.randn(6, 1500).clamp(-1, 1) * scale
-        for bits, mode in MODES:
+        for bits, mode in MODES + HALF_MODES:
             grid = replace(mode, grouping=RowBlocks(2))
             ours = cpu_quant.fake_quantize(w, bits, grid, dtype=torch.bfloat16)
             assert same_bits(ours, quantizer.fake_quantize(w, bits, grid, dtype=torch.bfloat16))
@@ -54,7 +54,7 @@ def test_groups_of_many_pieces_and_extreme_values() -> None:
 @pytest.mark.parametrize("bits_of_value", [0x7FC00000, 0x7FFFFFFF, -1, 0x7F800000, -0x800000], ids=hex)
 @pytest.mark.parametrize("place", [(0, 0), (1, 7)])
 def test_nonfinite_weights_come_out_so(bits_of_value: int, place: tuple[int, int]) -> None:
-    for bits, mode in MODES:
+    for bits, mode in MODES + HALF_MODES:
         w = weight()
         w.view(torch.int32)[place] = bits_of_value
         assert not w[place].isfinite()
@@ -66,9 +66,9 @@ def test_nonfinite_weights_come_out_so(bits_of_value: int, place: tuple[int, int
 @needs_numba
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=str)
 def test_least_squares_ratio_is_the_definition(grouping: Grouping) -> None:
-    for bits, symmetric in [(3, True), (2, False), (5, False), (8, True)]:
+    for bits, mode in SEARCHED:
         for w in (weight(), weight().index_fill(0, torch.tensor([1]), torch.nan)):
-            grid = Grid(grouping, symmetric)
+            grid = replace(mode, grouping=grouping)
             ours = cpu_quant.least_squares_ratio(w, bits, grid)
             assert same_bits(ours, quantizer.least_squares_ratio(w, bits, grid))
 
@@ -78,8 +78,8 @@ def test_least_squares_ratio_of_groups_of_many_pieces() -> None:
     # The search leaves a ratio as soon as it is worse than the best one.
     for heavy in (1, 3):
         w = torch.randn(4, 5000) ** heavy
-        for bits, symmetric in [(3, True), (4, True), (8, True), (4, False)]:
-            grid = Grid(RowBlocks(2), symmetric)
+        for bits, mode in SEARCHED:
+            grid = replace(mode, grouping=RowBlocks(2))
             ours = cpu_quant.least_squares_ratio(w, bits, grid)
             assert same_bits(ours, quantizer.least_squares_ratio(w, bits, grid))
 

@@ -125,13 +125,16 @@ def test_a_bert_with_a_large_vocabulary_is_told_of_its_tables(tiny_bert: BertFor
     assert controller.mean_bits == pytest.approx((4 * linear + 8 * tables + 32 * (total - linear - tables)) / total)
 
 
-def test_tied_weights_count_once_and_are_not_promised_to_be_taken() -> None:
+def test_tied_weights_count_once() -> None:
     model = gpt2()
     controller = controller_of(model)
     quantized = 16 * 48 + 16 * 16 + 2 * 16 * 64
     assert controller.sizes.quantized == quantized and controller.sizes.total == numbers_of(model)
     note = low_share(controller)
-    assert "the others: 14,400 in wte, 256 in wpe" in note and "quantize_embeddings" not in note
+    assert "the others: 14,400 in wte, 256 in wpe" in note and "quantize_embeddings would take wte, wpe" in note
+    # Of a table that cannot be quantized nothing is promised.
+    model.transformer.ln_f.table = model.lm_head.weight
+    assert "quantize_embeddings" not in low_share(controller_of(model))
 
 
 def test_a_weight_of_two_quantized_layers_counts_once() -> None:
@@ -268,3 +271,14 @@ def test_the_report_tells_the_share_and_reads_older_logs(tmp_path: Path) -> None
     assert facts["mean bits of the whole model"] == "25.00" and facts["quantized"] == "25.0 % of the parameters"
     steps, bits = run_module.read_run(tmp_path).mean_bits()
     assert steps == [entry["step"] for entry in entries[3:]] and min(bits) == 25
+
+
+def test_a_convolution_takes_what_it_takes_in_float() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Linear(8, 8), nn.Linear(8, 2))
+    moq = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_schedule": {"schedule_offset": 0}}
+    controller = MoQController(model, MoQConfig.from_dict({**moq, "quantize_convolutions": True}))
+    others = 8 + 8 + 2 * 8 + 2
+    assert controller.sizes.quantized == 288 + 64 and controller.sizes.total == 288 + 64 + others
+    # As it is saved: the scale lies in moq_state.json.
+    assert controller.size_mb == pytest.approx((288 * 4 + 64 / 2 + 4 + others * 4) / 1e6)
+    assert controller.mean_bits == pytest.approx((352 * 4 + others * 32) / (352 + others))

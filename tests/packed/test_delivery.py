@@ -1,5 +1,6 @@
 """What a run delivers is what was evaluated, and a run always delivers something."""
 
+import functools
 import json
 import logging
 from pathlib import Path
@@ -100,6 +101,28 @@ def test_a_model_that_generates_must_generate_the_same(tmp_path: Path) -> None:
     # Two prompts, four new tokens each.
     assert state_of(tmp_path)["proof"]["tokens"] == 8
     assert isinstance(model, GPT2LMHeadModel)
+
+
+def test_a_forward_pass_that_a_trainer_put_in_place_is_not_asked_of_the_folder(tmp_path: Path) -> None:
+    """TRL's trainers call the model so."""
+
+    class Fused(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return model(**inputs, fused=True)["loss"]
+
+    model = new_model("Llama", "causal LM")
+    own = model.forward
+
+    @functools.wraps(own)
+    def forward(*args: Any, fused: bool = False, **kwargs: Any) -> Any:
+        return {"loss": own(*args, **kwargs).loss} if fused else own(*args, **kwargs)
+
+    model.forward = forward
+    trainer = Fused(model, arguments(tmp_path), train_dataset=rows_of("causal LM"), callbacks=[MoQCallback(CONFIG)])
+    trainer.train()
+    state = state_of(tmp_path / "quantized")
+    assert state["layout"] == "packed" and state["proof"]["agrees"] is True
+    assert state["proof"]["examples"] == 4 and state["proof"]["tokens"]
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> None:

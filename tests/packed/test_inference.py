@@ -86,7 +86,9 @@ def test_without_kernels_the_model_is_that_of_from_pretrained(
         assert torch.equal(model(**tiny_batch).logits, plain(**tiny_batch).logits)
 
 
-@pytest.mark.parametrize("grouping", [{"quantize_groups": 4}, {"quantize_group_size": 16}])
+@pytest.mark.parametrize(
+    "grouping", [{"quantize_groups": 4}, {"quantize_group_size": 16}, {"quantize_algo": {"range": "full"}}], ids=str
+)
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_what_save_quantized_wrote_is_loaded(
     tiny_bert: BertForSequenceClassification,

@@ -116,21 +116,23 @@ def test_what_cannot_be_packed_does_not_cost_the_run(tmp_path: Path, caplog: pyt
     config = BertConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows(16)]
     shared = {**CONFIG, "modules_to_not_convert": ["transform"], "quantize_groups": 2}
-    callback = MoQCallback(shared)
-    trainer = Trainer(
-        BertForMaskedLM(config), arguments(tmp_path, max_steps=4), train_dataset=data, callbacks=[callback]
-    )
+
+    def twice() -> BertForMaskedLM:
+        """A module in two places."""
+        model = BertForMaskedLM(config)
+        model.cls.again = model.bert.encoder.layer[0].output
+        return model
+
+    trainer = Trainer(twice(), arguments(tmp_path, max_steps=4), train_dataset=data, callbacks=[MoQCallback(shared)])
     trainer.train()
-    assert "holds floats on the grid, not packed: cls.predictions.decoder.weight is also" in caplog.text
+    assert "holds floats on the grid, not packed: bert.encoder.layer.0.output.dense.weight is also" in caplog.text
     found = verify_quantized(tmp_path / "quantized", trainer.model)
     assert {layer.stored for layer in found.layers.values()} == {"dense"} and not list(tmp_path.rglob("*.saving"))
     # A MoQTrainer saves what was evaluated, in float.
-    trainer = MoQTrainer(
-        BertForMaskedLM(config), arguments(tmp_path, max_steps=4), train_dataset=data, moq_config=shared
-    )
+    trainer = MoQTrainer(twice(), arguments(tmp_path, max_steps=4), train_dataset=data, moq_config=shared)
     trainer.train()
     trainer.save_model(str(tmp_path / "float"))
-    assert f"{tmp_path / 'float'} holds floats on the grid, not packed: cls.predictions" in caplog.text
+    assert f"{tmp_path / 'float'} holds floats on the grid, not packed: bert.encoder" in caplog.text
     assert torch.equal(logits(BertForMaskedLM.from_pretrained(tmp_path / "float")), logits(trainer.model))
 
 

@@ -34,6 +34,8 @@ from transformers import (
     GPT2ForSequenceClassification,
     RobertaConfig,
     RobertaForSequenceClassification,
+    SwinConfig,
+    SwinForImageClassification,
     T5Config,
     T5ForConditionalGeneration,
     T5ForSequenceClassification,
@@ -43,6 +45,7 @@ from transformers import (
 
 from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, quantizer, save_quantized, verify_quantized
 from moq_hf.cli import main
+from moq_hf.grid import Grid, PerChannel
 from moq_hf.model.convert import quant_embeddings, quant_layers
 from moq_hf.packed.state import STATE_NAME
 from moq_hf.packed.verify import recorded, stored_weights
@@ -91,14 +94,23 @@ GROUPINGS: list[dict[str, Any]] = [
 ]
 
 
+# Each with the bits below 3 that it has.
+ALGOS: dict[str, tuple[dict[str, str], list[int]]] = {
+    "symmetric": ({}, [2, 1]),
+    "asymmetric": ({"q_type": "asymmetric"}, [2]),
+    "stochastic": ({"rounding": "stochastic"}, []),
+    "full": ({"range": "full"}, [2, 1]),
+    "full, stochastic": ({"range": "full", "rounding": "stochastic"}, [2]),
+    "half-precision scales": ({"scale_dtype": "float16"}, [2, 1]),
+}
+
+
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=str)
-@pytest.mark.parametrize("algo", ["symmetric", "asymmetric", "stochastic"])
+@pytest.mark.parametrize("algo", ALGOS)
 def test_any_grid_loads_with_the_same_logits(algo: str, grouping: dict[str, Any], tmp_path: Path) -> None:
-    kind, rounding = ("asymmetric", "nearest") if algo == "asymmetric" else ("symmetric", "nearest")
-    rounding = "stochastic" if algo == "stochastic" else rounding
-    bits = [8, 7, 6, 5, 4, 3, 11] + {"symmetric": [2, 1], "asymmetric": [2], "stochastic": []}[algo]
-    config = config_of(8, quantize_algo={"q_type": kind, "rounding": rounding}) | grouping
-    model = mixed(bert(), bits, config)
+    settings, few = ALGOS[algo]
+    config = config_of(8, quantize_algo=settings) | grouping
+    model = mixed(bert(), [8, 7, 6, 5, 4, 3, 11, *few], config)
     assert save_quantized(model, tmp_path / "packed") == tmp_path / "packed"
     loaded = BertForSequenceClassification.from_pretrained(tmp_path / "packed").eval()
     assert torch.equal(first(loaded, IDS), first(model, IDS))
@@ -138,13 +150,13 @@ FAMILIES: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+@pytest.mark.parametrize("algo", ["symmetric", "asymmetric", "full"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_process_without_moq_hf_computes_the_same(name: str, kind: str, tmp_path: Path, stranger: Stranger) -> None:
+def test_a_process_without_moq_hf_computes_the_same(name: str, algo: str, tmp_path: Path, stranger: Stranger) -> None:
     make, inputs = FAMILIES[name]
     torch.manual_seed(0)
-    bits = [8, 4, 3, 2, 9, 6] + ([1] if kind == "symmetric" else [])
-    model = mixed(make().eval(), bits, config_of(8, quantize_algo={"q_type": kind}))
+    settings, few = ALGOS[algo]
+    model = mixed(make().eval(), [8, 4, 3, 9, 6, *few], config_of(8, quantize_algo=settings))
     save_quantized(model, tmp_path)
     reply = stranger.load(tmp_path, model, inputs)
     assert reply.get("equal") is True, reply
@@ -230,7 +242,7 @@ def forge(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "kind", "part", "change", "text"),
+    ("bits", "algo", "part", "change", "text"),
     [
         (8, "symmetric", "weight_packed", lambda t: t.fill_(0), "codes beyond 127 at 8 bits"),
         (2, "symmetric", "weight_packed", lambda t: t.fill_(0), "codes beyond 1 at 2 bits"),
@@ -240,12 +252,14 @@ def forge(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         (4, "asymmetric", "weight_scale", lambda t: t * torch.nan, "a scale is not a positive number"),
         (4, "asymmetric", "weight_zero_point", lambda t: t + 100, "zero points beyond 15 at 4 bits"),
         (1, "symmetric", "weight_zero_point", lambda t: t + 1, "must be -1/2"),
+        (4, "full", "weight_scale", lambda t: t * 0, "a scale is not a finite number but 0"),
+        (4, "full", "weight_packed", lambda t: t.fill_(-0x66666667), "no code is beyond 3"),
     ],
 )
 def test_codes_off_the_grid_are_noticed(
-    bits: int, kind: str, part: str, change: Any, text: str, tmp_path: Path
+    bits: int, algo: str, part: str, change: Any, text: str, tmp_path: Path
 ) -> None:
-    model = quantize_model(bert(), config_of(bits, quantize_algo={"q_type": kind}))
+    model = quantize_model(bert(), config_of(bits, quantize_algo=ALGOS[algo][0]))
     save_quantized(model, tmp_path, layout="packed")
     tensors = load_file(tmp_path / "model.safetensors")
     name = f"bert.encoder.layer.1.output.dense.{part}"
@@ -296,6 +310,8 @@ OUTPUT = "bert.encoder.layer.0.attention.output.dense"
         (lambda s: s["layers"][QUERY].update(bytes_before=0), "bytes_before must be a whole number from 1"),
         (lambda s: s["layers"][QUERY].update(max_error=10**400), "max_error must be a finite number"),
         (lambda s: s["layers"][QUERY].update(symmetric=1), "symmetric must be true or false, not 1"),
+        (lambda s: s["layers"][QUERY].update(full=None), "full must be true or false, not null"),
+        (lambda s: s["layers"][QUERY].update(full=True, symmetric=False), "full must be false where symmetric is"),
         (lambda s: s["layers"][QUERY].update(group=None), "group must be text, not null"),
         (lambda s: s["layers"][QUERY].update(group="none"), "config.json: quantization_config.config_groups.none is"),
         (lambda s: s["layers"][QUERY].update(bits=0), f"layers.{QUERY}.bits must be a whole number from 1 to 8, not 0"),
@@ -353,10 +369,10 @@ def test_a_config_changed_by_hand_is_one_error(change: Any, text: str, tmp_path:
         verify_quantized(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
-def test_bits_in_a_container_are_held_against_the_codes(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("algo", ["symmetric", "asymmetric", "full"])
+def test_bits_in_a_container_are_held_against_the_codes(algo: str, tmp_path: Path) -> None:
     """Models that are unpacked while loading have one width for all layers, so only the codes tell the bits."""
-    config = config_of(5, quantize_algo={"q_type": kind})
+    config = config_of(5, quantize_algo=ALGOS[algo][0])
     save_quantized(mixed(text_t5(T5ForSequenceClassification), [5, 3, 4], config), tmp_path)
     layers = {name: layer.bits for name, layer in verify_quantized(tmp_path).layers.items()}
     assert set(layers.values()) == {3, 4, 5}
@@ -366,15 +382,15 @@ def test_bits_in_a_container_are_held_against_the_codes(kind: str, tmp_path: Pat
             if other == bits:
                 verify_quantized(tmp_path)
                 continue
-            with pytest.raises(MoQError, match=r"binary codes must be|beyond|is 6, but|is 7, but"):
+            with pytest.raises(MoQError, match=r"binary codes must be|a positive number|beyond|is 6, but|is 7, but"):
                 verify_quantized(tmp_path)
 
 
 @pytest.mark.parametrize("layout", ["packed", "unpacked"])
-@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
-def test_stored_weights_are_signed_codes_of_their_own_bits(kind: str, layout: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("algo", ["symmetric", "asymmetric", "full"])
+def test_stored_weights_are_signed_codes_of_their_own_bits(algo: str, layout: Any, tmp_path: Path) -> None:
     # Unpacked while loading, codes of 4 bits lie in the 8 bits of the largest layer.
-    model = mixed(bert(), [8, 4, 3], config_of(8, quantize_algo={"q_type": kind}))
+    model = mixed(bert(), [8, 4, 3, 2], config_of(8, quantize_algo=ALGOS[algo][0]))
     save_quantized(model, tmp_path, layout=layout)
     layers = quant_layers(model)
     for name, (codes, scale, zero) in stored_weights(tmp_path).items():
@@ -383,14 +399,18 @@ def test_stored_weights_are_signed_codes_of_their_own_bits(kind: str, layout: An
         assert torch.equal(quantizer.dequantize(codes, scale, zero), layers[name].quantized_weight()), name
 
 
-@pytest.mark.parametrize("weight", [torch.zeros(32, 32), torch.full((32, 32), -1.0), torch.linspace(1, 1.01, 1024)])
-@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
-def test_odd_weights_are_of_their_bits(kind: str, weight: torch.Tensor, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "weight",
+    [torch.zeros(32, 32), torch.full((32, 32), -1.0), torch.linspace(1, 1.01, 1024), torch.linspace(1e-8, 3e-7, 1024)],
+    ids=["zeros", "ones", "near ones", "too small for float16"],
+)
+@pytest.mark.parametrize("algo", ["symmetric", "asymmetric", "full", "half-precision scales"])
+def test_odd_weights_are_of_their_bits(algo: str, weight: torch.Tensor, tmp_path: Path) -> None:
     for bits in (2, 3, 4, 8, 12):
         model = bert()
         with torch.no_grad():
             model.bert.pooler.dense.weight.copy_(weight.view(32, 32))
-        save_quantized(mixed(model, [bits], config_of(bits, quantize_algo={"q_type": kind})), tmp_path)
+        save_quantized(mixed(model, [bits], config_of(bits, quantize_algo=ALGOS[algo][0])), tmp_path)
         assert {layer.bits for layer in verify_quantized(tmp_path, model).layers.values()} == {bits}
 
 
@@ -695,23 +715,64 @@ def test_embeddings(tmp_path: Path) -> None:
     assert torch.equal(first(copied, IDS), first(model, IDS))
     dequantize_model(copied)
     assert not quant_embeddings(copied) and torch.equal(first(copied, IDS), first(model, IDS))
+    halves = quantize_model(bert(), config_of(4, quantize_embeddings=8, quantize_algo={"scale_dtype": "float16"}))
+    found = quant_embeddings(halves)["bert.embeddings.word_embeddings"]
+    assert torch.equal(found.quantized_weight(), quantizer.fake_quantize(found.weight, 8, found.moq.grid))
+    assert found.moq.grid == Grid(PerChannel(), search="absmax", scale_dtype="float16")
     left = quantize_model(bert(), config_of(4, quantize_embeddings=8, modules_to_not_convert=["*word*", "classifier"]))
     assert len(quant_embeddings(left)) == 2
 
 
-def test_shared_weights_are_refused(tmp_path: Path) -> None:
-    def masked() -> BertForMaskedLM:
-        return BertForMaskedLM(BertConfig(**SMALL))
-
-    with pytest.raises(MoQError, match=r"quantize_embeddings: .*word_embeddings.weight is also cls\.predictions"):
-        quantize_model(masked(), config_of(4, quantize_embeddings=8))
-    model = quantize_model(masked(), config_of(4, modules_to_not_convert=["transform"]))
-    with pytest.raises(MoQError, match=r"a shared weight cannot be packed"):
-        save_quantized(model, tmp_path / "packed")
-    model = quantize_model(masked(), config_of(4)).eval()
+def test_a_weight_that_something_in_float_shares_is_refused(tmp_path: Path) -> None:
+    model = quantize_model(BertForMaskedLM(BertConfig(**SMALL)), config_of(4)).eval()
     save_quantized(model, tmp_path / "packed")
     loaded = BertForMaskedLM.from_pretrained(tmp_path / "packed").eval()
     assert torch.equal(first(loaded, IDS), first(model, IDS))
+    model.bert.encoder.again = model.bert.encoder.layer[0].output
+    with pytest.raises(MoQError, match=r"is also bert.encoder.again.dense.weight: a shared weight cannot be packed"):
+        save_quantized(model, tmp_path / "packed")
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_scales_of_half_precision_take_two_bytes_and_a_half_model_stays_one(half: str, tmp_path: Path) -> None:
+    name = "bert.encoder.layer.0.output.dense.weight_scale"
+    algo = {"quantize_algo": {"scale_dtype": half}}
+    for dtype in ("float32", half):
+        model = quantize_model(bert().to(getattr(torch, dtype)), config_of(4, quantize_embeddings=8, **algo))
+        folder = save_quantized(model, tmp_path / dtype)
+        tensors = load_file(folder / "model.safetensors")
+        scale = tensors[name]
+        table = tensors["bert.embeddings.word_embeddings.weight_scale"]
+        assert str(scale.dtype) == str(table.dtype) == f"torch.{half}"
+        loaded = BertForSequenceClassification.from_pretrained(folder).eval()
+        assert loaded.dtype == getattr(torch, dtype) and torch.equal(first(loaded, IDS), first(model, IDS))
+        assert verify_quantized(folder, model).layers.keys() == recorded(folder).layers.keys()
+        stored = stored_weights(folder)[name.removesuffix(".weight_scale")]
+        assert stored.scale.dtype == torch.float32 and torch.equal(stored.scale, scale.float())
+
+
+def test_asymmetric_grids_have_packed_zero_points_unless_tables_are_quantized(tmp_path: Path) -> None:
+    algo = {"quantize_algo": {"q_type": "asymmetric"}, "quantize_group_size": 16, "quantize_groups": 1}
+    for tables, layout, dtype in ((None, "unpacked", torch.int32), (8, "packed", torch.int8)):
+        model = quantize_model(bert(), config_of(4, quantize_embeddings=tables, **algo))
+        found = verify_quantized(save_quantized(model, tmp_path / layout), model)
+        zero = load_file(tmp_path / layout / "model.safetensors")["bert.encoder.layer.0.output.dense.weight_zero_point"]
+        assert found.state["layout"] == layout and zero.dtype == dtype
+        # 8 codes a word along the rows.
+        assert list(zero.shape) == ([32 // 8, 4] if tables is None else [32, 4])
+
+
+def test_names_are_those_of_the_hub(tmp_path: Path) -> None:
+    config = SwinConfig(image_size=16, patch_size=4, embed_dim=16, depths=[1], num_heads=[2], window_size=4)
+    model = quantize_model(SwinForImageClassification(config).eval(), config_of(4))
+    found = verify_quantized(save_quantized(model, tmp_path), model)
+    name = "swin.encoder.layers.0.blocks.0.attention"
+    assert found.state["names"][f"{name}.q_proj"] == f"{name}.self.query"
+    assert f"{name}.self.query.weight_packed" in load_file(tmp_path / "model.safetensors")
+    assert set(stored_weights(tmp_path)) == set(quant_layers(model))
+    assert recorded(tmp_path).float_bytes == found.float_bytes
+    pixels = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    assert torch.equal(first(SwinForImageClassification.from_pretrained(tmp_path).eval(), pixels), first(model, pixels))
 
 
 def test_wrong_use_is_told(tmp_path: Path) -> None:
@@ -735,7 +796,7 @@ def test_wrong_use_is_told(tmp_path: Path) -> None:
 def test_weights_of_another_dtype(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = quantize_model(bert().to(torch.bfloat16), config_of(8))
     save_quantized(model, tmp_path)
-    assert "the weights are torch.bfloat16" in caplog.text
+    assert "the weights are bfloat16" in caplog.text
     loaded = BertForSequenceClassification.from_pretrained(tmp_path).eval()
     assert loaded.dtype == torch.float32
     assert torch.allclose(first(loaded, IDS), first(model, IDS).float(), atol=1e-2)
@@ -770,7 +831,9 @@ def test_saving_leaves_the_model_and_the_random_numbers_alone(tmp_path: Path) ->
 
 def test_inspect_prints_a_table(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(saved)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    layers, _, servers = capsys.readouterr().out.partition("\n\nserved by\n")
+    lines = layers.splitlines()
+    assert servers.split()[:3] == ["transformers", "5.23.0", "yes"]
     assert lines[0].split() == ["module", "bits", "scales", "stored", "bytes", "before", "max", "error", "(steps)"]
     assert lines[1].split()[:4] == ["bert.encoder.layer.0.attention.self.query", "8", "4", "packed"]
     assert lines[-3].startswith("16 quantized layers: ") and lines[-2].startswith("all weights: ")

@@ -44,7 +44,7 @@ from moq_hf.model.convert import quant_layers
 from moq_hf.training.checkpoints import checkpoints, fault_of
 from moq_hf.training.controller import MoQController
 from moq_hf.training.host import MoQHost
-from moq_hf.training.resume import STATE_VERSION, changes, load_schedule
+from moq_hf.training.resume import STATE_VERSION, changes, load_schedule, what_counts
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 OLD = GOLDEN / "checkpoint_0_1_0.json"
@@ -426,6 +426,8 @@ def test_a_change_that_a_run_can_go_on_with_is_told(
         (AFTER, changed(quantize_algo={"q_type": "asymmetric"}), 'q_type: "symmetric" -> "asymmetric", fixed'),
         (AFTER, changed(quantize_algo={"rounding": "stochastic"}), "rounding: .*fixed"),
         (AFTER, changed(quantize_algo={"scale": "absmax"}), "scale: .*fixed"),
+        (AFTER, changed(quantize_algo={"range": "full"}), 'range: "narrow" -> "full", fixed'),
+        (AFTER, changed(quantize_algo={"scale_dtype": "float16"}), 'scale_dtype: "float32" -> "float16", fixed'),
         (AFTER, changed(quantize_embeddings=8), "quantize_embeddings: null -> 8, fixed"),
         (AFTER, changed(modules_to_not_convert=["classifier"]), "modules_to_not_convert: .*fixed"),
         (AFTER, changed(fp16_mixed_quantize={"enabled": True}), "fp16_mixed_quantize.enabled: false -> true, fixed"),
@@ -499,6 +501,12 @@ def test_what_counts_for_later_steps_alone_may_change_after_the_offset(section: 
         one.advance({})
     load_schedule(made, {"schedule": one.state_dict(), "history": []}, told)
     assert made.state_dict() == one.state_dict() and set(made.bits.values()) == {5}
+
+
+def test_no_scale_dtype_is_float32() -> None:
+    spelled = MoQConfig.from_dict(changed(quantize_algo={"scale_dtype": "float32", "scale_refresh": 3}))
+    assert changes(MoQConfig.from_dict(changed()), spelled) == {}
+    assert what_counts(spelled)["quantize_algo.scale_dtype"] == "float32"
 
 
 def test_a_changed_schedule_goes_by_the_eigenvalues_that_were_measured(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Ways to train beside a stock Trainer on a stock model: Trainers of one's own, searches, PEFT, TRL, SetFit."""
 
 import copy
+import json
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -405,6 +406,8 @@ def test_sft_of_trl(with_lora: bool, tmp_path: Path, stranger: Stranger) -> None
     model = trainer.model
     assert bits_of(model) == TARGET and len(quant_layers(model)) == 14
     folder, inputs = tmp_path / "quantized", inputs_of("causal LM", model)
+    state = json.loads((folder / "moq_state.json").read_text(encoding="utf-8"))
+    assert state["layout"] == "packed" and state["proof"]["agrees"] is True
     if with_lora:
         check_adapter(model, type(model.get_base_model()).from_pretrained(folder), folder / "adapter", inputs)
     else:

@@ -1,0 +1,366 @@
+"""A causal language model's perplexity in float, rounded after training, and trained at 4, 3 and 2 bits.
+
+    python benchmarks/perplexity.py
+    python benchmarks/perplexity.py --report --page docs/evidence/perplexity.md
+
+A small Llama is trained from scratch on the text of Python's standard library (`stdlib_text.py`). That float model of a
+seed is what every other arm of the seed begins with, and all of them train for the same further steps:
+
+- float: the model itself, no further step; "float, trained on": further steps in float.
+- rounded: the float model at its bits, the same search for scales, no further step.
+- basic QAT: at its bits from the first further step.
+- MoQ: from 8 bits down to its bits within 0.3 of the further steps, period "auto".
+- taught: basic QAT with the float model as its teacher.
+
+Weights of all linear layers but the head have a scale per 32 columns; head and embedding table are float. Each run
+appends one line to `--output` and is skipped where its line is there. Perplexity is per token, over each token of the
+held-out modules but the first.
+"""
+
+import argparse
+import copy
+import logging
+import math
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import stdlib_text
+from report_study import paired
+from short_runs import Lines
+
+ROUNDED, ON, BASIC, MOQ, TAUGHT = "rounded", "float, trained on", "basic QAT", "MoQ", "taught"
+BITS, SEEDS = (4, 3, 2), (1, 2, 3)
+GROUP = {"quantize_group_size": 32}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs of a study have in common."""
+
+    vocabulary: int = 2048
+    hidden: int = 128
+    intermediate: int = 352
+    layers: int = 4
+    heads: int = 4
+    context: int = 128
+    batch: int = 16
+    steps: int = 800
+    further_steps: int = 100
+    rate: float = 3e-3
+
+
+@dataclass(frozen=True)
+class Run:
+    """One line of the study: an arm, at its bits, from a seed; `rate` is of the further steps."""
+
+    arm: str
+    bits: int
+    seed: int
+    rate: float
+
+    def config(self) -> dict[str, Any] | None:
+        """What the weights are quantized with, or None for float."""
+        if self.bits == 32:
+            return None
+        falling = self.arm == MOQ
+        return {
+            "quantize_bits": {"start_bits": 8 if falling else self.bits, "target_bits": self.bits},
+            "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 0, "deadline": 0.3}
+            if falling
+            else {"quantize_period": 1, "schedule_offset": 0},
+            **GROUP,
+        }
+
+
+class Study:
+    """Corpus, tokenizer and blocks of tokens, made once.
+
+    Args:
+        settings: Sizes and steps.
+        models: Where the float model of each seed is kept.
+        corpus: None reads the standard library.
+    """
+
+    def __init__(self, settings: Settings, models: Path, corpus: stdlib_text.Corpus | None = None) -> None:
+        self.settings, self.models = settings, models
+        self.corpus = corpus or stdlib_text.read()
+        self.tokenizer = self._tokenizer()
+        self.train, self.validation = (
+            self._blocks(part) for part in (self.corpus.train.values(), self.corpus.validation.values())
+        )
+        self.bytes = sum(len(text.encode()) for text in self.corpus.validation.values())
+
+    def _tokenizer(self) -> Any:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=self.settings.vocabulary,
+            special_tokens=["<end>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(self.corpus.train.values(), trainer)
+        return tokenizer
+
+    def _blocks(self, texts: Any) -> Any:
+        """int64 [count, context]: each begins with the last token of the one before, so each token is predicted once.
+
+        What does not fill a block is left out of training and of validation.
+        """
+        import torch
+
+        end = self.tokenizer.token_to_id("<end>")
+        tokens = torch.tensor([token for text in texts for token in (*self.tokenizer.encode(text).ids, end)])
+        return tokens.unfold(0, self.settings.context, self.settings.context - 1)
+
+    def new_model(self, seed: int) -> Any:
+        """A Llama of random weights."""
+        from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+        set_seed(seed)
+        end = self.tokenizer.token_to_id("<end>")
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=self.settings.vocabulary,
+                hidden_size=self.settings.hidden,
+                intermediate_size=self.settings.intermediate,
+                num_hidden_layers=self.settings.layers,
+                num_attention_heads=self.settings.heads,
+                max_position_embeddings=self.settings.context,
+                tie_word_embeddings=False,
+                bos_token_id=None,
+                eos_token_id=end,
+                pad_token_id=None,
+            )
+        )
+
+    def float_model(self, seed: int) -> Any:
+        """The float model of a seed, trained if it is not there."""
+        from transformers import LlamaForCausalLM
+
+        folder = self.models / f"float-{seed}"
+        if not (folder / "config.json").exists():
+            model = self.new_model(seed)
+            train(self, model, seed, self.settings.steps, self.settings.rate)
+            model.save_pretrained(folder)
+        return LlamaForCausalLM.from_pretrained(folder)
+
+    def perplexity(self, model: Any) -> dict[str, float]:
+        """Per token, and the bits for each byte of the held-out text."""
+        import torch
+
+        model.eval()
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for block in self.validation.split(64):
+                logits = model(input_ids=block).logits[:, :-1]
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), block[:, 1:].flatten(), reduction="none")
+                total, count = total + float(loss.double().sum()), count + loss.numel()
+        # Blocks leave out a rest of less than a block.
+        bits = total / math.log(2) / count * self._tokens_per_byte()
+        return {"perplexity": math.exp(total / count), "bits_per_byte": bits}
+
+    def _tokens_per_byte(self) -> float:
+        tokens = sum(len(self.tokenizer.encode(text).ids) + 1 for text in self.corpus.validation.values())
+        return tokens / self.bytes
+
+
+def train(
+    study: Study,
+    model: Any,
+    seed: int,
+    steps: int,
+    rate: float,
+    config: Mapping[str, Any] | None = None,
+    teacher: Any = None,
+) -> Any:
+    """AdamW, 5 % of the steps to warm up, cosine decay to 0, gradients clipped to norm 1; the trainer."""
+    from transformers import TrainingArguments
+    from transformers.trainer_callback import PrinterCallback
+
+    from moq_hf import MoQTrainer
+
+    with tempfile.TemporaryDirectory(prefix="perplexity-") as folder:
+        arguments = TrainingArguments(
+            folder,
+            seed=seed,
+            max_steps=steps,
+            learning_rate=rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=steps // 20,
+            weight_decay=0.1,
+            adam_beta2=0.95,
+            per_device_train_batch_size=study.settings.batch,
+            dataloader_pin_memory=False,
+            save_strategy="no",
+            logging_steps=max(1, steps // 10),
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        rows = [{"input_ids": block, "labels": block} for block in study.train]
+        trainer = MoQTrainer(model, arguments, train_dataset=rows, moq_config=config, teacher=teacher)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return trainer
+
+
+def execute(study: Study, run: Run) -> dict[str, Any]:
+    """Train and evaluate; the line to write."""
+    from moq_hf import quantize_model
+
+    began, cpu = time.perf_counter(), time.process_time()
+    model = study.float_model(run.seed)
+    line: dict[str, Any] = {"steps": 0}
+    if run.arm == ROUNDED:
+        quantize_model(model, run.config())
+    elif run.arm != "float":
+        teacher = copy.deepcopy(model) if run.arm == TAUGHT else None
+        steps = study.settings.further_steps
+        trainer = train(study, model, run.seed, steps, run.rate, run.config(), teacher)
+        line["steps"] = trainer.state.global_step
+        line["train_loss"] = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        if trainer.moq is not None:
+            controller = trainer.moq.controller
+            line["last_drop"] = controller.history[-1].step if controller.history else None
+            line["layer_bits"] = sorted({layer.moq.bits for layer in controller.layers.values()})
+    return {
+        **identity(study, run),
+        **study.perplexity(model),
+        **line,
+        "moq": run.config(),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "tokens": {"train": study.train.numel(), "validation": study.validation.numel()},
+        "validation_bytes": study.bytes,
+        "tokenizers": metadata.version("tokenizers"),
+        "seconds": round(time.perf_counter() - began, 1),
+        "cpu_seconds": round(time.process_time() - cpu, 1),
+    }
+
+
+def identity(study: Study, run: Run) -> dict[str, Any]:
+    """What tells a line from others."""
+    return {**asdict(run), "settings": asdict(study.settings), "corpus": study.corpus.digest()}
+
+
+def runs(rate: float, seeds: Sequence[int] = SEEDS, arms: Sequence[str] | None = None) -> Iterator[Run]:
+    """Seed by seed, so that lines written so far compare the same seeds."""
+    for seed in seeds:
+        every = [Run("float", 32, seed, 0.0), Run(ON, 32, seed, rate)]
+        for bits in BITS:
+            every.append(Run(ROUNDED, bits, seed, 0.0))
+            every.extend(Run(arm, bits, seed, rate) for arm in (BASIC, MOQ, TAUGHT))
+        yield from (run for run in every if arms is None or run.arm in arms)
+
+
+class Found:
+    """The values of the lines that count, by arm and bits, then seed.
+
+    Args:
+        lines: Those of the output file; of other settings than `Settings()` and of other learning rates none counts.
+        rate: Of the further steps.
+    """
+
+    def __init__(self, lines: Sequence[Mapping[str, Any]], rate: float) -> None:
+        counted = [line for line in lines if line["settings"] == asdict(Settings()) and line["seed"] in SEEDS]
+        self.lines: dict[tuple[str, int], dict[int, Mapping[str, Any]]] = {}
+        for run in runs(rate, SEEDS[:1]):
+            wanted = (run.arm, run.bits, run.rate)
+            own = [line for line in counted if (line["arm"], line["bits"], line["rate"]) == wanted]
+            self.lines[run.arm, run.bits] = {line["seed"]: line for line in own}
+
+    def of(self, arm: str, bits: int, value: str = "perplexity") -> dict[int, float]:
+        """A value by seed."""
+        return {seed: line[value] for seed, line in self.lines[arm, bits].items()}
+
+    def against(self, arm: str, bits: int, other: str) -> str:
+        """The paired difference in perplexity to a float arm, or to another one of the same bits, in percent of it."""
+        ours, theirs = self.of(arm, bits), self.of(other, 32 if other in ("float", ON) else bits)
+        share = {seed: 100 * value / theirs[seed] for seed, value in ours.items() if seed in theirs}
+        return paired(share, dict.fromkeys(share, 100.0))
+
+    def table(self) -> str:
+        """A Markdown table, an arm a line."""
+        head = ["bits", "arm", "seeds", "perplexity", "bits per byte"]
+        against = ["float", ON, ROUNDED]
+        rows = [[*head, *(f"% against {other}" for other in against)], ["---"] * (len(head) + len(against))]
+        for (arm, bits), own in self.lines.items():
+            if own:
+                names = ("perplexity", "bits_per_byte")
+                means = [statistics.fmean(self.of(arm, bits, name).values()) for name in names]
+                skipped = {"float": ("float", ON, ROUNDED), ON: (ON, ROUNDED), ROUNDED: (ON, ROUNDED)}.get(arm, ())
+                others = ["" if other in skipped else self.against(arm, bits, other) for other in against]
+                values = [f"{means[0]:.2f}", f"{means[1]:.3f}", *others]
+                rows.append([str(bits) if bits < 32 else "", arm, str(len(own)), *values])
+        return markdown(rows)
+
+    def summary(self) -> str:
+        """A Markdown table of the differences to the float model of as many steps, a number of bits a line."""
+        arms = {ROUNDED: "float", BASIC: ON, MOQ: ON, TAUGHT: ON}
+        rows = [["bits", *arms], ["---"] * (1 + len(arms))]
+        rows += [[str(bits), *(self.against(arm, bits, other) for arm, other in arms.items())] for bits in BITS]
+        return markdown(rows)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as a Markdown table."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def report(path: Path, rate: float, page: Path | None) -> None:
+    """Print the tables, or renew those that a page has marks for."""
+    found = Found(Lines(path).lines, rate)
+    tables = {"perplexity": found.table(), "perplexity summary": found.summary()}
+    if page is None:
+        print("\n\n".join(tables.values()))
+        return
+    source = page.read_text(encoding="utf-8")
+    for name, text in tables.items():
+        marks = rf"(?s)(?<=<!-- {name} -->\n).*(?=<!-- end of {name} -->)"
+        source = re.sub(marks, lambda _, text=text: f"{text}\n", source)
+    page.write_text(source, encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run what is missing, or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of the further steps")
+    parser.add_argument("--arms", nargs="+", choices=["float", ON, ROUNDED, BASIC, MOQ, TAUGHT])
+    parser.add_argument("--bits", nargs="+", type=int, choices=BITS, default=list(BITS))
+    parser.add_argument("--model_dir", type=Path, default=Path("runs/perplexity"))
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "perplexity.jsonl")
+    parser.add_argument("--report", action="store_true", help="print the table of the lines that are there, and stop")
+    parser.add_argument("--page", type=Path, help="with --report: renew the tables between its marks")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--further_steps", type=int)
+    args = parser.parse_args(argv)
+    if args.report:
+        report(args.output, args.rate, args.page)
+        return
+    import torch
+
+    torch.set_num_threads(1)
+    logging.getLogger("moq_hf").setLevel(logging.ERROR)
+    given = {name: getattr(args, name) for name in ("steps", "further_steps") if getattr(args, name) is not None}
+    study = Study(replace(Settings(), **given), args.model_dir)
+    lines = Lines(args.output)
+    for run in runs(args.rate, args.seeds, args.arms):
+        if run.bits in (32, *args.bits) and not lines.has(**identity(study, run)):
+            line = execute(study, run)
+            lines.add(line)
+            print(run, f"{line['perplexity']:.3f}", line["seconds"], flush=True)
+
+
+if __name__ == "__main__":
+    main()

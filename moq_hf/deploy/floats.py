@@ -1,0 +1,100 @@
+"""`export_floats`: a packed checkpoint as floats on their grid, for programs that read ordinary folders alone."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from ..errors import MoQError, one_line
+from ..model.convert import dequantize_model
+from ..model.inventory import is_packed
+from ..packed.files import CONFIG, WEIGHTS
+from ..packed.proof import ADAPTER
+from ..packed.quiet import quiet
+from ..packed.state import STATE_NAME
+from ..packed.verify import verify_quantized
+
+# What describes the packed folder or the run, not the model.
+_LEFT = (CONFIG, STATE_NAME, "README.md", "training_args.bin")
+
+
+@dataclass(frozen=True)
+class FloatExport:
+    """What `export_floats` wrote.
+
+    Attributes:
+        directory: Where.
+        bytes: Of the weights.
+        packed_bytes: Of those of the checkpoint.
+    """
+
+    directory: Path
+    bytes: int
+    packed_bytes: int
+
+    def table(self) -> str:
+        """The sizes, for a terminal."""
+        return f"{self.directory}: floats on their grid, {self.bytes:,} bytes, packed {self.packed_bytes:,}"
+
+
+def export_floats(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> FloatExport:
+    """Write the weights of a packed checkpoint as floats, which keep the values that their grids gave them.
+
+    Any program that reads folders of transformers reads it, such as llama.cpp's converter. Tokenizer and the like are
+    copied.
+
+    Args:
+        directory: What `save_quantized` wrote.
+        out: The folder to make, or an empty one.
+
+    Returns:
+        Sizes.
+
+    Raises:
+        MoQError: The checkpoint is damaged, transformers cannot load it, it has adapters beside it, or `out` is not
+            empty.
+    """
+    folder, target = Path(directory), Path(out)
+    packed_bytes = verify_quantized(folder).file_bytes
+    if (folder / ADAPTER).exists():
+        raise MoQError(f"{folder} has adapters in {ADAPTER}/, which floats of the base model would leave out")
+    if target.exists() and (target.is_file() or any(target.iterdir())):
+        raise MoQError(f"{target} is not empty: give a new folder")
+    with quiet():
+        model = _load(folder)
+        staging = target.parent / f".{target.name}.exporting"
+        try:
+            shutil.rmtree(staging, ignore_errors=True)
+            model.save_pretrained(staging)
+            for path in folder.iterdir():
+                if path.is_file() and path.suffix != ".png" and path.name not in _LEFT and not WEIGHTS.match(path.name):
+                    shutil.copy(path, staging)
+            if target.exists():
+                target.rmdir()
+            staging.rename(target)
+        except OSError as error:
+            raise MoQError(f"cannot write {target}: {one_line(error)}") from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    return FloatExport(target, sum(path.stat().st_size for path in target.glob("*.safetensors")), packed_bytes)
+
+
+def _load(folder: Path) -> Any:
+    """The model, plain, with float weights.
+
+    Raises:
+        MoQError: Its class is none of transformers'.
+    """
+    config = transformers.AutoConfig.from_pretrained(folder)
+    name = (config.architectures or ["none"])[0]
+    architecture = getattr(transformers, name, None)
+    if architecture is None:
+        raise MoQError(f"{folder}: its config names the class {name}, which transformers does not have")
+    model = architecture.from_pretrained(folder, dtype="auto")
+    if is_packed(model):
+        dequantize_model(model)
+    model.config.__dict__.pop("quantization_config", None)
+    return model

@@ -1,0 +1,86 @@
+"""What the servers that a config names cannot take of a model, said before the first step."""
+
+from torch import nn
+
+from ..config import MoQConfig
+from ..errors import MoQError
+from ..model.inventory import Inventory, is_convolution
+from ..names import plain_name, without_fsdp, without_peft
+from ..quant_experts import experts_parameters, matrix_of
+from ..rows import to_rows
+from ..transformers_seams import experts_transposed
+from .description import Description, Weight
+from .rules import verdict
+from .servers import REQUIRED, WARNED
+
+
+def check_served(inventory: Inventory, config: MoQConfig) -> None:
+    """Check that the servers in `serve` will take what a run delivers at its target precision.
+
+    Args:
+        inventory: With the layers that the config quantizes.
+        config: What will be done to them.
+
+    Raises:
+        MoQError: One will not: each reason with its layers, and what would be served.
+    """
+    model = describe(inventory, config)
+    found = [verdict(model, REQUIRED[name]) for name in dict.fromkeys(config.serve)]
+    lines = [f"  - {one.server.name}: {reason}" for one in found for reason in one.reasons]
+    if lines:
+        raise MoQError("\n".join(["serve: what these servers cannot take", *lines]))
+
+
+def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
+    """What a user of these servers should know before the first step."""
+    model, found = describe(inventory, config), []
+    names = dict.fromkeys(config.serve)
+    for name in names:
+        one = verdict(model, REQUIRED[name])
+        found += [f"serve: {one.server.name}: {note}" for note in one.notes]
+        if name in WARNED:
+            other = verdict(model, WARNED[name])
+            found += [f"serve: {other.server.name} does not take it: {reason}" for reason in other.reasons]
+    if config.activation.enabled and {"vllm", "sglang", "llama.cpp"} & names.keys():
+        found.append("serve: vllm, sglang and llama.cpp do not round inputs as activation_quantization trains for")
+    return found
+
+
+def describe(inventory: Inventory, config: MoQConfig) -> Description:
+    """The model as it will be delivered: at the target precision, in the layout that is written now."""
+    bits, grouping = config.target_bits, config.grouping
+    model = without_peft(inventory.model)
+    path = next(name for name, module in inventory.named if module is model)
+
+    def saved(name: str) -> str:
+        plain = plain_name(name, inventory.adapters)
+        return "" if plain is None else plain.removeprefix(f"{path}.")
+
+    weights = {}
+    for name, layer in inventory.layers.items():
+        kind = "linear" if isinstance(layer, nn.Linear) else "conv" if is_convolution(layer) else "conv1d"
+        rows, columns = to_rows(layer.weight, kind).shape
+        packed = bits <= 8 and kind != "conv"
+        weights[saved(name)] = Weight(kind, rows, columns, bits, grouping.row_size, config.symmetric, packed)
+    whole = []
+    for name, module in inventory.modules.items():
+        for own in experts_parameters(module):
+            experts, rows, columns = matrix_of(module, own)
+            packed = bits <= 8 and config.symmetric and not experts_transposed(module)
+            if f"{name}.{own}" not in inventory.experts or not packed:
+                whole.append(saved(f"{name}.{own}"))
+                continue
+            matrix = Weight("linear", rows, columns, bits, grouping.row_size)
+            weights |= {f"{saved(name)}.{index}.{own}": matrix for index in range(experts)}
+    for name, table in inventory.embeddings.items():
+        rows, columns = table.weight.shape
+        weights[saved(name)] = Weight("embedding", rows, columns, config.quantize_embeddings or bits)
+    others = {saved(name) for name, module in inventory.modules.items() if hasattr(module, "weight")}
+    return Description(
+        architecture=without_fsdp(type(model)).__name__,
+        weights=weights,
+        floats=others - weights.keys(),
+        # Beside packed layers, what is not taken apart keeps its name.
+        tensors=whole if weights else (),
+        is_encoder_decoder=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
+    )

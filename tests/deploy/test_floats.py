@@ -1,0 +1,61 @@
+"""A folder of floats holds the weights that the packed checkpoint computes with, and what else lay beside them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from packed_bert import SHAPE, checkpoint, config_of
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+from moq_hf import MoQError, cli, quantize_model, save_quantized
+from moq_hf.deploy.floats import export_floats
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = BertForSequenceClassification(BertConfig(**SHAPE))
+    folder = tmp_path_factory.mktemp("floats") / "packed"
+    return checkpoint(folder, model, config_of(quantize_embeddings=8), [4, 9])
+
+
+def test_the_weights_are_those_that_are_computed_with(packed: Path, tmp_path: Path) -> None:
+    made = export_floats(packed, tmp_path / "out")
+    one = BertForSequenceClassification.from_pretrained(packed).eval()
+    other = BertForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    ids = torch.arange(5, 13)[None]
+    with torch.no_grad():
+        assert torch.equal(one(ids).logits, other(ids).logits)
+    assert all(type(module) is torch.nn.Linear for module in other.modules() if isinstance(module, torch.nn.Linear))
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert "tokenizer.json" in names and not names & {"moq_state.json", "README.md"}
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
+    assert made.bytes == (tmp_path / "out" / "model.safetensors").stat().st_size > made.packed_bytes
+
+
+def test_conv1d_unpacked_while_loading(tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16)).eval()
+    quantize_model(model, config_of())
+    save_quantized(model, tmp_path / "packed")
+    export_floats(tmp_path / "packed", tmp_path / "out")
+    ids = torch.arange(5, 13)[None]
+    with torch.no_grad():
+        found = GPT2LMHeadModel.from_pretrained(tmp_path / "out").eval()(ids).logits
+        assert torch.equal(found, model(ids).logits)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_what_is_refused(packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter.txt").write_text("dear")
+    with pytest.raises(MoQError, match="is not empty"):
+        export_floats(packed, tmp_path / "full")
+    shutil.copytree(packed, tmp_path / "adapted")
+    (tmp_path / "adapted" / "adapter").mkdir()
+    with pytest.raises(MoQError, match="has adapters"):
+        export_floats(tmp_path / "adapted", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["export", str(packed), "--to", "float", str(tmp_path / "empty")]) == 0
+    assert (tmp_path / "empty" / "model.safetensors").is_file()

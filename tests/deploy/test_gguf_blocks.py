@@ -1,0 +1,101 @@
+"""The blocks hold the integers: gguf's own reader of blocks gives code * scale, for every kind of grid."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moq_hf import MoQError, quantizer
+from moq_hf.deploy.gguf_blocks import blocks_of, kind_of, rounding
+from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
+from moq_hf.packed.state import StoredLayer
+from moq_hf.quantizer import Quantized
+
+gguf = pytest.importorskip("gguf")
+
+
+def layer_of(stored: Quantized, bits: int) -> StoredLayer:
+    scales = (stored.scale.shape[0], stored.scale.shape[1])
+    shape = (stored.codes.shape[0], stored.codes.shape[1])
+    return StoredLayer("linear", bits, "packed", shape, scales, stored.zero_point is None, 0, 0, 0.0)
+
+
+def quantized(bits: int, grouping: Grouping, symmetric: bool = True) -> tuple[Quantized, StoredLayer]:
+    values = quantizer.quantize(torch.randn(8, 128) * 0.02, bits, Grid(grouping, symmetric=symmetric))
+    if values.zero_point is not None:
+        # As `stored_weights` has them.
+        half = 2 ** (bits - 1)
+        values = Quantized(values.codes - half, values.scale, values.zero_point - half)
+    return values, layer_of(values, bits)
+
+
+CASES = [
+    *[(bits, grouping, True) for bits in range(1, 9) for grouping in (PerGroup(32), PerGroup(64), RowBlocks(2))],
+    *[(bits, grouping, False) for bits in (2, 3, 4) for grouping in (PerGroup(32), PerChannel())],
+]
+
+
+@pytest.mark.parametrize(("bits", "grouping", "symmetric"), CASES)
+def test_every_grid_reads_back_as_codes_times_half_scales(bits: int, grouping: Grouping, symmetric: bool) -> None:
+    stored, layer = quantized(bits, grouping, symmetric)
+    blocks = blocks_of(stored, layer, "x")
+    assert blocks.kind == ("Q4_1" if not symmetric else "Q4_0" if bits <= 4 else "Q8_0")
+    found = gguf.quants.dequantize(blocks.raw(), gguf.GGMLQuantizationType[blocks.kind])
+    assert np.array_equal(found, blocks.values())
+    halves = stored.scale.half().float()
+    if symmetric:
+        assert np.array_equal(found, quantizer.dequantize(stored.codes, halves).numpy())
+    scale, steps = rounding(stored, layer, blocks)
+    assert 0 < scale <= 2**-11 and 0 < steps <= 2**-11 * 2**bits
+    exact = quantizer.dequantize(*stored).numpy()
+    step = stored.scale.numpy().repeat(8 // layer.scales[0], 0).repeat(128 // layer.scales[1], 1)
+    assert np.abs(found - exact).max() <= (steps * step).max()
+
+
+@pytest.mark.parametrize(("bits", "least"), [(4, -8), (8, -128)])
+def test_the_whole_range_with_scales_of_any_sign(bits: int, least: int) -> None:
+    codes = torch.arange(64, dtype=torch.int32).reshape(2, 32) % -least - 5
+    codes[:, 0] = least
+    stored = Quantized(codes, torch.tensor([[-0.5], [0.25]]), None)
+    blocks = blocks_of(stored, layer_of(stored, bits), "x")
+    found = gguf.quants.dequantize(blocks.raw(), gguf.GGMLQuantizationType[blocks.kind])
+    assert np.array_equal(found, quantizer.dequantize(*stored).numpy()) and rounding(
+        stored, layer_of(stored, bits), blocks
+    ) == (0, 0)
+
+
+def test_scales_that_float16_cannot_hold() -> None:
+    codes = torch.ones(2, 32, dtype=torch.int32)
+    for scale, what in ((1e5, "too large"), (1e-9, "too small")):
+        stored = Quantized(codes, torch.tensor([[1.0], [scale]]), None)
+        with pytest.raises(MoQError, match=f"blk: a scale of 1e.* is {what}"):
+            blocks_of(stored, layer_of(stored, 4), "blk")
+    # The scale of zeros does not matter.
+    stored = Quantized(codes * torch.tensor([[1], [0]]), torch.tensor([[1.0], [1e-9]]), None)
+    blocks = blocks_of(stored, layer_of(stored, 4), "blk")
+    assert np.array_equal(blocks.values()[1], np.zeros(32)) and rounding(stored, layer_of(stored, 4), blocks).scale == 0
+    zero = torch.full((2, 1), -8, dtype=torch.int32)
+    stored = Quantized(codes, torch.tensor([[1.0], [6e4]]), zero)
+    assert np.isfinite(blocks_of(stored, layer_of(stored, 4), "blk").values()).all()
+    stored = stored._replace(zero_point=zero + 15)
+    with pytest.raises(MoQError, match="too large"):
+        blocks_of(stored, layer_of(stored, 4), "blk")
+
+
+def test_what_does_not_fit() -> None:
+    _, fits = quantized(4, PerGroup(64))
+    for change, what in (
+        ({"bits": 9}, "9 bits"),
+        ({"scales": (8, 8)}, "groups of 16 columns"),
+        ({"shape": (8, 48), "scales": (8, 1)}, "48 columns"),
+        ({"bits": 5, "symmetric": False}, "asymmetric at 5 bits"),
+    ):
+        with pytest.raises(MoQError, match=what):
+            kind_of(replace(fits, **change))
+
+
+def test_rows_in_another_order() -> None:
+    stored, layer = quantized(4, RowBlocks(4), symmetric=False)
+    blocks, order = blocks_of(stored, layer, "x"), np.array([3, 1, 0, 2, 7, 6, 5, 4])
+    assert np.array_equal(blocks.reordered(order).values(), blocks.values()[order])

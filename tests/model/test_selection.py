@@ -1,0 +1,91 @@
+"""Which layers a config quantizes where a model has convolutions, and on which grid."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import ResNetConfig, ResNetForImageClassification, ResNetModel
+
+from moq_hf import MoQConfig, MoQError, quantize_model
+from moq_hf.grid import PerChannel, PerGroup, RowBlocks
+from moq_hf.model.convert import quant_layers
+from moq_hf.model.inventory import Inventory
+from moq_hf.model.selection import output_heads, take_inventory
+from moq_hf.training.controller import MoQController
+
+BITS: dict[str, Any] = {"quantize_bits": {"start_bits": 4, "target_bits": 4}}
+CONVOLUTIONS = {**BITS, "quantize_convolutions": True}
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 16), nn.Linear(16, 2))
+
+
+def test_convolutions_are_left_alone_by_default() -> None:
+    inventory = take_inventory(net(), MoQConfig.from_dict(BITS))
+    assert list(inventory.layers) == ["2"] and inventory.left_out == {"3": None}
+    assert "convolution" not in MoQController(inventory, MoQConfig.from_dict(BITS), 1000).summary()
+
+
+def test_convolutions_stand_among_the_linear_layers_in_model_order() -> None:
+    inventory = take_inventory(net(), MoQConfig.from_dict(CONVOLUTIONS))
+    assert list(inventory.layers) == ["0", "2"] and inventory.blocks(inventory.layers) == {"0": ["0"], "2": ["2"]}
+
+
+def test_the_last_layer_is_the_head_whatever_it_is() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1))
+    inventory = Inventory.of(model)
+    assert inventory.heads == [] and output_heads(inventory, MoQConfig.from_dict(BITS)) == []
+    assert output_heads(inventory, MoQConfig.from_dict(CONVOLUTIONS)) == ["2"]
+    assert list(quant_layers(quantize_model(model, CONVOLUTIONS))) == ["0", "1"]
+
+
+def test_a_name_leaves_a_convolution_out() -> None:
+    model = quantize_model(net(), {**CONVOLUTIONS, "modules_to_not_convert": ["0"]})
+    assert list(quant_layers(model)) == ["2", "3"]
+    with pytest.raises(MoQError, match=r"matches no module; the linear layers and convolutions are 0, 2, 3"):
+        quantize_model(net(), {**CONVOLUTIONS, "modules_to_not_convert": ["conv"]})
+
+
+@pytest.mark.parametrize(
+    ("groups", "linear", "convolution"),
+    [
+        ({"quantize_groups": 4}, RowBlocks(4), RowBlocks(4)),
+        ({"quantize_groups": "per_channel"}, PerChannel(), PerChannel()),
+        ({"quantize_group_size": 4}, PerGroup(4), PerChannel()),
+    ],
+)
+def test_the_grid_of_a_convolution(groups: dict[str, Any], linear: Any, convolution: Any) -> None:
+    controller = MoQController(net(), MoQConfig.from_dict({**CONVOLUTIONS, **groups}))
+    assert controller.layers["0"].moq.grid.grouping == convolution
+    assert controller.layers["2"].moq.grid.grouping == linear
+    assert ("convolutions have one scale per channel" in controller.summary()) == ("quantize_group_size" in groups)
+
+
+def test_groups_that_do_not_divide_the_channels_are_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 10, 3), nn.Linear(8, 16), nn.Linear(16, 2))
+    with pytest.raises(
+        MoQError, match=r"quantize_groups 4 does not divide the weights of 0 \(out_channels 10\); .* 1, 2, or"
+    ):
+        quantize_model(model, {**CONVOLUTIONS, "quantize_groups": 4})
+
+
+def test_a_model_without_linear_layers_in_its_body_is_refused_with_a_proposal() -> None:
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
+    for model, says in (
+        (ResNetForImageClassification(config), r"no linear layer is left to quantize: output heads are all of them \("),
+        (ResNetModel(config), "the model has no linear layer to quantize; its layers are "),
+    ):
+        with pytest.raises(MoQError, match=f"{says}.*; quantize_convolutions: true would quantize convolutions"):
+            quantize_model(model, BITS)
+        assert quant_layers(quantize_model(model, CONVOLUTIONS))
+    with pytest.raises(MoQError, match="quantize_convolutions: the model has no convolution"):
+        quantize_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), CONVOLUTIONS)
+
+
+def test_what_is_shared_between_runs_keeps_its_place() -> None:
+    model = quantize_model(net(), CONVOLUTIONS)
+    quantize_model(model, BITS)
+    assert list(quant_layers(model)) == ["2"] and type(model[0]) is nn.Conv2d
+    assert torch.is_tensor(model[0].weight)

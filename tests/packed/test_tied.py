@@ -1,0 +1,307 @@
+"""One table that is embedding and output head: quantized once, stored once, loaded by plain transformers."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from model_zoo import Stranger
+from safetensors.torch import load_file
+from stranger import outputs_of, tied_weights
+from torch import nn
+from transformers import Trainer, set_seed
+
+from moq_hf import MoQCallback, dequantize_model, load_packed, quantize_model, save_quantized, verify_quantized
+from moq_hf.config import MoQConfig
+from moq_hf.errors import MoQError
+from moq_hf.model.convert import quant_embeddings, quant_layers
+from moq_hf.packed.verify import _check_tied, stored_weights
+from moq_hf.training.controller import MoQController
+
+WORDS = 96
+SIZES = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+ENDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
+BOTH = {
+    "vocab_size": WORDS, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 32,
+}  # fmt: skip
+
+FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
+    "Llama": (lambda: t.LlamaForCausalLM(t.LlamaConfig(**SIZES, **HEADS, **ENDS)), "model.embed_tokens"),
+    "Qwen2": (lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**SIZES, **HEADS, **ENDS)), "model.embed_tokens"),
+    "Gemma3": (
+        lambda: t.Gemma3ForCausalLM(t.Gemma3TextConfig(**SIZES, **HEADS, **ENDS, head_dim=8)), "model.embed_tokens",
+    ),
+    "GPT-2": (
+        lambda: t.GPT2LMHeadModel(
+            t.GPT2Config(vocab_size=WORDS, n_embd=32, n_layer=1, n_head=4, n_positions=32, **ENDS)
+        ),
+        "transformer.wte",
+    ),
+    "BERT": (
+        lambda: t.BertForMaskedLM(t.BertConfig(**SIZES, num_attention_heads=4, max_position_embeddings=32)),
+        "bert.embeddings.word_embeddings",
+    ),
+    "T5": (
+        lambda: t.T5ForConditionalGeneration(
+            t.T5Config(
+                vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0
+            )
+        ),
+        "shared",
+    ),
+    "BART": (lambda: t.BartForConditionalGeneration(t.BartConfig(**BOTH, **ENDS)), "model.shared"),
+}  # fmt: skip
+
+
+def made(family: str) -> Any:
+    set_seed(0)
+    return FAMILIES[family][0]().eval()
+
+
+def config_of(bits: int = 4, **more: Any) -> dict[str, Any]:
+    return {"quantize_bits": {"start_bits": bits, "target_bits": bits}, **more}
+
+
+def batch_of(model: Any) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, WORDS, (2, 8), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {**batch, "decoder_input_ids": ids[:, :4]} if model.config.is_encoder_decoder else batch
+
+
+@pytest.fixture(scope="module")
+def stranger() -> Iterator[Stranger]:
+    process = Stranger()
+    yield process
+    process.close()
+
+
+def loads(model: Any, folder: Path, stranger: Stranger) -> dict[str, Any]:
+    """What another process makes of the folder, with the words that it says."""
+    return stranger.load(folder, model, batch_of(model), generate=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_table_is_quantized_once_and_stored_once_at_its_bits(family: str, tmp_path: Path, stranger: Stranger) -> None:
+    model, name = made(family), FAMILIES[family][1]
+    before = tied_weights(model)
+    quantize_model(model, config_of(quantize_embeddings=4))
+    table = model.get_submodule(name)
+    sharing = [m for m in model.modules() if m._parameters.get("weight") is table.float_weight]
+    assert len(sharing) == (4 if family in ("T5", "BART") else 2)
+    assert {id(module.moq) for module in sharing} == {id(table.moq)} and tied_weights(model) == before
+    save_quantized(model, tmp_path)
+    found = verify_quantized(tmp_path, model)
+    layer = found.layers[name]
+    assert found.state["layout"] == "unpacked" and layer.stored == "packed" and layer.bits == 4
+    assert {model.get_submodule(other) for other in layer.tied} == {*sharing} - {table}
+    assert layer.bytes == WORDS * (32 // 2 + 4) + 16
+    assert not any(tensor.startswith(layer.tied) for tensor in load_file(tmp_path / "model.safetensors"))
+    assert loads(model, tmp_path, stranger) == {"equal": True, "tied": before}
+    base = t.AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(base.get_input_embeddings().weight, table.quantized_weight())
+    # The first row may be that of padding, all zeros.
+    scale = table.float_weight[1:].abs().amax(1, keepdim=True) / 7
+    assert torch.equal(stored_weights(tmp_path)[name].scale[1:], scale)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "BERT"])
+def test_a_table_of_more_bits_than_the_layers_is_stored_once_in_bytes(
+    family: str, tmp_path: Path, stranger: Stranger
+) -> None:
+    model, name = made(family), FAMILIES[family][1]
+    before = tied_weights(model)
+    quantize_model(model, config_of(quantize_embeddings=8))
+    save_quantized(model, tmp_path, inputs=batch_of(model))
+    found = verify_quantized(tmp_path, model)
+    [head] = found.layers[name].tied
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert found.state["layout"] == "packed" and found.proof is not None and found.proof.agrees
+    assert tensors[f"{name}.weight"].dtype == torch.int8 and f"{head}.weight" not in tensors
+    assert torch.equal(tensors[f"{head}.weight_scale"], tensors[f"{name}.weight_scale"])
+    assert found.layers[name].bytes == WORDS * (32 + 4 + 4)
+    # Each is unpacked by itself; what goes on from there is tied again.
+    assert loads(model, tmp_path, stranger)["equal"] is True
+    inputs = batch_of(model)
+    loaded = type(model).from_pretrained(tmp_path)
+    for again in (dequantize_model(loaded), load_packed(tmp_path, device="cpu", dtype=torch.float32)):
+        assert [names for names in tied_weights(again) if not names[0].endswith("scale")] == before
+        assert all(map(torch.equal, outputs_of(again, inputs), outputs_of(model, inputs)))
+
+
+GRIDS = {
+    "rows": {},
+    "row blocks": {"quantize_groups": 4},
+    "groups": {"quantize_group_size": 16},
+    "asymmetric": {"quantize_group_size": 16, "quantize_type": "asymmetric"},
+    "in another place": {"quantize_groups": 4, "quantize_type": "asymmetric"},
+}
+
+
+@pytest.mark.parametrize("layout", ["packed", "unpacked", "floats"])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_head_that_is_quantized_with_the_layers_takes_the_table_along(grid: str, layout: Any, tmp_path: Path) -> None:
+    model = quantize_model(made("Qwen2"), config_of(modules_to_not_convert=[], **GRIDS[grid]))
+    assert list(quant_embeddings(model)) == ["model.embed_tokens"] and "lm_head" in quant_layers(model)
+    assert model.model.embed_tokens.moq is model.lm_head.moq and model.lm_head.moq.grid.symmetric == (
+        "quantize_type" not in GRIDS[grid]
+    )
+    save_quantized(model, tmp_path, layout=layout)
+    found = verify_quantized(tmp_path, model).layers["model.embed_tokens"]
+    assert (
+        found.tied == ("lm_head",)
+        and found.stored == {"packed": "int8", "unpacked": "packed", "floats": "dense"}[layout]
+    )
+    loaded = t.Qwen2ForCausalLM.from_pretrained(tmp_path)
+    assert all(map(torch.equal, outputs_of(loaded, batch_of(model)), outputs_of(model, batch_of(model))))
+
+
+@pytest.mark.parametrize("grid", ["groups", "asymmetric"])
+def test_a_table_of_rows_takes_the_scheme_of_the_layers_in_the_files(grid: str, tmp_path: Path) -> None:
+    model = quantize_model(made("BERT"), config_of(quantize_embeddings=3, **GRIDS[grid]))
+    save_quantized(model, tmp_path, inputs=batch_of(model))
+    found = verify_quantized(tmp_path, model)
+    layers = {name.rpartition(".")[2]: layer for name, layer in found.layers.items()}
+    assert found.proof is not None and found.proof.agrees and found.state["layout"] == "unpacked"
+    assert layers["word_embeddings"].stored == layers["position_embeddings"].stored == "packed"
+    assert layers["word_embeddings"].scales == (WORDS, 1) and layers["word_embeddings"].bits == 3
+    # Two rows of zero points are one word, which compressed-tensors cannot read back.
+    assert layers["token_type_embeddings"].stored == ("packed" if grid == "groups" else "dense")
+    zero = stored_weights(tmp_path)["bert.embeddings.word_embeddings"].zero_point
+    assert zero is None if grid == "groups" else not bool(zero.any())
+
+
+def test_tables_stay_floats_where_they_would_widen_the_layers(tmp_path: Path) -> None:
+    model = t.T5ForConditionalGeneration(
+        t.T5Config(vocab_size=8, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0)
+    )
+    save_quantized(quantize_model(model, config_of(2, quantize_embeddings=8)), tmp_path)
+    assert {layer.stored for layer in verify_quantized(tmp_path).layers.values() if layer.kind == "embedding"} == {
+        "dense"
+    }
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sizes_in_training_are_those_of_the_files(bits: int, tmp_path: Path) -> None:
+    controller = MoQController(
+        made("Llama"), MoQConfig.from_dict(config_of(quantize_embeddings=bits, quantize_groups="per_channel")), 9
+    )
+    for _ in range(101):
+        controller.step()
+    assert list(controller.embeddings) == ["model.embed_tokens"] and "lm_head" not in controller.layers
+    assert "lm_head shares the weight of model.embed_tokens" in controller.summary()
+    assert "lm_head" not in controller.inventory.left_out
+    save_quantized(controller.model, tmp_path, controller=controller)
+    tensors = load_file(tmp_path / "model.safetensors")
+    # Shapes of packed weights, and the head's copy of the scales, are not counted.
+    size = sum(v.nbytes for name, v in tensors.items() if "shape" not in name and name != "lm_head.weight_scale")
+    assert controller.size_mb == pytest.approx(size / 1e6, rel=1e-6)
+
+
+def test_training_quantizes_the_table_once_a_step_and_resumes(tmp_path: Path) -> None:
+    config = {
+        **config_of(6), "quantize_bits": {"start_bits": 6, "target_bits": 4}, "modules_to_not_convert": [],
+        "quantize_schedule": {"quantize_period": 1, "schedule_offset": 1},
+        "quantize_algo": {"rounding": "stochastic"},
+    }  # fmt: skip
+    ids = torch.randint(3, WORDS, (16, 8), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+
+    def run(resume: str | None = None) -> Any:
+        arguments = t.TrainingArguments(
+            output_dir=str(tmp_path / "run"), max_steps=6, per_device_train_batch_size=4, save_steps=3,
+            learning_rate=1e-2, use_cpu=True, disable_tqdm=True, report_to=[],
+        )  # fmt: skip
+        trainer = Trainer(made("Llama"), arguments, train_dataset=data, callbacks=[MoQCallback(config)])
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.model
+
+    model = run()
+    table, head = model.model.embed_tokens, model.lm_head
+    assert table.moq is head.moq and table.moq.draw.step == 6 and table.float_weight is head.float_weight
+    assert torch.equal(table.quantized_weight(), head.quantized_weight()) and table.moq.bits == 4
+    assert not torch.equal(table.float_weight, made("Llama").lm_head.weight)
+    found = verify_quantized(tmp_path / "run" / "quantized", model)
+    assert found.proof is not None and found.proof.agrees
+    card = (tmp_path / "run" / "quantized" / "README.md").read_text()
+    assert "- `lm_head`: the weight of `model.embed_tokens`, which is stored once." in card
+    again = run(str(tmp_path / "run" / "checkpoint-3"))
+    assert torch.equal(again.lm_head.float_weight, head.float_weight)
+
+
+def test_a_loop_without_a_trainer_counts_a_step_once() -> None:
+    model = quantize_model(made("Llama"), config_of(quantize_embeddings=4)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batch = batch_of(model)
+    for _ in range(2):
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        optimizer.step()
+    table, head = model.model.embed_tokens, model.lm_head
+    assert table.moq.draw.step == 2 and torch.equal(head.quantized_weight(), table.quantized_weight())
+    plain = dequantize_model(copied := copy.deepcopy(model).eval())
+    assert tied_weights(copied) == tied_weights(model) and type(plain.lm_head) is nn.Linear
+    assert all(map(torch.equal, outputs_of(plain, batch), outputs_of(model, batch)))
+    restored = quantize_model(model, config_of())
+    assert type(restored.model.embed_tokens) is nn.Embedding and type(restored.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"quantize_embeddings": 8, "modules_to_not_convert": ["lm_head"]}, "lm_head.weight, which modules_to_not_con"),
+        ({"modules_to_not_convert": ["embed_tokens"]}, "embed_tokens.weight, which modules_to_not_convert names"),
+    ],
+)
+def test_what_cannot_be_shared_is_told_before_training(config: dict[str, Any], match: str) -> None:
+    with pytest.raises(MoQError, match=f"is also .*{match}.*a shared weight is quantized for all that use it"):
+        quantize_model(made("Llama"), config_of(**config))
+    both = config_of(quantize_embeddings=8, modules_to_not_convert=["lm_head", "embed_tokens"])
+    with pytest.raises(MoQError, match="no embedding table that can be quantized"):
+        quantize_model(made("Llama"), both)
+
+
+def test_a_weight_that_something_else_holds_is_told() -> None:
+    model = made("Llama")
+    model.model.norm.table = model.lm_head.weight
+    with pytest.raises(MoQError, match=r"is also model.norm.table, of a LlamaRMSNorm: a shared weight"):
+        quantize_model(model, config_of(quantize_embeddings=8))
+
+
+def test_layers_that_were_tied_by_hand_are_stored_each(tmp_path: Path) -> None:
+    model = t.LlamaForCausalLM(t.LlamaConfig(**{**SIZES, **HEADS, "tie_word_embeddings": False})).eval()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    save_quantized(quantize_model(model, config_of(quantize_embeddings=4)), tmp_path)
+    assert {"lm_head", "model.embed_tokens"} <= verify_quantized(tmp_path, model).layers.keys()
+    loaded = t.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert all(map(torch.equal, outputs_of(loaded, batch_of(model)), outputs_of(model, batch_of(model))))
+    model.model.embed_tokens.set_bits(3)
+    copied = copy.deepcopy(model)
+    copied.lm_head.set_bits(4)
+    with pytest.raises(MoQError, match="and quantized in another way: call quantize_model"):
+        save_quantized(copied, tmp_path)
+
+
+def test_a_head_with_other_scales_than_its_table_is_told() -> None:
+    scale = torch.ones(3, 1)
+    grids = {"table.weight_scale": scale, "head.weight_scale": scale.clone()}
+    _check_tied(Path("folder"), {"head": "table"}, grids)
+    grids["head.weight_scale"][1] = 2
+    with pytest.raises(MoQError, match=r"folder: head.weight_scale differs from table.weight_scale, to whose weight"):
+        _check_tied(Path("folder"), {"head": "table"}, grids)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_beside_a_tied_table(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(made("Llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    quantize_model(model, config_of(quantize_embeddings=4))
+    base = model.get_base_model()
+    assert base.lm_head.moq is base.model.embed_tokens.moq
+    save_quantized(model, tmp_path)
+    assert verify_quantized(tmp_path, model).layers["model.embed_tokens"].tied == ("lm_head",)
+    loaded = peft.PeftModel.from_pretrained(t.LlamaForCausalLM.from_pretrained(tmp_path), str(tmp_path / "adapter"))
+    assert torch.equal(loaded(**batch_of(base)).logits, model(**batch_of(base)).logits)

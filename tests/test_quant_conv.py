@@ -1,0 +1,255 @@
+"""Convolutions are quantized as matrices `[out_channels, in_channels / groups * kernel]`, in training and in files."""
+
+import copy
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import arguments, assert_same, weights
+from torch import nn
+from torch.nn.utils import parametrizations
+from transformers import (
+    ResNetConfig,
+    ResNetForImageClassification,
+    Trainer,
+    ViTConfig,
+    ViTForImageClassification,
+    set_seed,
+)
+
+from moq_hf import MoQCallback, MoQConfig, dequantize_model, quantize_model, save_quantized, verify_quantized
+from moq_hf import quantizer as q
+from moq_hf.deploy.loading import load_model
+from moq_hf.grid import Grid, PerChannel
+from moq_hf.model.convert import quant_layers
+from moq_hf.packed.verify import stored_weights
+from moq_hf.quant_conv import QuantConv1d, QuantConv2d
+from moq_hf.training.controller import MoQController
+from moq_hf.training.measuring import measuring
+
+CONFIG: dict[str, Any] = {
+    "quantize_bits": {"start_bits": 4, "target_bits": 4},
+    "quantize_groups": "per_channel",
+    "quantize_convolutions": True,
+    "modules_to_not_convert": [],
+}
+RUN: dict[str, Any] = {
+    "quantize_bits": {"start_bits": 6, "target_bits": 3},
+    "quantize_schedule": {"quantize_period": 1, "schedule_offset": 1},
+    "quantize_groups": 4,
+    "quantize_algo": {"scale_refresh": 3, "rounding": "stochastic"},
+    "quantize_convolutions": True,
+}
+GRID = Grid(PerChannel())
+LAYERS = {
+    "plain": (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9)),
+    "grouped": (lambda: nn.Conv2d(4, 8, (3, 2), stride=2, groups=2, bias=False), (2, 4, 9, 9)),
+    "depthwise": (lambda: nn.Conv2d(6, 6, 3, padding=1, groups=6, padding_mode="reflect"), (2, 6, 5, 5)),
+    "dilated": (lambda: nn.Conv2d(2, 3, 3, dilation=2, padding="same"), (2, 2, 7, 7)),
+    "one dimension": (lambda: nn.Conv1d(4, 6, 5, stride=2, padding=2, padding_mode="circular"), (2, 4, 12)),
+    "one example": (lambda: nn.Conv1d(4, 6, 3), (4, 12)),
+}
+
+
+def expected(layer: nn.Conv1d | nn.Conv2d, bits: int = 4) -> torch.Tensor:
+    matrix = layer.weight.detach().flatten(1)
+    ratio = q.least_squares_ratio(matrix, bits, GRID)
+    return q.fake_quantize(matrix, bits, GRID, ratio=ratio).view(layer.weight.shape)
+
+
+def resnet() -> ResNetForImageClassification:
+    set_seed(0)
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=2)
+    return ResNetForImageClassification(config)
+
+
+def vit() -> ViTForImageClassification:
+    set_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    return ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=8))
+
+
+def rows(count: int = 8) -> list[dict[str, Any]]:
+    pictures = torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    return [{"pixel_values": picture, "labels": index % 2} for index, picture in enumerate(pictures)]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_forward_is_the_definition_and_the_gradient_passes_straight_through(name: str) -> None:
+    make, shape = LAYERS[name]
+    layer = make()
+    plain = copy.deepcopy(layer)
+    quantize_model(nn.Sequential(layer), CONFIG)
+    assert isinstance(layer, QuantConv1d | QuantConv2d) and "bits=4" in repr(layer)
+    plain.weight = nn.Parameter(expected(plain))
+    inputs = torch.randn(shape)
+    found, wanted = layer(inputs), plain(inputs)
+    assert torch.equal(found, wanted)
+    found.square().sum().backward()
+    wanted.square().sum().backward()
+    assert layer.weight.grad is not None and torch.equal(layer.weight.grad, plain.weight.grad)
+
+
+def test_the_bits_of_each_width_and_grid_are_those_of_the_definition() -> None:
+    layer = nn.Conv2d(4, 8, 3)
+    model = nn.Sequential(layer)
+    for bits in (1, 2, 3, 8, 12):
+        for kind in ("symmetric", "asymmetric")[: 1 if bits == 1 else 2]:
+            settings = {"quantize_type": kind, "quantize_algo": {"scale": "absmax"}, "quantize_groups": 2}
+            quantize_model(model, {**CONFIG, **settings, "quantize_bits": {"start_bits": bits, "target_bits": bits}})
+            grid = MoQConfig.from_dict({**CONFIG, **settings}).grid
+            wanted = q.fake_quantize(layer.weight.detach().flatten(1), bits, grid).view(8, 4, 3, 3)
+            assert torch.equal(quant_layers(model)["0"].quantized_weight(), wanted), (bits, kind)
+
+
+def test_a_weight_in_another_memory_format_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantize_model(nn.Sequential(nn.Conv2d(4, 8, 3)), CONFIG).to(memory_format=torch.channels_last)
+    layer = quant_layers(model)["0"]
+    assert not layer.weight.is_contiguous()
+    assert torch.equal(layer.quantized_weight(), expected(model[0]))
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    layer.refresh()
+    assert torch.equal(layer.quantized_weight(), expected(model[0]))
+
+
+def test_readers_copies_and_the_way_back() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Conv1d(4, 6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.conv1d(x, self.inner.weight, self.inner.bias)
+
+    model = quantize_model(Reader(), CONFIG)
+    inputs, wanted = torch.randn(2, 4, 9), expected(model.inner)
+    assert torch.equal(model(inputs), nn.functional.conv1d(inputs, wanted, model.inner.bias))
+    for other in (copy.deepcopy(model.inner), pickle.loads(pickle.dumps(model.inner))):
+        assert type(other) is QuantConv1d and torch.equal(other.quantized_weight(), wanted)
+    before = model(inputs)
+    assert torch.equal(dequantize_model(model)(inputs), before)
+    assert type(model.inner) is nn.Conv1d and torch.equal(model.inner.weight, wanted)
+
+
+def test_an_optimizer_s_step_is_followed_without_a_trainer() -> None:
+    model = quantize_model(nn.Sequential(nn.Conv2d(4, 8, 3)), CONFIG)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(torch.randn(2, 4, 5, 5)).square().sum().backward()
+    optimizer.step()
+    ratio = quant_layers(model)["0"].moq.ratio
+    wanted = q.fake_quantize(model[0].weight.detach().flatten(1), 4, GRID, ratio=ratio).view(8, 4, 3, 3)
+    assert torch.equal(quant_layers(model)["0"].quantized_weight(), wanted)
+
+
+def test_inputs_stay_in_float_and_a_run_says_so() -> None:
+    config = MoQConfig.from_dict(
+        {**RUN, "activation_quantization": {"enabled": True}, "quantize_schedule": {"schedule_offset": 0}}
+    )
+    model = vit()
+    controller = MoQController(model, config)
+    assert "6 linear layers and 1 convolution in 2 blocks" in controller.summary()
+    assert "the linear layers' inputs to 8 bits" in controller.summary()
+    assert "activation_quantization is of linear layers: the inputs of convolutions stay in float" in "\n".join(
+        controller.warnings()
+    )
+    projection = model.vit.embeddings.patch_embeddings.projection
+    pictures = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        weight = projection.quantized_weight()
+        wanted = nn.functional.conv2d(pictures, weight, projection.bias, stride=8)
+        assert torch.equal(projection(pictures), wanted)
+
+
+def test_a_block_with_convolutions_is_measured_twice_differentiated() -> None:
+    model = resnet()
+    controller = MoQController(
+        model,
+        MoQConfig.from_dict({**RUN, "quantize_schedule": {"schedule_offset": 0}, "eigenvalue": {"enabled": True}}),
+        9,
+    )
+    assert list(controller.blocks) == [
+        "resnet.embedder.embedder.convolution", "resnet.encoder.stages.0", "resnet.encoder.stages.1",
+    ]  # fmt: skip
+    assert controller.sensitivity is not None
+    with measuring(model, controller.sensitivity.blocks) as blocks:
+        (weight, *_) = [p for p in blocks["resnet.encoder.stages.1"] if p.dim() == 4]
+        layer = quant_layers(model)["resnet.encoder.stages.1.layers.0.shortcut.convolution"]
+        assert torch.equal(layer.weight, weight)
+        batch = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
+        (gradient,) = torch.autograd.grad(model(**batch).loss, weight, create_graph=True)
+        (product,) = torch.autograd.grad(gradient.sum(), weight)
+    assert bool(product.isfinite().all()) and bool((product != 0).any())
+
+
+@pytest.mark.parametrize("make", [resnet, vit])
+def test_a_run_is_delivered_as_it_was_evaluated(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = make()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = Trainer(model, arguments(tmp_path, max_steps=6), train_dataset=rows(), callbacks=[MoQCallback(RUN)])
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    layers = quant_layers(model)
+    convolutions = [name for name, layer in layers.items() if layer.kind == "conv"]
+    assert convolutions and {layer.moq.bits for layer in layers.values()} == {3}
+    assert not any(torch.equal(before[f"{name}.weight"], layer.weight) for name, layer in layers.items())
+    folder = tmp_path / "quantized"
+    found = verify_quantized(folder, model)
+    assert found.proof is not None and found.proof.agrees is True and found.proof.largest_difference == 0.0
+    assert found.state["layout"] == ("floats" if make is resnet else "packed") and found.state["reason"] is None
+    assert [name for name, layer in found.layers.items() if layer.kind == "conv"] == convolutions
+    for name in convolutions:
+        stored = found.layers[name]
+        assert (stored.stored, stored.bits, stored.bytes) == ("dense", 3, stored.bytes_before)
+        assert stored.shape == (len(layers[name].weight), layers[name].weight[0].numel()) and stored.scales == (4, 1)
+    said = [r.message for r in caplog.records if "are saved as floats on the grid, at full size" in r.message]
+    assert len(said) == 2 and all(name in line for name in convolutions for line in said)
+    assert "only 1 to 8 bits can be packed" not in caplog.text
+    card = (folder / "README.md").read_text()
+    what = "convolutions" if make is resnet else "linear layers and convolutions"
+    assert f"the precision of its {what} fell" in card and "could not load them packed" not in card
+    plain = type(model).from_pretrained(folder).eval()
+    pictures = torch.stack([row["pixel_values"] for row in rows()])
+    with torch.no_grad():
+        assert torch.equal(plain(pictures).logits, model.eval()(pictures).logits)
+
+
+def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:
+    def trainer() -> Trainer:
+        settings = arguments(tmp_path, max_steps=8, save_strategy="steps", save_steps=4)
+        return Trainer(resnet(), settings, train_dataset=rows(), callbacks=[MoQCallback(RUN)])
+
+    whole, again = trainer(), trainer()
+    whole.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert_same(weights(again), weights(whole))
+
+
+def test_the_integers_are_found_again_in_floats_on_the_grid(tmp_path: Path) -> None:
+    model = quantize_model(vit(), {**CONFIG, "quantize_type": "asymmetric", "modules_to_not_convert": None})
+    save_quantized(model, tmp_path)
+    found = stored_weights(tmp_path)
+    assert found.keys() == quant_layers(model).keys()
+    name = "vit.embeddings.patch_embeddings.projection"
+    codes, scale, zero = found[name]
+    weight = quant_layers(model)[name].quantized_weight().detach()
+    assert torch.equal(q.dequantize(codes, scale, zero).view(weight.shape), weight)
+    assert int(codes.min()) >= -8 and int(codes.max()) <= 7
+    loaded, _ = load_model(tmp_path)
+    assert torch.equal(loaded.get_submodule(name).weight, weight)
+
+
+def test_a_computed_weight_and_other_convolutions_stay_in_float() -> None:
+    model = nn.Sequential(
+        nn.Conv1d(4, 4, 3),
+        parametrizations.weight_norm(nn.Conv1d(4, 4, 3)),
+        nn.ConvTranspose1d(4, 4, 3),
+        nn.Linear(4, 2),
+    )
+    controller = MoQController(model, MoQConfig.from_dict({**CONFIG, "modules_to_not_convert": None}))
+    assert list(controller.layers) == ["0"]
+    assert controller.inventory.left_out == {"1": "a computed weight", "2": "the class ConvTranspose1d", "3": None}
+    assert "left in float, the class ConvTranspose1d: 2" in controller.summary()
