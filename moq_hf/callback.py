@@ -18,7 +18,7 @@ from .config import MoQConfig
 from .errors import MoQError, one_line
 from .model.convert import is_quantized
 from .model.selection import take_inventory
-from .names import uncompiled
+from .names import uncompiled, without_peft
 from .packed.delivery import deliver
 from .packed.proof import Answers
 from .packed.question import kept_batch
@@ -32,7 +32,7 @@ from .training.host import Host, Loss, LossScale, StockHost
 from .training.listening import first_batch, listen
 from .training.resume import check_room, check_start, planned_steps
 from .training.trainer_state import check_alone, forget_best, resumed_state, state_of_best
-from .transformers_seams import ExportableState, callback_states, is_compiled_in_place
+from .transformers_seams import ExportableState, callback_states, checkpoints_as_modules, is_compiled_in_place
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +151,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         self.host.check(self.config)
         check_alone(state, self._name)
         controller = self._controller_of(args, state, kwargs["model"], resumed)
+        # So that the Trainer can load what it saves.
+        checkpoints_as_modules(without_peft(controller.inventory.model), bool(controller.inventory.experts))
         self._began = time.perf_counter()
         self._loss_scale = LossScale(kwargs.get("optimizer"))
         self._switched = self._arrived = False
@@ -303,6 +305,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             self._tap.remove()
         if controller is None:
             return
+        checkpoints_as_modules(without_peft(controller.inventory.model), False)
         if state.is_world_process_zero and self._plan is not None:
             tqdm.write(f"moq_hf: {outcome(self._plan, controller.history, controller.schedule.steps)}")
         if controller.sensitivity is not None:

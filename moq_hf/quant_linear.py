@@ -30,7 +30,7 @@ from .kernels.backend import choose
 from .model.staleness import Key, key_of, stale, watch
 from .processes import is_sharded, whole
 from .quantizer import Draw
-from .rows import Kind, from_rows, to_rows
+from .rows import Kind, from_rows, lies_in_rows, parameter_of, to_rows
 from .schedule import FLOAT_BITS
 from .transformers_seams import is_scaled_table
 
@@ -201,7 +201,7 @@ class QuantLayer(nn.Module):
             return self.quantized_weight(weight.dtype, to_read=True)
         except AttributeError as error:
             # nn.Module would look on, and give the float weight.
-            raise RuntimeError(f"{self.moq.name}.weight cannot be quantized: {error}") from error
+            raise RuntimeError(f"{parameter_of(self.moq.name, self.kind)} cannot be quantized: {error}") from error
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
@@ -236,7 +236,7 @@ class QuantLayer(nn.Module):
 
     @property
     def matrix(self) -> Tensor:
-        """The float weight with a row for each output, `[rows, columns]`: a view, as groups and grids count it."""
+        """The float weight as groups and grids count it, `[rows, columns]`; see `to_rows`."""
         return to_rows(self.float_weight, self.kind)
 
     def is_stale(self) -> bool:
@@ -328,9 +328,9 @@ class QuantLayer(nn.Module):
             return
         state.weight = state.read = state.source = None
         raise MoQError(
-            f"{state.name}.weight was written in place in a forward pass, where it is the quantized copy of the one "
-            "that is trained: write it outside of the forward pass, or leave the layer in full precision: add "
-            f'"{state.name}" to modules_to_not_convert'
+            f"{parameter_of(state.name, self.kind)} was written in place in a forward pass, where it is the quantized "
+            "copy of the one that is trained: write it outside of the forward pass, or leave the layer in full "
+            f'precision: add "{state.name}" to modules_to_not_convert'
         )
 
     def mark_fresh(self) -> None:
@@ -414,8 +414,8 @@ class QuantLayer(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             weight = self._whole_matrix()
             path = choose("weight", weight, dtype or weight.dtype, state.kernel)
-            target = None if out is None else to_rows(out, self.kind)
-            in_place = out is not None and target is not None and out.is_contiguous() and target.is_contiguous()
+            in_place = out is not None and out.is_contiguous() and lies_in_rows(out, self.kind)
+            target = to_rows(out, self.kind) if out is not None and in_place else None
             values = path.fake_quantize(
                 weight,
                 state.bits,
@@ -424,10 +424,10 @@ class QuantLayer(nn.Module):
                 draw=state.draw,
                 blend=state.blend,
                 dtype=dtype,
-                out=target if in_place else None,
+                out=target,
             )
             if out is not None:
-                return out if in_place else out.copy_(from_rows(values, self.kind, out.shape))
+                return out if target is not None else out.copy_(from_rows(values, self.kind, out.shape))
             return from_rows(values, self.kind, self.float_weight.shape).contiguous()
 
     def _whole_matrix(self) -> Tensor:

@@ -5,24 +5,31 @@ from typing import Literal
 
 from torch import Tensor
 
-# What a quantized layer is: "conv1d" is GPT-2's transposed linear layer, "conv" a convolution.
-Kind = Literal["linear", "conv1d", "embedding", "conv"]
-KINDS: tuple[Kind, ...] = ("linear", "conv1d", "embedding", "conv")
+# What a quantized layer is: "conv1d" is GPT-2's transposed linear layer, "conv" a convolution, "experts" a parameter
+# `[experts, rows, columns]`, and "experts_t" one `[experts, columns, rows]`.
+Kind = Literal["linear", "conv1d", "embedding", "conv", "experts", "experts_t"]
+KINDS: tuple[Kind, ...] = ("linear", "conv1d", "embedding", "conv", "experts", "experts_t")
 
 
 def to_rows(weight: Tensor, kind: str) -> Tensor:
-    """The matrix `[rows, columns]` of a weight: a view, or a copy of a convolution's weight that is not contiguous.
+    """The matrix `[rows, columns]` of a weight: a view, or a copy.
 
-    A convolution has a row for each output channel, `[out_channels, in_channels / groups * kernel]`.
+    It is a copy of a convolution's weight that is not contiguous, and for "experts_t", whose rows cannot be a view. A
+    convolution has a row for each output channel, `[out_channels, in_channels / groups * kernel]`. The matrices of
+    experts stand one below the other.
 
     >>> import torch
-    >>> to_rows(torch.ones(3, 2), "conv1d").shape
-    torch.Size([2, 3])
-    >>> to_rows(torch.ones(3, 2, 5, 5), "conv").shape
-    torch.Size([3, 50])
+    >>> to_rows(torch.ones(3, 2), "conv1d").shape, to_rows(torch.ones(3, 2, 5, 5), "conv").shape
+    (torch.Size([2, 3]), torch.Size([3, 50]))
+    >>> to_rows(torch.ones(4, 3, 2), "experts_t").shape
+    torch.Size([8, 3])
     """
     if kind == "conv":
         return weight.flatten(1)
+    if kind == "experts_t":
+        return weight.transpose(1, 2).flatten(0, 1)
+    if kind == "experts":
+        return weight.flatten(0, 1)
     return weight.t() if kind == "conv1d" else weight
 
 
@@ -33,4 +40,34 @@ def from_rows(matrix: Tensor, kind: str, shape: Sequence[int]) -> Tensor:
     >>> from_rows(torch.ones(2, 3), "conv1d", [3, 2]).shape
     torch.Size([3, 2])
     """
+    if kind == "experts_t":
+        return matrix.view(shape[0], shape[2], shape[1]).transpose(1, 2)
     return matrix.t() if kind == "conv1d" else matrix.view(*shape)
+
+
+def lies_in_rows(weight: Tensor, kind: str) -> bool:
+    """Whether the matrix of a weight is its own memory, row after row.
+
+    >>> import torch
+    >>> [lies_in_rows(torch.ones(2, 2, 2), kind) for kind in ("experts", "experts_t")]
+    [True, False]
+    """
+    return kind != "experts_t" and to_rows(weight, kind).is_contiguous()
+
+
+def is_experts(kind: str) -> bool:
+    """Whether a weight holds the matrices of several experts.
+
+    >>> is_experts("experts_t"), is_experts("linear")
+    (True, False)
+    """
+    return kind.startswith("experts")
+
+
+def parameter_of(name: str, kind: str) -> str:
+    """The name of the weight of a quantized layer in the state dict; experts are called as their parameter.
+
+    >>> parameter_of("dense", "linear"), parameter_of("mlp.experts.down_proj", "experts")
+    ('dense.weight', 'mlp.experts.down_proj')
+    """
+    return name if is_experts(kind) else f"{name}.weight"

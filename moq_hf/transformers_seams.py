@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -268,6 +268,16 @@ def initialize_again(model: nn.Module) -> None:
     cast(Any, model).initialize_weights()
 
 
+def experts_transposed(module: nn.Module) -> bool | None:
+    """Whether a module of experts keeps their matrices `[experts, columns, rows]`; None if it is none.
+
+    Relies on: `is_transposed`, which `integrations.moe.use_experts_implementation` puts on instances.
+    Breaks: Experts would stay in float, as the shares in every text would say.
+    """
+    found = vars(module).get("is_transposed")
+    return found if isinstance(found, bool) and "is_concatenated" in vars(module) else None
+
+
 def original_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A model's tensors under the names of its files, which servers know: as `save_pretrained` writes them by default.
 
@@ -276,7 +286,63 @@ def original_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    return cast(dict[str, Tensor], revert_weight_conversion(cast(Any, model), dict(tensors)))
+    # What was loaded packed would be taken apart by how its packed tensors were put together.
+    named: Any = model if packed_loader(model) is None else as_constructed(model)
+    return cast(dict[str, Tensor], revert_weight_conversion(named, dict(tensors)))
+
+
+def checkpoints_as_modules(model: nn.Module, switched_on: bool) -> None:
+    """Have `save_pretrained` give tensors the names of the modules, or those of the model's files again.
+
+    The Trainer loads checkpoints by `load_state_dict`, which knows no other names: without this a run with experts
+    goes on, or ends with its best model, with experts as they were before.
+
+    Relies on: `PreTrainedModel._weight_conversions`, from which `revert_weight_conversion` takes the names.
+    Breaks: Experts would lose their training at a resume, with a warning of the Trainer alone.
+    """
+    attributes = vars(model)
+    if switched_on and "_moq_weight_conversions" not in attributes:
+        attributes["_moq_weight_conversions"] = attributes.get("_weight_conversions")
+        attributes["_weight_conversions"] = []
+    elif not switched_on and "_moq_weight_conversions" in attributes:
+        attributes["_weight_conversions"] = attributes.pop("_moq_weight_conversions")
+
+
+def matrices_in_files(model: nn.Module, parameter: str, experts: int, rows: int) -> dict[str, Tensor]:
+    """Under which names the files of a model have the matrices of a parameter of experts: where each of its rows is.
+
+    Args:
+        model: Of transformers.
+        parameter: The name of a parameter `[experts, rows, columns]`.
+        experts: How many there are.
+        rows: Of each expert's matrix.
+
+    Returns:
+        Name to int64 `[rows of the matrix, 1]`, in the order of the parameter's rows one below the other. One name, its
+        own, if transformers does not take it apart.
+
+    Relies on: `conversion_mapping.get_model_conversion_mapping` and `core_model_loading.revert_weight_conversion`.
+    Breaks: Experts would be saved as floats on the grid, at full size; or under names that nothing loads, as the proof
+        says.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    numbers = torch.arange(experts * rows, device="cpu").view(experts, rows, 1)
+    return cast(dict[str, Tensor], revert_weight_conversion(cast(Any, as_constructed(model)), {parameter: numbers}))
+
+
+def as_constructed(model: nn.Module) -> Any:
+    """What `revert_weight_conversion` takes names from, for a model as if it had not been loaded.
+
+    Relies on: `conversion_mapping.get_model_conversion_mapping`, and `PrefixChange` among what it gives.
+    Breaks: Experts could not be saved packed, nor a packed model be compared with its folder.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    every = get_model_conversion_mapping(cast(Any, model), add_legacy=False)
+    reversible = [conversion for conversion in every if not isinstance(conversion, PrefixChange)]
+    return SimpleNamespace(config=model.config, _weight_conversions=reversible)
 
 
 def is_scaled_table(cls: type[nn.Module]) -> bool:
@@ -364,7 +430,8 @@ def unpack_layer(module: nn.Module) -> None:
 def unpack(model: nn.Module) -> None:
     """Make a plain model of one that was loaded packed: float weights that can be trained, nothing else.
 
-    Relies on: `quantization_scheme`, `quantization_status`, `QuantizationMetadata`, `remove_quantization_config`.
+    Relies on: `quantization_scheme`, `quantization_status`, `QuantizationMetadata`, `remove_quantization_config`, and
+        `PreTrainedModel._weight_conversions`.
     Breaks: `dequantize_model` would fail on a packed model, or leave one that cannot be trained.
     """
     from compressed_tensors.quantization import QuantizationMetadata, QuantizationStatus
@@ -382,6 +449,8 @@ def unpack(model: nn.Module) -> None:
         module.requires_grad_(True)
     keep_packed(model)
     packed_loader(model).remove_quantization_config(model)
+    # How the packed experts were put together: saving would take float ones apart so.
+    vars(model).pop("_weight_conversions", None)
     # Weights that were unpacked one by one.
     cast(Any, model).tie_weights()
 

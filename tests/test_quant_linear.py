@@ -359,7 +359,8 @@ def test_a_router_with_a_forward_of_its_own_goes_on_routing() -> None:
         PhimoeConfig(vocab_size=50, num_hidden_layers=1, num_local_experts=4, max_position_embeddings=64, **sizes)
     )
     quantize_model(model, {**CONFIG, "quantize_groups": 1})
-    assert len(quant_layers(model)) == 4 and "QuantLinear" not in repr(model.model.layers[0].mlp)
+    experts = [name for name, layer in quant_layers(model).items() if layer.kind == "experts"]
+    assert len(quant_layers(model)) == 4 + len(experts) == 6 and "QuantLinear" not in repr(model.model.layers[0].mlp)
     model(input_ids=torch.arange(8)[None])
 
 

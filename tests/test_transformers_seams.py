@@ -380,6 +380,61 @@ def test_original_format() -> None:
     assert experts["model.layers.0.block_sparse_moe.experts.1.w2.weight"].shape == (16, 16)
 
 
+def tiny_mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=20, num_local_experts=2, num_key_value_heads=2, **sizes))
+
+
+def test_checkpoints_as_modules(tmp_path: Path) -> None:
+    model = tiny_mixtral()
+    for switched_on, name in (
+        (True, "mlp.experts.down_proj"),
+        (True, "mlp.experts.down_proj"),
+        (False, "block_sparse_moe.experts.1.w2.weight"),
+    ):
+        seams.checkpoints_as_modules(model, switched_on)
+        model.save_pretrained(tmp_path)
+        kept = load_file(tmp_path / "model.safetensors")
+        assert f"model.layers.0.{name}" in kept
+        assert switched_on == (kept.keys() == model.state_dict().keys())
+
+
+def test_experts_transposed() -> None:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    gpt_oss = GptOssForCausalLM(GptOssConfig(vocab_size=20, num_local_experts=2, rope_parameters=rope, **sizes))
+    for model, expected in ((tiny_mixtral(), False), (gpt_oss, True)):
+        found = {name: seams.experts_transposed(module) for name, module in model.named_modules()}
+        assert {name for name, value in found.items() if value is not None} == {"model.layers.0.mlp.experts"}
+        assert found["model.layers.0.mlp.experts"] is expected
+
+
+def test_as_constructed() -> None:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = tiny_mixtral()
+    model._weight_conversions = []
+    name = "model.layers.0.mlp.gate.weight"
+    assert list(seams.original_format(model, {name: torch.ones(2, 16)})) == [name]
+    found = revert_weight_conversion(seams.as_constructed(model), {name: torch.ones(2, 16)})
+    assert list(found) == ["model.layers.0.block_sparse_moe.gate.weight"]
+
+
+def test_matrices_in_files() -> None:
+    model = tiny_mixtral()
+    found = seams.matrices_in_files(model, "model.layers.0.mlp.experts.gate_up_proj", 2, 32)
+    place = "model.layers.0.block_sparse_moe.experts"
+    assert {name: numbers.flatten().tolist() for name, numbers in found.items()} == {
+        f"{place}.{expert}.{half}.weight": list(range(first, first + 16))
+        for expert, half, first in ((0, "w1", 0), (0, "w3", 16), (1, "w1", 32), (1, "w3", 48))
+    }
+    assert list(seams.matrices_in_files(model, "somewhere.else", 2, 2)) == ["somewhere.else"]
+
+
 def test_has_adapter(tiny_bert: BertForSequenceClassification) -> None:
     from peft import LoraConfig
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MoQError, listed, one_line
+from ..packed.matrices import by_matrix, split
 from ..packed.state import StoredLayer
 from ..packed.verify import recorded, stored_weights
 from ..quantizer import Quantized, dequantize
@@ -96,18 +97,16 @@ def export_gguf(
     found = recorded(directory)
     # The converter reads the files, so its names of layers are those in the files.
     names = {name: (found.state.get("names") or {}).get(name, name) for name in found.layers}
-    layers = {names[name]: layer for name, layer in found.layers.items() if layer.stored != "float"}
+    layers = by_matrix({names[name]: layer for name, layer in found.layers.items() if layer.stored != "float"})
     _check_grids(directory, layers)
     _check_paths(directory, target, source)
     read = _Base(source)
     places = {name: read.place_of(name) for name in layers}
     read.check_places(places)
-    weights = {names[name]: weight for name, weight in stored_weights(directory).items()}
-    lost = [name for name in layers if name not in weights]
+    weights = {names.get(name, name): own for name, own in split(stored_weights(directory), found.layers).items()}
+    lost = ", ".join(name for name in layers if name not in weights)
     if lost:
-        raise MoQError(
-            f"{directory}: floats of half precision have no codes any more: {', '.join(lost)}; leave them out"
-        )
+        raise MoQError(f"{directory}: floats of half precision have no codes any more: {lost}; leave them out")
     errors = [Rounding(0.0, 0.0)]
     parts: dict[str, dict[int, Blocks]] = {}
     for name, layer in layers.items():

@@ -15,6 +15,7 @@ from ..model.convert import dequantize_model
 from ..model.inventory import is_packed
 from ..packed.verification import Verification
 from ..packed.verify import stored_weights, verify_quantized
+from ..rows import is_experts
 
 _KINDS = ("ForSequenceClassification", "ForTokenClassification", "ForImageClassification", "Model")
 # How a folder says what its pictures are prepared by.
@@ -49,7 +50,11 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     verified = verify_quantized(directory)
     model, tokenizer = load_model(directory)
     kinds = nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d
-    odd = [name for name in verified.layers if not isinstance(model.get_submodule(name), kinds)]
+    odd = [
+        name
+        for name, layer in verified.layers.items()
+        if is_experts(layer.kind) or not isinstance(model.get_submodule(name), kinds)
+    ]
     if odd:
         raise MoQError(f"{directory}: only nn.Linear, nn.Embedding and convolutions are exported, not {', '.join(odd)}")
     processor = directory / PROCESSOR

@@ -12,12 +12,13 @@ from ..config import MoQConfig
 from ..errors import MoQError
 from ..names import named_modules, unwrapped
 from ..processes import copy_whole
+from ..quant_experts import ExpertsWeight, make_quantized, quantized_in
 from ..quant_linear import LayerState, QuantEmbedding, QuantLayer, base_class, quant_class
 from ..schedule import FLOAT_BITS
 from ..transformers_seams import ADAPTED, is_peft, unpack
 from .inventory import Inventory, is_packed
 from .refresh import check_finite
-from .selection import grid_of, take_inventory
+from .selection import grid_of, grid_of_experts, take_inventory
 from .staleness import unwatch, watch
 
 
@@ -59,9 +60,9 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     try:
         check_finite({**layers, **embeddings})
     except MoQError:
-        for module in inventory.modules.values():
-            if isinstance(module, QuantLayer):
-                restore(module)
+        for name, module in inventory.modules.items():
+            for layer in quantized_in(name, module).values():
+                restore(layer)
         _guard_merging(inventory.modules.values())
         raise
     return model
@@ -113,9 +114,11 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
 
 
 def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
-    """The quantized linear layers and convolutions by their names, each once, in model order."""
-    modules = named_modules(model)
-    return {n: m for n, m in modules if isinstance(m, QuantLayer) and not isinstance(m, QuantEmbedding)}
+    """The quantized linear layers, convolutions, and experts by the names of their parameters, once, in model order."""
+    found: dict[str, QuantLayer] = {}
+    for name, module in named_modules(model):
+        found |= quantized_in(name, module)
+    return {name: layer for name, layer in found.items() if not isinstance(layer, QuantEmbedding)}
 
 
 def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
@@ -125,19 +128,22 @@ def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
 
 def is_quantized(modules: Iterable[nn.Module]) -> bool:
     """Whether any of a model's modules computes with a quantized weight now."""
-    return any(isinstance(module, QuantLayer) and module.moq.bits != FLOAT_BITS for module in modules)
+    return any(layer.moq.bits != FLOAT_BITS for module in modules for layer in quantized_in("", module).values())
 
 
 def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, QuantLayer], dict[str, QuantEmbedding]]:
     """Make the layers that were chosen quantized ones, still with 32 bits, and any other a plain one.
 
     Returns:
-        Linear layers with convolutions, and embedding tables, by name. Whatever an earlier run left on them is gone.
+        Layers of the schedule, experts among them, and embedding tables, by name. Whatever an earlier run left on them
+        is gone.
     """
     chosen: dict[str, nn.Module] = {**inventory.layers, **inventory.embeddings}
+    kept = {*chosen, *inventory.tied, *inventory.experts}
     for name, module in inventory.modules.items():
-        if isinstance(module, QuantLayer) and name not in chosen and name not in inventory.tied:
-            restore(module)
+        for own, layer in quantized_in(name, module).items():
+            if own not in kept:
+                restore(layer)
     for index, (name, module) in enumerate(chosen.items()):
         layer = _quantized_layer(module)
         grid, draw = grid_of(module, config), quantizer.Draw(config.seed, index)
@@ -149,8 +155,9 @@ def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, Qu
         layer.moq = cast(QuantLayer, chosen[owner]).moq
         unwatch(layer)
     _guard_merging(inventory.modules.values())
+    layers = {name: cast(QuantLayer, layer) for name, layer in inventory.layers.items()}
     return (
-        {name: cast(QuantLayer, layer) for name, layer in inventory.layers.items()},
+        {**layers, **_prepare_experts(inventory.experts, config, len(chosen))},
         {name: cast(QuantEmbedding, table) for name, table in inventory.embeddings.items()},
     )
 
@@ -159,6 +166,18 @@ def _quantized_layer(module: nn.Module) -> QuantLayer:
     if not isinstance(module, QuantLayer):
         module.__class__ = quant_class(type(module))
     return cast(QuantLayer, module)
+
+
+def _prepare_experts(experts: Mapping[str, nn.Module], config: MoQConfig, first: int) -> dict[str, ExpertsWeight]:
+    """As `prepare_model`, for parameters of experts; `first` is the number of their first draw."""
+    states: dict[nn.Module, dict[str, LayerState]] = {}
+    for index, (name, module) in enumerate(experts.items(), first):
+        attribute, draw = name.rpartition(".")[2], quantizer.Draw(config.seed, index)
+        grid = grid_of_experts(module, attribute, config)
+        state = LayerState(grid, draw=draw, kernel=config.kernel, config=config, name=name)
+        states.setdefault(module, {})[attribute] = state
+    made = {module: make_quantized(module, own) for module, own in states.items()}
+    return {name: made[module][name.rpartition(".")[2]] for name, module in experts.items()}
 
 
 def _guard_merging(modules: Iterable[nn.Module]) -> None:
@@ -179,6 +198,9 @@ def _refuse_merging(*args: Any, **kwargs: Any) -> None:
 
 def restore(layer: QuantLayer) -> None:
     """Give a quantized layer the class back that it had before."""
+    if isinstance(layer, ExpertsWeight):
+        layer.release()
+        return
     unwatch(layer)
     del layer.moq
     cast(nn.Module, layer).__class__ = base_class(type(layer))

@@ -32,7 +32,8 @@ class Inventory:
         modules: Name to module, each module once, in model order.
         adapters: Names of the modules that PEFT has put in.
         layers: The linear layers and convolutions that a config quantizes by name; `take_inventory` fills it, and the
-            next three.
+            next four.
+        experts: The parameters of experts that it quantizes, by their names, each with its module.
         embeddings: The embedding tables that it quantizes.
         tied: Module to the one of `layers` or `embeddings` whose weight it shares, and with it the quantized copy.
         left_out: Linear layers that stay in float, and tables and convolutions that were meant to be quantized, by
@@ -49,6 +50,7 @@ class Inventory:
     modules: Mapping[str, nn.Module] = field(repr=False)
     adapters: Sequence[str] = ()
     layers: Mapping[str, Layer] = field(default_factory=dict)
+    experts: Mapping[str, nn.Module] = field(default_factory=dict)
     embeddings: Mapping[str, nn.Embedding] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str | None] = field(default_factory=dict)
@@ -75,6 +77,11 @@ class Inventory:
     def linears(self) -> dict[str, nn.Linear | Conv1D]:
         """Every linear layer by its name, but for those of PEFT's adapters."""
         return {name: module for name, module in self.modules.items() if is_linear(module) and not self.is_added(name)}
+
+    @property
+    def scheduled(self) -> dict[str, nn.Module]:
+        """What the schedule quantizes: the layers, then the parameters of experts, each with its module."""
+        return {**self.layers, **self.experts}
 
     @cached_property
     def convolutions(self) -> dict[str, nn.Module]:
@@ -114,15 +121,17 @@ class Inventory:
     def shared(self, layers: Collection[str]) -> list[str]:
         """One line for each of the layers whose weight is also that of something that is none of them."""
         names: dict[int, list[str]] = {}
-        for name, parameter in self.parameters():
+        parameters = dict(self.parameters())
+        for name, parameter in parameters.items():
             names.setdefault(id(parameter), []).append(name)
-        among = {f"{layer}.weight" for layer in layers}
+        # Experts are called as their parameter.
+        owned = {layer: layer if layer in parameters else f"{layer}.weight" for layer in layers}
+        among = set(owned.values())
         found = []
-        for layer in layers:
-            weight = self.modules[layer].weight
-            others = [name for name in names[id(weight)] if name not in among]
+        for own in owned.values():
+            others = [name for name in names[id(parameters[own])] if name not in among]
             if others:
-                found.append(f"{layer}.weight is also {', '.join(others)}")
+                found.append(f"{own} is also {', '.join(others)}")
         return found
 
     def block_of(self, layer: str, measured: Iterable[str] = ()) -> str:

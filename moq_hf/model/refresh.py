@@ -1,6 +1,6 @@
 """When weights are quantized anew: all layers after each optimizer step, and the checks that go with it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -12,7 +12,7 @@ from ..kernels import cpu
 from ..kernels.backend import Backend, choose
 from ..processes import any_over_ranks, is_sharded, whole
 from ..quant_linear import QuantLayer
-from ..rows import to_rows
+from ..rows import lies_in_rows, parameter_of, to_rows
 from ..schedule import FLOAT_BITS
 
 
@@ -53,11 +53,12 @@ def check_finite(layers: Mapping[str, QuantLayer]) -> None:
     device = next(iter(layers.values())).float_weight.device
     flags = torch.stack([layer.nonfinite().to(device) for layer in layers.values()])
     if bool(flags.any()):
-        _refuse_nonfinite(name for name, flag in zip(layers, flags.tolist(), strict=True) if flag)
+        bad = [name for name, flag in zip(layers, flags.tolist(), strict=True) if flag]
+        _refuse_nonfinite({name: layers[name] for name in bad})
 
 
-def _refuse_nonfinite(layers: Iterable[str]) -> None:
-    names = ", ".join(f"{name}.weight" for name in layers)
+def _refuse_nonfinite(layers: Mapping[str, QuantLayer]) -> None:
+    names = ", ".join(parameter_of(name, layer.kind) for name, layer in layers.items())
     raise MoQError(f"NaN or Inf in {names}: training has diverged or the checkpoint is damaged")
 
 
@@ -106,7 +107,7 @@ class Refresher:
         """
         bad = [names[index] for batch, names in self._batches for index in batch.nonfinite(wait=wait)]
         if bad:
-            _refuse_nonfinite(bad)
+            _refuse_nonfinite({name: self._layers[name] for name in bad})
         check_finite(self._single)
 
     def _identities(self) -> list[tuple[Any, ...]]:
@@ -138,7 +139,7 @@ def _path(layer: QuantLayer) -> Backend:
         # All processes gather in the same order.
         return quantizer
     # A batch cannot point to rows that do not lie one after the other.
-    in_rows = weight.is_contiguous() and layer.matrix.is_contiguous()
+    in_rows = weight.is_contiguous() and lies_in_rows(weight, layer.kind)
     task: Literal["weight", "model"] = "model" if in_rows else "weight"
     return choose(task, weight, layer.moq.dtype or weight.dtype, layer.moq.kernel)
 

@@ -1,7 +1,7 @@
 """Which layers of a model a config quantizes, and what stands in the way: output heads, adapters, shared weights."""
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -10,9 +10,10 @@ from transformers.pytorch_utils import Conv1D
 
 from ..config import MoQConfig
 from ..errors import MoQError
-from ..grid import Grid, PerChannel
-from ..names import plain_name, unwrapped
+from ..grid import Grid, PerChannel, RowBlocks
+from ..names import is_below, plain_name, unwrapped
 from ..processes import check_supported
+from ..quant_experts import experts_parameters, matrix_of
 from ..serving.planned import check_served
 from ..transformers_seams import ADAPTED, has_dora
 from .inventory import Inventory, Layer, is_convolution, is_linear, is_packed, misfit
@@ -43,22 +44,24 @@ def take_inventory(model: Any, config: MoQConfig, known: Inventory | None = None
     check_supported([module for _, module in found.named], [parameter for _, parameter in found.parameters()])
     # Afresh for a known one too: the same modules may have other weights, sizes or settings by now.
     layers, embeddings = select_layers(found, config), select_embeddings(found, config)
+    experts = select_experts(found, config)
     tied = select_tied(found, {**embeddings, **layers}, config)
     layers = {name: layer for name, layer in layers.items() if name not in tied}
     embeddings = {name: table for name, table in embeddings.items() if name not in tied}
     left_out = _left_out(found, {*layers, *tied}, config)
-    if (layers, embeddings, tied, left_out) != (found.layers, found.embeddings, found.tied, found.left_out):
-        found = replace(found, layers=layers, embeddings=embeddings, tied=tied, left_out=left_out)
+    chosen = {"layers": layers, "experts": experts, "embeddings": embeddings, "tied": tied, "left_out": left_out}
+    if any(getattr(found, key) != value for key, value in chosen.items()):
+        found = replace(found, layers=layers, experts=experts, embeddings=embeddings, tied=tied, left_out=left_out)
     check_served(found, config)
     return found
 
 
 def select_layers(inventory: Inventory, config: MoQConfig) -> dict[str, Layer]:
-    """The linear layers, and convolutions, that the config quantizes, by name; without those that `misfit` names.
+    """The linear layers, and convolutions, that the config quantizes, by name; without those that `_reason` names.
 
     Raises:
-        MoQError: There is none, a pattern in `modules_to_not_convert` matches nothing, a weight is not floating point,
-            groups do not divide it, or DoRA adapts it.
+        MoQError: There is none and no experts either, a pattern in `modules_to_not_convert` matches nothing, a weight
+            is not floating point, groups do not divide it, or DoRA adapts it.
     """
     every, what = _candidates(inventory, config), "linear layer"
     if config.quantize_convolutions:
@@ -66,24 +69,57 @@ def select_layers(inventory: Inventory, config: MoQConfig) -> dict[str, Layer]:
         if not inventory.convolutions:
             raise MoQError("quantize_convolutions: the model has no convolution; leave the key out")
     proposal = _proposal(inventory, config)
-    if not every:
+    # Then nothing must be left.
+    has_others = bool(select_experts(inventory, config))
+    if not every and not has_others:
         leaves = {type(module).__name__ for module in inventory.modules.values() if not list(module.children())}
         raise MoQError(
             f"the model has no {what} to quantize; its layers are {', '.join(sorted(leaves)) or 'none'}{proposal}"
         )
     left_out = _kept_by(inventory, config)
     chosen = {name: layer for name, layer in every.items() if name not in left_out}
-    if not chosen:
+    if not chosen and not has_others:
         reason = "modules_to_not_convert names" if config.modules_to_not_convert is not None else "output heads are"
         raise MoQError(f"no {what} is left to quantize: {reason} all of them ({', '.join(every)}){proposal}")
     _check_weights(chosen)
-    misfits = {name: misfit(layer) for name, layer in chosen.items()}
+    routers = _routers(inventory)
+    misfits = {name: _reason(name, layer, routers) for name, layer in chosen.items()}
     chosen = {name: layer for name, layer in chosen.items() if misfits[name] is None}
-    if not chosen:
+    if not chosen and not has_others:
         listed = ", ".join(f"{name} has {why}" for name, why in misfits.items())
         raise MoQError(f"no {what} is left to quantize: {listed}{proposal}")
-    _check_groups(chosen, config)
+    own = {name: layer for name, layer in chosen.items() if grid_of(layer, config).grouping == config.grouping}
+    convolutions = {name for name, layer in own.items() if is_convolution(layer)}
+    _check_groups({name: _features(layer) for name, layer in own.items()}, config, convolutions)
     _check_adapters(inventory, chosen)
+    return chosen
+
+
+def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Module]:
+    """The parameters of experts that the config quantizes, by their names, each with its module.
+
+    Those of a module that PEFT adapts are left alone: it computes their sum with the adapter anew.
+
+    Raises:
+        MoQError: Groups do not divide the matrices, or the config quantizes the inputs of layers, which experts have
+            inside.
+    """
+    patterns = config.modules_to_not_convert or ()
+    chosen = {
+        name: module
+        for name, module in _experts(inventory).items()
+        if not any(_matches(name, pattern) for pattern in patterns)
+    }
+    if chosen and config.activation.enabled:
+        raise MoQError(
+            f"activation_quantization: the inputs of experts cannot be quantized ({', '.join(chosen)}); leave it out, "
+            'or add "experts" to modules_to_not_convert'
+        )
+    sizes = {}
+    for name, module in chosen.items():
+        _, rows, columns = matrix_of(module, name.rpartition(".")[2])
+        sizes[name] = {"out_features": rows, "in_features": columns}
+    _check_groups(sizes, config)
     return chosen
 
 
@@ -102,12 +138,24 @@ def grid_of(layer: nn.Module, config: MoQConfig) -> Grid:
     >>> grid_of(nn.Conv2d(3, 4, 3), config).grouping, grid_of(nn.Linear(32, 4), config).grouping
     (PerChannel(), PerGroup(size=32))
     """
-    grid = config.grid_of(str(cast(Tensor, layer.weight).dtype).removeprefix("torch."))
+    grid = _grid_for(cast(Tensor, layer.weight), config)
     if isinstance(layer, nn.Embedding):
         return replace(_ROWS, scale_dtype=grid.scale_dtype)
     if is_convolution(layer) and config.grouping.row_size is not None:
         return replace(grid, grouping=PerChannel())
     return grid
+
+
+def grid_of_experts(module: nn.Module, parameter: str, config: MoQConfig) -> Grid:
+    """As `grid_of`, for a parameter of experts: with `quantize_groups` there are so many blocks in each expert."""
+    grid = _grid_for(cast(Tensor, module._parameters[parameter]), config)
+    if isinstance(grid.grouping, RowBlocks):
+        return replace(grid, grouping=RowBlocks(grid.grouping.count * matrix_of(module, parameter)[0]))
+    return grid
+
+
+def _grid_for(weight: Tensor, config: MoQConfig) -> Grid:
+    return config.grid_of(str(weight.dtype).removeprefix("torch."))
 
 
 def select_embeddings(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Embedding]:
@@ -193,6 +241,16 @@ def _why_no_table(module: nn.Embedding) -> str | None:
     return "sparse gradients" if module.sparse else misfit(module)
 
 
+def _experts(inventory: Inventory) -> dict[str, nn.Module]:
+    """Every parameter of experts that could be quantized, by its name, with its module; none that PEFT adapts."""
+    return {
+        f"{name}.{attribute}": module
+        for name, module in inventory.modules.items()
+        if not inventory.is_added(name) and name.rpartition(".")[2] != ADAPTED
+        for attribute in experts_parameters(module)
+    }
+
+
 def embeddings_to_quantize(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Embedding]:
     """The embedding tables that `quantize_embeddings` takes, or would take, by name; shared ones too."""
     patterns = config.modules_to_not_convert or ()
@@ -228,9 +286,10 @@ def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:
     if config.modules_to_not_convert is None:
         return set(output_heads(inventory, config))
     kept, candidates = set[str](), _candidates(inventory, config)
+    others = [*filter(None, inventory.modules), *_experts(inventory)]
     for pattern in config.modules_to_not_convert:
         matches = {name for name in candidates if _matches(name, pattern)}
-        if not matches and not any(_matches(name, pattern) for name in inventory.modules if name):
+        if not matches and not any(_matches(name, pattern) for name in others):
             what = "linear layers and convolutions" if config.quantize_convolutions else "linear layers"
             raise MoQError(
                 f"modules_to_not_convert: {pattern!r} matches no module; the {what} are {', '.join(candidates)}"
@@ -242,13 +301,31 @@ def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:
 def _left_out(inventory: Inventory, layers: Iterable[str], config: MoQConfig) -> dict[str, str | None]:
     """See `Inventory.left_out`."""
     found: dict[str, str | None] = {}
+    routers = _routers(inventory)
     for name, module in inventory.modules.items():
         table = isinstance(module, nn.Embedding) and config.quantize_embeddings is not None
         by_schedule = is_linear(module) or (is_convolution(module) and config.quantize_convolutions)
-        reason = misfit(module) if by_schedule or table else None
+        reason = _reason(name, module, routers) if by_schedule or table else None
         if (by_schedule or reason) and name not in layers and plain_name(name, inventory.adapters):
             found[name] = reason
     return found
+
+
+def _routers(inventory: Inventory) -> set[str]:
+    """The linear layers beside experts that weigh them: an output for each expert, or one for the shared expert."""
+    found = set[str]()
+    for name, module in inventory.modules.items():
+        own = experts_parameters(module)
+        beside = name.rpartition(".")[0]
+        for other, layer in inventory.linears.items() if own else ():
+            if is_below(other, beside) and _features(layer)["out_features"] in (1, matrix_of(module, own[0])[0]):
+                found.add(other)
+    return found
+
+
+def _reason(name: str, module: nn.Module, routers: Collection[str]) -> str | None:
+    """Why a linear layer or an embedding table stays as it is, whatever the config says; None if it need not."""
+    return "routes to experts" if name in routers else misfit(module)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -298,14 +375,15 @@ def _features(layer: Layer) -> dict[str, int]:
     return {"out_features": layer.out_channels, "in_features": layer.weight[0].numel()}
 
 
-def _check_groups(layers: Mapping[str, Layer], config: MoQConfig) -> None:
+def _check_groups(
+    features: Mapping[str, Mapping[str, int]], config: MoQConfig, convolutions: Collection[str] = ()
+) -> None:
     grouping = config.grouping
     if grouping.divides is None:
         return
     axis, count = grouping.divides
-    own = {name: layer for name, layer in layers.items() if grid_of(layer, config).grouping == grouping}
-    sizes = {name: _features(layer)[axis] for name, layer in own.items()}
-    names = {name: axis.replace("features", "channels") if is_convolution(layers[name]) else axis for name in sizes}
+    sizes = {name: own[axis] for name, own in features.items()}
+    names = {name: axis.replace("features", "channels") if name in convolutions else axis for name in sizes}
     wrong = [f"{name} ({names[name]} {size})" for name, size in sizes.items() if size % count]
     if wrong:
         fits = [n for n in range(1, min(sizes.values()) + 1) if all(size % n == 0 for size in sizes.values())]

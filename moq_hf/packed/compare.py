@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..quant_linear import QuantLayer
+from ..quant_experts import quantized_in
 
 # Of the modules that differ, that many are named.
 _NAMED = 5
@@ -45,8 +45,10 @@ def modules_with_other_weights(model: nn.Module, loaded: nn.Module) -> list[str]
         kept = own.get(name)
         for key, tensor in _tensors(module).items():
             value = None if kept is None else _tensors(kept).get(key)
-            if value is not None and key == "weight" and isinstance(kept, QuantLayer):
-                value = kept.quantized_weight(value.dtype)
+            layers = {} if kept is None else quantized_in("", kept)
+            layer = layers.get("" if key == "weight" else key)
+            if value is not None and layer is not None:
+                value = layer.quantized_weight(value.dtype)
             if value is not None and not torch.equal(tensor.detach(), value.detach().to(tensor.dtype)):
                 names.append(name)
     return list(dict.fromkeys(names))[:_NAMED]

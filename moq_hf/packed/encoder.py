@@ -13,17 +13,20 @@ from ..model.inventory import Inventory, is_linear
 from ..names import plain_name
 from ..quant_linear import QuantLayer
 from ..reading import Entry
-from ..rows import from_rows, to_rows
+from ..rows import from_rows, is_experts, parameter_of, to_rows
 from ..schedule import FLOAT_BITS
 from ..transformers_seams import original_format
 from .files import CONFIG
 from .layout import FORMATS, Encoded, Layout, Terms
+from .matrices import encode_matrices, names_of, target_of
 from .state import MAX_PACKED_BITS, STATE_NAME, StoredLayer
 from .targets import Patterns
 
 # Bits of a word of packed codes.
 _WORD = 32
 _Value = TypeVar("_Value")
+# The config group of packed experts.
+_EXPERTS = "experts"
 
 
 class Encoder:
@@ -48,15 +51,22 @@ class Encoder:
         self.patterns = Patterns(matched, lists, str(getattr(model, "base_model_prefix", "")))
         self.has_conv1d = any(layer.kind == "conv1d" for layer in layers.values())
         self.tables = {name for name, layer in layers.items() if layer.kind == "embedding" or self.tied.get(name)}
+        self.matrices = {
+            name: names
+            for name, layer in layers.items()
+            if layer.kind == "experts" and (names := names_of(model, name, layer.float_weight.shape)) is not None
+        }
         self.at_load = layout == "unpacked"
         # Of the linear layers, to which what is unpacked while loading has to fit.
-        self.grid = next((layer.moq.grid for name, layer in layers.items() if name not in self.tables), None)
+        linears = [name for name, layer in layers.items() if name not in self.tables and not is_experts(layer.kind)]
+        self.grid = layers[linears[0]].moq.grid if linears else None
         self._widened_by_tables = self.at_load and self._is_widened(layers)
-        self.packed = [name for name, layer in layers.items() if self.format_of(name, layer) == "packed"]
+        every = [name for name, layer in layers.items() if self.format_of(name, layer) == "packed"]
+        self.packed = [name for name in every if name not in self.matrices]
         self.is_asymmetric = any(not layers[name].moq.grid.symmetric for name in self.packed)
         # Binary codes, -1 and 1, do not fit into one symmetric bit.
-        self.container = max([2, *(layers[name].moq.bits for name in self.packed)])
-        self.dtypes = {str(layers[name].weight.dtype).removeprefix("torch.") for name in self.packed}
+        self.container = max([2, *(layers[name].moq.bits for name in every if self.at_load or name in self.matrices)])
+        self.dtypes = {str(layers[name].weight.dtype).removeprefix("torch.") for name in every}
         scales = {layer.moq.grid.scale_dtype for layer in layers.values()}
         # Scales are loaded in the model's dtype: a narrower one than theirs would round them.
         self.dtype = next(iter(scales)) if layout == "packed" and self.dtypes == scales else "float32"
@@ -69,6 +79,8 @@ class Encoder:
         # The format has no place for convolutions.
         if self.layout == "floats" or bits > MAX_PACKED_BITS or layer.kind == "conv":
             return "dense"
+        if is_experts(layer.kind):
+            return "packed" if name in self.matrices and layer.moq.grid.symmetric else "dense"
         if name in self.tables and not self.at_load:
             return "int8" if bits > 1 else "dense"
         if name in self.tables and self._widened_by_tables:
@@ -112,8 +124,9 @@ class Encoder:
             MoQError: The weight holds NaN or Inf.
         """
         state, kind, stored = layer.moq, layer.kind, self.format_of(name, layer)
-        tied = self.tied.get(name, ())
-        parameter = tensors.pop(f"{name}.weight").detach()
+        own, tied = parameter_of(name, kind), self.tied.get(name, ())
+        matrices = self.matrices.get(name) if stored == "packed" else None
+        parameter = tensors.pop(own).detach()
         for other in tied:
             tensors.pop(f"{other}.weight", None)
         weight = to_rows(parameter, kind).contiguous()
@@ -127,17 +140,19 @@ class Encoder:
             try:
                 codes, scale, zero = quantizer.quantize(weight, state.bits, state.grid, **settings)
             except ValueError as error:
-                raise MoQError(f"{name}.weight cannot be quantized: {error}") from error
+                raise MoQError(f"{own} cannot be quantized: {error}") from error
             values = quantizer.Quantized(codes.cpu(), scale.cpu(), None if zero is None else zero.cpu())
             max_error, width, size = _max_error(weight.cpu(), values), state.bits, self._row_size(layer)
             scales = (scale.shape[0], scale.shape[1])
-            if self.at_load and stored == "packed":
-                values, width = self._as_linear(values, state.bits, size), self.container
+            if stored == "packed" and (self.at_load or matrices):
+                width = self.container
+            if stored == "packed" and self.at_load and not matrices:
+                values = self._as_linear(values, state.bits, size)
             symmetric = values.zero_point is None
             dtype = torch.float32 if self.at_load else getattr(torch, state.grid.scale_dtype)
             terms = Terms(kind, parameter.shape, weight.dtype, width, size, self.at_load, self.has_conv1d, dtype)
-            encoded = FORMATS[stored].encode(values, terms)
-        parts = {f"{name}.{part}": tensor for part, tensor in encoded.parts.items()}
+            encoded = encode_matrices(values, matrices, terms) if matrices else FORMATS[stored].encode(values, terms)
+        parts = encoded.parts if matrices else {_tensor_name(name, own, p): t for p, t in encoded.parts.items()}
         if stored == "int8":
             again = {part: tensor for part, tensor in encoded.parts.items() if part != "weight"}
             parts |= {f"{other}.{part}": tensor.clone() for other in tied for part, tensor in again.items()}
@@ -156,11 +171,17 @@ class Encoder:
             group=None if encoded.scheme is None else self._group(name, encoded.scheme, FORMATS[stored].compressor),
             grid=encoded.grid,
             tied=tuple(tied),
+            matrices=matrices,
         )
 
     def _group(self, name: str, scheme: dict[str, Any], compressor: str) -> str:
-        same = [g for g, c in self.groups.items() if c["weights"] == scheme and c["format"] == compressor]
-        group = same[0] if same else f"group_{len(self.groups)}"
+        if name in self.matrices:
+            # A group of their own, which stands first: loaders take the first one that names experts.
+            self.groups = {_EXPERTS: {"targets": [], "weights": scheme, "format": compressor}, **self.groups}
+            return _EXPERTS
+        others = {g: c for g, c in self.groups.items() if g != _EXPERTS}
+        same = [g for g, c in others.items() if c["weights"] == scheme and c["format"] == compressor]
+        group = same[0] if same else f"group_{len(others)}"
         self.groups.setdefault(group, {"targets": [], "weights": scheme, "format": compressor})
         self.groups[group]["targets"] += [name, *self.tied.get(name, ())]
         return group
@@ -168,13 +189,18 @@ class Encoder:
     def rename(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors under the names that the model's files have; notes in `names` what layers are called there.
 
-        If transformers merges or splits any, which a packed model would not load, all keep the names of the modules.
+        If transformers merges or splits weights of these layers, all tensors keep the names of the modules. Other
+        weights that it splits keep theirs beside packed ones: loading puts only packed pieces together then.
         """
-        renamed = original_format(model, tensors)
+        handed_on = {id(tensor) for tensor in original_format(model, tensors).values()}
+        kept = {n: t for n, t in tensors.items() if id(t) not in handed_on and (self.groups or n in self.stored)}
+        renamed = original_format(model, {n: t for n, t in tensors.items() if n not in kept}) | kept
         called = {id(tensor): name for name, tensor in renamed.items()}
-        if any(id(tensor) not in called for tensor in tensors.values()):
-            return tensors
-        owners = {name.rpartition(".")[0]: called[id(tensor)].rpartition(".")[0] for name, tensor in tensors.items()}
+        owners = {
+            name.rpartition(".")[0]: called[id(tensor)].rpartition(".")[0]
+            for name, tensor in tensors.items()
+            if id(tensor) in called
+        }
         layers = {*self.stored, *(module for modules in self.tied.values() for module in modules)}
         self.names = {layer: there for layer, there in owners.items() if layer in layers and there != layer}
         return renamed
@@ -184,9 +210,11 @@ class Encoder:
         if not self.groups:
             return None
         formats = {group["format"] for group in self.groups.values()}
-        members = {name: group["targets"] for name, group in self.groups.items()}
+        members = {name: group["targets"] for name, group in self.groups.items() if name != _EXPERTS}
         packed = {name for names in members.values() for name in names}
         targets, ignore = self.patterns.of(members, [name for name in self.linears if name not in packed])
+        if _EXPERTS in self.groups:
+            targets[_EXPERTS] = [target_of([name for names in self.matrices.values() for name in names])]
         return {
             "config_groups": {name: {**group, "targets": targets[name]} for name, group in self.groups.items()},
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
@@ -206,13 +234,14 @@ def groups_of(config: Entry, layers: Mapping[str, StoredLayer]) -> dict[str, Any
         return {}
     quantization = config["quantization_config"]
     groups = quantization["config_groups"]
-    # Unpacked while loading, all layers have the container of the largest.
+    # Unpacked while loading, all layers have the container of the largest; experts always are.
     at_load = quantization.get("dequantize").value is True
     for name, layer in packed.items():
         weights = groups[cast(str, layer.group)]["weights"]
         weights["symmetric"].flag()
         width = weights["num_bits"].whole(1, MAX_PACKED_BITS)
-        if layer.bits > width or (layer.bits < width and not (at_load and layer.stored == "packed")):
+        shared = layer.stored == "packed" and (at_load or is_experts(layer.kind))
+        if layer.bits > width or (layer.bits < width and not shared):
             raise MoQError(
                 f"{Path(config.where).with_name(STATE_NAME)}: layers.{name}.bits is {layer.bits}, but its codes have "
                 f"{width} bits ({weights.key}.num_bits in {CONFIG})"
@@ -225,6 +254,10 @@ def plain(named: Mapping[str, _Value], added: Iterable[str]) -> dict[str, _Value
     """By the names that modules and tensors had before PEFT came, without its adapters."""
     renamed = {plain_name(name, added): value for name, value in named.items()} if added else named
     return {name: value for name, value in renamed.items() if name is not None}
+
+
+def _tensor_name(layer: str, parameter: str, part: str) -> str:
+    return parameter if part == "weight" else f"{layer}.{part}"
 
 
 def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:

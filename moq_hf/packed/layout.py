@@ -171,7 +171,7 @@ class _Dense:
 
     def check(self, stored: InFiles) -> Tensor:
         weight, values = stored.parts["weight"], self.decode(stored)
-        _check_values(stored, values)
+        check_values(stored, values)
         if not torch.equal(dequantize(*values, dtype=weight.dtype), to_rows(weight, stored.layer.kind)):
             raise MoQError(f"{stored.where}: a weight is not on the grid of {stored.layer.bits} bits")
         return weight
@@ -208,7 +208,7 @@ class _Bytes:
         dtype, values = stored.parts["weight"].dtype, self.decode(stored)
         if dtype != torch.int8:
             raise MoQError(f"{stored.where}: the codes are {dtype}, not torch.int8")
-        _check_values(stored, values)
+        check_values(stored, values)
         return dequantize(*values, dtype=stored.dtype)
 
 
@@ -262,15 +262,13 @@ class _Packed:
         return Quantized(codes + half, scale[:, own], (turned(zero.int(), kind) + half)[:, own])
 
     def check(self, stored: InFiles) -> Tensor:
-        width, shape, parts = stored.width, stored.shape, stored.parts
-        again = pack_to_int32(unpack_from_int32(parts["weight_packed"], width, shape), width)
-        if not torch.equal(again, parts["weight_packed"]) or parts["weight_shape"].tolist() != list(shape):
-            raise MoQError(f"{stored.where}: the packed codes are not those of a weight {list(shape)} at {width} bits")
+        parts = stored.parts
+        check_words(stored)
         zero = parts.get("weight_zero_point")
         if zero is not None and zero.is_floating_point() and bool((zero != -0.5).any()):
             raise MoQError(f"{stored.where}: the zero points of binary codes must be -1/2")
-        _check_values(stored, self.decode(stored))
-        return unpacked_weight({**parts, "weight_scale": parts["weight_scale"].to(stored.dtype)}, stored.group)
+        check_values(stored, self.decode(stored))
+        return unpacked(stored)
 
 
 # Each encodes a weight, names its tensors, and decodes and checks them; `compressor` is its name in compressed-tensors.
@@ -301,7 +299,25 @@ def _grid_of(layer: StoredLayer) -> Grid:
     return Grid(symmetric=layer.symmetric, full=layer.full)
 
 
-def _check_values(stored: InFiles, values: Quantized) -> None:
+def unpacked(stored: InFiles) -> Tensor:
+    """The float weight of packed codes, as transformers computes it."""
+    scale = stored.parts["weight_scale"].to(stored.dtype)
+    return unpacked_weight({**stored.parts, "weight_scale": scale}, stored.group)
+
+
+def check_words(stored: InFiles) -> None:
+    """Whether packed codes are words of a weight of the declared shape, with nothing in between.
+
+    Raises:
+        MoQError: They are not; names the layer.
+    """
+    width, shape, parts = stored.width, stored.shape, stored.parts
+    again = pack_to_int32(unpack_from_int32(parts["weight_packed"], width, shape), width)
+    if not torch.equal(again, parts["weight_packed"]) or parts["weight_shape"].tolist() != list(shape):
+        raise MoQError(f"{stored.where}: the packed codes are not those of a weight {list(shape)} at {width} bits")
+
+
+def check_values(stored: InFiles, values: Quantized) -> None:
     """Whether codes, scales and zero points are of the grid that a layer declares, and need its bits.
 
     Some code needs them, as that of a group's largest weight does: stochastic rounding may leave it one short, an

@@ -19,8 +19,9 @@ from ..model.refresh import check_finite
 from ..model.sizes import ModelSizes
 from ..names import uncompiled, without_fsdp, without_peft
 from ..processes import is_sharded
+from ..quant_experts import quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer
-from ..rows import to_rows
+from ..rows import is_experts
 from ..training.controller import MoQController
 from ..transformers_seams import has_adapter, initialize_again, tied_parameters
 from .encoder import Encoder, plain
@@ -108,7 +109,9 @@ class _Saving:
         self.model: Any = without_peft(self.whole_model)
         self.whole = Inventory.of(self.whole_model)
         self.inventory = self.whole if self.model is self.whole_model else Inventory.of(self.model)
-        found = {name: module for name, module in self.inventory.modules.items() if isinstance(module, QuantLayer)}
+        found: dict[str, QuantLayer] = {}
+        for name, module in self.inventory.modules.items():
+            found |= quantized_in(name, module)
         # Embedding tables stand last in the files.
         self.quantized = dict(sorted(found.items(), key=lambda item: isinstance(item[1], QuantEmbedding)))
         self.layers = plain(self.quantized, self.inventory.adapters)
@@ -294,7 +297,8 @@ def _check_model(inventory: Inventory, layers: Mapping[str, QuantLayer], target:
 def _how(layer: QuantLayer) -> tuple[Any, ...]:
     """All but the ratios, which follow from it and the weight."""
     state = layer.moq
-    return to_rows(torch.empty(2, 1), layer.kind).shape, state.bits, state.grid, state.draw, state.blend
+    turned = layer.kind in ("conv1d", "experts_t")
+    return turned, state.bits, state.grid, state.draw, state.blend
 
 
 def _warn(target: Path, encoder: Encoder, proof: Proof | None, reason: str | None) -> None:
@@ -321,12 +325,16 @@ def _warn(target: Path, encoder: Encoder, proof: Proof | None, reason: str | Non
 
 def _warn_of_dense(stored: Mapping[str, StoredLayer]) -> None:
     dense = {name: layer for name, layer in stored.items() if layer.stored in ("dense", "float")}
-    if dense:
-        named = ", ".join(
-            f"{name} ({'float' if layer.stored == 'float' else f'{layer.bits} bits'})" for name, layer in dense.items()
-        )
-        logger.warning(
-            "moq_hf: these layers are saved as floats, at full size, since only 1 to %d bits can be packed: %s",
-            MAX_PACKED_BITS,
-            named,
-        )
+    experts = {n for n, c in dense.items() if is_experts(c.kind) and c.stored == "dense" and c.bits <= MAX_PACKED_BITS}
+    reasons = {
+        f"only 1 to {MAX_PACKED_BITS} bits can be packed": dense.keys() - experts,
+        "these are experts that have no place in the format: transposed ones, and asymmetric grids": experts,
+    }
+    for reason, names in reasons.items():
+        if names:
+            named = ", ".join(
+                f"{name} ({'float' if layer.stored == 'float' else f'{layer.bits} bits'})"
+                for name, layer in dense.items()
+                if name in names
+            )
+            logger.warning("moq_hf: these layers are saved as floats, at full size, since %s: %s", reason, named)

@@ -10,6 +10,7 @@ from ..serving.description import Description, Verdict, Weight
 from ..serving.rules import verdict
 from ..serving.servers import SERVERS
 from .files import CONFIG, read_document
+from .matrices import by_matrix
 from .state import STATE_NAME, StoredLayer
 from .state_check import proof_of, read_layers
 
@@ -38,7 +39,7 @@ def _describe(folder: Path, state: dict[str, Any], layers: dict[str, StoredLayer
     config = read_document(folder / CONFIG) if state["config_json"] is not None else Entry({}, str(folder / CONFIG))
     architectures = config.get("architectures")
     quantization = config.get("quantization_config")
-    tensors = list(state["tensors"])
+    tensors, weights = list(state["tensors"]), by_matrix(layers)
     modules = {name.removesuffix(".weight") for name in tensors if name.endswith(".weight")}
     saved = Entry(state, str(folder / STATE_NAME)).get("proof")
     proof = None if saved.is_null else proof_of(saved)
@@ -48,8 +49,8 @@ def _describe(folder: Path, state: dict[str, Any], layers: dict[str, StoredLayer
     half = (state["config"] or {}).get("quantize_algo", {}).get("scale_dtype")
     return Description(
         architecture="" if architectures.is_null else architectures.items()[0].text(),
-        weights={name: _weight(name, layer, quantization) for name, layer in layers.items()},
-        floats=modules - layers.keys(),
+        weights={name: _weight(name, layer, quantization) for name, layer in weights.items()},
+        floats=modules - weights.keys(),
         is_encoder_decoder=config.get("is_encoder_decoder").value is True,
         quantization=None if quantization.is_null else _checked(quantization),
         tensors=tensors,

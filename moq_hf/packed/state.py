@@ -15,6 +15,7 @@ import torch
 
 from ..errors import MoQError, show
 from ..quant_linear import QuantLayer
+from ..rows import parameter_of
 from ..training.controller import MoQController
 from ..version import __version__
 from .files import read_document
@@ -41,6 +42,7 @@ class StoredLayer:
         grid: Scales and zero points of a dense layer, base64 of float32 and int32, else None.
         full: Whether codes reach -2^(bits-1) and scales have a sign.
         tied: Modules that loading ties to this one's weight; the file has at most their scales and zero points.
+        matrices: Names of packed experts' matrices in the files, as the rows of `shape` come; None for any other layer.
     """
 
     kind: str
@@ -56,6 +58,7 @@ class StoredLayer:
     grid: tuple[str, str | None] | None = None
     full: bool = False
     tied: tuple[str, ...] = ()
+    matrices: tuple[str, ...] | None = None
 
 
 def state_of(
@@ -113,11 +116,6 @@ def hub_id(name: str | None) -> str | None:
     return name if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not Path(name).exists() else None
 
 
-def modules_by_file(state: Mapping[str, Any]) -> dict[str, str]:
-    """The layers whose tensors have another name in the files: that name to the module's."""
-    return {there: name for name, there in (state.get("names") or {}).items()}
-
-
 def owner_of(tensor: str, modules: Mapping[str, str]) -> tuple[str, str]:
     """The module of a tensor in the files, and the last part of its name.
 
@@ -126,6 +124,30 @@ def owner_of(tensor: str, modules: Mapping[str, str]) -> tuple[str, str]:
     """
     owner, _, part = tensor.rpartition(".")
     return modules.get(owner, owner), part
+
+
+class Places:
+    """Which layer each tensor in the files belongs to.
+
+    Args:
+        layers: By name.
+        state: The content of `moq_state.json`.
+    """
+
+    def __init__(self, layers: Mapping[str, StoredLayer], state: Mapping[str, Any]) -> None:
+        self._modules = {there: name for name, there in (state.get("names") or {}).items()}
+        self._matrices = {matrix: name for name, layer in layers.items() for matrix in layer.matrices or ()}
+        self._parameters = {name for name, layer in layers.items() if parameter_of(name, layer.kind) == name}
+
+    def of(self, tensor: str) -> tuple[str, str, str]:
+        """The names of a tensor's layer and of the matrix in it, and the last part of the tensor's own.
+
+        But for packed experts the matrix is the layer itself. For a tensor of no layer both are its module.
+        """
+        if tensor in self._parameters:
+            return tensor, tensor, "weight"
+        owner, part = owner_of(tensor, self._modules)
+        return self._matrices.get(owner, owner), owner, part
 
 
 def record_metrics(

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import MoQError
 from ..reading import Entry
-from ..rows import KINDS
+from ..rows import KINDS, is_experts
 from ..schedule import FLOAT_BITS
 from .proof import Proof
 from .state import MAX_PACKED_BITS, STATE_NAME, StoredLayer, read_state
@@ -100,6 +100,10 @@ def _layer_of_json(entry: Entry) -> StoredLayer:
         raise entry["scales"].fault(f"divisors of the shape {shape}")
     if stored != "dense":
         entry["group"].text()
+        if is_experts(values["kind"]):
+            names = {name.text() for name in entry["matrices"].items()}
+            if not names or len(names) != len(values["matrices"]) or shape[0] % len(names):
+                raise entry["matrices"].fault(f"different names, so many that they divide {shape[0]} rows")
         return StoredLayer(**values)
     for part in entry["grid"].items(2)[: 1 if entry["symmetric"].flag() else 2]:
         # 4 bytes each, as text of 4 letters for 3 bytes.

@@ -18,12 +18,14 @@ from ..model.convert import dequantize_model, quant_embeddings, quant_layers
 from ..model.inventory import is_packed
 from ..names import adapters, uncompiled, without_peft
 from ..reading import Entry
+from ..rows import parameter_of
 from ..transformers_seams import original_format
 from .encoder import groups_of, plain
 from .files import CONFIG, digest_of, read_document, size_of, tensors_in, weight_files
 from .layout import InFiles
+from .matrices import Stacked
 from .proof import Answers, Proof
-from .state import MAX_PACKED_BITS, STATE_NAME, StoredLayer, modules_by_file, owner_of, sha256
+from .state import MAX_PACKED_BITS, STATE_NAME, Places, StoredLayer, sha256
 from .state_check import proof_of, read_layers
 from .verification import Verification
 
@@ -66,13 +68,13 @@ def verify_quantized(
     state, layers = read_layers(folder)
     weights = _weights_in_files(folder, _config_of(folder, state), layers)
     tied = {module: name for name, layer in layers.items() for module in layer.tied}
-    sharing, grids, modules = {*tied, *tied.values()}, dict[str, Tensor](), modules_by_file(state)
+    sharing, grids, places = {*tied, *tied.values()}, dict[str, Tensor](), Places(layers, state)
     compared = None if model is None else _named_as_in_files(model, state)
     float_bytes = sum(layer.bytes_before for layer in layers.values())
     others = others_bytes = 0
     with _explained(folder):
         for name, tensor in _tensors_as_saved(folder, state["tensors"]):
-            owner, part = owner_of(name, modules)
+            owner, matrix, part = places.of(name)
             if owner in sharing and part in _OF_GRID:
                 grids[f"{owner}.{part}"] = tensor
                 if owner in tied:
@@ -85,9 +87,9 @@ def verify_quantized(
                     others, others_bytes = others + tensor.numel(), others_bytes + tensor.nbytes
                 _compare(folder, name, tensor, compared, "tensor ")
                 continue
-            weights[owner].parts[part] = tensor
+            _parts(weights[owner], matrix)[part] = tensor
             if weights[owner].is_complete:
-                _compare(folder, f"{owner}.weight", weights.pop(owner).check(), compared)
+                _compare(folder, parameter_of(owner, layers[owner].kind), weights.pop(owner).check(), compared)
     if weights:
         raise MoQError(f"{folder}: missing from the weights: {', '.join(weights)}")
     _check_tied(folder, tied, grids)
@@ -138,15 +140,22 @@ def _config_of(folder: Path, state: Mapping[str, Any]) -> Entry:
     return config
 
 
-def _weights_in_files(folder: Path, config: Entry, layers: Mapping[str, StoredLayer]) -> dict[str, InFiles]:
+def _weights_in_files(folder: Path, config: Entry, layers: Mapping[str, StoredLayer]) -> dict[str, InFiles | Stacked]:
     """The layers, to be filled with their tensors."""
     groups = groups_of(config, layers)
     half = config.get("dtype").value in ("bfloat16", "float16")
     dtype = getattr(torch, config["dtype"].text()) if half else torch.float32
-    return {
-        name: InFiles(f"{folder}: {name}", layer, groups[layer.group] if layer.group is not None else {}, dtype)
-        for name, layer in layers.items()
-    }
+    found: dict[str, InFiles | Stacked] = {}
+    for name, layer in layers.items():
+        group = groups[layer.group] if layer.group is not None else {}
+        whole = InFiles(f"{folder}: {name}", layer, group, dtype)
+        found[name] = Stacked.of(whole, layer.matrices) if layer.matrices else whole
+    return found
+
+
+def _parts(weight: InFiles | Stacked, matrix: str) -> dict[str, Tensor]:
+    """What there is of a layer's tensors, or of those of one of its matrices."""
+    return weight.matrices[matrix].parts if isinstance(weight, Stacked) else weight.parts
 
 
 def _tensors_as_saved(folder: Path, digests: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
@@ -173,6 +182,10 @@ def _compare(folder: Path, name: str, tensor: Tensor, model: Mapping[str, Tensor
     Raises:
         MoQError: They differ.
     """
+    other = None if model is None else model.get(name)
+    if other is not None and tensor.dim() == 2 and other.dim() == 3 and tensor.numel() == other.numel():
+        # The matrices of experts, one below the other.
+        tensor = tensor.view(other.shape)
     if model is not None and (name not in model or not torch.equal(tensor.to(model[name].dtype), model[name])):
         raise MoQError(f"{folder}: {kind}{name} differs from the model's")
 
@@ -206,12 +219,12 @@ def recorded(directory: str | os.PathLike[str]) -> Verification:
         return Verification(layers, 0, 0, state)
     saved = sum(layer.bytes_before - layer.bytes for layer in layers.values())
     size = sum(path.stat().st_size for path in files)
-    found = [_head(path, layers, modules_by_file(state)) for path in files]
+    found = [_head(path, layers, Places(layers, state)) for path in files]
     others = (sum(count for _, count, _ in found), sum(size for _, _, size in found))
     return Verification(layers, size, size - sum(head for head, _, _ in found) + saved, state, others)
 
 
-def _head(path: Path, layers: Mapping[str, StoredLayer], modules: Mapping[str, str]) -> tuple[int, int, int]:
+def _head(path: Path, layers: Mapping[str, StoredLayer], places: Places) -> tuple[int, int, int]:
     """What of a weight file is its table of contents, and count and bytes of the numbers beside quantized weights.
 
     Raises:
@@ -223,7 +236,7 @@ def _head(path: Path, layers: Mapping[str, StoredLayer], modules: Mapping[str, s
         # Opening compares the size of the file with the table.
         with safe_open(path, "pt") as weights, path.open("rb") as file:
             for name in weights.keys():  # noqa: SIM118
-                owner, part = owner_of(name, modules)
+                owner, _, part = places.of(name)
                 dtype = _FLOATS.get(weights.get_slice(name).get_dtype())
                 if dtype is not None and not (owner in quantized and part.startswith("weight")):
                     numbers = math.prod(weights.get_slice(name).get_shape())
@@ -238,9 +251,8 @@ def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, 
     tensors = weights_of(model)
     if state.get("names") is None:
         return tensors
-    return original_format(without_peft(uncompiled(model)), tensors) | {
-        name: tensors[name] for layer in state["layers"] if (name := f"{layer}.weight") in tensors
-    }
+    # Layers have their own names here, and so have weights that would be taken apart.
+    return tensors | original_format(without_peft(uncompiled(model)), tensors)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -250,7 +262,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     model = without_peft(model)
     tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
-        tensors[f"{name}.weight"] = layer.quantized_weight().detach().cpu()
+        tensors[parameter_of(name, layer.kind)] = layer.quantized_weight().detach().cpu()
     return plain(tensors, adapters(model))
 
 
@@ -271,11 +283,11 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, quantizer.Qua
     found = verify_quantized(folder)
     layers = {n: s for n, s in found.layers.items() if s.stored != "float" and s.bits <= MAX_PACKED_BITS}
     weights = _weights_in_files(folder, _config_of(folder, found.state), layers)
-    modules = modules_by_file(found.state)
+    places = Places(layers, found.state)
     for name, tensor in tensors_in(folder):
-        owner, part = owner_of(name, modules)
+        owner, matrix, part = places.of(name)
         if owner in weights and (layers[owner].stored != "dense" or tensor.dtype == torch.float32):
-            weights[owner].parts[part] = tensor
+            _parts(weights[owner], matrix)[part] = tensor
     complete = {name: weight for name, weight in weights.items() if weight.is_complete}
     return {name: _signed(weight.decode(), weight.layer.bits) for name, weight in complete.items()}
 

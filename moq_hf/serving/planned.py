@@ -4,8 +4,11 @@ from torch import nn
 
 from ..config import MoQConfig
 from ..errors import MoQError
-from ..model.inventory import Inventory
+from ..model.inventory import Inventory, is_convolution
 from ..names import plain_name, without_fsdp, without_peft
+from ..quant_experts import experts_parameters, matrix_of
+from ..rows import to_rows
+from ..transformers_seams import experts_transposed
 from .description import Description, Weight
 from .rules import verdict
 from .servers import REQUIRED, WARNED
@@ -55,9 +58,20 @@ def describe(inventory: Inventory, config: MoQConfig) -> Description:
 
     weights = {}
     for name, layer in inventory.layers.items():
-        kind = "linear" if isinstance(layer, nn.Linear) else "conv1d"
-        rows, columns = layer.weight.shape if kind == "linear" else reversed(layer.weight.shape)
-        weights[saved(name)] = Weight(kind, rows, columns, bits, grouping.row_size, config.symmetric, packed=bits <= 8)
+        kind = "linear" if isinstance(layer, nn.Linear) else "conv" if is_convolution(layer) else "conv1d"
+        rows, columns = to_rows(layer.weight, kind).shape
+        packed = bits <= 8 and kind != "conv"
+        weights[saved(name)] = Weight(kind, rows, columns, bits, grouping.row_size, config.symmetric, packed)
+    whole = []
+    for name, module in inventory.modules.items():
+        for own in experts_parameters(module):
+            experts, rows, columns = matrix_of(module, own)
+            packed = bits <= 8 and config.symmetric and not experts_transposed(module)
+            if f"{name}.{own}" not in inventory.experts or not packed:
+                whole.append(saved(f"{name}.{own}"))
+                continue
+            matrix = Weight("linear", rows, columns, bits, grouping.row_size)
+            weights |= {f"{saved(name)}.{index}.{own}": matrix for index in range(experts)}
     for name, table in inventory.embeddings.items():
         rows, columns = table.weight.shape
         weights[saved(name)] = Weight("embedding", rows, columns, config.quantize_embeddings or bits)
@@ -66,5 +80,7 @@ def describe(inventory: Inventory, config: MoQConfig) -> Description:
         architecture=without_fsdp(type(model)).__name__,
         weights=weights,
         floats=others - weights.keys(),
+        # Beside packed layers, what is not taken apart keeps its name.
+        tensors=whole if weights else (),
         is_encoder_decoder=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
     )

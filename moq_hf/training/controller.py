@@ -18,6 +18,7 @@ from ..model.sizes import ModelSizes
 from ..model.staleness import lead_copies, take_over
 from ..processes import agree, device_of, is_distributed
 from ..quant_linear import QuantEmbedding, QuantLayer
+from ..rows import is_experts
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..version import __version__
 from . import messages
@@ -43,7 +44,7 @@ class MoQController:
 
     Attributes:
         inventory: The `Inventory` of the model.
-        layers: Quantized linear layers and convolutions by name.
+        layers: Quantized linear layers and convolutions by name, and experts by the names of their parameters.
         embeddings: Quantized embedding tables by name.
         blocks: Block name to the names of its layers; see `Inventory`.
         schedule: The `PrecisionSchedule`.
@@ -85,12 +86,13 @@ class MoQController:
         eigenvalue, seed = self.config.eigenvalue, self.config.seed
         self.sensitivity = Sensitivity(self.inventory, eigenvalue, seed) if eigenvalue.enabled else None
         measured = () if self.sensitivity is None else self.sensitivity.blocks
-        self.blocks = self.inventory.blocks(self.inventory.layers, measured)
+        self.blocks = self.inventory.blocks(self.inventory.scheduled, measured)
         self.schedule = PrecisionSchedule(self.config, self.blocks, total_steps)
         self.history = []
         self.layers, self.embeddings = prepare_model(self.inventory, self.config)
         for layer in self.layers.values():
-            layer.moq.dtype = dtype
+            # Experts are read, not multiplied with here: in their own dtype.
+            layer.moq.dtype = None if is_experts(layer.kind) else dtype
         everything = {**self.layers, **self.embeddings}
         take_over(everything.values())
         self.sizes = ModelSizes(self.inventory, everything)
@@ -317,7 +319,8 @@ class MoQController:
         for block in blocks:
             for name in self.blocks[block]:
                 layer = self.layers[name]
-                if saved is None:
+                # A checkpoint of an earlier version has no ratios of experts.
+                if saved is None or (is_experts(layer.kind) and name not in saved):
                     layer.set_bits(self.schedule.bits[block])
                     continue
                 layer.moq.bits = self.schedule.bits[block]

@@ -4,13 +4,13 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import cast
 
 import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..quant_experts import QuantExperts, quantized_in
 from ..quant_linear import LayerState, QuantLayer
 from ..transformers_seams import attention_of, set_attention, undo_mixed_precision
 
@@ -79,15 +79,16 @@ def _stand_ins(model: nn.Module, measured: set[int]) -> Iterator[dict[int, list[
     buffers: dict[int, Tensor] = {}
     try:
         for module, _, parameters, own in before:
+            quantized = {id(layer.parameter()): layer for layer in quantized_in("", module).values()}
             for name, parameter in parameters.items():
                 if parameter is None or not parameter.is_floating_point():
                     continue
-                quantized = isinstance(module, QuantLayer) and name == "weight"
-                key = (id(parameter), id(module) if quantized else 0)
+                layer = quantized.get(id(parameter))
+                key = (id(parameter), 0 if layer is None else id(module))
                 if key not in made:
                     data = parameter.detach()
-                    if quantized:
-                        data = cast(QuantLayer, module).quantized_weight(torch.float32).detach()
+                    if layer is not None:
+                        data = layer.quantized_weight(torch.float32).detach()
                     # Nothing writes into it: memory may be the parameter's own.
                     made[key] = nn.Parameter(data.float(), requires_grad=id(parameter) in measured)
                     found.setdefault(id(parameter), []).append(made[key])
@@ -99,6 +100,8 @@ def _stand_ins(model: nn.Module, measured: set[int]) -> Iterator[dict[int, list[
                     module._buffers[name] = buffers.setdefault(id(buffer), copy)
             if isinstance(module, QuantLayer):
                 module.moq = LayerState(module.moq.grid)
+            elif isinstance(module, QuantExperts):
+                module.moq_weights = {}
             if isinstance(module, nn.RNNBase):
                 module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
         yield found

@@ -34,11 +34,14 @@ def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSi
         left.setdefault(f"left in float, {reason}" if reason else "left in full precision", []).append(name)
     if inventory.adapters:
         left.setdefault("left in full precision", []).append("PEFT's adapters")
+    parameters = dict(inventory.parameters())
     weights = sum(layer.weight.numel() for layer in inventory.layers.values())
+    weights += sum(parameters[name].numel() for name in inventory.experts)
     linears = sum(map(is_linear, inventory.layers.values()))
-    convolutions = len(inventory.layers) - linears
+    convolutions, experts = len(inventory.layers) - linears, len(inventory.experts)
     counts = [f"{linears} linear layers"] if linears else []
     counts += [f"{convolutions} convolution{'s' * (convolutions > 1)}"] if convolutions else []
+    counts += [f"{experts} parameters of experts"] if experts else []
     parts = [
         f"{' and '.join(counts)} in {blocks} blocks ({in_words(weights)} weights) go from {config.start_bits} to "
         f"{config.target_bits} bits"

@@ -70,7 +70,7 @@ class Sensitivity:
         self.model, self.config, self.seed = inventory.model, config, seed
         self.loss: Loss = model_loss
         found = inventory.layer_blocks(config.layer_name, config.layer_num)
-        holding = {name for name in found if any(is_below(layer, name) for layer in inventory.layers)}
+        holding = {name for name in found if any(is_below(layer, name) for layer in inventory.scheduled)}
         self.blocks = {name: parameters for name, parameters in found.items() if name in holding}
         if not self.blocks:
             raise MoQError(f"eigenvalue: no block has a quantized layer; the blocks are {', '.join(found)}")

@@ -71,9 +71,9 @@ def low_share(controller: MoQController) -> str:
 
 
 @pytest.mark.parametrize("make", [mixtral, qwen3_moe])
-def test_experts_are_no_part_of_what_is_quantized(make: Any) -> None:
+def test_experts_that_the_config_leaves_out_are_no_part_of_what_is_quantized(make: Any) -> None:
     model = make()
-    controller = controller_of(model)
+    controller = controller_of(model, modules_to_not_convert=["experts", "lm_head"])
     attention = 2 * 4 * 32 * 32
     share = attention / numbers_of(model)
     assert share < 0.1 and len(controller.layers) == 8
@@ -91,6 +91,19 @@ def test_experts_are_no_part_of_what_is_quantized(make: Any) -> None:
     assert note.startswith(f"only {told} are in quantized layers; the others: {in_words(sum(experts.values()))} in ")
     assert "in experts.gate_up_proj, " in note and "in experts.down_proj, " in note
     assert note.endswith("; quantize_embeddings would take embed_tokens")
+
+
+@pytest.mark.parametrize("make", [mixtral, qwen3_moe])
+def test_experts_count(make: Any) -> None:
+    model = make()
+    controller = controller_of(model)
+    experts = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 3)
+    share = (experts + 2 * 4 * 32 * 32) / numbers_of(model)
+    assert len(controller.layers) == 12 and controller.quantized_share == share
+    for _ in range(3):
+        controller.step()
+    assert controller.has_arrived and controller.mean_bits == pytest.approx(32 - 28 * share, rel=1e-12)
+    assert "8 linear layers and 4 parameters of experts in 2 blocks" in controller.summary()
 
 
 def test_a_bert_with_a_large_vocabulary_is_told_of_its_tables(tiny_bert: BertForSequenceClassification) -> None:
