@@ -159,6 +159,13 @@ def no_tables(model: Description, server: Server) -> Iterator[Reason]:
         yield Reason("embedding tables must be floats", "quantize_embeddings: null is served", tables)
 
 
+def no_experts_on_cpu(model: Description, server: Server) -> Iterator[Reason]:
+    """Packed experts on a CPU: vLLM 0.32, `fused_moe/experts/cpu_moe.py`."""
+    layers = tuple(name for name in model.packed() if ".experts." in name)
+    if layers:
+        yield Reason("its kernel for packed experts needs AMX and was not tried", "experts in float are served", layers)
+
+
 def no_plain_layers(model: Description, server: Server) -> Iterator[Reason]:
     """Poolers and classifiers are floats; the pooler of a base model, which gives embeddings, is not loaded at all."""
     is_base = model.architecture.endswith("Model")

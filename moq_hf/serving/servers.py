@@ -21,6 +21,7 @@ from .rules import (
     known_tensors,
     no_conv1d,
     no_dense_grids,
+    no_experts_on_cpu,
     no_plain_layers,
     no_pooler,
     no_tables,
@@ -97,7 +98,7 @@ VLLM_CPU = Server(
     multiple=2,
     columns=32,
     rows=32,
-    rules=VLLM.rules,
+    rules=(*VLLM.rules, no_experts_on_cpu),
     architectures=VLLM_MODELS,
     half_scales=True,
 )

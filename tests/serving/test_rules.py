@@ -153,6 +153,8 @@ def test_poolers_and_classifiers() -> None:
         assert f"it makes these layers in float, whatever the checkpoint holds ({name})" in reasons(
             with_layer(name, WEIGHT), VLLM
         )
+    # The pooler of a base model is not loaded.
+    assert reasons(with_layer("pooler.dense", WEIGHT, "BertModel"), VLLM) == ""
     assert "drops the pooler (pooler.dense)" in reasons(with_layer("pooler.dense", WEIGHT, "BertModel"), GGUF)
     assert reasons(described("BertModel"), GGUF) == ""
     assert "which this classifier needs" in reasons(described("BertForSequenceClassification"), GGUF)
@@ -169,7 +171,7 @@ def test_experts_are_alike_and_called_by_their_own_names() -> None:
     experts = [f"model.layers.0.block_sparse_moe.experts.{index}.w1" for index in range(2)]
     model = described("MixtralForCausalLM")
     alike = replace(model, weights={**model.weights, **dict.fromkeys(experts, WEIGHT)})
-    assert reasons(alike, VLLM) == ""
+    assert reasons(alike, VLLM) == "" and "needs AMX and was not tried" in reasons(alike, VLLM_CPU)
     other = replace(alike, weights={**alike.weights, experts[1]: replace(WEIGHT, bits=8)})
     assert "all experts of a block must have one grid" in reasons(other, VLLM)
     fused = replace(model, tensors=["model.layers.0.mlp.experts.gate_up_proj"])
