@@ -332,6 +332,9 @@ def _sglang(folder: Path, source: Path) -> dict[str, Any]:
             return {"serves": False, "why": "No compressed-tensors compatible scheme was found."}
         if weights["num_bits"] not in (4, 8):
             return {"serves": False, "why": f"Unsupported num_bits = {weights['num_bits']}."}
+        # `query_marlin_supported_quant_types`, marlin_utils.py:93-95.
+        if not weights["symmetric"] and weights["num_bits"] != 4:
+            return {"serves": False, "why": "Marlin has zero points for 4 bits alone."}
         # `verify_marlin_supports_shape`, marlin_utils.py:165-200.
         if shape[1] % 128 or shape[0] % 64:
             return {"serves": False, "why": f"min_thread_k = 128 or min_thread_n = 64 does not divide {name} {shape}"}

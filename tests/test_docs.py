@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -407,6 +408,8 @@ def prepared(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
         assert cli.main(shlex.split(EXPORT)[1:]) == 0
     if page == ROOT / "docs" / "guide" / "language-models.md":
         pytest.importorskip("trl")
+        # It comes with warnings of its own.
+        warnings.simplefilter("ignore")
         monkeypatch.syspath_prepend(str(ROOT / "examples" / "sft"))
         from dialogues import dialogues
         from train import new_model, new_tokenizer

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config import MoQConfig
 from ..reading import Entry
 from ..serving.description import Description, Verdict, Weight
 from ..serving.rules import verdict
@@ -46,7 +47,8 @@ def _describe(folder: Path, state: dict[str, Any], layers: dict[str, StoredLayer
     unserved = str(proof.reason) if proof is not None and proof.agrees is False else None
     if state.get("by_hand") and (proof is None or not proof.agrees):
         unserved = "no save_pretrained wrote it; load_state_dict takes its weights"
-    half = (state["config"] or {}).get("quantize_algo", {}).get("scale_dtype")
+    trained = None if state["config"] is None else MoQConfig.from_dict(state["config"])
+    dtype = str(config.get("dtype").value or "float32")
     return Description(
         architecture="" if architectures.is_null else architectures.items()[0].text(),
         weights={name: _weight(name, layer, quantization) for name, layer in weights.items()},
@@ -55,7 +57,7 @@ def _describe(folder: Path, state: dict[str, Any], layers: dict[str, StoredLayer
         quantization=None if quantization.is_null else _checked(quantization),
         tensors=tensors,
         unserved=unserved,
-        scales=str(half or "float32"),
+        scales="float32" if trained is None else trained.grid_of(dtype).scale_dtype,
     )
 
 

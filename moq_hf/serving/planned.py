@@ -83,4 +83,5 @@ def describe(inventory: Inventory, config: MoQConfig) -> Description:
         # Beside packed layers, what is not taken apart keeps its name.
         tensors=whole if weights else (),
         is_encoder_decoder=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
+        scales=config.grid.scale_dtype,
     )

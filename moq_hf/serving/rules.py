@@ -160,8 +160,11 @@ def no_tables(model: Description, server: Server) -> Iterator[Reason]:
 
 
 def no_plain_layers(model: Description, server: Server) -> Iterator[Reason]:
-    """Poolers and classifiers are floats."""
-    layers = tuple(name for name in model.packed() if PLAIN.search(name))
+    """Poolers and classifiers are floats; the pooler of a base model, which gives embeddings, is not loaded at all."""
+    is_base = model.architecture.endswith("Model")
+    layers = tuple(
+        name for name in model.packed() if PLAIN.search(name) and not (is_base and name.endswith("pooler.dense"))
+    )
     if layers:
         yield Reason(
             "it makes these layers in float, whatever the checkpoint holds",

@@ -116,6 +116,11 @@ def test_what_vllm_lacks_on_the_cpu_is_a_warning() -> None:
     notes = planned.notes(take_inventory(llama(), config), config)
     assert any(note.startswith("serve: vLLM, CPU 0.32.0 does not take it: its kernels take 4 bits") for note in notes)
     assert any("do not round inputs" in note for note in notes)
+    # They are trained in half precision, unless the config says otherwise.
+    assert not any("scales are rounded to half precision there" in note for note in notes)
+    algo = {"quantize_algo": {"scale_dtype": "float32"}}
+    config = MoQConfig.from_dict(moq(["vllm"], **algo))
+    notes = planned.notes(take_inventory(llama(), config), config)
     assert any("scales are rounded to half precision there" in note for note in notes)
     assert planned.notes(take_inventory(llama(), config), MoQConfig.from_dict(moq(["transformers"]))) == []
 
