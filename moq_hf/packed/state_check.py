@@ -91,6 +91,9 @@ def _layer_of_json(entry: Entry) -> StoredLayer:
     for module in entry["tied"].items() if "tied" in values else ():
         module.text()
     scales = [count.whole(0, 2**31) for count in entry["scales"].items(2)]
+    is_apart = stored == "packed" and is_experts(values["kind"])
+    if not is_apart and values.get("matrices") is not None:
+        raise entry["matrices"].fault("null but for packed experts")
     if stored == "float":
         if entry["bits"].value != FLOAT_BITS:
             entry["bits"].whole(1, 16)
@@ -100,7 +103,7 @@ def _layer_of_json(entry: Entry) -> StoredLayer:
         raise entry["scales"].fault(f"divisors of the shape {shape}")
     if stored != "dense":
         entry["group"].text()
-        if is_experts(values["kind"]):
+        if is_apart:
             names = {name.text() for name in entry["matrices"].items()}
             if not names or len(names) != len(values["matrices"]) or shape[0] % len(names):
                 raise entry["matrices"].fault(f"different names, so many that they divide {shape[0]} rows")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from experts import FAMILIES, IDS, PAIR, SHAPE, at_bits, mixture
+from experts import CONFIGS, FAMILIES, IDS, PAIR, SHAPE, at_bits, mixture
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GraniteMoeConfig, GraniteMoeForCausalLM, Trainer, TrainingArguments
@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM, GraniteMoeConfig, GraniteMoeForCa
 from moq_hf import MoQCallback, MoQError, dequantize_model, quantize_model, save_quantized, verify_quantized
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.inference import load_packed
-from moq_hf.packed.matrices import names_of
+from moq_hf.packed.matrices import by_matrix, names_of, split
+from moq_hf.packed.served import served_by
 from moq_hf.packed.state import STATE_NAME, read_state, write_state
 from moq_hf.packed.verify import recorded, stored_weights
+from moq_hf.quantizer import dequantize
 
 GROUPS = {"quantize_group_size": 16}
 PARAMETER = "model.layers.1.mlp.experts.gate_up_proj"
@@ -212,3 +214,20 @@ def test_what_a_stock_trainer_evaluated_is_delivered_and_a_resumed_run_ends_the_
     )  # fmt: skip
     best.train()
     assert best.evaluate()["eval_loss"] == best.state.best_metric
+
+
+def test_scales_in_half_precision_and_what_servers_are_asked(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS["Mixtral"](), dtype=torch.bfloat16).eval()
+    model = quantize_model(model, at_bits(4, quantize_group_size=32, quantize_algo={"scale_dtype": "bfloat16"}))
+    found = verify_quantized(save_quantized(model, tmp_path), model)
+    other = loaded(tmp_path)
+    assert other.dtype == torch.bfloat16 and torch.equal(logits(other), logits(model))
+    name = f"{OWN['Mixtral'][0]}.3.w3"
+    assert load_file(tmp_path / "model.safetensors")[f"{name}.weight_scale"].dtype == torch.bfloat16
+    # Servers meet the matrices, and so does the export to GGUF.
+    answers = {one.server.key: one.answer for one in served_by(tmp_path)}
+    assert (answers["vllm"], answers["llama.cpp"], answers["onnxruntime"]) == ("yes", "yes", "no")
+    layer, weight = by_matrix(found.layers)[name], split(stored_weights(tmp_path), found.layers)[name]
+    assert (layer.kind, layer.shape, layer.scales) == ("linear", (64, 32), (64, 1))
+    rows = quant_layers(model)[PARAMETER].quantized_weight()[3, 64:]
+    assert torch.equal(dequantize(*weight, dtype=torch.bfloat16), rows)

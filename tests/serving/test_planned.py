@@ -7,7 +7,16 @@ import peft
 import pytest
 import torch
 from tiny_runs import arguments
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+)
 
 from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, quantize_model, quantizer
 from moq_hf.config import served_scale_dtype
@@ -169,3 +178,25 @@ def test_scales_are_trained_in_the_dtype_that_the_server_loads(serve: str, dtype
     for layer in layers:
         stored = quantizer.quantize(layer.matrix, 4, layer.moq.grid, ratio=layer.moq.ratio).scale
         assert torch.equal(stored.to(getattr(torch, scales)).float(), stored)
+
+
+def test_experts_are_asked_about_one_by_one() -> None:
+    def mixture() -> MixtralForCausalLM:
+        return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False))
+
+    config = MoQConfig.from_dict(moq(["vllm", "sglang", "llama.cpp"]))
+    found = planned.describe(take_inventory(mixture(), config), config)
+    weight = found.weights["model.layers.1.mlp.experts.3.gate_up_proj"]
+    assert (weight.rows, weight.columns, weight.grid()) == (512, 128, "4 bits in groups of 64")
+    assert not found.tensors and sum(".experts." in name for name in found.weights) == 16
+    with pytest.raises(MoQError, match=r"looks for each expert by its own name .*gate_up_proj"):
+        quantize_model(mixture(), moq(["vllm"], modules_to_not_convert=["experts", "lm_head"]))
+    with pytest.raises(MoQError, match=r"looks for each expert by its own name .*down_proj"):
+        quantize_model(mixture(), moq(["vllm"], quantize_type="asymmetric"))
+
+
+def test_convolutions_are_floats_to_servers() -> None:
+    config = MoQConfig.from_dict(moq([], quantize_convolutions=True, quantize_group_size=16))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(32, 16), nn.Linear(16, 2))
+    found = planned.describe(take_inventory(model, config), config).weights["0"]
+    assert (found.rows, found.columns, found.grid()) == (8, 27, "floats")
