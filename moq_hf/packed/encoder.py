@@ -49,8 +49,9 @@ class Encoder:
         self.has_conv1d = any(layer.kind == "conv1d" for layer in layers.values())
         self.tables = {name for name, layer in layers.items() if layer.kind == "embedding" or self.tied.get(name)}
         self.at_load = layout == "unpacked"
-        # Of the linear layers, to which what is unpacked while loading has to fit.
-        self.grid = next((layer.moq.grid for name, layer in layers.items() if name not in self.tables), None)
+        # Of the linear layers, to which what is unpacked while loading has to fit: convolutions are dense.
+        linear = [layer for name, layer in layers.items() if name not in self.tables and layer.kind != "conv"]
+        self.grid = linear[0].moq.grid if linear else None
         self._widened_by_tables = self.at_load and self._is_widened(layers)
         self.packed = [name for name, layer in layers.items() if self.format_of(name, layer) == "packed"]
         self.is_asymmetric = any(not layers[name].moq.grid.symmetric for name in self.packed)
