@@ -105,9 +105,7 @@ def export_gguf(
     weights = {names[name]: weight for name, weight in stored_weights(directory).items()}
     lost = [name for name in layers if name not in weights]
     if lost:
-        raise MoQError(
-            f"{directory}: floats of half precision have no codes any more: {', '.join(lost)}; leave them out"
-        )
+        raise MoQError(f"{directory}: floats of half precision have no codes any more: {listed(lost)}; leave them out")
     errors = [Rounding(0.0, 0.0)]
     parts: dict[str, dict[int, Blocks]] = {}
     for name, layer in layers.items():

@@ -64,7 +64,10 @@ def _weight(name: str, layer: StoredLayer, quantization: Entry) -> Weight:
     size = columns // layer.scales[1] if layer.scales[1] > 1 else None
     bits = layer.bits
     if layer.group is not None and layer.stored == "packed":
-        bits = quantization["config_groups"][layer.group]["weights"]["num_bits"].whole(1, 8)
+        scheme = quantization["config_groups"][layer.group]["weights"]
+        bits = scheme["num_bits"].whole(1, 8)
+        # A group may be as wide as the rows.
+        size = columns if size is None and scheme["strategy"].value == "group" else size
     return Weight(layer.kind, rows, columns, bits, size, layer.symmetric, layer.stored in ("packed", "int8"))
 
 
