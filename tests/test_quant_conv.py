@@ -253,3 +253,14 @@ def test_a_computed_weight_and_other_convolutions_stay_in_float() -> None:
     assert list(controller.layers) == ["0"]
     assert controller.inventory.left_out == {"1": "a computed weight", "2": "the class ConvTranspose1d", "3": None}
     assert "left in float, the class ConvTranspose1d: 2" in controller.summary()
+
+
+def test_groups_of_linear_layers_behind_a_convolution_are_unpacked_while_loading(tmp_path: Path) -> None:
+    """A convolution that comes first has a scale per channel, which is not the grid of the others."""
+    config = {**CONFIG, "quantize_type": "asymmetric", "modules_to_not_convert": None, "quantize_groups": 1}
+    model = quantize_model(vit(), {**config, "quantize_group_size": 16}).eval()
+    save_quantized(model, tmp_path)
+    assert verify_quantized(tmp_path, model).state["layout"] == "unpacked"
+    pictures = torch.stack([row["pixel_values"] for row in rows()])
+    with torch.no_grad():
+        assert torch.equal(type(model).from_pretrained(tmp_path).eval()(pictures).logits, model(pictures).logits)

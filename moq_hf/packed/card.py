@@ -131,14 +131,18 @@ def _metadata(name: str, about: About, metrics: Mapping[str, float]) -> ModelCar
 
 
 def _head(name: str, about: About, found: Verification) -> str:
-    bits = sorted({layer.bits for layer in found.layers.values() if layer.kind != "embedding"})
+    every = found.layers.values()
+    # A head that is all that is quantized is in the files as the table that it shares.
+    bits = sorted({layer.bits for layer in every if layer.kind != "embedding"} or {layer.bits for layer in every})
     words = [("float" if b == FLOAT_BITS else str(b)) for b in bits]
     low = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
     base, data = about.base_model, about.data
     origin = f" from [{base}](https://huggingface.co/{base})" if base else ""
     trained = f"Fine-tuned{origin}{f' on {data}' if data else ''} with Mixture-of-Quantization"
     what = "convolutions" if found.has_convolutions else "linear layers"
-    if any(layer.kind in ("linear", "conv1d") for layer in found.layers.values()) and found.has_convolutions:
+    if all(layer.kind == "embedding" for layer in every):
+        what = "embedding tables"
+    if any(layer.kind in ("linear", "conv1d") for layer in every) and found.has_convolutions:
         what = "linear layers and convolutions"
     return (
         f"# {name.rpartition('/')[2]}\n\n{trained} (moq_hf): the precision of its {what} fell step by step "

@@ -58,7 +58,8 @@ class Encoder:
         }
         self.at_load = layout == "unpacked"
         # Of the linear layers, to which what is unpacked while loading has to fit.
-        linears = [name for name, layer in layers.items() if name not in self.tables and not is_experts(layer.kind)]
+        others = [name for name, layer in layers.items() if layer.kind == "conv" or is_experts(layer.kind)]
+        linears = [name for name in layers if name not in self.tables and name not in others]
         self.grid = layers[linears[0]].moq.grid if linears else None
         self._widened_by_tables = self.at_load and self._is_widened(layers)
         every = [name for name, layer in layers.items() if self.format_of(name, layer) == "packed"]

@@ -1,5 +1,7 @@
 """What the servers that a config names cannot take of a model, said before the first step."""
 
+from dataclasses import replace
+
 from torch import nn
 
 from ..config import MoQConfig
@@ -60,8 +62,9 @@ def describe(inventory: Inventory, config: MoQConfig) -> Description:
     for name, layer in inventory.layers.items():
         kind = "linear" if isinstance(layer, nn.Linear) else "conv" if is_convolution(layer) else "conv1d"
         rows, columns = to_rows(layer.weight, kind).shape
-        packed = bits <= 8 and kind != "conv"
-        weights[saved(name)] = Weight(kind, rows, columns, bits, grouping.row_size, config.symmetric, packed)
+        # The packed format has no place for convolutions, and they have no groups.
+        packed, size = bits <= 8 and kind != "conv", None if kind == "conv" else grouping.row_size
+        weights[saved(name)] = Weight(kind, rows, columns, bits, size, config.symmetric, packed)
     whole = []
     for name, module in inventory.modules.items():
         for own in experts_parameters(module):
@@ -75,6 +78,12 @@ def describe(inventory: Inventory, config: MoQConfig) -> Description:
     for name, table in inventory.embeddings.items():
         rows, columns = table.weight.shape
         weights[saved(name)] = Weight("embedding", rows, columns, config.quantize_embeddings or bits)
+    for name, owner in inventory.tied.items():
+        # What a head shares with tables is in the files as a table.
+        if owner in inventory.layers and isinstance(inventory.modules[name], nn.Embedding):
+            head = weights.pop(saved(owner), None)
+            if head is not None:
+                weights[saved(name)] = replace(head, kind="embedding")
     others = {saved(name) for name, module in inventory.modules.items() if hasattr(module, "weight")}
     return Description(
         architecture=without_fsdp(type(model)).__name__,

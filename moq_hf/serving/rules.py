@@ -194,6 +194,30 @@ def no_dense_grids(model: Description, server: Server) -> Iterator[Reason]:
         yield Reason("no block holds more than 8 bits", "target_bits of up to 8 are served", layers)
 
 
+def blocks_fill_rows(model: Description, server: Server) -> Iterator[Reason]:
+    """GGUF's blocks hold what a folder has as floats on the grid and as bytes too: convolutions and tables."""
+    others = {name: weight for name, weight in model.weights.items() if name not in model.packed()}
+    wrong = [name for name, weight in others.items() if weight.bits <= 8 and weight.columns % server.columns]
+    if wrong:
+        yield Reason(
+            f"a block has {server.columns} columns, which do not divide those of these tables and convolutions",
+            "name them in modules_to_not_convert",
+            tuple(wrong),
+        )
+
+
+def rows_as_converted(model: Description, server: Server) -> Iterator[Reason]:
+    """llama.cpp's converter sorts the rows of q, k and v, which these models have head by head in one layer."""
+    if model.architecture.startswith(("Bloom", "GPTNeoX")):
+        layers = tuple(name for name in model.packed() if name.endswith(".query_key_value"))
+        if layers:
+            yield Reason(
+                "llama.cpp's converter has the rows of this layer in another order",
+                "name query_key_value in modules_to_not_convert",
+                layers,
+            )
+
+
 def no_pooler(model: Description, server: Server) -> Iterator[Reason]:
     """llama.cpp's converter drops BERT's pooler."""
     layers = tuple(name for name in model.packed() if re.search(r"(^|\.)pooler\.dense$", name))

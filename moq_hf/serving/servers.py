@@ -15,6 +15,7 @@ from .architectures import GGUF_MODELS, SGLANG_MODELS, VLLM_MODELS
 from .description import Server
 from .rules import (
     as_evaluated,
+    blocks_fill_rows,
     experts_alike,
     fused_layers,
     known_layout,
@@ -27,6 +28,7 @@ from .rules import (
     no_tables,
     one_scheme,
     onnx_kinds,
+    rows_as_converted,
     targets_found,
     zeros_fill_words,
 )
@@ -126,7 +128,7 @@ GGUF = Server(
     asymmetric=frozenset(range(2, 5)),
     multiple=32,
     columns=32,
-    rules=(no_dense_grids, no_pooler),
+    rules=(no_dense_grids, blocks_fill_rows, rows_as_converted, no_pooler),
     architectures=GGUF_MODELS,
     half_scales=True,
 )

@@ -28,6 +28,7 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    BertModel,
     DistilBertConfig,
     DistilBertForSequenceClassification,
     GPT2Config,
@@ -838,3 +839,16 @@ def test_inspect_prints_a_table(saved: Path, capsys: pytest.CaptureFixture[str])
     assert lines[1].split()[:4] == ["bert.encoder.layer.0.attention.self.query", "8", "4", "packed"]
     assert lines[-3].startswith("16 quantized layers: ") and lines[-2].startswith("all weights: ")
     assert re.fullmatch(r"quantized: 9\d\.\d % of the model's [\d,]+ parameters; mean \d\.\d\d bits .*", lines[-1])
+
+
+@pytest.mark.parametrize("bits", [12, 15])
+def test_rounded_codes_of_a_half_model_are_on_their_grid(bits: int, tmp_path: Path) -> None:
+    """The nearest code to a number that bfloat16 rounded may round to another number."""
+    torch.manual_seed(bits)
+    algo = {"range": "full", "rounding": "stochastic"}
+    body = BertModel(
+        BertConfig(vocab_size=50, hidden_size=64, num_hidden_layers=2, intermediate_size=128, num_attention_heads=4)
+    )
+    quantize_model(body.to(torch.bfloat16), config_of(bits, quantize_algo=algo))
+    save_quantized(body, tmp_path)
+    assert verify_quantized(tmp_path, body).layers["encoder.layer.0.output.dense"].bits == bits

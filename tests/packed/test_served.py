@@ -127,3 +127,9 @@ def test_a_damaged_config_is_an_error_that_names_the_key(tmp_path: Path) -> None
     written(tmp_path, llama())
     with pytest.raises(MoQError, match=r"config\.json: quantization_config\.config_groups\.group_0\.targets must be"):
         edited(tmp_path, lambda settings: settings["config_groups"]["group_0"].update(targets=3))
+
+
+def test_a_group_as_wide_as_the_rows_is_a_group(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "hidden_size": 32, "intermediate_size": 64}))
+    found = written(tmp_path, model, quantize_group_size=32)
+    assert answers(found)["llama.cpp-converter"] == "yes"

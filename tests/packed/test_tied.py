@@ -305,3 +305,13 @@ def test_adapters_beside_a_tied_table(tmp_path: Path) -> None:
     assert verify_quantized(tmp_path, model).layers["model.embed_tokens"].tied == ("lm_head",)
     loaded = peft.PeftModel.from_pretrained(t.LlamaForCausalLM.from_pretrained(tmp_path), str(tmp_path / "adapter"))
     assert torch.equal(loaded(**batch_of(base)).logits, model(**batch_of(base)).logits)
+
+
+def test_a_model_whose_table_alone_is_quantized_is_saved(tmp_path: Path, stranger: Stranger) -> None:
+    """Falcon's linear layers have a forward pass of their own; its head is an `nn.Linear`, and its table."""
+    sizes = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = t.FalconForCausalLM(t.FalconConfig(**sizes, **ENDS)).eval()
+    quantize_model(model, config_of(modules_to_not_convert=[]))
+    save_quantized(model, tmp_path)
+    assert loads(model, tmp_path, stranger)["equal"]
+    assert "its embedding tables fell step by step while it trained, to 4 bits" in (tmp_path / "README.md").read_text()

@@ -16,6 +16,8 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     Trainer,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, quantize_model, quantizer
@@ -92,6 +94,25 @@ def test_conv1d_is_described_by_its_transpose() -> None:
     assert (found.kind, found.rows, found.columns) == ("conv1d", 96, 32)
     with pytest.raises(MoQError, match="cannot turn packed ones"):
         quantize_model(model, moq(["vllm"], quantize_group_size=32))
+
+
+def test_convolutions_are_described_by_their_matrices_as_floats() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes))
+    config = MoQConfig.from_dict(moq(["transformers"], quantize_group_size=32, quantize_convolutions=True))
+    inventory = take_inventory(model, config)
+    name = next(name for name in inventory.layers if name.endswith("projection"))
+    found = planned.describe(inventory, config).weights[name]
+    assert (found.kind, found.rows, found.columns, found.group_size) == ("conv", 32, 192, None)
+    assert found.is_float
+
+
+def test_a_head_that_is_a_table_too_is_described_as_a_table() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    config = moq(["vllm"], modules_to_not_convert=[])
+    with pytest.raises(MoQError, match=r"embedding tables must be floats \(model.embed_tokens\)"):
+        quantize_model(model, config)
+    quantize_model(model, {**config, "serve": ["llama.cpp"]})
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

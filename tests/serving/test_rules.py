@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from moq_hf.schedule import FLOAT_BITS
 from moq_hf.serving.description import Description, Weight, shortened
 from moq_hf.serving.rules import verdict
 from moq_hf.serving.servers import CONVERTER, GGUF, ONNX, SERVERS, SGLANG, TRANSFORMERS, VLLM, VLLM_CPU, Server
@@ -89,6 +90,25 @@ def test_columns_and_rows() -> None:
         model = with_layer(name, Weight("linear", rows, 256, 4, 128))
         found = {s.key for s in (VLLM, VLLM_CPU, SGLANG, GGUF) if "(out_features)" in reasons(model, s)}
         assert found == refused, rows
+
+
+def test_gguf_has_blocks_for_whole_rows_alone() -> None:
+    name = "backbone.layers.0.mixer.conv1d"
+    convolution = Weight("conv", 64, 4, 4, packed=False)
+    assert f"a block has 32 columns, which do not divide those of these tables and convolutions ({name})" in reasons(
+        with_layer(name, convolution), GGUF
+    )
+    table = with_layer("model.embed_tokens", Weight("embedding", 64, 48, 8))
+    assert "a block has 32 columns" in reasons(table, GGUF)
+    for fine in (replace(convolution, bits=FLOAT_BITS), replace(convolution, columns=64)):
+        assert reasons(with_layer(name, fine), GGUF) == ""
+
+
+def test_gguf_has_rows_of_q_k_and_v_in_another_order() -> None:
+    model = with_layer("transformer.h.0.self_attention.query_key_value", Weight("linear", 384, 128, 4, 32))
+    assert reasons(model, GGUF) == ""
+    for architecture in ("BloomForCausalLM", "GPTNeoXForCausalLM"):
+        assert "rows of this layer in another order" in reasons(replace(model, architecture=architecture), GGUF)
 
 
 def test_rows_of_a_fused_layer_count_together() -> None:
