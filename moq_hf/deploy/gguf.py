@@ -167,7 +167,7 @@ class _Base:
                 f"the base {path} holds {', '.join(quantized)}: it must be in floats, as convert_hf_to_gguf.py makes "
                 "it with --outtype f16"
             )
-        counts = [self._value(f"{architecture}.attention.head_count{kv}", []) for kv in ("", "_kv")]
+        counts = [self._value(f"{architecture}.attention.{key}", []) for key in ("head_count", "head_count_kv")]
         self._heads = sorted({heads for count in counts for heads in (count if isinstance(count, list) else [count])})
 
     def kind(self, name: str) -> str:

@@ -24,7 +24,7 @@ class Patterns:
 
     >>> names = ["model.layers.0.q_proj", "model.layers.1.q_proj", "lm_head"]
     >>> Patterns(names, {"model.layers": 2}, "model").of({"group_0": names[:2]}, names[2:])
-    ({'group_0': ['re:(?:.*\\.)?layers\\.\\d+\\.(?:.*\\.)?q_proj$']}, ['re:(?:.*\\.)?lm_head$'])
+    ({'group_0': ['re:(?:.*\\.)?layers\\.\\d+\\.q_proj$']}, ['re:(?:.*\\.)?lm_head$'])
     """
 
     def __init__(self, names: Iterable[str], lists: Mapping[str, int], prefix: str) -> None:
