@@ -274,7 +274,6 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, quantizer.Qua
 
     Args:
         directory: What `save_quantized` wrote.
-        dense: Also those of the layers that it holds as floats on their grid.
 
     Raises:
         MoQError: Something is damaged or missing; names the file and the tensor.
