@@ -74,6 +74,7 @@ RUN_BY = {
     "pip install -r benchmarks/trl-requirements.txt": "test_the_requirements_of_trl",
     "python examples/sft/train.py --output_dir runs/sft": "test_the_sft_example",
     "python examples/sft/generate.py runs/sft/quantized": "test_the_sft_example",
+    "python examples/sft/generate_vllm.py runs/sft/quantized": "test_the_sft_example",
     "python examples/sft/generate_gguf.py runs/sft/model-q4_0.gguf": "test_the_sft_example",
 }
 # What is added to the command line of a program, so that it ends soon and writes to the test's folder. The last of two
@@ -242,7 +243,7 @@ def test_the_requirements_of_trl() -> None:
 
 @pytest.mark.slow
 def test_the_sft_example(checkout: Path) -> None:
-    """Its last step is the second command, which the first one runs. The third needs llama.cpp, and what it needs."""
+    """Its last step is the second command, which the first one runs. The others need vLLM and llama.cpp."""
     pytest.importorskip("trl")
     command = [sys.executable, "examples/sft/train.py", "--output_dir", "runs/sft", "--max_steps", "20"]
     done = subprocess.run(
