@@ -140,10 +140,11 @@ def test_moq_reaches_its_target(
     out = run(given, "do_train", "do_eval")
     told = capsys.readouterr().out
     assert re.search(r"13 quantized layers: \d+\.\d % of the model's [\d,]+ parameters\nmean bits over the whole", told)
-    # Four bits a weight, eight of them in an integer, and two scales for the 16 rows.
+    # Four bits a weight, eight of them in an integer, and two scales for the 16 rows, each at its eight.
     weights = load_file(out / "model.safetensors")
     name = "bert.encoder.layer.0.attention.self.query"
-    assert weights[f"{name}.weight_packed"].shape == (16, 2) and weights[f"{name}.weight_scale"].shape == (2, 1)
+    assert weights[f"{name}.weight_packed"].shape == (16, 2) and weights[f"{name}.weight_scale"].shape == (16, 1)
+    assert len(weights[f"{name}.weight_scale"].unique()) == 2
     found = verify_quantized(out)
     assert {layer.bits for layer in found.layers.values()} == {4}
     assert found.state["metrics"]["eval_accuracy"] == read_json(out / "eval_results.json")["eval_accuracy"]
