@@ -12,6 +12,8 @@ from ..names import is_below
 
 # Whatever stands before, and between two parts of a name.
 _ANY = r"(?:.*\.)?"
+# SGLang asks for the layer that it makes of these in BERT; vLLM and SGLang look others up by their parts.
+_FUSED = ("query", "key", "value")
 
 
 class Patterns:
@@ -90,6 +92,8 @@ class Patterns:
             key = (path, tuple(numbers), tail.startswith("*"))
             shared.setdefault(key, []).append(re.escape(tail.removeprefix("*")))
         for (path, indices, is_short), ends in shared.items():
+            if set(_FUSED) <= set(ends):
+                ends.append("qkv_proj")
             end, count = self.lists[path]
             number = r"\d+" if len(indices) == count else _either(indices)
             patterns.append(f"re:{_ANY}{end}\\.{number}\\.{_ANY if is_short else ''}{_either(ends)}$")

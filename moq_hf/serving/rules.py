@@ -302,7 +302,10 @@ def targets_found(names: Callable[[str, str], str]) -> Callable[[Description, Se
                 dropped.append(name)
         if lost:
             there = names(model.architecture, lost[0])
-            yield Reason(f"no target matches its names, such as {there}", _SAVE_AGAIN, tuple(lost))
+            # Patterns of today match whatever stands before a block.
+            is_old = not any(target.startswith("re:(?:.*") for target in targets)
+            instead = _SAVE_AGAIN if is_old else "models whose layers it calls as transformers does are served"
+            yield Reason(f"no target matches its names, such as {there}", instead, tuple(lost))
         if dropped:
             yield Reason("ignore matches packed layers", _SAVE_AGAIN, tuple(dropped))
 

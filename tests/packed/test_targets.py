@@ -39,6 +39,12 @@ def test_one_group_is_one_pattern_and_its_layers_are_found_under_any_prefix() ->
         assert owner(name, targets, ignore) is None
 
 
+def test_what_sglang_makes_one_layer_of_is_found() -> None:
+    names = [f"bert.encoder.layer.{i}.attention.self.{part}" for i in range(2) for part in ("query", "key", "value")]
+    targets, ignore = Patterns([*names, *HEADS], {"bert.encoder.layer": 2}, "bert").of({"group_0": names}, HEADS)
+    assert owner("model.encoder.layer.1.attention.output.qkv_proj", targets, ignore) == "group_0"
+
+
 def by_block(name: str) -> str | None:
     block = re.search(r"layer\.(\d+)", name)
     return None if block is None else f"group_{int(block[1]) % 3}"
