@@ -108,7 +108,7 @@ class LayerState:
         gathered: `weight` was quantized from all shards of a parameter. FSDP2 puts a parameter of its own in the
             place of the sharded one for a forward pass.
         weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device).
-        version: The tensor version of `weight` when it was made; None while it is.
+        version: Which tensor `weight` was when it was made, and its tensor version; None while it is.
         read: The same in the float weight's dtype, for those who read the weight under autocast; made when asked for.
         read_version: As `version`, of `read`.
         source: The float weight that `weight` was made of; None makes it stale.
@@ -129,7 +129,7 @@ class LayerState:
     kernel: bool | None = None
     gathered: bool = False
     weight: Tensor | None = None
-    version: int | None = None
+    version: tuple[int, int] | None = None
     read: Tensor | None = field(default=None, repr=False)
     read_version: int = 0
     source: Tensor | None = field(default=None, repr=False)
@@ -313,7 +313,7 @@ class QuantLayer(nn.Module):
 
     def keep(self, quantized: Tensor) -> None:
         """Hold a quantized weight that is complete."""
-        self.moq.weight, self.moq.version = quantized, quantized._version
+        self.moq.weight, self.moq.version = quantized, _version_of(quantized)
 
     def check_unwritten(self) -> None:
         """Stop if code in a forward pass wrote into the quantized weight that it read: the float one never saw it.
@@ -323,7 +323,16 @@ class QuantLayer(nn.Module):
         """
         state = self.moq
         weight, read = state.weight, state.read
-        is_written = weight is not None and state.version not in (None, weight._version)
+        known = state.version
+        is_written = weight is not None and known is not None and known != _version_of(weight)
+        # Another thread may just be quantizing: it takes the version away first, or has put another tensor here.
+        is_written = (
+            is_written
+            and state.version == known
+            and state.weight is weight
+            and known is not None
+            and known[0] == id(weight)
+        )
         if not is_written and (read is None or read._version == state.read_version):
             return
         state.weight = state.read = state.source = None
@@ -550,6 +559,11 @@ def base_class(cls: type[QuantLayer]) -> type[nn.Module]:
         # The class that fully_shard made of a quantized one.
         return type(cls.__name__.replace("Quant", "", 1), (first, base_class(second)), dict(cls.__dict__))
     return cast(type[nn.Module], second)
+
+
+def _version_of(weight: Tensor) -> tuple[int, int]:
+    """Which tensor it is, and how often it was written."""
+    return id(weight), weight._version
 
 
 def _some(weight: Tensor) -> Tensor:
