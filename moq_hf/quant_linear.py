@@ -324,15 +324,9 @@ class QuantLayer(nn.Module):
         state = self.moq
         weight, read = state.weight, state.read
         known = state.version
-        is_written = weight is not None and known is not None and known != _version_of(weight)
+        is_written = weight is not None and known is not None and known[0] == id(weight) and known[1] != weight._version
         # Another thread may just be quantizing: it takes the version away first, or has put another tensor here.
-        is_written = (
-            is_written
-            and state.version == known
-            and state.weight is weight
-            and known is not None
-            and known[0] == id(weight)
-        )
+        is_written = is_written and state.version == known and state.weight is weight
         if not is_written and (read is None or read._version == state.read_version):
             return
         state.weight = state.read = state.source = None
