@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from .config import LARGEST
 from .deploy.bench import benchmark, draw, write_json
@@ -14,9 +14,11 @@ from .deploy.data import read_data
 from .deploy.floats import export_floats
 from .deploy.gguf import export_gguf
 from .deploy.onnx import EXTERNAL_DATA_ABOVE, export_onnx
+from .deploy.onnx_integers import TARGETS
 from .deploy.onnx_layers import FLAVORS
 from .deploy.proof import TOLERANCE
 from .errors import MoQError
+from .grid import InputScale
 from .packed.served import served_by, table
 from .packed.verify import verify_quantized
 from .plan import plan
@@ -30,6 +32,8 @@ _ARGUMENTS = {
     "base": "base",
     "flavors": "flavors",
     "activation_bits": "activation_bits",
+    "activation_scale": "activation_scale",
+    "cpu": "cpu",
     "validation_file": "data",
     "task_name": "data",
     "max_seq_length": "max_length",
@@ -137,6 +141,18 @@ def add_export(subparsers: Any) -> None:
         type=_positive,
         metavar="B",
         help="of int8: 2 to 8; default: as trained, or 8; 7 is faster on CPUs without VNNI",
+    )
+    onnx.add_argument(
+        "--activation_scale",
+        choices=get_args(InputScale),
+        metavar="SCALE",
+        help=f"of int8: {', '.join(get_args(InputScale))}; default: as trained, or per_tensor",
+    )
+    onnx.add_argument(
+        "--cpu",
+        choices=("auto", *TARGETS),
+        metavar="CPU",
+        help=f"what int8 is made for: {', '.join(TARGETS)}, or auto, which is what suits this machine",
     )
     onnx.add_argument(
         "--validation_file",

@@ -43,7 +43,7 @@ from .config_fields import (
     read,
 )
 from .errors import MoQConfigError, listed
-from .grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks, ScaleDtype, Search
+from .grid import Grid, Grouping, InputGrid, InputScale, PerChannel, PerGroup, RowBlocks, ScaleDtype, Search
 
 logger = logging.getLogger(__name__)
 
@@ -126,14 +126,22 @@ class DistillationConfig:
 
 @checked
 class ActivationConfig:
-    """Inputs of the quantized linear layers, rounded to symmetric codes with one scale per token while training."""
+    """Inputs of the quantized linear layers, rounded while training as the `int8` export rounds them."""
 
     enabled: Annotated[
-        Flag,
-        key("round the inputs of quantized linear layers too, one scale per token: training for the `int8` export"),
+        Flag, key("round the inputs of quantized linear layers too: training for the `int8` and `qdq` exports")
     ] = False
     bits: Annotated[ByteBits, key("of those inputs; 7 for CPUs without VNNI")] = 8
+    scale: Annotated[
+        InputScale,
+        key("what shares a scale: all inputs of a layer (a running range), those of a call, or those of a token"),
+    ] = "static"
     start_step: Annotated[Count, key("optimizer steps before that begins")] = 0
+
+    @property
+    def grid(self) -> InputGrid | None:
+        """The grid of those inputs; None if they stay as they are."""
+        return InputGrid(self.bits, self.scale) if self.enabled else None
 
 
 @checked
@@ -349,6 +357,18 @@ class MoQConfig:
             MoQConfigError: Lists everything that is wrong with it.
         """
         return _parse(mapping, "MoQ config")
+
+    @classmethod
+    def from_saved(cls, mapping: Mapping[str, Any]) -> "MoQConfig":
+        """Read the `to_dict` in a saved state, of an earlier version too: keys that came later say what it did then.
+
+        Raises:
+            MoQConfigError: Lists everything that is wrong with it.
+        """
+        part = mapping.get("activation_quantization")
+        if isinstance(part, Mapping) and "scale" not in part:
+            mapping = {**mapping, "activation_quantization": {**part, "scale": "per_token"}}
+        return cls.from_dict(mapping)
 
     def to_dict(self) -> dict[str, Any]:
         """The config in the file's words, every key with its value; `from_dict` gives an equal config."""

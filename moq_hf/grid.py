@@ -1,7 +1,7 @@
 """The grid of a weight: which weights share a scale, whether codes are symmetric, how they round, how a scale is found.
 
 A `Grid` says everything about a quantization but the bit width, which falls while training. The numerics that it names
-are defined in `quantizer`.
+are defined in `quantizer`. An `InputGrid` says how the inputs of a layer are rounded, as `inputs` defines it.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ SEARCHED_BITS = 5
 Search = Literal["auto", "absmax", "mse"]
 # What a scale is rounded to. It is held as float32 all the same.
 ScaleDtype = Literal["float32", "bfloat16", "float16"]
+# What inputs of a layer share a scale: a token, a call, or all for good.
+InputScale = Literal["per_token", "per_tensor", "static"]
 # A size of a linear layer.
 Axis = Literal["out_features", "in_features"]
 
@@ -187,3 +189,27 @@ class Grid:
             raise ValueError("a full range is of symmetric grids: an asymmetric one has all its codes")
         if self.stochastic and not self.is_uniform(bits):
             raise ValueError(f"{bits} bits symmetric rounds to nearest only")
+
+
+@dataclass(frozen=True)
+class InputGrid:
+    """How the inputs of a linear layer are quantized; the formulas are in `inputs`.
+
+    Attributes:
+        bits: Bit width of a code, 2 to 8.
+        scale: "per_token": symmetric codes, a scale for each token. "per_tensor": asymmetric codes, a scale for each
+            call. "static": symmetric codes, one scale, learned in training.
+
+    >>> InputGrid(8, "per_token").limits(), InputGrid(8, "per_tensor").limits(), InputGrid(7, "static").limits()
+    ((-127, 127), (0, 255), (-64, 63))
+    """
+
+    bits: int
+    scale: InputScale
+
+    def limits(self) -> tuple[int, int]:
+        """The least and the largest code."""
+        most = (1 << self.bits - 1) - 1
+        if self.scale == "per_tensor":
+            return 0, 2 * most + 1
+        return (-most if self.scale == "per_token" else -most - 1), most

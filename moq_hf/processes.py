@@ -118,6 +118,13 @@ def any_over_ranks(flags: list[bool], like: Tensor) -> list[bool]:
     return [bool(count) for count in counts.tolist()]
 
 
+def largest_over_ranks(values: Tensor) -> Tensor:
+    """The largest of each value in any process, which all must ask for; float32 of any shape without NaN."""
+    if is_distributed():
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values
+
+
 def mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
     """The mean over the ranks of what is finite, the same on each of them; NaN where nothing is."""
     if not is_distributed():

@@ -25,7 +25,8 @@ from transformers.pytorch_utils import Conv1D
 from . import quantizer
 from .config import MoQConfig
 from .errors import MoQError
-from .grid import Grid, PerChannel, PerGroup, RowBlocks
+from .grid import Grid, InputGrid, PerChannel, PerGroup, RowBlocks
+from .inputs import Inputs, new_inputs, take_step
 from .kernels.backend import choose
 from .model.staleness import Key, key_of, stale, watch
 from .processes import is_sharded, whole
@@ -116,7 +117,7 @@ class LayerState:
         used: Whether a forward pass has used the weight since the layer was made ready.
         origin: For a deep copy the layer that it was copied from, and some of the weights that it then had.
         config: What the model was made ready with.
-        activation_bits: Of a linear layer's input, one scale per token; None leaves it alone.
+        inputs: Of a linear layer: how its inputs are quantized; None leaves them alone.
         name: The layer's in the model that was made ready, for messages.
     """
 
@@ -137,7 +138,7 @@ class LayerState:
     used: bool = False
     origin: "tuple[weakref.ref[QuantLayer], Tensor] | None" = field(default=None, repr=False)
     config: MoQConfig | None = field(default=None, repr=False)
-    activation_bits: int | None = None
+    inputs: Inputs | None = None
     name: str = ""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,6 +147,11 @@ class LayerState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "options" in state:
             state = _of_0_1_0(state)
+        if "activation_bits" in state:
+            # Of earlier versions, which had one scale per token.
+            state = dict(state)
+            bits = state.pop("activation_bits")
+            state["inputs"] = None if bits is None else new_inputs(InputGrid(bits, "per_token"), torch.device("cpu"))
         self.__dict__.update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerState":
@@ -288,8 +294,9 @@ class QuantLayer(nn.Module):
 
     def quantized_input(self, input: Tensor) -> Tensor:
         """`input` `[..., features]` as the layer multiplies with it, gradient straight through."""
-        bits = self.moq.activation_bits
-        return input if bits is None else _straight_through(input, quantizer.fake_quantize_tokens(input, bits))
+        inputs = self.moq.inputs
+        rounded = None if inputs is None else inputs.quantize(input, self.training)
+        return input if rounded is None else _straight_through(input, rounded)
 
     def refresh(self, *, in_place: bool = True) -> None:
         """Quantize the weight again; called after each optimizer step, for a sharded weight in every process.
@@ -375,6 +382,8 @@ class QuantLayer(nn.Module):
     def take_step(self) -> None:
         """After an optimizer step that no controller follows: count it, search ratios if they are due, refresh."""
         self.count_steps(self.moq.draw.step + 1)
+        if self.moq.inputs is not None:
+            take_step([self.moq.inputs])
         if self.moq.config is not None and self.moq.draw.step % self.moq.config.scale_refresh == 0:
             self.search_ratios()
         self.refresh()
@@ -394,8 +403,9 @@ class QuantLayer(nn.Module):
         origin, kept = self.moq.origin[0](), self.moq.origin[1]
         if not isinstance(origin, QuantLayer) or torch.equal(_some(self.float_weight), kept):
             return
-        for name in ("bits", "ratio", "blend", "draw", "dtype", "activation_bits"):
+        for name in ("bits", "ratio", "blend", "draw", "dtype"):
             setattr(self.moq, name, getattr(origin.moq, name))
+        self.moq.inputs = None if origin.moq.inputs is None else origin.moq.inputs.copy()
         self.moq.source = None
 
     def nonfinite(self) -> Tensor:
@@ -444,6 +454,8 @@ class QuantLayer(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.moq.ratio is not None:
             self.moq.ratio = self.moq.ratio.to(self.float_weight.device)
+        if self.moq.inputs is not None:
+            self.moq.inputs = self.moq.inputs.to(self.float_weight.device)
         self.refresh(in_place=False)
         return self
 

@@ -180,30 +180,6 @@ def fake_quantize(
     return values.to(dtype) if out is None else out.copy_(values)
 
 
-def fake_quantize_tokens(input: Tensor, bits: int) -> Tensor:
-    """Activations on a symmetric grid with one scale per token, as the `int8` export computes them.
-
-    scale = max|x| / (2^(bits-1) - 1) over the last dimension, code = round(x / scale), in float32. Tokens that are zero
-    stay zero; NaN and Inf come out as NaN.
-
-    Args:
-        input: Floating-point `[..., features]`.
-        bits: Bit width of a code, 2 to 8.
-
-    Returns:
-        code * scale, in the input's shape and dtype.
-    """
-    x = input.detach().to(torch.float32)
-    scale = token_scale(x, bits)
-    return (x / scale).round_().mul_(scale).to(input.dtype)
-
-
-def token_scale(input: Tensor, bits: int) -> Tensor:
-    """The scale of each token, `[..., 1]` for float32 `[..., features]`: never below the smallest normal float32."""
-    largest: Tensor = input.abs().amax(-1, keepdim=True)
-    return (largest / ((1 << bits - 1) - 1)).clamp(min=_TINY)
-
-
 def nonfinite(values: Tensor, grid: Grid = _DEFAULT) -> Tensor:
     """Whether a result of `fake_quantize` came from a weight with NaN or Inf: a bool scalar on the values' device."""
     groups = values.detach().contiguous().view(*_sizes(values, grid.shape(*values.shape)))

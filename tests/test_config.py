@@ -234,7 +234,7 @@ OTHERS: dict[str, Any] = {
     "blend": BlendConfig(True, 0.25),
     "eigenvalue": EigenvalueConfig(enabled=True, layer_name="a.b", layer_num=3, method="power"),
     "distillation": DistillationConfig("x", 2.0, 0.5, 0.0),
-    "activation": ActivationConfig(True, 7, 5),
+    "activation": ActivationConfig(True, 7, "per_tensor", 5),
     "modules_to_not_convert": ("a", "b.*"),
     "quantize_embeddings": 4,
     "quantize_convolutions": True,
@@ -255,7 +255,8 @@ WRITTEN = [
         '100, "tol": 0.01, "stability": 1e-06, "gas_boundary_resolution": 1, "layer_name": null, "layer_num": '
         'null, "method": "lanczos", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, '
         '"distillation": {"teacher": null, "logits": 1.0, "hidden": 1.0, "labels": 1.0}, '
-        '"activation_quantization": {"enabled": false, "bits": 8, "start_step": 0}, "modules_to_not_convert": '
+        '"activation_quantization": {"enabled": false, "bits": 8, "scale": "static", "start_step": 0}, '
+        '"modules_to_not_convert": '
         'null, "quantize_embeddings": null, "quantize_convolutions": false, "prove": true, '
         '"serve": ["transformers"], "seed": 0}',
     ),
@@ -270,7 +271,8 @@ WRITTEN = [
         '"tol": 0.01, "stability": 1e-06, "gas_boundary_resolution": 1, "layer_name": "a.b", "layer_num": 3, '
         '"method": "power", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, "distillation": '
         '{"teacher": "x", "logits": 2.0, "hidden": 0.5, "labels": 0.0}, "activation_quantization": {"enabled": '
-        'true, "bits": 7, "start_step": 5}, "modules_to_not_convert": ["a", "b.*"], "quantize_embeddings": 4, '
+        'true, "bits": 7, "scale": "per_tensor", "start_step": 5}, "modules_to_not_convert": ["a", "b.*"], '
+        '"quantize_embeddings": 4, '
         '"quantize_convolutions": true, "prove": false, "serve": ["vllm", "llama.cpp"], "seed": 9223372036854775807}',
     ),
 ]

@@ -10,7 +10,7 @@ def machine() -> dict[str, str]:
     """The processor, how many cores it has, and those of its instructions that kernels are chosen by.
 
     >>> list(machine())
-    ['processor', 'instructions', 'cores']
+    ['processor', 'architecture', 'instructions', 'cores']
     """
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
@@ -19,6 +19,7 @@ def machine() -> dict[str, str]:
     fast = sorted(flag for flag in flags if flag == "avx2" or "vnni" in flag or flag.startswith(("avx512f", "amx")))
     return {
         "processor": names[0] if names else platform.processor() or platform.machine(),
+        "architecture": platform.machine(),
         "instructions": " ".join(fast),
         "cores": str(os.cpu_count()),
     }

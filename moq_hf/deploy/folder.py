@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Export:
         proofs: By flavor.
         activation_bits: Of the int8 flavor.
         compared: What was: "sentences" or "pictures".
+        activations: Of the flavors that round them: how, and for which CPUs.
     """
 
     directory: Path
@@ -42,6 +43,7 @@ class Export:
     proofs: Mapping[str, Proof]
     activation_bits: int
     compared: str = "sentences"
+    activations: Mapping[str, str] = field(default_factory=dict)
 
     def table(self) -> str:
         """A line per flavor, for a terminal."""
@@ -57,12 +59,14 @@ class Export:
             rows += [(*head, f"{proof.largest_difference:.2e}", agreement, *tail)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, "", f"{self.sentences} {self.compared} compared; {self.directory}"])
+        lines += ["", *(f"{flavor}: activations {words}" for flavor, words in self.activations.items())]
+        return "\n".join([*lines, f"{self.sentences} {self.compared} compared; {self.directory}"])
 
     def report(self) -> dict[str, Any]:
         """What `moq_export.json` holds of it, in JSON types."""
         return {
             "activation_bits": self.activation_bits,
+            "activations": self.activations,
             "sentences": self.sentences,
             "bytes": self.bytes,
             "checkpoint_metrics": self.checkpoint_metrics,

@@ -4,19 +4,21 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
 
 from ..config import MoQConfig
 from ..errors import MoQError
+from ..grid import InputGrid, InputScale
 from .data import SENTENCES, Data
 from .environment import versions
 from .folder import Export, staged, target_of, write_rest
-from .loading import Checkpoint, load_checkpoint, takes_pictures
-from .onnx_graph import prepare, weights_beside, write_model
-from .onnx_layers import FLAVORS, OPSET, Flavor, OnnxInt8Linear
+from .loading import Checkpoint, load_checkpoint
+from .onnx_graph import may_saturate, multiplies_integers, prepare, weights_beside, write_model
+from .onnx_integers import TARGETS, OnnxInt8Linear, OnnxQdqLinear, Rounding, Target, target_here
+from .onnx_layers import FLAVORS, OPSET, Flavor
 from .proof import TOLERANCE, Proof, Reference
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,7 @@ FILE_NAMES: dict[Flavor, str] = {
     "weight-only": "model.onnx",
     "dequantize-linear": "model_dequantize_linear.onnx",
     "int8": "model_int8.onnx",
+    "qdq": "model_qdq.onnx",
 }
 ALL_FILES = [*FILE_NAMES.values(), *map(weights_beside, FILE_NAMES.values())]
 # Flavors that compute what the checkpoint does, so that a large difference is a fault.
@@ -48,6 +51,8 @@ def export_onnx(
     *,
     flavors: Sequence[Flavor] = ("weight-only", "int8"),
     activation_bits: int | None = None,
+    activation_scale: InputScale | None = None,
+    cpu: Target | Literal["auto"] = "auto",
     data: Data = SENTENCES,
     max_length: int = 128,
     tolerance: float = TOLERANCE,
@@ -61,8 +66,11 @@ def export_onnx(
     Args:
         directory: What `save_quantized` wrote: a classifier of sequences, tokens or images, or a base model.
         out: The folder to make, an empty one, or that of an earlier export, which is replaced.
-        flavors: Some of "float", "weight-only", "dequantize-linear" and "int8".
-        activation_bits: Of the int8 flavor, 2 to 8; None is what the model was trained for, else 8.
+        flavors: Some of "float", "weight-only", "dequantize-linear", "int8" and "qdq".
+        activation_bits: Of the int8 flavor, 2 to 8; None is what the model was trained for, else 8. qdq has 8.
+        activation_scale: Of the int8 flavor; None is what the model was trained for, else "per_tensor". qdq has
+            "static". Where no range was trained, static takes the largest magnitudes that `data` gives.
+        cpu: What int8 is made for: "vnni", "avx2", or "auto", which is what suits this machine. qdq is for "vnni".
         data: Compared on; a model of pictures answers random ones instead.
         max_length: Tokens of an example, at most.
         tolerance: Largest difference of the outputs that float and weight-only may have.
@@ -76,22 +84,31 @@ def export_onnx(
             large, the data does not fit, or onnx, onnxscript or onnxruntime are not installed.
     """
     _check_installed()
-    _check_options(flavors, activation_bits)
+    for_cpu = _check_options(flavors, activation_bits, activation_scale, cpu)
     target = target_of(Path(directory), out, FLAVORS)
     checkpoint = load_checkpoint(Path(directory))
-    bits = activation_bits or _trained_bits(checkpoint.verified.state) or 8
     reference = Reference(checkpoint, data, max_length)
+    trained = _trained(checkpoint.verified.state)
+    asked = InputGrid(
+        activation_bits or (trained.bits if trained else 8),
+        activation_scale or (trained.scale if trained else "per_tensor"),
+    )
+    grids: dict[Flavor, InputGrid] = {"int8": asked, "qdq": InputGrid(8, "static")}
+    roundings = {
+        flavor: _rounding(checkpoint, reference, grid, for_cpu) for flavor, grid in grids.items() if flavor in flavors
+    }
     with staged(target, ALL_FILES) as staging:
         written: dict[str, _Written] = {}
         for flavor in dict.fromkeys(flavors):
-            written[flavor] = _write(staging, checkpoint, reference, flavor, bits, external_data_above)
+            rounding = roundings.get(flavor)
+            written[flavor] = _write(staging, checkpoint, reference, flavor, rounding, external_data_above)
             difference = written[flavor].proof.largest_difference
             if flavor in _SAME_ARITHMETIC and not difference <= tolerance:
                 raise MoQError(
                     f"the {flavor} model's outputs differ by {difference:.3g} from the checkpoint's, more than the "
                     f"tolerance of {tolerance:g}: nothing is written to {out}"
                 )
-        export = _export(Path(out), checkpoint, reference, written, bits)
+        export = _export(Path(out), checkpoint, reference, written, roundings, asked)
         made_by = {"opset": OPSET, "versions": versions("moq_hf", "torch", "onnx", "onnxruntime")}
         write_rest(staging, checkpoint, {**export.report(), **made_by, "tolerance": tolerance})
     return export
@@ -105,36 +122,77 @@ def _check_installed() -> None:
         raise MoQError(f"{error.name} is not installed: pip install 'moq_hf[onnx]'") from None
 
 
-def _check_options(flavors: Sequence[str], activation_bits: int | None) -> None:
+def _check_options(
+    flavors: Sequence[str], activation_bits: int | None, activation_scale: str | None, cpu: str
+) -> Target:
+    """The CPUs to write for.
+
+    Raises:
+        MoQError: An option is not legal; names it.
+    """
     unknown = sorted(set(flavors) - set(FLAVORS))
     if unknown or not flavors:
         raise MoQError(f"flavors: {', '.join(unknown) or 'none'}; legal are {', '.join(FLAVORS)}")
     if activation_bits is not None and not 2 <= activation_bits <= 8:
         raise MoQError(f"activation_bits must be 2 to 8, got {activation_bits}")
+    scales = get_args(InputScale)
+    if activation_scale is not None and activation_scale not in scales:
+        raise MoQError(f"activation_scale must be one of {', '.join(scales)}, got {activation_scale!r}")
+    if cpu not in ("auto", *TARGETS):
+        raise MoQError(f"cpu must be one of auto, {', '.join(TARGETS)}, got {cpu!r}")
+    target = target_here() if cpu == "auto" else cast(Target, cpu)
+    if "qdq" in flavors and target != "vnni":
+        raise MoQError(
+            "qdq multiplies signed integers of 8 bits, which CPUs without VNNI do not do exactly: leave it out"
+        )
+    return target
 
 
-def _trained_bits(state: Mapping[str, Any]) -> int | None:
+def _trained(state: Mapping[str, Any]) -> InputGrid | None:
+    """The grid of inputs that the model was trained with."""
     config = state.get("config")
-    activation = None if config is None else MoQConfig.from_dict(config).activation
-    return activation.bits if activation is not None and activation.enabled else None
+    return None if config is None else MoQConfig.from_saved(config).activation.grid
+
+
+def _rounding(checkpoint: Checkpoint, reference: Reference, grid: InputGrid, target: Target) -> Rounding:
+    """How inputs are rounded: with the ranges of training, where a static scale was trained."""
+    if grid.scale != "static":
+        return Rounding(grid, {}, "", target)
+    model, trained = checkpoint.model, checkpoint.verified.state.get("input_ranges") or {}
+    names = [n for n, weight in checkpoint.weights.items() if multiplies_integers(model.get_submodule(n), weight)]
+    if names and all(name in trained for name in names):
+        return Rounding(grid, {name: trained[name] for name in names}, "trained", target)
+    logger.warning(
+        "moq_hf: no ranges of the activations were trained: they are the largest magnitudes of the %s compared; "
+        "train with activation_quantization, or compare on data like that to be served",
+        reference.compared,
+    )
+    return Rounding(grid, reference.largest_inputs(names), "measured", target)
 
 
 def _write(
-    folder: Path, checkpoint: Checkpoint, reference: Reference, flavor: Flavor, bits: int, external_above: int
+    folder: Path,
+    checkpoint: Checkpoint,
+    reference: Reference,
+    flavor: Flavor,
+    rounding: Rounding | None,
+    external_above: int,
 ) -> _Written:
     """Write one flavor and prove it."""
     path = folder / FILE_NAMES[flavor]
-    prepared, stored = prepare(checkpoint, flavor, bits)
-    size = write_model(prepared, reference.batches[0], path, stored, external_above)
+    prepared, stored = prepare(checkpoint, flavor, rounding)
+    guarded = rounding is not None and may_saturate(checkpoint, stored, rounding)
+    size = write_model(prepared, reference.batches[0], path, stored, external_above, guarded=guarded)
     simulated = None
-    if flavor == "int8":
-        rounded = [name for name in stored if isinstance(prepared.get_submodule(name), OnnxInt8Linear)]
+    if rounding is not None:
+        rounded = [n for n in stored if isinstance(prepared.get_submodule(n), OnnxInt8Linear | OnnxQdqLinear)]
         if not rounded:
             logger.warning(
-                "moq_hf: the int8 model multiplies no integers: all layers have several scales in a row "
-                "(quantize_group_size) or more than 8 bits, or are convolutions"
+                "moq_hf: the %s model multiplies no integers: all layers have several scales in a row "
+                "(quantize_group_size) or more than 8 bits, or are convolutions",
+                flavor,
             )
-        simulated = reference.rounded(rounded, bits)
+        simulated = reference.rounded(rounded, rounding.grid, rounding.ranges)
     return _Written(size, stored, reference.prove(_answers(path, flavor, reference.batches), simulated))
 
 
@@ -152,7 +210,12 @@ def _answers(path: Path, flavor: Flavor, batches: Sequence[Mapping[str, Tensor]]
 
 
 def _export(
-    out: Path, checkpoint: Checkpoint, reference: Reference, written: Mapping[str, _Written], bits: int
+    out: Path,
+    checkpoint: Checkpoint,
+    reference: Reference,
+    written: Mapping[str, _Written],
+    roundings: Mapping[Flavor, Rounding],
+    asked: InputGrid,
 ) -> Export:
     return Export(
         directory=out,
@@ -162,6 +225,12 @@ def _export(
         sentences=sum(len(next(iter(batch.values()))) for batch in reference.batches),
         checkpoint_metrics=reference.metrics,
         proofs={flavor: one.proof for flavor, one in written.items()},
-        activation_bits=bits,
-        compared="pictures" if takes_pictures(checkpoint.model) else "sentences",
+        activation_bits=asked.bits,
+        compared=reference.compared,
+        activations={flavor: _in_words(rounding) for flavor, rounding in roundings.items()},
     )
+
+
+def _in_words(rounding: Rounding) -> str:
+    ranges = {"trained": ", ranges trained", "measured": ", ranges measured"}.get(rounding.source, "")
+    return f"{rounding.grid.scale}, {rounding.grid.bits} bits{ranges}, for {rounding.target}"

@@ -8,21 +8,29 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..errors import MoQError, one_line
+from ..quantizer import Quantized
 from .loading import Checkpoint
-from .onnx_layers import OPSET, Flavor, OnnxConvolution, OnnxEmbedding, OnnxInt8Linear, OnnxLinear, is_exact_signed
+from .onnx_integers import GUARD, OnnxInt8Linear, OnnxQdqLinear, Rounding, is_exact_signed
+from .onnx_layers import OPSET, Flavor, OnnxConvolution, OnnxEmbedding, OnnxLinear
 
 
-def prepare(checkpoint: Checkpoint, flavor: Flavor, activation_bits: int) -> tuple[Any, dict[str, str]]:
+def multiplies_integers(module: nn.Module, weight: Quantized) -> bool:
+    """Whether a layer can multiply integers: a linear one with one scale in a row."""
+    return isinstance(module, nn.Linear) and weight.scale.shape[1] == 1
+
+
+def prepare(checkpoint: Checkpoint, flavor: Flavor, rounding: Rounding | None = None) -> tuple[Any, dict[str, str]]:
     """The model with layers that emit integers.
 
     Args:
         checkpoint: Its model is not changed.
         flavor: What the layers compute.
-        activation_bits: Of the int8 flavor, 2 to 8.
+        rounding: Of the int8 and the qdq flavor: how inputs are rounded.
 
     Returns:
         A copy of the model, and what each quantized layer becomes in the file: "int4", "int8", "uint8" or "float".
@@ -41,9 +49,15 @@ def prepare(checkpoint: Checkpoint, flavor: Flavor, activation_bits: int) -> tup
         elif isinstance(module, nn.Conv1d | nn.Conv2d):
             stand_in = OnnxConvolution(weight, prepared.get_submodule(name), flavor != "dequantize-linear")
             stored[name] = "int4" if bits <= 4 else "int8"
-        elif flavor == "int8" and weight.scale.shape[1] == 1:
-            stand_in = OnnxInt8Linear(weight, module.bias, activation_bits)
-            stored[name] = "int8" if is_exact_signed(weight.codes, activation_bits) else "uint8"
+        elif rounding is not None and multiplies_integers(module, weight):
+            largest = rounding.range_of(name)
+            if flavor == "qdq":
+                assert largest is not None
+                stand_in, signed = OnnxQdqLinear(weight, module.bias, largest), True
+            else:
+                signed = rounding.signed(weight.codes)
+                stand_in = OnnxInt8Linear(weight, module.bias, rounding.grid, largest, signed)
+            stored[name] = "int8" if signed else "uint8"
         else:
             stand_in = OnnxLinear(weight, module.bias, flavor != "dequantize-linear")
             stored[name] = "int4" if bits <= 4 else "int8"
@@ -51,8 +65,23 @@ def prepare(checkpoint: Checkpoint, flavor: Flavor, activation_bits: int) -> tup
     return prepared.eval(), stored
 
 
+def may_saturate(checkpoint: Checkpoint, stored: Mapping[str, str], rounding: Rounding) -> bool:
+    """Whether signed weights of a prepared model have products that do not fit into 16 bits."""
+    return any(
+        stored[name] == "int8" and not is_exact_signed(weight.codes, rounding.grid.bits)
+        for name, weight in checkpoint.weights.items()
+        if multiplies_integers(checkpoint.model.get_submodule(name), weight)
+    )
+
+
 def write_model(
-    model: Any, example: Mapping[str, Tensor], path: Path, stored: Mapping[str, str], external_above: int
+    model: Any,
+    example: Mapping[str, Tensor],
+    path: Path,
+    stored: Mapping[str, str],
+    external_above: int,
+    *,
+    guarded: bool = False,
 ) -> int:
     """Export a prepared model.
 
@@ -62,6 +91,7 @@ def write_model(
         path: The file.
         stored: What each quantized layer becomes.
         external_above: Bytes above which the weights are put into a file beside the model.
+        guarded: Refuse to run where two products of 8 bits saturate.
 
     Returns:
         The bytes of its files.
@@ -76,6 +106,10 @@ def write_model(
         exported = _traced(model, {name: tensor.contiguous() for name, tensor in few.items()})
         _pack(exported, model, stored)
         _optimize(exported, {f"{name}.{part}" for name in stored for part in ("codes", "zero_point")})
+        if stored:
+            _keep_sums(exported)
+        if guarded:
+            _guard(exported)
     size = sum(value.const_value.nbytes for value in exported.graph.initializers.values())
     beside = path.with_name(weights_beside(path.name))
     ir.save(exported, path, external_data=beside.name if size > external_above else None)
@@ -140,6 +174,48 @@ def _optimize(exported: Any, integers: set[str]) -> None:
     CommonSubexpressionEliminationPass()(exported)
     # Stack traces, with the paths of this machine.
     ClearMetadataAndDocStringPass()(exported)
+
+
+def _keep_sums(exported: Any) -> None:
+    """Write the sum before a LayerNormalization as Sum.
+
+    ONNX Runtime (1.31) fuses Add with it to SkipLayerNormalization, which takes three times as long on a CPU.
+    """
+    constants = exported.graph.initializers
+    for node in exported.graph:
+        if node.op_type == "LayerNormalization":
+            before = node.inputs[0].producer()
+            if before is not None and before.op_type == "Add" and not any(v.name in constants for v in before.inputs):
+                before.op_type = "Sum"
+
+
+def _guard(exported: Any) -> None:
+    """Let the model fail where four products 255 * 127 do not sum to 129,540, which is where pairs saturate.
+
+    ONNX Runtime computes it once, when the model is loaded, with the kernel that multiplies the layers.
+    """
+    import onnx_ir as ir
+
+    graph, output = exported.graph, exported.graph.outputs[0]
+
+    def constant(name: str, array: Any) -> Any:
+        value = ir.val(f"guard.{name}", const_value=ir.tensor(array, name=f"guard.{name}"))
+        graph.register_initializer(value)
+        return value
+
+    def add(op: str, *inputs: Any, **attributes: Any) -> Any:
+        node = ir.node(op, list(inputs), attributes, name=f"{GUARD} ({op})")
+        graph.append(node)
+        return node.outputs[0]
+
+    codes = constant("activations", np.full((1, 4), 255, np.uint8)), constant("weights", np.full((4, 1), 127, np.int8))
+    wrong = add("Not", add("Equal", add("MatMulInteger", *codes), constant("sum", np.array([[129540]], np.int32))))
+    index = add("Cast", add("Reshape", wrong, constant("shape", np.array([1]))), to=int(ir.DataType.INT64))
+    zero = add("Gather", constant("zero", np.zeros(1, np.float32)), index)
+    checked = add("Add", output, zero)
+    checked.name, output.name = output.name, f"{output.name}.unguarded"
+    checked.shape, checked.type = output.shape, output.type
+    graph.outputs[0] = checked
 
 
 @contextlib.contextmanager

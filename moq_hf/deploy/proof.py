@@ -1,13 +1,15 @@
 """The proof that an exported model answers as the checkpoint does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import quantizer
 from ..errors import MoQError
+from ..grid import InputGrid
+from ..inputs import fake_quantize_input
 from .data import SENTENCES, Data, batches_of, pictures_of
 from .loading import Checkpoint, takes_pictures
 from .metrics import metrics_of
@@ -43,6 +45,7 @@ class Reference:
 
     Attributes:
         batches: The inputs.
+        compared: What they are: "sentences" or "pictures".
         answers: The first output for each batch: `[examples, classes]`, or `[examples, tokens, classes]`.
         metrics: GLUE metrics, where the data has labels.
 
@@ -52,7 +55,8 @@ class Reference:
 
     def __init__(self, checkpoint: Checkpoint, data: Data, max_length: int) -> None:
         self._model, self._data = checkpoint.model, data
-        if takes_pictures(checkpoint.model):
+        self.compared = "pictures" if takes_pictures(checkpoint.model) else "sentences"
+        if self.compared == "pictures":
             if data is not SENTENCES:
                 raise MoQError("a model of pictures is compared on random ones: leave the texts out")
             self.batches = pictures_of(checkpoint.model, checkpoint.processor)
@@ -61,19 +65,35 @@ class Reference:
         self.answers = self._run()
         self.metrics = self._metrics(self.answers)
 
-    def rounded(self, layers: Sequence[str], bits: int) -> list[Tensor]:
-        """The answers with the inputs of these layers rounded to `bits`, one scale per token."""
-        hooks = [
-            self._model.get_submodule(name).register_forward_pre_hook(
-                lambda module, args: (quantizer.fake_quantize_tokens(args[0], bits), *args[1:])
-            )
-            for name in layers
-        ]
+    def rounded(self, layers: Sequence[str], grid: InputGrid, ranges: Mapping[str, float]) -> list[Tensor]:
+        """The answers with the inputs of these layers rounded; `ranges` are those of a static scale."""
+
+        def hook(name: str) -> Callable[..., Any]:
+            largest = torch.tensor(ranges[name], dtype=torch.float32) if name in ranges else None
+            return lambda module, args: (fake_quantize_input(args[0], grid, largest), *args[1:])
+
+        return self._hooked({name: hook(name) for name in layers})
+
+    def largest_inputs(self, layers: Sequence[str]) -> dict[str, float]:
+        """The largest magnitude of the inputs of each of these layers, padding included."""
+        found = dict.fromkeys(layers, 0.0)
+
+        def hook(name: str) -> Callable[..., Any]:
+            def note(module: Any, args: Any) -> None:
+                found[name] = max(found[name], float(args[0].abs().amax()))
+
+            return note
+
+        self._hooked({name: hook(name) for name in layers})
+        return found
+
+    def _hooked(self, hooks: Mapping[str, Callable[..., Any]]) -> list[Tensor]:
+        handles = [self._model.get_submodule(name).register_forward_pre_hook(hook) for name, hook in hooks.items()]
         try:
             return self._run()
         finally:
-            for hook in hooks:
-                hook.remove()
+            for handle in handles:
+                handle.remove()
 
     def prove(self, found: Sequence[Tensor], simulated: Sequence[Tensor] | None = None) -> Proof:
         """Compare the answers of an exported model.

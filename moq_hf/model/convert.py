@@ -10,6 +10,7 @@ from torch import nn
 from .. import quant_conv, quantizer  # noqa: F401
 from ..config import MoQConfig
 from ..errors import MoQError
+from ..inputs import new_inputs
 from ..names import named_modules, unwrapped
 from ..processes import copy_whole
 from ..quant_experts import ExpertsWeight, make_quantized, quantized_in
@@ -52,7 +53,6 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     layers, embeddings = prepare_model(inventory, config)
     for linear in layers.values():
         linear.set_bits(config.start_bits)
-        linear.moq.activation_bits = config.activation.bits if config.activation.enabled else None
         linear.refresh()
     for table in embeddings.values():
         table.moq.bits = config.quantize_embeddings or FLOAT_BITS
@@ -148,6 +148,9 @@ def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, Qu
         layer = _quantized_layer(module)
         grid, draw = grid_of(module, config), quantizer.Draw(config.seed, index)
         layer.moq = LayerState(grid, draw=draw, kernel=config.kernel, config=config, name=name)
+        rounded = config.activation.grid
+        if rounded is not None and layer.kind in ("linear", "conv1d"):
+            layer.moq.inputs = new_inputs(rounded, layer.float_weight.device)
         watch([layer])
     for name, owner in inventory.tied.items():
         layer = _quantized_layer(inventory.modules[name])

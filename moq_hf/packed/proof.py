@@ -93,19 +93,19 @@ class Answers:
         self.tokens: Tensor | None = None
         # Why there are no answers.
         self.reason: str | None = None
-        rounding = {m: m.moq.activation_bits for m in self.model.modules() if isinstance(m, QuantLayer)}
+        rounding = {m: m.moq.inputs for m in self.model.modules() if isinstance(m, QuantLayer)}
         try:
             # Plain transformers rounds no activations: that is training for the int8 export.
             for layer in rounding:
-                layer.moq.activation_bits = None
+                layer.moq.inputs = None
             self.question = Question(inputs, next(self.model.parameters()).device, autocast)
             self.outputs = self.question.outputs(self.model)
             self.tokens = self._tokens()
         except Exception as error:
             self.reason = f"the model in memory cannot evaluate a training batch ({_short(error)})"
         finally:
-            for layer, bits in rounding.items():
-                layer.moq.activation_bits = bits
+            for layer, rounded in rounding.items():
+                layer.moq.inputs = rounded
         self.seconds = time.perf_counter() - began
 
     def prove(self, folder: str | Path) -> Proof:

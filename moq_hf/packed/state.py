@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import MoQError, show
+from ..inputs import ranges_of
 from ..quant_linear import QuantLayer
 from ..rows import parameter_of
 from ..training.controller import MoQController
@@ -82,6 +83,7 @@ def state_of(
         "format": 1,
         "versions": versions,
         "config": None if config is None else shareable(config.to_dict()),
+        "input_ranges": ranges_of({n: layer.moq.inputs for n, layer in layers.items() if layer.moq.inputs is not None}),
         "step": None if controller is None else controller.schedule.steps,
         "history": [] if controller is None else [switch._asdict() for switch in controller.history],
         "layers": {name: asdict(layer) for name, layer in stored.items()},

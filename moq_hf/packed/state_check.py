@@ -35,6 +35,9 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
     if not entry.get("names").is_null:
         for there in entry["names"].mapping().values():
             there.text()
+    if not entry.get("input_ranges").is_null:
+        for largest in entry["input_ranges"].mapping().values():
+            largest.number(0.0)
     if not entry["step"].is_null:
         entry["step"].whole()
     for switch in entry["history"].items():

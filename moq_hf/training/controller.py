@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..config import MoQConfig
+from ..inputs import Inputs, load_ranges, ranges_of, take_step
 from ..model.convert import prepare_model
 from ..model.inventory import Inventory
 from ..model.refresh import Refresher, check_readers
@@ -103,14 +104,13 @@ class MoQController:
     @property
     def has_arrived(self) -> bool:
         """Whether every layer computes with its target precision and nothing else: weights and inputs."""
-        waits = self.config.activation.enabled and self.activation_bits is None
-        return self.schedule.at_target and not waits
+        return self.schedule.at_target and (self.rounds_inputs or not self.config.activation.enabled)
 
     @property
-    def activation_bits(self) -> int | None:
-        """Bits of the quantized layers' inputs in the next forward pass; None leaves them alone."""
+    def rounds_inputs(self) -> bool:
+        """Whether the inputs of quantized linear layers are rounded in the next forward pass."""
         activation = self.config.activation
-        return activation.bits if activation.enabled and self.schedule.steps >= activation.start_step else None
+        return activation.enabled and self.schedule.steps >= activation.start_step
 
     @property
     def has_begun(self) -> bool:
@@ -159,6 +159,7 @@ class MoQController:
         due = self.schedule.steps % self.config.scale_refresh == 0
         # In the same order in all processes, which gather shards for it.
         self._write_bits(block for block in self.blocks if due or block in switched)
+        take_step(self._inputs().values())
         self.refresh(wait=False)
         self._log(switches)
         return switches
@@ -216,13 +217,14 @@ class MoQController:
         Raises:
             MoQError: A weight holds NaN or Inf.
         """
-        blend = self.schedule.blend
+        blend, rounds_inputs = self.schedule.blend, self.rounds_inputs
         for block, names in self.blocks.items():
             for name in names:
                 layer = self.layers[name]
                 layer.count_steps(self.schedule.steps)
                 layer.moq.blend = blend[block]
-                layer.moq.activation_bits = self.activation_bits
+                if layer.moq.inputs is not None:
+                    layer.moq.inputs.active = rounds_inputs
         self._refresher.refresh()
         self._refresher.check_finite(wait=wait)
         lead_copies()
@@ -265,6 +267,7 @@ class MoQController:
             "ratios": {
                 name: encode(layer.moq.ratio) for name, layer in self.layers.items() if layer.moq.ratio is not None
             },
+            "input_ranges": ranges_of(self._inputs()),
             "history": [list(switch) for switch in self.history],
             "float_size_mb": self.float_size_mb,
             "sensitivity": None if self.sensitivity is None else self.sensitivity.state_dict(),
@@ -282,10 +285,11 @@ class MoQController:
         """
         check_state(state)
         # A checkpoint of an earlier version lacks the keys that came later: they had their defaults.
-        changed = changes(MoQConfig.from_dict(state["config"]), self.config)
+        changed = changes(MoQConfig.from_saved(state["config"]), self.config)
         load_schedule(self.schedule, state, changed)
         self.history = [Switch(*switch) for switch in state["history"]]
         self._write_bits(self.blocks, state["ratios"])
+        load_ranges(self._inputs(), state.get("input_ranges", {}))
         # Before the offset a changed config may have made other blocks of the layers.
         if self.sensitivity is not None and (self.has_begun or not changed):
             # Other limits, another number of examples.
@@ -302,6 +306,9 @@ class MoQController:
         """What a user should know before the first step."""
         measured = None if self.sensitivity is None else len(self.sensitivity.blocks)
         return messages.warnings(self.inventory, self.config, measured, self.sizes)
+
+    def _inputs(self) -> dict[str, Inputs]:
+        return {name: layer.moq.inputs for name, layer in self.layers.items() if layer.moq.inputs is not None}
 
     def _shown(self, sums: list[int]) -> str:
         return (

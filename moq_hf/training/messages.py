@@ -54,7 +54,9 @@ def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSi
     activation = config.activation
     if activation.enabled:
         whose = "the linear layers'" if convolutions else "their"
-        parts.append(f"{whose} inputs to {activation.bits} bits after {activation.start_step} steps")
+        parts.append(
+            f"{whose} inputs to {activation.bits} bits ({activation.scale}) after {activation.start_step} steps"
+        )
     parts.append(f"quantized: {coverage(sizes)}")
     none = "no layer is left out" if convolutions else "no linear layer is left out"
     parts += [f"{why}: {', '.join(names)}" for why, names in left.items()] or [none]

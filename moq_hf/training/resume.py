@@ -66,7 +66,7 @@ def _check_state(state: Entry) -> None:
             f"moq_hf {__version__}, which reads versions up to {STATE_VERSION}: install that moq_hf or a newer one"
         )
     try:
-        config = MoQConfig.from_dict({name: entry.value for name, entry in state["config"].mapping().items()})
+        config = MoQConfig.from_saved({name: entry.value for name, entry in state["config"].mapping().items()})
     except MoQConfigError as error:
         raise MoQError(f"{state.where}: {state['config'].key}: {error}") from error
     schedule = state["schedule"]
@@ -82,6 +82,9 @@ def _check_state(state: Entry) -> None:
         changed.whole(0, steps)
     for entry in state["ratios"].mapping().values():
         entry.text()
+    # Checkpoints of earlier versions have no such key.
+    for entry in state.get("input_ranges").mapping().values() if "input_ranges" in state.mapping() else ():
+        entry.number(0.0)
     for entry in state["history"].items():
         step, block, before, bits, period, factor, eigenvalue = entry.items(len(Switch._fields))
         step.whole(0, steps)
@@ -132,7 +135,7 @@ def planned_steps(config: MoQConfig, state: Mapping[str, Any], total_steps: int)
         state: As from `MoQController.state_dict`, checked.
         total_steps: Optimizer steps of the run that goes on.
     """
-    changed = changes(MoQConfig.from_dict(state["config"]), config)
+    changed = changes(MoQConfig.from_saved(state["config"]), config)
     if config.schedule.deadline is None or _is_replayed(state, changed):
         return total_steps
     planned: int = state["schedule"]["total_steps"]

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, quantizer
+from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model
+from moq_hf.grid import InputGrid
+from moq_hf.inputs import fake_quantize_input
 from moq_hf.model.convert import quant_layers
 from moq_hf.plan import plan
 from moq_hf.training.controller import MoQController
@@ -20,35 +22,17 @@ def config_of(**activation: Any) -> dict[str, Any]:
     }
 
 
-def test_one_scale_per_token() -> None:
-    x = torch.tensor([[127.0, 1.4, -1.6], [0.0, 0.0, 0.0], [-12.7, 0.06, 6.0]])
-    expected = torch.tensor([[127.0, 1.0, -2.0], [0.0, 0.0, 0.0], [-12.7, 0.1, 6.0]])
-    torch.testing.assert_close(quantizer.fake_quantize_tokens(x, 8), expected)
-    codes = quantizer.fake_quantize_tokens(torch.randn(5, 7, 64), 7) * 1.0
-    scale = quantizer.token_scale(codes, 7)
-    assert torch.allclose(codes / scale, (codes / scale).round(), atol=1e-4)
-    assert (codes / scale).abs().max() <= 63.001
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtype_is_kept_and_nothing_overflows(dtype: torch.dtype) -> None:
-    x = torch.tensor([[torch.finfo(dtype).max / 2, 1.0], [torch.finfo(dtype).tiny, 0.0]], dtype=dtype)
-    found = quantizer.fake_quantize_tokens(x, 8)
-    assert found.dtype == dtype and bool(torch.isfinite(found).all())
-
-
-def test_nan_is_not_hidden() -> None:
-    found = quantizer.fake_quantize_tokens(torch.tensor([[float("nan"), 1.0], [2.0, 1.0]]), 8)
-    assert bool(found[0].isnan().all()) and not bool(found[1].isnan().any())
+def active(controller: MoQController) -> set[bool]:
+    return {layer.moq.inputs is not None and layer.moq.inputs.active for layer in controller.layers.values()}
 
 
 def test_layer_multiplies_rounded_inputs_and_passes_the_gradient_through() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
-    quantize_model(model, config_of(bits=4) | {"modules_to_not_convert": []})
+    quantize_model(model, config_of(bits=4, scale="per_token") | {"modules_to_not_convert": []})
     x = torch.randn(3, 16, requires_grad=True)
     layer: Any = model[0]
     layer(x).sum().backward()
-    rounded = quantizer.fake_quantize_tokens(x, 4)
+    rounded = fake_quantize_input(x, InputGrid(4, "per_token"))
     weight = layer.quantized_weight().detach()
     assert torch.equal(layer(x), nn.functional.linear(rounded, weight, layer.bias))
     assert not torch.equal(rounded, x)
@@ -60,7 +44,7 @@ def test_layer_multiplies_rounded_inputs_and_passes_the_gradient_through() -> No
 
 def test_off_by_default(tiny_bert: nn.Module) -> None:
     quantize_model(tiny_bert, {"quantize_bits": {"start_bits": 8, "target_bits": 8}})
-    assert {layer.moq.activation_bits for layer in quant_layers(tiny_bert).values()} == {None}
+    assert {layer.moq.inputs for layer in quant_layers(tiny_bert).values()} == {None}
     assert not MoQConfig.from_dict({"quantize_bits": {"start_bits": 8, "target_bits": 8}}).activation.enabled
 
 
@@ -68,14 +52,14 @@ def test_begins_at_its_step_and_a_resumed_run_knows(tiny_bert: nn.Module, tiny_b
     controller = MoQController(tiny_bert, MoQConfig.from_dict(config_of(bits=7, start_step=3)), total_steps=9)
     found = []
     for _ in range(5):
-        found.append({layer.moq.activation_bits for layer in controller.layers.values()})
-        assert controller.has_arrived == (found[-1] == {7})
+        found.append(active(controller))
+        assert controller.has_arrived == (found[-1] == {True})
         controller.step()
-    assert found == [{None}, {None}, {None}, {7}, {7}]
+    assert found == [{False}, {False}, {False}, {True}, {True}]
     state = controller.state_dict()
     before = tiny_bert.eval()(**tiny_batch).logits
     other = MoQController(tiny_bert, MoQConfig.from_dict(config_of(bits=7, start_step=3)), total_steps=9)
-    assert {layer.moq.activation_bits for layer in other.layers.values()} == {None}
+    assert active(other) == {False}
     other.load_state_dict(state)
     assert torch.equal(tiny_bert(**tiny_batch).logits, before)
     with pytest.raises(MoQError, match=r"activation_quantization\.bits: 7 -> 8"):
@@ -98,7 +82,7 @@ def test_wrong_values_are_told() -> None:
 
 def test_summary_names_it(tiny_bert: nn.Module) -> None:
     controller = MoQController(tiny_bert, MoQConfig.from_dict(config_of(bits=7, start_step=3)), total_steps=9)
-    assert "inputs to 7 bits after 3 steps" in controller.summary()
+    assert "inputs to 7 bits (static) after 3 steps" in controller.summary()
 
 
 def test_groups_in_a_row_keep_the_export_from_multiplying_integers(tiny_bert: Any) -> None:

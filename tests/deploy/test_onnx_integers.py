@@ -1,0 +1,262 @@
+"""The flavors that multiply integers: what was trained is what is computed, on the CPUs that a file is made for."""
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, numpy_helper
+from onnx_layer import export_layer
+from packed_bert import SHAPE, TOKENIZER, checkpoint, config_of
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, set_seed
+
+from moq_hf import MoQConfig, MoQError, quantizer, save_quantized
+from moq_hf.deploy import onnx_integers
+from moq_hf.deploy.onnx import export_onnx
+from moq_hf.deploy.onnx_integers import (
+    GUARD,
+    OnnxInt8Linear,
+    OnnxQdqLinear,
+    Target,
+    is_exact_signed,
+    target_here,
+)
+from moq_hf.grid import Grid, InputGrid, InputScale, PerChannel, RowBlocks
+from moq_hf.inputs import fake_quantize_input
+from moq_hf.training.controller import MoQController
+
+SCALES: tuple[InputScale, ...] = get_args(InputScale)
+needs_vnni = pytest.mark.skipif(target_here() != "vnni", reason="products of 8 bits saturate on this CPU")
+
+
+@pytest.mark.parametrize("grid", [Grid(PerChannel()), Grid(RowBlocks(2), symmetric=False)], ids=["symmetric", "not"])
+@pytest.mark.parametrize("signed", [pytest.param(True, marks=needs_vnni), False], ids=["signed", "unsigned"])
+@pytest.mark.parametrize("bits", [8, 7, 3])
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_layer_computes_what_training_does(
+    scale: InputScale, bits: int, signed: bool, grid: Grid, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    weight = quantizer.quantize(torch.randn(6, 16), 8, grid)
+    if weight.zero_point is not None:
+        weight = weight._replace(codes=weight.codes - 128, zero_point=weight.zero_point - 128)
+    bias, inputs = torch.randn(6), InputGrid(bits, scale)
+    # Some of the values are beyond the range.
+    x, largest = torch.randn(2, 5, 16) + 0.5, torch.tensor(2.0)
+    x[0, 0] = 0.0
+    layer = OnnxInt8Linear(weight, bias, inputs, largest if scale == "static" else None, signed)
+    assert layer.codes.dtype == (torch.int8 if signed else torch.uint8)
+    found = export_layer(layer, x, tmp_path / "layer.onnx")
+    rounded = fake_quantize_input(x, inputs, largest)
+    assert not torch.equal(rounded, x)
+    expected = rounded.double() @ quantizer.dequantize(*weight).double().T + bias
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    # A code more or less would be seen.
+    assert float((fake_quantize_input(x, InputGrid(bits - 1, scale), largest) - rounded).abs().max()) > 1e-2
+
+
+def test_qdq_computes_what_training_does(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weight = quantizer.quantize(torch.randn(6, 16), 8, Grid(PerChannel()))
+    x, largest, path = torch.randn(2, 5, 16), torch.tensor(2.0), tmp_path / "layer.onnx"
+    bias = torch.randn(6)
+    found = export_layer(OnnxQdqLinear(weight, bias, largest), x, path)
+    rounded = fake_quantize_input(x, InputGrid(8, "static"), largest)
+    expected = rounded @ quantizer.dequantize(*weight).T + bias
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+def test_the_largest_sums_do_not_saturate_on_any_cpu(bits: int, tmp_path: Path) -> None:
+    codes = torch.full((16, 64), 127, dtype=torch.int32)
+    codes[::2] = -127
+    weight = quantizer.Quantized(codes, torch.full((16, 1), 0.5), None)
+    layer = OnnxInt8Linear(weight, None, InputGrid(bits, "per_token"), None, is_exact_signed(codes, bits))
+    assert layer.codes.dtype == (torch.int8 if bits == 7 else torch.uint8)
+    found = export_layer(layer, torch.full((8, 64), 2.0), tmp_path / "layer.onnx")
+    torch.testing.assert_close(found, torch.full((8, 64), 2.0) @ quantizer.dequantize(*weight).T)
+
+
+def test_which_sums_fit_into_16_bits() -> None:
+    assert is_exact_signed(torch.tensor([128]), 7) and not is_exact_signed(torch.tensor([127]), 8)
+    assert is_exact_signed(torch.tensor([64]), 8)
+
+
+@pytest.mark.parametrize(
+    ("instructions", "architecture", "target"),
+    [
+        ("avx2", "x86_64", "avx2"),
+        ("avx2 avx512f", "x86_64", "avx2"),
+        ("avx2 avx_vnni", "x86_64", "vnni"),
+        ("avx2 avx512_vnni avx512f", "x86_64", "vnni"),
+        ("", "aarch64", "vnni"),
+        ("", "arm64", "vnni"),
+        ("", "AMD64", "avx2"),
+    ],
+)
+def test_what_suits_a_machine(
+    instructions: str, architecture: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"instructions": instructions, "architecture": architecture}
+    monkeypatch.setattr(onnx_integers, "machine", lambda: known)
+    assert target_here() == target
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """A packed checkpoint of a run that learned static ranges, and these."""
+    set_seed(0)
+    model = BertForSequenceClassification(BertConfig(**SHAPE))
+    schedule = {"quantize_period": 1, "schedule_offset": 0}
+    config = config_of(
+        quantize_groups="per_channel", quantize_schedule=schedule, activation_quantization={"enabled": True}
+    )
+    controller = MoQController(model, MoQConfig.from_dict(config), total_steps=3)
+    ids = torch.arange(5, 37).view(2, 16)
+    for _ in range(2):
+        model.train()(input_ids=ids, labels=torch.tensor([0, 1])).loss.backward()
+        controller.step()
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    folder = save_quantized(model, tmp_path_factory.mktemp("trained") / "packed", processing_class=tokenizer)
+    return folder, controller.state_dict()["input_ranges"]
+
+
+def scalars(path: Path) -> dict[str, float]:
+    values = onnx.load(path).graph.initializer
+    return {v.name: float(numpy_helper.to_array(v)) for v in values if v.name.endswith(".step")}
+
+
+@needs_vnni
+def test_trained_ranges_are_those_of_the_files(trained: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
+    folder, ranges = trained
+    export = export_onnx(folder, tmp_path / "out", flavors=["int8", "qdq"])
+    assert export.activations == dict.fromkeys(("int8", "qdq"), "static, 8 bits, ranges trained, for vnni")
+    assert json.loads((tmp_path / "out" / "moq_export.json").read_text())["activations"] == export.activations
+    assert "int8: activations static, 8 bits, ranges trained, for vnni" in export.table()
+    expected = {f"{name}.step": np.float32(largest) / np.float32(127) for name, largest in ranges.items()}
+    for name in ("model_int8.onnx", "model_qdq.onnx"):
+        # Layers with the same input share its codes.
+        found = scalars(tmp_path / "out" / name)
+        assert found and found == {key: expected[key] for key in found}
+    for flavor in ("int8", "qdq"):
+        same = export.proofs[flavor].from_same_arithmetic
+        assert same is not None and same < 1e-5 < export.proofs[flavor].largest_difference
+    graph = onnx.load(tmp_path / "out" / "model_qdq.onnx").graph
+    assert {node.domain for node in graph.node} <= {"", "ai.onnx"}
+    assert {"QuantizeLinear", "DequantizeLinear"} <= {node.op_type for node in graph.node}
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"activation_scale": "per_token"}, "per_token, 8 bits, for avx2"),
+        ({"activation_scale": "per_tensor"}, "per_tensor, 8 bits, for avx2"),
+        ({"activation_bits": 7}, "static, 7 bits, ranges trained, for avx2"),
+    ],
+)
+def test_what_is_asked_for_is_written(
+    asked: dict[str, Any], words: str, trained: tuple[Path, dict[str, float]], tmp_path: Path
+) -> None:
+    export = export_onnx(trained[0], tmp_path / "out", flavors=["int8"], cpu="avx2", **asked)
+    assert export.activations == {"int8": words}
+    same = export.proofs["int8"].from_same_arithmetic
+    assert same is not None and same < 1e-4
+
+
+def test_without_training_a_static_range_is_measured_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    set_seed(0)
+    source = checkpoint(tmp_path / "packed", BertForSequenceClassification(BertConfig(**SHAPE)), config_of())
+    found = export_onnx(source, tmp_path / "out", flavors=["int8"], cpu="avx2")
+    assert found.activations == {"int8": "per_tensor, 8 bits, for avx2"} and not caplog.messages
+    found = export_onnx(source, tmp_path / "out", flavors=["int8"], cpu="avx2", activation_scale="static")
+    assert found.activations == {"int8": "static, 8 bits, ranges measured, for avx2"}
+    (message,) = caplog.messages
+    assert "no ranges of the activations were trained" in message and "of the sentences compared" in message
+    same = found.proofs["int8"].from_same_arithmetic
+    assert same is not None and same < 1e-4
+
+
+def test_a_file_with_signed_weights_refuses_where_products_saturate(
+    trained: tuple[Path, dict[str, float]], tmp_path: Path
+) -> None:
+    inputs = {name: np.ones((1, 8), np.int64) for name in ("input_ids", "attention_mask", "token_type_ids")}
+
+    def answers(model: onnx.ModelProto) -> Any:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return session.run(None, {value.name: inputs[value.name] for value in session.get_inputs()})
+
+    export_onnx(trained[0], tmp_path / "fast", flavors=["int8"], activation_bits=7, cpu="vnni")
+    # Products of 7 bits and 8 bits fit.
+    assert GUARD not in str(onnx.load(tmp_path / "fast" / "model_int8.onnx").graph)
+    model = guarded(trained[0], tmp_path)
+    constant = next(value for value in model.graph.initializer if value.name == "guard.sum")
+    right = {True: 4 * 255 * 127, False: 2 * (2**15 - 1)}
+    for exact, expected in right.items():
+        constant.CopyFrom(numpy_helper.from_array(np.array([[expected]], np.int32), constant.name))
+        if exact == (target_here() == "vnni"):
+            assert np.isfinite(answers(model)[0]).all()
+        else:
+            with pytest.raises(Exception, match="made for CPUs with VNNI; export again with --cpu avx2"):
+                answers(model)
+
+
+def guarded(folder: Path, tmp_path: Path) -> onnx.ModelProto:
+    """A file with signed weights, made on any CPU."""
+    from moq_hf.deploy.loading import load_checkpoint
+    from moq_hf.deploy.onnx_graph import may_saturate, prepare, write_model
+    from moq_hf.deploy.onnx_integers import Rounding
+
+    loaded = load_checkpoint(folder)
+    rounding = Rounding(InputGrid(8, "per_tensor"), {}, "", "vnni")
+    prepared, stored = prepare(loaded, "int8", rounding)
+    assert may_saturate(loaded, stored, rounding) and "uint8" not in stored.values()
+    assert not may_saturate(loaded, stored, Rounding(InputGrid(7, "per_tensor"), {}, "", "vnni"))
+    ids = torch.ones(2, 8, dtype=torch.int64)
+    example = {"input_ids": ids, "attention_mask": ids, "token_type_ids": 0 * ids}
+    write_model(prepared, example, tmp_path / "guarded.onnx", stored, 10**9, guarded=True)
+    return onnx.load(tmp_path / "guarded.onnx")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"cpu": "amx"}, r"cpu must be one of auto, vnni, avx2, got 'amx'"),
+        ({"activation_scale": "token"}, r"activation_scale must be one of per_token, per_tensor, static, got 'token'"),
+        ({"flavors": ["qdq"], "cpu": "avx2"}, r"CPUs without VNNI do not do exactly: leave it out"),
+    ],
+)
+def test_wrong_options(
+    asked: dict[str, Any], message: str, trained: tuple[Path, dict[str, float]], tmp_path: Path
+) -> None:
+    with pytest.raises(MoQError, match=message):
+        export_onnx(trained[0], tmp_path / "out", **asked)
+    assert not (tmp_path / "out").exists()
+
+
+def test_sums_before_a_norm_are_not_fused(trained: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
+    export_onnx(trained[0], tmp_path / "out", flavors=["float", "weight-only"])
+
+    def operators(name: str) -> list[str]:
+        options = onnxruntime.SessionOptions()
+        options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+        options.log_severity_level = 3
+        onnxruntime.InferenceSession(tmp_path / "out" / name, options, providers=["CPUExecutionProvider"])
+        return [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+
+    assert "SkipLayerNormalization" not in operators("model.onnx")
+    # As PyTorch exports it, so that what others make of it can be compared.
+    assert "SkipLayerNormalization" in operators("model_float.onnx")
+
+
+def test_layers_that_share_their_input_share_its_codes(trained: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
+    model = guarded(trained[0], tmp_path)
+    kinds = [node.op_type for node in model.graph.node]
+    # Query, key and value; attention's output, both of the feed-forward network, and the pooler.
+    assert kinds.count("MatMulIntegerToFloat") == 7 and kinds.count("DynamicQuantizeLinear") == 5
+    assert TensorProto.UINT8 not in {v.data_type for v in model.graph.initializer if v.name.endswith(".codes")}

@@ -1,0 +1,215 @@
+"""Inputs on a grid: the numbers, against NumPy and ONNX; the running range; what a checkpoint keeps of it."""
+
+import copy
+import pickle
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from moq_hf import MoQConfig, MoQError, quantize_model
+from moq_hf.grid import InputGrid, InputScale
+from moq_hf.inputs import Inputs, fake_quantize_input, new_inputs, take_step, tensor_scale
+from moq_hf.model.convert import quant_layers
+from moq_hf.quant_linear import LayerState
+from moq_hf.training.controller import MoQController
+
+Floats = NDArray[np.float32]
+SCALES: tuple[InputScale, ...] = get_args(InputScale)
+F32 = np.float32
+matrices = arrays(F32, (3, 5), elements=st.floats(-1e4, 1e4, width=32))
+
+
+def config_of(**activation: Any) -> dict[str, Any]:
+    return {
+        "quantize_bits": {"start_bits": 8, "target_bits": 8},
+        "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0},
+        "activation_quantization": {"enabled": True, **activation},
+        "modules_to_not_convert": [],
+    }
+
+
+@given(x=matrices, bits=st.integers(2, 8))
+def test_the_numbers_are_those_of_the_table(x: Floats, bits: int) -> None:
+    most = F32(2 ** (bits - 1) - 1)
+    tiny = np.finfo(F32).tiny
+    scale = np.maximum(np.abs(x).max(1, keepdims=True) / most, tiny)
+    check(x, InputGrid(bits, "per_token"), np.rint(x / scale) * scale)
+    scale = np.maximum(F32(50) / most, tiny)
+    codes = np.clip(np.rint(x / scale), -most - 1, most)
+    check(x, InputGrid(bits, "static"), codes * scale, torch.tensor(50.0))
+    low, high, top = min(F32(0), x.min()), max(F32(0), x.max()), F32(2**bits - 1)
+    scale = np.maximum((high - low) / top, tiny)
+    zero = np.clip(np.rint(-low / scale), 0, top)
+    check(x, InputGrid(bits, "per_tensor"), (np.clip(np.rint(x / scale) + zero, 0, top) - zero) * scale)
+
+
+def check(x: Floats, grid: InputGrid, expected: Floats, largest: torch.Tensor | None = None) -> None:
+    assert np.array_equal(fake_quantize_input(torch.from_numpy(x), grid, largest).numpy(), expected)
+
+
+@given(x=matrices.filter(lambda x: bool(np.abs(x).max() > 1e-30)))
+def test_per_tensor_is_dynamic_quantize_linear_of_onnx(x: Floats) -> None:
+    names = ["codes", "scale", "zero"]
+    node = helper.make_node("DynamicQuantizeLinear", ["x"], names)
+    value = helper.make_tensor_value_info
+    outputs = [value(name, TensorProto.UNDEFINED, None) for name in names]
+    graph = helper.make_graph([node], "g", [value("x", TensorProto.FLOAT, [3, 5])], outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)])
+    codes, scale, zero = ReferenceEvaluator(model).run(None, {"x": x})
+    ours, middle = tensor_scale(torch.from_numpy(x), 8)
+    assert np.array_equal(ours.numpy(), scale) and int(middle) == int(zero)
+    expected = (codes.astype(F32) - F32(zero)) * scale
+    assert np.array_equal(fake_quantize_input(torch.from_numpy(x), InputGrid(8, "per_tensor")).numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", SCALES)
+def test_dtype_is_kept_and_nothing_overflows(scale: InputScale, dtype: torch.dtype) -> None:
+    x = torch.tensor([[torch.finfo(dtype).max / 2, 1.0], [torch.finfo(dtype).tiny, 0.0]], dtype=dtype)
+    found = fake_quantize_input(x, InputGrid(8, scale))
+    assert found.dtype == dtype and bool(torch.isfinite(found).all())
+    assert float(found[1, 1]) == 0.0
+    assert torch.equal(fake_quantize_input(torch.zeros(2, 2), InputGrid(8, scale)), torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_nan_is_not_hidden(scale: InputScale) -> None:
+    found = fake_quantize_input(torch.tensor([[float("nan"), 1.0], [2.0, 1.0]]), InputGrid(8, scale))
+    assert bool(found[0].isnan().any())
+
+
+def observe(inputs: Inputs, *values: float) -> None:
+    for value in values:
+        inputs.quantize(torch.tensor([[-value, value / 2]]), training=True)
+
+
+def test_the_range_is_a_moving_average_of_steps() -> None:
+    inputs = new_inputs(InputGrid(8, "static"), torch.device("cpu"))
+    # Before the first step the range is that of the call; evaluation is not observed.
+    x = torch.tensor([[1.0, -3.0]])
+    assert torch.equal(inputs.quantize(x, training=False), fake_quantize_input(x, inputs.grid, torch.tensor(3.0)))  # type: ignore[arg-type]
+    take_step([inputs])
+    assert inputs.range is None
+    observe(inputs, 2.0, 4.0, 1.0)
+    take_step([inputs])
+    assert inputs.range is not None and float(inputs.range) == 4.0
+    observe(inputs, 8.0)
+    # The range of a pass is not that of its own values: a pass that is computed again gives the same.
+    assert torch.equal(inputs.quantize(x, training=True), fake_quantize_input(x, inputs.grid, torch.tensor(4.0)))  # type: ignore[arg-type]
+    take_step([inputs])
+    assert float(inputs.range) == pytest.approx(4.0 + 0.01 * 4.0, rel=1e-6)
+    known = float(inputs.range)
+    # A skipped step that overflowed, and one without a forward pass.
+    observe(inputs, float("inf"))
+    take_step([inputs])
+    observe(inputs, float("nan"))
+    take_step([inputs])
+    take_step([inputs])
+    assert float(inputs.range) == known and float(inputs.observed) == 0.0
+
+
+@pytest.mark.parametrize("scale", ["per_token", "per_tensor"])
+def test_other_scales_know_no_range(scale: InputScale) -> None:
+    inputs = new_inputs(InputGrid(8, scale), torch.device("cpu"))
+    observe(inputs, 2.0)
+    take_step([inputs])
+    assert inputs.range is None and float(inputs.observed) == 0.0
+
+
+def run(controller: MoQController, model: nn.Module, batches: list[torch.Tensor]) -> None:
+    for batch in batches:
+        model.train()(batch).square().sum().backward()
+        controller.step()
+
+
+def test_a_resumed_run_has_the_same_ranges() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    batches = list(torch.randn(6, 3, 4))
+    config = MoQConfig.from_dict(config_of(start_step=1))
+    controller = MoQController(model, config, total_steps=6)
+    run(controller, model, batches[:3])
+    state, weights = copy.deepcopy(controller.state_dict()), copy.deepcopy(model.state_dict())
+    assert state["input_ranges"].keys() == {"0", "1"}
+    run(controller, model, batches[3:])
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    other.load_state_dict(weights)
+    resumed = MoQController(other, config, total_steps=6)
+    run(resumed, other, batches[:1])
+    resumed.load_state_dict(state)
+    run(resumed, other, batches[3:])
+    assert resumed.state_dict()["input_ranges"] == controller.state_dict()["input_ranges"]
+    assert torch.equal(other.eval()(batches[0]), model.eval()(batches[0]))
+
+
+def test_a_damaged_range_is_named() -> None:
+    controller = MoQController(nn.Sequential(nn.Linear(4, 4)), MoQConfig.from_dict(config_of()), total_steps=6)
+    state = controller.state_dict() | {"input_ranges": {"0": -1.0}}
+    with pytest.raises(MoQError, match=r"input_ranges\.0"):
+        controller.load_state_dict(state)
+
+
+def test_a_state_of_an_earlier_version_had_a_scale_per_token() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    config = MoQConfig.from_dict(config_of(scale="per_token"))
+    state = MoQController(model, config, total_steps=6).state_dict()
+    del state["config"]["activation_quantization"]["scale"], state["input_ranges"]
+    assert MoQController(model, config, total_steps=6).load_state_dict(state) == {}
+    with pytest.raises(MoQError, match=r'activation_quantization\.scale: "per_token" -> "static"'):
+        MoQController(model, MoQConfig.from_dict(config_of()), total_steps=6).load_state_dict(state)
+    old = {**LayerState(quant_layers(model)["0"].moq.grid).__getstate__(), "activation_bits": 7}
+    del old["inputs"]
+    restored = LayerState.__new__(LayerState)
+    restored.__setstate__(old)
+    assert restored.inputs is not None and restored.inputs.grid == InputGrid(7, "per_token")
+
+
+def test_an_optimizer_without_a_controller_moves_the_range() -> None:
+    model = quantize_model(nn.Sequential(nn.Linear(4, 4)), config_of())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    inputs: Any = quant_layers(model)["0"].moq.inputs
+    model.train()(torch.full((1, 4), 3.0)).sum().backward()
+    optimizer.step()
+    assert float(inputs.range) == 3.0
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        copied: Any = quant_layers(again)["0"].moq.inputs
+        assert float(copied.range) == 3.0 and copied.range is not inputs.range
+
+
+def test_computed_again_by_checkpointing_it_is_the_same() -> None:
+    torch.manual_seed(0)
+    plain: Any = quantize_model(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), config_of())
+    other = copy.deepcopy(plain)
+    x = torch.randn(3, 4)
+    for step in range(3):
+        plain.train()(x * step).square().sum().backward()
+        checkpoint(other.train(), x * step, use_reentrant=False).square().sum().backward()
+        for one, two in zip(quant_layers(plain).values(), quant_layers(other).values(), strict=True):
+            assert one.moq.inputs is not None and two.moq.inputs is not None
+            take_step([one.moq.inputs])
+            take_step([two.moq.inputs])
+            assert torch.equal(one.float_weight.grad, two.float_weight.grad)  # type: ignore[arg-type]
+            assert one.moq.inputs.range == two.moq.inputs.range
+
+
+def test_a_compiled_model_learns_the_range() -> None:
+    torch.manual_seed(0)
+    model = quantize_model(nn.Sequential(nn.Linear(4, 4)), config_of())
+    compiled = torch.compile(model, backend="eager")
+    inputs: Any = quant_layers(model)["0"].moq.inputs
+    for size in (2.0, 4.0):
+        compiled.train()(torch.full((1, 4), size)).sum().backward()
+        take_step([inputs])
+    assert float(inputs.range) == pytest.approx(2.02)
+    x = torch.randn(3, 4)
+    assert torch.equal(compiled.eval()(x), model(x))
