@@ -9,7 +9,7 @@
 
 MatMulIntegerToFloat is ONNX Runtime's own operator: the integer product, both scales and the bias in one pass. The
 inputs of int8 are unsigned, since its fast kernels take unsigned activations and signed weights. Those of qdq are
-signed, as OpenVINO and TensorRT want them, and all its operators are ONNX's.
+signed, as OpenVINO wants them, and all its operators are ONNX's.
 
 Instructions of x86 CPUs without VNNI add two products of unsigned activations and signed weights in 16 bits,
 saturating. A file for them has unsigned weights wherever two such products do not fit, which is exact, and slower. A
