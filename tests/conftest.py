@@ -1,5 +1,6 @@
 """Fixtures and settings that all tests share."""
 
+import gc
 import os
 
 # Read by huggingface_hub when it is imported: no test may reach for the network.
@@ -26,6 +27,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: garbage collection need not walk over its million objects again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    # The libraries' own look for leaks at the end would take what is frozen for leaked.
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
