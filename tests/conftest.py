@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 # Read by huggingface_hub when it is imported: no test may reach for the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -30,9 +31,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: garbage collection need not walk over its million objects again and again."""
-    gc.collect()
-    gc.freeze()
+    freeze()
+
+
+def pytest_runtest_logfinish() -> None:
+    freeze()
+
+
+def freeze() -> None:
+    """Where modules were imported, they stay: collections need not walk over a million objects again and again."""
+    if len(sys.modules) > freeze.__dict__.get("modules", 0) + 50:
+        gc.collect()
+        gc.freeze()
+        freeze.__dict__["modules"] = len(sys.modules)
 
 
 def pytest_sessionfinish() -> None:
