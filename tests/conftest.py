@@ -1,6 +1,8 @@
 """Fixtures and settings that all tests share."""
 
+import gc
 import os
+import sys
 
 # Read by huggingface_hub when it is imported: no test may reach for the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -26,6 +28,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    freeze()
+
+
+def pytest_runtest_logfinish() -> None:
+    freeze()
+
+
+def freeze() -> None:
+    """Where modules were imported, they stay: collections need not walk over a million objects again and again."""
+    if len(sys.modules) > freeze.__dict__.get("modules", 0) + 50:
+        gc.collect()
+        gc.freeze()
+        freeze.__dict__["modules"] = len(sys.modules)
+
+
+def pytest_sessionfinish() -> None:
+    # The libraries' own look for leaks at the end would take what is frozen for leaked.
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

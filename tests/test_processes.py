@@ -3,12 +3,11 @@
 import importlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import launched
+import programs
 import pytest
 import torch
 from filelock import FileLock
@@ -44,11 +43,11 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launch(folder: Path) -> None:
+    """Each process is a fork of torchrun's, which has the libraries already."""
     folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(HELPERS / "launched.py"), str(folder), *JOBS]
-    inherited = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=inherited, capture_output=True, text=True, timeout=600)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words += ["--run-path", "--start-method", "fork", str(HELPERS / "launched.py"), str(folder), *JOBS]
+    done = programs.run(*words, cwd=ROOT, timeout=600, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     (folder / "done").touch()
 

@@ -5,6 +5,7 @@ The interpreter must be chosen before Triton is imported, so those tests run in 
 """
 
 import importlib.util
+import inspect
 import itertools
 import logging
 import os
@@ -44,6 +45,29 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 def quiet() -> Iterator[None]:
     # Where a GPU computes NaN in silence, numpy in the interpreter warns.
     with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=INTERPRETED)
+def members_are_known() -> Iterator[None]:
+    """At each call of a function the interpreter sorts all members of Triton's modules to find what it replaces.
+
+    Half of the time would go into that. What it may replace is found once, while nothing is replaced.
+    """
+    from triton import language
+    from triton.language import core, math
+    from triton.runtime import interpreter
+
+    packages = (language, core, math, core.tensor, core.tensor_descriptor_base)
+    known = {pkg: [name for name, member in inspect.getmembers(pkg) if core.is_builtin(member)] for pkg in packages}
+
+    def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
+        for name in known[pkg]:
+            if core.is_builtin(member := getattr(pkg, name)):
+                interpreter._patch_attr(pkg, name, member, builder, scope)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
         yield
 
 

@@ -1,5 +1,6 @@
 """What most programs import, for `programs` to fork from: all that a short run on BERT asks for."""
 
+import gc
 from contextlib import suppress
 
 import accelerate
@@ -39,3 +40,7 @@ __all__ = [
     "pytest",
     "torch",
 ]
+
+# Collections in the forked processes would walk over it, and copy its pages by that.
+gc.collect()
+gc.freeze()
