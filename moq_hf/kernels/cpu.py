@@ -26,7 +26,7 @@ _Item = TypeVar("_Item")
 _DEFAULT, _FIRST = Grid(), Draw()
 # Low bits of a float32 that a scale does not keep.
 _CUT = {"float32": 0, "bfloat16": 16, "float16": 13}
-_NO_FLOATS, _NO_HALVES = np.empty(0, np.float32), np.empty(0, np.uint16)
+_NO_FLOATS = np.empty(0, np.float32)
 
 
 @functools.cache
@@ -92,11 +92,9 @@ def fake_quantize(
     """
     shape = quantizer.check(weight, bits, grid, ratio)
     out = torch.empty_like(weight, dtype=dtype or weight.dtype) if out is None else out
-    halves = out.dtype == torch.bfloat16
     _kernels().fake_quantize(
         _flat(weight.detach()),
-        _NO_FLOATS if halves else _flat(out),
-        _flat(out.view(torch.uint16)) if halves else _NO_HALVES,
+        _flat(out.view(torch.uint16) if out.dtype == torch.bfloat16 else out),
         weight.numel() // (shape[0] * shape[1]),
         bits,
         grid.symmetric,
