@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -26,6 +27,8 @@ _Item = TypeVar("_Item")
 _DEFAULT, _FIRST = Grid(), Draw()
 # Low bits of a float32 that a scale does not keep.
 _CUT = {"float32": 0, "bfloat16": 16, "float16": 13}
+# Of each thread: whether it is one of the pool's.
+_worker = threading.local()
 _NO_FLOATS = np.empty(0, np.float32)
 
 
@@ -64,9 +67,12 @@ def applies(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def each(function: Callable[[_Item], None], items: Sequence[_Item]) -> None:
-    """Call `function`, which spends its time in these loops, on every item, in as many threads as torch uses."""
+    """Call `function`, which spends its time in these loops, on every item, in as many threads as torch uses.
+
+    What `function` gives to `each` itself is done in its own thread.
+    """
     threads = torch.get_num_threads()
-    if threads == 1 or len(items) < 2:
+    if threads == 1 or len(items) < 2 or getattr(_worker, "busy", False):
         for item in items:
             function(item)
     else:
@@ -116,6 +122,8 @@ def fake_quantize(
 def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
     """`quantizer.least_squares_ratio` in one pass for each ratio, for a weight to which it `applies`.
 
+    Groups are shared out to as many threads as torch uses.
+
     Raises:
         ValueError: Bits or groups do not fit, or the grid is ternary or binary.
     """
@@ -123,9 +131,23 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
     best = torch.empty(shape, dtype=torch.float32, device=weight.device)
     ratios = np.array(quantizer.RATIOS, dtype=np.float32)
     length = weight.numel() // best.numel()
-    _kernels().least_squares_ratio(
-        _flat(weight.detach()), _flat(best), length, bits, grid.symmetric, grid.full, _CUT[grid.scale_dtype], ratios
-    )
+    weights, found = _flat(weight.detach()), _flat(best)
+    share = -(-best.numel() // torch.get_num_threads())
+
+    def search(first: int) -> None:
+        last = first + share
+        _kernels().least_squares_ratio(
+            weights[first * length : last * length],
+            found[first:last],
+            length,
+            bits,
+            grid.symmetric,
+            grid.full,
+            _CUT[grid.scale_dtype],
+            ratios,
+        )
+
+    each(search, range(0, best.numel(), share))
     return best
 
 
@@ -138,7 +160,7 @@ def _kernels() -> Any:
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="moq_hf")
+    return ThreadPoolExecutor(threads, "moq_hf", initializer=lambda: setattr(_worker, "busy", True))
 
 
 # A child process has a copy of the pool and none of its threads: what is given to it would wait for ever.

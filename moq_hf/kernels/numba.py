@@ -22,7 +22,7 @@ _A, _B = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _KEY_A, _KEY_B = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _EXPONENT = np.int64(0x7FF0000000000000)
 # Of a search: elements between two looks at the sum; a sum that no finite terms have, in units of `_base`.
-_STRETCH, _INFINITE = 512, np.int64(5 << 50)
+_STRETCH, _INFINITE, _NEVER = 512, np.int64(5 << 50), np.int64(-1 << 62)
 
 
 @njit(nogil=True, cache=True)
@@ -249,23 +249,20 @@ def fake_quantize(x, out, length, bits, symmetric, full, cut, stochastic, ratios
 
 
 @njit(nogil=True, cache=True)
-def _error(x, scale, zero, bits, symmetric, full, large, limit):
-    """The exact sum of squared errors, in units that all ratios of a group share; what reaches `limit` is cut short."""
+def _add_errors(x, totals, scales, zeros, bits, symmetric, full, larges):
+    """To `totals` the exact sums of squared errors of `x` `[groups, elements]`, in units of each group's `_base`."""
     bottom, top = _limits(bits, symmetric, full)
-    before, base = _before(zero, symmetric), _base(large)
-    none, most = np.float64(base).view(np.int64), 2.0 * base
-    total = np.int64(0)
-    for begin in range(0, x.size, _STRETCH):
-        piece = x[begin : begin + _STRETCH]
-        for i in range(piece.size):
-            code = max(min(np.rint(piece[i] / scale) + before, top), bottom)
-            error = np.float32((code - zero) * scale) - piece[i]
-            # What overflows float32 stays above `_INFINITE`.
+    for group in range(x.shape[0]):
+        scale, zero, large = scales[group], zeros[group], larges[group]
+        before, base = _before(zero, symmetric), _base(large)
+        # What overflows float32 stays above `_INFINITE`.
+        none, most = np.float64(base).view(np.int64), 2.0 * base
+        total = np.int64(0)
+        for i in range(x.shape[1]):
+            code = max(min(np.rint(x[group, i] / scale) + before, top), bottom)
+            error = np.float32((code - zero) * scale) - x[group, i]
             total += _units(min(np.float64(np.float32(error * error)), most), large, base) - none
-        # Squares only add.
-        if total >= limit:
-            break
-    return total
+        totals[group] += total
 
 
 @njit(nogil=True, cache=True)
@@ -273,25 +270,42 @@ def least_squares_ratio(x, best, length, bits, symmetric, full, cut, ratios):
     """Into `best` `[groups]` the ratio with the least sum of squared errors of each group; `ratios` fall.
 
     The first one tried is that of the group before, the next are its neighbors: the sooner a good one is known, the
-    sooner others are left.
+    sooner the others of a long group are left.
     """
-    low, high = np.empty(1, np.float32), np.empty(1, np.float32)
-    likely = 0
-    for group in range(best.size):
-        whole = x[group * length : (group + 1) * length]
-        _ranges(whole.reshape(1, length), symmetric and not full, low, high)
-        span = np.float64(np.float32(high[0] - low[0]))
-        large = (span * span) * (2.0 * length)
-        found, least = 0, _INFINITE
-        for turn in range(2 * ratios.size if span < np.inf else 0):
+    count = max(PIECE // length, 1)
+    low, high = np.empty(count, np.float32), np.empty(count, np.float32)
+    scales, zeros = np.empty(count, np.float32), np.empty(count, np.float32)
+    larges, totals = np.empty(count, np.float64), np.empty(count, np.int64)
+    found, least = np.zeros(count, np.int64), np.empty(count, np.int64)
+    for first in range(0, x.size, count * length):
+        last = min(first + count * length, x.size)
+        groups = (last - first) // length
+        _ranges(x[first:last].reshape(groups, length), symmetric and not full, low, high)
+        likely = found[0]
+        for group in range(groups):
+            span = np.float64(np.float32(high[group] - low[group]))
+            larges[group] = (span * span) * (2.0 * length)
+            # Nothing is less where the range is no number.
+            found[group], least[group] = 0, (_INFINITE if span < np.inf else _NEVER)
+        for turn in range(2 * ratios.size):
             index = likely + (turn + 1) // 2 * (1 if turn % 2 else -1)
             if not 0 <= index < ratios.size:
                 continue
-            scale, zero = _uniform_scale(low[0], high[0], bits, symmetric, full, ratios[index], cut)
-            # Ties go to the larger ratio.
-            limit = least + np.int64(index < found)
-            total = _error(whole, scale, zero, bits, symmetric, full, large, limit)
-            if total < limit:
-                found, least = index, total
-        best[group] = ratios[found]
-        likely = found
+            for group in range(groups):
+                totals[group] = 0
+                scales[group], zeros[group] = _uniform_scale(
+                    low[group], high[group], bits, symmetric, full, ratios[index], cut
+                )
+            for begin in range(first, last, PIECE if count > 1 else _STRETCH):
+                end = min(begin + (PIECE if count > 1 else _STRETCH), last)
+                piece = x[begin:end].reshape(groups, (end - begin) // groups)
+                _add_errors(piece, totals, scales, zeros, bits, symmetric, full, larges)
+                # Squares only add.
+                if count == 1 and totals[0] > least[0]:
+                    break
+            for group in range(groups):
+                # Ties go to the larger ratio.
+                if totals[group] < least[group] + np.int64(index < found[group]):
+                    found[group], least[group] = index, totals[group]
+        for group in range(groups):
+            best[first // length + group] = ratios[found[group]]

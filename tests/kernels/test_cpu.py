@@ -7,10 +7,12 @@ from typing import Any
 import programs
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numerics import GROUPINGS, HALF_MODES, MODES, SEARCHED, same_bits
 
 from moq_hf import eigen, quantize_model, quantizer
-from moq_hf.grid import Grid, Grouping, RowBlocks
+from moq_hf.grid import Grid, Grouping, PerGroup, RowBlocks
 from moq_hf.kernels import cpu as cpu_quant
 from moq_hf.kernels.backend import choose
 from moq_hf.quantizer import Draw
@@ -85,6 +87,52 @@ def test_least_squares_ratio_of_groups_of_many_pieces() -> None:
 
 
 @needs_numba
+@settings(deadline=None)
+@given(
+    mode=st.sampled_from(SEARCHED),
+    # Short groups, of which the last tile has fewer than the others; groups of a few stretches.
+    shape=st.sampled_from([(30, 100, 25), (30, 100, 50), (9, 700, 700), (3, 1500, 1500), (2, 2500, 2500)]),
+    heavy=st.sampled_from([1, 3, 9]),
+    # Sums of squares underflow and overflow float32 in between.
+    exponent=st.integers(-149, 127),
+    steps=st.sampled_from([0, 1, 8]),
+    threads=st.sampled_from([1, 3]),
+    seed=st.integers(0, 2**20),
+)
+def test_least_squares_ratio_of_any_weights(
+    mode: Any, shape: tuple[int, int, int], heavy: int, exponent: int, steps: int, threads: int, seed: int
+) -> None:
+    torch.set_num_threads(threads)
+    w = torch.randn(shape[:2], generator=torch.Generator().manual_seed(seed)) ** heavy
+    # Weights of few levels make ratios equally good.
+    w = (w * steps).round() / steps if steps else w
+    w = w.div(w.abs().max().clamp(min=1)).double().mul(1.99 * 2.0**exponent).float()
+    bits, grid = mode[0], replace(mode[1], grouping=PerGroup(shape[2]))
+    assert same_bits(cpu_quant.least_squares_ratio(w, bits, grid), quantizer.least_squares_ratio(w, bits, grid))
+
+
+@needs_numba
+@settings(deadline=None)
+@given(
+    mode=st.sampled_from(MODES + HALF_MODES),
+    shape=st.sampled_from([(30, 100, 25), (30, 100, 50), (9, 700, 700), (3, 1500, 1500), (2, 2500, 2500)]),
+    heavy=st.sampled_from([1, 9]),
+    exponent=st.integers(-149, 127),
+    blend=st.sampled_from([0.0, 0.3]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**20),
+)
+def test_fake_quantize_of_any_weights(
+    mode: Any, shape: tuple[int, int, int], heavy: int, exponent: int, blend: float, dtype: Any, seed: int
+) -> None:
+    w = torch.randn(shape[:2], generator=torch.Generator().manual_seed(seed)) ** heavy
+    w = w.div(w.abs().max()).double().mul(1.99 * 2.0**exponent).float()
+    bits, grid = mode[0], replace(mode[1], grouping=PerGroup(shape[2]))
+    ours = cpu_quant.fake_quantize(w, bits, grid, blend=blend, dtype=dtype)
+    assert same_bits(ours, quantizer.fake_quantize(w, bits, grid, blend=blend, dtype=dtype))
+
+
+@needs_numba
 def test_a_backward_pass_through_older_weights_fails() -> None:
     w = weight()
     out = cpu_quant.fake_quantize(w, 8)
@@ -111,6 +159,13 @@ def test_each_calls_all_and_raises() -> None:
         assert sorted(seen) == list(range(20))
         with pytest.raises(ZeroDivisionError):
             cpu_quant.each(lambda item: 1 // item, [1, 0, 1])
+
+
+def test_each_within_each_needs_no_second_thread() -> None:
+    torch.set_num_threads(2)
+    seen: list[int] = []
+    cpu_quant.each(lambda _: cpu_quant.each(seen.append, range(4)), range(8))
+    assert sorted(seen) == sorted([*range(4)] * 8)
 
 
 # With threads of torch, so that no thread of the test run is in the way.
