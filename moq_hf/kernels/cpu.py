@@ -1,11 +1,10 @@
-"""The functions of `quantizer` for a CPU in one pass over memory, by way of numba where it is installed.
+"""The functions of `quantizer` for a CPU in one pass over memory, by way of numba.
 
 Results are those of `quantizer`, bit for bit. Numba compiles at the first call, which takes seconds once per
 installation. The loops are in `kernels.numba`; `kernels.backend` says when they are taken.
 """
 
 import functools
-import importlib.util
 import logging
 import os
 import threading
@@ -34,15 +33,18 @@ _NO_FLOATS = np.empty(0, np.float32)
 
 @functools.cache
 def available() -> bool:
-    """Whether numba is installed and works; tried out once."""
-    if importlib.util.find_spec("numba") is None:
-        return False
+    """Whether numba works, with which moq_hf is installed; tried out once. If not, the log says so."""
     try:
         weight = torch.ones(1, 4, dtype=torch.float32, device="cpu")
         fake_quantize(weight, 8)
     except Exception as error:
         # What numba raises where it cannot compile, or finds no folder for its cache, is of many kinds.
-        logger.info("numba cannot be used: %s: %s", type(error).__name__, error)
+        reason = str(error).strip().partition("\n")[0]
+        logger.warning(
+            "numba cannot be used, so plain PyTorch quantizes on the CPU, which takes longer: %s: %s",
+            type(error).__name__,
+            reason,
+        )
         return False
     return True
 

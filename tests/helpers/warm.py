@@ -1,13 +1,12 @@
 """What most programs import, for `programs` to fork from: all that a short run on BERT asks for."""
 
-from contextlib import suppress
-
 import accelerate
 import compressed_tensors.compressors
 import datasets
 import evaluate
 import matplotlib.backends.backend_agg  # noqa: F401
 import matplotlib.figure
+import numba
 import pytest
 import torch.distributed.run
 from transformers import (
@@ -19,9 +18,6 @@ from transformers import (
 )
 
 import moq_hf
-
-with suppress(ImportError):
-    import numba
 
 __all__ = [
     "AutoModelForSequenceClassification",
