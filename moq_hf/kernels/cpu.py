@@ -1,13 +1,13 @@
-"""The functions of `quantizer` for a CPU in one pass over memory, by way of numba where it is installed.
+"""The functions of `quantizer` for a CPU in one pass over memory, by way of numba.
 
 Results are those of `quantizer`, bit for bit. Numba compiles at the first call, which takes seconds once per
 installation. The loops are in `kernels.numba`; `kernels.backend` says when they are taken.
 """
 
 import functools
-import importlib.util
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -26,20 +26,25 @@ _Item = TypeVar("_Item")
 _DEFAULT, _FIRST = Grid(), Draw()
 # Low bits of a float32 that a scale does not keep.
 _CUT = {"float32": 0, "bfloat16": 16, "float16": 13}
-_NO_FLOATS, _NO_HALVES = np.empty(0, np.float32), np.empty(0, np.uint16)
+# Of each thread: whether it is one of the pool's.
+_worker = threading.local()
+_NO_FLOATS = np.empty(0, np.float32)
 
 
 @functools.cache
 def available() -> bool:
-    """Whether numba is installed and works; tried out once."""
-    if importlib.util.find_spec("numba") is None:
-        return False
+    """Whether numba works, with which moq_hf is installed; tried out once. If not, the log says so."""
     try:
         weight = torch.ones(1, 4, dtype=torch.float32, device="cpu")
         fake_quantize(weight, 8)
     except Exception as error:
         # What numba raises where it cannot compile, or finds no folder for its cache, is of many kinds.
-        logger.info("numba cannot be used: %s: %s", type(error).__name__, error)
+        reason = str(error).strip().partition("\n")[0]
+        logger.warning(
+            "numba cannot be used, so plain PyTorch quantizes on the CPU, which takes longer: %s: %s",
+            type(error).__name__,
+            reason,
+        )
         return False
     return True
 
@@ -64,9 +69,12 @@ def applies(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def each(function: Callable[[_Item], None], items: Sequence[_Item]) -> None:
-    """Call `function`, which spends its time in these loops, on every item, in as many threads as torch uses."""
+    """Call `function`, which spends its time in these loops, on every item, in as many threads as torch uses.
+
+    What `function` gives to `each` itself is done in its own thread.
+    """
     threads = torch.get_num_threads()
-    if threads == 1 or len(items) < 2:
+    if threads == 1 or len(items) < 2 or getattr(_worker, "busy", False):
         for item in items:
             function(item)
     else:
@@ -92,11 +100,9 @@ def fake_quantize(
     """
     shape = quantizer.check(weight, bits, grid, ratio)
     out = torch.empty_like(weight, dtype=dtype or weight.dtype) if out is None else out
-    halves = out.dtype == torch.bfloat16
     _kernels().fake_quantize(
         _flat(weight.detach()),
-        _NO_FLOATS if halves else _flat(out),
-        _flat(out.view(torch.uint16)) if halves else _NO_HALVES,
+        _flat(out.view(torch.uint16) if out.dtype == torch.bfloat16 else out),
         weight.numel() // (shape[0] * shape[1]),
         bits,
         grid.symmetric,
@@ -118,6 +124,8 @@ def fake_quantize(
 def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
     """`quantizer.least_squares_ratio` in one pass for each ratio, for a weight to which it `applies`.
 
+    Groups are shared out to as many threads as torch uses.
+
     Raises:
         ValueError: Bits or groups do not fit, or the grid is ternary or binary.
     """
@@ -125,9 +133,23 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
     best = torch.empty(shape, dtype=torch.float32, device=weight.device)
     ratios = np.array(quantizer.RATIOS, dtype=np.float32)
     length = weight.numel() // best.numel()
-    _kernels().least_squares_ratio(
-        _flat(weight.detach()), _flat(best), length, bits, grid.symmetric, grid.full, _CUT[grid.scale_dtype], ratios
-    )
+    weights, found = _flat(weight.detach()), _flat(best)
+    share = -(-best.numel() // torch.get_num_threads())
+
+    def search(first: int) -> None:
+        last = first + share
+        _kernels().least_squares_ratio(
+            weights[first * length : last * length],
+            found[first:last],
+            length,
+            bits,
+            grid.symmetric,
+            grid.full,
+            _CUT[grid.scale_dtype],
+            ratios,
+        )
+
+    each(search, range(0, best.numel(), share))
     return best
 
 
@@ -140,7 +162,7 @@ def _kernels() -> Any:
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="moq_hf")
+    return ThreadPoolExecutor(threads, "moq_hf", initializer=lambda: setattr(_worker, "busy", True))
 
 
 # A child process has a copy of the pool and none of its threads: what is given to it would wait for ever.

@@ -1,7 +1,6 @@
 """What most programs import, for `programs` to fork from: all that a short run on BERT asks for."""
 
 import gc
-from contextlib import suppress
 
 import accelerate
 import compressed_tensors.compressors
@@ -9,6 +8,7 @@ import datasets
 import evaluate
 import matplotlib.backends.backend_agg  # noqa: F401
 import matplotlib.figure
+import numba
 import pytest
 import torch.distributed.run
 from transformers import (
@@ -20,9 +20,6 @@ from transformers import (
 )
 
 import moq_hf
-
-with suppress(ImportError):
-    import numba
 
 __all__ = [
     "AutoModelForSequenceClassification",

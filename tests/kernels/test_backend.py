@@ -1,6 +1,5 @@
 """Who computes: every row and column of the table of `backend.choose`."""
 
-import importlib.util
 from typing import Any
 
 import numerics
@@ -12,7 +11,6 @@ from moq_hf.grid import Grid, RowBlocks
 from moq_hf.kernels import backend, cpu
 
 TASKS: tuple[Any, ...] = ("weight", "model", "search")
-needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 without_triton = pytest.mark.skipif(
     triton_quant.available(torch.device("cpu")), reason="the interpreter runs the kernels"
 )
@@ -35,7 +33,6 @@ def test_triton_takes_models_and_searches(kernel: bool | None, monkeypatch: pyte
         assert backend.choose("model", odd, torch.float32, kernel) is quantizer
 
 
-@needs_numba
 @without_triton
 @pytest.mark.parametrize("task", TASKS)
 def test_numba_takes_float32_weights_of_a_cpu(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +45,6 @@ def test_numba_takes_float32_weights_of_a_cpu(task: Any, monkeypatch: pytest.Mon
     assert backend.choose(task, w, torch.float32) is quantizer
 
 
-@needs_numba
 def test_tensors_without_memory_take_the_definition() -> None:
     w, grid = torch.randn(6, 33), Grid(RowBlocks(3))
     inside: list[Any] = []

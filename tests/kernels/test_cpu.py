@@ -1,4 +1,3 @@
-import importlib.util
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -7,15 +6,15 @@ from typing import Any
 import programs
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from numerics import GROUPINGS, HALF_MODES, MODES, SEARCHED, same_bits
 
 from moq_hf import eigen, quantize_model, quantizer
-from moq_hf.grid import Grid, Grouping, RowBlocks
+from moq_hf.grid import Grid, Grouping, PerGroup, RowBlocks
 from moq_hf.kernels import cpu as cpu_quant
 from moq_hf.kernels.backend import choose
 from moq_hf.quantizer import Draw
-
-needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 
 
 def weight(rows: int = 6, columns: int = 33) -> torch.Tensor:
@@ -25,7 +24,6 @@ def weight(rows: int = 6, columns: int = 33) -> torch.Tensor:
     return w
 
 
-@needs_numba
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=str)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_fake_quantize_is_the_definition(mode: tuple[int, Grid], grouping: Grouping) -> None:
@@ -40,7 +38,6 @@ def test_fake_quantize_is_the_definition(mode: tuple[int, Grid], grouping: Group
         assert same_bits(out, exact)
 
 
-@needs_numba
 def test_groups_of_many_pieces_and_extreme_values() -> None:
     for scale in (0.02, 3e38, 1e6, 1e-6, 1e-37, 1e-45):
         w = torch.randn(6, 1500).clamp(-1, 1) * scale
@@ -50,7 +47,6 @@ def test_groups_of_many_pieces_and_extreme_values() -> None:
             assert same_bits(ours, quantizer.fake_quantize(w, bits, grid, dtype=torch.bfloat16))
 
 
-@needs_numba
 @pytest.mark.parametrize("bits_of_value", [0x7FC00000, 0x7FFFFFFF, -1, 0x7F800000, -0x800000], ids=hex)
 @pytest.mark.parametrize("place", [(0, 0), (1, 7)])
 def test_nonfinite_weights_come_out_so(bits_of_value: int, place: tuple[int, int]) -> None:
@@ -63,7 +59,6 @@ def test_nonfinite_weights_come_out_so(bits_of_value: int, place: tuple[int, int
             assert quantizer.nonfinite(cpu_quant.fake_quantize(w, bits, grid, dtype=dtype), grid)
 
 
-@needs_numba
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=str)
 def test_least_squares_ratio_is_the_definition(grouping: Grouping) -> None:
     for bits, mode in SEARCHED:
@@ -73,7 +68,6 @@ def test_least_squares_ratio_is_the_definition(grouping: Grouping) -> None:
             assert same_bits(ours, quantizer.least_squares_ratio(w, bits, grid))
 
 
-@needs_numba
 def test_least_squares_ratio_of_groups_of_many_pieces() -> None:
     # The search leaves a ratio as soon as it is worse than the best one.
     for heavy in (1, 3):
@@ -84,7 +78,48 @@ def test_least_squares_ratio_of_groups_of_many_pieces() -> None:
             assert same_bits(ours, quantizer.least_squares_ratio(w, bits, grid))
 
 
-@needs_numba
+@given(
+    mode=st.sampled_from(SEARCHED),
+    # Short groups, of which the last tile has fewer than the others; groups of a few stretches.
+    shape=st.sampled_from([(30, 100, 25), (30, 100, 50), (9, 700, 700), (3, 1500, 1500), (2, 2500, 2500)]),
+    heavy=st.sampled_from([1, 3, 9]),
+    # Sums of squares underflow and overflow float32 in between.
+    exponent=st.integers(-149, 127),
+    steps=st.sampled_from([0, 1, 8]),
+    threads=st.sampled_from([1, 3]),
+    seed=st.integers(0, 2**20),
+)
+def test_least_squares_ratio_of_any_weights(
+    mode: Any, shape: tuple[int, int, int], heavy: int, exponent: int, steps: int, threads: int, seed: int
+) -> None:
+    torch.set_num_threads(threads)
+    w = torch.randn(shape[:2], generator=torch.Generator().manual_seed(seed)) ** heavy
+    # Weights of few levels make ratios equally good.
+    w = (w * steps).round() / steps if steps else w
+    w = w.div(w.abs().max().clamp(min=1)).double().mul(1.99 * 2.0**exponent).float()
+    bits, grid = mode[0], replace(mode[1], grouping=PerGroup(shape[2]))
+    assert same_bits(cpu_quant.least_squares_ratio(w, bits, grid), quantizer.least_squares_ratio(w, bits, grid))
+
+
+@given(
+    mode=st.sampled_from(MODES + HALF_MODES),
+    shape=st.sampled_from([(30, 100, 25), (30, 100, 50), (9, 700, 700), (3, 1500, 1500), (2, 2500, 2500)]),
+    heavy=st.sampled_from([1, 9]),
+    exponent=st.integers(-149, 127),
+    blend=st.sampled_from([0.0, 0.3]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**20),
+)
+def test_fake_quantize_of_any_weights(
+    mode: Any, shape: tuple[int, int, int], heavy: int, exponent: int, blend: float, dtype: Any, seed: int
+) -> None:
+    w = torch.randn(shape[:2], generator=torch.Generator().manual_seed(seed)) ** heavy
+    w = w.div(w.abs().max()).double().mul(1.99 * 2.0**exponent).float()
+    bits, grid = mode[0], replace(mode[1], grouping=PerGroup(shape[2]))
+    ours = cpu_quant.fake_quantize(w, bits, grid, blend=blend, dtype=dtype)
+    assert same_bits(ours, quantizer.fake_quantize(w, bits, grid, blend=blend, dtype=dtype))
+
+
 def test_a_backward_pass_through_older_weights_fails() -> None:
     w = weight()
     out = cpu_quant.fake_quantize(w, 8)
@@ -94,13 +129,27 @@ def test_a_backward_pass_through_older_weights_fails() -> None:
         stale.backward()
 
 
-@needs_numba
 def test_wrong_arguments_are_told() -> None:
     w = weight()
     with pytest.raises(ValueError, match="sets its own scale"):
         cpu_quant.least_squares_ratio(w, 2)
     with pytest.raises(ValueError, match="do not divide"):
         cpu_quant.fake_quantize(w, 8, Grid(RowBlocks(4)))
+
+
+def test_without_numba_the_log_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def missing() -> Any:
+        raise ModuleNotFoundError("No module named 'numba'")
+
+    monkeypatch.setattr(cpu_quant, "_kernels", missing)
+    cpu_quant.available.cache_clear()
+    try:
+        w = weight()
+        assert [choose("search", w, torch.float32) for _ in range(2)] == [quantizer] * 2
+    finally:
+        cpu_quant.available.cache_clear()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "No module named 'numba'" in record.getMessage()
 
 
 def test_each_calls_all_and_raises() -> None:
@@ -111,6 +160,13 @@ def test_each_calls_all_and_raises() -> None:
         assert sorted(seen) == list(range(20))
         with pytest.raises(ZeroDivisionError):
             cpu_quant.each(lambda item: 1 // item, [1, 0, 1])
+
+
+def test_each_within_each_needs_no_second_thread() -> None:
+    torch.set_num_threads(2)
+    seen: list[int] = []
+    cpu_quant.each(lambda _: cpu_quant.each(seen.append, range(4)), range(8))
+    assert sorted(seen) == sorted([*range(4)] * 8)
 
 
 # With threads of torch, so that no thread of the test run is in the way.
