@@ -67,6 +67,7 @@ ORDER = [
     "packed.files",
     "packed.state",
     "packed.state_check",
+    "packed.words",
     "packed.layout",
     "packed.targets",
     "packed.matrices",

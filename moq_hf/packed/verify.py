@@ -89,7 +89,10 @@ def verify_quantized(
                 continue
             _parts(weights[owner], matrix)[part] = tensor
             if weights[owner].is_complete:
-                _compare(folder, parameter_of(owner, layers[owner].kind), weights.pop(owner).check(), compared)
+                complete = weights.pop(owner)
+                complete.check()
+                if compared is not None:
+                    _compare(folder, parameter_of(owner, layers[owner].kind), complete.weight(), compared)
     if weights:
         raise MoQError(f"{folder}: missing from the weights: {', '.join(weights)}")
     _check_tied(folder, tied, grids)
