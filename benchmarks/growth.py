@@ -1,6 +1,6 @@
 """How time and memory grow with a model: from 11 million weights to 7 billion, and from a thousand layers to four.
 
-    python benchmarks/growth.py --sizes 11M 110M 340M 1.3B 7B
+    python benchmarks/growth.py
 
 Models have Llama's shapes and random weights. Each is measured in a process of its own; one that does not fit into
 memory is measured in parts of whole blocks, whose seconds are added up. Each line of `--out` is saved as it is done;
@@ -55,6 +55,25 @@ CONFIG = {
     "quantize_groups": "per_channel",
     "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0},
 }
+# What a process has of memory before any weight is quantized; in one that has imported nothing yet.
+LIBRARIES = """
+import json, torch
+from transformers import BertConfig, Trainer
+
+def resident():
+    status = open("/proc/self/status").read()
+    return [int(status.split(f"{field}:")[1].split()[0]) * 1024 for field in ("VmRSS", "RssFile")]
+
+found = {"torch and transformers": resident()}
+import moq_hf
+found["moq_hf"] = resident()
+import numba
+found["numba, imported"] = resident()
+from moq_hf.kernels import cpu
+cpu.available()
+found["numba, the loops loaded"] = resident()
+print(json.dumps(found))
+"""
 
 
 def weights_of(size: str) -> int:
@@ -128,14 +147,13 @@ def answer(folder: str) -> None:
         model(torch.zeros(1, 1, dtype=torch.long))
 
 
-def train_side(shape: tuple[int, int, int], folder: str, warm: bool = False) -> dict[str, Any]:
-    """All but loading and the report, on a model of a shape that is left packed in a folder."""
+def train_side(shape: tuple[int, int, int], folder: str, repeats: int = 3) -> dict[str, Any]:
+    """All but loading and the report, on a model of a shape, which is left packed in a folder."""
     model = model_of(*shape)
     gc.collect()
     measure, config = Stopwatch(resident()), MoQConfig.from_dict(CONFIG)
     controller = measure("first", lambda: MoQController(model, config, total_steps=10))
     layers = controller.layers
-    repeats = 1 if warm else 3
     measure("refresh", lambda: controller.refresh(wait=False), repeats)
     measure("search", lambda: [layer.set_bits(4) for layer in layers.values()])
     measure("nan", lambda: check_finite(layers), repeats)
@@ -156,7 +174,7 @@ def one(args: argparse.Namespace) -> dict[str, Any]:
     """What a process of its own measures: one side of one part."""
     with tempfile.TemporaryDirectory() as folder:
         # Imports and compiles.
-        train_side((32, 64, 2), folder, warm=True)
+        train_side((32, 64, 2), folder, repeats=1)
         load_side(0, folder)
     hidden, intermediate, _ = SIZES[args.sizes[0]]
     if args.side == "load":
@@ -176,16 +194,30 @@ def part(args: argparse.Namespace, size: str, blocks: int) -> dict[str, Any]:
     return found
 
 
+def libraries() -> dict[str, Any]:
+    """Bytes of resident memory after each import, and how many of them are pages of files."""
+    for _ in range(2):
+        # The first one may have to compile.
+        done = subprocess.run([sys.executable, "-c", LIBRARIES], stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
 def tables(lines: list[dict[str, Any]]) -> str:
     """Seconds and bytes for each weight, by operation and size, and milliseconds for each of many small layers."""
     texts = []
+    for found in [line["libraries"] for line in lines if "libraries" in line]:
+        steps = zip([[0, 0], *found.values()], found.items(), strict=False)
+        rows = [[name, *(f"{(now - was) / 1e6:.0f}" for now, was in zip(b, a, strict=True))] for a, (name, b) in steps]
+        texts.append(table(["resident memory", "MB", "of files"], rows))
+    lines = [line for line in lines if "size" in line]
     for unit, value in (
         ("seconds per billion weights", lambda ls, op, n: sum(line[op]["seconds"] for line in ls) / n * 1e9),
         ("CPU seconds per billion weights", lambda ls, op, n: sum(line[op]["cpu"] for line in ls) / n * 1e9),
         ("bytes per weight above the model", lambda ls, op, n: max(x[op]["bytes"] / x["weights"] for x in ls)),
     ):
         sizes = [size for size in SIZES if "layers" not in size and any(line["size"] == size for line in lines)]
-        texts.append(grid(f"{unit}", sizes, lines, value, lambda ls: sum(line["weights"] for line in ls)))
+        texts.append(grid(unit, sizes, lines, value, lambda ls: sum(line["weights"] for line in ls)))
     sizes = [size for size in SIZES if "layers" in size and any(line["size"] == size for line in lines)]
     if sizes:
         per_layer = lambda ls, op, n: sum(line[op]["cpu"] for line in ls) / n * 1e3  # noqa: E731
@@ -210,6 +242,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--tmp", help="where packed models go for a while; needs 0.6 bytes per weight of a part")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/growth.jsonl"))
+    parser.add_argument("--report", action="store_true", help="only print the tables of what is there")
     parser.add_argument("--blocks", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -219,7 +252,9 @@ def main() -> None:
         print(json.dumps(one(args)))
         return
     lines = Lines(args.out)
-    for size in args.sizes:
+    if not args.report and not any("libraries" in line for line in lines.lines):
+        lines.add({"libraries": libraries()})
+    for size in [] if args.report else args.sizes:
         parts = parts_of(size, args.most)
         for index, blocks in enumerate(parts):
             key = {"size": size, "part": index, "parts": len(parts)}
