@@ -27,11 +27,12 @@ from .config import MoQConfig
 from .errors import MoQError
 from .grid import Grid, InputGrid, PerChannel, PerGroup, RowBlocks
 from .inputs import Inputs, new_inputs, take_step
-from .kernels.backend import choose
+from .kernels import columns
+from .kernels.backend import choose, takes_columns
 from .model.staleness import Key, key_of, stale, watch
 from .processes import is_sharded, whole
 from .quantizer import Draw
-from .rows import Kind, from_rows, lies_in_rows, parameter_of, to_rows
+from .rows import Kind, from_rows, lies_in_columns, lies_in_rows, matrices, parameter_of, to_rows
 from .schedule import FLOAT_BITS
 from .transformers_seams import is_scaled_table
 
@@ -370,7 +371,7 @@ class QuantLayer(nn.Module):
         state = self.moq
         state.bits, state.ratio = bits, None
         if bits != FLOAT_BITS and state.grid.searches(bits):
-            weight = self._whole_matrix()
+            weight = to_rows(self._whole(), self.kind).contiguous()
             path = choose("search", weight, torch.float32, state.kernel)
             state.ratio = path.least_squares_ratio(weight, bits, state.grid)
 
@@ -412,7 +413,7 @@ class QuantLayer(nn.Module):
         """Whether the weight held NaN or Inf when it was quantized: a bool scalar on its device."""
         if self.moq.weight is None:
             return torch.zeros((), dtype=torch.bool, device=self.float_weight.device)
-        return quantizer.nonfinite(to_rows(self.moq.weight, self.kind), self.moq.grid)
+        return quantizer.nonfinite(matrices(self.moq.weight, self.kind), self.moq.grid)
 
     def extra_repr(self) -> str:
         """The linear layer's own line and the bits."""
@@ -425,30 +426,29 @@ class QuantLayer(nn.Module):
             return self.float_weight.detach()
         # Leaving inference mode makes a result that training can use later.
         with torch.inference_mode(False), torch.no_grad():
-            weight = self._whole_matrix()
-            path = choose("weight", weight, dtype or weight.dtype, state.kernel)
+            weight, wanted = self._whole(), dtype or self.float_weight.dtype
+            how: dict[str, Any] = {"ratio": state.ratio, "blend": state.blend, "dtype": dtype}
+            if lies_in_columns(weight, self.kind) and takes_columns(
+                weight, state.bits, state.grid, wanted, state.kernel
+            ):
+                target = out if out is not None and out.is_contiguous() else None
+                values = columns.fake_quantize(weight, state.bits, state.grid, out=target, **how)
+                return values if out is None or target is not None else out.copy_(values)
+            matrix = to_rows(weight, self.kind).contiguous()
+            path = choose("weight", matrix, wanted, state.kernel)
             in_place = out is not None and out.is_contiguous() and lies_in_rows(out, self.kind)
             target = to_rows(out, self.kind) if out is not None and in_place else None
-            values = path.fake_quantize(
-                weight,
-                state.bits,
-                state.grid,
-                ratio=state.ratio,
-                draw=state.draw,
-                blend=state.blend,
-                dtype=dtype,
-                out=target,
-            )
+            values = path.fake_quantize(matrix, state.bits, state.grid, draw=state.draw, out=target, **how)
             if out is not None:
                 return out if target is not None else out.copy_(from_rows(values, self.kind, out.shape))
             return from_rows(values, self.kind, self.float_weight.shape).contiguous()
 
-    def _whole_matrix(self) -> Tensor:
+    def _whole(self) -> Tensor:
         weight = whole(self.float_weight)
         if self.moq.gathered and not is_sharded(self.float_weight):
             # FSDP2 frees the memory of its own parameter, which NumPy's view of it would forbid.
             weight = weight.clone()
-        return to_rows(weight, self.kind).contiguous()
+        return weight.detach()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantLayer":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -31,6 +31,7 @@ threshold factor); binary from Rastegari et al. 2016, "XNOR-Net"; Philox4x32-10 
 Random Numbers: As Easy as 1, 2, 3".
 """  # noqa: E501 - a table row cannot be broken
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -181,9 +182,18 @@ def fake_quantize(
 
 
 def nonfinite(values: Tensor, grid: Grid = _DEFAULT) -> Tensor:
-    """Whether a result of `fake_quantize` came from a weight with NaN or Inf: a bool scalar on the values' device."""
-    groups = values.detach().contiguous().view(*_sizes(values, grid.shape(*values.shape)))
-    return ~torch.isfinite(groups[:, 0]).all()
+    """Whether a result of `fake_quantize` came from a weight with NaN or Inf: a bool scalar on the values' device.
+
+    Args:
+        values: The result, or several, one below the other in the grid: `[..., rows, columns]`, with any strides.
+        grid: Which weights share a scale.
+    """
+    columns = values.shape[-1]
+    height = values.numel() // columns
+    shape = grid.shape(height, columns)
+    # A group of rows begins at one of these, in whichever result.
+    step = math.gcd(height // shape[0], values.shape[-2])
+    return ~torch.isfinite(values.detach()[..., ::step, :: columns // shape[1]]).all()
 
 
 def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import growth
 import levers
 import peers
 import pytest
@@ -201,3 +202,19 @@ def test_rules_and_servers_stand_side_by_side(tmp_path: Path, capsys: pytest.Cap
     assert written["cases"]["b2_g128"]["agree"] == {"vllm": True, "vllm-cpu": False}
     assert (written["agree"], written["asked"]) == (1, 2)
     assert "WRONG: vllm-cpu" in capsys.readouterr().out
+
+
+def test_growth_measures_each_operation(tmp_path: Path) -> None:
+    found = growth.train_side((32, 64, 2), str(tmp_path), repeats=1) | growth.load_side(1, str(tmp_path))
+    assert tuple(found) == growth.OPERATIONS
+    assert all(figures["seconds"] > 0 for figures in found.values())
+    line = {"size": "11M", "blocks": 2, "weights": 2 * growth.weights_of("11M"), **found}
+    libraries = {"libraries": {"torch": [5_000_000, 2_000_000], "numba": [7_000_000, 2_000_000]}}
+    text = growth.tables([line, libraries, {**line, "size": "1050 layers"}])
+    assert len(text.splitlines()) == 4 + 4 * 9 + 4 and "| numba | 2 | 0 |" in text
+
+
+def test_parts_of_a_large_model_are_all_of_it() -> None:
+    assert growth.parts_of("1.3B", 1.4e9) == [26]
+    assert growth.parts_of("7B", 1.4e9) == [6, 6, 5, 5, 5, 5]
+    assert growth.parts_of("7B", 1.0) == [1] * 32

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import quantizer, triton_quant
 from ..grid import Grid
 from ..quantizer import Draw
-from . import cpu, packing
+from . import columns, cpu, packing
 
 
 class Backend(Protocol):
@@ -57,6 +57,19 @@ def choose(
     if task != "weight" and _fits_triton(weight, dtype):
         return triton_quant
     return cpu if cpu.applies(weight, dtype) else quantizer
+
+
+def takes_columns(weight: Tensor, bits: int, grid: Grid, dtype: torch.dtype, kernel: bool | None = None) -> bool:
+    """Whether `kernels.columns` quantizes a weight that lies transposed; else `choose` takes a transposed copy of it.
+
+    Args:
+        weight: The float weight, `[columns, rows]` or `[matrices, columns, rows]`.
+        bits: Bit width, 1 to 16.
+        grid: Which weights share a scale.
+        dtype: Dtype of the result.
+        kernel: `quantizer_kernel` of the config.
+    """
+    return kernel is not False and cpu.applies(weight, dtype) and columns.fits(weight, bits, grid)
 
 
 def triton_wanted(device: torch.device, kernel: bool | None) -> bool:

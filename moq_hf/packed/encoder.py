@@ -1,6 +1,7 @@
 """The layers of one model on their way into the files: how each is stored, and the config groups they share."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import quantizer
 from ..errors import MoQError
+from ..grid import Grid, RowBlocks
 from ..model.inventory import Inventory, is_linear
 from ..names import plain_name
 from ..quant_linear import QuantLayer
@@ -21,6 +23,7 @@ from .layout import FORMATS, Encoded, Layout, Terms
 from .matrices import encode_matrices, names_of, target_of
 from .state import MAX_PACKED_BITS, STATE_NAME, StoredLayer
 from .targets import Patterns
+from .words import pieces
 
 # Bits of a word of packed codes.
 _WORD = 32
@@ -131,20 +134,19 @@ class Encoder:
         for other in tied:
             tensors.pop(f"{other}.weight", None)
         weight = to_rows(parameter, kind).contiguous()
-        settings: dict[str, Any] = {"ratio": state.ratio, "draw": state.draw}
         scales, max_error, symmetric = (0, 0), 0.0, state.grid.symmetric
         if stored == "float":
             if state.bits != FLOAT_BITS:
-                weight = quantizer.fake_quantize(weight, state.bits, state.grid, blend=state.blend, **settings)
+                how: dict[str, Any] = {"ratio": state.ratio, "draw": state.draw, "blend": state.blend}
+                weight = quantizer.fake_quantize(weight, state.bits, state.grid, **how)
             encoded = Encoded({"weight": from_rows(weight, kind, parameter.shape).contiguous()})
         else:
             try:
-                codes, scale, zero = quantizer.quantize(weight, state.bits, state.grid, **settings)
+                values, max_error = _quantize(weight, state.bits, state.grid, state.ratio, state.draw)
             except ValueError as error:
                 raise MoQError(f"{own} cannot be quantized: {error}") from error
-            values = quantizer.Quantized(codes.cpu(), scale.cpu(), None if zero is None else zero.cpu())
-            max_error, width, size = _max_error(weight.cpu(), values), state.bits, self._row_size(layer)
-            scales = (scale.shape[0], scale.shape[1])
+            width, size = state.bits, self._row_size(layer)
+            scales = (values.scale.shape[0], values.scale.shape[1])
             if stored == "packed" and (self.at_load or matrices):
                 width = self.container
             if stored == "packed" and self.at_load and not matrices:
@@ -259,6 +261,32 @@ def plain(named: Mapping[str, _Value], added: Iterable[str]) -> dict[str, _Value
 
 def _tensor_name(layer: str, parameter: str, part: str) -> str:
     return parameter if part == "weight" else f"{layer}.{part}"
+
+
+def _quantize(
+    weight: Tensor, bits: int, grid: Grid, ratio: Tensor | None, draw: quantizer.Draw
+) -> tuple[quantizer.Quantized, float]:
+    """What `quantizer.quantize` gives, on the CPU, and the largest distance of a weight from it, in steps of its scale.
+
+    It goes piece by piece. Stochastic rounding draws for a whole weight.
+
+    Raises:
+        ValueError: As `quantizer.quantize`.
+    """
+    rows, columns = weight.shape
+    groups = quantizer.check(weight, bits, grid, ratio)[0]
+    block, found, max_error = rows // groups, [], 0.0
+    for piece in [slice(None)] if grid.stochastic else pieces(rows, columns, block):
+        own = weight[piece]
+        scaled = slice(None) if grid.stochastic else slice(piece.start // block, piece.stop // block)
+        blocks = isinstance(grid.grouping, RowBlocks)
+        among = replace(grid, grouping=RowBlocks(len(own) // block)) if blocks else grid
+        values = quantizer.quantize(own, bits, among, ratio=None if ratio is None else ratio[scaled], draw=draw)
+        max_error = max(max_error, _max_error(own, values))
+        found.append(values)
+    codes, scale, zero = zip(*found, strict=True)
+    joined = (torch.cat(codes).cpu(), torch.cat(scale).cpu(), None if zero[0] is None else torch.cat(zero).cpu())
+    return quantizer.Quantized(*joined), max_error
 
 
 def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:

@@ -62,8 +62,9 @@ def size_of(folder: Path) -> int:
 
 def digest_of(tensor: Tensor) -> str:
     """A checksum of a tensor's dtype, shape and bytes."""
-    head = f"{tensor.dtype} {list(tensor.shape)}".encode()
-    return hashlib.sha256(head + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    found = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def read_document(path: Path) -> Entry:

@@ -39,6 +39,7 @@ An `nn.Linear` in such a model is packed in the first case and dense in the seco
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -50,6 +51,7 @@ from ..quantizer import Quantized, dequantize
 from ..rows import from_rows, to_rows
 from ..transformers_seams import pack_to_int32, unpack_from_int32, unpacked_weight
 from .state import StoredLayer
+from .words import pack, unpack
 
 Layout = Literal["packed", "unpacked", "floats"]
 
@@ -127,17 +129,27 @@ class InFiles:
         """Bits of a packed code."""
         return cast(int, self.group["weights"]["num_bits"])
 
+    @cached_property
+    def codes(self) -> Tensor:
+        """The packed codes as they lie in the files, int8."""
+        return unpack(self.parts["weight_packed"], self.width, self.shape)
+
     def decode(self) -> Quantized:
         """The codes as `quantizer` gives them, with their scales and zero points."""
         return FORMATS[self.layer.stored].decode(self)
 
-    def check(self) -> Tensor:
-        """The float weight, after every code, scale and zero point was found to be of the grid that it declares.
+    def check(self) -> None:
+        """Whether every code, scale and zero point is of the grid that the layer declares.
 
         Raises:
             MoQError: One is not.
         """
-        return self.parts["weight"] if self.layer.stored == "float" else FORMATS[self.layer.stored].check(self)
+        if self.layer.stored != "float":
+            FORMATS[self.layer.stored].check(self)
+
+    def weight(self) -> Tensor:
+        """The float weight, as transformers computes it."""
+        return self.parts["weight"] if self.layer.stored == "float" else FORMATS[self.layer.stored].weight(self)
 
 
 class _Dense:
@@ -169,7 +181,7 @@ class _Dense:
             codes = codes.clamp(*_grid_of(layer).limits(layer.bits))
         return Quantized(codes.reshape(weight.shape).int(), scale, zero)
 
-    def check(self, stored: InFiles) -> Tensor:
+    def check(self, stored: InFiles) -> None:
         weight, values = stored.parts["weight"], self.decode(stored)
         check_values(stored, values)
         rows, limits = to_rows(weight, stored.layer.kind), _grid_of(stored.layer).limits(stored.layer.bits)
@@ -180,7 +192,9 @@ class _Dense:
             off &= dequantize(*others, dtype=weight.dtype) != rows
         if bool(off.any()):
             raise MoQError(f"{stored.where}: a weight is not on the grid of {stored.layer.bits} bits")
-        return weight
+
+    def weight(self, stored: InFiles) -> Tensor:
+        return stored.parts["weight"]
 
 
 class _Bytes:
@@ -210,12 +224,14 @@ class _Bytes:
         zero = stored.parts.get("weight_zero_point")
         return Quantized(codes, scale, None) if zero is None else Quantized(codes + half, scale, zero.int() + half)
 
-    def check(self, stored: InFiles) -> Tensor:
-        dtype, values = stored.parts["weight"].dtype, self.decode(stored)
+    def check(self, stored: InFiles) -> None:
+        dtype = stored.parts["weight"].dtype
         if dtype != torch.int8:
             raise MoQError(f"{stored.where}: the codes are {dtype}, not torch.int8")
-        check_values(stored, values)
-        return dequantize(*values, dtype=stored.dtype)
+        check_values(stored, self.decode(stored))
+
+    def weight(self, stored: InFiles) -> Tensor:
+        return dequantize(*self.decode(stored), dtype=stored.dtype)
 
 
 class _Packed:
@@ -242,7 +258,7 @@ class _Packed:
         scheme |= _strategy(codes, scale, zero, terms)
         codes = turned(codes, terms.kind)
         parts = {
-            "weight_packed": pack_to_int32(codes.to(torch.int8), width),
+            "weight_packed": pack(codes, width),
             "weight_scale": turned(scale, terms.kind).to(terms.scale_dtype),
             "weight_shape": torch.tensor(codes.shape, device="cpu"),
         }
@@ -255,7 +271,7 @@ class _Packed:
 
     def decode(self, stored: InFiles) -> Quantized:
         kind, width, half = stored.layer.kind, stored.width, 2 ** (stored.width - 1)
-        codes = turned(unpack_from_int32(stored.parts["weight_packed"], width, stored.shape).int(), kind)
+        codes = turned(stored.codes, kind).int()
         scale, zero = turned(stored.parts["weight_scale"], kind).float(), stored.parts.get("weight_zero_point")
         # Of a table that was given the groups of the linear layers.
         own = slice(None, None, scale.shape[1] // stored.layer.scales[1])
@@ -267,14 +283,17 @@ class _Packed:
             zero = unpack_from_int32(zero, width, torch.Size((stored.shape[0], scale.shape[1])), packed_dim=0)
         return Quantized(codes + half, scale[:, own], (turned(zero.int(), kind) + half)[:, own])
 
-    def check(self, stored: InFiles) -> Tensor:
+    def check(self, stored: InFiles) -> None:
         parts = stored.parts
         check_words(stored)
         zero = parts.get("weight_zero_point")
         if zero is not None and zero.is_floating_point() and bool((zero != -0.5).any()):
             raise MoQError(f"{stored.where}: the zero points of binary codes must be -1/2")
         check_values(stored, self.decode(stored))
-        return unpacked(stored)
+
+    def weight(self, stored: InFiles) -> Tensor:
+        scale = stored.parts["weight_scale"].to(stored.dtype)
+        return unpacked_weight({**stored.parts, "weight_scale": scale}, stored.group)
 
 
 # Each encodes a weight, names its tensors, and decodes and checks them; `compressor` is its name in compressed-tensors.
@@ -305,12 +324,6 @@ def _grid_of(layer: StoredLayer) -> Grid:
     return Grid(symmetric=layer.symmetric, full=layer.full)
 
 
-def unpacked(stored: InFiles) -> Tensor:
-    """The float weight of packed codes, as transformers computes it."""
-    scale = stored.parts["weight_scale"].to(stored.dtype)
-    return unpacked_weight({**stored.parts, "weight_scale": scale}, stored.group)
-
-
 def check_words(stored: InFiles) -> None:
     """Whether packed codes are words of a weight of the declared shape, with nothing in between.
 
@@ -318,8 +331,8 @@ def check_words(stored: InFiles) -> None:
         MoQError: They are not; names the layer.
     """
     width, shape, parts = stored.width, stored.shape, stored.parts
-    again = pack_to_int32(unpack_from_int32(parts["weight_packed"], width, shape), width)
-    if not torch.equal(again, parts["weight_packed"]) or parts["weight_shape"].tolist() != list(shape):
+    is_same = torch.equal(pack(stored.codes, width), parts["weight_packed"])
+    if not is_same or parts["weight_shape"].tolist() != list(shape):
         raise MoQError(f"{stored.where}: the packed codes are not those of a weight {list(shape)} at {width} bits")
 
 

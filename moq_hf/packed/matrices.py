@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..quantizer import Quantized
 from ..transformers_seams import matrices_in_files
-from .layout import FORMATS, Encoded, InFiles, Terms, check_values, check_words, unpacked
+from .layout import FORMATS, Encoded, InFiles, Terms, check_values, check_words
 from .state import StoredLayer
 
 _NAME = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
@@ -129,14 +129,17 @@ class Stacked:
         found = [matrix.decode() for matrix in self.matrices.values()]
         return Quantized(torch.cat([one.codes for one in found]), torch.cat([one.scale for one in found]), None)
 
-    def check(self) -> Tensor:
-        """The float weight `[experts * rows, columns]`, found to be of the grid that it declares.
+    def check(self) -> None:
+        """Whether the matrices are of the grid that the layer declares.
 
         Raises:
-            MoQError: It is not.
+            MoQError: They are not.
         """
         for matrix in self.matrices.values():
             check_words(matrix)
         # A block of rows, which has one scale, may have its largest weight in another matrix.
         check_values(self.whole, self.decode())
-        return torch.cat([unpacked(matrix) for matrix in self.matrices.values()])
+
+    def weight(self) -> Tensor:
+        """The float weight `[experts * rows, columns]`."""
+        return torch.cat([matrix.weight() for matrix in self.matrices.values()])

@@ -89,7 +89,7 @@ def verify_quantized(
                 continue
             _parts(weights[owner], matrix)[part] = tensor
             if weights[owner].is_complete:
-                _compare(folder, parameter_of(owner, layers[owner].kind), weights.pop(owner).check(), compared)
+                _check(folder, parameter_of(owner, layers[owner].kind), weights.pop(owner), compared)
     if weights:
         raise MoQError(f"{folder}: missing from the weights: {', '.join(weights)}")
     _check_tied(folder, tied, grids)
@@ -174,6 +174,17 @@ def _tensors_as_saved(folder: Path, digests: Mapping[str, str]) -> Iterator[tupl
         yield name, tensor
     if missing:
         raise MoQError(f"{folder}: missing from the weights: {', '.join(sorted(missing))}")
+
+
+def _check(folder: Path, name: str, weight: InFiles | Stacked, model: Mapping[str, Tensor] | None) -> None:
+    """Find a weight on its grid, and compare it with the model's, if there is one.
+
+    Raises:
+        MoQError: It is not on the grid, or differs.
+    """
+    weight.check()
+    if model is not None:
+        _compare(folder, name, weight.weight(), model)
 
 
 def _compare(folder: Path, name: str, tensor: Tensor, model: Mapping[str, Tensor] | None, kind: str = "") -> None:

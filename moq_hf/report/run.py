@@ -61,8 +61,16 @@ class Run:
     def by_block(self, kind: str) -> dict[str, tuple[list[int], list[float]]]:
         """Block name to the series of `moq/<kind>/<block>`, in model order as far as the log shows it."""
         start = f"moq/{kind}/"
-        names = dict.fromkeys(key for entry in self.log for key in entry if key.startswith(start))
-        return {name.removeprefix(start): self.series(name) for name in sorted(names, key=natural)}
+        found: dict[str, tuple[list[int], list[float]]] = {}
+        # One walk for all blocks: a log may have as many lines as there are blocks, or more.
+        for entry in self.log:
+            for key, value in entry.items():
+                if key.startswith(start):
+                    steps, values = found.setdefault(key.removeprefix(start), ([], []))
+                    if isinstance(value, (int, float)):
+                        steps.append(entry["step"])
+                        values.append(value)
+        return {name: found[name] for name in sorted(found, key=natural)}
 
     @property
     def quantized_share(self) -> float | None:
