@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import quantizer
 from ..grid import Grid
-from .cpu import _CUT, _NO_FLOATS, _NO_HALVES, _flat
+from .cpu import _CUT, _NO_FLOATS, _flat
 
 
 def fits(weight: Tensor, bits: int, grid: Grid) -> bool:
@@ -56,11 +56,9 @@ def fake_quantize(
     matrices, columns, rows = _sizes(weight)
     shape = quantizer.check(weight.new_empty(matrices * rows, columns, device="meta"), bits, grid, ratio)
     out = torch.empty_like(weight, dtype=dtype or weight.dtype) if out is None else out
-    halves = out.dtype == torch.bfloat16
     _kernels().fake_quantize(
         _flat(weight.detach()),
-        _NO_FLOATS if halves else _flat(out),
-        _flat(out.view(torch.uint16)) if halves else _NO_HALVES,
+        _flat(out.view(torch.uint16) if out.dtype == torch.bfloat16 else out),
         (matrices, columns, rows),
         matrices * rows // shape[0],
         columns // shape[1],

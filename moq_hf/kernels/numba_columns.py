@@ -7,10 +7,9 @@ are here; a row's scale comes from the same function as there.
 import numpy as np
 from numba import njit
 
-from .numba import _ABS, _ONE, _ZERO, _float_of, _to_bfloat16, _uniform_scale
+from .numba import _ABS, _ONE, _before, _float_of, _limits, _put, _uniform_scale
 
-# Inlined: a call for each row of memory would take longer than its loop.
-_as_bfloat16 = njit(inline="always")(_to_bfloat16.py_func)
+_ZERO = np.float32(0.0)
 
 
 @njit(nogil=True, cache=True)
@@ -55,48 +54,37 @@ def _scales(low, high, width, ratios, at, per_row, bits, symmetric, full, cut, s
 
 # Else each division would look for a scale of 0, one by one.
 @njit(nogil=True, cache=True, error_model="numpy")
-def _values(x, out, halves, first, stride, count, scales, zeros, damaged, bits, symmetric, full, keep, blend):
-    """The quantized values of `count` weights below each other in each column."""
-    size = scales.size
-    top = np.float32((1 << (bits - 1)) - 1 if symmetric else (1 << bits) - 1)
-    bottom = (-top - _ONE if full else -top) if symmetric else _ZERO
-    buffer = np.empty(size if halves.size else 0, np.float32)
-    for begin in range(first, first + count * stride, stride):
-        piece = x[begin : begin + size]
-        values = buffer[:size] if halves.size else out[begin : begin + size]
-        if symmetric:
-            for j in range(size):
-                values[j] = max(min(np.rint(piece[j] / scales[j]), top), bottom) * scales[j]
-        else:
-            for j in range(size):
-                values[j] = (max(min(np.rint(piece[j] / scales[j]) + zeros[j], top), bottom) - zeros[j]) * scales[j]
-        if blend != _ZERO:
-            for j in range(size):
-                values[j] = np.float32(values[j] * keep) + np.float32(piece[j] * blend)
-        if halves.size:
-            target = halves[begin : begin + size]
-            _as_bfloat16(values, target)
-            if damaged:
-                for j in range(size):
-                    target[j] = np.uint16(0x7FC0) if np.isnan(scales[j]) else target[j]
+def _values(x, out, first, count, scales, zeros, damaged, bits, symmetric, full, keep, blend):
+    """The quantized values of `count` rows of memory from `first` on."""
+    bottom, top = _limits(bits, symmetric, full)
+    for row in range(first, first + count):
+        for j in range(scales.size):
+            scale, zero = scales[j], zeros[j]
+            code = max(min(np.rint(x[row, j] / scale) + _before(zero, symmetric), top), bottom)
+            _put(out, row, j, (code - zero) * scale, x[row, j], keep, blend)
+        if damaged and out.itemsize == 2:
+            for j in range(scales.size):
+                if np.isnan(scales[j]):
+                    out[row, j] = np.uint16(0x7FC0)
 
 
 @njit(nogil=True, cache=True)
-def fake_quantize(x, out, halves, shape, width, length, bits, symmetric, full, cut, ratios, keep, blend):
+def fake_quantize(x, out, shape, width, length, bits, symmetric, full, cut, ratios, keep, blend):
     """Quantize the matrices in `x`, which are `shape`: matrices, weights below each other, weights side by side.
 
-    `width` weights side by side and `length` below each other share a scale. The result is float32 in `out`, or
-    bfloat16 in `halves` (uint16) where that is not empty. `ratios` may be empty; else they are of the scale's shape.
+    `width` weights side by side and `length` below each other share a scale. `out` is float32, or uint16 for the bits
+    of bfloat16. `ratios` may be empty; else they are of the scale's shape.
     """
     matrices, depth, stride = shape
+    rows, values = x.reshape(matrices * depth, stride), out.reshape(matrices * depth, stride)
     low, high = np.empty(stride, np.int32), np.empty(stride, np.int32)
     scales, zeros = np.empty(stride, np.float32), np.empty(stride, np.float32)
     per_row = depth // length
     # Whole rows of memory at a time: pieces of them, twice from the cache, take two to three times as long.
     for matrix in range(matrices):
         for top in range(0, depth, length):
-            first = (matrix * depth + top) * stride
-            _ranges(x, first, stride, length, symmetric and not full, low, high)
+            first = matrix * depth + top
+            _ranges(x, first * stride, stride, length, symmetric and not full, low, high)
             at = matrix * stride // width * per_row + top // length
             damaged = _scales(low, high, width, ratios, at, per_row, bits, symmetric, full, cut, scales, zeros)
-            _values(x, out, halves, first, stride, length, scales, zeros, damaged, bits, symmetric, full, keep, blend)
+            _values(rows, values, first, length, scales, zeros, damaged, bits, symmetric, full, keep, blend)
