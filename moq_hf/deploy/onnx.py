@@ -88,15 +88,9 @@ def export_onnx(
     target = target_of(Path(directory), out, FLAVORS)
     checkpoint = load_checkpoint(Path(directory))
     reference = Reference(checkpoint, data, max_length)
-    trained = _trained(checkpoint.verified.state)
-    asked = InputGrid(
-        activation_bits or (trained.bits if trained else 8),
-        activation_scale or (trained.scale if trained else "per_tensor"),
-    )
-    grids: dict[Flavor, InputGrid] = {"int8": asked, "qdq": InputGrid(8, "static")}
-    roundings = {
-        flavor: _rounding(checkpoint, reference, grid, for_cpu) for flavor, grid in grids.items() if flavor in flavors
-    }
+    trained = _trained(checkpoint.verified.state) or InputGrid(8, "per_tensor")
+    asked = InputGrid(activation_bits or trained.bits, activation_scale or trained.scale)
+    roundings = _roundings(checkpoint, reference, flavors, asked, for_cpu)
     with staged(target, ALL_FILES) as staging:
         written: dict[str, _Written] = {}
         for flavor in dict.fromkeys(flavors):
@@ -152,6 +146,16 @@ def _trained(state: Mapping[str, Any]) -> InputGrid | None:
     """The grid of inputs that the model was trained with."""
     config = state.get("config")
     return None if config is None else MoQConfig.from_saved(config).activation.grid
+
+
+def _roundings(
+    checkpoint: Checkpoint, reference: Reference, flavors: Sequence[Flavor], asked: InputGrid, target: Target
+) -> dict[Flavor, Rounding]:
+    """How inputs are rounded in the flavors that do."""
+    grids: dict[Flavor, InputGrid] = {"int8": asked, "qdq": InputGrid(8, "static")}
+    return {
+        flavor: _rounding(checkpoint, reference, grid, target) for flavor, grid in grids.items() if flavor in flavors
+    }
 
 
 def _rounding(checkpoint: Checkpoint, reference: Reference, grid: InputGrid, target: Target) -> Rounding:
