@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from .config import LARGEST
-from .deploy.bench import benchmark, draw, write_json
-from .deploy.data import read_data
+from .deploy.bench import MAX_LOSS, benchmark, draw, write_json
+from .deploy.bench_worker import CLOCKS
+from .deploy.data import SENTENCES, read_data
 from .deploy.floats import export_floats
 from .deploy.gguf import export_gguf
 from .deploy.onnx import EXTERNAL_DATA_ABOVE, export_onnx
@@ -40,6 +41,7 @@ _ARGUMENTS = {
     "tolerance": "tolerance",
     "external_data_above": "external_data_above",
 }
+_TASK_WITHOUT_FILE = "--task_name goes with --validation_file"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,7 +128,48 @@ def add_export(subparsers: Any) -> None:
     gguf.add_argument(
         "--base", metavar="FILE.gguf", help="what llama.cpp's converter made of the checkpoint as floats (--to float)"
     )
-    onnx = parser.add_argument_group("onnx")
+    _add_onnx(parser.add_argument_group("onnx"))
+    parser.set_defaults(run=lambda args: _export(parser, args))
+
+
+def add_bench(subparsers: Any) -> None:
+    """`moq-hf bench DIR`: how fast a packed checkpoint is on this CPU, and which file to deploy."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="latency, throughput, memory and accuracy of a packed checkpoint on this CPU, and which file to deploy",
+        description="Measure a packed checkpoint on the CPU, in turn: PyTorch (float, bf16, packed), ONNX Runtime "
+        "(float, its own quantize_dynamic, weight-only, int8) and, if it is installed, OpenVINO (float, weight-only, "
+        "dequantize-linear, int8, qdq). Then say which file to deploy here.",
+    )
+    parser.add_argument("directory", metavar="DIR", help="a packed checkpoint with its tokenizer")
+    parser.add_argument("--batch", type=_positive, nargs="+", default=[1, 8, 32], metavar="N", help="default: 1 8 32")
+    parser.add_argument(
+        "--sequence", type=_positive, nargs="+", default=[16, 64, 128], metavar="N", help="default: 16 64 128"
+    )
+    parser.add_argument("--threads", type=_positive, metavar="N", help="of each engine; default: PyTorch's number")
+    parser.add_argument("--activation_bits", type=_positive, metavar="B", help="as for export")
+    parser.add_argument("--repeats", type=_positive, default=20, metavar="N", help="rounds per shape; default: 20")
+    _add_data(parser, "measure the accuracy on these rows")
+    parser.add_argument(
+        "--max_loss",
+        type=_not_negative,
+        default=MAX_LOSS,
+        metavar="L",
+        help=f"what a recommended file may lose of each metric; default: {MAX_LOSS:g}",
+    )
+    parser.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="cpu is the process's own time, for one thread on a busy machine; default: wall",
+    )
+    parser.add_argument("--json", metavar="FILE.json", help="write the figures too")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the speeds too")
+    parser.set_defaults(run=lambda args: _bench(parser, args))
+
+
+def _add_onnx(onnx: Any) -> None:
+    """The options of the export to ONNX."""
     onnx.add_argument(
         "--flavors",
         # The old spelling.
@@ -154,17 +197,7 @@ def add_export(subparsers: Any) -> None:
         metavar="CPU",
         help=f"what int8 is made for: {', '.join(TARGETS)}, or auto, which is what suits this machine",
     )
-    onnx.add_argument(
-        "--validation_file",
-        metavar="FILE",
-        help='compare on these rows: JSON lines with one or two texts and "label"; default: sentences of our own',
-    )
-    onnx.add_argument(
-        "--task_name",
-        metavar="TASK",
-        help="GLUE's name of the task, for the metric; default: accuracy, or correlations for scores",
-    )
-    onnx.add_argument("--max_seq_length", type=_positive, metavar="N", help="default: 128")
+    _add_data(onnx, "compare on these rows")
     onnx.add_argument(
         "--tolerance",
         type=_positive_number,
@@ -177,27 +210,21 @@ def add_export(subparsers: Any) -> None:
         metavar="BYTES",
         help=f"put larger weights into a file beside the model; default: {EXTERNAL_DATA_ABOVE}",
     )
-    parser.set_defaults(run=lambda args: _export(parser, args))
 
 
-def add_bench(subparsers: Any) -> None:
-    """`moq-hf bench DIR`: how fast a packed checkpoint is in PyTorch and in onnxruntime."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="latency, throughput and memory of a packed checkpoint, in PyTorch and as ONNX",
-        description="Measure float PyTorch, packed PyTorch, ONNX float, weight-only and int8 on the CPU, in turn.",
-    )
-    parser.add_argument("directory", metavar="DIR", help="a packed checkpoint with its tokenizer")
-    parser.add_argument("--batch", type=_positive, nargs="+", default=[1, 8, 32], metavar="N", help="default: 1 8 32")
+def _add_data(parser: Any, does: str) -> None:
+    """The options that name evaluation data."""
     parser.add_argument(
-        "--sequence", type=_positive, nargs="+", default=[16, 64, 128], metavar="N", help="default: 16 64 128"
+        "--validation_file",
+        metavar="FILE",
+        help=f'{does}: JSON lines with one or two texts and "label"; default: sentences of our own',
     )
-    parser.add_argument("--threads", type=_positive, metavar="N", help="of each engine; default: PyTorch's number")
-    parser.add_argument("--activation_bits", type=_positive, metavar="B", help="as for export")
-    parser.add_argument("--repeats", type=_positive, default=20, metavar="N", help="rounds per shape; default: 20")
-    parser.add_argument("--json", metavar="FILE.json", help="write the figures too")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the speeds too")
-    parser.set_defaults(run=_bench)
+    parser.add_argument(
+        "--task_name",
+        metavar="TASK",
+        help="GLUE's name of the task, for the metric; default: accuracy, or correlations for scores",
+    )
+    parser.add_argument("--max_seq_length", type=_positive, metavar="N", help="default: 128")
 
 
 def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -207,7 +234,7 @@ def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if foreign:
         parser.error(f"--to {args.to} goes without {', '.join(foreign)}")
     if "task_name" in given and "validation_file" not in given:
-        parser.error("--task_name goes with --validation_file")
+        parser.error(_TASK_WITHOUT_FILE)
     if "base" in takes and "base" not in given:
         parser.error(f"--to {args.to} needs --base, what llama.cpp's converter made of the checkpoint as floats")
     task = given.pop("task_name", None)
@@ -217,7 +244,9 @@ def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     print(export(args.directory, args.out, **arguments).table())
 
 
-def _bench(args: argparse.Namespace) -> None:
+def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.task_name is not None and args.validation_file is None:
+        parser.error(_TASK_WITHOUT_FILE)
     result = benchmark(
         args.directory,
         batches=args.batch,
@@ -225,6 +254,10 @@ def _bench(args: argparse.Namespace) -> None:
         threads=args.threads,
         activation_bits=args.activation_bits,
         repeats=args.repeats,
+        data=SENTENCES if args.validation_file is None else read_data(args.validation_file, args.task_name),
+        max_length=args.max_seq_length or 128,
+        max_loss=args.max_loss,
+        clock=args.clock,
     )
     print(result.table())
     if args.json is not None:
@@ -268,9 +301,17 @@ def _positive_number(text: str) -> float:
     return value
 
 
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError
+    return value
+
+
 # What argparse calls a wrong value.
 _positive.__name__ = "whole number from 1 and below 2**63"
 _positive_number.__name__ = "number above 0"
+_not_negative.__name__ = "number from 0"
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,6 +7,7 @@ are what CI runs, or have a test here.
 """
 
 import ast
+import configparser
 import inspect
 import io
 import itertools
@@ -45,6 +46,7 @@ from transformers import (
 
 import moq_hf
 from moq_hf import MoQConfig, cli, quantize_model, save_quantized
+from moq_hf.deploy.data import SENTENCES
 
 __all__ = ["quiet_logging"]
 pytestmark = pytest.mark.usefixtures("quiet_logging")
@@ -53,6 +55,7 @@ PATTERNS = ("*.md", "docs/**/*.md", "configs/README.md", "examples/**/*.md")
 PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
 EXPORT = "moq-hf export runs/mrpc --to onnx runs/mrpc-onnx --task_name mrpc --validation_file data/mrpc.jsonl"
 BENCH = "moq-hf bench runs/mrpc --threads 1 --activation_bits 7 --json bench.json --plot bench.png"
+MEASURE = "moq-hf bench runs/mrpc --task_name mrpc --validation_file data/mrpc.jsonl --max_loss 0.01"
 FLOATS = "moq-hf export runs/chat --to float runs/chat-floats"
 CONVERT = "python convert_hf_to_gguf.py runs/chat-floats --outtype f16 --outfile runs/chat-f16.gguf"
 GGUF = "moq-hf export runs/chat --to gguf runs/chat.gguf --base runs/chat-f16.gguf"
@@ -66,11 +69,13 @@ RUN_BY = {
     "python -m moq_hf.cli inspect runs/packed": "test_python_blocks",
     "pip install 'moq_hf[onnx]'": "test_the_onnx_extra",
     "pip install 'moq_hf[gguf]'": "test_the_gguf_extra",
+    "pip install 'moq_hf[openvino]'": "test_the_openvino_extra",
     EXPORT: "test_python_blocks",
     FLOATS: "test_gguf_commands",
     CONVERT: "test_gguf_commands",
     GGUF: "test_gguf_commands",
     BENCH: "test_bench_command",
+    MEASURE: "test_bench_command",
     "pip install -r benchmarks/trl-requirements.txt": "test_the_requirements_of_trl",
     "python examples/sft/train.py --output_dir runs/sft": "test_the_sft_example",
     "python examples/sft/generate.py runs/sft/quantized": "test_the_sft_example",
@@ -234,6 +239,14 @@ def test_the_onnx_extra() -> None:
     assert re.search(r"^onnx =\n    onnx>", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
 
 
+def test_the_openvino_extra() -> None:
+    """It brings what the export needs too."""
+    extras = configparser.ConfigParser()
+    extras.read(ROOT / "setup.cfg")
+    onnx, both = (extras["options.extras_require"][name].split() for name in ("onnx", "openvino"))
+    assert set(both) - set(onnx) == {"openvino>=2025"} and set(onnx) < set(both)
+
+
 def test_the_requirements_of_trl() -> None:
     """What this environment has too, it has in the same version."""
     lines = (ROOT / "benchmarks" / "trl-requirements.txt").read_text(encoding="utf-8").splitlines()
@@ -288,7 +301,11 @@ def test_bench_command(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cli, name, lambda *args: asked.append(args))
     assert cli.main(shlex.split(BENCH)[1:]) == 0
     assert asked[0][0] == ("runs/mrpc",) and asked[0][1]["activation_bits"] == 7
+    assert asked[0][1]["data"] is SENTENCES
     assert asked[1:] == [(result, "bench.json"), (result, "bench.png")]
+    monkeypatch.setattr(cli, "read_data", lambda *args: args)
+    assert cli.main(shlex.split(MEASURE)[1:]) == 0
+    assert asked[3][1]["data"] == ("data/mrpc.jsonl", "mrpc") and asked[3][1]["max_loss"] == 0.01
 
 
 def arguments_of(path: str) -> dict[str, object]:

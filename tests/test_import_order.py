@@ -101,6 +101,8 @@ ORDER = [
     "deploy.gguf_blocks",
     "deploy.gguf",
     "deploy.bench_worker",
+    "deploy.bench_engines",
+    "deploy.bench_result",
     "deploy.bench",
     "cli",
 ]

@@ -1,4 +1,4 @@
-"""`benchmark`: latency, throughput and memory of a packed checkpoint in PyTorch and in onnxruntime, on the CPU."""
+"""`benchmark`: latency, throughput, memory and accuracy of a packed checkpoint in the runtimes for a CPU."""
 
 import json
 import math
@@ -9,82 +9,25 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
+import numpy as np
+import psutil
 import torch
 
 from ..errors import MoQError
-from ..packed.verify import verify_quantized
+from .bench_engines import FLOAT, NAMED, ONNX_FLOAT, bytes_of, prepare, version_of
+from .bench_result import Benchmark, Timing
+from .bench_worker import CLOCKS
+from .data import SENTENCES, Data
 from .environment import machine, versions
-from .loading import load_model
-from .onnx import FILE_NAMES, export_onnx
-from .onnx_layers import Flavor
+from .loading import Checkpoint, load_checkpoint, takes_pictures
+from .proof import Proof, Reference
 
 _WORKER = Path(__file__).with_name("bench_worker.py")
-_FLAVORS: tuple[Flavor, ...] = ("float", "weight-only", "int8")
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One engine at one shape, in milliseconds.
-
-    Attributes:
-        engine: Its name in the table.
-        batch: Examples.
-        sequence: Tokens of each.
-        p50: Median.
-        p90: 90th percentile.
-        examples_per_second: batch / p50.
-        speed: Median over the rounds of the time of float PyTorch, which ran just before, divided by this one's.
-    """
-
-    engine: str
-    batch: int
-    sequence: int
-    p50: float
-    p90: float
-    examples_per_second: float
-    speed: float
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """What `benchmark` measured.
-
-    Attributes:
-        threads: Of each engine.
-        activation_bits: Of the int8 flavor.
-        bytes: Of the model's files, by engine.
-        memory: Resident bytes of the process after all shapes ran, by engine.
-        timings: One for each engine and shape.
-        machine: Processor and versions.
-    """
-
-    threads: int
-    activation_bits: int
-    bytes: dict[str, int]
-    memory: dict[str, int]
-    timings: tuple[Timing, ...]
-    machine: dict[str, str]
-
-    def table(self) -> str:
-        """Markdown: sizes, then a line per shape with the milliseconds of each engine and its speed."""
-        engines = list(self.bytes)
-        lines = ["| engine | model, MB | resident, MB |", "| --- | --- | --- |"]
-        lines += [f"| {e} | {self.bytes[e] / 1e6:.1f} | {self.memory[e] / 1e6:.0f} |" for e in engines]
-        lines += ["", f"p50 / p90 in ms (speed against float PyTorch), threads: {self.threads}", ""]
-        lines += [f"| batch x sequence | {' | '.join(engines)} |", f"|{' --- |' * (len(engines) + 1)}"]
-        for shape in dict.fromkeys((t.batch, t.sequence) for t in self.timings):
-            found = {t.engine: t for t in self.timings if (t.batch, t.sequence) == shape}
-            cells = [f"{found[e].p50:.1f} / {found[e].p90:.1f} ({found[e].speed:.2f})" for e in engines]
-            lines.append(f"| {shape[0]} x {shape[1]} | {' | '.join(cells)} |")
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON types."""
-        return asdict(self)
+MAX_LOSS = 0.01
 
 
 def benchmark(
@@ -95,11 +38,15 @@ def benchmark(
     threads: int | None = None,
     activation_bits: int | None = None,
     repeats: int = 20,
+    data: Data = SENTENCES,
+    max_length: int = 128,
+    max_loss: float = MAX_LOSS,
+    clock: str = "wall",
 ) -> Benchmark:
-    """Measure a packed checkpoint: float and packed PyTorch, ONNX float, weight-only and int8.
+    """Measure a packed checkpoint in PyTorch, ONNX Runtime and OpenVINO, and say which file to deploy on this CPU.
 
     Each engine has a process of its own. They run in turn, one forward pass each, so that what else the machine does
-    falls upon all of them alike.
+    falls upon all of them alike. An engine that fails is noted, and the others go on.
 
     Args:
         directory: What `save_quantized` wrote.
@@ -108,62 +55,97 @@ def benchmark(
         threads: Of each engine; None is PyTorch's number.
         activation_bits: Of the int8 model, 2 to 8; None is what the model was trained for, else 8.
         repeats: Rounds per shape, after one that does not count.
+        data: What all engines answer, for their accuracy.
+        max_length: Tokens of an example of the data, at most.
+        max_loss: What a recommended file may lose of each metric, against the checkpoint in PyTorch.
+        clock: "wall", or "cpu", the process's own time, for one thread on a machine that does other things too.
 
     Raises:
-        MoQError: The checkpoint cannot be exported, a sequence is longer than the model takes, or an engine failed.
+        MoQError: The checkpoint cannot be exported, an argument does not fit it, or every engine failed.
     """
-    folder, threads = Path(directory), threads or torch.get_num_threads()
-    packed_bytes = verify_quantized(folder).file_bytes
-    model, tokenizer = load_model(folder)
-    if tokenizer is None:
-        raise MoQError(f"{folder}: models of texts are measured, not {type(model).__name__}")
-    limit = getattr(model.config, "max_position_embeddings", math.inf)
-    if max(sequences) > limit:
-        raise MoQError(f"sequence {max(sequences)} is longer than the {limit} positions of the model")
+    folder, threads, made_on = Path(directory), threads or torch.get_num_threads(), _made_on()
+    _check_clock(clock, threads)
+    checkpoint = _load(folder, max(sequences))
+    reference = Reference(checkpoint, data, max_length)
     with tempfile.TemporaryDirectory() as temporary:
-        model.save_pretrained(Path(temporary, "float"))
-        del model
-        onnx = Path(temporary, "onnx")
-        written = export_onnx(folder, onnx, flavors=_FLAVORS, activation_bits=activation_bits, tolerance=math.inf)
-        engines = {"PyTorch float": ("torch", Path(temporary, "float")), "PyTorch packed": ("packed", folder)}
-        engines |= {f"ONNX {flavor}": ("onnx", onnx / FILE_NAMES[flavor]) for flavor in _FLAVORS}
-        sizes = {
-            "PyTorch float": Path(temporary, "float", "model.safetensors").stat().st_size,
-            "PyTorch packed": packed_bytes,
-            **{f"ONNX {flavor}": written.bytes[flavor] for flavor in _FLAVORS},
-        }
-        with _running(engines, threads) as workers:
-            shapes = [(batch, sequence) for batch in batches for sequence in sequences]
-            timings = [timing for shape in shapes for timing in _measure(workers, *shape, repeats)]
-            memory = {name: int(worker.ask("memory")) for name, worker in workers.items()}
-    made_on = {**machine(), **versions("python", "torch", "transformers", "onnxruntime")}
-    return Benchmark(threads, written.activation_bits, sizes, memory, tuple(timings), made_on)
+        out = Path(temporary)
+        prepared = prepare(folder, checkpoint.model, out, made_on["instructions"], activation_bits)
+        sizes = {name: bytes_of(path) for name, path in prepared.paths.items()}
+        _write_questions(reference, out / "questions.npz")
+        with _running(prepared.paths, threads, clock, out) as workers:
+            timings = [timing for shape in product(batches, sequences) for timing in _measure(workers, *shape, repeats)]
+            memory = workers.ask("memory")
+            proofs = _prove(workers, reference)
+    return Benchmark(
+        threads=threads,
+        activation_bits=prepared.activation_bits,
+        bytes={name: sizes[name] for name in proofs},
+        memory={name: int(memory[name]) for name in proofs},
+        timings=tuple(timing for timing in timings if timing.engine in proofs),
+        machine=made_on,
+        missing=prepared.missing | workers.failed,
+        compared=sum(len(answer) for answer in reference.answers),
+        checkpoint_metrics=reference.metrics,
+        proofs=proofs,
+        max_loss=max_loss,
+        clock=clock,
+    )
+
+
+def _made_on() -> dict[str, str]:
+    """The machine, what it does beside this, and the versions."""
+    packages = {name: version_of(name) for name in ("onnxruntime", "openvino")}
+    return {
+        **machine(),
+        "load": f"{psutil.getloadavg()[0]:.1f}",
+        **versions("python", "torch", "transformers", "moq_hf"),
+        **{name: version for name, version in packages.items() if version is not None},
+    }
+
+
+def _check_clock(clock: str, threads: int) -> None:
+    if clock not in CLOCKS or (clock == "cpu" and threads > 1):
+        raise MoQError(f"clock {clock!r} with {threads} threads: legal are wall, and cpu with one thread")
+
+
+def _load(folder: Path, sequence: int) -> Checkpoint:
+    """A checkpoint of texts that takes so many tokens.
+
+    Raises:
+        MoQError: It is of another kind, or takes fewer.
+    """
+    checkpoint = load_checkpoint(folder)
+    if takes_pictures(checkpoint.model):
+        raise MoQError(f"{folder}: models of texts are measured, not {type(checkpoint.model).__name__}")
+    limit = getattr(checkpoint.model.config, "max_position_embeddings", math.inf)
+    if sequence > limit:
+        raise MoQError(f"sequence {sequence} is longer than the {limit} positions of the model")
+    return checkpoint
 
 
 def draw(result: Benchmark, path: str | os.PathLike[str]) -> None:
     """A PNG: the speed of each engine against float PyTorch, a group of bars per shape.
 
     Raises:
-        MoQError: matplotlib is not installed.
+        MoQError: matplotlib is not installed, or float PyTorch failed.
     """
+    if FLOAT not in result.bytes:
+        raise MoQError(f"no speeds to draw: {FLOAT} {result.missing[FLOAT]}")
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
         raise MoQError("matplotlib is not installed: pip install 'moq_hf[report]'") from None
-    shapes = list(dict.fromkeys((t.batch, t.sequence) for t in result.timings))
-    engines = list(result.bytes)
-    figure = Figure(figsize=(2 + 1.2 * len(shapes), 4), layout="constrained")
+    shapes, engines = list(dict.fromkeys(t.shape for t in result.timings)), list(result.bytes)
+    figure = Figure(figsize=(2 + 0.24 * len(shapes) * len(engines), 4), layout="constrained")
     axes = figure.subplots()
+    axes.set_prop_cycle(color=[colormaps["tab20"](index) for index in range(20)])
     width = 0.8 / len(engines)
     for index, engine in enumerate(engines):
-        speeds = [
-            t.speed for shape in shapes for t in result.timings if (t.engine, t.batch, t.sequence) == (engine, *shape)
-        ]
+        speeds = [t.speed or 0.0 for t in result.timings if t.engine == engine]
         axes.bar([place + index * width for place in range(len(shapes))], speeds, width, label=engine)
     axes.axhline(1, color="black", linewidth=0.5)
-    axes.set_xticks(
-        [place + 0.4 - width / 2 for place in range(len(shapes))], [f"{batch} x {length}" for batch, length in shapes]
-    )
+    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(shapes))], shapes)
     axes.set_xlabel("batch x sequence")
     axes.set_ylabel("speed, float PyTorch is 1")
     axes.set_title(f"threads: {result.threads}")
@@ -174,63 +156,153 @@ def draw(result: Benchmark, path: str | os.PathLike[str]) -> None:
 class _Worker:
     """A process of `bench_worker.py`."""
 
-    def __init__(self, engine: str, path: Path, threads: int) -> None:
+    def __init__(self, kind: str, path: Path, threads: int, clock: str, questions: Path, answers: Path) -> None:
         # A fresh process must find the package that this one runs.
         search = os.pathsep.join(filter(None, (str(_WORKER.parents[2]), os.environ.get("PYTHONPATH"))))
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER), engine, str(path), str(threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": str(threads)},
-        )
-        self._answer()
+        self.answers = answers
+        # A file takes any number of warnings; a pipe that nobody reads would stop the process.
+        self._said = answers.with_suffix(".log")
+        words = map(str, (_WORKER, kind, path, threads, clock, questions, answers))
+        with self._said.open("w") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+                env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": str(threads)},
+            )
 
     def ask(self, question: str) -> float:
-        """The number in its answer."""
-        stdin = cast(IO[str], self._process.stdin)
-        stdin.write(question + "\n")
-        stdin.flush()
-        return float(self._answer())
+        """The number in its answer.
+
+        Raises:
+            MoQError: The process ended; the text is the last line of what it said.
+        """
+        try:
+            stdin = cast(IO[str], self._process.stdin)
+            stdin.write(question + "\n")
+            stdin.flush()
+        except BrokenPipeError:
+            raise self._error() from None
+        return float(self.answer())
+
+    def answer(self) -> str:
+        """The next line that it writes.
+
+        Raises:
+            MoQError: The process ended; the text is the last line of what it said.
+        """
+        line = cast(IO[str], self._process.stdout).readline()
+        if not line:
+            raise self._error()
+        return line
 
     def close(self) -> None:
         """End the process."""
         self._process.kill()
         self._process.communicate()
 
-    def _answer(self) -> str:
-        line = cast(IO[str], self._process.stdout).readline()
-        if not line:
-            _, errors = self._process.communicate()
-            raise MoQError(f"an engine of the benchmark failed: {errors.strip().splitlines()[-1:]}")
-        return line
+    def _error(self) -> MoQError:
+        status, said = self._process.wait(), self._said.read_text(encoding="utf-8", errors="replace").splitlines()
+        # What it said before it was killed is not why.
+        lines = [line.strip() for line in said if line.strip() and status > 0]
+        return MoQError(lines[-1] if lines else f"ended with status {status}")
+
+
+class _Workers:
+    """Those that run; one that fails is ended, and the others go on.
+
+    Attributes:
+        running: By the engine's name.
+        failed: Why the others do not.
+    """
+
+    def __init__(self) -> None:
+        self.running: dict[str, _Worker] = {}
+        self.failed: dict[str, str] = {}
+
+    def start(self, name: str, worker: _Worker) -> None:
+        """Wait until it has loaded its model."""
+        self.running[name] = worker
+        try:
+            worker.answer()
+        except MoQError as error:
+            self.fail(name, str(error))
+
+    def ask(self, question: str) -> dict[str, float]:
+        """The answer of each that runs, in turn."""
+        found = {}
+        for name, worker in list(self.running.items()):
+            try:
+                found[name] = worker.ask(question)
+            except MoQError as error:
+                self.fail(name, str(error))
+        return found
+
+    def fail(self, name: str, reason: str) -> None:
+        """End one."""
+        self.failed[name] = f"failed: {reason}"
+        self.running.pop(name).close()
 
 
 @contextmanager
-def _running(engines: Mapping[str, tuple[str, Path]], threads: int) -> Iterator[dict[str, _Worker]]:
-    """A worker for each engine and its path."""
-    workers: dict[str, _Worker] = {}
+def _running(paths: Mapping[str, Path], threads: int, clock: str, out: Path) -> Iterator[_Workers]:
+    """A worker for each engine and what it loads."""
+    workers = _Workers()
     try:
-        for name, (engine, path) in engines.items():
-            workers[name] = _Worker(engine, path, threads)
+        for index, (name, path) in enumerate(paths.items()):
+            files = (out / "questions.npz", out / f"answers-{index}.npz")
+            workers.start(name, _Worker(NAMED[name].kind, path, threads, clock, *files))
         yield workers
     finally:
-        for worker in workers.values():
+        for worker in workers.running.values():
             worker.close()
 
 
-def _measure(workers: dict[str, _Worker], batch: int, sequence: int, repeats: int) -> list[Timing]:
-    for worker in workers.values():
-        worker.ask(f"{batch} {sequence}")
-    rounds = [{name: worker.ask(f"{batch} {sequence}") for name, worker in workers.items()} for _ in range(repeats)]
+def _measure(workers: _Workers, batch: int, sequence: int, repeats: int) -> list[Timing]:
+    question = f"{batch} {sequence}"
+    workers.ask(question)
+    rounds = [workers.ask(question) for _ in range(repeats)]
     found = []
-    for name in workers:
+    for name in workers.running:
         seconds = sorted(times[name] for times in rounds)
         p50, p90 = statistics.median(seconds), seconds[math.ceil(0.9 * len(seconds)) - 1]
-        speed = statistics.median(times["PyTorch float"] / times[name] for times in rounds)
-        found.append(Timing(name, batch, sequence, 1e3 * p50, 1e3 * p90, batch / p50, speed))
+        speeds = (
+            statistics.median(times[base] / times[name] for times in rounds) if base in workers.running else None
+            for base in (FLOAT, ONNX_FLOAT)
+        )
+        found.append(Timing(name, batch, sequence, 1e3 * p50, 1e3 * p90, batch / p50, *speeds))
     return found
+
+
+def _write_questions(reference: Reference, path: Path) -> None:
+    """The batches, as `bench_worker.py` reads them."""
+    arrays = {
+        f"{index}.{name}": tensor.numpy()
+        for index, batch in enumerate(reference.batches)
+        for name, tensor in batch.items()
+    }
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+
+
+def _prove(workers: _Workers, reference: Reference) -> dict[str, Proof]:
+    """How the answers of each engine compare with the checkpoint's.
+
+    Raises:
+        MoQError: Every engine failed.
+    """
+    proofs = {}
+    for name in workers.ask("answer"):
+        with np.load(workers.running[name].answers) as stored:
+            found = [torch.from_numpy(stored[str(index)]) for index in range(len(reference.batches))]
+        if all(bool(answer.isfinite().all()) for answer in found):
+            proofs[name] = reference.prove(found)
+        else:
+            workers.fail(name, "some of its answers are not finite")
+    if not proofs:
+        raise MoQError(f"every engine failed: {', '.join(' '.join(item) for item in workers.failed.items())}")
+    return proofs
 
 
 def write_json(result: Benchmark, path: str | os.PathLike[str]) -> None:

@@ -5,6 +5,11 @@ import os
 import platform
 from pathlib import Path
 
+# As Linux spells them: what kernels are chosen by, of x86-64 and of ARM.
+_X86 = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+_ARM = {"asimddp": "dotprod", "i8mm": "i8mm", "bf16": "bf16"}
+_INSTRUCTIONS = {**{name: name for name in _X86}, **_ARM}
+
 
 def machine() -> dict[str, str]:
     """The processor, how many cores it has, and those of its instructions that kernels are chosen by.
@@ -12,17 +17,27 @@ def machine() -> dict[str, str]:
     >>> list(machine())
     ['processor', 'architecture', 'instructions', 'cores']
     """
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
-    fast = sorted(flag for flag in flags if flag == "avx2" or "vnni" in flag or flag.startswith(("avx512f", "amx")))
+    path = Path("/proc/cpuinfo")
+    info = path.read_text(encoding="utf-8") if path.exists() else ""
     return {
-        "processor": names[0] if names else platform.processor() or platform.machine(),
+        "processor": _field(info, "model name") or platform.processor() or platform.machine(),
         "architecture": platform.machine(),
-        "instructions": " ".join(fast),
-        "cores": str(os.cpu_count()),
+        "instructions": " ".join(instructions(info)),
+        "cores": str(os.cpu_count() or 1),
     }
+
+
+def instructions(info: str) -> list[str]:
+    """Those instructions of a processor that kernels are chosen by, sorted.
+
+    Args:
+        info: What Linux says of the processor in /proc/cpuinfo.
+
+    >>> instructions("Features        : fp asimd asimddp i8mm")
+    ['dotprod', 'i8mm']
+    """
+    flags = _field(info, "flags") or _field(info, "Features")
+    return sorted(_INSTRUCTIONS[flag] for flag in flags.split() if flag in _INSTRUCTIONS)
 
 
 def versions(*modules: str) -> dict[str, str]:
@@ -33,3 +48,9 @@ def versions(*modules: str) -> dict[str, str]:
     """
     known = {"python": platform.python_version()}
     return {name: known.get(name) or str(importlib.import_module(name).__version__) for name in modules}
+
+
+def _field(info: str, name: str) -> str:
+    """The first value of a field of /proc/cpuinfo; "" where there is none."""
+    fields = (line.partition(":") for line in info.splitlines())
+    return next((value.strip() for key, _, value in fields if key.strip() == name), "")
