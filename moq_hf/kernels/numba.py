@@ -227,9 +227,7 @@ def fake_quantize(x, out, length, bits, symmetric, full, cut, stochastic, ratios
                 scales[group] = _as_stored(scale, cut)
             else:
                 ratio = ratios[first // length + group] if ratios.size else _ONE
-                scales[group], zeros[group] = _uniform_scale(
-                    low[group], high[group], bits, symmetric, full, ratio, cut
-                )
+                scales[group], zeros[group] = _uniform_scale(low[group], high[group], bits, symmetric, full, ratio, cut)
         for begin in range(first, last, PIECE):
             end = min(begin + PIECE, last)
             shape = tile.shape[0], (end - begin) // tile.shape[0]

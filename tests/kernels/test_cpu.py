@@ -17,7 +17,6 @@ from moq_hf.kernels.backend import choose
 from moq_hf.quantizer import Draw
 
 
-
 def weight(rows: int = 6, columns: int = 33) -> torch.Tensor:
     w = torch.randn(rows, columns) * torch.randn(rows, 1).exp()
     w[0, :3] = torch.tensor([0.0, -0.0, 1e-42])
