@@ -2,17 +2,19 @@
 
     python benchmarks/step_time.py --model_name_or_path FOLDER --out benchmarks/results/step_time.json
 
-Both models train in one process on the same batches, a step of the one after a step of the other; the ratio is that of
-the medians. A step is forward and backward of each micro-batch, gradient clipping, the optimizer and, with MoQ, the
-advance of the schedule and the quantization of every weight. Without a model folder: random weights of a 6-layer BERT
-with hidden size 384.
+All models train in one process on the same batches, a step of each in turn; the ratio is that of the medians. Times are
+CPU time, of all threads together. A step is forward and backward of each micro-batch, gradient clipping, the optimizer
+and, with MoQ, the advance of the schedule and the quantization of every weight. The search for clipping ratios, due
+every 50 steps, is measured alone; its share of a step is in `ratio_with_search`. Without a model folder: random weights
+of a 6-layer BERT with hidden size 384.
 """
 
 import argparse
 import copy
+import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +41,11 @@ class Arm:
         self.forward = torch.compile(self.model) if compiled else self.model
 
     def step(self, micro_batches: list[dict[str, torch.Tensor]]) -> float:
-        """Seconds of one optimizer step."""
+        """Seconds of one optimizer step: of CPU time, or of a GPU's."""
         torch.manual_seed(0)
         self._wait()
-        start = time.perf_counter()
+        clock = time.perf_counter if self.device.type == "cuda" else time.process_time
+        start = clock()
         for batch in micro_batches:
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
                 loss = self.forward(**batch).loss
@@ -53,19 +56,20 @@ class Arm:
             self.controller.step()
         self.optimizer.zero_grad()
         self._wait()
-        return time.perf_counter() - start
+        return clock() - start
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
 
-def moq(bits: int, **algo: Any) -> MoQConfig:
-    """A config that stays at `bits` from the first step on."""
+def moq(bits: int, group_size: int | None = None, **algo: Any) -> MoQConfig:
+    """A config that stays at `bits` from the first step on: 8 row blocks, or groups of a size in a row."""
     schedule = {"quantize_period": 1, "schedule_offset": 0}
     quantize_bits = {"start_bits": bits, "target_bits": bits}
+    groups = {"quantize_group_size": group_size} if group_size else {"quantize_groups": 8}
     return MoQConfig.from_dict(
-        {"quantize_bits": quantize_bits, "quantize_groups": 8, "quantize_schedule": schedule, "quantize_algo": algo}
+        {"quantize_bits": quantize_bits, "quantize_schedule": schedule, "quantize_algo": algo, **groups}
     )
 
 
@@ -78,49 +82,84 @@ def in_turn(arms: Sequence[Arm], batches: list[dict[str, torch.Tensor]], repeats
     return times
 
 
-def measure(model: Any, config: MoQConfig, batches: list[dict[str, torch.Tensor]], repeats: int) -> dict[str, Any]:
-    """Steps in float and with MoQ, and the quantization alone, so that a noisy machine does not hide a small share."""
-    arms = [Arm(model, None), Arm(model, config)]
+def cpu_seconds(function: Callable[[], Any], repeats: int) -> float:
+    """The median of a function's CPU time."""
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        function()
+        times.append(time.process_time() - start)
+    return statistics.median(times)
+
+
+def searched(controller: MoQController) -> None:
+    """Search all clipping ratios once, as is due every `scale_refresh` steps."""
+    for layer in controller.layers.values():
+        layer.search_ratios()
+
+
+def measure(
+    model: Any,
+    configs: Mapping[str, MoQConfig],
+    dtype: torch.dtype | None,
+    batches: list[dict[str, torch.Tensor]],
+    repeats: int,
+) -> list[dict[str, Any]]:
+    """Steps in float and with each config, and the quantization alone: a noisy machine does not hide a small share."""
+    arms = [Arm(model, config, dtype) for config in (None, *configs.values())]
     for arm in arms:
         arm.step(batches)
-    times = in_turn(arms, batches, repeats)
-    plain, quantized = (statistics.median(t) for t in times)
-    controller = arms[1].controller
-    assert controller is not None
-    alone = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        controller.step()
-        alone.append(time.perf_counter() - start)
-    return {
-        "plain_s": plain,
-        "moq_s": quantized,
-        "ratio_of_medians": quantized / plain,
-        "median_of_pair_ratios": statistics.median(q / p for p, q in zip(*times, strict=True)),
-        "quantization_s": statistics.median(alone),
-        "quantization_share": statistics.median(alone) / plain,
-        "times": times,
-    }
+    plain, *others = in_turn(arms, batches, repeats)
+    found = []
+    for (name, config), arm, times in zip(configs.items(), arms[1:], others, strict=True):
+        controller = arm.controller
+        assert controller is not None
+        alone = cpu_seconds(controller.step, repeats)
+        search = cpu_seconds(lambda controller=controller: searched(controller), 3)
+        step, float_step = statistics.median(times), statistics.median(plain)
+        found.append(
+            {
+                "case": name,
+                "dtype": "float32" if dtype is None else str(dtype).removeprefix("torch."),
+                "micro_batches": len(batches),
+                "plain_s": float_step,
+                "moq_s": step,
+                "ratio_of_medians": step / float_step,
+                "median_of_pair_ratios": statistics.median(q / p for p, q in zip(plain, times, strict=True)),
+                "search_s": search,
+                "ratio_with_search": (step + search / config.scale_refresh) / float_step,
+                "quantization_s": alone,
+                "quantization_share": alone / float_step,
+                "times": [plain, times],
+            }
+        )
+    return found
 
 
-# Name, config and micro-batches.
-CASES = [
-    ("8 bits", moq(8), 1),
-    ("8 bits, 4 micro-batches", moq(8), 4),
-    ("4 bits (ratio search every 50 steps)", moq(4), 1),
-    ("2 bits (ternary)", moq(2), 1),
-    ("8 bits, stochastic", moq(8, rounding="stochastic"), 1),
-]
+CASES = {
+    "8 bits": moq(8),
+    "4 bits": moq(4),
+    "8 bits, groups of 32": moq(8, 32),
+    "4 bits, groups of 32": moq(4, 32),
+}
+# With one micro-batch only.
+MORE = {
+    "2 bits (ternary)": moq(2),
+    "8 bits, stochastic": moq(8, rounding="stochastic"),
+}
+DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 def main() -> None:
     """Measure, print a line per case and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path")
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES), help="bfloat16: autocast")
+    parser.add_argument("--micro_batches", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/step_time.json"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -132,17 +171,20 @@ def main() -> None:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.arange(size) % 2}
 
     results = []
-    for name, config, count in CASES:
+    for dtype, count in itertools.product(args.dtypes, args.micro_batches):
         # A micro-batch has the whole batch size: accumulation makes the step longer, not the quantization.
-        found = measure(model, config, [batch(args.batch) for _ in range(count)], args.repeats)
-        results.append({"case": name, **found})
-        print(
-            f"{name:40} {found['plain_s']:7.3f} s {found['moq_s']:7.3f} s  x{found['ratio_of_medians']:.4f}  "
-            f"alone {found['quantization_share']:.2%}",
-            flush=True,
-        )
+        batches = [batch(args.batch) for _ in range(count)]
+        configs = CASES | (MORE if count == 1 else {})
+        for found in measure(model, configs, DTYPES[dtype], batches, args.repeats):
+            results.append(found)
+            print(
+                f"{dtype:8} x {count}  {found['case']:22} {found['plain_s']:7.3f} s {found['moq_s']:7.3f} s  "
+                f"x{found['ratio_of_medians']:.4f}, with search x{found['ratio_with_search']:.4f}  "
+                f"alone {found['quantization_share']:.2%}",
+                flush=True,
+            )
     shape = {"batch": args.batch, "sequence": args.sequence, "repeats": args.repeats, "seed": 0}
-    write({**environment(), **shape, "results": results}, args.out)
+    write({**environment("numba"), **shape, "results": results}, args.out)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ from .grid import Grid, ScaleDtype
 RATIOS = tuple((100 - 5 * k) / 100 for k in range(17))
 _TINY = torch.finfo(torch.float32).tiny
 _MASK32 = 0xFFFFFFFF
+# Weights that a search on a CPU takes at once.
+_PART = 2**16
 _DEFAULT = Grid()
 _SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -193,7 +195,9 @@ def nonfinite(values: Tensor, grid: Grid = _DEFAULT) -> Tensor:
     shape = grid.shape(height, columns)
     # A group of rows begins at one of these, in whichever result.
     step = math.gcd(height // shape[0], values.shape[-2])
-    return ~torch.isfinite(values.detach()[..., ::step, :: columns // shape[1]]).all()
+    first = values.detach()[..., ::step, :: columns // shape[1]]
+    # NaN where one of them is not finite, else zero.
+    return (first * 0).sum().isnan()
 
 
 def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
@@ -217,20 +221,12 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
     """
     shape = check_search(weight, bits, grid)
     x = _grouped(weight, shape)
-    lo, hi = _range(x, grid)
-    best = torch.ones_like(hi)
-    least = torch.full_like(hi, torch.inf, dtype=torch.float64)
-    bound = (hi - lo).to(torch.float64).square()
-    buffer = torch.empty_like(x)
-    for value in RATIOS:
-        ratio = torch.full_like(hi, value)
-        scale, zero = _uniform_scale(lo, hi, bits, grid, ratio)
-        error = _values(_uniform_codes(x, bits, grid, scale, zero, None, buffer), scale, zero).sub_(x).square_()
-        total = _exact(error, bound).sum(1, keepdim=True)
-        better = total < least
-        best = torch.where(better, ratio, best)
-        least = torch.where(better, total, least)
-    return best.reshape(shape)
+    # What fits the caches of a CPU; any other device is given all at once.
+    size = _PART if x.device.type == "cpu" else x.numel()
+    best = [
+        _best_ratio(torch.split(groups, size, 1), bits, grid) for groups in torch.split(x, max(size // x.shape[1], 1))
+    ]
+    return torch.cat(best).reshape(shape)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -315,9 +311,9 @@ def _noise(x: Tensor, grid: Grid, draw: Draw) -> Tensor | None:
     return uniform(x.numel(), draw, device=x.device).view(x.shape) if grid.stochastic else None
 
 
-def _exact(terms: Tensor, bound: Tensor) -> Tensor:
-    """`terms` `[groups, elements]` in float64, so rounded that any order of summation gives the same, exact sum."""
-    large = bound.to(torch.float64) * (2.0 * terms.shape[1])
+def _exact(terms: Tensor, bound: Tensor, count: int) -> Tensor:
+    """Some of the `count` terms of each group, in float64, so rounded that any order gives the same, exact sum."""
+    large = bound.to(torch.float64) * (2.0 * count)
     return (terms + large).sub_(large)
 
 
@@ -354,6 +350,26 @@ def _as_stored(scale: Tensor, dtype: ScaleDtype) -> Tensor:
     return torch.where((scale == 0) | scale.isinf(), scale, size.copysign_(scale))
 
 
+def _best_ratio(parts: tuple[Tensor, ...], bits: int, grid: Grid) -> Tensor:
+    """`least_squares_ratio`, `[groups, 1]`, of groups that lie side by side in `parts` `[groups, elements]`."""
+    ends = [_range(part, grid) for part in parts]
+    lo, hi = torch.stack([lo for lo, _ in ends]).amin(0), torch.stack([hi for _, hi in ends]).amax(0)
+    best = torch.ones_like(hi)
+    least = torch.full_like(hi, torch.inf, dtype=torch.float64)
+    bound, count = (hi - lo).to(torch.float64).square(), sum(part.shape[1] for part in parts)
+    for value in RATIOS:
+        scale, zero = _uniform_scale(lo, hi, bits, grid, torch.full_like(hi, value))
+        total = torch.zeros_like(least)
+        for part in parts:
+            codes = _uniform_codes(part, bits, grid, scale, zero, None, torch.empty_like(part))
+            error = _values(codes, scale, zero).sub_(part).square_()
+            total += _exact(error, bound, count).sum(1, keepdim=True)
+        better = total < least
+        best = torch.where(better, value, best)
+        least = torch.where(better, total, least)
+    return best
+
+
 def _uniform_codes(
     x: Tensor, bits: int, grid: Grid, scale: Tensor, zero: Tensor | None, noise: Tensor | None, out: Tensor
 ) -> Tensor:
@@ -376,7 +392,7 @@ def _codes(
         scale, zero = _uniform_scale(*_range(x, grid), bits, grid, ratio)
         return _uniform_codes(x, bits, grid, scale, zero, noise, out), scale, zero
     magnitude = torch.abs(x, out=out)
-    terms = _exact(magnitude, magnitude.amax(1, keepdim=True))
+    terms = _exact(magnitude, magnitude.amax(1, keepdim=True), x.shape[1])
     total = terms.sum(1, keepdim=True)
     mean = (total / torch.full_like(total, x.shape[1])).to(torch.float32)
     if bits == 1:

@@ -373,3 +373,15 @@ def test_no_ratio_to_search_without_equal_steps() -> None:
         quantizer.least_squares_ratio(W, 2)
     with pytest.raises(ValueError, match="does not tile"):
         quantizer.dequantize(torch.zeros(6, 8, dtype=torch.int32), torch.ones(4, 1))
+
+
+@pytest.mark.parametrize("part", [1, 7, 40, 64])
+def test_a_search_in_parts_is_that_of_the_whole(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = torch.randn(12, 20) ** 3
+    w[3, 5] = torch.nan
+    for (bits, mode), grouping in itertools.product(numerics.SEARCHED, GROUPINGS):
+        grid = replace(mode, grouping=grouping)
+        whole = quantizer.least_squares_ratio(w, bits, grid)
+        with monkeypatch.context() as patched:
+            patched.setattr(quantizer, "_PART", part)
+            assert numerics.same_bits(quantizer.least_squares_ratio(w, bits, grid), whole)
