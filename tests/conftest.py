@@ -1,4 +1,7 @@
-"""Fixtures and settings that all tests share."""
+"""Fixtures and settings that all tests share.
+
+Libraries are imported where they are needed: the process that hands out the tests needs none of them.
+"""
 
 import gc
 import os
@@ -9,21 +12,30 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-from transformers import BertConfig, BertForSequenceClassification, set_seed
 
-from moq_hf.packed import card
+if TYPE_CHECKING:
+    import torch
+    from transformers import BertForSequenceClassification
 
 # Time is no property of the code on a busy machine.
 settings.register_profile("moq_hf", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("moq_hf")
 
+frozen_modules = 0
+
+
+def pytest_collection() -> None:
+    # It finds nothing among what is being imported, and looks through all of it many times.
+    gc.disable()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
@@ -32,6 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     freeze()
+    gc.enable()
 
 
 def pytest_runtest_logfinish() -> None:
@@ -40,10 +53,11 @@ def pytest_runtest_logfinish() -> None:
 
 def freeze() -> None:
     """Where modules were imported, they stay: collections need not walk over a million objects again and again."""
-    if len(sys.modules) > freeze.__dict__.get("modules", 0) + 50:
+    global frozen_modules
+    if len(sys.modules) > frozen_modules + 50:
         gc.collect()
         gc.freeze()
-        freeze.__dict__["modules"] = len(sys.modules)
+        frozen_modules = len(sys.modules)
 
 
 def pytest_sessionfinish() -> None:
@@ -54,6 +68,9 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
     """One thread, since sums depend on how work is split, and a known state of every generator."""
+    import torch
+    from transformers import set_seed
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     set_seed(0)
@@ -64,6 +81,8 @@ def deterministic() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def no_pictures() -> Iterator[Any]:
     """Half of the time of so small a run would go into the picture in its model card; gives what draws it."""
+    from moq_hf.packed import card
+
     with pytest.MonkeyPatch.context() as patch:
         drawing = card._draw
         patch.setattr(card, "_draw", lambda path, layers: False)
@@ -73,6 +92,8 @@ def no_pictures() -> Iterator[Any]:
 @pytest.fixture
 def pictures(no_pictures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Model cards have their picture."""
+    from moq_hf.packed import card
+
     monkeypatch.setattr(card, "_draw", no_pictures)
 
 
@@ -87,8 +108,10 @@ def stranger() -> Iterator[Any]:
 
 
 @pytest.fixture
-def tiny_bert() -> BertForSequenceClassification:
+def tiny_bert() -> "BertForSequenceClassification":
     """Two classes; 12 linear layers in its 2 blocks, then pooler and classifier; dropout 0.1."""
+    from transformers import BertConfig, BertForSequenceClassification
+
     config = BertConfig(
         vocab_size=120,
         hidden_size=32,
@@ -102,8 +125,10 @@ def tiny_bert() -> BertForSequenceClassification:
 
 
 @pytest.fixture
-def tiny_batch() -> dict[str, torch.Tensor]:
+def tiny_batch() -> "dict[str, torch.Tensor]":
     """8 sentence pairs of 12 tokens, the last ones padded, with labels."""
+    import torch
+
     generator = torch.Generator().manual_seed(0)
     attention_mask = torch.ones(8, 12, dtype=torch.long)
     attention_mask[4:, 9:] = 0
