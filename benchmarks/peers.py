@@ -8,7 +8,8 @@ The data is a folder with train.jsonl and validation.jsonl whose lines have `sen
 - train: a run in a process of its own for each arm and seed: accuracy with the quantizer that training used, and peak
   resident memory of training. The first run of an arm is saved too: bytes, seconds to load and accuracy of the loaded
   model, in a fresh process.
-- time: seconds of a training step of all arms in one process, one step of each in turn.
+- time: seconds of a training step of all arms in one process, one step of each in turn. --time_dtype bfloat16 is
+  under autocast, --micro_batches so many forward and backward passes a step.
 
 Each result is a line of `--out`; what is there is not measured again. An arm that fails leaves its error as its line.
 """
@@ -139,7 +140,9 @@ def stepper(args: argparse.Namespace, name: str) -> Callable[[Batch], tuple[floa
     """A function that takes one optimizer step and gives its seconds and those of its CPU time."""
     # So long a run that schedules do not move after the first steps, which are not timed.
     arm = ARMS[name].make(new_model(args.model_name_or_path, 0), 1000)
+    dtype = torch.bfloat16 if args.time_dtype == "bfloat16" else None
     if isinstance(arm, MoQ):
+        arm.controller.begin(1000, dtype)
         while not arm.controller.has_arrived:
             arm.after_step()
     optimizer = new_optimizer(arm.model, 1e-5)
@@ -147,7 +150,10 @@ def stepper(args: argparse.Namespace, name: str) -> Callable[[Batch], tuple[floa
     def step(batch: Batch) -> tuple[float, float]:
         torch.manual_seed(0)
         begin = time.perf_counter(), time.process_time()
-        arm.model(**batch).loss.backward()
+        for _ in range(args.micro_batches):
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = arm.model(**batch).loss
+            (loss / args.micro_batches).backward()
         nn.utils.clip_grad_norm_(arm.model.parameters(), 1.0)
         arm.before_optimizer()
         optimizer.step()
@@ -232,7 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", help="without: random weights, and no training")
     parser.add_argument("--data", type=Path, help="folder; needed for training")
-    parser.add_argument("--parts", help="of time, train, table; without: all that can be had")
+    parser.add_argument("--parts", help="of time, train, table, steps; without: all that can be had")
     parser.add_argument("--arms", nargs="+", default=list(MAIN), choices=list(ARMS), metavar="ARM")
     parser.add_argument("--options", action="store_true", help="moq_hf's other options instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -241,6 +247,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="of a run; 0 is one epoch")
     parser.add_argument("--time_batch", type=int, default=16)
     parser.add_argument("--time_sequence", type=int, default=64)
+    parser.add_argument("--time_dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--micro_batches", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/peers.jsonl"))
@@ -269,10 +277,16 @@ def main() -> None:
     for part in parts:
         if part == "time":
             shape = {"batch": args.time_batch, "sequence": args.time_sequence}
-            wanted = [name for name in names if name != "float" and not lines.has(part=part, arm=name, **shape)]
+            if (args.time_dtype, args.micro_batches) != ("float32", 1):
+                shape |= {"dtype": args.time_dtype, "micro_batches": args.micro_batches}
+            same = [line for line in lines.lines if line["part"] == part and shape.items() <= line.items()]
+            done = {line["arm"] for line in same if "dtype" in shape or "dtype" not in line}
+            wanted = [name for name in names if name != "float" and name not in done]
             if wanted:
                 for found in time_arms(args, ["float", *wanted]):
                     report(lines, {"part": part} | shape | found)
+        elif part == "steps":
+            print(steps(lines.lines))
         elif part == "table":
             rows = args.steps * args.batch or "all"
             print(markdown([line for line in lines.lines if line.get("rows", rows) == rows]))
@@ -286,6 +300,22 @@ def main() -> None:
                         report(lines, key | attempt(args, more + ["--no_save"] * saved))
 
 
+def steps(lines: list[dict[str, Any]]) -> str:
+    """The table of a step's CPU time over the float one, by dtype and micro-batches."""
+    kinds = [("float32", 1), ("float32", 4), ("bfloat16", 1), ("bfloat16", 4)]
+    timed = {
+        (line["arm"], line.get("dtype", "float32"), line.get("micro_batches", 1)): line["cpu"]["ratio_of_medians"]
+        for line in lines
+        if line["part"] == "time" and "cpu" in line
+    }
+    rows = [
+        [name, *(f"{timed[(name, *kind)]:.3f}" if (name, *kind) in timed else "" for kind in kinds)]
+        for name in ARMS
+        if any(arm == name for arm, *_ in timed)
+    ]
+    return table(["", *(f"{dtype}, {count} micro-batch{'es' * (count > 1)}" for dtype, count in kinds)], rows)
+
+
 def markdown(lines: list[dict[str, Any]]) -> str:
     """The table of the lines, whose runs are of one length.
 
@@ -295,7 +325,8 @@ def markdown(lines: list[dict[str, Any]]) -> str:
     """
     head = ["", "version", "accuracy", "seeds", "against float", "loaded again"]
     head += ["step", "added", "peak memory", "file", "load"]
-    timed = {(line["arm"], line["batch"]): line["cpu"] for line in lines if line["part"] == "time" and "cpu" in line}
+    plain = [line for line in lines if line["part"] == "time" and "cpu" in line and "dtype" not in line]
+    timed = {(line["arm"], line["batch"]): line["cpu"] for line in plain}
     small, large = min((b for _, b in timed), default=0), max((b for _, b in timed), default=0)
     rows = []
     for name, entry in ARMS.items():
@@ -303,11 +334,11 @@ def markdown(lines: list[dict[str, Any]]) -> str:
         if not mine:
             continue
         trained = accuracies(lines, name)
-        plain = accuracies(lines, "float")
+        in_float = accuracies(lines, "float")
         row = [f"{name} ({entry.note})" if entry.note else name]
         row.append(mine[-1]["peers"].get(entry.package) or mine[-1]["versions"].get(entry.package, ""))
         row += [f"{statistics.mean(trained.values()):.4f}", str(len(trained))] if trained else ["", "0"]
-        gaps = [value - plain[seed] for seed, value in trained.items() if seed in plain and name != "float"]
+        gaps = [value - in_float[seed] for seed, value in trained.items() if seed in in_float and name != "float"]
         spread = f" ± {statistics.stdev(gaps):.4f}" if len(gaps) > 1 else ""
         row.append(f"{statistics.mean(gaps):+.4f}{spread}" if gaps else "")
         saved = next((line for line in mine if "saved_accuracy" in line), {})

@@ -40,6 +40,8 @@ def args(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> argparse.Namespac
         threads=1,
         time_batch=2,
         time_sequence=4,
+        time_dtype="float32",
+        micro_batches=1,
         repeats=2,
     )
 
@@ -67,6 +69,15 @@ def test_a_peer_that_is_missing_leaves_its_error(args: argparse.Namespace, monke
     found = {line["arm"]: line for line in peers.time_arms(args, names)}
     assert "ModuleNotFoundError" in found["optimum-quanto, 8 bits"]["error"]
     assert found["float"]["cpu"]["ratio_of_medians"] == 1.0 and found["moq_hf, 8 bits"]["cpu"]["median_seconds"] > 0
+
+
+def test_steps_in_bfloat16_with_micro_batches(args: argparse.Namespace) -> None:
+    args.time_dtype, args.micro_batches = "bfloat16", 2
+    names = ["float", "moq_hf, 8 bits"]
+    found = [{"part": "time", "dtype": "bfloat16", "micro_batches": 4} | one for one in peers.time_arms(args, names)]
+    plain, ours = peers.steps(found).splitlines()[-2:]
+    assert plain.split(" | ")[-1] == "1.000 |" and ours.split(" | ")[1:4] == ["", "", ""]
+    assert float(ours.split(" | ")[-1].rstrip(" |")) > 0
 
 
 def test_the_table_pairs_seeds_and_shares() -> None:
