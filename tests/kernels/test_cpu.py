@@ -78,6 +78,14 @@ def test_least_squares_ratio_of_groups_of_many_pieces() -> None:
             assert same_bits(ours, quantizer.least_squares_ratio(w, bits, grid))
 
 
+def test_ties_go_to_the_larger_ratio_whatever_is_tried_first() -> None:
+    # All ratios are equally good for zeros; the group before makes a smaller one the first.
+    w = torch.randn(4, 5000).index_fill(0, torch.tensor([1, 3]), 0.0)
+    ratio = cpu_quant.least_squares_ratio(w, 4, Grid(RowBlocks(4)))
+    assert ratio[0] < 1 and ratio[1] == 1
+    assert same_bits(ratio, quantizer.least_squares_ratio(w, 4, Grid(RowBlocks(4))))
+
+
 @given(
     mode=st.sampled_from(SEARCHED),
     # Short groups, of which the last tile has fewer than the others; groups of a few stretches.
