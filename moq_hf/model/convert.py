@@ -18,7 +18,7 @@ from ..quant_linear import LayerState, QuantEmbedding, QuantLayer, base_class, q
 from ..schedule import FLOAT_BITS
 from ..transformers_seams import ADAPTED, is_peft, unpack
 from .inventory import Inventory, is_packed
-from .refresh import check_finite
+from .refresh import check_finite, set_bits
 from .selection import grid_of, grid_of_experts, take_inventory
 from .staleness import unwatch, watch
 
@@ -51,9 +51,9 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     config = MoQConfig.load(config)
     inventory = take_inventory(model, config)
     layers, embeddings = prepare_model(inventory, config)
-    for linear in layers.values():
-        linear.set_bits(config.start_bits)
-        linear.refresh()
+    set_bits((layer, config.start_bits) for layer in layers.values())
+    for layer in layers.values():
+        layer.refresh()
     for table in embeddings.values():
         table.moq.bits = config.quantize_embeddings or FLOAT_BITS
         table.refresh()

@@ -1,6 +1,6 @@
 """When weights are quantized anew: all layers after each optimizer step, and the checks that go with it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -40,6 +40,19 @@ def check_readers(layers: Mapping[str, QuantLayer]) -> None:
             f"the weights of these layers are used without the layers, past their quantization: {', '.join(wrong)}; "
             f"leave them in full precision: add {named} to modules_to_not_convert"
         )
+
+
+def set_bits(layers: Iterable[tuple[QuantLayer, int]]) -> None:
+    """Give layers their bits; those whose ratios numba searches, in as many threads as torch uses."""
+    in_threads = []
+    for layer, bits in layers:
+        weight = layer.float_weight
+        # All processes gather shards in the same order.
+        if not is_sharded(weight) and choose("search", weight, torch.float32, layer.moq.kernel) is cpu:
+            in_threads.append((layer, bits))
+        else:
+            layer.set_bits(bits)
+    cpu.each(lambda item: item[0].set_bits(item[1]), in_threads)
 
 
 def check_finite(layers: Mapping[str, QuantLayer]) -> None:

@@ -3,7 +3,7 @@
 import json
 import logging
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,15 +11,13 @@ from torch import nn
 
 from ..config import MoQConfig
 from ..inputs import Inputs, load_ranges, ranges_of, take_step
-from ..kernels import cpu
-from ..kernels.backend import choose
 from ..model.convert import prepare_model
 from ..model.inventory import Inventory
-from ..model.refresh import Refresher, check_readers
+from ..model.refresh import Refresher, check_readers, set_bits
 from ..model.selection import take_inventory
 from ..model.sizes import ModelSizes
 from ..model.staleness import lead_copies, take_over
-from ..processes import agree, device_of, is_distributed, is_sharded
+from ..processes import agree, device_of, is_distributed
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..rows import is_experts
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
@@ -338,7 +336,7 @@ class MoQController:
                 if name in saved:
                     shape = layer.moq.grid.shape(*layer.matrix.shape)
                     layer.moq.ratio = decode(name, saved[name], shape).to(layer.weight.device)
-        _set_bits(searched)
+        set_bits(searched)
         for table in self.embeddings.values():
             table.moq.bits = (self.config.quantize_embeddings if self.has_begun else None) or FLOAT_BITS
 
@@ -348,19 +346,6 @@ class MoQController:
                 logger.info("%s", messages.switch_in_words(switch, self.config))
         for line in messages.switches_in_words(switches, self.blocks, self.mean_bits):
             logger.info("%s", line)
-
-
-def _set_bits(layers: Sequence[tuple[QuantLayer, int]]) -> None:
-    """Give layers their bits; those whose ratios numba searches, in as many threads as torch uses."""
-    in_threads = []
-    for layer, bits in layers:
-        weight = layer.float_weight
-        # All processes gather shards in the same order.
-        if not is_sharded(weight) and choose("search", weight, torch.float32, layer.moq.kernel) is cpu:
-            in_threads.append((layer, bits))
-        else:
-            layer.set_bits(bits)
-    cpu.each(lambda item: item[0].set_bits(item[1]), in_threads)
 
 
 def _checksum(state: Any) -> int:
