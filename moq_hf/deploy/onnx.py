@@ -94,9 +94,8 @@ def export_onnx(
     with staged(target, ALL_FILES) as staging:
         written: dict[str, _Written] = {}
         for flavor in dict.fromkeys(flavors):
-            rounding = roundings.get(flavor)
-            written[flavor] = _write(staging, checkpoint, reference, flavor, rounding, external_data_above)
-            difference = written[flavor].proof.largest_difference
+            one = _write(staging, checkpoint, reference, flavor, roundings.get(flavor), external_data_above)
+            written[flavor], difference = one, one.proof.largest_difference
             if flavor in _SAME_ARITHMETIC and not difference <= tolerance:
                 raise MoQError(
                     f"the {flavor} model's outputs differ by {difference:.3g} from the checkpoint's, more than the "
