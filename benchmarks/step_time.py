@@ -136,12 +136,16 @@ def measure(
     return found
 
 
-CASES = {
-    "8 bits": moq(8),
-    "4 bits": moq(4),
-    "8 bits, groups of 32": moq(8, 32),
-    "4 bits, groups of 32": moq(4, 32),
-}
+def cases(size: int) -> dict[str, MoQConfig]:
+    """Those of every table; groups are of `size` weights in a row."""
+    return {
+        "8 bits": moq(8),
+        "4 bits": moq(4),
+        f"8 bits, groups of {size}": moq(8, size),
+        f"4 bits, groups of {size}": moq(4, size),
+    }
+
+
 # With one micro-batch only.
 MORE = {
     "2 bits (ternary)": moq(2),
@@ -159,6 +163,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES), help="bfloat16: autocast")
+    parser.add_argument("--group_size", type=int, default=32)
     parser.add_argument("--micro_batches", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/step_time.json"))
     args = parser.parse_args()
@@ -174,7 +179,7 @@ def main() -> None:
     for dtype, count in itertools.product(args.dtypes, args.micro_batches):
         # A micro-batch has the whole batch size: accumulation makes the step longer, not the quantization.
         batches = [batch(args.batch) for _ in range(count)]
-        configs = CASES | (MORE if count == 1 else {})
+        configs = cases(args.group_size) | (MORE if count == 1 else {})
         for found in measure(model, configs, DTYPES[dtype], batches, args.repeats):
             results.append(found)
             print(

@@ -68,7 +68,11 @@ def test_the_checkpoint_resumes(stock: bool, tmp_path: Path, caplog: pytest.LogC
     before, begun, ended = in_file()["saved"], first.state["saved"], saved(trainer)["saved"]
     assert before["version"] == begun["version"] == ended["version"] == 2
     # Keys that came later have their defaults.
-    assert {**begun, "moq_hf": "0.1.0"} == {**before, "config": MoQConfig.from_dict(before["config"]).to_dict()}
+    assert {**begun, "moq_hf": "0.1.0"} == {
+        **before,
+        "config": MoQConfig.from_dict(before["config"]).to_dict(),
+        "input_ranges": {},
+    }
     assert begun["ratios"].keys() == {name.removesuffix(".weight") for name in first.quantized if is_quantized(name)}
     for name, letters in begun["ratios"].items():
         expected = on_grid(first.floats[f"{name}.weight"], letters)
