@@ -115,6 +115,7 @@ class LayerState:
         read_version: As `version`, of `read`.
         source: The float weight that `weight` was made of; None makes it stale.
         key: What `source` was like then: its version, its memory, device and dtype.
+        searched: What a frozen weight was like when its ratios were searched.
         used: Whether a forward pass has used the weight since the layer was made ready.
         origin: For a deep copy the layer that it was copied from, and some of the weights that it then had.
         config: What the model was made ready with.
@@ -136,6 +137,7 @@ class LayerState:
     read_version: int = 0
     source: Tensor | None = field(default=None, repr=False)
     key: Key | None = field(default=None, repr=False)
+    searched: Key | None = field(default=None, repr=False)
     used: bool = False
     origin: "tuple[weakref.ref[QuantLayer], Tensor] | None" = field(default=None, repr=False)
     config: MoQConfig | None = field(default=None, repr=False)
@@ -143,7 +145,7 @@ class LayerState:
     name: str = ""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), **dict.fromkeys(("weight", "read", "source", "key", "origin"))}
+        return {**vars(self), **dict.fromkeys(("weight", "read", "source", "key", "searched", "origin"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "options" in state:
@@ -368,8 +370,12 @@ class QuantLayer(nn.Module):
 
     def set_bits(self, bits: int) -> None:
         """Change the precision, with the clipping ratios that the grid wants there; takes effect with `refresh`."""
-        state = self.moq
-        state.bits, state.ratio = bits, None
+        state, parameter = self.moq, self.float_weight
+        # An optimizer need not count what it writes, so only a weight that none may own is known to be the same.
+        frozen = None if parameter.requires_grad or is_sharded(parameter) else key_of(parameter)
+        if state.ratio is not None and bits == state.bits and frozen is not None and frozen == state.searched:
+            return
+        state.bits, state.ratio, state.searched = bits, None, frozen
         if bits != FLOAT_BITS and state.grid.searches(bits):
             weight = to_rows(self._whole(), self.kind).contiguous()
             path = choose("search", weight, torch.float32, state.kernel)

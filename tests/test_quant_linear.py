@@ -391,3 +391,28 @@ def test_models_that_cannot_be_quantized_are_told() -> None:
     with pytest.raises(MoQError, match=r"NaN or Inf in 2\.weight"):
         quantize_model(model, CONFIG)
     assert not quant_layers(model)
+
+
+def test_ratios_of_a_frozen_weight_are_searched_once() -> None:
+    model = quantize_model(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), {"quantize_bits": {"start_bits": 4, "target_bits": 4}}
+    )
+    layer: Any = model[0]
+    found, searched = layer.moq.ratio, q.least_squares_ratio(layer.float_weight, 4, layer.moq.grid)
+    layer.set_bits(4)
+    assert layer.moq.ratio is not found and torch.equal(layer.moq.ratio, searched)
+    layer.float_weight.requires_grad_(False)
+    layer.set_bits(4)
+    found = layer.moq.ratio
+    layer.set_bits(4)
+    assert layer.moq.ratio is found
+    layer.set_bits(3)
+    layer.set_bits(4)
+    assert torch.equal(layer.moq.ratio, searched)
+    # What is loaded or written is searched.
+    layer.load_state_dict({"weight": torch.randn(8, 8) ** 3, "bias": torch.zeros(8)})
+    assert torch.equal(layer.moq.ratio, q.least_squares_ratio(layer.float_weight, 4, layer.moq.grid))
+    with torch.no_grad():
+        layer.float_weight[0] = 5.0 * torch.randn(8) ** 5
+    layer.set_bits(4)
+    assert torch.equal(layer.moq.ratio, q.least_squares_ratio(layer.float_weight, 4, layer.moq.grid))
