@@ -28,6 +28,8 @@ from .processes import largest_over_ranks
 _TINY = torch.finfo(torch.float32).tiny
 # The share of the newest step in the running range.
 _NEWEST = 0.01
+# The largest that a range can be.
+LARGEST_RANGE = torch.finfo(torch.float32).max
 
 
 def fake_quantize_input(input: Tensor, grid: InputGrid, largest: Tensor | None = None) -> Tensor:
@@ -95,15 +97,24 @@ class Inputs:
 
         Args:
             input: Floating-point `[..., features]`.
-            training: Whether its magnitude counts for the range.
+            training: Whether its magnitude counts for the range; not inside torch.func's transforms, which allow no
+                writing.
         """
-        if self.grid.scale == "static" and training:
-            # In place, so that a compiled graph keeps its tensor.
-            self.observed.copy_(torch.maximum(self.observed, input.detach().abs().amax()))
-        return fake_quantize_input(input, self.grid, self.range) if self.active else None
+        if input.numel() == 0 or input.is_meta:
+            # No values, and no largest one.
+            return None
+        if self.grid.scale == "static" and training and not _is_transformed():
+            # In place, so that a compiled graph keeps its tensor; replicas of DataParallel have inputs elsewhere.
+            newest = input.detach().abs().amax().to(self.observed.device)
+            self.observed.copy_(torch.maximum(self.observed, newest))
+        if not self.active:
+            return None
+        return fake_quantize_input(input, self.grid, None if self.range is None else self.range.to(input.device))
 
     def to(self, device: torch.device) -> "Inputs":
-        """The same with what is known of the range on a device."""
+        """The same with what is known of the range on a device; on the meta device it would be lost, and stays."""
+        if device.type == "meta":
+            return self
         moved = None if self.range is None else self.range.to(device)
         return Inputs(self.grid, self.observed.to(device), moved, self.active)
 
@@ -111,6 +122,11 @@ class Inputs:
         """The same with tensors of its own."""
         known = None if self.range is None else self.range.clone()
         return Inputs(self.grid, self.observed.clone(), known, self.active)
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func's grad, vjp or vmap calls, which torch.compile cannot be asked."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def new_inputs(grid: InputGrid, device: torch.device) -> Inputs:

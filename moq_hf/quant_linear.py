@@ -460,13 +460,18 @@ class QuantLayer(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.moq.ratio is not None:
             self.moq.ratio = self.moq.ratio.to(self.float_weight.device)
-        if self.moq.inputs is not None:
-            self.moq.inputs = self.moq.inputs.to(self.float_weight.device)
+        self._move_inputs()
         self.refresh(in_place=False)
         return self
 
+    def _move_inputs(self) -> None:
+        if self.moq.inputs is not None and self.moq.inputs.observed.device != self.float_weight.device:
+            self.moq.inputs = self.moq.inputs.to(self.float_weight.device)
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
+        # `assign` may have put the weight on another device.
+        self._move_inputs()
         self.search_ratios()
         self.refresh()
 

@@ -152,9 +152,10 @@ def test_a_resumed_run_has_the_same_ranges() -> None:
     assert torch.equal(other.eval()(batches[0]), model.eval()(batches[0]))
 
 
-def test_a_damaged_range_is_named() -> None:
+@pytest.mark.parametrize("damaged", [-1.0, 1e39, float("nan"), "1"])
+def test_a_damaged_range_is_named(damaged: Any) -> None:
     controller = MoQController(nn.Sequential(nn.Linear(4, 4)), MoQConfig.from_dict(config_of()), total_steps=6)
-    state = controller.state_dict() | {"input_ranges": {"0": -1.0}}
+    state = controller.state_dict() | {"input_ranges": {"0": damaged}}
     with pytest.raises(MoQError, match=r"input_ranges\.0"):
         controller.load_state_dict(state)
 
@@ -213,3 +214,44 @@ def test_a_compiled_model_learns_the_range() -> None:
     assert float(inputs.range) == pytest.approx(2.02)
     x = torch.randn(3, 4)
     assert torch.equal(compiled.eval()(x), model(x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("scale", SCALES)
+def test_no_values_have_no_range(scale: InputScale, training: bool) -> None:
+    model = quantize_model(nn.Sequential(nn.Linear(4, 2)), config_of(scale=scale)).train(training)
+    assert model(torch.zeros(0, 4)).shape == (0, 2)
+    inputs: Any = quant_layers(model)["0"].moq.inputs
+    take_step([inputs])
+    assert inputs.range is None
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_model_comes_back_from_the_meta_device_with_its_ranges(assign: bool) -> None:
+    model = quantize_model(nn.Sequential(nn.Linear(4, 4)), config_of())
+    model.train()(torch.full((1, 4), 3.0))
+    quant_layers(model)["0"].take_step()
+    x = torch.randn(3, 4)
+    expected, weights = model.eval()(x), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.to("meta")
+    assert model(x.to("meta")).is_meta
+    if not assign:
+        model.to_empty(device="cpu")
+    model.load_state_dict(weights, assign=assign)
+    inputs: Any = quant_layers(model)["0"].moq.inputs
+    assert float(inputs.range) == 3.0 and torch.equal(model(x), expected)
+    model.train()(x)
+    assert float(inputs.observed) == float(x.abs().max())
+
+
+def test_gradients_of_torch_func_go_through_a_training_model() -> None:
+    model = quantize_model(nn.Sequential(nn.Linear(4, 4)), config_of())
+    parameters, x = {name: p.detach() for name, p in model.named_parameters()}, torch.randn(3, 4)
+
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.func.functional_call(model, parameters, (x[None],))
+        return found.square().sum()
+
+    found = torch.func.grad(loss)(parameters, x[0])
+    model.train()(x[:1]).square().sum().backward()
+    assert torch.equal(found["0.weight"], model.get_parameter("0.weight").grad)  # type: ignore[arg-type]

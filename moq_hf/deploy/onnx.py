@@ -158,19 +158,23 @@ def _roundings(
 
 
 def _rounding(checkpoint: Checkpoint, reference: Reference, grid: InputGrid, target: Target) -> Rounding:
-    """How inputs are rounded: with the ranges of training, where a static scale was trained."""
+    """How inputs are rounded: with the ranges of training, where a layer has one."""
     if grid.scale != "static":
         return Rounding(grid, {}, "", target)
-    model, trained = checkpoint.model, checkpoint.verified.state.get("input_ranges") or {}
+    model, saved = checkpoint.model, checkpoint.verified.state.get("input_ranges") or {}
     names = [n for n, weight in checkpoint.weights.items() if multiplies_integers(model.get_submodule(n), weight)]
-    if names and all(name in trained for name in names):
-        return Rounding(grid, {name: trained[name] for name in names}, "trained", target)
+    trained = {name: saved[name] for name in names if name in saved}
+    unknown = [name for name in names if name not in saved]
+    if not unknown:
+        return Rounding(grid, trained, "trained" if trained else "", target)
     logger.warning(
-        "moq_hf: no ranges of the activations were trained: they are the largest magnitudes of the %s compared; "
+        "moq_hf: no ranges of the activations were trained%s: they are the largest magnitudes of the %s compared; "
         "train with activation_quantization, or compare on data like that to be served",
+        f" in {', '.join(unknown)}" if trained else "",
         reference.compared,
     )
-    return Rounding(grid, reference.largest_inputs(names), "measured", target)
+    source = "partly trained" if trained else "measured"
+    return Rounding(grid, trained | reference.largest_inputs(unknown), source, target)
 
 
 def _write(
@@ -235,5 +239,5 @@ def _export(
 
 
 def _in_words(rounding: Rounding) -> str:
-    ranges = {"trained": ", ranges trained", "measured": ", ranges measured"}.get(rounding.source, "")
+    ranges = f", ranges {rounding.source}" if rounding.source else ""
     return f"{rounding.grid.scale}, {rounding.grid.bits} bits{ranges}, for {rounding.target}"

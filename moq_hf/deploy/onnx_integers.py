@@ -45,7 +45,7 @@ class Rounding:
     Attributes:
         grid: Their grid.
         ranges: Of a static scale: the range of each layer's inputs, by the layer's name.
-        source: Where the ranges are from: "trained", "measured", or "" where there are none.
+        source: Where the ranges are from: "trained", "measured", "partly trained", or "" where there are none.
         target: The CPUs that the file is made for.
     """
 

@@ -152,7 +152,15 @@ class OnnxEmbedding(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows `[..., columns]` for the indices `input` `[...]`."""
-        codes, scale = F.embedding(input, self.codes).to(torch.float32), F.embedding(input, self.scale)
+        return self._floats(F.embedding(input, self.codes), F.embedding(input, self.scale))
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole table, float32, for a model's code that reads it."""
+        return self._floats(self.codes, self.scale)
+
+    def _floats(self, codes: Tensor, scale: Tensor) -> Tensor:
+        codes = codes.to(torch.float32)
         if self.halved:
             # OpenVINO computes something else with BitShift.
             high = (codes / 16).floor()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MoQError
+from ..inputs import LARGEST_RANGE
 from ..reading import Entry
 from ..rows import KINDS, is_experts
 from ..schedule import FLOAT_BITS
@@ -37,7 +38,7 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
             there.text()
     if not entry.get("input_ranges").is_null:
         for largest in entry["input_ranges"].mapping().values():
-            largest.number(0.0)
+            largest.number(0.0, LARGEST_RANGE)
     if not entry["step"].is_null:
         entry["step"].whole()
     for switch in entry["history"].items():

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config import MoQConfig
 from ..errors import MoQConfigError, MoQError
+from ..inputs import LARGEST_RANGE
 from ..reading import Entry
 from ..schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch
 from ..version import __version__
@@ -84,7 +85,7 @@ def _check_state(state: Entry) -> None:
         entry.text()
     # Checkpoints of earlier versions have no such key.
     for entry in state.get("input_ranges").mapping().values() if "input_ranges" in state.mapping() else ():
-        entry.number(0.0)
+        entry.number(0.0, LARGEST_RANGE)
     for entry in state["history"].items():
         step, block, before, bits, period, factor, eigenvalue = entry.items(len(Switch._fields))
         step.whole(0, steps)

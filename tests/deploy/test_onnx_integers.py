@@ -25,6 +25,7 @@ from moq_hf.deploy.onnx_integers import (
     is_exact_signed,
     target_here,
 )
+from moq_hf.deploy.onnx_layers import OnnxEmbedding
 from moq_hf.grid import Grid, InputGrid, InputScale, PerChannel, RowBlocks
 from moq_hf.inputs import fake_quantize_input
 from moq_hf.training.controller import MoQController
@@ -81,6 +82,13 @@ def test_the_largest_sums_do_not_saturate_on_any_cpu(bits: int, tmp_path: Path) 
     torch.testing.assert_close(found, torch.full((8, 64), 2.0) @ quantizer.dequantize(*weight).T)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_table_that_the_model_reads_is_dequantized(bits: int) -> None:
+    weight = quantizer.quantize(torch.randn(6, 16), bits, Grid(PerChannel()))
+    table = OnnxEmbedding(weight, bits)
+    assert table.halved == (bits == 4) and torch.equal(table.weight, quantizer.dequantize(*weight))
+
+
 def test_which_sums_fit_into_16_bits() -> None:
     assert is_exact_signed(torch.tensor([128]), 7) and not is_exact_signed(torch.tensor([127]), 8)
     assert is_exact_signed(torch.tensor([64]), 8)
@@ -106,9 +114,8 @@ def test_what_suits_a_machine(
     assert target_here() == target
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
-    """A packed checkpoint of a run that learned static ranges, and these."""
+def train_and_save(folder: Path, *without: str) -> tuple[Path, dict[str, float]]:
+    """A packed checkpoint of a run that learned static ranges, but for the layers `without`, and these."""
     set_seed(0)
     model = BertForSequenceClassification(BertConfig(**SHAPE))
     schedule = {"quantize_period": 1, "schedule_offset": 0}
@@ -120,14 +127,37 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, f
     for _ in range(2):
         model.train()(input_ids=ids, labels=torch.tensor([0, 1])).loss.backward()
         controller.step()
+    for name in without:
+        inputs = controller.layers[name].moq.inputs
+        assert inputs is not None
+        inputs.range = None
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    folder = save_quantized(model, tmp_path_factory.mktemp("trained") / "packed", processing_class=tokenizer)
-    return folder, controller.state_dict()["input_ranges"]
+    return save_quantized(model, folder, processing_class=tokenizer), controller.state_dict()["input_ranges"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """A packed checkpoint of a run that learned static ranges, and these."""
+    return train_and_save(tmp_path_factory.mktemp("trained") / "packed")
 
 
 def scalars(path: Path) -> dict[str, float]:
     values = onnx.load(path).graph.initializer
     return {v.name: float(numpy_helper.to_array(v)) for v in values if v.name.endswith(".step")}
+
+
+def test_a_layer_that_never_ran_leaves_the_others_their_ranges(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    unused = "bert.pooler.dense"
+    folder, ranges = train_and_save(tmp_path / "packed", unused)
+    assert ranges and unused not in ranges
+    export = export_onnx(folder, tmp_path / "out", flavors=["int8"], cpu="avx2")
+    assert export.activations == {"int8": "static, 8 bits, ranges partly trained, for avx2"}
+    assert f"no ranges of the activations were trained in {unused}: they are" in caplog.text
+    # Layers with the same input share its step.
+    found = set(scalars(tmp_path / "out" / "model_int8.onnx").values())
+    assert {np.float32(largest) / np.float32(127) for largest in ranges.values()} < found
 
 
 @needs_vnni
