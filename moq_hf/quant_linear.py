@@ -9,7 +9,6 @@ written in place, outside any compiled graph; the gradient passes straight throu
 """
 
 import copy
-import inspect
 import sys
 import weakref
 from dataclasses import dataclass, field, replace
@@ -62,12 +61,14 @@ class _StraightThrough(torch.autograd.Function):
         return grad[0].to(ctx.dtype), None
 
 
-# Function.apply binds its arguments to it at each call; making it anew takes as long as all the rest.
-cast(Any, _StraightThrough.forward).__signature__ = inspect.signature(_StraightThrough.forward)
+# What Function.apply does where no transform of torch.func is active, without binding arguments to a signature, which
+# takes as long as all the rest.
+_apply = super(torch.autograd.Function, _StraightThrough).apply
 
 
 def _straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
-    return cast(Tensor, _StraightThrough.apply(weight, quantized))  # type: ignore[no-untyped-call]
+    plain = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    return cast(Tensor, (_apply if plain else _StraightThrough.apply)(weight, quantized))  # type: ignore[no-untyped-call]
 
 
 def in_forward() -> bool:
