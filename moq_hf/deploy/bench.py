@@ -149,7 +149,7 @@ def draw(result: Benchmark, path: str | os.PathLike[str]) -> None:
     axes.set_xlabel("batch x sequence")
     axes.set_ylabel("speed, float PyTorch is 1")
     axes.set_title(f"threads: {result.threads}")
-    axes.legend(fontsize="small", ncols=2)
+    figure.legend(loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=100, format="png")
 
 
