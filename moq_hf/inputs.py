@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .grid import InputGrid
 from .processes import largest_over_ranks
+from .transformers_seams import is_transformed
 
 _TINY = torch.finfo(torch.float32).tiny
 # The share of the newest step in the running range.
@@ -103,9 +104,9 @@ class Inputs:
         if input.numel() == 0 or input.is_meta:
             # No values, and no largest one.
             return None
-        if self.grid.scale == "static" and training and not _is_transformed():
+        if self.grid.scale == "static" and training and not is_transformed():
             # In place, so that a compiled graph keeps its tensor; replicas of DataParallel have inputs elsewhere.
-            newest = input.detach().abs().amax().to(self.observed.device)
+            newest = input.detach().abs().amax().nan_to_num(nan=0.0, posinf=0.0).to(self.observed.device)
             self.observed.copy_(torch.maximum(self.observed, newest))
         if not self.active:
             return None
@@ -124,11 +125,6 @@ class Inputs:
         return Inputs(self.grid, self.observed.clone(), known, self.active)
 
 
-def _is_transformed() -> bool:
-    """Whether torch.func's grad, vjp or vmap calls, which torch.compile cannot be asked."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-
-
 def new_inputs(grid: InputGrid, device: torch.device) -> Inputs:
     """The inputs of a layer on a device, of which nothing is known yet."""
     return Inputs(grid, torch.zeros((), dtype=torch.float32, device=device))
@@ -137,16 +133,16 @@ def new_inputs(grid: InputGrid, device: torch.device) -> Inputs:
 def take_step(inputs: Iterable[Inputs]) -> None:
     """Bring the running ranges up to date after an optimizer step: in all processes, with the same layers.
 
-    A range follows the largest magnitude over all ranks. What is NaN or Inf, as in a step that the loss scale skipped,
-    does not count, nor does a step without a forward pass.
+    A range follows the largest magnitude over all ranks. A pass whose inputs hold NaN or Inf does not count, nor does a
+    step without a forward pass.
     """
     static = [one for one in inputs if one.grid.scale == "static"]
     if not static:
         return
-    found = torch.stack([one.observed for one in static]).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    for one, newest in zip(static, largest_over_ranks(found).unbind(), strict=True):
+    found = largest_over_ranks(torch.stack([one.observed for one in static]))
+    for one, newest in zip(static, found.unbind(), strict=True):
         one.observed.zero_()
-        counts = newest.isfinite() & (newest > 0)
+        counts = newest > 0
         if one.range is not None:
             one.range.copy_(torch.where(counts, one.range + _NEWEST * (newest - one.range), one.range))
         elif bool(counts):

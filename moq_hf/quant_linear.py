@@ -33,7 +33,7 @@ from .processes import is_sharded, whole
 from .quantizer import Draw
 from .rows import Kind, from_rows, lies_in_columns, lies_in_rows, matrices, parameter_of, to_rows
 from .schedule import FLOAT_BITS
-from .transformers_seams import is_scaled_table
+from .transformers_seams import is_scaled_table, is_transformed
 
 # Every call of a module runs this code, whatever the module's class is.
 _MODULE_CALL = nn.Module._call_impl.__code__
@@ -67,7 +67,7 @@ _apply = super(torch.autograd.Function, _StraightThrough).apply
 
 
 def _straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
-    plain = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    plain = not torch.compiler.is_compiling() and not is_transformed()
     return cast(Tensor, (_apply if plain else _StraightThrough.apply)(weight, quantized))  # type: ignore[no-untyped-call]
 
 

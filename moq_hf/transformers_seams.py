@@ -575,6 +575,15 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+def is_transformed() -> bool:
+    """Whether grad, vjp or vmap of torch.func calls; what torch.compile traces takes that into account by itself.
+
+    Relies on: `torch._C._are_functorch_transforms_active`, which `torch.autograd.Function.apply` asks too.
+    Breaks: Gradients of torch.func would fail on quantized layers, and the ranges of inputs would be written in them.
+    """
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 # What PEFT puts into a model.
 
 ADAPTED: Final = "base_layer"

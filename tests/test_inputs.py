@@ -116,6 +116,9 @@ def test_the_range_is_a_moving_average_of_steps() -> None:
     take_step([inputs])
     take_step([inputs])
     assert float(inputs.range) == known and float(inputs.observed) == 0.0
+    # A pass that overflowed in a step that was skipped takes nothing from the next one.
+    observe(inputs, float("inf"), known)
+    assert float(inputs.observed) == known
 
 
 @pytest.mark.parametrize("scale", ["per_token", "per_tensor"])

@@ -21,6 +21,7 @@ from moq_hf.names import named_modules
 
 ERRORS = ["config", "bits", "skipped"]
 JOBS = [
+    "ddp/activations",
     "ddp/eigenvalues_stochastic",
     *(f"ddp/error/{case}" for case in ERRORS),
     "fsdp2/error/eigenvalues",
@@ -65,6 +66,8 @@ def test_two_processes_train_what_one_does(job: str, two_processes: Path, tmp_pa
     for kind in ("weights", "quantized"):
         for name, expected in one[kind].items():
             torch.testing.assert_close(two[kind][name], expected, rtol=0, atol=1e-6)
+    assert two["ranges"] == pytest.approx(one["ranges"], rel=1e-6)
+    assert bool(two["ranges"]) == (case == "activations")
     # Losses are written with 4 digits and more.
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
 

@@ -666,6 +666,19 @@ def test_trained_copies(tiny_bert: BertForSequenceClassification) -> None:
     assert all(parameter.requires_grad for parameter in copies.parameters())
 
 
+def test_is_transformed() -> None:
+    found = []
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        found.append(seams.is_transformed())
+        return x * x
+
+    square(torch.ones(()))
+    torch.func.grad(square)(torch.ones(()))
+    torch.func.vmap(square)(torch.ones(2))
+    assert found == [False, True, True]
+
+
 @from_peft
 def test_is_peft(tiny_bert: BertForSequenceClassification) -> None:
     assert not seams.is_peft(tiny_bert.bert.encoder.layer[0].attention.self.query)

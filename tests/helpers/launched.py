@@ -51,6 +51,8 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "per_channel": ({**BASE, "quantize_groups": "per_channel"}, {}),
     "ternary": ({**BASE, "quantize_bits": {"start_bits": 4, "target_bits": 2}}, {}),
     "blend": ({**BASE, "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.3}}, {}),
+    # Rounded in the last step alone: sums in another order may round to another code.
+    "activations": ({**BASE, "activation_quantization": {"enabled": True, "start_step": STEPS - 1}}, {}),
     "embeddings": ({**BASE, "quantize_embeddings": 8}, {}),
     "accumulate": (STOCHASTIC, ACCUMULATE),
     "checkpointing": (STOCHASTIC, {"activation_checkpointing": True}),
@@ -193,6 +195,7 @@ def outcome(made: dict[str, Any]) -> dict[str, Any]:
         "quantized": {name: layer.quantized_weight().detach().clone() for name, layer in layers.items()},
         "history": None if controller is None else json.loads(json.dumps(controller.history)),
         "losses": made["losses"],
+        "ranges": None if controller is None else controller.state_dict()["input_ranges"],
         "eigenvalues": getattr(getattr(controller, "sensitivity", None), "eigenvalues", None),
     }
 
