@@ -179,7 +179,7 @@ def _optimize(exported: Any, integers: set[str]) -> None:
 def _keep_sums(exported: Any) -> None:
     """Write the sum before a LayerNormalization as Sum.
 
-    ONNX Runtime (1.31) fuses Add with it to SkipLayerNormalization, which takes three times as long on a CPU.
+    ONNX Runtime (1.31) fuses Add with it to SkipLayerNormalization, which takes longer on a CPU than both.
     """
     constants = exported.graph.initializers
     for node in exported.graph:
