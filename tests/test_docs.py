@@ -12,6 +12,7 @@ import inspect
 import io
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -335,6 +336,9 @@ def test_deploy_accuracy_command(
         return SimpleNamespace(proofs={"ONNX int8": proof}, checkpoint_metrics=metrics, missing={})
 
     monkeypatch.setattr(deploy_accuracy, "benchmark", benchmark)
+    # They are of the whole process.
+    monkeypatch.setattr(logging, "disable", lambda level: None)
+    monkeypatch.setattr(deploy_accuracy.transformers_logging, "disable_progress_bar", lambda: None)
     monkeypatch.setattr(sys, "argv", [*shlex.split(ACCURACY)[1:], "--out", "lines.jsonl"])
     with chdir(tmp_path):
         deploy_accuracy.main()
