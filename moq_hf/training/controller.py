@@ -324,14 +324,15 @@ class MoQController:
             saved: Layer name to its ratios as they were saved; None searches them.
         """
         searched: list[tuple[QuantLayer, int]] = []
+        bits = self.schedule.bits
         for block in blocks:
             for name in self.blocks[block]:
                 layer = self.layers[name]
                 # A checkpoint of an earlier version has no ratios of experts.
                 if saved is None or (is_experts(layer.kind) and name not in saved):
-                    searched.append((layer, self.schedule.bits[block]))
+                    searched.append((layer, bits[block]))
                     continue
-                layer.moq.bits = self.schedule.bits[block]
+                layer.moq.bits = bits[block]
                 layer.moq.ratio = None
                 if name in saved:
                     shape = layer.moq.grid.shape(*layer.matrix.shape)
