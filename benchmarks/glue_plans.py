@@ -12,11 +12,20 @@ STEPS = {"sst2": 250, "cola": 268, "mrpc": 115}  # Of an epoch of all rows.
 # no other.
 RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 2e-4}
 RESTART = "cosine_with_restarts"
+# Keys of a run that its identity leaves out at these values.
+LATER: dict[str, Any] = {"bf16": False, "warm_times": 1, "warm_decay": "linear", "averaged": False}
 OWN = -1.0  # Stands for the task's of `RATES`.
 GROUPS: dict[str, dict[str, Any]] = {
     "8 blocks": {"quantize_groups": 8},
     "per channel": {"quantize_groups": "per_channel"},
     "groups of 64": {"quantize_group_size": 64},
+    "groups of 32": {"quantize_group_size": 32},
+    "per channel, full": {"quantize_groups": "per_channel", "quantize_algo": {"range": "full"}},
+    "groups of 64, full": {"quantize_group_size": 64, "quantize_algo": {"range": "full"}},
+    "groups of 32, full": {"quantize_group_size": 32, "quantize_algo": {"range": "full"}},
+    "per channel, asymmetric": {"quantize_groups": "per_channel", "quantize_algo": {"q_type": "asymmetric"}},
+    "groups of 64, asymmetric": {"quantize_group_size": 64, "quantize_algo": {"q_type": "asymmetric"}},
+    "groups of 32, asymmetric": {"quantize_group_size": 32, "quantize_algo": {"q_type": "asymmetric"}},
 }
 
 
@@ -32,8 +41,12 @@ class Arm:
         times: How many times the task's epochs.
         groups: A key of `GROUPS`.
         after: Bits to which the float model is quantized after training.
+        after_groups: Keys of `GROUPS`: the grids of that.
         warm: Learning rate of the float run whose model it starts from; 0: from the pretrained one.
+        warm_times: How many times the task's epochs that float run has.
+        warm_decay: Of the learning rate of that float run.
         decay: Of the learning rate, as Trainer's `lr_scheduler_type`; the restart of `RESTART` is in the middle.
+        averaged: Scored with the mean of the float weights over the last quarter of the steps, quantized.
     """
 
     name: str
@@ -43,8 +56,12 @@ class Arm:
     times: float = 1
     groups: str = "8 blocks"
     after: tuple[int, ...] = ()
+    after_groups: tuple[str, ...] = ("8 blocks", "per channel", "groups of 64")
     warm: float = 0.0
+    warm_times: float = 1
+    warm_decay: str = "linear"
     decay: str = "linear"
+    averaged: bool = False
 
     def on(self, task: str) -> "Arm":
         """Itself with the task's learning rate wherever it has `OWN`, and the task's step for a share of the run."""
@@ -80,6 +97,8 @@ class Arm:
             times=self.times,
             groups=self.groups,
             warm=self.warm,
+            warm_times=self.warm_times,
+            warm_decay=self.warm_decay,
             decay=self.decay,
         )
 
@@ -142,7 +161,38 @@ def blend(steps: int) -> dict[str, Any]:
     return {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 1 / steps}}
 
 
+# Of the plans in bfloat16: a float run also tells what its model is worth when quantized to these.
+LOW_GRIDS = ("per channel", "per channel, full", "groups of 32", "groups of 32, full", "groups of 32, asymmetric")
+LOW_FLOAT = replace(FLOAT, after=(4, 3, 2), after_groups=LOW_GRIDS)
+
+
+def taught(bits: int, groups: str, start: int = 0, deadline: float = 0.3, **more: Any) -> Arm:
+    """Float first: the float model of the seed is start and teacher; `start` bits fall to `bits` by `deadline`."""
+    options = {"moq": TAUGHT["moq"], "warm": OWN, "groups": groups, **more}
+    return ramp(start or bits, bits, deadline, options.pop("name", ""), options.pop("moq"), **options)
+
+
 PLANS = {
+    # Float first at 2 and 3 bits: which grid.
+    "grids": Plan(
+        (
+            LOW_FLOAT,
+            *(
+                taught(2, groups, averaged=averaged)
+                for groups in (
+                    "per channel",
+                    "per channel, full",
+                    "groups of 32, full",
+                    "per channel, asymmetric",
+                    "groups of 32",
+                    "groups of 32, asymmetric",
+                    "groups of 64, full",
+                )
+                for averaged in (True, False)
+            ),
+        ),
+        tasks=("cola", "sst2", "mrpc"),
+    ),
     # What the first table of docs/evidence/results.md compares.
     "main": Plan(
         (
@@ -205,7 +255,7 @@ PLANS = {
             *(
                 ramp(start, bits, 0.3, "" if start == bits else "MoQ", groups=groups)
                 for bits in (4, 3, 2)
-                for groups in GROUPS
+                for groups in ("8 blocks", "per channel", "groups of 64")
                 for start in (bits, 8)
             ),
             *(
@@ -277,12 +327,13 @@ PLANS = {
 
 @dataclass(frozen=True)
 class Run:
-    """An arm on a task with a seed, on all `rows` of each set or the first ones."""
+    """An arm on a task with a seed, on all `rows` of each set or the first ones; `bf16` computes in bfloat16."""
 
     arm: Arm
     task: str
     seed: int
     rows: int | None = None
+    bf16: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arm", self.arm.on(self.task))
@@ -293,7 +344,8 @@ class Run:
         return EPOCHS[self.task] * self.arm.times
 
     def identity(self) -> dict[str, Any]:
-        """What decides the outcome, in JSON types."""
+        """What decides the outcome, in JSON types; `LATER` keys only where they are not as they were before."""
+        later = {name: getattr(self if name == "bf16" else self.arm, name) for name in LATER}
         return {
             "task": self.task,
             "seed": self.seed,
@@ -303,11 +355,16 @@ class Run:
             "warm": self.arm.warm,
             "decay": self.arm.decay,
             "rows": self.rows,
+            **{name: value for name, value in later.items() if value != LATER[name]},
         }
 
     def key(self) -> str:
         """The same as text."""
         return json.dumps(self.identity(), sort_keys=True)
+
+    def unaveraged(self) -> "Run":
+        """The run that trains the same, scored with the weights that it ends with."""
+        return replace(self, arm=replace(self.arm, averaged=False))
 
     def teacher(self) -> "Run | None":
         """The float run whose model this one needs, if any."""
@@ -316,4 +373,5 @@ class Run:
             raise ValueError(
                 f"{self.arm.name}: the teacher is a float run at {rate:g}, the start one at {self.arm.warm:g}"
             )
-        return replace(self, arm=replace(FLOAT, learning_rate=rate, after=())) if rate else None
+        arm = replace(FLOAT, learning_rate=rate, after=(), times=self.arm.warm_times, decay=self.arm.warm_decay)
+        return replace(self, arm=arm) if rate else None

@@ -29,7 +29,8 @@ from typing import Any
 
 import elsewhere  # noqa: F401 - scripts/
 from glue_data import TASKS
-from glue_plans import EPOCHS, GROUPS, PLANS, RESTART, Run
+from glue_plans import EPOCHS, GROUPS, LATER, PLANS, RESTART, Run
+from transformers import TrainerCallback
 
 LENGTH, BATCH, EVAL_BATCH = 128, 32, 128
 METRICS = ("accuracy", "f1", "matthews_correlation", "loss")
@@ -84,7 +85,28 @@ class Machine:
 def folder_of(run: Run) -> str:
     """The name of a float model's folder."""
     rows = "" if run.rows is None else f"-{run.rows}"
-    return f"{run.task}-{run.seed}-{run.arm.learning_rate:g}-{run.epochs:g}{rows}"
+    kind = "" if run.arm.decay == "linear" else f"-{run.arm.decay}"
+    return f"{run.task}-{run.seed}-{run.arm.learning_rate:g}-{run.epochs:g}{rows}{kind}{'-bf16' * run.bf16}"
+
+
+class Mean(TrainerCallback):
+    """The sum of a model's weights after each step of the last quarter of a run."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.count = model, 0
+        self.sums: list[Any] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add what the optimizer made of the weights."""
+        if 4 * state.global_step <= 3 * state.max_steps:
+            return
+        weights = [parameter.detach() for parameter in self.model.parameters()]
+        if not self.count:
+            self.sums = [weight.clone() for weight in weights]
+        else:
+            for total, weight in zip(self.sums, weights, strict=True):
+                total.add_(weight)
+        self.count += 1
 
 
 _machine: Machine | None = None
@@ -111,6 +133,9 @@ def execute(run: Run) -> list[dict[str, Any]]:
     here = _machine
     assert here is not None
     trainer = trainer_of(run, here)
+    mean = Mean(trainer.model) if run.arm.averaged else None
+    if mean is not None:
+        trainer.add_callback(mean)
     began, cpu = time.perf_counter(), time.process_time()
     trainer.train()
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
@@ -125,11 +150,14 @@ def execute(run: Run) -> list[dict[str, Any]]:
     }
     timed = {"seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1)}
     lines = [{**line_of(trainer, run), **timed, **common}]
-    if run.arm.moq is None:
+    if mean is not None:
+        lines[0].pop("averaged")
+        lines.append({**averaged(trainer, run, mean), **common})
+    if run.arm.moq is None and not run.arm.averaged:
         trainer.model.save_pretrained(here.float_model(run))
         for bits in run.arm.after:
-            for groups, grouping in GROUPS.items():
-                lines.append({**after_training(trainer, run, bits, groups, grouping), **common, "moq": None})
+            for groups in run.arm.after_groups:
+                lines.append({**after_training(trainer, run, bits, groups, GROUPS[groups]), **common, "moq": None})
     return lines
 
 
@@ -153,6 +181,7 @@ def trainer_of(run: Run, here: Machine) -> Any:
         per_device_eval_batch_size=EVAL_BATCH,
         train_sampling_strategy="group_by_length",
         dataloader_pin_memory=False,
+        bf16=run.bf16,
         eval_strategy="epoch",
         save_strategy="no",
         logging_strategy="epoch",
@@ -200,6 +229,22 @@ def line_of(trainer: Any, run: Run) -> dict[str, Any]:
     }
 
 
+def averaged(trainer: Any, run: Run, mean: Any) -> dict[str, Any]:
+    """The line of the same run with the mean of its last weights, quantized."""
+    import torch
+
+    with torch.no_grad():
+        for parameter, value in zip(trainer.model.parameters(), mean.sums, strict=True):
+            parameter.copy_(value / mean.count)
+    if trainer.moq is not None:
+        trainer.moq.controller.refresh()
+    metrics = {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
+    return {
+        **{name: value for name, value in line_of(trainer, run).items() if name != "metric_per_epoch"},
+        "metrics": {name: metrics[name] for name in METRICS if name in metrics},
+    }
+
+
 def after_training(trainer: Any, run: Run, bits: int, groups: str, grouping: Mapping[str, Any]) -> dict[str, Any]:
     """The float model of `trainer`, quantized now and evaluated."""
     from moq_hf import quantize_model
@@ -229,7 +274,8 @@ def mean_bits(layers: Collection[Any]) -> float:
 
 def identity_of(line: Mapping[str, Any]) -> dict[str, Any]:
     """`Run.identity` of the run that wrote a line."""
-    return {name: line[name] for name in ("task", "seed", "learning_rate", "epochs", "moq", "warm", "decay", "rows")}
+    names = ("task", "seed", "learning_rate", "epochs", "moq", "warm", "decay", "rows")
+    return {name: line[name] for name in (*names, *(name for name in LATER if name in line))}
 
 
 def key_of(line: Mapping[str, Any]) -> str:
@@ -246,7 +292,7 @@ def waiting(args: argparse.Namespace, lines: list[dict[str, Any]]) -> Iterator[R
             quantized.setdefault(key_of(line), set()).add((line["bits"], line["groups"]))
 
     def is_done(run: Run) -> bool:
-        wanted = {(bits, groups) for bits in run.arm.after for groups in GROUPS}
+        wanted = {(bits, groups) for bits in run.arm.after for groups in run.arm.after_groups}
         return run.key() in done and wanted <= quantized.get(run.key(), set())
 
     asked: set[str] = set()
@@ -254,7 +300,7 @@ def waiting(args: argparse.Namespace, lines: list[dict[str, Any]]) -> Iterator[R
         for plan in (PLANS[name] for name in args.plan):
             for task in plan.tasks:
                 for arm in plan.arms:
-                    run = Run(arm, task, seed, args.rows)
+                    run = Run(arm, task, seed, args.rows, args.bf16)
                     if task not in args.tasks or seed not in plan.seeds or is_done(run) or run.key() in asked:
                         continue
                     teacher = run.teacher()
@@ -262,7 +308,8 @@ def waiting(args: argparse.Namespace, lines: list[dict[str, Any]]) -> Iterator[R
                     if not known and not (args.model_dir / folder_of(teacher) / "config.json").exists():
                         asked.add(teacher.key())
                         yield teacher
-                    asked.add(run.key())
+                    # One that is averaged writes the other's line too.
+                    asked |= {run.key(), run.unaveraged().key()}
                     yield run
 
 
@@ -275,6 +322,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", choices=EPOCHS, default=list(EPOCHS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--rows", type=int, help="only the first ones of each set, to try it")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, as --bf16 of the Trainer")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--model_dir", type=Path, default=Path("runs/glue_study"))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "glue_study.jsonl")
