@@ -162,36 +162,52 @@ def blend(steps: int) -> dict[str, Any]:
 
 
 # Of the plans in bfloat16: a float run also tells what its model is worth when quantized to these.
-LOW_GRIDS = ("per channel", "per channel, full", "groups of 32", "groups of 32, full", "groups of 32, asymmetric")
+LOW_GRIDS = ("per channel", "per channel, full", "groups of 32, full")
 LOW_FLOAT = replace(FLOAT, after=(4, 3, 2), after_groups=LOW_GRIDS)
 
 
 def taught(bits: int, groups: str, start: int = 0, deadline: float = 0.3, **more: Any) -> Arm:
     """Float first: the float model of the seed is start and teacher; `start` bits fall to `bits` by `deadline`."""
     options = {"moq": TAUGHT["moq"], "warm": OWN, "groups": groups, **more}
-    return ramp(start or bits, bits, deadline, options.pop("name", ""), options.pop("moq"), **options)
+    name = options.pop("name", "basic QAT, float first")
+    return ramp(start or bits, bits, deadline, name, options.pop("moq"), **options)
 
 
 PLANS = {
-    # Float first at 2 and 3 bits: which grid.
-    "grids": Plan(
+    # Float first, at equal total steps: grids, schedules, and what there is without a float phase.
+    "recipes": Plan(
         (
             LOW_FLOAT,
-            *(
-                taught(2, groups, averaged=averaged)
-                for groups in (
-                    "per channel",
-                    "per channel, full",
-                    "groups of 32, full",
-                    "per channel, asymmetric",
-                    "groups of 32",
-                    "groups of 32, asymmetric",
-                    "groups of 64, full",
-                )
-                for averaged in (True, False)
-            ),
+            taught(2, "per channel, full", averaged=True),
+            taught(2, "per channel, full"),
+            taught(2, "per channel", averaged=True),
+            taught(2, "per channel"),
+            taught(2, "per channel, full", 4, name="MoQ 4 by 0.3, float first"),
+            taught(2, "groups of 32, full", averaged=True),
+            taught(2, "groups of 32, full"),
+            taught(3, "per channel, full"),
+            taught(3, "per channel"),
+            qat(2, "basic QAT, all steps", times=2, groups="per channel, full"),
+            taught(4, "per channel, full"),
+            taught(3, "per channel, full", 8, name="MoQ 8 by 0.3, float first"),
+            qat(3, "basic QAT, all steps", times=2, groups="per channel, full"),
         ),
-        tasks=("cola", "sst2", "mrpc"),
+        tasks=("sst2", "cola", "mrpc"),
+    ),
+    # Of the first seeds alone: more grids at 2 bits.
+    "grids": Plan(
+        tuple(
+            taught(2, groups, averaged=averaged)
+            for groups in (
+                "per channel, asymmetric",
+                "groups of 32",
+                "groups of 32, asymmetric",
+                "groups of 64, full",
+            )
+            for averaged in (True, False)
+        ),
+        tasks=("sst2", "cola"),
+        seeds=(1, 2),
     ),
     # What the first table of docs/evidence/results.md compares.
     "main": Plan(

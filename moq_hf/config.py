@@ -31,6 +31,7 @@ from .config_fields import (
     ByteBits,
     Count,
     Flag,
+    Part,
     Positive,
     Ratio,
     Share,
@@ -64,7 +65,10 @@ class ScheduleConfig:
         Words(auto=None),
         key('optimizer steps from the offset to the first drop, or `"auto"`', "quantize_period"),
     ] = 100
-    offset: Annotated[Count, key("optimizer steps before anything is quantized", "schedule_offset")] = 100
+    offset: Annotated[
+        Count | Part,
+        key("optimizer steps before anything is quantized; below 1: that share of the run", "schedule_offset"),
+    ] = 100
     deadline: Annotated[
         Share | None,
         key('share of the run by which every block is at its target; 0.25 with the period `"auto"`'),
@@ -74,6 +78,11 @@ class ScheduleConfig:
         """Give "auto" its deadline."""
         if self.period is None and self.deadline is None:
             object.__setattr__(self, "deadline", AUTO_DEADLINE)
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the length of the run decides on a step: by a deadline, or an offset that is a share."""
+        return self.deadline is not None or isinstance(self.offset, float)
 
 
 @checked

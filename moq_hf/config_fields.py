@@ -30,6 +30,7 @@ Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
 Bits = Annotated[int, Field(strict=True, ge=1, le=16)]
 ByteBits = Annotated[int, Field(strict=True, ge=2, le=8)]
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
+Part = Annotated[float, Field(strict=True, gt=0, lt=1)]
 Ratio = Annotated[float, Field(strict=True, ge=1e-9, le=1)]
 Tolerance = Annotated[float, Field(strict=True, gt=0, lt=UNBOUNDED)]
 Weight = Annotated[float, Field(strict=True, ge=0, lt=UNBOUNDED)]
@@ -111,7 +112,8 @@ def checked(cls: type[T]) -> type[T]:
             initialize(self, **given)
         except ValidationError as error:
             faults = value_faults(error, TypeAdapter(made).json_schema(by_alias=False), given)
-            raise config_error(made.__name__, [fault for _, fault in faults]) from None
+            # A value that no kind of a field takes is found wrong by each.
+            raise config_error(made.__name__, list(dict.fromkeys(fault for _, fault in faults))) from None
 
     made.__init__, made.__signature__ = __init__, signature
     return cast(type[T], made)

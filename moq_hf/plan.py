@@ -8,7 +8,7 @@ from typing import Any
 
 from .config import AUTO_DEADLINE, LARGEST, MoQConfig
 from .errors import MoQError
-from .schedule import FLOAT_BITS, PrecisionSchedule, Switch, fade_steps
+from .schedule import FLOAT_BITS, PrecisionSchedule, Switch, fade_steps, offset_step_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Plan:
     Attributes:
         config: What was planned.
         total_steps: Optimizer steps of the run.
+        offset: Optimizer steps before anything is quantized.
         deadline_step: The step by which every block is at its target, or None.
         blocks: One entry for each block.
         notes: What will not be reached and what would help; empty if all is well.
@@ -42,6 +43,7 @@ class Plan:
 
     config: MoQConfig
     total_steps: int
+    offset: int
     deadline_step: int | None
     blocks: tuple[BlockPlan, ...]
     notes: tuple[str, ...]
@@ -55,6 +57,7 @@ class Plan:
         """The plan in JSON types."""
         return {
             "total_steps": self.total_steps,
+            "offset": self.offset,
             "start_bits": self.config.start_bits,
             "target_bits": self.config.target_bits,
             "deadline_step": self.deadline_step,
@@ -88,7 +91,7 @@ class Plan:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             f"{self.total_steps:,} optimizer steps, {self.config.start_bits} to {self.config.target_bits} bits, "
-            f"offset {schedule.offset:,}, {period}, {last}"
+            f"offset {self.offset:,}, {period}, {last}"
         ]
         for name, *cells in rows:
             padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
@@ -138,10 +141,11 @@ def plan(
         raise MoQError("total_steps must be below 2**63")
     if not config.enabled:
         raise MoQError("enabled is false: nothing would be quantized")
-    if config.schedule.offset >= total_steps:
+    offset = offset_step_of(config, total_steps)
+    if offset >= total_steps:
         raise MoQError(
-            f"quantize_schedule.schedule_offset {config.schedule.offset} is not before the end of training at "
-            f"{total_steps} optimizer steps: nothing would be quantized; set it to less, 0 for instance"
+            f"quantize_schedule.schedule_offset {offset} is not before the end of training at {total_steps} optimizer "
+            "steps: nothing would be quantized; set it to less, 0 for instance"
         )
     if blocks is None and eigenvalues is None:
         eigenvalues = {"least sensitive": 0.0, "most sensitive": 1.0} if config.eigenvalue.enabled else None
@@ -153,14 +157,13 @@ def plan(
         schedule.steps = step - 1
         for switch in schedule.advance(eigenvalues):
             switches[switch.block].append(switch)
-    fade = fade_steps(config)
     planned = tuple(
-        BlockPlan(name, eigenvalues.get(name), tuple(made), fade + (made[-1].step if made else config.schedule.offset))
+        BlockPlan(name, eigenvalues.get(name), tuple(made), fade_steps(config) + (made[-1].step if made else offset))
         for name, made in switches.items()
     )
     late = max(planned, key=lambda block: block.target_step)
     notes = () if late.target_step <= total_steps else (_advice(config, total_steps, late),)
-    return Plan(config, total_steps, schedule.deadline_step, planned, notes)
+    return Plan(config, total_steps, offset, schedule.deadline_step, planned, notes)
 
 
 def outcome(planned: Plan, history: Iterable[Switch], steps: int) -> str:
@@ -189,7 +192,7 @@ def outcome(planned: Plan, history: Iterable[Switch], steps: int) -> str:
 
 def _advice(config: MoQConfig, total_steps: int, late: BlockPlan) -> str:
     """What would bring the block that is last to its target before the run ends."""
-    offset, target = config.schedule.offset, config.target_bits
+    offset, target = offset_step_of(config, total_steps), config.target_bits
     since = [s.step - offset for s in late.switches if s.before != FLOAT_BITS]
     room = total_steps - offset - fade_steps(config)
     options = []

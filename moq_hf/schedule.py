@@ -62,14 +62,16 @@ class PrecisionSchedule:
     Args:
         config: What to follow.
         blocks: Names, each once, in model order.
-        total_steps: Optimizer steps of the whole run; not needed for an explicit period without a deadline.
+        total_steps: Optimizer steps of the whole run; not needed for an explicit period without a deadline, if the
+            offset is a number of steps.
 
     Raises:
         MoQError: No blocks, a name given twice, no `total_steps` where they are needed, or too few of them for
             `activation_quantization.start_step` or for the deadline: the text says what would fit.
 
     Attributes:
-        total_steps: As given, or with a deadline those that a loaded state was planned for.
+        total_steps: As given, or where they decide on a step those that a loaded state was planned for.
+        offset: Optimizer steps before anything is quantized.
         steps: Optimizer steps taken, those before the offset included.
         bits: Block name to the bits of the next forward pass.
         period: Block name to the steps since the offset at which its next drop is due.
@@ -102,9 +104,10 @@ class PrecisionSchedule:
             raise MoQError(
                 f"activation_quantization.start_step: {start} is not reached in {total_steps} optimizer steps"
             )
+        self.offset = offset_step_of(config, total_steps)
         self._room = _room(config, total_steps)
         self.steps = 0
-        start = config.start_bits if config.schedule.offset == 0 else FLOAT_BITS
+        start = config.start_bits if self.offset == 0 else FLOAT_BITS
         self.bits = dict.fromkeys(names, start)
         self.period = dict.fromkeys(names, self._first())
         # Steps taken when the block last changed: its blend is counted from there.
@@ -140,11 +143,11 @@ class PrecisionSchedule:
             for name, bits in self.bits.items()
             if bits > self.config.target_bits
         ]
-        return self.config.schedule.offset + min(coming) if coming else None
+        return self.offset + min(coming) if coming else None
 
     def drops_ahead(self, steps: int = 1) -> tuple[str, ...]:
         """The blocks that will lose a bit in one of the coming `steps` calls of `advance`; the offset is no loss."""
-        since = self.steps + steps - self.config.schedule.offset
+        since = self.steps + steps - self.offset
         target = self.config.target_bits
         return tuple(
             name
@@ -193,8 +196,9 @@ class PrecisionSchedule:
                 f"not in it {', '.join(missing) or 'none'}; only in it {', '.join(extra) or 'none'}"
             )
         self.steps = state["steps"]
-        if self._room is not None:
+        if self.config.schedule.depends_on_length:
             self.total_steps = state["total_steps"]
+            self.offset = offset_step_of(self.config, self.total_steps)
             self._room = _room(self.config, self.total_steps)
         for name in self.bits:
             self.bits[name], self.period[name], self._changed[name] = blocks[name]
@@ -205,7 +209,7 @@ class PrecisionSchedule:
         last = self._first() if drops else 0
         for left in range(drops - 1, 0, -1):
             last = self._following(last, left, factor)
-        return self.config.schedule.offset + last
+        return self.offset + last
 
     def last_drop(self) -> int:
         """The optimizer step after which every block is at its target at the latest, blends included, from now on."""
@@ -214,9 +218,9 @@ class PrecisionSchedule:
         for name, bits in self.bits.items():
             changed, period = self._changed[name], self.period[name]
             if bits == FLOAT_BITS:
-                changed = max(self.steps + 1, self.config.schedule.offset)
+                changed = max(self.steps + 1, self.offset)
             for left in range(min(bits, self.config.start_bits) - self.config.target_bits - 1, -1, -1):
-                changed = max(self.steps + 1, self.config.schedule.offset + period)
+                changed = max(self.steps + 1, self.offset + period)
                 period = self._following(period, left, factor)
             last = max(last, changed + fade_steps(self.config))
         return last
@@ -249,7 +253,7 @@ class PrecisionSchedule:
         return max(1, room // MAX_FACTOR) if self.config.eigenvalue.enabled and not only else room
 
     def _is_due(self, name: str, step: int) -> bool:
-        since = step - self.config.schedule.offset
+        since = step - self.offset
         if self.bits[name] == FLOAT_BITS:
             return since >= 0
         return self.bits[name] > self.config.target_bits and since >= self.period[name]
@@ -296,6 +300,21 @@ def fade_steps(config: MoQConfig) -> int:
     return steps
 
 
+def offset_step_of(config: MoQConfig, total_steps: int | None) -> int:
+    """Optimizer steps before anything is quantized.
+
+    Raises:
+        MoQError: The offset is a share of the run, whose length is not known.
+    """
+    offset = config.schedule.offset
+    if isinstance(offset, int):
+        return offset
+    if total_steps is None:
+        raise MoQError("quantize_schedule: a schedule_offset below 1 needs total_steps, the length of the run")
+    # As the decimal fraction that it was written as.
+    return int(Fraction(str(offset)) * total_steps)
+
+
 def deadline_step_of(config: MoQConfig, total_steps: int | None) -> int | None:
     """The optimizer step of the deadline, from the start of training; None without one."""
     if config.schedule.deadline is None or total_steps is None:
@@ -315,7 +334,8 @@ def _room(config: MoQConfig, total_steps: int | None) -> int | None:
     if total_steps is None:
         raise MoQError('quantize_schedule: the period "auto" and deadline need total_steps, the length of the run')
     last = deadline_step_of(config, total_steps) or 0
-    offset, fade, share = config.schedule.offset, fade_steps(config), Fraction(str(config.schedule.deadline))
+    offset = offset_step_of(config, total_steps)
+    fade, share = fade_steps(config), Fraction(str(config.schedule.deadline))
     drops = config.start_bits - config.target_bits
     room = last - offset - fade
     if room >= drops:

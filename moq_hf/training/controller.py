@@ -110,7 +110,7 @@ class MoQController:
     def rounds_inputs(self) -> bool:
         """Whether the inputs of quantized linear layers are rounded in the next forward pass."""
         activation = self.config.activation
-        return activation.enabled and self.schedule.steps >= activation.start_step
+        return activation.enabled and self.has_begun and self.schedule.steps >= activation.start_step
 
     @property
     def has_begun(self) -> bool:
@@ -344,7 +344,7 @@ class MoQController:
     def _log(self, switches: tuple[Switch, ...]) -> None:
         if self.config.verbose:
             for switch in switches:
-                logger.info("%s", messages.switch_in_words(switch, self.config))
+                logger.info("%s", messages.switch_in_words(switch, self.config.target_bits, self.schedule.offset))
         for line in messages.switches_in_words(switches, self.blocks, self.mean_bits):
             logger.info("%s", line)
 
