@@ -78,11 +78,12 @@ class Arm:
             )
         return replace(self, moq=moq, learning_rate=settled(self.learning_rate), warm=settled(self.warm))
 
-    def plain(self) -> "Arm | None":
-        """Basic QAT from the pretrained model and without a teacher."""
+    def plain(self, equal_steps: bool = False) -> "Arm | None":
+        """Basic QAT from the pretrained model and without a teacher; `equal_steps`: with the float run's steps too."""
         if self.moq is None:
             return None
-        return qat(self.bits, learning_rate=self.learning_rate, times=self.times, groups=self.groups, decay=self.decay)
+        times = self.times + (self.warm_times if equal_steps and self.warm else 0)
+        return qat(self.bits, learning_rate=self.learning_rate, times=times, groups=self.groups, decay=self.decay)
 
     def basic(self) -> "Arm | None":
         """Basic QAT with everything else the same: what the schedule is measured against."""
@@ -104,7 +105,8 @@ class Arm:
 
     def label(self, rate: float | None) -> str:
         """Its name, with the learning rate where that is not `rate`."""
-        return self.name + (f", learning rate {self.learning_rate:g}" if self.learning_rate not in (OWN, rate) else "")
+        rates = f", learning rate {self.learning_rate:g}" if self.learning_rate not in (OWN, rate) else ""
+        return self.name + rates + ", averaged" * self.averaged
 
     def config(self) -> dict[str, Any] | None:
         """The whole configuration."""
@@ -140,11 +142,22 @@ FLOAT = Arm("float", after=(8, 4, 3, 2))
 
 @dataclass(frozen=True)
 class Plan:
-    """Arms, the tasks and the seeds to run them on."""
+    """Arms, the tasks and the seeds to run them on.
+
+    Attributes:
+        bf16: Computed in bfloat16.
+        equal_steps: Basic QAT, which arms are compared with, has the steps of the float run too.
+    """
 
     arms: tuple[Arm, ...]
     tasks: tuple[str, ...] = ("sst2", "cola", "mrpc")
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    bf16: bool = False
+    equal_steps: bool = False
+
+    def run(self, arm: Arm, task: str, seed: int, rows: int | None = None) -> "Run":
+        """One of its runs."""
+        return Run(arm, task, seed, rows, self.bf16)
 
 
 CHANNELS: dict[str, Any] = {"groups": "per channel"}
@@ -192,22 +205,45 @@ PLANS = {
             taught(3, "per channel, full", 8, name="MoQ 8 by 0.3, float first"),
             qat(3, "basic QAT, all steps", times=2, groups="per channel, full"),
         ),
-        tasks=("sst2", "cola", "mrpc"),
+        bf16=True,
+        equal_steps=True,
+    ),
+    # Of the first seeds alone: the learning rate after the float phase, whose own is `RATES`.
+    "later_rates": Plan(
+        (
+            LOW_FLOAT,
+            *(
+                taught(2, groups, learning_rate=rate)
+                for groups in ("per channel, full", "groups of 32, full")
+                for rate in (OWN, 1e-4, 5e-5)
+            ),
+        ),
+        tasks=("sst2",),
+        seeds=(1, 2),
+        bf16=True,
+        equal_steps=True,
     ),
     # Of the first seeds alone: more grids at 2 bits.
     "grids": Plan(
-        tuple(
-            taught(2, groups, averaged=averaged)
-            for groups in (
-                "per channel, asymmetric",
-                "groups of 32",
-                "groups of 32, asymmetric",
-                "groups of 64, full",
-            )
-            for averaged in (True, False)
+        (
+            LOW_FLOAT,
+            *(
+                taught(2, groups)
+                for groups in (
+                    "per channel",
+                    "per channel, full",
+                    "per channel, asymmetric",
+                    "groups of 64, full",
+                    "groups of 32",
+                    "groups of 32, full",
+                    "groups of 32, asymmetric",
+                )
+            ),
         ),
         tasks=("sst2", "cola"),
         seeds=(1, 2),
+        bf16=True,
+        equal_steps=True,
     ),
     # What the first table of docs/evidence/results.md compares.
     "main": Plan(
