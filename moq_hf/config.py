@@ -145,7 +145,7 @@ class ActivationConfig:
         InputScale,
         key("what shares a scale: all inputs of a layer (a running range), those of a call, or those of a token"),
     ] = "static"
-    start_step: Annotated[Count, key("optimizer steps before that begins")] = 0
+    start_step: Annotated[Count, key("optimizer steps before that begins; it never does before the offset")] = 0
 
     @property
     def grid(self) -> InputGrid | None:

@@ -219,8 +219,10 @@ class MoQTrainer(Trainer):
         Raises:
             MoQError: A phase would have no step, or the schedule cannot be begun anew.
         """
-        if self._float_phase is None or self.lr_scheduler is not None:
+        if self._float_phase is None:
             return super().create_scheduler(num_training_steps, optimizer)
+        if self.lr_scheduler is not None:
+            raise MoQError("float_first begins the learning rate's schedule anew: take it out of the DeepSpeed config")
         step = cast(MoQCallback, self._live_moq()).offset(self.state)
         if not 0 < step < num_training_steps:
             raise MoQError(

@@ -128,7 +128,7 @@ class FloatPhase:
         try:
             trainer.save_model(str(folder), _internal_call=True)
             if trainer.args.should_save:
-                text = json.dumps(metrics, indent=4) + "\n"
+                text = json.dumps(metrics, indent=4, default=str) + "\n"
                 (folder / METRICS).write_text(text, encoding="utf-8")
         except (OSError, RuntimeError, SafetensorError) as error:
             raise MoQError(f"float_first: the float model cannot be saved in {folder}: {one_line(error)}") from error

@@ -55,9 +55,9 @@ def score(prediction: Any) -> dict[str, float]:
 
 
 def float_first(folder: Path, config: Any = CONFIG, share: Any = True, **more: Any) -> MoQTrainer:
-    callbacks = more.pop("callbacks", [])
+    callbacks, model = more.pop("callbacks", []), more.pop("model", None)
     return MoQTrainer(
-        calm_model(),
+        model or calm_model(),
         arguments(folder, **more),
         None,
         rows(32),
@@ -115,12 +115,17 @@ def test_the_float_model_is_evaluated_logged_and_kept(tmp_path: Path) -> None:
     assert run.in_float["sum"] == expected["eval_sum"] and run.switches()[0] == 8
 
 
+def resumable(folder: Path, **more: Any) -> MoQTrainer:
+    """With dropout and shuffled rows: random numbers count."""
+    return float_first(folder, model=new_model(), train_sampling_strategy="random", **more)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with a checkpoint of each step; not to be changed."""
     folder = tmp_path_factory.mktemp("whole")
     torch.set_num_threads(1)
-    float_first(folder, save_strategy="steps", save_steps=1).train()
+    resumable(folder, save_strategy="steps", save_steps=1).train()
     return folder
 
 
@@ -129,7 +134,7 @@ def test_killed_anywhere_a_run_resumes_bit_for_bit(step: int, whole: Path, tmp_p
     shutil.copytree(whole / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
     if step >= 8:
         shutil.copytree(whole / "float", tmp_path / "float")
-    trainer = float_first(tmp_path)
+    trainer = resumable(tmp_path)
     trainer.train(resume_from_checkpoint=True)
     expected = load_file(whole / "checkpoint-16" / "model.safetensors")
     assert_same(weights(trainer), {name: expected[name] for name in weights(trainer)})
@@ -140,8 +145,8 @@ def test_killed_anywhere_a_run_resumes_bit_for_bit(step: int, whole: Path, tmp_p
 
 
 def test_a_stopped_run_goes_on_in_the_same_folder(whole: Path, tmp_path: Path) -> None:
-    float_first(tmp_path, callbacks=[Stop(10)], save_strategy="steps", save_steps=5).train()
-    trainer = float_first(tmp_path)
+    resumable(tmp_path, callbacks=[Stop(10)], save_strategy="steps", save_steps=5).train()
+    trainer = resumable(tmp_path)
     trainer.train(resume_from_checkpoint=True)
     expected = load_file(whole / "checkpoint-16" / "model.safetensors")
     assert_same(weights(trainer), {name: expected[name] for name in weights(trainer)})
@@ -176,6 +181,14 @@ def test_a_second_call_of_train_begins_in_float_again(tmp_path: Path) -> None:
     trainer.train()
     assert (tmp_path / "float" / "model.safetensors").read_bytes() != before
     assert sum("float_eval_sum" in log for log in trainer.state.log_history) == 1
+
+
+def test_metrics_that_json_does_not_know_are_kept_as_text(tmp_path: Path) -> None:
+    trainer = float_first(tmp_path)
+    trainer.compute_metrics = lambda prediction: {"matrix": prediction.predictions[:2], "sum": 1.5}
+    trainer.train()
+    recorded = json.loads((tmp_path / "float" / "eval_results.json").read_text(encoding="utf-8"))
+    assert recorded["eval_sum"] == 1.5 and recorded["eval_matrix"].startswith("[[")
 
 
 def test_early_stopping_waits_for_the_target(tmp_path: Path) -> None:
