@@ -193,18 +193,50 @@ PLANS = {
             LOW_FLOAT,
             taught(2, "per channel, full", averaged=True),
             taught(2, "per channel, full"),
-            taught(2, "per channel", averaged=True),
-            taught(2, "per channel"),
             taught(2, "per channel, full", 4, name="MoQ 4 by 0.3, float first"),
-            taught(2, "groups of 32, full", averaged=True),
-            taught(2, "groups of 32, full"),
+            taught(2, "per channel"),
+            qat(2, "basic QAT, all steps", times=2, groups="per channel, full"),
+            taught(3, "per channel, full"),
+            taught(4, "per channel, full"),
+        ),
+        bf16=True,
+        equal_steps=True,
+    ),
+    # The same at 3 and 4 bits, with what else there is.
+    "recipes_3_4": Plan(
+        (
+            LOW_FLOAT,
             taught(3, "per channel, full"),
             taught(3, "per channel"),
-            qat(2, "basic QAT, all steps", times=2, groups="per channel, full"),
-            taught(4, "per channel, full"),
             taught(3, "per channel, full", 8, name="MoQ 8 by 0.3, float first"),
             qat(3, "basic QAT, all steps", times=2, groups="per channel, full"),
+            taught(4, "per channel, full"),
+            taught(4, "per channel"),
+            taught(4, "per channel, full", 8, name="MoQ 8 by 0.3, float first"),
+            qat(4, "basic QAT, all steps", times=2, groups="per channel, full"),
         ),
+        bf16=True,
+        equal_steps=True,
+    ),
+    # What the phases should look like at 2 bits: the way down, the float phase's end, the teacher, the length of both.
+    "phases": Plan(
+        (
+            LOW_FLOAT,
+            taught(2, "per channel, full"),
+            taught(2, "per channel, full", 4, name="MoQ 4 by 0.3, float first"),
+            taught(2, "per channel, full", 8, name="MoQ 8 by 0.3, float first"),
+            taught(2, "per channel, full", name="basic QAT, float first at a constant rate", warm_decay="constant"),
+            taught(2, "per channel, full", name="basic QAT, float first, no teacher", moq={}),
+            *(
+                taught(
+                    2, "per channel, full", start, name=f"{name}, {share} of the steps", times=times, warm_times=times
+                )
+                for times, share in ((0.5, "half"), (2, "twice"))
+                for start, name in ((0, "basic QAT, float first"), (4, "MoQ 4 by 0.3, float first"))
+            ),
+        ),
+        tasks=("sst2", "cola"),
+        seeds=(1, 2, 3),
         bf16=True,
         equal_steps=True,
     ),
