@@ -98,7 +98,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     facts = [(f"mean bits of the {of}", f"{mean[-1]:.2f}")]
     if share is not None:
         facts.append(("quantized", f"{percent(share)} of the parameters"))
-    facts.append(("from, to", f"{run.config.start_bits} to {run.config.target_bits} bits"))
+    facts.append(("from, to", f"{run.config.start_bits} to {run.config.target_in_words}"))
     facts.append(("optimizer steps", f"{run.steps:,}"))
     if run.float_size_mb and sizes:
         facts.append(("size", f"{run.float_size_mb:,.1f} to {sizes[-1]:,.1f} MB"))

@@ -1,5 +1,6 @@
 """What the servers that a config names cannot take of a model, said before the first step."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -26,16 +27,17 @@ def check_served(inventory: Inventory, config: MoQConfig) -> None:
     Raises:
         MoQError: One will not: each reason with its layers, and what would be served.
     """
-    model = describe(inventory, config)
-    found = [verdict(model, REQUIRED[name]) for name in dict.fromkeys(config.serve)]
+    found = [
+        verdict(model, REQUIRED[name]) for name in dict.fromkeys(config.serve) for model in _cases(inventory, config)
+    ]
     lines = [f"  - {one.server.name}: {reason}" for one in found for reason in one.reasons]
     if lines:
-        raise MoQError("\n".join(["serve: what these servers cannot take", *lines]))
+        raise MoQError("\n".join(["serve: what these servers cannot take", *dict.fromkeys(lines)]))
 
 
 def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
     """What a user of these servers should know before the first step."""
-    model, found = describe(inventory, config), []
+    model, found = _cases(inventory, config)[0], []
     names = dict.fromkeys(config.serve)
     for name in names:
         one = verdict(model, REQUIRED[name])
@@ -48,9 +50,32 @@ def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
     return found
 
 
-def describe(inventory: Inventory, config: MoQConfig) -> Description:
-    """The model as it will be delivered: at the target precision, in the layout that is written now."""
-    bits, grouping = config.target_bits, config.grouping
+def _cases(inventory: Inventory, config: MoQConfig) -> list[Description]:
+    """The model as it will be delivered; under a budget each unit at each of its bits, with others beside them."""
+    units, targets = inventory.units(inventory.scheduled), config.targets
+    return [
+        describe(
+            inventory,
+            config,
+            {
+                layer: targets[(index + turn) % len(targets)]
+                for index, layers in enumerate(units.values())
+                for layer in layers
+            },
+        )
+        for turn in range(len(targets))
+    ]
+
+
+def describe(inventory: Inventory, config: MoQConfig, targets: Mapping[str, int]) -> Description:
+    """The model as it will be delivered, in the layout that is written now.
+
+    Args:
+        inventory: With the layers that the config quantizes.
+        config: What will be done to them.
+        targets: Layer name to the bits that it ends with.
+    """
+    grouping = config.grouping
     model = without_peft(inventory.model)
     path = next(name for name, module in inventory.named if module is model)
 
@@ -63,12 +88,14 @@ def describe(inventory: Inventory, config: MoQConfig) -> Description:
         kind = "linear" if isinstance(layer, nn.Linear) else "conv" if is_convolution(layer) else "conv1d"
         rows, columns = to_rows(layer.weight, kind).shape
         # The packed format has no place for convolutions, and they have no groups.
+        bits = targets[name]
         packed, size = bits <= 8 and kind != "conv", None if kind == "conv" else grouping.row_size
         weights[saved(name)] = Weight(kind, rows, columns, bits, size, config.symmetric, packed)
     whole = []
     for name, module in inventory.modules.items():
         for own in experts_parameters(module):
             experts, rows, columns = matrix_of(module, own)
+            bits = targets.get(f"{name}.{own}", config.targets[-1])
             packed = bits <= 8 and config.symmetric and not experts_transposed(module)
             if f"{name}.{own}" not in inventory.experts or not packed:
                 whole.append(saved(f"{name}.{own}"))
@@ -77,7 +104,7 @@ def describe(inventory: Inventory, config: MoQConfig) -> Description:
             weights |= {f"{saved(name)}.{index}.{own}": matrix for index in range(experts)}
     for name, table in inventory.embeddings.items():
         rows, columns = table.weight.shape
-        weights[saved(name)] = Weight("embedding", rows, columns, config.quantize_embeddings or bits)
+        weights[saved(name)] = Weight("embedding", rows, columns, config.quantize_embeddings or 0)
     for name, owner in inventory.tied.items():
         # What a head shares with tables is in the files as a table.
         if owner in inventory.layers and isinstance(inventory.modules[name], nn.Embedding):

@@ -1,18 +1,23 @@
 """What a run says: what is quantized, what a user should know, what switched, and how a checkpoint's run goes on."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from ..config import MoQConfig
 from ..kernels.backend import triton_wanted
 from ..model.inventory import Inventory, is_convolution, is_linear
 from ..model.selection import embeddings_to_quantize, output_heads, tied_to
 from ..model.sizes import ModelSizes, covered, in_words, last_part
-from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
+from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch, offset_of
 from ..serving import planned
+from .choice import Choice
 from .resume import describe
+
+logger = logging.getLogger(__name__)
 
 
 def coverage(sizes: ModelSizes) -> str:
@@ -44,7 +49,7 @@ def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSi
     counts += [f"{experts} parameters of experts"] if experts else []
     parts = [
         f"{' and '.join(counts)} in {blocks} blocks ({in_words(weights)} weights) go from {config.start_bits} to "
-        f"{config.target_bits} bits"
+        f"{config.target_in_words}"
     ]
     if convolutions and config.grouping.row_size is not None:
         parts.append("convolutions have one scale per channel")
@@ -121,15 +126,15 @@ def _what_stays_in_float(inventory: Inventory, config: MoQConfig, sizes: ModelSi
     return f"only {coverage(sizes)} are in quantized layers; the others: {', '.join(parts)}"
 
 
-def switch_in_words(switch: Switch, config: MoQConfig) -> str:
-    """A sentence on one block's change of precision.
+def switch_in_words(switch: Switch, config: MoQConfig, target: int) -> str:
+    """A sentence on one block's change of precision, with the bits that the block ends with.
 
-    >>> switch_in_words(Switch(6, "layer.1", 5, 4, 8, 1, None), MoQConfig(start_bits=6, target_bits=3))
+    >>> switch_in_words(Switch(6, "layer.1", 5, 4, 8, 1, None), MoQConfig(start_bits=6, target_bits=3), 3)
     'step 6: layer.1 goes from 5 to 4 bits, and drops next after step 108'
     """
     start = "starts at" if switch.before == FLOAT_BITS else f"goes from {switch.before} to"
-    due = config.schedule.offset + switch.period
-    then = "its target" if switch.bits == config.target_bits else f"and drops next after step {due}"
+    due = offset_of(config) + switch.period
+    then = "its target" if switch.bits == target else f"and drops next after step {due}"
     reason = "" if switch.eigenvalue is None else f" (eigenvalue {switch.eigenvalue:.2f}, factor {switch.factor})"
     return f"step {switch.step}: {switch.block} {start} {switch.bits} bits, {then}{reason}"
 
@@ -212,11 +217,19 @@ def begins_late(step: int, offset: int) -> str:
     )
 
 
+def tell(choice: Choice) -> None:
+    """Print what a budget chose, and warn where it is not used."""
+    tqdm.write(f"moq_hf: {choice.table()}")
+    warning = choice.warning()
+    if warning is not None:
+        logger.warning("moq_hf: %s", warning)
+
+
 def arrival(config: MoQConfig, sizes: ModelSizes) -> str:
     """The target is reached everywhere."""
     return (
-        f"every quantized layer is at {config.target_bits} bits, {coverage(sizes)}; mean {sizes.mean_bits:.2f} bits "
-        "over the whole model"
+        f"every quantized layer is at {'' if config.budget is None else 'its target: '}{config.target_in_words}, "
+        f"{coverage(sizes)}; mean {sizes.mean_bits:.2f} bits over the whole model"
     )
 
 
@@ -231,5 +244,5 @@ def ended_early(config: MoQConfig, sizes: ModelSizes, best: bool) -> str:
     no_candidate = "; no checkpoint was a candidate for load_best_model_at_end" if best else ""
     return (
         f"training ended at a mean of {sizes.mean_bits:.2f} bits over the whole model, before every quantized layer "
-        f"was at {config.target_bits} bits{no_candidate}"
+        f"was at {config.target_in_words}{no_candidate}"
     )

@@ -10,7 +10,7 @@ from ..config import MoQConfig
 from ..errors import MoQConfigError, MoQError
 from ..inputs import LARGEST_RANGE
 from ..reading import Entry
-from ..schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch
+from ..schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch, offset_of
 from ..version import __version__
 
 logger = logging.getLogger(__name__)
@@ -27,11 +27,13 @@ _FROM_NOW_ON = frozenset(
     {"quantize_algo.scale_refresh", "seed"}
     | {f"eigenvalue.{name}" for name in ("max_iter", "tol", "stability", "gas_boundary_resolution", "method")}
     | {f"eigenvalue.{name}" for name in ("max_overhead", "num_samples", "finite_difference")}
+    | {"sensitivity.measure"}
     | {f"distillation.{name}" for name in ("teacher", "logits", "hidden", "labels")}
 )
 # They may change where the steps that are taken would have been the same.
+TARGET = "quantize_bits.target_bits"
 SCHEDULE_KEYS = frozenset(
-    {"quantize_bits.start_bits", "quantize_bits.target_bits"}
+    {"quantize_bits.start_bits", TARGET}
     | {f"quantize_schedule.{name}" for name in ("quantize_period", "schedule_offset", "deadline")}
 )
 
@@ -78,9 +80,11 @@ def _check_state(state: Entry) -> None:
     for entry in blocks.values():
         bits, period, changed = entry.items(3)
         if bits.value != FLOAT_BITS:
-            bits.whole(config.target_bits, config.start_bits)
+            bits.whole(config.targets[0], max(config.start_bits, config.targets[-1]))
         period.whole(1, _LONGEST)
         changed.whole(0, steps)
+    if config.budget is not None:
+        _check_choice(state, blocks)
     for entry in state["ratios"].mapping().values():
         entry.text()
     # Checkpoints of earlier versions have no such key.
@@ -96,8 +100,29 @@ def _check_state(state: Entry) -> None:
         factor.whole(1, MAX_FACTOR)
         if not eigenvalue.is_null:
             eigenvalue.number(0.0, 1.0)
-    if config.eigenvalue.enabled:
+    if config.eigenvalue.enabled or config.budget is not None:
         _check_sensitivity(state["sensitivity"], blocks)
+
+
+def _check_choice(state: Entry, blocks: Mapping[str, Entry]) -> None:
+    targets, choice = state["schedule"]["targets"], state["choice"]
+    begun = any(entry.items(3)[0].value != FLOAT_BITS for entry in blocks.values())
+    if targets.is_null and choice.is_null and not begun:
+        return
+    chosen = choice["blocks"].mapping()
+    if chosen.keys() != targets.mapping().keys() or chosen.keys() != blocks.keys():
+        raise MoQError(f"{state.where}: {targets.key}: not the blocks of the schedule")
+    for name, entry in chosen.items():
+        targets[name].whole(1, 8)
+        entry["bits"].whole(targets[name].value, targets[name].value)
+        entry["weights"].whole()
+        entry["cost"].number(0.0)
+        entry["saved"].number(0.0)
+    choice["measure"].text()
+    choice["step"].whole(1)
+    for name in ("limit", "reached"):
+        choice[name].number(0.0)
+    choice["in_file"].flag()
 
 
 def _check_sensitivity(state: Entry, blocks: Mapping[str, Entry]) -> None:
@@ -154,12 +179,12 @@ def check_start(config: MoQConfig, step: int, total_steps: int) -> None:
     Raises:
         MoQError: It does not.
     """
-    first = step + config.schedule.offset
+    first = step + offset_of(config)
     if step > 0 and first >= total_steps:
         place = "its last step," if step >= total_steps else "step"
         raise MoQError(
             f"the checkpoint is at {place} {step} of {total_steps}, and was made without MoQ, whose schedule starts "
-            f"there: with schedule_offset {config.schedule.offset} nothing would be quantized before the end. Train "
+            f"there: with schedule_offset {offset_of(config)} nothing would be quantized before the end. Train "
             f"for more than {first} steps (max_steps, num_train_epochs)"
         )
 
@@ -205,6 +230,13 @@ def load_schedule(
     steps: int = state["schedule"]["steps"]
     fixed = changed.keys() - SCHEDULE_KEYS - _FROM_NOW_ON if _has_begun(state) else set()
     faults = [f"{_in_words(key, changed[key])}, fixed from the offset on" for key in changed if key in fixed]
+    targets = state["schedule"].get("targets")
+    if schedule.config.budget is not None and _has_begun(state):
+        pair = changed.get(TARGET)
+        if pair is None:
+            schedule.choose(targets)
+        else:
+            faults.append(f"{_in_words(TARGET, pair)}: bits under a budget are chosen once, at the offset")
     if not faults and _is_replayed(state, changed):
         otherwise = _replay(schedule, [Switch(*switch) for switch in state["history"]], steps, bits)
         if otherwise:
@@ -252,6 +284,11 @@ def _flat(config: MoQConfig) -> dict[str, Any]:
 def _unused(*configs: Mapping[str, Any]) -> set[str]:
     """Keys of sections that are off in all of these flat configs."""
     off = {key.partition(".")[0] for key in configs[0] if key.endswith(".enabled") and not any(c[key] for c in configs)}
+    # A budget is chosen by what these sections say.
+    if any(isinstance(config[TARGET], Mapping) for config in configs):
+        off.discard("eigenvalue")
+    elif "eigenvalue" in off:
+        off.add("sensitivity")
     return {key for key in configs[0] if key.partition(".")[0] in off and not key.endswith(".enabled")}
 
 
@@ -262,6 +299,8 @@ def _replay(schedule: PrecisionSchedule, history: Sequence[Switch], steps: int, 
         was.setdefault(switch.step, {})[switch.block] = switch
     while (step := schedule.next_step()) is not None and step <= steps:
         schedule.steps = step - 1
+        if schedule.is_choosing:
+            return f"the bits of the blocks would have been chosen after step {step}"
         then = was.pop(step, {})
         made = schedule.advance({n: s.eigenvalue for n, s in then.items() if s.eigenvalue is not None})
         for switch in made:
