@@ -113,7 +113,7 @@ def checked(cls: type[T]) -> type[T]:
             initialize(self, **given)
         except ValidationError as error:
             faults = value_faults(error, TypeAdapter(made).json_schema(by_alias=False), given)
-            raise config_error(made.__name__, [fault for _, fault in faults]) from None
+            raise config_error(made.__name__, list(dict.fromkeys(fault for _, fault in faults))) from None
 
     made.__init__, made.__signature__ = __init__, signature
     return cast(type[T], made)

@@ -143,17 +143,7 @@ def plan(
     every block       5      15      25         25
     """
     config = MoQConfig.load(config)
-    if not isinstance(total_steps, int) or total_steps < 1:
-        raise MoQError(f"total_steps must be a whole number from 1, got {total_steps!r}")
-    if total_steps > LARGEST:
-        raise MoQError("total_steps must be below 2**63")
-    if not config.enabled:
-        raise MoQError("enabled is false: nothing would be quantized")
-    if offset_of(config) >= total_steps:
-        raise MoQError(
-            f"quantize_schedule.schedule_offset {offset_of(config)} is not before the end of training at "
-            f"{total_steps} optimizer steps: nothing would be quantized; set it to less, 0 for instance"
-        )
+    _check_length(config, total_steps)
     if blocks is None and eigenvalues is None:
         blocks, eigenvalues, targets = _extremes(config, targets)
     eigenvalues = eigenvalues or {}
@@ -168,19 +158,33 @@ def plan(
         for switch in schedule.advance(eigenvalues):
             switches[switch.block].append(switch)
     fade = fade_steps(config)
+    goals = schedule.targets or {}
+    ends = {name: fade + (made[-1].step if made else offset_of(config)) for name, made in switches.items()}
     planned = tuple(
-        BlockPlan(
-            name,
-            eigenvalues.get(name),
-            tuple(made),
-            fade + (made[-1].step if made else offset_of(config)),
-            (schedule.targets or {})[name],
-        )
-        for name, made in switches.items()
+        BlockPlan(name, eigenvalues.get(name), tuple(made), ends[name], goals[name]) for name, made in switches.items()
     )
     late = max(planned, key=lambda block: block.target_step)
     notes = () if late.target_step <= total_steps else (_advice(config, total_steps, late),)
     return Plan(config, total_steps, schedule.deadline_step, planned, notes)
+
+
+def _check_length(config: MoQConfig, total_steps: Any) -> None:
+    """Check that a config quantizes something in a run of this length.
+
+    Raises:
+        MoQError: It does not, or there is no such length.
+    """
+    if not isinstance(total_steps, int) or total_steps < 1:
+        raise MoQError(f"total_steps must be a whole number from 1, got {total_steps!r}")
+    if total_steps > LARGEST:
+        raise MoQError("total_steps must be below 2**63")
+    if not config.enabled:
+        raise MoQError("enabled is false: nothing would be quantized")
+    if offset_of(config) >= total_steps:
+        raise MoQError(
+            f"quantize_schedule.schedule_offset {offset_of(config)} is not before the end of training at "
+            f"{total_steps} optimizer steps: nothing would be quantized; set it to less, 0 for instance"
+        )
 
 
 def _extremes(

@@ -12,7 +12,7 @@ from ..names import plain_name, without_fsdp, without_peft
 from ..quant_experts import experts_parameters, matrix_of
 from ..rows import to_rows
 from ..transformers_seams import experts_transposed
-from .description import Description, Weight
+from .description import Description, Reason, Weight
 from .rules import verdict
 from .servers import REQUIRED, WARNED
 
@@ -27,12 +27,18 @@ def check_served(inventory: Inventory, config: MoQConfig) -> None:
     Raises:
         MoQError: One will not: each reason with its layers, and what would be served.
     """
-    found = [
-        verdict(model, REQUIRED[name]) for name in dict.fromkeys(config.serve) for model in _cases(inventory, config)
+    cases = _cases(inventory, config)
+    layers: dict[tuple[str, str, str], list[str]] = {}
+    for name in dict.fromkeys(config.serve):
+        for one in (verdict(model, REQUIRED[name]) for model in cases):
+            for reason in one.reasons:
+                layers.setdefault((one.server.name, reason.text, reason.instead), []).extend(reason.layers)
+    lines = [
+        f"  - {server}: {Reason(text, instead, tuple(dict.fromkeys(names)))}"
+        for (server, text, instead), names in layers.items()
     ]
-    lines = [f"  - {one.server.name}: {reason}" for one in found for reason in one.reasons]
     if lines:
-        raise MoQError("\n".join(["serve: what these servers cannot take", *dict.fromkeys(lines)]))
+        raise MoQError("\n".join(["serve: what these servers cannot take", *lines]))
 
 
 def notes(inventory: Inventory, config: MoQConfig) -> list[str]:

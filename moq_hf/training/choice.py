@@ -9,6 +9,7 @@ from ..config import MoQConfig
 from ..config_budget import BitBudget
 from ..errors import MoQError
 from ..model.file_size import FileSize
+from ..reading import Entry
 from .measures import Costs
 
 # What a choice may fall short of its budget without a warning.
@@ -62,27 +63,52 @@ class Choice:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> "Choice":
-        """The choice that `to_dict` gave."""
-        return cls(**{**saved, "blocks": {name: Chosen(**chosen) for name, chosen in saved["blocks"].items()}})
+    def read(cls, saved: Entry) -> "Choice | None":
+        """What `to_dict` gave and a file may have changed; None where there is none.
+
+        Raises:
+            MoQError: It is not as it was written; names the key.
+        """
+        if saved.is_null:
+            return None
+        blocks = {
+            name: Chosen(
+                entry["bits"].whole(1, 8),
+                entry["weights"].whole(),
+                entry["cost"].number(0.0),
+                entry["saved"].number(0.0),
+            )
+            for name, entry in saved["blocks"].mapping().items()
+        }
+        limit, reached = saved["limit"].number(0.0), saved["reached"].number(0.0)
+        return cls(saved["measure"].text(), saved["step"].whole(1), blocks, limit, reached, saved["in_file"].flag())
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The words of a table: a head, and a row for each block."""
+        return [
+            ("block", "weights", "bits", "costs", "saves MB"),
+            *(
+                (name, f"{own.weights:,}", str(own.bits), f"{own.cost:.3g}", f"{own.saved:,.3f}")
+                for name, own in self.blocks.items()
+            ),
+        ]
+
+    def outcome(self) -> str:
+        """A line on the budget."""
+        cost, saved = (sum(getattr(own, key) for own in self.blocks.values()) for key in ("cost", "saved"))
+        what = "MB in the file" if self.in_file else "bits per quantized weight"
+        return f"{self.reached:,.4g} of {self.limit:,.4g} {what}; rise of the loss {cost:.3g}, saved {saved:,.3f} MB"
 
     def table(self) -> str:
-        """A line for each block, and one for the budget."""
-        rows = [("block", "weights", "bits", "costs", "saves MB")]
-        rows += [
-            (name, f"{own.weights:,}", str(own.bits), f"{own.cost:.3g}", f"{own.saved:,.3f}")
-            for name, own in self.blocks.items()
-        ]
+        """The rows, and what they are of."""
+        rows = self.rows()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join([name.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))])
             for name, *cells in rows
         ]
-        cost, saved = (sum(getattr(own, key) for own in self.blocks.values()) for key in ("cost", "saved"))
-        what = "MB in the file" if self.in_file else "bits per quantized weight"
         head = f"bits of {len(self.blocks)} blocks, chosen after step {self.step:,} by the measure {self.measure!r}:"
-        end = f"{self.reached:,.4g} of {self.limit:,.4g} {what}; rise of the loss {cost:.3g}, saved {saved:,.3f} MB"
-        return "\n".join([head, *lines, end])
+        return "\n".join([head, *lines, self.outcome()])
 
     def warning(self) -> str | None:
         """What to say if the budget is not used to 1 %."""

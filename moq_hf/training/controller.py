@@ -20,6 +20,7 @@ from ..model.sizes import ModelSizes
 from ..model.staleness import lead_copies, take_over
 from ..processes import agree, device_of, is_distributed
 from ..quant_linear import QuantEmbedding, QuantLayer
+from ..reading import Entry
 from ..rows import is_experts
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..version import __version__
@@ -321,8 +322,8 @@ class MoQController:
         changed = changes(MoQConfig.from_saved(state["config"]), self.config)
         load_schedule(self.schedule, state, changed)
         self.history = [Switch(*switch) for switch in state["history"]]
-        saved = state.get("choice")
-        self.choice = None if saved is None or self.config.budget is None else Choice.from_dict(saved)
+        saved = Entry(state.get("choice"), "the checkpoint's MoQ state is damaged", "choice")
+        self.choice = None if self.config.budget is None else Choice.read(saved)
         self._write_bits(self.blocks, state["ratios"])
         load_ranges(self._inputs(), state.get("input_ranges", {}))
         # Before the offset a changed config may have made other blocks of the layers.

@@ -140,8 +140,10 @@ def loss_rises(
     weights: Mapping[str, Weight],
     blocks: Mapping[str, Sequence[str]],
     levels: Mapping[str, Sequence[int]],
+    *,
+    clip: bool = True,
 ) -> Costs:
-    """How much the loss rises with one block at other bits, not below 0; one that is not finite counts as the largest.
+    """How much the loss rises with one block at other bits.
 
     Args:
         losses: Give the loss, one per batch; their mean counts.
@@ -149,6 +151,7 @@ def loss_rises(
         weights: Layer name to its weight.
         blocks: Block name to its layers.
         levels: Block name to bits.
+        clip: A rise below 0 counts as 0, and one that is not finite as the largest.
     """
 
     def mean() -> float:
@@ -162,6 +165,8 @@ def loss_rises(
             for bits in own:
                 with _at(bits, {layer: stand_ins[layer] for layer in blocks[block]}, weights):
                     rises[block][bits] = mean() - before
+    if not clip:
+        return rises
     most = max((rise for own in rises.values() for rise in own.values() if math.isfinite(rise)), default=1.0)
     return {
         block: {bits: max(0.0, rise if math.isfinite(rise) else most) for bits, rise in own.items()}

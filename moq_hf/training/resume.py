@@ -12,6 +12,7 @@ from ..inputs import LARGEST_RANGE
 from ..reading import Entry
 from ..schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch, offset_of
 from ..version import __version__
+from .choice import Choice
 
 logger = logging.getLogger(__name__)
 
@@ -105,24 +106,12 @@ def _check_state(state: Entry) -> None:
 
 
 def _check_choice(state: Entry, blocks: Mapping[str, Entry]) -> None:
-    targets, choice = state["schedule"]["targets"], state["choice"]
+    targets, choice = state["schedule"]["targets"], Choice.read(state["choice"])
     begun = any(entry.items(3)[0].value != FLOAT_BITS for entry in blocks.values())
-    if targets.is_null and choice.is_null and not begun:
+    if choice is None and targets.is_null and not begun:
         return
-    chosen = choice["blocks"].mapping()
-    if chosen.keys() != targets.mapping().keys() or chosen.keys() != blocks.keys():
-        raise MoQError(f"{state.where}: {targets.key}: not the blocks of the schedule")
-    for name, entry in chosen.items():
-        targets[name].whole(1, 8)
-        entry["bits"].whole(targets[name].value, targets[name].value)
-        entry["weights"].whole()
-        entry["cost"].number(0.0)
-        entry["saved"].number(0.0)
-    choice["measure"].text()
-    choice["step"].whole(1)
-    for name in ("limit", "reached"):
-        choice[name].number(0.0)
-    choice["in_file"].flag()
+    if choice is None or choice.targets != targets.value or choice.targets.keys() != blocks.keys():
+        raise MoQError(f"{state.where}: {targets.key}: not the bits that were chosen for the blocks")
 
 
 def _check_sensitivity(state: Entry, blocks: Mapping[str, Entry]) -> None:
