@@ -329,7 +329,7 @@ class MoQController:
         # Before the offset a changed config may have made other blocks of the layers.
         if self.sensitivity is not None and (self.has_begun or not changed):
             # Other limits, another number of examples.
-            asked = {"rows": 0} if any(key.startswith("eigenvalue.") for key in changed) else {}
+            asked = {"rows": 0} if any(key.startswith(("eigenvalue.", "sensitivity.")) for key in changed) else {}
             self.sensitivity.load_state_dict({**state["sensitivity"], **asked})
         self.refresh()
         return changed
@@ -340,7 +340,8 @@ class MoQController:
 
     def warnings(self) -> list[str]:
         """What a user should know before the first step."""
-        measured = None if self.sensitivity is None else len(self.sensitivity.blocks)
+        paced = self.sensitivity if self.config.eigenvalue.enabled else None
+        measured = None if paced is None else len(paced.blocks)
         return messages.warnings(self.inventory, self.config, measured, self.sizes)
 
     def _inputs(self) -> dict[str, Inputs]:

@@ -131,7 +131,10 @@ class Sensitivity:
             MoQError: The parameters are sharded.
         """
         if any(is_sharded(p) for parameters in self.blocks.values() for p in parameters):
-            raise MoQError("eigenvalue: sharded parameters (FSDP) cannot be measured; leave eigenvalue.enabled out")
+            raise MoQError(
+                "eigenvalue: sharded parameters (FSDP) cannot be measured; leave eigenvalue.enabled out, and give "
+                "target_bits a number"
+            )
         self._per_step = rows_per_step / (HALF_PRECISION if half_precision else 1.0)
         self._total = total_steps * self._per_step * self.config.max_overhead
 
