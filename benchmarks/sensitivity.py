@@ -206,17 +206,49 @@ def of_grid(study: Study, grid: str, curvature: Mapping[str, Mapping[str, float]
     return result
 
 
+def report(path: Path) -> None:
+    """The tables of the page, of all lines: means over the models, with the least and the largest."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    print(f"{len(lines)} models: {', '.join(line['model'] for line in lines)}\n")
+
+    def spread(values: list[float], digits: int) -> str:
+        mean = sum(values) / len(values)
+        return f"{mean:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+    names = list(lines[0]["grids"]["per channel"]["ranks"]["3"])
+    print("| grid | bits | " + " | ".join(names) + " |\n" + "| --- " * (len(names) + 2) + "|")
+    for grid in GRIDS:
+        for bits in map(str, BITS):
+            found = [spread([line["grids"][grid]["ranks"][bits][name] for line in lines], 2) for name in names]
+            print(f"| {grid} | {bits} | " + " | ".join(found) + " |")
+    print("\n| measure | training steps |\n| --- | --- |")
+    for name in lines[0]["steps"]:
+        print(f"| {name} | {spread([line['steps'][name] for line in lines], 0)} |")
+    choices = list(lines[0]["grids"]["per channel"]["loss of choice"])
+    print("\n| model | grid | float | " + " | ".join(choices) + " |\n" + "| --- " * (len(choices) + 3) + "|")
+    for line in lines:
+        for grid, own in line["grids"].items():
+            losses = [f"{own['loss of choice'][name]:.3f}" for name in choices]
+            print(f"| {line['model']} | {grid} | {own['loss in float']:.3f} | " + " | ".join(losses) + " |")
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_name_or_path", required=True, help="a classifier trained in float")
+    parser.add_argument("--model_name_or_path", help="a classifier trained in float")
     parser.add_argument("--tokenizer", help="default: that of the model")
-    parser.add_argument("--data_dir", type=Path, required=True, help="with TASK/train.jsonl")
-    parser.add_argument("--task", required=True)
+    parser.add_argument("--data_dir", type=Path, help="with TASK/train.jsonl")
+    parser.add_argument("--task")
     parser.add_argument("--rows", type=int, default=512, help="to know the rise of the loss from; a multiple of 32")
     parser.add_argument("--seed", type=int, default=1, help="which rows")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "sensitivity.jsonl")
+    parser.add_argument("--report", action="store_true", help="show the tables of the output, and measure nothing")
     args = parser.parse_args()
+    if args.report:
+        report(args.output)
+        return
+    if None in (args.model_name_or_path, args.data_dir, args.task):
+        parser.error("--model_name_or_path, --data_dir and --task say what to measure, or --report shows results")
     torch.set_num_threads(1)
     tokenizer = args.tokenizer or args.model_name_or_path
     study = Study(args.model_name_or_path, tokenizer, args.data_dir / args.task / "train.jsonl", args.rows, args.seed)

@@ -11,6 +11,7 @@ from ..model.inventory import Inventory, is_convolution
 from ..names import plain_name, without_fsdp, without_peft
 from ..quant_experts import experts_parameters, matrix_of
 from ..rows import to_rows
+from ..schedule import FLOAT_BITS
 from ..transformers_seams import experts_transposed
 from .description import Description, Reason, Weight
 from .rules import verdict
@@ -73,14 +74,15 @@ def _cases(inventory: Inventory, config: MoQConfig) -> list[Description]:
     ]
 
 
-def describe(inventory: Inventory, config: MoQConfig, targets: Mapping[str, int]) -> Description:
+def describe(inventory: Inventory, config: MoQConfig, targets: Mapping[str, int] | None = None) -> Description:
     """The model as it will be delivered, in the layout that is written now.
 
     Args:
         inventory: With the layers that the config quantizes.
         config: What will be done to them.
-        targets: Layer name to the bits that it ends with.
+        targets: Layer name to the bits that it ends with; by default the most that a layer may end with.
     """
+    targets = dict.fromkeys(inventory.scheduled, config.targets[-1]) if targets is None else targets
     grouping = config.grouping
     model = without_peft(inventory.model)
     path = next(name for name, module in inventory.named if module is model)
@@ -101,9 +103,9 @@ def describe(inventory: Inventory, config: MoQConfig, targets: Mapping[str, int]
     for name, module in inventory.modules.items():
         for own in experts_parameters(module):
             experts, rows, columns = matrix_of(module, own)
-            bits = targets.get(f"{name}.{own}", config.targets[-1])
+            bits = targets.get(f"{name}.{own}", FLOAT_BITS)
             packed = bits <= 8 and config.symmetric and not experts_transposed(module)
-            if f"{name}.{own}" not in inventory.experts or not packed:
+            if not packed:
                 whole.append(saved(f"{name}.{own}"))
                 continue
             matrix = Weight("linear", rows, columns, bits, grouping.row_size)

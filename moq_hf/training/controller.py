@@ -292,7 +292,7 @@ class MoQController:
             MoQError: A weight holds NaN or Inf.
         """
         self._refresher.check_finite()
-        return {
+        state = {
             "version": STATE_VERSION,
             "moq_hf": __version__,
             "config": self.config.to_dict(),
@@ -304,8 +304,10 @@ class MoQController:
             "history": [list(switch) for switch in self.history],
             "float_size_mb": self.float_size_mb,
             "sensitivity": None if self.sensitivity is None else self.sensitivity.state_dict(),
-            "choice": None if self.choice is None else self.choice.to_dict(),
         }
+        # Of other configs a state stays what it was.
+        choice = None if self.choice is None else self.choice.to_dict()
+        return state if self.config.budget is None else {**state, "choice": choice}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Go on from a saved state; call it after the float weights are loaded.
