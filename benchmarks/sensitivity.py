@@ -2,18 +2,21 @@
 
     python benchmarks/sensitivity.py --model_name_or_path FOLDER --tokenizer FOLDER --data_dir GLUE --task sst2
 
-For a classifier trained in float, and each unit of layers that has bits of its own under a budget: the rise of the loss
-with this unit alone at 2, 3 and 4 bits, over many training rows, is what the measures ought to know. They see 64 other
-rows, as in a run. Eigenvalues see 16 of them: each unit takes products of its own, and a run's share of time allows no
-more. `--data_dir` holds TASK/train.jsonl, as for glue_study.py.
+For a classifier trained in float, and each unit of layers that has bits of its own under a budget: what happens over
+many training rows with this unit alone at 2 or 3 bits. Two things tell: the rise of the loss, and the divergence
+KL(float, quantized) of the answers, which has less noise. The measures see 64 other rows, as in a run. Eigenvalues see
+16 of them: each unit takes products of its own, and a run's share of time allows no more. `--data_dir` holds
+TASK/train.jsonl, as for glue_study.py.
 
-For each grid and number of bits: Spearman's rank correlation of each measure with that rise, and of the rise over half
-of the rows with that over the other, which no measure can be expected to exceed by much. Then the loss of the whole
-model with the bits that each measure chooses under a budget of 3 bits in the mean. Costs are times over that of a
-training step (32 rows, forward, backward, AdamW) in the same process. Appends a JSON line to the output.
+For each grid and number of bits: Spearman's rank correlations with the rise and with the divergence, of each measure,
+and of one half of the rows with the other half, which says how well the truth itself is known. Then the loss of the
+whole model with the bits that each measure chooses under a budget of 3 bits in the mean, before any training. Costs are
+times over that of a training step (32 rows, forward, backward, AdamW) in the same process. Appends a JSON line to the
+output.
 """
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -31,11 +34,13 @@ from moq_hf.model.convert import prepare_model
 from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
 from moq_hf.trace import block_traces
-from moq_hf.training.measures import VECTORS, Costs, Weight, loss_rises, predicted, squared_changes
+from moq_hf.training.measures import VECTORS, Costs, Weight, at_bits, loss_rises, predicted, squared_changes
 from moq_hf.training.measuring import measuring
 
-BITS, CHOICES, MEAN = (2, 3, 4), (2, 3, 4, 8), 3.0
-SAMPLES, CHUNK, STEP_ROWS, LENGTH = 64, 16, 32, 128
+CHOICES, MEAN = (2, 3, 4, 8), 3.0
+SAMPLES, CHUNK, STEP_ROWS, LENGTH, BATCH = 64, 16, 32, 128, 64
+# At which bits the truth is measured.
+BITS = {"per channel": (2, 3), "groups of 32, full range": (3,)}
 GRIDS: dict[str, dict[str, Any]] = {
     "per channel": {"quantize_groups": "per_channel"},
     "groups of 32, full range": {"quantize_group_size": 32, "quantize_algo": {"range": "full"}},
@@ -58,9 +63,7 @@ class Study:
         self.samples = self.batches(taken[:SAMPLES], CHUNK)
         (self.step_batch,) = self.batches(taken[SAMPLES : SAMPLES + STEP_ROWS], STEP_ROWS)
         truth = sorted(taken[SAMPLES + STEP_ROWS :], key=lambda example: len(example[texts[0]]))
-        # Every other batch of alike lengths: two halves of the same kind.
-        batches = self.batches(truth, CHUNK)
-        self.halves = (batches[::2], batches[1::2])
+        self.truth = self.batches(truth, BATCH)
 
     def batches(self, examples: list[dict[str, Any]], size: int) -> list[Batch]:
         """The examples as the model takes them, so many in a batch."""
@@ -130,27 +133,39 @@ def curvatures(study: Study, seconds: dict[str, float]) -> dict[str, dict[str, f
     }
 
 
-def rises(study: Study, batches: list[Batch], prepared: tuple[Inventory, dict[str, Weight]], bits: Any) -> Costs:
-    """How much the loss over these batches rises with each unit alone at each of these bits."""
-    inventory, weights = prepared
-    units = inventory.units(weights)
-    parameters = {name: [layer.weight] for name, layer in inventory.scheduled.items()}
-    with measuring(study.model, parameters) as stand_ins:
-        return loss_rises(study.losses(batches), stand_ins, weights, units, dict.fromkeys(units, bits), clip=False)
+class Truth:
+    """What the answers of the float model and of quantized ones are, row by row."""
 
+    def __init__(self, study: Study, grid: str) -> None:
+        self.study, self.bits = study, BITS[grid]
+        self.inventory, self.weights = study.prepare(GRIDS[grid])
+        self.units = self.inventory.units(self.weights)
+        self.sizes = {u: sum(self.weights[layer].values.numel() for layer in own) for u, own in self.units.items()}
+        self.parameters = {name: [layer.weight] for name, layer in self.inventory.scheduled.items()}
+        with measuring(study.model, self.parameters), torch.no_grad():
+            self.floats = [study.model(**batch).logits.log_softmax(-1) for batch in study.truth]
 
-def loss_of(study: Study, prepared: tuple[Inventory, dict[str, Weight]], bits: Mapping[str, int]) -> float:
-    """The loss with all units quantized."""
-    inventory, weights = prepared
-    units = inventory.units(weights)
-    parameters = {name: [layer.weight] for name, layer in inventory.scheduled.items()}
-    batches = [batch for half in study.halves for batch in half]
-    with measuring(study.model, parameters) as stand_ins, torch.no_grad():
-        for unit, layers in units.items():
-            for layer in layers:
-                for tensor in stand_ins[layer]:
-                    tensor.data = weights[layer].rounded(bits[unit])
-        return sum(float(loss()) for loss in study.losses(batches)) / len(batches)
+    def rows(self, bits: Mapping[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """With these units at these bits: the rise of the loss and the divergence of each row, `[rows]`."""
+        rises, divergences = [], []
+        with contextlib.ExitStack() as stack:
+            stand_ins = stack.enter_context(measuring(self.study.model, self.parameters))
+            stack.enter_context(torch.no_grad())
+            for unit, width in bits.items():
+                stack.enter_context(
+                    at_bits(width, {layer: stand_ins[layer] for layer in self.units[unit]}, self.weights)
+                )
+            for batch, before in zip(self.study.truth, self.floats, strict=True):
+                after = self.study.model(**batch).logits.log_softmax(-1)
+                rises.append((before - after).gather(1, batch["labels"][:, None])[:, 0])
+                divergences.append((before.exp() * (before - after)).sum(-1))
+        return torch.cat(rises), torch.cat(divergences)
+
+    def sampled(self) -> Costs:
+        """The measure `loss`: the rise over the samples."""
+        losses = self.study.losses(self.study.samples)
+        with measuring(self.study.model, self.parameters) as stand_ins:
+            return loss_rises(losses, stand_ins, self.weights, self.units, dict.fromkeys(self.units, CHOICES))
 
 
 def chosen(costs: Costs, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -163,73 +178,80 @@ def chosen(costs: Costs, sizes: Mapping[str, int]) -> dict[str, int]:
 def of_grid(study: Study, grid: str, curvature: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """Everything on one grid."""
     seconds: dict[str, float] = {}
-    prepared = study.prepare(GRIDS[grid])
-    inventory, weights = prepared
-    units = inventory.units(weights)
-    changes = timed(seconds, "change", lambda: squared_changes(weights, units, dict.fromkeys(units, CHOICES)))
-    sampled = timed(seconds, "loss", lambda: rises(study, study.samples, prepared, CHOICES))
-    halves = [rises(study, half, prepared, BITS) for half in study.halves]
-    print(grid, "rises measured", flush=True)
+    truth = Truth(study, grid)
+    units, levels = list(truth.units), dict.fromkeys(truth.units, CHOICES)
+    changes = timed(seconds, "change", lambda: squared_changes(truth.weights, truth.units, levels))
     measures: dict[str, Costs] = {
         "eigenvalue": {unit: dict.fromkeys(CHOICES, curvature["eigenvalue"][unit]) for unit in units},
         "eigenvalue x change": predicted(curvature["eigenvalue"], changes),
         "trace": {unit: dict.fromkeys(CHOICES, curvature["trace"][unit]) for unit in units},
         "trace x change": predicted(curvature["trace"], changes),
         "change": changes,
-        "loss": sampled,
+        "loss": timed(seconds, "loss", truth.sampled),
     }
-    truth = {unit: {bits: (halves[0][unit][bits] + halves[1][unit][bits]) / 2 for bits in BITS} for unit in units}
-    ranks = {
-        bits: {
-            **{
-                name: rank([own[u][bits] for u in units], [truth[u][bits] for u in units])
-                for name, own in measures.items()
-            },
-            "halves": rank([halves[0][unit][bits] for unit in units], [halves[1][unit][bits] for unit in units]),
-        }
-        for bits in BITS
-    }
-    sizes = {unit: sum(weights[layer].values.numel() for layer in layers) for unit, layers in units.items()}
-    choices = {name: chosen(measures[name], sizes) for name in measures if name not in ("eigenvalue", "trace")}
+    ranks, found = {}, {}
+    for bits in truth.bits:
+        rows = [truth.rows({unit: bits}) for unit in units]
+        ranks[bits], found[bits] = {}, {}
+        for name, values in zip(("rise", "divergence"), map(torch.stack, zip(*rows, strict=True)), strict=True):
+            means = values.mean(1).tolist()
+            halves = [values[:, half::2].mean(1).tolist() for half in (0, 1)]
+            ranks[bits][name] = {
+                **{measure: rank([own[unit][bits] for unit in units], means) for measure, own in measures.items()},
+                "halves": rank(*halves),
+            }
+            errors = (values.std(1) / values.shape[1] ** 0.5).tolist()
+            found[bits][name] = {unit: pair for unit, *pair in zip(units, means, errors, strict=True)}
+        print(grid, bits, ranks[bits], flush=True)
+    choices = {name: chosen(measures[name], truth.sizes) for name in measures if name not in ("eigenvalue", "trace")}
     choices["all 3"] = dict.fromkeys(units, 3)
+    wholes = {name: truth.rows(bits) for name, bits in choices.items()}
     result = {
         "ranks": ranks,
         "seconds": seconds,
-        "rise": truth,
+        "truth": found,
         "change": changes,
-        "loss": sampled,
+        "loss": measures["loss"],
         "choices": choices,
-        "loss of choice": {name: loss_of(study, prepared, bits) for name, bits in choices.items()},
-        "loss in float": loss_of(study, prepared, dict.fromkeys(units, 16)),
+        "rise of choice": {name: float(rise.mean()) for name, (rise, _) in wholes.items()},
+        "divergence of choice": {name: float(divergence.mean()) for name, (_, divergence) in wholes.items()},
     }
-    print(json.dumps({"grid": grid, "ranks": ranks, "loss of choice": result["loss of choice"]}), flush=True)
+    print(result["rise of choice"], result["divergence of choice"], flush=True)
     return result
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The results in a file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def report(path: Path) -> None:
     """The tables of the page, of all lines: means over the models, with the least and the largest."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    print(f"{len(lines)} models: {', '.join(line['model'] for line in lines)}\n")
+    lines = lines_of(path)
+    print(f"{len(lines)} models: {', '.join(line['model'] for line in lines)}")
 
     def spread(values: list[float], digits: int) -> str:
         mean = sum(values) / len(values)
         return f"{mean:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
-    names = list(lines[0]["grids"]["per channel"]["ranks"]["3"])
-    print("| grid | bits | " + " | ".join(names) + " |\n" + "| --- " * (len(names) + 2) + "|")
-    for grid in GRIDS:
-        for bits in map(str, BITS):
-            found = [spread([line["grids"][grid]["ranks"][bits][name] for line in lines], 2) for name in names]
-            print(f"| {grid} | {bits} | " + " | ".join(found) + " |")
+    names = list(lines[0]["grids"]["per channel"]["ranks"]["3"]["rise"])
+    for truth in ("rise", "divergence"):
+        print(f"\n| {truth}: grid | bits | " + " | ".join(names) + " |\n" + "| --- " * (len(names) + 2) + "|")
+        for grid, widths in BITS.items():
+            for bits in map(str, widths):
+                own = [line["grids"][grid]["ranks"][bits][truth] for line in lines]
+                found = [spread([ranks[name] for ranks in own], 2) for name in names]
+                print(f"| {grid} | {bits} | " + " | ".join(found) + " |")
     print("\n| measure | training steps |\n| --- | --- |")
     for name in lines[0]["steps"]:
-        print(f"| {name} | {spread([line['steps'][name] for line in lines], 0)} |")
-    choices = list(lines[0]["grids"]["per channel"]["loss of choice"])
-    print("\n| model | grid | float | " + " | ".join(choices) + " |\n" + "| --- " * (len(choices) + 3) + "|")
+        print(f"| {name} | {spread([line['steps'][name] for line in lines], 1)} |")
+    choices = list(lines[0]["grids"]["per channel"]["rise of choice"])
+    print("\n| model | grid | what | " + " | ".join(choices) + " |\n" + "| --- " * (len(choices) + 3) + "|")
     for line in lines:
         for grid, own in line["grids"].items():
-            losses = [f"{own['loss of choice'][name]:.3f}" for name in choices]
-            print(f"| {line['model']} | {grid} | {own['loss in float']:.3f} | " + " | ".join(losses) + " |")
+            for what in ("rise", "divergence"):
+                values = [f"{own[f'{what} of choice'][name]:.3f}" for name in choices]
+                print(f"| {line['model']} | {grid} | {what} | " + " | ".join(values) + " |")
 
 
 def main() -> None:
@@ -239,9 +261,10 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="default: that of the model")
     parser.add_argument("--data_dir", type=Path, help="with TASK/train.jsonl")
     parser.add_argument("--task")
-    parser.add_argument("--rows", type=int, default=512, help="to know the rise of the loss from; a multiple of 32")
+    parser.add_argument("--rows", type=int, default=512, help="to know the truth from")
     parser.add_argument("--seed", type=int, default=1, help="which rows")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "sensitivity.jsonl")
+    parser.add_argument("--reuse", type=Path, help="an earlier output: curvatures and costs of the same model and seed")
     parser.add_argument("--report", action="store_true", help="show the tables of the output, and measure nothing")
     args = parser.parse_args()
     if args.report:
@@ -252,19 +275,23 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer = args.tokenizer or args.model_name_or_path
     study = Study(args.model_name_or_path, tokenizer, args.data_dir / args.task / "train.jsonl", args.rows, args.seed)
-    step = study.step_seconds()
-    print("step", step, flush=True)
-    seconds: dict[str, float] = {}
-    curvature = curvatures(study, seconds)
+    if args.reuse is None:
+        step, seconds = study.step_seconds(), dict[str, float]()
+        curvature = curvatures(study, seconds)
+        steps = {name: value / step for name, value in seconds.items()}
+    else:
+        (known,) = [line for line in lines_of(args.reuse) if line["model"] == Path(args.model_name_or_path).name]
+        curvature, steps, step = known["curvature"], known["steps"], known["step_seconds"]
     grids = {grid: of_grid(study, grid, curvature) for grid in GRIDS}
-    first = grids["per channel"]["seconds"]
+    if args.reuse is None:
+        steps |= {name: value / step for name, value in grids["per channel"]["seconds"].items()}
     line = {
         "task": args.task,
         "model": Path(args.model_name_or_path).name,
         "seed": args.seed,
         "rows": args.rows,
         "step_seconds": step,
-        "steps": {name: round(value / step, 1) for name, value in (seconds | first).items()},
+        "steps": {name: round(value, 1) for name, value in steps.items()},
         "curvature": curvature,
         "grids": grids,
         **environment("scipy"),

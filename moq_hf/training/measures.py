@@ -35,7 +35,7 @@ Costs = dict[str, dict[int, float]]
 # them. They decide what the budget allows: the clock would let two runs of the same seed differ.
 GRAPH_COST, PRODUCT_COST, DIFFERENCE_COST = 1.0, 0.6, 1.1
 # A product with the Hessian of all blocks at once, and a forward pass alone.
-JOINT_COST, FORWARD_COST = 4.0, 0.4
+JOINT_COST, FORWARD_COST = 4.4, 0.7
 # Products a block takes early in training, where it takes most; vectors for all blocks at once.
 FIRST_PRODUCTS = {"lanczos": 11, "power": 23}
 VECTORS = 16
@@ -140,10 +140,8 @@ def loss_rises(
     weights: Mapping[str, Weight],
     blocks: Mapping[str, Sequence[str]],
     levels: Mapping[str, Sequence[int]],
-    *,
-    clip: bool = True,
 ) -> Costs:
-    """How much the loss rises with one block at other bits.
+    """How much the loss rises with one block at other bits, not below 0; one that is not finite counts as the largest.
 
     Args:
         losses: Give the loss, one per batch; their mean counts.
@@ -151,7 +149,6 @@ def loss_rises(
         weights: Layer name to its weight.
         blocks: Block name to its layers.
         levels: Block name to bits.
-        clip: A rise below 0 counts as 0, and one that is not finite as the largest.
     """
 
     def mean() -> float:
@@ -163,10 +160,8 @@ def loss_rises(
         for block, own in levels.items():
             rises[block] = {}
             for bits in own:
-                with _at(bits, {layer: stand_ins[layer] for layer in blocks[block]}, weights):
+                with at_bits(bits, {layer: stand_ins[layer] for layer in blocks[block]}, weights):
                     rises[block][bits] = mean() - before
-    if not clip:
-        return rises
     most = max((rise for own in rises.values() for rise in own.values() if math.isfinite(rise)), default=1.0)
     return {
         block: {bits: max(0.0, rise if math.isfinite(rise) else most) for bits, rise in own.items()}
@@ -175,8 +170,8 @@ def loss_rises(
 
 
 @contextlib.contextmanager
-def _at(bits: int, stand_ins: Mapping[str, Sequence[Tensor]], weights: Mapping[str, Weight]) -> Iterator[None]:
-    """These layers' stand-ins have the values of `bits` for the duration."""
+def at_bits(bits: int, stand_ins: Mapping[str, Sequence[Tensor]], weights: Mapping[str, Weight]) -> Iterator[None]:
+    """For the duration, the stand-ins of these layers have the values of `bits`; see `measuring`."""
     kept = [(tensor, tensor.data) for tensors in stand_ins.values() for tensor in tensors]
     try:
         for layer, tensors in stand_ins.items():
