@@ -145,13 +145,13 @@ def cost(study: Study) -> dict[str, Any]:
     for _ in range(repeats):
         timed("training step", train)
         with measuring(study.model, study.blocks) as blocks:
-            with timed("graph", lambda: eigen._Graph(study.loss(rows), blocks)) as graph:
+            with timed("graph", lambda: eigen.Graph(study.loss(rows), blocks)) as graph:
                 for name, parameters in blocks.items():
                     vector = torch.randn(sum(p.numel() for p in parameters))
                     timed(name, lambda name=name, vector=vector: graph.product(name, vector / vector.norm()))
             name, parameters = next(iter(blocks.items()))
             vector = torch.randn(sum(p.numel() for p in parameters))
-            difference = lambda: eigen._difference([study.loss(rows)], parameters, vector)  # noqa: E731, B023
+            difference = lambda: eigen.difference([study.loss(rows)], parameters, vector)  # noqa: E731, B023
             timed(f"{name}, difference", difference)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     step = medians["training step"]
@@ -170,7 +170,7 @@ def difference(study: Study, step: int) -> dict[str, Any]:
     rows = study.take(0)
     with (
         measuring(study.model, study.blocks) as blocks,
-        eigen._Graph(study.loss(rows), blocks) as graph,
+        eigen.Graph(study.loss(rows), blocks) as graph,
     ):
         for name in list(blocks)[::2]:
             parameters = blocks[name]
@@ -182,7 +182,7 @@ def difference(study: Study, step: int) -> dict[str, Any]:
                 vector = vector / vector.norm()
                 exact = graph.product(name, vector)
                 errors[f"step {step}, {name}, {kind} direction"] = [
-                    float((eigen._difference([study.loss(rows)], parameters, vector, h) - exact).norm() / exact.norm())
+                    float((eigen.difference([study.loss(rows)], parameters, vector, h) - exact).norm() / exact.norm())
                     for h in (change / float(vector.abs().max()) for change in changes)
                 ]
     return {"largest_change_of_a_weight": changes, "errors": errors}

@@ -244,7 +244,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             return
         logger.info("%s", controller.summary())
         if controller.sensitivity is not None:
-            logger.info("%s", controller.sensitivity.summary())
+            choices = None if self.config.budget is None else len(self.config.budget.choices)
+            logger.info("%s", controller.sensitivity.summary(choices))
         tqdm.write(f"moq_hf plan: {self._plan.table()}\nin quantized layers: {controller.coverage()}")
         notes = [*controller.warnings(), *self._plan.notes, *self.host.notes(controller.model, args)]
         length = messages.note_on_length(schedule, steps, state.max_steps)
@@ -268,11 +269,14 @@ class MoQCallback(TrainerCallback, ExportableState):
             self.controller.check_readers()
         if skipped:
             return
-        had_arrived = self.controller.has_arrived
+        had_arrived, was_chosen = self.controller.has_arrived, self.controller.choice is not None
         schedule = self.controller.schedule
         if not self.controller.has_begun and schedule.steps + 1 == schedule.offset:
             self.host.before_quantization()
-        if self.controller.step(self.controller.measure()):
+        eigenvalues = self.controller.measure()
+        if not was_chosen and self.controller.choice is not None and state.is_world_process_zero:
+            messages.tell(self.controller.choice)
+        if self.controller.step(eigenvalues):
             self._switched = True
         self._arrived = self.controller.has_arrived and not had_arrived
 
@@ -334,7 +338,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             return
         checkpoints_as_modules(without_peft(controller.inventory.model), False)
         if state.is_world_process_zero and self._plan is not None:
-            tqdm.write(f"moq_hf: {outcome(self._plan, controller.history, controller.schedule.steps)}")
+            schedule = controller.schedule
+            tqdm.write(f"moq_hf: {outcome(self._plan, controller.history, schedule.steps, schedule.targets)}")
         if controller.sensitivity is not None:
             controller.sensitivity.report(time.perf_counter() - self._began)
         best = state_of_best(state, self._name) if args.load_best_model_at_end else None
@@ -386,9 +391,9 @@ class MoQCallback(TrainerCallback, ExportableState):
         return Answers(model, self._kept, _dtype(args))
 
     def observe(self, inputs: Mapping[str, Any]) -> None:
-        """Keep a training micro-batch, as `loss` takes it, if eigenvalues will be measured on it."""
+        """Keep a training micro-batch, as `loss` takes it, if sensitivity will be measured on it."""
         controller = self.controller
-        if controller is not None and controller.sensitivity is not None and not controller.has_arrived:
+        if controller is not None and controller.sensitivity is not None and controller.wants_samples:
             controller.sensitivity.samples.add(inputs)
 
     def _listen(self, controller: MoQController, is_compiled: bool) -> None:

@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from .config_budget import BitBudget, Measure, SensitivityConfig, Target
 from .config_document import block_of, flat, read_json, schema_of
 from .config_errors import LARGEST as LARGEST
 from .config_errors import config_error, conflicts, legal, value_faults
@@ -277,10 +278,18 @@ class MoQConfig:
     # Two keys, which are not in a section.
     grouping: Annotated[Grouping, _FROM_GROUPS, key("", "", title="a RowBlocks, PerChannel or PerGroup")] = RowBlocks()
     start_bits: Annotated[Bits, key("precision at the offset", "quantize_bits.start_bits")] = 16
-    target_bits: Annotated[Bits, key("precision at the end", "quantize_bits.target_bits")] = 16
+    target_bits: Annotated[
+        Target,
+        key(
+            "precision at the end; a budget (`mean` bits per quantized weight, or `file_mb` of the delivered file, in "
+            "10^6 bytes) chooses it for each block among `choices`",
+            "quantize_bits.target_bits",
+        ),
+    ] = 16
     schedule: Annotated[ScheduleConfig, key("", "quantize_schedule")] = ScheduleConfig()
     blend: Annotated[BlendConfig, key("", "fp16_mixed_quantize")] = BlendConfig()
     eigenvalue: EigenvalueConfig = EigenvalueConfig()
+    sensitivity: SensitivityConfig = SensitivityConfig()
     distillation: DistillationConfig = DistillationConfig()
     activation: Annotated[ActivationConfig, key("", "activation_quantization")] = ActivationConfig()
     modules_to_not_convert: Annotated[
@@ -323,6 +332,30 @@ class MoQConfig:
         found = list(conflicts(flat(self.to_dict(), _keys(), []), (), _defaults()))
         if found:
             raise PydanticCustomError("conflicts", "{faults}", {"faults": found})
+
+    @property
+    def budget(self) -> BitBudget | None:
+        """What chooses the bits of each block; None if all have the same target."""
+        return self.target_bits if isinstance(self.target_bits, BitBudget) else None
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """The bits that a block may end with, ascending: one number without a budget."""
+        return (self.target_bits,) if isinstance(self.target_bits, int) else self.target_bits.choices
+
+    @property
+    def target_in_words(self) -> str:
+        """The precision at the end, for messages.
+
+        >>> MoQConfig(start_bits=8, target_bits=BitBudget(mean=3.0)).target_in_words
+        '2, 3, 4 or 8 bits, 3 in the mean'
+        """
+        return f"{self.target_bits} bits" if isinstance(self.target_bits, int) else self.target_bits.in_words()
+
+    @property
+    def measure(self) -> Measure:
+        """What the sensitivity of a block is in this run: that of `sensitivity`, or its default."""
+        return self.sensitivity.measure or ("eigenvalue" if self.budget is None else "trace")
 
     @property
     def grid(self) -> Grid:

@@ -16,6 +16,8 @@ from .grid import Grid
 # Of whole numbers: beyond it counting steps would be slow, and printing them fail. Of others: beyond it sums overflow.
 LARGEST = 2**63 - 1
 UNBOUNDED = 1e300
+# Bits that a block may have under a budget, where the config does not name them.
+DEFAULT_CHOICES = (2, 3, 4, 8)
 
 Schema = Mapping[str, Any]
 
@@ -47,6 +49,8 @@ def legal(schema: Schema) -> str:
             return "true or false"
         case "string":
             return "text"
+        case "object":
+            return str(schema["title"])
         case "array":
             words = schema["items"].get("enum")
             return f"a list of {' or '.join(map(json.dumps, words))}" if words else "a list of names or globs"
@@ -183,6 +187,15 @@ def conflicts(given: Mapping[str, Any], wrong: Collection[str], defaults: Mappin
     weights = ("distillation.logits", "distillation.hidden")
     if not any(path in wrong or values[path] for path in weights):
         yield "distillation: logits and hidden are both 0, so a teacher would teach nothing; give one a weight"
+    if (
+        values["sensitivity.measure"] is not None
+        and "sensitivity.measure" not in wrong
+        and not (values["eigenvalue.enabled"] is True or isinstance(values["quantize_bits.target_bits"], Mapping))
+    ):
+        yield (
+            f"sensitivity.measure: nothing asks for {show(values['sensitivity.measure'])}: set eigenvalue.enabled to "
+            "true for the pace of the blocks, or quantize_bits.target_bits to a budget"
+        )
     if not {"quantize_bits.start_bits", "quantize_bits.target_bits"}.intersection(wrong):
         yield from _bit_conflicts(values, kind, "quantize_bits.target_bits" in given)
 
@@ -190,16 +203,39 @@ def conflicts(given: Mapping[str, Any], wrong: Collection[str], defaults: Mappin
 def _bit_conflicts(values: Mapping[str, Any], kind: str, target_given: bool) -> Iterator[str]:
     start, target = values["quantize_bits.start_bits"], values["quantize_bits.target_bits"]
     default = "" if target_given else " (it is the default)"
-    if target > start:
-        advice = f"bits only fall, so start_bits must be {target} or more" if target_given else "set it to 8, 4, 3 or 2"
-        yield f"quantize_bits: target_bits {target} is above start_bits {start}{default}; {advice}"
-    elif values["enabled"] is True and target == 16:
-        yield f"quantize_bits.target_bits: 16 would quantize nothing{default}; set it to 8, 4, 3 or 2"
-    if target == 1 and kind == "asymmetric":
+    if isinstance(target, Mapping):
+        found = list(_budget_faults(target))
+        yield from found
+        if found:
+            return
+        targets = target.get("choices", DEFAULT_CHOICES)
+    else:
+        targets = [target]
+        if target > start:
+            advice = (
+                f"bits only fall, so start_bits must be {target} or more" if target_given else "set it to 8, 4, 3 or 2"
+            )
+            yield f"quantize_bits: target_bits {target} is above start_bits {start}{default}; {advice}"
+        elif values["enabled"] is True and target == 16:
+            yield f"quantize_bits.target_bits: 16 would quantize nothing{default}; set it to 8, 4, 3 or 2"
+    least = min(targets)
+    if least == 1 and kind == "asymmetric":
         yield "quantize_bits.target_bits: 1 bit is symmetric only; set quantize_algo.q_type to symmetric, or 2 bits"
     grid = Grid(symmetric=kind == "symmetric", full=values["quantize_algo.range"] == "full")
-    if values["quantize_algo.rounding"] == "stochastic" and not grid.is_uniform(target):
+    if values["quantize_algo.rounding"] == "stochastic" and not grid.is_uniform(least):
         yield (
-            f"quantize_algo.rounding: stochastic needs equal steps, {target} bits {kind} has none; "
+            f"quantize_algo.rounding: stochastic needs equal steps, {least} bits {kind} has none; "
             "set it to nearest, or target_bits to 3 or more"
         )
+
+
+def _budget_faults(budget: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a budget whose values are legal by themselves."""
+    where, mean = "quantize_bits.target_bits", budget.get("mean")
+    choices = list(budget.get("choices", DEFAULT_CHOICES))
+    if (mean is None) == (budget.get("file_mb") is None):
+        yield f"{where}: {show(dict(budget))} must have mean or file_mb, one of them"
+    if len(choices) < 2 or choices != sorted(set(choices)):
+        yield f"{where}.choices: {show(choices)} must be two numbers of bits or more, ascending, each once"
+    elif mean is not None and not choices[0] < mean < choices[-1]:
+        yield f"{where}.mean: {show(mean)} must be between the choices {choices[0]} and {choices[-1]}, neither of them"

@@ -28,11 +28,13 @@ Text = Annotated[str, Field(strict=True, min_length=1)]
 Positive = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
 Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
 Bits = Annotated[int, Field(strict=True, ge=1, le=16)]
+PackedBits = Annotated[int, Field(strict=True, ge=1, le=8)]
 ByteBits = Annotated[int, Field(strict=True, ge=2, le=8)]
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 Part = Annotated[float, Field(strict=True, gt=0, lt=1)]
 Ratio = Annotated[float, Field(strict=True, ge=1e-9, le=1)]
 Tolerance = Annotated[float, Field(strict=True, gt=0, lt=UNBOUNDED)]
+Size = Annotated[float, Field(strict=True, gt=0, lt=UNBOUNDED)]
 Weight = Annotated[float, Field(strict=True, ge=0, lt=UNBOUNDED)]
 
 # A key of a file names its field by the alias, a Python argument by the name: `read` asks for the one.

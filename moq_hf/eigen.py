@@ -84,9 +84,13 @@ def block_eigenvalues(
     """
     losses = [loss] if callable(loss) else list(loss)
     parameters = {name: list(tensors) for name, tensors in blocks.items()}
-    _check(losses, parameters, method, max_iter, tol, stability)
-    if finite_difference:
-        _check_precision(parameters)
+    if method not in ("lanczos", "power"):
+        raise MoQError(f'method must be "lanczos" or "power", got {method!r}')
+    if max_iter < 1 or not 0 < tol < math.inf or not 0 <= stability < math.inf:
+        raise MoQError(
+            f"max_iter must be at least 1, tol above 0 and stability at least 0; got {max_iter}, {tol}, {stability}"
+        )
+    check_blocks(losses, parameters, finite_difference)
 
     def solver(name: str) -> Solver:
         start = _start(parameters[name], seed)
@@ -126,11 +130,11 @@ def _search(
     found: dict[str, Eigenvalue] = {}
     if finite_difference:
         for name in blocks:
-            found |= solve({name: solver(name)}, lambda v: {n: _difference(losses, blocks[n], v[n]) for n in v})
+            found |= solve({name: solver(name)}, lambda v: {n: difference(losses, blocks[n], v[n]) for n in v})
         return found
     if len(losses) == 1:
         # One block after the other: the graph is kept, and only one block's vectors are in memory.
-        with _Graph(losses[0], blocks) as graph:
+        with Graph(losses[0], blocks) as graph:
             for name in blocks:
                 found |= solve({name: solver(name)}, lambda v: {n: graph.product(n, v[n]) for n in v})
         return found
@@ -138,7 +142,7 @@ def _search(
     def products(vectors: dict[str, Tensor]) -> dict[str, Tensor]:
         sums: dict[str, Tensor] = {}
         for one in losses:
-            with _Graph(one, {name: blocks[name] for name in vectors}) as graph:
+            with Graph(one, {name: blocks[name] for name in vectors}) as graph:
                 for name, vector in vectors.items():
                     product = graph.product(name, vector).div_(len(losses))
                     sums[name] = sums[name].add_(product) if name in sums else product
@@ -292,7 +296,7 @@ class PowerIteration:
         return vector / size
 
 
-class _Graph(contextlib.AbstractContextManager["_Graph"]):
+class Graph(contextlib.AbstractContextManager["Graph"]):
     """The gradients of a loss with their own graph, for exact products; freed at the end whatever happens."""
 
     def __init__(self, loss: Loss, blocks: Mapping[str, list[Tensor]]) -> None:
@@ -306,6 +310,7 @@ class _Graph(contextlib.AbstractContextManager["_Graph"]):
         self._gradients.clear()
 
     def product(self, name: str, vector: Tensor) -> Tensor:
+        """H v `[n]` of a block and a vector `[n]` with a number for each of its parameters' elements, float32."""
         parameters = self._blocks[name]
         outputs, weights = [], []
         for parameter, part in zip(parameters, _parts(vector, parameters), strict=True):
@@ -336,8 +341,8 @@ def difference_step(vector: Tensor) -> float:
     return DIFFERENCE / float(vector.abs().max())
 
 
-def _difference(losses: Sequence[Loss], parameters: list[Tensor], vector: Tensor, step: float | None = None) -> Tensor:
-    """The product by central differences of the gradients; the parameters get their own memory back."""
+def difference(losses: Sequence[Loss], parameters: list[Tensor], vector: Tensor, step: float | None = None) -> Tensor:
+    """The product with the Hessian by central differences of gradients; the parameters get their own memory back."""
     step = difference_step(vector) if step is None else step
     saved = [p.data for p in parameters]
     total = torch.zeros_like(vector)
@@ -374,7 +379,7 @@ def check_second_derivative(loss: Loss, parameters: Iterable[Tensor], *, finite_
     vector = _start(parameters, 0)
     vector /= vector.norm()
     step = difference_step(vector)
-    wide, narrow = (_difference([loss], parameters, vector, h) for h in (step, step / 2))
+    wide, narrow = (difference([loss], parameters, vector, h) for h in (step, step / 2))
     # Gradients below 1e-6 are rounding; among themselves differences agree to 1 %, with the product to 2 %.
     apart, length = float((wide - narrow).norm()), float(narrow.norm())
     if finite_difference:
@@ -385,7 +390,7 @@ def check_second_derivative(loss: Loss, parameters: Iterable[Tensor], *, finite_
                 "take second derivatives"
             )
         return
-    with _Graph(loss, {"": parameters}) as graph:
+    with Graph(loss, {"": parameters}) as graph:
         exact = graph.product("", vector)
     error, length = float((wide - exact).norm()), float(exact.norm())
     if error > 0.05 * length + 1e-6 and apart < 0.1 * error:
@@ -446,24 +451,17 @@ def _flat(tensors: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Ten
     return torch.cat([(torch.zeros_like(p) if t is None else t).detach().float().flatten() for t, p in pairs])
 
 
-def _check(
-    losses: Sequence[Loss],
-    blocks: Mapping[str, Sequence[Tensor]],
-    method: str,
-    max_iter: int,
-    tol: float,
-    stability: float,
-) -> None:
+def check_blocks(losses: Sequence[Loss], blocks: Mapping[str, Sequence[Tensor]], finite_difference: bool) -> None:
+    """Check what is to be measured.
+
+    Raises:
+        MoQError: No losses or blocks, a block without parameters, with one that requires no gradient or is sharded, or
+            for differences of gradients one of fewer bits than float32.
+    """
     if not losses:
         raise MoQError("no loss: give one, or one per batch")
     if not blocks:
         raise MoQError("no block to measure")
-    if method not in ("lanczos", "power"):
-        raise MoQError(f'method must be "lanczos" or "power", got {method!r}')
-    if max_iter < 1 or not 0 < tol < math.inf or not 0 <= stability < math.inf:
-        raise MoQError(
-            f"max_iter must be at least 1, tol above 0 and stability at least 0; got {max_iter}, {tol}, {stability}"
-        )
     for name, parameters in blocks.items():
         if sum(p.numel() for p in parameters) == 0:
             raise MoQError(f"block {name!r} has no parameters")
@@ -472,11 +470,8 @@ def _check(
             raise MoQError(f"block {name!r} has {frozen} parameters that require no gradient; see `measuring`")
         if any(hasattr(p, "device_mesh") for p in parameters):
             raise MoQError(f"block {name!r} has sharded parameters (FSDP), whose eigenvalues cannot be measured")
-
-
-def _check_precision(blocks: Mapping[str, Sequence[Tensor]]) -> None:
     half = [name for name, parameters in blocks.items() if any(p.dtype.itemsize < 4 for p in parameters)]
-    if half:
+    if finite_difference and half:
         raise MoQError(
             f"differences of gradients need float32 parameters; these blocks have fewer bits: {', '.join(half)}"
         )

@@ -20,12 +20,14 @@ class BlockPlan:
         eigenvalue: The one assumed at each of its drops; None: factor 1.
         switches: Every change of precision up to the target, those after the end of the run too.
         target_step: Optimizer step after which the block computes with its target precision and nothing else.
+        target_bits: That precision.
     """
 
     name: str
     eigenvalue: float | None
     switches: tuple[Switch, ...]
     target_step: int
+    target_bits: int
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Plan:
             "total_steps": self.total_steps,
             "offset": self.offset,
             "start_bits": self.config.start_bits,
-            "target_bits": self.config.target_bits,
+            "target_bits": self.config.to_dict()["quantize_bits"]["target_bits"],
             "deadline_step": self.deadline_step,
             "reached": self.reached,
             "blocks": [
@@ -68,6 +70,7 @@ class Plan:
                     "eigenvalue": block.eigenvalue,
                     "drops": [{"step": s.step, "bits": s.bits} for s in block.switches],
                     "target_step": block.target_step,
+                    "target_bits": block.target_bits,
                     "reached": block.target_step <= self.total_steps,
                 }
                 for block in self.blocks
@@ -87,12 +90,16 @@ class Plan:
         rows = [["block", *(f"{b} bits" for b in bits), "at target"]]
         for block in self.blocks:
             steps = {s.bits: self._step(s.step) for s in block.switches}
-            rows.append([block.name, *(steps[b] for b in bits), self._step(block.target_step)])
+            rows.append([block.name, *(steps.get(b, "") for b in bits), self._step(block.target_step)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
-            f"{self.total_steps:,} optimizer steps, {self.config.start_bits} to {self.config.target_bits} bits, "
-            f"offset {self.offset:,}, {period}, {last}"
+            f"{self.total_steps:,} optimizer steps, {_span(self.config)}, offset {self.offset:,}, {period}, {last}"
         ]
+        if self.config.budget is not None:
+            lines.append(
+                f"after step {self.offset:,}, on the float model, the measure {self.config.measure!r} "
+                f"chooses the bits of each block: {self.config.target_in_words}"
+            )
         for name, *cells in rows:
             padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
             lines.append("  ".join([name.ljust(widths[0]), *padded]))
@@ -109,6 +116,7 @@ def plan(
     total_steps: int,
     blocks: Iterable[str] | None = None,
     eigenvalues: Mapping[str, float] | None = None,
+    targets: Mapping[str, int] | None = None,
 ) -> Plan:
     """Which precision each block will have when: what `PrecisionSchedule` does, ahead of time.
 
@@ -116,14 +124,16 @@ def plan(
         config: A `MoQConfig`, a mapping or the path of a JSON file.
         total_steps: Optimizer steps of the run.
         blocks: Names; by default those in `eigenvalues`, or else the least and the most sensitive block there can be
-            where the config measures eigenvalues, and one that stands for all where it does not.
+            where the config measures eigenvalues, and one that stands for all where it does not; under a budget these
+            for each of its choices.
         eigenvalues: Block name to eigenvalue over the largest, 0 to 1, taken to be the same at each drop. A block that
             is missing has factor 1.
+        targets: Under a budget, which nothing knows ahead of time: block name to the bits to end with.
 
     Raises:
         MoQConfigError: The config is wrong.
         MoQError: The config quantizes nothing within `total_steps` or activations from after it, has more drops than
-            fit before its deadline, or the eigenvalues are wrong.
+            fit before its deadline, or blocks with a budget that have no targets; or the eigenvalues are wrong.
 
     >>> config = {
     ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
@@ -135,6 +145,37 @@ def plan(
     every block       5      15      25         25
     """
     config = MoQConfig.load(config)
+    _check_length(config, total_steps)
+    if blocks is None and eigenvalues is None:
+        blocks, eigenvalues, targets = _extremes(config, targets)
+    eigenvalues = eigenvalues or {}
+    schedule = PrecisionSchedule(config, eigenvalues if blocks is None else blocks, total_steps)
+    if config.budget is not None:
+        if targets is None:
+            raise MoQError("the bits of blocks under a budget are not known ahead of time: give targets, or no blocks")
+        schedule.choose(targets)
+    switches: dict[str, list[Switch]] = {name: [] for name in schedule.bits}
+    while (step := schedule.next_step()) is not None:
+        schedule.steps = step - 1
+        for switch in schedule.advance(eigenvalues):
+            switches[switch.block].append(switch)
+    fade, offset = fade_steps(config), schedule.offset
+    goals = schedule.targets or {}
+    ends = {name: fade + (made[-1].step if made else offset) for name, made in switches.items()}
+    planned = tuple(
+        BlockPlan(name, eigenvalues.get(name), tuple(made), ends[name], goals[name]) for name, made in switches.items()
+    )
+    late = max(planned, key=lambda block: block.target_step)
+    notes = () if late.target_step <= total_steps else (_advice(config, total_steps, late),)
+    return Plan(config, total_steps, offset, schedule.deadline_step, planned, notes)
+
+
+def _check_length(config: MoQConfig, total_steps: Any) -> None:
+    """Check that a config quantizes something in a run of this length.
+
+    Raises:
+        MoQError: It does not, or there is no such length.
+    """
     if not isinstance(total_steps, int) or total_steps < 1:
         raise MoQError(f"total_steps must be a whole number from 1, got {total_steps!r}")
     if total_steps > LARGEST:
@@ -144,55 +185,60 @@ def plan(
     offset = offset_step_of(config, total_steps)
     if offset >= total_steps:
         raise MoQError(
-            f"quantize_schedule.schedule_offset {offset} is not before the end of training at {total_steps} optimizer "
-            "steps: nothing would be quantized; set it to less, 0 for instance"
+            f"quantize_schedule.schedule_offset {offset} is not before the end of training at "
+            f"{total_steps} optimizer steps: nothing would be quantized; set it to less, 0 for instance"
         )
-    if blocks is None and eigenvalues is None:
-        eigenvalues = {"least sensitive": 0.0, "most sensitive": 1.0} if config.eigenvalue.enabled else None
-        blocks = eigenvalues or ["every block"]
-    eigenvalues = eigenvalues or {}
-    schedule = PrecisionSchedule(config, eigenvalues if blocks is None else blocks, total_steps)
-    switches: dict[str, list[Switch]] = {name: [] for name in schedule.bits}
-    while (step := schedule.next_step()) is not None:
-        schedule.steps = step - 1
-        for switch in schedule.advance(eigenvalues):
-            switches[switch.block].append(switch)
-    planned = tuple(
-        BlockPlan(name, eigenvalues.get(name), tuple(made), fade_steps(config) + (made[-1].step if made else offset))
-        for name, made in switches.items()
-    )
-    late = max(planned, key=lambda block: block.target_step)
-    notes = () if late.target_step <= total_steps else (_advice(config, total_steps, late),)
-    return Plan(config, total_steps, offset, schedule.deadline_step, planned, notes)
 
 
-def outcome(planned: Plan, history: Iterable[Switch], steps: int) -> str:
+def _extremes(
+    config: MoQConfig, targets: Mapping[str, int] | None
+) -> tuple[list[str], dict[str, float], Mapping[str, int] | None]:
+    """Blocks to plan where none are named, their eigenvalues and targets: the earliest and the latest cases."""
+    eigenvalues = {"least sensitive": 0.0, "most sensitive": 1.0} if config.eigenvalue.enabled else {}
+    names = list(eigenvalues) or ["every block"]
+    if config.budget is None:
+        return names, eigenvalues, None
+    if targets is not None:
+        return list(targets), {}, targets
+    cases = [(f"{name}, {bits} bits", name, bits) for name in eigenvalues or ["a block"] for bits in config.targets]
+    values = {case: eigenvalues[name] for case, name, _ in cases if name in eigenvalues}
+    return [case for case, _, _ in cases], values, {case: bits for case, _, bits in cases}
+
+
+def _span(config: MoQConfig) -> str:
+    """From which bits to which."""
+    return f"{config.start_bits} to {config.target_in_words}"
+
+
+def outcome(planned: Plan, history: Iterable[Switch], steps: int, targets: Mapping[str, int] | None = None) -> str:
     """What happened, beside what was planned: the blocks by the step of their last drop.
 
     Args:
         planned: The plan that the run began with.
         history: Every switch of the run, those before it was resumed too.
         steps: Optimizer steps that it took.
+        targets: Block name to the bits that it was to end with; by default those of the config.
     """
-    target = planned.config.target_bits
+    last = planned.config.targets[-1]
     steps_planned = sorted({block.switches[-1].step for block in planned.blocks if block.switches} or {0})
     span = " to ".join(f"{step:,}" for step in dict.fromkeys((steps_planned[0], steps_planned[-1])))
-    last = {switch.block: switch for switch in history}
+    made = {switch.block: switch for switch in history}
     groups: dict[tuple[int, int], list[str]] = {}
-    for name, switch in last.items():
+    for name, switch in made.items():
         groups.setdefault((switch.step, switch.bits), []).append(name)
-    lines = [f"after {steps:,} optimizer steps; planned: {target} bits after step {span}"]
+    lines = [f"after {steps:,} optimizer steps; planned: {planned.config.target_in_words} after step {span}"]
     for (step, bits), names in sorted(groups.items()):
         who = names[0] if len(names) == 1 else f"{len(names)} blocks"
         rest = "" if 1 in (len(names), len(groups)) else f": {', '.join(names)}"
-        short = "" if bits == target else f", not at {target}"
+        missed = sorted({target for name in names if (target := (targets or {}).get(name, last)) != bits})
+        short = f", not at {' or '.join(map(str, missed))}" if missed else ""
         lines.append(f"  {bits} bits{short}, since step {step:,}: {who}{rest}")
     return "\n".join(lines)
 
 
 def _advice(config: MoQConfig, total_steps: int, late: BlockPlan) -> str:
     """What would bring the block that is last to its target before the run ends."""
-    offset, target = offset_step_of(config, total_steps), config.target_bits
+    offset, target = offset_step_of(config, total_steps), late.target_bits
     since = [s.step - offset for s in late.switches if s.before != FLOAT_BITS]
     room = total_steps - offset - fade_steps(config)
     options = []

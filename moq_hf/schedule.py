@@ -19,6 +19,9 @@ With the period "auto" and n drops, H is R, or R / 5 where eigenvalues are measu
 max(1, H / 2^(n-1)), and one at step s with the factor f is followed by one at s (f min(2^(n-1), H))^(1/(n-1)), after at
 least one step and no later than the cap. So a block of factor 1 doubles as above, and one of factor f throughout ends f
 times as late: with the factor 5, at R.
+
+Under a budget each block has a target of its own, given to `choose` at the offset, and starts at start_bits or at its
+target, whichever is more. Until then every block is in float, for one step at least.
 """
 
 import math
@@ -74,6 +77,7 @@ class PrecisionSchedule:
         offset: Optimizer steps before anything is quantized.
         steps: Optimizer steps taken, those before the offset included.
         bits: Block name to the bits of the next forward pass.
+        targets: Block name to the bits that it ends with; None until `choose` is called, where the config has a budget.
         period: Block name to the steps since the offset at which its next drop is due.
 
     >>> config = MoQConfig.from_dict({
@@ -107,9 +111,9 @@ class PrecisionSchedule:
         self.offset = offset_step_of(config, total_steps)
         self._room = _room(config, total_steps)
         self.steps = 0
-        start = config.start_bits if self.offset == 0 else FLOAT_BITS
-        self.bits = dict.fromkeys(names, start)
-        self.period = dict.fromkeys(names, self._first())
+        self.bits = dict.fromkeys(names, config.start_bits if self.offset == 0 else FLOAT_BITS)
+        self.targets = None if config.budget is not None else dict.fromkeys(names, config.targets[0])
+        self.period = {name: self._first(self._drops(name)) for name in names}
         # Steps taken when the block last changed: its blend is counted from there.
         self._changed = dict.fromkeys(names, 0)
 
@@ -121,8 +125,7 @@ class PrecisionSchedule:
     @property
     def at_target(self) -> bool:
         """Whether every block has its target bits and no float weight is blended in any more."""
-        arrived = all(bits == self.config.target_bits for bits in self.bits.values())
-        return arrived and not any(self.blend.values())
+        return self.bits == self.targets and not any(self.blend.values())
 
     @property
     def blend(self) -> dict[str, float]:
@@ -131,6 +134,30 @@ class PrecisionSchedule:
             return dict.fromkeys(self.bits, 0.0)
         ratio = self.config.blend.change_ratio
         return {name: max(0.0, 1.0 - ratio * (self.steps - changed)) for name, changed in self._changed.items()}
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether `choose` must be called before the coming `advance`."""
+        return self.targets is None and bool(self.due())
+
+    def choose(self, targets: Mapping[str, int]) -> None:
+        """Take the bits that the blocks end with, under a budget.
+
+        Raises:
+            MoQError: They are of other blocks, not among the choices, or were given before.
+        """
+        if self.targets is not None:
+            raise MoQError("the bits of the blocks are chosen already")
+        if set(targets) != set(self.bits) or not set(targets.values()) <= set(self.config.targets):
+            raise MoQError(f"targets must be {self.config.target_in_words}, one for each of {', '.join(self.bits)}")
+        self.targets = {name: targets[name] for name in self.bits}
+        self.period = {name: self._first(self._drops(name)) for name in self.bits}
+
+    @property
+    def next_bits(self) -> dict[str, int]:
+        """Of the blocks that have a drop ahead of them, the bits after it."""
+        now = {name: min(bits, self._start(name)) for name, bits in self.bits.items()}
+        return {name: bits - 1 for name, bits in now.items() if bits > self._target(name)}
 
     def due(self) -> tuple[str, ...]:
         """The blocks that will change in the coming `advance`."""
@@ -141,18 +168,17 @@ class PrecisionSchedule:
         coming = [
             0 if bits == FLOAT_BITS else self.period[name]
             for name, bits in self.bits.items()
-            if bits > self.config.target_bits
+            if bits == FLOAT_BITS or bits > self._target(name)
         ]
         return self.offset + min(coming) if coming else None
 
     def drops_ahead(self, steps: int = 1) -> tuple[str, ...]:
         """The blocks that will lose a bit in one of the coming `steps` calls of `advance`; the offset is no loss."""
         since = self.steps + steps - self.offset
-        target = self.config.target_bits
         return tuple(
             name
             for name, bits in self.bits.items()
-            if since >= self.period[name] and min(bits, self.config.start_bits) > target
+            if since >= self.period[name] and min(bits, self._start(name)) > self._target(name)
         )
 
     def advance(self, eigenvalues: Mapping[str, float] | None = None) -> tuple[Switch, ...]:
@@ -162,8 +188,10 @@ class PrecisionSchedule:
             eigenvalues: Block name to eigenvalue over the largest, 0 to 1. A block that is missing has factor 1.
 
         Raises:
-            MoQError: An eigenvalue is not in [0, 1], or belongs to no block.
+            MoQError: An eigenvalue is not in [0, 1], or belongs to no block; the bits under a budget are not chosen.
         """
+        if self.is_choosing:
+            raise MoQError("the bits of the blocks are not chosen yet: call `choose`")
         eigenvalues = eigenvalues or {}
         for name, value in eigenvalues.items():
             if name not in self.bits:
@@ -176,11 +204,12 @@ class PrecisionSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, in JSON types."""
-        return {
+        state: dict[str, Any] = {
             "steps": self.steps,
             "total_steps": self.total_steps,
             "blocks": {name: [self.bits[name], self.period[name], self._changed[name]] for name in self.bits},
         }
+        return state if self.config.budget is None else {**state, "targets": self.targets}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`, by its plan: a deadline stays where it was, in a run of another length too.
@@ -202,13 +231,18 @@ class PrecisionSchedule:
             self._room = _room(self.config, self.total_steps)
         for name in self.bits:
             self.bits[name], self.period[name], self._changed[name] = blocks[name]
+        if self.config.budget is not None:
+            self.targets = state["targets"] and dict(state["targets"])
 
     def steps_to_target(self, factor: int = 1) -> int:
-        """Optimizer steps from the start of training to the last drop of a block with this factor at every drop."""
-        drops = self.config.start_bits - self.config.target_bits
-        last = self._first() if drops else 0
+        """Optimizer steps from the start of training to the last drop of a block with this factor at every drop.
+
+        Under a budget: of a block that ends with the fewest bits.
+        """
+        drops = most_drops(self.config)
+        last = self._first(drops) if drops else 0
         for left in range(drops - 1, 0, -1):
-            last = self._following(last, left, factor)
+            last = self._following(last, left, factor, drops)
         return self.offset + last
 
     def last_drop(self) -> int:
@@ -219,58 +253,72 @@ class PrecisionSchedule:
             changed, period = self._changed[name], self.period[name]
             if bits == FLOAT_BITS:
                 changed = max(self.steps + 1, self.offset)
-            for left in range(min(bits, self.config.start_bits) - self.config.target_bits - 1, -1, -1):
+            for left in range(min(bits, self._start(name)) - self._target(name) - 1, -1, -1):
                 changed = max(self.steps + 1, self.offset + period)
-                period = self._following(period, left, factor)
+                period = self._following(period, left, factor, self._drops(name))
             last = max(last, changed + fade_steps(self.config))
         return last
 
-    def _first(self) -> int:
-        """Steps from the offset to the first drop."""
-        drops = self.config.start_bits - self.config.target_bits
+    def _target(self, name: str) -> int:
+        """The bits that a block ends with; the fewest that it may have where they are not chosen yet."""
+        return self.config.targets[0] if self.targets is None else self.targets[name]
+
+    def _start(self, name: str) -> int:
+        """The bits that a block has at the offset."""
+        return max(self.config.start_bits, self._target(name))
+
+    def _drops(self, name: str) -> int:
+        return self._start(name) - self._target(name)
+
+    def _first(self, drops: int) -> int:
+        """Steps from the offset to the first of so many drops."""
         period = self.config.schedule.period
         if self._room is None or drops == 0:
             return period or 1
         if period is None:
-            return max(1, self._horizon() >> (drops - 1))
+            return max(1, self._horizon(drops) >> (drops - 1))
         return min(period, _cap(self._room, 0, drops))
 
-    def _following(self, period: int, left: int, factor: int) -> int:
-        """Steps from the offset to the first of the `left` drops that follow the one at `period`."""
+    def _following(self, period: int, left: int, factor: int, drops: int) -> int:
+        """Steps from the offset to the first of the `left` drops that follow the one at `period`, of `drops` in all."""
         following = period * 2 * factor
         if self._room is None or left == 0:
             return following
         if self.config.schedule.period is None:
-            ratios = self.config.start_bits - self.config.target_bits - 1
-            growth = factor * min(2**ratios, self._horizon())
+            ratios = drops - 1
+            growth = factor * min(2**ratios, self._horizon(drops))
             following = max(period + 1, _root(growth * period**ratios, ratios))
         return min(following, _cap(self._room, period, left))
 
-    def _horizon(self) -> int:
-        """Steps from the offset to the last drop of a block of factor 1, with the period "auto"."""
+    def _horizon(self, drops: int) -> int:
+        """Steps from the offset to the last of so many drops of a block of factor 1, with the period "auto"."""
         room = self._room or 0
-        only = self.config.start_bits - self.config.target_bits == 1
-        return max(1, room // MAX_FACTOR) if self.config.eigenvalue.enabled and not only else room
+        return max(1, room // MAX_FACTOR) if self.config.eigenvalue.enabled and drops != 1 else room
 
     def _is_due(self, name: str, step: int) -> bool:
         since = step - self.offset
         if self.bits[name] == FLOAT_BITS:
             return since >= 0
-        return self.bits[name] > self.config.target_bits and since >= self.period[name]
+        return self.bits[name] > self._target(name) and since >= self.period[name]
 
     def _change(self, name: str, eigenvalue: float | None) -> Switch:
         before, factor = self.bits[name], 1
         if before == FLOAT_BITS:
-            self.bits[name] = self.config.start_bits
+            self.bits[name] = self._start(name)
             eigenvalue = None
         else:
             if eigenvalue is not None:
                 factor = 1 + math.floor((MAX_FACTOR - 1) * eigenvalue)
             self.bits[name] -= 1
-            left = self.bits[name] - self.config.target_bits
-            self.period[name] = self._following(self.period[name], left, factor)
+            left = self.bits[name] - self._target(name)
+            self.period[name] = self._following(self.period[name], left, factor, self._drops(name))
         self._changed[name] = self.steps
         return Switch(self.steps, name, before, self.bits[name], self.period[name], factor, eigenvalue)
+
+
+def most_drops(config: MoQConfig) -> int:
+    """Bits that a block loses on the way to its target; under a budget the most that one may lose."""
+    return max(0, config.start_bits - config.targets[0])
 
 
 def _cap(room: int, since: int, left: int) -> int:
@@ -301,18 +349,23 @@ def fade_steps(config: MoQConfig) -> int:
 
 
 def offset_step_of(config: MoQConfig, total_steps: int | None) -> int:
-    """Optimizer steps before anything is quantized.
+    """Optimizer steps before anything is quantized; one at least under a budget, which is chosen after a step.
 
     Raises:
         MoQError: The offset is a share of the run, whose length is not known.
     """
     offset = config.schedule.offset
-    if isinstance(offset, int):
-        return offset
-    if total_steps is None:
-        raise MoQError("quantize_schedule: a schedule_offset below 1 needs total_steps, the length of the run")
-    # As the decimal fraction that it was written as.
-    return int(Fraction(str(offset)) * total_steps)
+    if isinstance(offset, float):
+        if total_steps is None:
+            raise MoQError("quantize_schedule: a schedule_offset below 1 needs total_steps, the length of the run")
+        # As the decimal fraction that it was written as.
+        offset = int(Fraction(str(offset)) * total_steps)
+    return offset if config.budget is None else max(1, offset)
+
+
+def begins_in_float(config: MoQConfig) -> bool:
+    """Whether there are steps before anything is quantized, in a run that is not too short for them."""
+    return config.schedule.offset != 0 or config.budget is not None
 
 
 def deadline_step_of(config: MoQConfig, total_steps: int | None) -> int | None:
@@ -334,15 +387,18 @@ def _room(config: MoQConfig, total_steps: int | None) -> int | None:
     if total_steps is None:
         raise MoQError('quantize_schedule: the period "auto" and deadline need total_steps, the length of the run')
     last = deadline_step_of(config, total_steps) or 0
-    offset = offset_step_of(config, total_steps)
-    fade, share = fade_steps(config), Fraction(str(config.schedule.deadline))
-    drops = config.start_bits - config.target_bits
+    offset, fade, share = (
+        offset_step_of(config, total_steps),
+        fade_steps(config),
+        Fraction(str(config.schedule.deadline)),
+    )
+    drops, target = most_drops(config), config.targets[0]
     room = last - offset - fade
     if room >= drops:
         return room
     options = []
     if drops and room > 0:
-        options.append(f"start_bits {config.target_bits + room}")
+        options.append(f"start_bits {target + room}")
     if offset and last - fade >= drops:
         options.append(f"schedule_offset {last - fade - drops}")
     needed = offset + drops + fade
@@ -354,7 +410,7 @@ def _room(config: MoQConfig, total_steps: int | None) -> int | None:
     options.append(f"a run of {math.ceil(needed / share)} steps")
     raise MoQError(
         f"quantize_schedule.deadline: {config.schedule.deadline:g} of {total_steps} optimizer steps is step {last}; "
-        f"with schedule_offset {offset} the {drops} drops from {config.start_bits} to {config.target_bits} bits, "
+        f"with schedule_offset {offset} the {drops} drops from {config.start_bits} to {target} bits, "
         f"at most one a step, {f'and the {fade} steps of the last blend ' if fade else ''}take until step {needed} at "
         f"least. What would fit: {', or '.join(options)}"
     )

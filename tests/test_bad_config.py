@@ -121,6 +121,34 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ("bool for bits", bits(12, True), ["quantize_bits.target_bits: true is not legal", "a whole number"]),
     ("float for bits", bits(12, 8.0), ["quantize_bits.target_bits: 8.0 is not legal", "whole number", "(write 8)"]),
     ("list for bits", bits(12, [8]), ["quantize_bits.target_bits: [8] is not legal"]),
+    ("no budget", bits(8, {}), ["quantize_bits.target_bits: {} must have mean or file_mb, one of them"]),
+    (
+        "two budgets",
+        bits(8, {"mean": 3, "file_mb": 2.0}),
+        ['quantize_bits.target_bits: {"mean": 3, "file_mb": 2.0} must have mean or file_mb'],
+    ),
+    ("no such budget", bits(8, {"means": 3}), ['target_bits: {"means": 3} is not legal', '{"mean": 3.0, "choices"']),
+    ("a mean of text", bits(8, {"mean": "3"}), ['target_bits: {"mean": "3"} is not legal']),
+    ("no mean of these", bits(8, {"mean": 8.0}), ["target_bits.mean: 8.0 must be between the choices 2 and 8"]),
+    (
+        "one choice",
+        bits(8, {"mean": 3, "choices": [3]}),
+        ["target_bits.choices: [3] must be two numbers of bits or more"],
+    ),
+    ("choices not in order", bits(8, {"mean": 3, "choices": [4, 2]}), ["target_bits.choices: [4, 2]", "ascending"]),
+    ("a choice twice", bits(8, {"mean": 3, "choices": [2, 2, 4]}), ["target_bits.choices: [2, 2, 4]", "each once"]),
+    ("a choice of 9 bits", bits(8, {"mean": 3, "choices": [2, 9]}), ["[2, 9]} is not legal"]),
+    (
+        "1 bit asymmetric among the choices",
+        {**bits(8, {"mean": 3, "choices": [1, 8]}), "quantize_type": "asymmetric"},
+        ["quantize_bits.target_bits: 1 bit is symmetric only"],
+    ),
+    (
+        "a measure that nothing asks for",
+        bits(8, 4) | {"sensitivity": {"measure": "loss"}},
+        ['sensitivity.measure: nothing asks for "loss"', "eigenvalue.enabled", "a budget"],
+    ),
+    ("no such measure", bits(8, 4) | {"sensitivity": {"measure": "trac"}}, ["sensitivity.measure", 'mean "trace"?']),
     ("half a bit", bits(12, 7.5), ["quantize_bits.target_bits: 7.5 is not legal", "a whole number from 1 to 16"]),
     ("number for a switch", with_bits(enabled=1), ["enabled: 1 is not legal; it must be true or false"]),
     ("text for a switch", with_bits(quantize_verbose="yes"), ['quantize_verbose: "yes"', "true or false"]),
@@ -356,6 +384,8 @@ ONLY_OURS = {
         "asymmetric full range",
         "stochastic full binary",
     ),
+    *("no mean of these", "choices not in order", "1 bit asymmetric among the choices"),
+    "a measure that nothing asks for",
 }
 
 
@@ -409,7 +439,7 @@ def test_no_source_of_a_config(source: Any) -> None:
     ("arguments", "fragments"),
     [
         ({"start_bits": 4, "target_bits": 8}, ["MoQConfig: ", "target_bits 8 is above start_bits 4"]),
-        ({"target_bits": 8.0}, ["target_bits: 8.0 is not legal", "a whole number from 1 to 16 (write 8)"]),
+        ({"target_bits": 8.0}, ["target_bits: 8.0 is not legal", "a whole number from 1 to 16", "(write 8)"]),
         ({"symmetric": "asymmetric"}, ['symmetric: "asymmetric" is not legal; it must be true or false']),
         ({"stochastic": 1}, ["stochastic: 1 is not legal; it must be true or false"]),
         ({"scale": "mes"}, ['scale: "mes" is not legal', 'did you mean "mse"?']),

@@ -21,11 +21,13 @@ from jsonschema import Draft202012Validator
 
 from moq_hf.config import (
     ActivationConfig,
+    BitBudget,
     BlendConfig,
     DistillationConfig,
     EigenvalueConfig,
     MoQConfig,
     ScheduleConfig,
+    SensitivityConfig,
     _keys,
     json_schema,
     key_table,
@@ -233,6 +235,7 @@ OTHERS: dict[str, Any] = {
     "schedule": ScheduleConfig(None, 0),
     "blend": BlendConfig(True, 0.25),
     "eigenvalue": EigenvalueConfig(enabled=True, layer_name="a.b", layer_num=3, method="power"),
+    "sensitivity": SensitivityConfig("trace"),
     "distillation": DistillationConfig("x", 2.0, 0.5, 0.0),
     "activation": ActivationConfig(True, 7, "per_tensor", 5),
     "modules_to_not_convert": ("a", "b.*"),
@@ -254,6 +257,7 @@ WRITTEN = [
         'false, "quantize_change_ratio": 0.001}, "eigenvalue": {"enabled": false, "verbose": false, "max_iter": '
         '100, "tol": 0.01, "stability": 1e-06, "gas_boundary_resolution": 1, "layer_name": null, "layer_num": '
         'null, "method": "lanczos", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, '
+        '"sensitivity": {"measure": null}, '
         '"distillation": {"teacher": null, "logits": 1.0, "hidden": 1.0, "labels": 1.0}, '
         '"activation_quantization": {"enabled": false, "bits": 8, "scale": "static", "start_step": 0}, '
         '"modules_to_not_convert": '
@@ -269,7 +273,8 @@ WRITTEN = [
         '{"quantize_period": "auto", "schedule_offset": 0, "deadline": 0.25}, "fp16_mixed_quantize": {"enabled": '
         'true, "quantize_change_ratio": 0.25}, "eigenvalue": {"enabled": true, "verbose": false, "max_iter": 100, '
         '"tol": 0.01, "stability": 1e-06, "gas_boundary_resolution": 1, "layer_name": "a.b", "layer_num": 3, '
-        '"method": "power", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, "distillation": '
+        '"method": "power", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, '
+        '"sensitivity": {"measure": "trace"}, "distillation": '
         '{"teacher": "x", "logits": 2.0, "hidden": 0.5, "labels": 0.0}, "activation_quantization": {"enabled": '
         'true, "bits": 7, "scale": "per_tensor", "start_step": 5}, "modules_to_not_convert": ["a", "b.*"], '
         '"quantize_embeddings": 4, '
@@ -674,3 +679,38 @@ def test_a_part_is_not_a_mapping_and_a_misspelled_argument_is_named() -> None:
         MoQConfig(target_bits=4, schedule={"period": 5})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"MoQConfig\(\) got an unexpected keyword argument 'bits'"):
         MoQConfig(bits=4)  # type: ignore[call-arg]
+
+
+# ---- bits under a budget
+
+
+@pytest.mark.parametrize(
+    ("target", "budget", "words"),
+    [
+        ({"mean": 3.0}, BitBudget(mean=3.0), "2, 3, 4 or 8 bits, 3 in the mean"),
+        ({"mean": 3, "choices": [2, 4]}, BitBudget(mean=3, choices=(2, 4)), "2 or 4 bits, 3 in the mean"),
+        ({"file_mb": 12.5}, BitBudget(file_mb=12.5), "2, 3, 4 or 8 bits, 12.5 MB in the file"),
+    ],
+)
+def test_a_budget_is_read_and_written(target: dict[str, Any], budget: BitBudget, words: str) -> None:
+    document = {"quantize_bits": {"start_bits": 2, "target_bits": target}}
+    config = MoQConfig.from_dict(document)
+    assert config == MoQConfig(start_bits=2, target_bits=budget)
+    assert (config.budget, config.targets, config.target_in_words) == (budget, budget.choices, words)
+    written = config.to_dict()
+    assert MoQConfig.from_dict(json.loads(json.dumps(written))) == config
+    assert written["quantize_bits"]["target_bits"] == {"choices": [2, 3, 4, 8], **target}
+    assert VALIDATOR.is_valid(document) and VALIDATOR.is_valid(written)
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_a_number_is_no_budget_and_the_measure_has_its_default() -> None:
+    number, budget = MoQConfig.from_dict(BITS), MoQConfig(target_bits=BitBudget(mean=3.0))
+    assert (number.budget, number.targets, number.measure, number.target_in_words) == (
+        None,
+        (8,),
+        "eigenvalue",
+        "8 bits",
+    )
+    assert budget.measure == "trace"
+    assert MoQConfig(target_bits=BitBudget(mean=3.0), sensitivity=SensitivityConfig("loss")).measure == "loss"

@@ -109,6 +109,7 @@ ADDED = {
     "benchmarks/report_study.py": [],
     "benchmarks/perplexity.py": ["--report"],
     "benchmarks/growth.py": ["--report"],
+    "benchmarks/sensitivity.py": ["--report"],
     "benchmarks/trl_variants.py": ["--report"],
     "benchmarks/levers.py": shlex.split("--parts precision,table --repeats 1 --out levers.jsonl"),
     "benchmarks/checkpoint_size.py": shlex.split("--base_layers 1 --base_vocabulary 1000 --out size.json"),

@@ -15,7 +15,9 @@ ORDER = [
     "config_errors",
     "config_document",
     "config_fields",
+    "config_budget",
     "config",
+    "budget",
     "reading",
     "schedule",
     "plan",
@@ -47,12 +49,16 @@ ORDER = [
     "model.refresh",
     "model.convert",
     "model.sizes",
+    "model.file_size",
     "eigen",
+    "trace",
     "training.measuring",
     "training.samples",
     "training.checkpoints",
     "training.host",
+    "training.measures",
     "training.sensitivity",
+    "training.choice",
     "training.resume",
     "training.messages",
     "training.ratios",
@@ -107,8 +113,8 @@ ORDER = [
     "deploy.bench",
     "cli",
 ]
-CONFIG = {"config_errors", "config_document", "config_fields", "config"}
-STANDARD_LIBRARY_ONLY = {"version", "errors", "grid", *CONFIG, "reading", "schedule", "plan"}
+CONFIG = {"config_errors", "config_document", "config_fields", "config_budget", "config"}
+STANDARD_LIBRARY_ONLY = {"version", "errors", "grid", *CONFIG, "budget", "reading", "schedule", "plan"}
 STANDARD_LIBRARY_ONLY |= {f"serving.{name}" for name in ("description", "architectures", "rules", "servers")}
 # Besides it.
 ALLOWED = {module: {"pydantic", "pydantic_core"} for module in CONFIG}

@@ -514,6 +514,7 @@ def test_a_plan_as_json() -> None:
                 "eigenvalue": None,
                 "drops": [{"step": 2, "bits": 5}, {"step": 5, "bits": 4}],
                 "target_step": 5,
+                "target_bits": 4,
                 "reached": True,
             }
         ],

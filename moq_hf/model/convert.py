@@ -37,9 +37,9 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
         The model.
 
     Raises:
-        MoQError: Nothing to quantize, a name in `modules_to_not_convert` that matches nothing, groups that do not
-            divide a layer's weight, weights that ZeRO-3, FSDP1 or tensor parallelism took apart, or NaN or Inf in a
-            weight. The model is a float one then.
+        MoQError: Nothing to quantize, a budget (which only training can choose bits for), a name in
+            `modules_to_not_convert` that matches nothing, groups that do not divide a layer's weight, weights that
+            ZeRO-3, FSDP1 or tensor parallelism took apart, or NaN or Inf in a weight. The model is a float one then.
         MoQConfigError: The config is wrong.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
@@ -49,6 +49,10 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     3
     """
     config = MoQConfig.load(config)
+    if config.budget is not None:
+        raise MoQError(
+            "quantize_bits.target_bits: bits under a budget are chosen while a Trainer trains; give a number"
+        )
     inventory = take_inventory(model, config)
     layers, embeddings = prepare_model(inventory, config)
     set_bits((layer, config.start_bits) for layer in layers.values())

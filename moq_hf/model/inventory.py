@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import MoQError
 from ..names import adapters_among, is_below, named_modules, unwrapped, without_peft
+from ..serving.rules import FUSED
 from ..transformers_seams import is_scaled_table
 
 # What has bits of its own by the schedule.
@@ -152,6 +153,29 @@ class Inventory:
         found: dict[str, list[str]] = {}
         for layer in layers:
             found.setdefault(self.block_of(layer, measured), []).append(layer)
+        return found
+
+    def units(self, layers: Iterable[str]) -> dict[str, list[str]]:
+        """The layers by what must have equal bits: those that servers make one layer of, and the experts of a layer.
+
+        >>> model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("q_proj", "k_proj", "o_proj", "v_proj")})
+        >>> inventory = Inventory.of(model)
+        >>> inventory.units(inventory.linears)
+        {'q_proj-k_proj-v_proj': ['q_proj', 'k_proj', 'v_proj'], 'o_proj': ['o_proj']}
+        """
+        groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        for layer in layers:
+            parent, _, own = layer.rpartition(".")
+            around, among, _ = f"{layer}.".partition(".experts.")
+            if among:
+                groups.setdefault((around, ("experts",)), []).append(layer)
+                continue
+            fused = next((names for names in FUSED if own in names), (own,))
+            groups.setdefault((parent, fused), []).append(layer)
+        found = {}
+        for (parent, names), members in groups.items():
+            there = [name for name in names if f"{parent}.{name}".lstrip(".") in members]
+            found[f"{parent}.{'-'.join(there or names)}".lstrip(".")] = members
         return found
 
     def layer_blocks(

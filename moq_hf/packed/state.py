@@ -86,6 +86,7 @@ def state_of(
         "input_ranges": ranges_of({n: layer.moq.inputs for n, layer in layers.items() if layer.moq.inputs is not None}),
         "step": None if controller is None else controller.schedule.steps,
         "history": [] if controller is None else [switch._asdict() for switch in controller.history],
+        "choice": None if controller is None or controller.choice is None else controller.choice.to_dict(),
         "layers": {name: asdict(layer) for name, layer in stored.items()},
     }
 

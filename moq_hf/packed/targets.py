@@ -97,7 +97,7 @@ class Patterns:
             end, count = self.lists[path]
             number = r"\d+" if len(indices) == count else _either(indices)
             patterns.append(f"re:{_ANY}{end}\\.{number}\\.{_ANY if is_short else ''}{_either(ends)}$")
-        return patterns
+        return _needed(patterns, members)
 
     def _holds(self, targets: Mapping[str, Sequence[str]], ignore: Sequence[str], owners: Mapping[str, str]) -> bool:
         """Whether each name has the group that it belongs to and no other."""
@@ -107,6 +107,16 @@ class Patterns:
             if (matching != {owners[name]} or ignored) if name in owners else (matching and not ignored):
                 return False
         return True
+
+
+def _needed(patterns: Sequence[str], members: Sequence[str]) -> list[str]:
+    """Without those that match no layer which another one does not: loading warns of them."""
+    kept = list(patterns)
+    for pattern in patterns:
+        others = [other for other in kept if other != pattern]
+        if all(_matches(name, others) for name in members if _matches(name, [pattern])):
+            kept = others
+    return kept
 
 
 def _either(words: Sequence[str]) -> str:

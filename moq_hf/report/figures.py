@@ -5,9 +5,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..config import MoQConfig
 from ..errors import MoQError
 from ..plan import Plan
-from ..schedule import FLOAT_BITS
+from ..schedule import FLOAT_BITS, begins_in_float
 from .look import ACCENT, GRAY, bars, colors_of, drawing, finish, new_figure
 from .run import Run
 
@@ -27,14 +28,14 @@ def draw_plan(planned: Plan, path: str | os.PathLike[str]) -> None:
     """
     with drawing():
         figure, axes = new_figure(3.4)
-        start = FLOAT_BITS if planned.config.schedule.offset else planned.config.start_bits
+        start = FLOAT_BITS if begins_in_float(planned.config) else planned.config.start_bits
         series = {
             block.name: ([s.step for s in block.switches], [float(s.bits) for s in block.switches])
             for block in planned.blocks
         }
-        _draw_bits(axes, series, start, planned.config.start_bits, planned.total_steps, planned.deadline_step or 0)
+        _draw_bits(axes, series, start, _highest(planned.config), planned.total_steps, planned.deadline_step or 0)
         config = planned.config
-        title = f"{config.start_bits} to {config.target_bits} bits in {planned.total_steps:,} optimizer steps"
+        title = f"{config.start_bits} to {config.target_in_words} in {planned.total_steps:,} optimizer steps"
         axes.set_title(title, fontsize="medium", pad=14)
         if planned.deadline_step is not None:
             axes.axvline(planned.deadline_step, color=GRAY, linestyle="--", linewidth=1)
@@ -64,10 +65,15 @@ def _bits(run: Run) -> _Captioned | None:
     if not bits:
         return None
     figure, axes = new_figure(_height(bits))
-    start = FLOAT_BITS if run.config.schedule.offset else run.config.start_bits
-    end = _draw_bits(axes, bits, start, run.config.start_bits, run.steps)
+    start = FLOAT_BITS if begins_in_float(run.config) else run.config.start_bits
+    end = _draw_bits(axes, bits, start, _highest(run.config), run.steps)
     shown = f"; shown to step {end:,} of {run.steps:,}, nothing changes after it" if end < run.steps else ""
     return figure, f"Bits of each block over optimizer steps{shown}. Lines are drawn side by side."
+
+
+def _highest(config: MoQConfig) -> int:
+    """The most bits that a block has once it is quantized."""
+    return max(config.start_bits, config.targets[-1])
 
 
 def _eigenvalues(run: Run) -> _Captioned | None:

@@ -73,6 +73,9 @@ def _page(run: Run, figures: Mapping[str, tuple["Figure", str]]) -> str:
         )
         if name == "comparison":
             parts.append(_table(["metric", "float", "quantized", "difference"], rows))
+    if run.choice is not None:
+        head, *lines = run.choice.rows()
+        parts.append(f"<h2>Bits under a budget</h2><p>{html.escape(run.choice.outcome())}</p>{_table(head, lines)}")
     if rows and "comparison" not in figures:
         parts.append("<h2>Last evaluation</h2>" + _table(["metric", "value"], [(row[0], row[2]) for row in rows]))
     parts += [f"<p class=note>{note}</p>" for note in _notes(run, figures)]
@@ -98,7 +101,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     facts = [(f"mean bits of the {of}", f"{mean[-1]:.2f}")]
     if share is not None:
         facts.append(("quantized", f"{percent(share)} of the parameters"))
-    facts.append(("from, to", f"{run.config.start_bits} to {run.config.target_bits} bits"))
+    facts.append(("from, to", f"{run.config.start_bits} to {run.config.target_in_words}"))
     facts.append(("optimizer steps", f"{run.steps:,}"))
     if isinstance(run.config.schedule.offset, float):
         facts.append(("of them in float first", percent(run.config.schedule.offset)))

@@ -13,7 +13,8 @@ from ..errors import MoQConfigError, MoQError
 from ..packed.state import STATE_NAME
 from ..packed.verify import recorded
 from ..reading import Entry, read_json
-from ..schedule import FLOAT_BITS
+from ..schedule import FLOAT_BITS, begins_in_float
+from ..training.choice import Choice
 from ..transformers_seams import CALLBACKS_KEY
 from .metrics import metrics_in
 
@@ -40,6 +41,7 @@ class Run:
         in_float: The same of the float run beside it; empty if there is none.
         float_log: The log of that run.
         has_log: Whether `log` is the Trainer's.
+        choice: The bits that a budget gave the blocks; None without one.
     """
 
     directory: Path
@@ -51,6 +53,7 @@ class Run:
     in_float: Mapping[str, float]
     float_log: Sequence[Mapping[str, Any]]
     has_log: bool = True
+    choice: Choice | None = None
 
     def series(self, name: str, in_float: bool = False) -> tuple[list[int], list[float]]:
         """The steps at which a scalar was logged, here or in the float run, and its values."""
@@ -89,7 +92,7 @@ class Run:
 
     def switches(self) -> list[int]:
         """The steps at which any block changed its bits."""
-        start = FLOAT_BITS if self.config.schedule.offset else self.config.start_bits
+        start = FLOAT_BITS if begins_in_float(self.config) else self.config.start_bits
         steps = {
             step
             for at, bits in self.by_block("bits").values()
@@ -144,6 +147,7 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
         _metrics(directory),
         in_float,
         _log_of(float_run),
+        choice=None if saved.is_null else Choice.read(saved.get("choice")),
     )
 
 
@@ -181,6 +185,7 @@ def _packed_run(
         in_float or logged["float_metrics"],
         float_log,
         has_log=False,
+        choice=Choice.read(state.get("choice")),
     )
 
 

@@ -1,5 +1,6 @@
 """What the servers that a config names cannot take of a model, said before the first step."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -10,8 +11,9 @@ from ..model.inventory import Inventory, is_convolution
 from ..names import plain_name, without_fsdp, without_peft
 from ..quant_experts import experts_parameters, matrix_of
 from ..rows import to_rows
+from ..schedule import FLOAT_BITS
 from ..transformers_seams import experts_transposed
-from .description import Description, Weight
+from .description import Description, Reason, Weight
 from .rules import verdict
 from .servers import REQUIRED, WARNED
 
@@ -26,16 +28,23 @@ def check_served(inventory: Inventory, config: MoQConfig) -> None:
     Raises:
         MoQError: One will not: each reason with its layers, and what would be served.
     """
-    model = describe(inventory, config)
-    found = [verdict(model, REQUIRED[name]) for name in dict.fromkeys(config.serve)]
-    lines = [f"  - {one.server.name}: {reason}" for one in found for reason in one.reasons]
+    cases = _cases(inventory, config)
+    layers: dict[tuple[str, str, str], list[str]] = {}
+    for name in dict.fromkeys(config.serve):
+        for one in (verdict(model, REQUIRED[name]) for model in cases):
+            for reason in one.reasons:
+                layers.setdefault((one.server.name, reason.text, reason.instead), []).extend(reason.layers)
+    lines = [
+        f"  - {server}: {Reason(text, instead, tuple(dict.fromkeys(names)))}"
+        for (server, text, instead), names in layers.items()
+    ]
     if lines:
         raise MoQError("\n".join(["serve: what these servers cannot take", *lines]))
 
 
 def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
     """What a user of these servers should know before the first step."""
-    model, found = describe(inventory, config), []
+    model, found = _cases(inventory, config)[0], []
     names = dict.fromkeys(config.serve)
     for name in names:
         one = verdict(model, REQUIRED[name])
@@ -48,9 +57,33 @@ def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
     return found
 
 
-def describe(inventory: Inventory, config: MoQConfig) -> Description:
-    """The model as it will be delivered: at the target precision, in the layout that is written now."""
-    bits, grouping = config.target_bits, config.grouping
+def _cases(inventory: Inventory, config: MoQConfig) -> list[Description]:
+    """The model as it will be delivered; under a budget each unit at each of its bits, with others beside them."""
+    units, targets = inventory.units(inventory.scheduled), config.targets
+    return [
+        describe(
+            inventory,
+            config,
+            {
+                layer: targets[(index + turn) % len(targets)]
+                for index, layers in enumerate(units.values())
+                for layer in layers
+            },
+        )
+        for turn in range(len(targets))
+    ]
+
+
+def describe(inventory: Inventory, config: MoQConfig, targets: Mapping[str, int] | None = None) -> Description:
+    """The model as it will be delivered, in the layout that is written now.
+
+    Args:
+        inventory: With the layers that the config quantizes.
+        config: What will be done to them.
+        targets: Layer name to the bits that it ends with; by default the most that a layer may end with.
+    """
+    targets = dict.fromkeys(inventory.scheduled, config.targets[-1]) if targets is None else targets
+    grouping = config.grouping
     model = without_peft(inventory.model)
     path = next(name for name, module in inventory.named if module is model)
 
@@ -63,21 +96,23 @@ def describe(inventory: Inventory, config: MoQConfig) -> Description:
         kind = "linear" if isinstance(layer, nn.Linear) else "conv" if is_convolution(layer) else "conv1d"
         rows, columns = to_rows(layer.weight, kind).shape
         # The packed format has no place for convolutions, and they have no groups.
+        bits = targets[name]
         packed, size = bits <= 8 and kind != "conv", None if kind == "conv" else grouping.row_size
         weights[saved(name)] = Weight(kind, rows, columns, bits, size, config.symmetric, packed)
     whole = []
     for name, module in inventory.modules.items():
         for own in experts_parameters(module):
             experts, rows, columns = matrix_of(module, own)
+            bits = targets.get(f"{name}.{own}", FLOAT_BITS)
             packed = bits <= 8 and config.symmetric and not experts_transposed(module)
-            if f"{name}.{own}" not in inventory.experts or not packed:
+            if not packed:
                 whole.append(saved(f"{name}.{own}"))
                 continue
             matrix = Weight("linear", rows, columns, bits, grouping.row_size)
             weights |= {f"{saved(name)}.{index}.{own}": matrix for index in range(experts)}
     for name, table in inventory.embeddings.items():
         rows, columns = table.weight.shape
-        weights[saved(name)] = Weight("embedding", rows, columns, config.quantize_embeddings or bits)
+        weights[saved(name)] = Weight("embedding", rows, columns, config.quantize_embeddings or 0)
     for name, owner in inventory.tied.items():
         # What a head shares with tables is in the files as a table.
         if owner in inventory.layers and isinstance(inventory.modules[name], nn.Embedding):

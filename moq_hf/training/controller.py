@@ -12,6 +12,7 @@ from torch import nn
 from ..config import MoQConfig
 from ..inputs import Inputs, load_ranges, ranges_of, take_step
 from ..model.convert import prepare_model
+from ..model.file_size import FileSize
 from ..model.inventory import Inventory
 from ..model.refresh import Refresher, check_readers, set_bits
 from ..model.selection import take_inventory
@@ -19,10 +20,12 @@ from ..model.sizes import ModelSizes
 from ..model.staleness import lead_copies, take_over
 from ..processes import agree, device_of, is_distributed
 from ..quant_linear import QuantEmbedding, QuantLayer
+from ..reading import Entry
 from ..rows import is_experts
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..version import __version__
 from . import messages
+from .choice import Choice, Chooser
 from .ratios import decode, encode
 from .resume import STATE_VERSION, changes, check_state, load_schedule, what_counts
 from .sensitivity import Sensitivity
@@ -51,6 +54,7 @@ class MoQController:
         schedule: The `PrecisionSchedule`.
         sensitivity: The `Sensitivity` that gives the schedule its eigenvalues; None unless the config enables them.
         sizes: The `ModelSizes`.
+        choice: The bits of each block that a budget got; None without one, and until they are chosen.
         history: Every `Switch` so far.
     """
 
@@ -60,6 +64,7 @@ class MoQController:
     embeddings: dict[str, QuantEmbedding]
     blocks: dict[str, list[str]]
     sizes: ModelSizes
+    choice: Choice | None
     history: list[Switch]
 
     def __init__(
@@ -81,15 +86,18 @@ class MoQController:
             dtype: Of the quantized weights: the autocast dtype, or None for the weights' own.
 
         Raises:
-            MoQError: The run is too short for what the config asks for, there is nothing to measure eigenvalues of, or
-                a weight holds NaN or Inf.
+            MoQError: The run is too short for what the config asks for, there is nothing to measure eigenvalues of, a
+                budget is impossible, or a weight holds NaN or Inf.
         """
-        eigenvalue, seed = self.config.eigenvalue, self.config.seed
-        self.sensitivity = Sensitivity(self.inventory, eigenvalue, seed) if eigenvalue.enabled else None
+        config, inventory = self.config, self.inventory
+        units = None if config.budget is None else inventory.units(inventory.scheduled)
+        self.sensitivity = None
+        if config.eigenvalue.enabled or units is not None:
+            self.sensitivity = Sensitivity(inventory, config.eigenvalue, config.seed, config.measure, units)
         measured = () if self.sensitivity is None else self.sensitivity.blocks
-        self.blocks = self.inventory.blocks(self.inventory.scheduled, measured)
+        self.blocks = inventory.blocks(inventory.scheduled, measured) if units is None else units
         self.schedule = PrecisionSchedule(self.config, self.blocks, total_steps)
-        self.history = []
+        self.history, self.choice = [], None
         self.layers, self.embeddings = prepare_model(self.inventory, self.config)
         for layer in self.layers.values():
             # Experts are read, not multiplied with here: in their own dtype.
@@ -97,6 +105,11 @@ class MoQController:
         everything = {**self.layers, **self.embeddings}
         take_over(everything.values())
         self.sizes = ModelSizes(self.inventory, everything)
+        self._chooser = None
+        if config.budget is not None:
+            file = FileSize(inventory, self.layers, self.embeddings, config.quantize_embeddings)
+            weights = {name: layer.float_weight.numel() for name, layer in self.layers.items()}
+            self._chooser = Chooser(config, self.blocks, weights, file)
         self._refresher = Refresher(everything)
         self._write_bits(self.blocks)
         self.refresh()
@@ -182,6 +195,13 @@ class MoQController:
         weight = next(iter(self.layers.values())).weight
         agree(_checksum([sums, bits, skipped]), device_of(weight), lambda: self._shown(sums) + ", skipped" * skipped)
 
+    @property
+    def wants_samples(self) -> bool:
+        """Whether something is still to be measured on training examples."""
+        if self.sensitivity is None:
+            return False
+        return self.schedule.targets is None or (self.config.eigenvalue.enabled and not self.has_arrived)
+
     def check_readers(self) -> None:
         """Stop if the model uses a float weight past its layer: after a backward pass, in all processes.
 
@@ -191,22 +211,35 @@ class MoQController:
         check_readers({**self.layers, **self.embeddings})
 
     def measure(self) -> dict[str, float] | None:
-        """The eigenvalues for the coming `step`, measured if one is due; None without `eigenvalue.enabled`.
+        """What the coming `step` needs: bits under a budget, which are chosen here if they are due, and eigenvalues.
+
+        Returns:
+            Eigenvalues, or what stands for them, measured if they are due; None without `eigenvalue.enabled`.
 
         Raises:
             MoQError: They cannot be measured; see `Sensitivity.update`.
         """
         if self.sensitivity is None:
             return None
-        if self.has_arrived:
+        if not self.wants_samples:
             self.sensitivity.samples.clear()
         self.sensitivity.check()
-        if self.sensitivity.is_due(self.schedule):
+        if self.schedule.is_choosing:
+            self._choose(self.sensitivity)
+        if self.config.eigenvalue.enabled and self.sensitivity.is_due(self.schedule):
             # The optimizer has just changed the weights: measured is what the next forward pass would see.
             self.refresh()
             self.sensitivity.update(self.schedule)
         self.sensitivity.samples.end_step()
-        return self.sensitivity.values
+        return self.sensitivity.values if self.config.eigenvalue.enabled else None
+
+    def _choose(self, sensitivity: Sensitivity) -> None:
+        """Choose the bits of all blocks, on the float model as the optimizer has just left it; see `Choice`."""
+        if self._chooser is None or self.config.budget is None:
+            return
+        step = self.schedule.steps + 1
+        self.choice = self._chooser.choose(sensitivity.costs(step, self.config.budget.choices), step)
+        self.schedule.choose(self.choice.targets)
 
     def refresh(self, *, wait: bool = True) -> None:
         """Quantize every weight, each once, from what it is now.
@@ -248,7 +281,7 @@ class MoQController:
             return scalars
         scalars |= {f"moq/bits/{block}": bits[block] for block in self.blocks}
         scalars |= {f"moq/period/{block}": period[block] for block in self.blocks}
-        if self.sensitivity is not None:
+        if self.config.eigenvalue.enabled and self.sensitivity is not None:
             scalars |= {f"moq/eigenvalue/{block}": value for block, value in self.sensitivity.values.items()}
         return scalars
 
@@ -259,7 +292,7 @@ class MoQController:
             MoQError: A weight holds NaN or Inf.
         """
         self._refresher.check_finite()
-        return {
+        state = {
             "version": STATE_VERSION,
             "moq_hf": __version__,
             "config": self.config.to_dict(),
@@ -272,6 +305,9 @@ class MoQController:
             "float_size_mb": self.float_size_mb,
             "sensitivity": None if self.sensitivity is None else self.sensitivity.state_dict(),
         }
+        # Of other configs a state stays what it was.
+        choice = None if self.choice is None else self.choice.to_dict()
+        return state if self.config.budget is None else {**state, "choice": choice}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Go on from a saved state; call it after the float weights are loaded.
@@ -288,12 +324,14 @@ class MoQController:
         changed = changes(MoQConfig.from_saved(state["config"]), self.config)
         load_schedule(self.schedule, state, changed)
         self.history = [Switch(*switch) for switch in state["history"]]
+        saved = Entry(state.get("choice"), "the checkpoint's MoQ state is damaged", "choice")
+        self.choice = None if self.config.budget is None else Choice.read(saved)
         self._write_bits(self.blocks, state["ratios"])
         load_ranges(self._inputs(), state.get("input_ranges", {}))
         # Before the offset a changed config may have made other blocks of the layers.
         if self.sensitivity is not None and (self.has_begun or not changed):
             # Other limits, another number of examples.
-            asked = {"rows": 0} if any(key.startswith("eigenvalue.") for key in changed) else {}
+            asked = {"rows": 0} if any(key.startswith(("eigenvalue.", "sensitivity.")) for key in changed) else {}
             self.sensitivity.load_state_dict({**state["sensitivity"], **asked})
         self.refresh()
         return changed
@@ -304,7 +342,8 @@ class MoQController:
 
     def warnings(self) -> list[str]:
         """What a user should know before the first step."""
-        measured = None if self.sensitivity is None else len(self.sensitivity.blocks)
+        paced = self.sensitivity if self.config.eigenvalue.enabled else None
+        measured = None if paced is None else len(paced.blocks)
         return messages.warnings(self.inventory, self.config, measured, self.sizes)
 
     def _inputs(self) -> dict[str, Inputs]:
@@ -344,7 +383,8 @@ class MoQController:
     def _log(self, switches: tuple[Switch, ...]) -> None:
         if self.config.verbose:
             for switch in switches:
-                logger.info("%s", messages.switch_in_words(switch, self.config.target_bits, self.schedule.offset))
+                target = (self.schedule.targets or {})[switch.block]
+                logger.info("%s", messages.switch_in_words(switch, target, self.schedule.offset))
         for line in messages.switches_in_words(switches, self.blocks, self.mean_bits):
             logger.info("%s", line)
 

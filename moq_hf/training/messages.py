@@ -1,9 +1,11 @@
 """What a run says: what is quantized, what a user should know, what switched, and how a checkpoint's run goes on."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from ..config import MoQConfig
 from ..kernels.backend import triton_wanted
@@ -12,7 +14,10 @@ from ..model.selection import embeddings_to_quantize, output_heads, tied_to
 from ..model.sizes import ModelSizes, covered, in_words, last_part
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..serving import planned
+from .choice import Choice
 from .resume import describe
+
+logger = logging.getLogger(__name__)
 
 
 def coverage(sizes: ModelSizes) -> str:
@@ -44,7 +49,7 @@ def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSi
     counts += [f"{experts} parameters of experts"] if experts else []
     parts = [
         f"{' and '.join(counts)} in {blocks} blocks ({in_words(weights)} weights) go from {config.start_bits} to "
-        f"{config.target_bits} bits"
+        f"{config.target_in_words}"
     ]
     if convolutions and config.grouping.row_size is not None:
         parts.append("convolutions have one scale per channel")
@@ -216,11 +221,19 @@ def begins_late(step: int, offset: int) -> str:
     )
 
 
+def tell(choice: Choice) -> None:
+    """Print what a budget chose, and warn where it is not used."""
+    tqdm.write(f"moq_hf: {choice.table()}")
+    warning = choice.warning()
+    if warning is not None:
+        logger.warning("moq_hf: %s", warning)
+
+
 def arrival(config: MoQConfig, sizes: ModelSizes) -> str:
     """The target is reached everywhere."""
     return (
-        f"every quantized layer is at {config.target_bits} bits, {coverage(sizes)}; mean {sizes.mean_bits:.2f} bits "
-        "over the whole model"
+        f"every quantized layer is at {'' if config.budget is None else 'its target: '}{config.target_in_words}, "
+        f"{coverage(sizes)}; mean {sizes.mean_bits:.2f} bits over the whole model"
     )
 
 
@@ -235,5 +248,5 @@ def ended_early(config: MoQConfig, sizes: ModelSizes, best: bool) -> str:
     no_candidate = "; no checkpoint was a candidate for load_best_model_at_end" if best else ""
     return (
         f"training ended at a mean of {sizes.mean_bits:.2f} bits over the whole model, before every quantized layer "
-        f"was at {config.target_bits} bits{no_candidate}"
+        f"was at {config.target_in_words}{no_candidate}"
     )

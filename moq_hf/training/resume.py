@@ -12,6 +12,7 @@ from ..inputs import LARGEST_RANGE
 from ..reading import Entry
 from ..schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch, offset_step_of
 from ..version import __version__
+from .choice import Choice
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +28,13 @@ _FROM_NOW_ON = frozenset(
     {"quantize_algo.scale_refresh", "seed"}
     | {f"eigenvalue.{name}" for name in ("max_iter", "tol", "stability", "gas_boundary_resolution", "method")}
     | {f"eigenvalue.{name}" for name in ("max_overhead", "num_samples", "finite_difference")}
+    | {"sensitivity.measure"}
     | {f"distillation.{name}" for name in ("teacher", "logits", "hidden", "labels")}
 )
 # They may change where the steps that are taken would have been the same.
+TARGET = "quantize_bits.target_bits"
 SCHEDULE_KEYS = frozenset(
-    {"quantize_bits.start_bits", "quantize_bits.target_bits"}
+    {"quantize_bits.start_bits", TARGET}
     | {f"quantize_schedule.{name}" for name in ("quantize_period", "schedule_offset", "deadline")}
 )
 
@@ -78,9 +81,11 @@ def _check_state(state: Entry) -> None:
     for entry in blocks.values():
         bits, period, changed = entry.items(3)
         if bits.value != FLOAT_BITS:
-            bits.whole(config.target_bits, config.start_bits)
+            bits.whole(config.targets[0], max(config.start_bits, config.targets[-1]))
         period.whole(1, _LONGEST)
         changed.whole(0, steps)
+    if config.budget is not None:
+        _check_choice(state, blocks)
     for entry in state["ratios"].mapping().values():
         entry.text()
     # Checkpoints of earlier versions have no such key.
@@ -96,8 +101,17 @@ def _check_state(state: Entry) -> None:
         factor.whole(1, MAX_FACTOR)
         if not eigenvalue.is_null:
             eigenvalue.number(0.0, 1.0)
-    if config.eigenvalue.enabled:
+    if config.eigenvalue.enabled or config.budget is not None:
         _check_sensitivity(state["sensitivity"], blocks)
+
+
+def _check_choice(state: Entry, blocks: Mapping[str, Entry]) -> None:
+    targets, choice = state["schedule"]["targets"], Choice.read(state["choice"])
+    begun = any(entry.items(3)[0].value != FLOAT_BITS for entry in blocks.values())
+    if choice is None and targets.is_null and not begun:
+        return
+    if choice is None or choice.targets != targets.value or choice.targets.keys() != blocks.keys():
+        raise MoQError(f"{state.where}: {targets.key}: not the bits that were chosen for the blocks")
 
 
 def _check_sensitivity(state: Entry, blocks: Mapping[str, Entry]) -> None:
@@ -206,6 +220,13 @@ def load_schedule(
     steps: int = state["schedule"]["steps"]
     fixed = changed.keys() - SCHEDULE_KEYS - _FROM_NOW_ON if has_begun(state) else set()
     faults = [f"{_in_words(key, changed[key])}, fixed from the offset on" for key in changed if key in fixed]
+    targets = state["schedule"].get("targets")
+    if schedule.config.budget is not None and has_begun(state):
+        pair = changed.get(TARGET)
+        if pair is None:
+            schedule.choose(targets)
+        else:
+            faults.append(f"{_in_words(TARGET, pair)}: bits under a budget are chosen once, at the offset")
     if not faults and _is_replayed(state, changed):
         otherwise = _replay(schedule, [Switch(*switch) for switch in state["history"]], steps, bits)
         if otherwise:
@@ -254,6 +275,11 @@ def _flat(config: MoQConfig) -> dict[str, Any]:
 def _unused(*configs: Mapping[str, Any]) -> set[str]:
     """Keys of sections that are off in all of these flat configs."""
     off = {key.partition(".")[0] for key in configs[0] if key.endswith(".enabled") and not any(c[key] for c in configs)}
+    # A budget is chosen by what these sections say.
+    if any(isinstance(config[TARGET], Mapping) for config in configs):
+        off.discard("eigenvalue")
+    elif "eigenvalue" in off:
+        off.add("sensitivity")
     return {key for key in configs[0] if key.partition(".")[0] in off and not key.endswith(".enabled")}
 
 
@@ -264,6 +290,8 @@ def _replay(schedule: PrecisionSchedule, history: Sequence[Switch], steps: int, 
         was.setdefault(switch.step, {})[switch.block] = switch
     while (step := schedule.next_step()) is not None and step <= steps:
         schedule.steps = step - 1
+        if schedule.is_choosing:
+            return f"the bits of the blocks would have been chosen after step {step}"
         then = was.pop(step, {})
         made = schedule.advance({n: s.eigenvalue for n, s in then.items() if s.eigenvalue is not None})
         for switch in made:

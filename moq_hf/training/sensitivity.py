@@ -3,20 +3,33 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import EigenvalueConfig
+from ..config_budget import Measure
 from ..eigen import Eigenvalue, block_eigenvalues, check_second_derivative
 from ..errors import MoQError
+from ..model.convert import quant_layers
 from ..model.inventory import Inventory
 from ..names import is_below
 from ..processes import is_distributed, is_sharded, mean_over_ranks
 from ..schedule import PrecisionSchedule
+from ..trace import Trace, block_traces
 from .host import Loss, model_loss
+from .measures import (
+    FIRST_PRODUCTS,
+    VECTORS,
+    Costs,
+    Weight,
+    loss_rises,
+    predicted,
+    squared_changes,
+    work,
+)
 from .measuring import measuring, repeatable
 from .samples import CHUNK, Inputs, Samples, part_of, rows_of
 
@@ -36,44 +49,57 @@ def normalize(eigenvalues: Mapping[str, float]) -> dict[str, float]:
     return {name: abs(v) / largest if math.isfinite(v) else 1.0 for name, v in eigenvalues.items()}
 
 
-# Costs in units of the forward and backward pass of one training example; benchmarks/eigen.py measures them. They
-# decide what the budget allows: the clock would let two runs of the same seed differ.
-GRAPH_COST, PRODUCT_COST, DIFFERENCE_COST = 1.0, 0.6, 1.1
-# Products a block takes early in training, where it takes most.
-FIRST_PRODUCTS = {"lanczos": 11, "power": 23}
+# What the measures are called where they were taken.
+_PLURAL = {"eigenvalue": "eigenvalues", "trace": "traces", "loss": "losses"}
 # However small the budget is, fewer examples would say nothing.
 MIN_ROWS = 8
 # A half-precision training step is that much faster than the same in float32, in which eigenvalues are measured.
 HALF_PRECISION = 4.0
 
 
+class Found(NamedTuple):
+    """What a block's sensitivity is, and what it took; an `Eigenvalue` says as much."""
+
+    value: float
+    reason: str
+    num_products: int
+
+
 class Sensitivity:
-    """The eigenvalues that the schedule sees: measured when a drop is due and the budget allows it.
+    """What the schedule knows of its blocks: measured when a drop is due and the budget of time allows it.
 
     Args:
         inventory: Of the model in training; only blocks that hold a layer to quantize are measured.
-        config: What to measure.
-        seed: Of the start vectors.
+        config: How to measure.
+        seed: Of the random vectors.
+        measure: What to measure.
+        units: Block name to its layers, to compare these blocks by the weights of their layers alone. None: entries of
+            the layer list, for `eigenvalue` with all their parameters.
 
     Raises:
         MoQError: There is nothing to measure; see `Inventory.layer_blocks`.
 
     Attributes:
         blocks: Block name to its parameters.
-        values: Block name to the eigenvalue over the largest, 0 to 1; empty before the first measurement.
-        eigenvalues: Block name to the magnitude of the eigenvalue itself.
+        layers: Block name to the names of its layers.
+        values: Block name to the eigenvalue, or what the measure gives at the block's next bits, over the largest, 0 to
+            1; empty before the first measurement.
+        eigenvalues: Block name to the magnitude itself.
         seconds: Time that measuring took, in this process.
         loss: Gives the scalar mean loss of the model over a batch of `samples`; by default that in the model's output.
     """
 
-    def __init__(self, inventory: Inventory, config: EigenvalueConfig, seed: int = 0) -> None:
-        self.model, self.config, self.seed = inventory.model, config, seed
+    def __init__(
+        self,
+        inventory: Inventory,
+        config: EigenvalueConfig,
+        seed: int = 0,
+        measure: Measure = "eigenvalue",
+        units: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self.model, self.config, self.seed, self.measure = inventory.model, config, seed, measure
         self.loss: Loss = model_loss
-        found = inventory.layer_blocks(config.layer_name, config.layer_num)
-        holding = {name for name in found if any(is_below(layer, name) for layer in inventory.scheduled)}
-        self.blocks = {name: parameters for name, parameters in found.items() if name in holding}
-        if not self.blocks:
-            raise MoQError(f"eigenvalue: no block has a quantized layer; the blocks are {', '.join(found)}")
+        self.blocks, self.layers = _blocks_of(inventory, config, units, measure == "eigenvalue")
         self.values: dict[str, float] = {}
         self.eigenvalues: dict[str, float] = {}
         self.seconds = 0.0
@@ -81,7 +107,8 @@ class Sensitivity:
         # In units of one training example; without `plan` there is no limit.
         self._per_step, self._total = math.inf, math.inf
         self._spent = 0.0
-        self._products = float(min(config.max_iter, FIRST_PRODUCTS[config.method]))
+        most = VECTORS if measure == "trace" else FIRST_PRODUCTS[config.method]
+        self._products = float(min(config.max_iter, most))
         # The examples that a measurement of this run asks for.
         self._rows, self._measured_at = 0, 0
         self._checked = False
@@ -104,17 +131,26 @@ class Sensitivity:
             MoQError: The parameters are sharded.
         """
         if any(is_sharded(p) for parameters in self.blocks.values() for p in parameters):
-            raise MoQError("eigenvalue: sharded parameters (FSDP) cannot be measured; leave eigenvalue.enabled out")
+            raise MoQError(
+                "eigenvalue: sharded parameters (FSDP) cannot be measured; leave eigenvalue.enabled out, and give "
+                "target_bits a number"
+            )
         self._per_step = rows_per_step / (HALF_PRECISION if half_precision else 1.0)
         self._total = total_steps * self._per_step * self.config.max_overhead
 
-    def summary(self) -> str:
-        """One line: what is measured and what the budget allows."""
-        rows = self._first_rows()
-        share = self._cost(rows, rows <= CHUNK) / self._total * self.config.max_overhead
+    def summary(self, choices: int | None = None) -> str:
+        """One line: what is measured first and what the budget of time allows.
+
+        Args:
+            choices: How many numbers of bits a block may have, where they are chosen first.
+        """
+        levels = 1 if choices is None else choices
+        rows = self._first_rows(levels)
+        share = self._cost(rows, rows <= CHUNK, levels) / self._total * self.config.max_overhead
+        when = "when a drop is due" if choices is None else "when the bits are chosen"
         return (
-            f"eigenvalues of {len(self.blocks)} blocks ({next(iter(self.blocks))}, ...) over up to {rows} examples "
-            f"when a drop is due: about {share:.3f} of the run's time for the first measurement, "
+            f"{_PLURAL[self.measure]} of {len(self.blocks)} blocks ({next(iter(self.blocks))}, ...) over up to "
+            f"{rows} examples {when}: about {share:.3f} of the run's time for the first measurement, "
             f"more of them while max_overhead {self.config.max_overhead:.3g} allows"
         )
 
@@ -135,7 +171,7 @@ class Sensitivity:
             MoQError: It cannot; see `check_second_derivative`.
         """
         few = [part_of(batch, 0, 2) for batch in self.samples.batches(1)]
-        if self._checked or not few:
+        if self._checked or not few or self.measure == "loss":
             return
         self._checked = True
         with measuring(self.model, self.blocks) as blocks:
@@ -160,17 +196,18 @@ class Sensitivity:
         (cost,) = mean_over_ranks([self._cost(rows, len(batches) == 1)], self.device)
         if self.values and self._spent + cost > allowed:
             logger.info(
-                "step %d: eigenvalues of step %d used again, measuring would exceed max_overhead %.3g",
+                "step %d: %s of step %d used again, measuring would exceed max_overhead %.3g",
                 step,
+                _PLURAL[self.measure],
                 self._measured_at,
                 self.config.max_overhead,
             )
             return
         if not batches:
-            raise MoQError("eigenvalues: no training example was seen before the first drop")
-        self._warn_of_few(rows, step)
+            raise MoQError(f"{_PLURAL[self.measure]}: no training example was seen before the first drop")
+        self._warn_of_few(rows, self._rows, step)
         start = time.perf_counter()
-        results = self._measure(batches)
+        results = self._measure(batches, schedule.next_bits)
         self._take(results, rows, len(batches) == 1)
         self._measured_at = step
         self._warn_about(results)
@@ -178,15 +215,44 @@ class Sensitivity:
         self.seconds += elapsed
         log = logger.info if self.config.verbose else logger.debug
         log(
-            "step %d: eigenvalues over %d examples, %d products, %.1f s: %s",
+            "step %d: %s over %d examples, %d products, %.1f s: %s",
             step,
+            _PLURAL[self.measure],
             rows,
             sum(found.num_products for found in results.values()),
             elapsed,
-            ", ".join(f"{name} {self.values[name]:.2f} ({self.eigenvalues[name]:.3g})" for name in self.blocks),
+            ", ".join(f"{name} {value:.2f} ({self.eigenvalues[name]:.3g})" for name, value in self.values.items()),
         )
 
-    def _take(self, results: Mapping[str, Eigenvalue], rows: int, one_batch: bool) -> None:
+    def costs(self, step: int, choices: Sequence[int]) -> Costs:
+        """What each block costs at each of some bits, with all others as they are now; see `measures`.
+
+        It counts for the budget of time, with fewer examples where that is small.
+
+        Args:
+            step: Optimizer steps taken, for messages.
+            choices: Bits.
+
+        Raises:
+            MoQError: There are no samples, or the loss is not a scalar that depends on the blocks.
+        """
+        levels = dict.fromkeys(self.blocks, tuple(choices))
+        wanted = self._first_rows(len(choices))
+        batches = self.samples.batches(wanted)
+        rows = sum(map(rows_of, batches))
+        if not batches:
+            raise MoQError("quantize_bits.target_bits: no training example was seen before the bits are chosen")
+        self._warn_of_few(rows, wanted, step)
+        start = time.perf_counter()
+        found, products = self._costs(batches, levels)
+        numbers = [found[name][bits] for name in self.blocks for bits in choices]
+        (self._products, *numbers) = mean_over_ranks([products, *numbers], self.device)
+        self._spent += mean_over_ranks([self._cost(rows, len(batches) == 1, len(choices))], self.device)[0]
+        self.seconds += time.perf_counter() - start
+        rest = iter(numbers)
+        return {name: {bits: next(rest) for bits in choices} for name in self.blocks}
+
+    def _take(self, results: Mapping[str, Eigenvalue] | Mapping[str, Found], rows: int, one_batch: bool) -> None:
         """Keep what all ranks found, and count what it cost."""
         means = mean_over_ranks([abs(found.value) for found in results.values()], self.device)
         if any(map(math.isfinite, means)):
@@ -202,8 +268,9 @@ class Sensitivity:
         over = share > self.config.max_overhead
         logger.log(
             logging.WARNING if over else logging.INFO,
-            "%seigenvalues took %.1f of %.1f s, %.3f of the run's time%s",
+            "%s%s took %.1f of %.1f s, %.3f of the run's time%s",
             "moq_hf: " if over else "",
+            _PLURAL[self.measure],
             self.seconds,
             elapsed,
             share,
@@ -233,20 +300,23 @@ class Sensitivity:
         self._rows, self._measured_at = state["rows"], state["measured_at"]
         self.samples.load_state_dict(state["samples"], self.device)
 
-    def _first_rows(self) -> int:
-        wanted = self.config.num_samples
-        while wanted > MIN_ROWS and self._cost(wanted, wanted <= CHUNK) > self._total:
+    def _first_rows(self, levels: int = 1) -> int:
+        wanted, left = self.config.num_samples, self._total - self._spent
+        while wanted > MIN_ROWS and self._cost(wanted, wanted <= CHUNK, levels) > left:
             wanted -= 1
         return wanted
 
-    def _cost(self, rows: int, one_batch: bool) -> float:
-        """Of one measurement, in training examples."""
-        products = self._products * len(self.blocks)
-        if self.config.finite_difference:
-            return rows * DIFFERENCE_COST * products
-        # One batch's graph serves all products, those of several are made again for each round of products.
-        graphs = 1.0 if one_batch else self._products
-        return rows * (GRAPH_COST * graphs + PRODUCT_COST * products)
+    def _cost(self, rows: int, one_batch: bool, levels: int = 1) -> float:
+        """Of one measurement, at so many numbers of bits, in training examples."""
+        return work(
+            self.measure,
+            rows=rows,
+            one_batch=one_batch,
+            products=self._products,
+            blocks=len(self.blocks),
+            levels=levels * len(self.blocks),
+            finite_difference=self.config.finite_difference,
+        )
 
     def _closure(self, batch: Inputs, weight: float) -> Callable[[], Tensor]:
         def evaluate() -> Tensor:
@@ -255,35 +325,78 @@ class Sensitivity:
 
         return evaluate
 
-    def _measure(self, batches: list[Inputs]) -> dict[str, Eigenvalue]:
+    def _losses(self, batches: list[Inputs]) -> list[Callable[[], Tensor]]:
         rows = [rows_of(batch) for batch in batches]
         # The mean over examples, whatever the sizes of the batches.
         weights = [size * len(rows) / sum(rows) for size in rows]
-        config = self.config
-        with measuring(self.model, self.blocks) as blocks:
-            return block_eigenvalues(
-                [self._closure(batch, weight) for batch, weight in zip(batches, weights, strict=True)],
-                blocks,
-                method=config.method,
-                max_iter=config.max_iter,
-                tol=config.tol,
-                stability=config.stability,
-                finite_difference=config.finite_difference,
-                seed=self.seed,
-            )
+        return [self._closure(batch, weight) for batch, weight in zip(batches, weights, strict=True)]
 
-    def _warn_of_few(self, rows: int, step: int) -> None:
-        if 2 * rows < self._rows and "few" not in self._warned:
+    def _measure(
+        self, batches: list[Inputs], next_bits: Mapping[str, int]
+    ) -> Mapping[str, Eigenvalue] | Mapping[str, Found]:
+        """Of the blocks, for the pace: as published, or what the next bits cost those that have a drop ahead."""
+        if self.measure == "eigenvalue":
+            with measuring(self.model, self.blocks) as blocks:
+                return self._eigenvalues(batches, blocks)
+        costs, products = self._costs(batches, {name: [next_bits[name]] for name in self.blocks if name in next_bits})
+        return {name: Found(own[next_bits[name]], "", products) for name, own in costs.items()}
+
+    def _costs(self, batches: list[Inputs], levels: Mapping[str, Sequence[int]]) -> tuple[Costs, int]:
+        """What blocks cost at each of their levels of bits, in this process, and the products that a block took."""
+        layers = quant_layers(self.model)
+        weights = {layer: Weight.of(layers[layer]) for block in levels for layer in self.layers[block]}
+        with measuring(
+            self.model, {layer: [cast(nn.Parameter, layers[layer].float_weight)] for layer in weights}
+        ) as stand_ins:
+            if self.measure == "loss":
+                return loss_rises(self._losses(batches), stand_ins, weights, self.layers, levels), 0
+            blocks = {block: [p for layer in self.layers[block] for p in stand_ins[layer]] for block in levels}
+            if self.measure == "eigenvalue":
+                results = self._eigenvalues(batches, blocks)
+                curvature = {name: abs(found.value) for name, found in results.items()}
+                products = sum(found.num_products for found in results.values()) // len(results)
+            else:
+                traces = self._traces(batches, blocks)
+                sizes = {name: sum(weights[layer].values.numel() for layer in self.layers[name]) for name in levels}
+                curvature = {name: found.value / sizes[name] for name, found in traces.items()}
+                products = max(found.num_products for found in traces.values())
+        return predicted(curvature, squared_changes(weights, self.layers, levels)), products
+
+    def _eigenvalues(self, batches: list[Inputs], blocks: Mapping[str, Sequence[Tensor]]) -> dict[str, Eigenvalue]:
+        config = self.config
+        return block_eigenvalues(
+            self._losses(batches),
+            blocks,
+            method=config.method,
+            max_iter=config.max_iter,
+            tol=config.tol,
+            stability=config.stability,
+            finite_difference=config.finite_difference,
+            seed=self.seed,
+        )
+
+    def _traces(self, batches: list[Inputs], blocks: Mapping[str, Sequence[Tensor]]) -> dict[str, Trace]:
+        return block_traces(
+            self._losses(batches),
+            blocks,
+            max_iter=min(self.config.max_iter, VECTORS),
+            finite_difference=self.config.finite_difference,
+            seed=self.seed,
+        )
+
+    def _warn_of_few(self, rows: int, wanted: int, step: int) -> None:
+        if 2 * rows < wanted and "few" not in self._warned:
             self._warned.add("few")
             logger.warning(
-                "moq_hf: step %d: eigenvalues over %d examples, where %d were wanted: there were no more yet, or those "
+                "moq_hf: step %d: %s over %d examples, where %d were wanted: there were no more yet, or those "
                 "of earlier steps could not be kept (several processes, more than 1 MiB, batches that cannot be cut)",
                 step,
+                _PLURAL[self.measure],
                 rows,
-                self._rows,
+                wanted,
             )
 
-    def _warn_about(self, results: Mapping[str, Eigenvalue]) -> None:
+    def _warn_about(self, results: Mapping[str, Eigenvalue] | Mapping[str, Found]) -> None:
         odd = {name for name, value in self.eigenvalues.items() if not math.isfinite(value)}
         self._warn("is not finite: the largest finite one is used, 1 for all if there is none", odd)
         odd = {name for name, found in results.items() if found.reason == "max_iter"}
@@ -293,7 +406,30 @@ class Sensitivity:
         new = [name for name in self.blocks if name in blocks and f"{what} {name}" not in self._warned]
         self._warned |= {f"{what} {name}" for name in new}
         if new:
-            logger.warning("moq_hf: the eigenvalue of %s %s", ", ".join(new), what)
+            logger.warning("moq_hf: the %s of %s %s", self.measure, ", ".join(new), what)
+
+
+def _blocks_of(
+    inventory: Inventory, config: EigenvalueConfig, units: Mapping[str, Sequence[str]] | None, whole: bool
+) -> tuple[dict[str, list[nn.Parameter]], dict[str, list[str]]]:
+    """The parameters and the layers of the blocks to measure: see `Sensitivity`; `whole` takes all parameters.
+
+    Raises:
+        MoQError: There is nothing to measure.
+    """
+    own = dict(inventory.parameters())
+    weights = {name: own[name if name in inventory.experts else f"{name}.weight"] for name in inventory.scheduled}
+    if units is not None:
+        layers = {name: list(unit) for name, unit in units.items()}
+        return {name: [weights[layer] for layer in unit] for name, unit in layers.items()}, layers
+    found = inventory.layer_blocks(config.layer_name, config.layer_num)
+    layers = {name: [layer for layer in weights if is_below(layer, name)] for name in found}
+    layers = {name: below for name, below in layers.items() if below}
+    if not layers:
+        raise MoQError(f"eigenvalue: no block has a quantized layer; the blocks are {', '.join(found)}")
+    return {
+        name: found[name] if whole else [weights[layer] for layer in below] for name, below in layers.items()
+    }, layers
 
 
 def _to_float32(inputs: Inputs, device: torch.device) -> Inputs:

@@ -183,6 +183,27 @@ def test_a_second_call_of_train_begins_in_float_again(tmp_path: Path) -> None:
     assert sum("float_eval_sum" in log for log in trainer.state.log_history) == 1
 
 
+def test_bits_under_a_budget_are_chosen_on_the_float_model(tmp_path: Path) -> None:
+    budget = {"mean": 3.0, "choices": [2, 4]}
+    config = {**CONFIG, "quantize_bits": {"start_bits": 2, "target_bits": budget}}
+    config |= {"quantize_schedule": {"quantize_period": 1, "schedule_offset": 0}, "eigenvalue": {"max_overhead": 1.0}}
+    whole = float_first(tmp_path / "whole", config, save_strategy="steps", save_steps=4)
+    whole.train()
+    controller = whole.moq.controller  # type: ignore[union-attr]
+    assert controller is not None and controller.has_arrived
+    assert {switch.step for switch in controller.history} == {8}
+    assert {switch.bits for switch in controller.history} == {2, 4}
+    for step in (4, 12):
+        folder = tmp_path / str(step)
+        shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+        if step > 8:
+            shutil.copytree(tmp_path / "whole" / "float", folder / "float")
+        again = float_first(folder, config)
+        again.train(resume_from_checkpoint=True)
+        assert_same(weights(again), weights(whole))
+        assert again.moq.controller.schedule.targets == controller.schedule.targets  # type: ignore[union-attr]
+
+
 def test_metrics_that_json_does_not_know_are_kept_as_text(tmp_path: Path) -> None:
     trainer = float_first(tmp_path)
     trainer.compute_metrics = lambda prediction: {"matrix": prediction.predictions[:2], "sum": 1.5}

@@ -1,0 +1,184 @@
+"""What rounding a block costs, predicted or measured: what `sensitivity.measure` names, and how much work each is.
+
+With dW the change of a block's n weights at some bits, its loss rises to second order, where the gradient is nearly 0,
+by dW . H dW / 2. That is
+
+| measure | taken for it |
+| --- | --- |
+| eigenvalue | the top eigenvalue of its Hessian in magnitude, times |dW|^2 / 2: the worst dW |
+| trace | the mean of its Hessian's diagonal, times |dW|^2 / 2: dW knows nothing of H (HAWQ-V2, arXiv 1911.03852) |
+| loss | nothing is predicted: the loss with the block at these bits and the others as they are, less the loss now |
+
+None is below 0: a negative curvature or a loss that falls is noise, or no reason to round.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config_budget import Measure
+from ..grid import Grid
+from ..kernels.backend import choose
+from ..quant_linear import QuantLayer
+from ..quantizer import Draw
+from ..rows import Kind, from_rows, to_rows
+from ..trace import ROUND
+
+# By block, and by bits.
+Costs = dict[str, dict[int, float]]
+
+# In units of the forward and backward pass of one training example; benchmarks/eigen.py and sensitivity.py measure
+# them. They decide what the budget allows: the clock would let two runs of the same seed differ.
+GRAPH_COST, PRODUCT_COST, DIFFERENCE_COST = 1.0, 0.6, 1.1
+# A product with the Hessian of all blocks at once, and a forward pass alone.
+JOINT_COST, FORWARD_COST = 4.4, 0.7
+# Products a block takes early in training, where it takes most; vectors for all blocks at once.
+FIRST_PRODUCTS = {"lanczos": 11, "power": 23}
+VECTORS = 16
+
+
+class Weight(NamedTuple):
+    """A layer's float weight, and how it is quantized."""
+
+    values: Tensor
+    kind: Kind
+    grid: Grid
+    draw: Draw
+    kernel: bool | None
+
+    @classmethod
+    def of(cls, layer: QuantLayer) -> "Weight":
+        """The one of a layer as it is now."""
+        state = layer.moq
+        return cls(layer.float_weight.detach(), layer.kind, state.grid, state.draw, state.kernel)
+
+    def rounded(self, bits: int) -> Tensor:
+        """The weight at `bits`, float32, in its own shape: what the layer would multiply with."""
+        matrix = to_rows(self.values, self.kind).float().contiguous()
+        ratio = None
+        if self.grid.searches(bits):
+            search = choose("search", matrix, torch.float32, self.kernel)
+            ratio = search.least_squares_ratio(matrix, bits, self.grid)
+        path = choose("weight", matrix, torch.float32, self.kernel)
+        values = path.fake_quantize(matrix, bits, self.grid, ratio=ratio, draw=self.draw)
+        return from_rows(values, self.kind, self.values.shape)
+
+
+def work(
+    measure: Measure,
+    *,
+    rows: int,
+    one_batch: bool,
+    products: float,
+    blocks: int,
+    levels: int,
+    finite_difference: bool,
+) -> float:
+    """What a measurement takes, in training examples.
+
+    Args:
+        measure: Which one.
+        rows: Training examples that it looks at.
+        one_batch: Whether they are one batch, whose graph serves all products.
+        products: Of each block; with `trace` of all blocks at once.
+        blocks: How many there are.
+        levels: With `loss`: forward passes, one for each number of bits of each block.
+        finite_difference: Whether products are differences of gradients.
+    """
+    if measure == "loss":
+        return rows * FORWARD_COST * (1 + levels)
+    if measure == "trace":
+        # A difference takes two gradients whatever it is of.
+        each = 2.0 if finite_difference else JOINT_COST + GRAPH_COST / ROUND
+        return rows * each * products
+    if finite_difference:
+        return rows * DIFFERENCE_COST * products * blocks
+    # Graphs of several batches are made again for each round of products.
+    return rows * (GRAPH_COST * (1.0 if one_batch else products) + PRODUCT_COST * products * blocks)
+
+
+def squared_changes(
+    weights: Mapping[str, Weight], blocks: Mapping[str, Sequence[str]], levels: Mapping[str, Sequence[int]]
+) -> Costs:
+    """|dW|^2 of each block at each of its `levels` of bits.
+
+    Args:
+        weights: Layer name to its weight.
+        blocks: Block name to its layers.
+        levels: Block name to bits.
+    """
+
+    def change(layer: str, bits: int) -> float:
+        weight = weights[layer]
+        return float((weight.rounded(bits) - weight.values.float()).square().sum(dtype=torch.float64))
+
+    return {block: {b: sum(change(layer, b) for layer in blocks[block]) for b in own} for block, own in levels.items()}
+
+
+def predicted(curvature: Mapping[str, float], changes: Costs) -> Costs:
+    """Curvature times |dW|^2 / 2, not below 0.
+
+    Args:
+        curvature: Block name to an eigenvalue or a mean of the diagonal; one that is not finite counts as the largest.
+        changes: |dW|^2.
+
+    >>> predicted({"a": 2.0, "b": -1.0, "c": math.nan}, {"a": {3: 0.5}, "b": {3: 1.0}, "c": {3: 2.0}})
+    {'a': {3: 0.5}, 'b': {3: 0.0}, 'c': {3: 2.0}}
+    """
+    most = max((value for value in curvature.values() if math.isfinite(value)), default=1.0)
+    finite = {name: max(0.0, value if math.isfinite(value) else most) for name, value in curvature.items()}
+    return {name: {bits: finite[name] * change / 2 for bits, change in own.items()} for name, own in changes.items()}
+
+
+def loss_rises(
+    losses: Sequence[Callable[[], Tensor]],
+    stand_ins: Mapping[str, Sequence[Tensor]],
+    weights: Mapping[str, Weight],
+    blocks: Mapping[str, Sequence[str]],
+    levels: Mapping[str, Sequence[int]],
+) -> Costs:
+    """How much the loss rises with one block at other bits, not below 0; one that is not finite counts as the largest.
+
+    Args:
+        losses: Give the loss, one per batch; their mean counts.
+        stand_ins: Layer name to the tensors that the model computes with in its place; see `measuring`.
+        weights: Layer name to its weight.
+        blocks: Block name to its layers.
+        levels: Block name to bits.
+    """
+
+    def mean() -> float:
+        return sum(float(loss()) for loss in losses) / len(losses)
+
+    with torch.no_grad():
+        before = mean()
+        rises: Costs = {}
+        for block, own in levels.items():
+            rises[block] = {}
+            for bits in own:
+                with at_bits(bits, {layer: stand_ins[layer] for layer in blocks[block]}, weights):
+                    rises[block][bits] = mean() - before
+    most = max((rise for own in rises.values() for rise in own.values() if math.isfinite(rise)), default=1.0)
+    return {
+        block: {bits: max(0.0, rise if math.isfinite(rise) else most) for bits, rise in own.items()}
+        for block, own in rises.items()
+    }
+
+
+@contextlib.contextmanager
+def at_bits(bits: int, stand_ins: Mapping[str, Sequence[Tensor]], weights: Mapping[str, Weight]) -> Iterator[None]:
+    """For the duration, the stand-ins of these layers have the values of `bits`; see `measuring`."""
+    kept = [(tensor, tensor.data) for tensors in stand_ins.values() for tensor in tensors]
+    try:
+        for layer, tensors in stand_ins.items():
+            values = weights[layer].rounded(bits)
+            for tensor in tensors:
+                tensor.data = values
+        yield
+    finally:
+        for tensor, data in kept:
+            tensor.data = data

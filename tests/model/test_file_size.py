@@ -1,0 +1,90 @@
+"""The size of a delivered file, known ahead of time, compared with the file."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers import LlamaForCausalLM as Llama
+
+from moq_hf import MoQConfig, save_quantized
+from moq_hf.model.convert import prepare_model
+from moq_hf.model.file_size import FileSize
+from moq_hf.model.refresh import set_bits
+from moq_hf.model.selection import take_inventory
+from moq_hf.training.controller import MoQController
+
+
+def bert() -> BertForSequenceClassification:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return BertForSequenceClassification(BertConfig(vocab_size=60, max_position_embeddings=16, **sizes))
+
+
+def llama(tied: bool) -> Llama:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return Llama(LlamaConfig(vocab_size=64, intermediate_size=64, tie_word_embeddings=tied, **sizes))
+
+
+def prepared(model: Any, **more: Any) -> tuple[MoQConfig, Any, Any, Any]:
+    config = MoQConfig.from_dict({"quantize_bits": {"start_bits": 8, "target_bits": 4}, **more})
+    inventory = take_inventory(model, config)
+    return config, inventory, *prepare_model(inventory, config)
+
+
+@pytest.mark.parametrize("choices", [(1, 2), (2, 3, 8), (4, 7)])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("bert", {}),
+        ("bert", {"quantize_groups": "per_channel", "quantize_embeddings": 8}),
+        ("bert", {"quantize_groups": 4}),
+        ("bert", {"quantize_group_size": 16, "quantize_algo": {"range": "full", "scale_dtype": "bfloat16"}}),
+        ("half", {"quantize_groups": "per_channel"}),
+        ("llama", {}),
+        ("tied", {"quantize_embeddings": 8}),
+        ("asymmetric", {"quantize_groups": 4, "quantize_type": "asymmetric", "quantize_embeddings": 8}),
+    ],
+)
+def test_it_is_the_size_of_the_file(kind: str, more: dict[str, Any], choices: tuple[int, ...], tmp_path: Path) -> None:
+    if kind == "asymmetric" and 1 in choices:
+        choices = (2, 3)
+    model = llama(kind == "tied") if kind in ("llama", "tied") else bert()
+    if kind == "half":
+        model = model.to(torch.bfloat16)
+    config, inventory, layers, tables = prepared(model, **more)
+    bits = {name: choices[k % len(choices)] for k, name in enumerate(layers)}
+    set_bits((layers[name], width) for name, width in bits.items())
+    for table in tables.values():
+        table.moq.bits = config.quantize_embeddings
+    for layer in (*layers.values(), *tables.values()):
+        layer.refresh()
+    file = FileSize(inventory, layers, tables, config.quantize_embeddings)
+    assert file.why_alike() is None
+    found = file.of_rest(bits) + sum(file.of_layer(name, width) for name, width in bits.items())
+    save_quantized(model, tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    # Offsets of another order of tensors have other numbers of digits.
+    assert abs(found - size) <= 200
+    assert abs(found - size) < 0.008 * size
+
+
+def test_files_whose_codes_are_alike_are_named() -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2))
+    for model, more, words in (
+        (gpt2, {}, "a model of its kind is unpacked while loading"),
+        (bert(), {"quantize_type": "asymmetric"}, "asymmetric codes are unpacked while loading"),
+        (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), {}, "only models of transformers"),
+    ):
+        config, inventory, layers, tables = prepared(model, **more)
+        why = FileSize(inventory, layers, tables, config.quantize_embeddings).why_alike()
+        assert why is not None and words in why
+
+
+def test_the_size_is_told_without_changing_the_model(tiny_bert: BertForSequenceClassification) -> None:
+    controller = MoQController(tiny_bert, MoQConfig(start_bits=8, target_bits=4), 200)
+    before = {name: layer.moq.bits for name, layer in controller.layers.items()}
+    file = FileSize(controller.inventory, controller.layers, {}, None)
+    sizes = [sum(file.of_layer(name, bits) for name in controller.layers) for bits in range(2, 9)]
+    assert sizes == sorted(set(sizes))
+    assert {name: layer.moq.bits for name, layer in controller.layers.items()} == before

@@ -1,0 +1,260 @@
+"""Bits under a budget in whole runs: what is chosen, when, what is delivered, and a run that resumes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import Stop, arguments, assert_same, callback_of, moq, rows, stock, trained, weights
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification, set_seed
+
+from moq_hf import MoQConfig, MoQError, MoQTrainer, PrecisionSchedule, last_checkpoint, plan, verify_quantized
+from moq_hf.config_budget import BitBudget
+from moq_hf.model.inventory import Inventory
+from moq_hf.report.page import write_report
+from moq_hf.report.run import read_run
+from moq_hf.schedule import FLOAT_BITS
+from moq_hf.training.controller import MoQController
+
+
+def config(target: Any, start: int = 2, offset: int = 3, measure: str | None = "trace", **more: Any) -> dict[str, Any]:
+    return {
+        "quantize_bits": {"start_bits": start, "target_bits": target},
+        "quantize_groups": "per_channel",
+        "quantize_schedule": {"quantize_period": 1, "schedule_offset": offset},
+        "sensitivity": {"measure": measure},
+        "eigenvalue": {"max_overhead": 1.0, "num_samples": 8},
+        **more,
+    }
+
+
+def llama() -> LlamaForSequenceClassification:
+    set_seed(7)
+    return LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=60,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+            pad_token_id=0,
+        )
+    )
+
+
+def mean_of(found: Any) -> float:
+    """Bits per weight of the quantized linear layers, counted from what lies in the folder."""
+    layers = [layer for layer in found.layers.values() if layer.kind != "embedding"]
+    sizes = [layer.shape[0] * layer.shape[1] for layer in layers]
+    return sum(size * layer.bits for size, layer in zip(sizes, layers, strict=True)) / sum(sizes)
+
+
+@pytest.mark.parametrize("measure", ["trace", "eigenvalue", "loss"])
+def test_a_mean_is_met_and_delivered(
+    measure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trained(moq(tmp_path, config({"mean": 3.3}, measure=measure)))
+    controller = callback_of(trainer).controller
+    assert controller is not None and controller.choice is not None and controller.has_arrived
+    # Every block has its own target, from the offset on.
+    assert controller.schedule.bits == controller.choice.targets == controller.schedule.targets
+    assert {(s.step, s.before) for s in controller.history} == {(3, FLOAT_BITS)}
+    trainer.save_model(str(tmp_path / "out"))
+    found = verify_quantized(tmp_path / "out", trainer.model)
+    assert 0.99 * 3.3 <= mean_of(found) <= 3.3
+    assert mean_of(found) == pytest.approx(controller.choice.reached)
+    table = capsys.readouterr().out
+    assert f"bits of 9 blocks, chosen after step 3 by the measure '{measure}'" in table
+    assert "bert.encoder.layer.1.attention.self.query-key-value" in table
+    assert "of 3.3 bits per quantized weight" in table
+    assert not [r for r in caplog.records if "within it" in r.message]
+    state = json.loads((tmp_path / "out" / "moq_state.json").read_text())
+    assert state["choice"] == controller.choice.to_dict()
+
+
+def test_a_file_is_met_by_a_stock_trainer_and_plain_transformers_loads_it(tmp_path: Path) -> None:
+    budget = config({"file_mb": 0.0145, "choices": [2, 3, 4, 5, 6, 7, 8]}, measure=None, quantize_embeddings=8)
+    trainer = trained(stock(tmp_path, budget))
+    folder = tmp_path / "quantized"
+    size = (folder / "model.safetensors").stat().st_size
+    assert 0.99 * 14_500 <= size <= 14_500
+    choice = callback_of(trainer).controller.choice  # type: ignore[union-attr]
+    assert choice is not None and choice.in_file and abs(choice.reached * 1e6 - size) < 200
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    batch = {"input_ids": torch.stack([row["input_ids"] for row in rows(4)])}
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, trainer.model.eval()(**batch).logits)
+
+
+def test_fused_layers_of_a_llama_are_alike(tmp_path: Path) -> None:
+    budget = config({"mean": 3.0}, serve=["transformers"])
+    trainer = MoQTrainer(llama(), arguments(tmp_path, max_steps=6), train_dataset=rows(), moq_config=budget)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "out"))
+    layers = verify_quantized(tmp_path / "out", trainer.model).layers
+    assert len({layer.bits for layer in layers.values()}) > 1
+    for block in range(3):
+        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            bits = [layer.bits for name, layer in layers.items() if f".{block}." in name and name.endswith(names)]
+            assert len(bits) == len(names) and len(set(bits)) == 1
+
+
+def test_bits_fall_from_the_start_to_their_own_targets(tmp_path: Path) -> None:
+    trainer = trained(moq(tmp_path, config({"mean": 3.3}, start=5, offset=0)))
+    controller = callback_of(trainer).controller
+    assert controller is not None and controller.choice is not None
+    targets = controller.choice.targets
+    assert controller.choice.step == 1
+    for block, target in targets.items():
+        made = [s for s in controller.history if s.block == block]
+        assert [s.bits for s in made] == list(range(max(5, target), target - 1, -1))
+        # The first step is in float; then the drops come at 1, 2, 4, ... after it.
+        assert [s.step for s in made] == [1, *(1 + 2**k for k in range(len(made) - 1))]
+
+
+@pytest.mark.parametrize("at", [2, 5])
+def test_a_resumed_run_is_the_same_and_does_not_choose_again(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config({"mean": 3.3}, start=5)
+    more = {"save_strategy": "steps", "save_steps": at}
+    whole = trained(moq(tmp_path / "whole", settings, max_steps=10))
+    trained(moq(tmp_path / "part", settings, [Stop(at)], max_steps=10, **more))
+    again = moq(tmp_path / "part", settings, max_steps=10, **more)
+    if at == 5:
+        from moq_hf.training.sensitivity import Sensitivity
+
+        monkeypatch.setattr(Sensitivity, "costs", None)
+    again.train(resume_from_checkpoint=last_checkpoint(tmp_path / "part"))
+    assert_same(weights(whole), weights(again))
+    one, other = (callback_of(trainer).controller for trainer in (whole, again))
+    assert one is not None and other is not None and one.choice is not None
+    assert one.choice == other.choice and one.history == other.history
+    assert one.schedule.state_dict() == other.schedule.state_dict()
+
+
+def test_another_budget_after_the_choice_is_refused(tmp_path: Path) -> None:
+    more = {"save_strategy": "steps", "save_steps": 5, "max_steps": 10}
+    trained(moq(tmp_path, config({"mean": 3.3}), [Stop(5)], **more))
+    folder = last_checkpoint(tmp_path)
+    with pytest.raises(MoQError, match=r"target_bits: .*3.3.* -> .*3.0.*chosen once, at the offset"):
+        moq(tmp_path / "b", config({"mean": 3.0}), **more).train(resume_from_checkpoint=folder)
+    # Limits on measuring, and what measures, are of no use any more.
+    moq(tmp_path / "c", config({"mean": 3.3}, measure="loss"), **more).train(resume_from_checkpoint=folder)
+
+
+@pytest.mark.parametrize("measure", ["trace", "loss"])
+def test_the_pace_goes_by_the_measure(measure: str, tmp_path: Path) -> None:
+    settings = {
+        **config(4, start=6, measure=measure),
+        "eigenvalue": {"enabled": True, "max_overhead": 1.0, "num_samples": 8},
+    }
+    controller = callback_of(trained(moq(tmp_path, settings))).controller
+    assert controller is not None and controller.sensitivity is not None and controller.choice is None
+    assert list(controller.blocks) == ["bert.encoder.layer.0", "bert.encoder.layer.1", "bert.pooler.dense"]
+    measured = [s for s in controller.history if s.eigenvalue is not None]
+    assert {s.block for s in measured} == {"bert.encoder.layer.0", "bert.encoder.layer.1"}
+    assert max(s.eigenvalue for s in measured if s.eigenvalue is not None) == 1.0
+    assert controller.sensitivity.eigenvalues.keys() <= controller.sensitivity.blocks.keys()
+
+
+def test_a_pace_and_a_budget_together(tmp_path: Path) -> None:
+    settings = {
+        **config({"mean": 3.3}, start=5, measure="loss"),
+        "eigenvalue": {"enabled": True, "max_overhead": 1.0, "num_samples": 8},
+    }
+    controller = callback_of(trained(moq(tmp_path, settings))).controller
+    assert controller is not None and controller.choice is not None
+    dropped = {s.block for s in controller.history if s.before != FLOAT_BITS}
+    assert dropped == {s.block for s in controller.history if s.eigenvalue is not None}
+    assert all(controller.schedule.bits[name] >= bits for name, bits in controller.choice.targets.items())
+
+
+def test_the_report_shows_the_budget(tmp_path: Path) -> None:
+    trainer = trained(moq(tmp_path, config({"mean": 3.3})))
+    trainer.save_state()
+    run = read_run(tmp_path)
+    assert run.config.target_in_words == "2, 3, 4 or 8 bits, 3.3 in the mean"
+    assert run.switches() == [3]
+    assert run.choice is not None and run.choice == callback_of(trainer).controller.choice  # type: ignore[union-attr]
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "Bits under a budget" in page and "of 3.3 bits per quantized weight" in page
+    # Of the packed model alone.
+    trainer.save_model(str(tmp_path / "out"))
+    assert read_run(tmp_path / "out").choice == run.choice
+
+
+# ---- before the first step
+
+
+def test_an_impossible_file_says_what_is_possible(tiny_bert: Any) -> None:
+    for wanted in (0.001, 1.0):
+        with pytest.raises(
+            MoQError, match=r"file_mb: .* MB is impossible: with 2 to 8 bits .* has 0\.0\d+ to 0\.\d+ MB"
+        ):
+            MoQController(tiny_bert, MoQConfig(start_bits=8, target_bits=BitBudget(file_mb=wanted)), 200)
+
+
+def test_a_file_whose_codes_are_all_alike_is_refused(tiny_bert: Any) -> None:
+    settings = MoQConfig(start_bits=8, target_bits=BitBudget(file_mb=0.05), symmetric=False)
+    with pytest.raises(MoQError, match=r"file_mb: asymmetric codes .* all as wide as the widest.*; give mean instead"):
+        MoQController(tiny_bert, settings, 200)
+
+
+def test_servers_see_every_choice(tiny_bert: Any) -> None:
+    with pytest.raises(MoQError, match=r"kernels take 4 or 8 bits, not 2 or 3 \(.* and 4 more\)") as caught:
+        MoQController(tiny_bert, MoQConfig(start_bits=8, target_bits=BitBudget(mean=3.0), serve=("sglang",)), 200)
+    assert str(caught.value).count("4 or 8 bits, not 2 or 3") == 1
+
+
+def test_a_budget_that_is_missed_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # Without the blocks' layers there is one unit: 2 or 8 bits.
+    settings = config({"mean": 5.0, "choices": [2, 8]}, modules_to_not_convert=["bert.encoder", "classifier"])
+    trained(moq(tmp_path, settings))
+    (told,) = [r.message for r in caplog.records if "of a budget of" in r.message]
+    assert "reach 2 of a budget of 5, 60.0% less: no block can have the next of its choices within it" in told
+
+
+def test_the_forecast_says_what_it_cannot_know() -> None:
+    planned = plan(config({"mean": 3.0}, start=8, offset=0), 100)
+    text = str(planned)
+    assert "8 to 2, 3, 4 or 8 bits, 3 in the mean, offset 1" in text
+    assert "after step 1, on the float model, the measure 'trace' chooses the bits of each block" in text
+    assert [(block.name, block.target_bits) for block in planned.blocks] == [
+        (f"a block, {bits} bits", bits) for bits in (2, 3, 4, 8)
+    ]
+    assert planned.to_dict()["target_bits"] == {"mean": 3.0, "choices": [2, 3, 4, 8]}
+    known = plan(config({"mean": 3.0}, start=8), 100, targets={"a": 2, "b": 8})
+    assert [block.target_bits for block in known.blocks] == [2, 8]
+    with pytest.raises(MoQError, match="not known ahead of time"):
+        plan(config({"mean": 3.0}), 100, ["a"])
+
+
+def test_a_schedule_needs_its_choice() -> None:
+    schedule = PrecisionSchedule(MoQConfig.from_dict(config({"mean": 3.0}, offset=2)), ["a", "b"])
+    assert not schedule.is_choosing and schedule.advance() == ()
+    assert schedule.is_choosing
+    with pytest.raises(MoQError, match="not chosen yet"):
+        schedule.advance()
+    for wrong in ({"a": 2}, {"a": 2, "b": 5}):
+        with pytest.raises(MoQError, match="one for each of a, b"):
+            schedule.choose(wrong)
+    schedule.choose({"a": 2, "b": 8})
+    assert [(s.block, s.bits) for s in schedule.advance()] == [("a", 2), ("b", 8)]
+    again = PrecisionSchedule(schedule.config, ["a", "b"])
+    again.load_state_dict(schedule.state_dict())
+    assert again.targets == {"a": 2, "b": 8} and again.at_target
+    with pytest.raises(MoQError, match="chosen already"):
+        again.choose({"a": 2, "b": 8})
+
+
+def test_units_are_what_servers_fuse() -> None:
+    names = list(Inventory.of(llama()).units([f"model.layers.0.mlp.{n}_proj" for n in ("gate", "up", "down")]))
+    assert names == ["model.layers.0.mlp.gate_proj-up_proj", "model.layers.0.mlp.down_proj"]
+    experts = [f"model.layers.0.mlp.experts.{n}" for n in ("gate_up_proj", "down_proj")]
+    single = [f"model.layers.1.mlp.experts.{k}.w{n}" for k in range(2) for n in (1, 2)]
+    units = Inventory.of(llama()).units([*experts, *single])
+    assert units == {"model.layers.0.mlp.experts": experts, "model.layers.1.mlp.experts": single}
