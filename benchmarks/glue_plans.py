@@ -186,6 +186,12 @@ def taught(bits: int, groups: str, start: int = 0, deadline: float = 0.3, **more
     return ramp(start or bits, bits, deadline, name, options.pop("moq"), **options)
 
 
+def budget(measure: str) -> dict[str, Any]:
+    """3 bits on average from the first steps on, as a measure of sensitivity distributes them; taught."""
+    bits = {"start_bits": 2, "target_bits": {"mean": 3.0, "choices": [2, 3, 4, 8]}}
+    return {**TAUGHT["moq"], "quantize_bits": bits, "sensitivity": {"measure": measure}}
+
+
 PLANS = {
     # Float first, at equal total steps: grids, schedules, and what there is without a float phase.
     "recipes": Plan(
@@ -214,6 +220,19 @@ PLANS = {
             taught(4, "per channel"),
             taught(4, "per channel, full", 8, name="MoQ 8 by 0.3, float first"),
             qat(4, "basic QAT, all steps", times=2, groups="per channel, full"),
+        ),
+        bf16=True,
+        equal_steps=True,
+    ),
+    # 3 bits on average, chosen on the float model, and 3 bits throughout.
+    "budgets": Plan(
+        (
+            LOW_FLOAT,
+            taught(3, "per channel, full"),
+            *(
+                taught(3, "per channel, full", name=f"3 bits on average by {measure}, float first", moq=budget(measure))
+                for measure in ("trace", "loss", "eigenvalue")
+            ),
         ),
         bf16=True,
         equal_steps=True,
