@@ -106,7 +106,9 @@ def _loss(run: Run) -> _Captioned | None:
             axes.plot(steps, values, color=color, label=label, linewidth=1.6, marker=marker)
     _mark_switches(axes, run)
     finish(axes, "loss")
-    return figure, f"Loss over optimizer steps; {_DOTTED}."
+    taught = any(name.startswith("float_eval_") for entry in run.log for name in entry)
+    more = " After the float phase the training loss has the teacher's parts too." if taught else ""
+    return figure, f"Loss over optimizer steps; {_DOTTED}.{more}"
 
 
 def _metrics(run: Run) -> _Captioned | None:

@@ -13,6 +13,7 @@ from tiny_runs import Stop, assert_same, new_model, rows, weights
 from transformers import BertForSequenceClassification, EarlyStoppingCallback, Trainer, TrainingArguments
 
 from moq_hf import MoQCallback, MoQError, MoQTrainer, verify_quantized
+from moq_hf.report.page import write_report
 from moq_hf.report.run import read_run
 
 CONFIG: dict[str, Any] = {
@@ -113,6 +114,10 @@ def test_the_float_model_is_evaluated_logged_and_kept(tmp_path: Path) -> None:
     assert state["float_metrics"]["eval_sum"] == expected["eval_sum"]
     run = read_run(tmp_path)
     assert run.in_float["sum"] == expected["eval_sum"] and run.switches()[0] == 8
+    page = write_report(tmp_path, tmp_path / "report").read_text(encoding="utf-8")
+    assert "of them in float first</dt><dd>50.0 %" in page
+    assert "After the float phase the training loss has the teacher's parts too." in page
+    assert f"<td>{expected['eval_sum']:.4f}</td>" in page
 
 
 def resumable(folder: Path, **more: Any) -> MoQTrainer:
