@@ -332,7 +332,8 @@ class Study:
 
     def float_model(self, run: Run) -> Path:
         """The folder of the float model of a run's seed."""
-        return self.models / f"{run.task}-{run.seed}-{run.rate:g}-{self.tasks[run.task].digest}"
+        task = self.tasks[run.task]
+        return self.models / f"{run.task}-{run.seed}-{run.rate:g}-{task.settings.batch}-{task.digest}"
 
     def trainer(self, run: Run, folder: str) -> Any:
         """The trainer of a run."""
@@ -383,7 +384,7 @@ class Study:
         line: dict[str, Any] = {"steps": 0}
         if run.arm == LOOKUP:
             return {**self.identity(run), **line, "metrics": task.lookup(self.parts)}
-        if run.from_float and not self.float_model(run).exists():
+        if run.from_float and not (self.float_model(run) / "model.safetensors").exists():
             self.execute(Run(run.task, FLOAT, 32, run.seed, run.rate))
         with tempfile.TemporaryDirectory(prefix="tasks-study-") as folder:
             trainer = self.trainer(run, folder)
