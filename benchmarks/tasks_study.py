@@ -491,6 +491,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--bits", nargs="+", type=int, choices=(*BITS, 32), default=[*BITS, 32])
     parser.add_argument("--rate", type=float, help="learning rate; without it the task's own")
     parser.add_argument("--model_dir", type=Path, default=Path("runs/tasks_study"))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "tasks.jsonl")
@@ -513,7 +514,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     transformers.utils.logging.disable_progress_bar()
     study = Study(args.model_name_or_path, args.model_dir, args.tasks)
     for run in runs(args.tasks, args.seeds, args.rate):
-        if run.arm in args.arms and not lines.has(**study.identity(run)):
+        if run.arm in args.arms and run.bits in args.bits and not lines.has(**study.identity(run)):
             if not args.list:
                 line = study.execute(run)
                 lines.add(line)

@@ -194,6 +194,8 @@ def test_the_study_runs_goes_on_and_is_reported(
     kept = [line for line in lines if line != lost]
     (tmp_path / "lines.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in kept), encoding="utf-8")
     capsys.readouterr()
+    tasks_study.main([*words, "--list", "--bits", "32"])
+    assert capsys.readouterr().out == ""
     tasks_study.main([*words, "--list"])
     assert capsys.readouterr().out.splitlines() == [repr(tasks_study.Run("spans", TAUGHT, 2, 1, lost["rate"]))]
     tasks_study.main(words)
