@@ -28,6 +28,7 @@ import re
 import statistics
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -98,7 +99,7 @@ class Run:
         return self.arm in (ROUNDED, TAUGHT, TAUGHT_MOQ)
 
 
-class Task:
+class Task(ABC):
     """Rows of token ids; the base of both tasks.
 
     Args:
@@ -129,25 +130,25 @@ class Task:
         """12 characters that tell two sets of rows apart."""
         return hashlib.sha256(repr((self.train, self.validation)).encode()).hexdigest()[:12]
 
+    @abstractmethod
     def rows(self, part: Part) -> Iterator[dict[str, Any]]:
         """All rows of a part."""
-        raise NotImplementedError
 
+    @abstractmethod
     def new_model(self, source: str) -> Any:
         """The model of a folder or Hub name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def collator(self) -> Any:
         """What makes batches."""
-        raise NotImplementedError
 
+    @abstractmethod
     def score(self, prediction: Any) -> dict[str, float]:
         """The metrics of logits on all rows for validation, 0 to 1."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lookup(self, parts: tuple[Part, Part]) -> dict[str, float]:
         """The metrics of the most frequent answer that training has."""
-        raise NotImplementedError
 
 
 class Roles(Task):
