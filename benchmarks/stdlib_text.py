@@ -1,4 +1,4 @@
-"""The text of Python's standard library: docstrings and comments of its modules, for `perplexity.py`.
+"""The text of Python's standard library: docstrings and comments of its modules, for `perplexity.py`; their sources.
 
 It is on every machine that has Python and is free to use. Tests are left out, and so is `encodings`, whose comments are
 tables of characters. A module is held out for validation by a hash of its name alone.
@@ -36,7 +36,7 @@ class Corpus:
 def read(root: Path | None = None) -> Corpus:
     """The modules under a folder; None is this Python's standard library."""
     corpus = Corpus({}, {})
-    for name, source in _sources(root or Path(sysconfig.get_paths()["stdlib"])):
+    for name, source in sources(root):
         text = "\n".join(line for _, line in sorted((*_docstrings(source), *_comments(source))))
         if text:
             part = corpus.validation if is_held_out(name) else corpus.train
@@ -49,7 +49,9 @@ def is_held_out(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] % SHARE == 0
 
 
-def _sources(root: Path) -> Iterator[tuple[str, str]]:
+def sources(root: Path | None = None) -> Iterator[tuple[str, str]]:
+    """Name and source of each module under a folder; None is this Python's standard library."""
+    root = root or Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         place = path.relative_to(root)
         if not LEFT_OUT & set(place.parts):

@@ -108,6 +108,7 @@ ADDED = {
     "benchmarks/glue_study.py": ["--list"],
     "benchmarks/report_study.py": [],
     "benchmarks/perplexity.py": ["--report"],
+    "benchmarks/tasks_study.py": ["--report"],
     "benchmarks/growth.py": ["--report"],
     "benchmarks/sensitivity.py": ["--report"],
     "benchmarks/trl_variants.py": ["--report"],

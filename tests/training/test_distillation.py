@@ -3,10 +3,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
     BertConfig,
+    BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
     Trainer,
@@ -310,4 +312,34 @@ def test_token_classification(tmp_path: Path) -> None:
     data = [{**row, "labels": torch.where(row["input_ids"] > 30, 1, -100)} for row in rows()]
     arguments = TrainingArguments(str(tmp_path), max_steps=3, report_to="none", use_cpu=True, disable_tqdm=True)
     run = MoQTrainer(pupil, arguments, None, data, moq_config=CONFIG, teacher=master)
+    assert run.train().global_step == 3
+
+
+def test_extractive_answers(tmp_path: Path) -> None:
+    shape = new_model(1).config
+    set_seed(1)
+    master, pupil = BertForQuestionAnswering(shape), BertForQuestionAnswering(shape)
+    with torch.no_grad():
+        for model in (master, pupil):
+            model.qa_outputs.weight.mul_(50)
+    data = [{"input_ids": row["input_ids"], "start_positions": 2, "end_positions": 3} for row in rows(4)]
+    weights = {"logits": 1.0, "hidden": 0.0, "labels": 0.5}
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, max_steps=3, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    run = MoQTrainer(pupil, arguments, None, data, moq_config={**CONFIG, "distillation": weights}, teacher=master)
+    pupil.train()
+    batch = {name: torch.stack([torch.as_tensor(row[name]) for row in data]) for name in data[0]}
+    ours, theirs = ([out.detach().double().numpy() for out in model(**batch)[1:3]] for model in (pupil, master))
+
+    # The cross entropy over the places of both ends, with the teacher's probabilities and with the labels.
+    def cross_entropy(logits: np.ndarray, target: np.ndarray) -> float:
+        log = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        return float(-(target * log).sum(-1).mean())
+
+    soft = [np.exp(logits) / np.exp(logits).sum(-1, keepdims=True) for logits in theirs]
+    hard = [np.eye(10)[[place] * 4] for place in (2, 3)]
+    expected = [np.mean([cross_entropy(*pair) for pair in zip(ours, each, strict=True)]) for each in (soft, hard)]
+    assert abs(expected[0] - expected[1]) > 0.1
+    assert run.compute_loss(pupil, batch).item() == pytest.approx(expected[0] + 0.5 * expected[1], rel=1e-5)
     assert run.train().global_step == 3
