@@ -281,7 +281,8 @@ class MoQTrainer(Trainer):
         inputs = {**inputs, "output_hidden_states": True} if config.hidden else dict(inputs)
         # The Trainer takes the labels out where it computes the loss itself.
         task_loss, outputs = super().compute_loss(model, dict(inputs), True, None)
-        with torch.no_grad():
+        # As the student, around whose forward pass Accelerate has put it.
+        with torch.no_grad(), self.accelerator.autocast():
             taught = self._teacher(**inputs)
         loss = distillation_loss(task_loss, outputs, taught, inputs, config)
         return (loss, outputs) if return_outputs else loss

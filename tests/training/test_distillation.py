@@ -56,6 +56,18 @@ def new_trainer(folder: Path, moq: Any, teacher: Any = None, **more: Any) -> MoQ
     return MoQTrainer(new_model(1), arguments, None, rows(), rows(8), moq_config=moq, teacher=teacher)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_teacher_computes_in_the_precision_of_the_student(bf16: bool, tmp_path: Path) -> None:
+    seen: dict[str, set[torch.dtype]] = {"student": set(), "teacher": set()}
+    trainer = new_trainer(tmp_path, CONFIG, new_model(2), bf16=bf16, max_steps=1)
+    for name, model in (("student", trainer.model), ("teacher", trainer._teacher)):
+        product = model.bert.encoder.layer[0].intermediate.dense
+        product.register_forward_hook(lambda *given, name=name: seen[name].add(given[2].dtype))
+    trainer.train()
+    expected = {torch.bfloat16 if bf16 else torch.float32}
+    assert seen == {"student": expected, "teacher": expected}
+
+
 def with_teacher(folder: Path, **weights: float) -> dict[str, Any]:
     return {**CONFIG, "distillation": {"teacher": str(folder), **weights}}
 
