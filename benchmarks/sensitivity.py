@@ -18,6 +18,7 @@ output.
 import argparse
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -175,6 +176,11 @@ def chosen(costs: Costs, sizes: Mapping[str, int]) -> dict[str, int]:
     return {unit: CHOICES[index] for unit, index in zip(sizes, picked, strict=True)}
 
 
+def _with_error(curvature: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """As `Trace.magnitude`."""
+    return {unit: math.hypot(mean, curvature["trace error"][unit]) for unit, mean in curvature["trace"].items()}
+
+
 def of_grid(study: Study, grid: str, curvature: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """Everything on one grid."""
     seconds: dict[str, float] = {}
@@ -185,7 +191,8 @@ def of_grid(study: Study, grid: str, curvature: Mapping[str, Mapping[str, float]
         "eigenvalue": {unit: dict.fromkeys(CHOICES, curvature["eigenvalue"][unit]) for unit in units},
         "eigenvalue x change": predicted(curvature["eigenvalue"], changes),
         "trace": {unit: dict.fromkeys(CHOICES, curvature["trace"][unit]) for unit in units},
-        "trace x change": predicted(curvature["trace"], changes),
+        "trace x change": predicted(_with_error(curvature), changes),
+        "the same without its error": predicted(curvature["trace"], changes),
         "change": changes,
         "loss": timed(seconds, "loss", truth.sampled),
     }
