@@ -239,7 +239,8 @@ def report(path: Path) -> None:
 
     def spread(values: list[float], digits: int) -> str:
         mean = sum(values) / len(values)
-        return f"{mean:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+        around = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else ""
+        return f"{mean:.{digits}f}{around}"
 
     names = list(lines[0]["grids"]["per channel"]["ranks"]["3"]["rise"])
     for truth in ("rise", "divergence"):
