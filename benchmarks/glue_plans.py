@@ -78,11 +78,12 @@ class Arm:
             )
         return replace(self, moq=moq, learning_rate=settled(self.learning_rate), warm=settled(self.warm))
 
-    def plain(self) -> "Arm | None":
-        """Basic QAT from the pretrained model and without a teacher."""
+    def plain(self, equal_steps: bool = False) -> "Arm | None":
+        """Basic QAT from the pretrained model and without a teacher; `equal_steps`: with the float run's steps too."""
         if self.moq is None:
             return None
-        return qat(self.bits, learning_rate=self.learning_rate, times=self.times, groups=self.groups, decay=self.decay)
+        times = self.times + (self.warm_times if equal_steps and self.warm else 0)
+        return qat(self.bits, learning_rate=self.learning_rate, times=times, groups=self.groups, decay=self.decay)
 
     def basic(self) -> "Arm | None":
         """Basic QAT with everything else the same: what the schedule is measured against."""
@@ -104,7 +105,8 @@ class Arm:
 
     def label(self, rate: float | None) -> str:
         """Its name, with the learning rate where that is not `rate`."""
-        return self.name + (f", learning rate {self.learning_rate:g}" if self.learning_rate not in (OWN, rate) else "")
+        rates = f", learning rate {self.learning_rate:g}" if self.learning_rate not in (OWN, rate) else ""
+        return self.name + rates + ", averaged" * self.averaged
 
     def config(self) -> dict[str, Any] | None:
         """The whole configuration."""
@@ -140,11 +142,22 @@ FLOAT = Arm("float", after=(8, 4, 3, 2))
 
 @dataclass(frozen=True)
 class Plan:
-    """Arms, the tasks and the seeds to run them on."""
+    """Arms, the tasks and the seeds to run them on.
+
+    Attributes:
+        bf16: Computed in bfloat16.
+        equal_steps: Basic QAT, which arms are compared with, has the steps of the float run too.
+    """
 
     arms: tuple[Arm, ...]
     tasks: tuple[str, ...] = ("sst2", "cola", "mrpc")
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    bf16: bool = False
+    equal_steps: bool = False
+
+    def run(self, arm: Arm, task: str, seed: int, rows: int | None = None) -> "Run":
+        """One of its runs."""
+        return Run(arm, task, seed, rows, self.bf16)
 
 
 CHANNELS: dict[str, Any] = {"groups": "per channel"}
@@ -162,36 +175,126 @@ def blend(steps: int) -> dict[str, Any]:
 
 
 # Of the plans in bfloat16: a float run also tells what its model is worth when quantized to these.
-LOW_GRIDS = ("per channel", "per channel, full", "groups of 32", "groups of 32, full", "groups of 32, asymmetric")
+LOW_GRIDS = ("per channel", "per channel, full", "groups of 32, full")
 LOW_FLOAT = replace(FLOAT, after=(4, 3, 2), after_groups=LOW_GRIDS)
 
 
 def taught(bits: int, groups: str, start: int = 0, deadline: float = 0.3, **more: Any) -> Arm:
     """Float first: the float model of the seed is start and teacher; `start` bits fall to `bits` by `deadline`."""
     options = {"moq": TAUGHT["moq"], "warm": OWN, "groups": groups, **more}
-    return ramp(start or bits, bits, deadline, options.pop("name", ""), options.pop("moq"), **options)
+    name = options.pop("name", "basic QAT, float first")
+    return ramp(start or bits, bits, deadline, name, options.pop("moq"), **options)
+
+
+def budget(measure: str) -> dict[str, Any]:
+    """3 bits on average from the first steps on, as a measure of sensitivity distributes them; taught."""
+    bits = {"start_bits": 2, "target_bits": {"mean": 3.0, "choices": [2, 3, 4, 8]}}
+    return {**TAUGHT["moq"], "quantize_bits": bits, "sensitivity": {"measure": measure}}
 
 
 PLANS = {
-    # Float first at 2 and 3 bits: which grid.
+    # Float first, at equal total steps: grids, schedules, and what there is without a float phase.
+    "recipes": Plan(
+        (
+            LOW_FLOAT,
+            taught(2, "per channel, full", averaged=True),
+            taught(2, "per channel, full"),
+            taught(2, "per channel, full", 4, name="MoQ 4 by 0.3, float first"),
+            taught(2, "per channel"),
+            qat(2, "basic QAT, all steps", times=2, groups="per channel, full"),
+            taught(3, "per channel, full"),
+            taught(4, "per channel, full"),
+        ),
+        bf16=True,
+        equal_steps=True,
+    ),
+    # The same at 3 and 4 bits, with what else there is.
+    "recipes_3_4": Plan(
+        (
+            LOW_FLOAT,
+            taught(3, "per channel, full"),
+            taught(3, "per channel"),
+            taught(3, "per channel, full", 8, name="MoQ 8 by 0.3, float first"),
+            qat(3, "basic QAT, all steps", times=2, groups="per channel, full"),
+            taught(4, "per channel, full"),
+            taught(4, "per channel"),
+            taught(4, "per channel, full", 8, name="MoQ 8 by 0.3, float first"),
+            qat(4, "basic QAT, all steps", times=2, groups="per channel, full"),
+        ),
+        bf16=True,
+        equal_steps=True,
+    ),
+    # 3 bits on average, chosen on the float model, and 3 bits throughout.
+    "budgets": Plan(
+        (
+            LOW_FLOAT,
+            taught(3, "per channel, full"),
+            *(
+                taught(3, "per channel, full", name=f"3 bits on average by {measure}, float first", moq=budget(measure))
+                for measure in ("trace", "loss", "eigenvalue")
+            ),
+        ),
+        bf16=True,
+        equal_steps=True,
+    ),
+    # What the phases should look like at 2 bits: the way down, the float phase's end, the teacher, the length of both.
+    "phases": Plan(
+        (
+            LOW_FLOAT,
+            taught(2, "per channel, full"),
+            taught(2, "per channel, full", 4, name="MoQ 4 by 0.3, float first"),
+            taught(2, "per channel, full", 8, name="MoQ 8 by 0.3, float first"),
+            taught(2, "per channel, full", name="basic QAT, float first at a constant rate", warm_decay="constant"),
+            taught(2, "per channel, full", name="basic QAT, float first, no teacher", moq={}),
+            *(
+                taught(
+                    2, "per channel, full", start, name=f"{name}, {share} of the steps", times=times, warm_times=times
+                )
+                for times, share in ((0.5, "half"), (2, "twice"))
+                for start, name in ((0, "basic QAT, float first"), (4, "MoQ 4 by 0.3, float first"))
+            ),
+        ),
+        tasks=("sst2", "cola"),
+        seeds=(1, 2, 3),
+        bf16=True,
+        equal_steps=True,
+    ),
+    # Of the first seeds alone: the learning rate after the float phase, whose own is `RATES`.
+    "later_rates": Plan(
+        (
+            LOW_FLOAT,
+            *(
+                taught(2, groups, learning_rate=rate)
+                for groups in ("per channel, full", "groups of 32, full")
+                for rate in (OWN, 1e-4, 5e-5)
+            ),
+        ),
+        tasks=("sst2",),
+        seeds=(1, 2),
+        bf16=True,
+        equal_steps=True,
+    ),
+    # Of the first seeds alone: more grids at 2 bits.
     "grids": Plan(
         (
             LOW_FLOAT,
             *(
-                taught(2, groups, averaged=averaged)
+                taught(2, groups)
                 for groups in (
                     "per channel",
                     "per channel, full",
-                    "groups of 32, full",
                     "per channel, asymmetric",
-                    "groups of 32",
-                    "groups of 32, asymmetric",
                     "groups of 64, full",
+                    "groups of 32",
+                    "groups of 32, full",
+                    "groups of 32, asymmetric",
                 )
-                for averaged in (True, False)
             ),
         ),
-        tasks=("cola", "sst2", "mrpc"),
+        tasks=("sst2", "cola"),
+        seeds=(1, 2),
+        bf16=True,
+        equal_steps=True,
     ),
     # What the first table of docs/evidence/results.md compares.
     "main": Plan(

@@ -9,8 +9,8 @@ given again. Runs go seed by seed, so that lines written so far compare the same
 `--data_dir` holds TASK/train.jsonl and TASK/validation.jsonl with the column names and label ids of the Hub's GLUE.
 `--model_dir` keeps the float models, which are the teachers and what is quantized after training.
 
-All runs: AdamW, linear decay without warmup, batch 32, batches of alike lengths, at most 128 tokens, float32,
-gradients clipped to norm 1, one thread, the metric after each epoch.
+All runs: AdamW, linear decay without warmup, batch 32, batches of alike lengths, at most 128 tokens, float32 (bfloat16
+in some plans), gradients clipped to norm 1, one thread, the metric after each epoch.
 """
 
 import argparse
@@ -300,7 +300,7 @@ def waiting(args: argparse.Namespace, lines: list[dict[str, Any]]) -> Iterator[R
         for plan in (PLANS[name] for name in args.plan):
             for task in plan.tasks:
                 for arm in plan.arms:
-                    run = Run(arm, task, seed, args.rows, args.bf16)
+                    run = plan.run(arm, task, seed, args.rows)
                     if task not in args.tasks or seed not in plan.seeds or is_done(run) or run.key() in asked:
                         continue
                     teacher = run.teacher()
@@ -322,7 +322,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", choices=EPOCHS, default=list(EPOCHS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--rows", type=int, help="only the first ones of each set, to try it")
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, as --bf16 of the Trainer")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--model_dir", type=Path, default=Path("runs/glue_study"))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "glue_study.jsonl")

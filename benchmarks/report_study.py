@@ -5,7 +5,8 @@
 The score of a run is accuracy (SST-2), Matthews correlation (CoLA) or the mean of accuracy and F1 (MRPC), times 100,
 after the last epoch. A difference is paired: the mean over the seeds that both arms have, with its 95 % confidence
 interval of Student's t. "Against basic QAT": the one of the same bits, groups and learning rate that starts from the
-pretrained model and has no teacher. "By the schedule": against the one that has start and teacher in common too.
+pretrained model and has no teacher; in the plans of equal steps it has those of the float run too. "By the schedule":
+against the one that has start and teacher in common too.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from glue_plans import EPOCHS, PLANS, RATES, Arm, Run
+from glue_plans import EPOCHS, PLANS, RATES, Arm
 from glue_study import key_of
 from scipy.stats import t as student
 
@@ -69,26 +70,28 @@ def rows(plan: str, lines: Sequence[Mapping[str, Any]]) -> list[Row]:
         else:
             by_run[key] = line
 
+    run, equal = PLANS[plan].run, PLANS[plan].equal_steps
+
     def scores(arm: Arm | None, task: str) -> dict[int, float]:
         if arm is None:
             return {}
-        runs = {seed: by_run.get(Run(arm, task, seed).key()) for seed in PLANS[plan].seeds}
+        runs = {seed: by_run.get(run(arm, task, seed).key()) for seed in PLANS[plan].seeds}
         return {seed: score(line["metrics"]) for seed, line in runs.items() if line is not None}
 
     result = []
     for task in PLANS[plan].tasks:
         reference = next(arm for arm in PLANS[plan].arms if arm.moq is None)
         for arm in PLANS[plan].arms:
-            key = Run(arm, task, 1).key()
-            others = (reference, arm.plain(), arm.basic())
-            own = [each if each is None or Run(each, task, 1).key() != key else None for each in others]
+            key = run(arm, task, 1).key()
+            others = (reference, arm.plain(equal), arm.basic())
+            own = [each if each is None or run(each, task, 1).key() != key else None for each in others]
             result.append(Row(task, arm, *(scores(each, task) for each in (arm, *own))))
         wanted = (
             {(arm.groups, arm.bits) for arm in PLANS[plan].arms if arm.moq is not None} if reference.after else set()
         )
         for groups, bits in sorted(wanted):
             arm = Arm("after training", None, bits, reference.learning_rate, groups=groups)
-            places = {seed: (Run(reference, task, seed).key(), bits, groups) for seed in PLANS[plan].seeds}
+            places = {seed: (run(reference, task, seed).key(), bits, groups) for seed in PLANS[plan].seeds}
             found = {seed: score(quantized[at]["metrics"]) for seed, at in places.items() if at in quantized}
             result.append(Row(task, arm, found, scores(reference, task), {}, {}))
     return sorted((row for row in result if row.scores), key=lambda row: -row.arm.bits)
@@ -115,7 +118,7 @@ def others(lines: Sequence[Mapping[str, Any]]) -> list[str]:
         for task in plan.tasks
         for arm in plan.arms
         for seed in plan.seeds
-        for run in (Run(arm, task, seed), Run(arm, task, seed).teacher())
+        for run in (plan.run(arm, task, seed), plan.run(arm, task, seed).teacher())
         if run is not None
     }
     head = ["task", "bits", "scales", "arm", "start", "learning rate", "seed", "score"]
@@ -134,7 +137,8 @@ def average(found: Iterable[Row], tasks: Sequence[str]) -> list[Row]:
     """The arms that every task has, each with its mean over the tasks for the seeds that all of them have."""
     arms: dict[tuple[int, str, str, float], list[Row]] = {}
     for row in found:
-        arms.setdefault((row.arm.bits, row.arm.groups, row.arm.name, row.arm.learning_rate), []).append(row)
+        name = row.arm.label(row.arm.learning_rate)
+        arms.setdefault((row.arm.bits, row.arm.groups, name, row.arm.learning_rate), []).append(row)
 
     def mean(parts: Sequence[Mapping[int, float]]) -> dict[int, float]:
         common = set(parts[0]).intersection(*parts)

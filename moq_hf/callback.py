@@ -26,12 +26,12 @@ from .packed.save import Companions
 from .packed.state import shareable
 from .plan import Plan, outcome, plan
 from .processes import is_sharded, whole_state_dict
-from .schedule import offset_of
+from .schedule import offset_step_of
 from .training import messages
 from .training.controller import MoQController
 from .training.host import Host, Loss, LossScale, StockHost
 from .training.listening import first_batch, listen
-from .training.resume import check_room, check_start, planned_steps
+from .training.resume import check_room, check_start, has_begun, planned_steps
 from .training.trainer_state import check_alone, forget_best, resumed_state, state_of_best
 from .transformers_seams import ExportableState, callback_states, checkpoints_as_modules, is_compiled_in_place
 
@@ -101,6 +101,21 @@ class MoQCallback(TrainerCallback, ExportableState):
             },
         }
 
+    def offset(self, state: TrainerState) -> int:
+        """Optimizer steps of a run before anything is quantized, from its state; by its plan if it was resumed.
+
+        Raises:
+            MoQError: It goes on from a checkpoint that was made without MoQ.
+        """
+        resumed = resumed_state(state, self._name)
+        if resumed is None and state.global_step > 0:
+            raise MoQError(
+                f"float_first: the checkpoint at step {state.global_step} was made without MoQ; give its model as "
+                "start and teacher instead, or start a new run"
+            )
+        steps = state.max_steps if resumed is None else planned_steps(self.config, resumed, state.max_steps)
+        return offset_step_of(self.config, steps)
+
     @property
     def _name(self) -> str:
         """What the Trainer's state calls this callback."""
@@ -159,10 +174,11 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._switched = self._arrived = False
         self._prepare_measuring(controller, args, state)
         self._listen(controller, _is_compiled(kwargs["model"], controller, args))
+        self.host.begin(resumed is not None and has_begun(resumed))
         if resumed is not None:
             self._go_on(controller, state, resumed)
         elif state.global_step > 0:
-            logger.warning("moq_hf: %s", messages.begins_late(state.global_step, offset_of(self.config)))
+            logger.warning("moq_hf: %s", messages.begins_late(state.global_step, controller.schedule.offset))
             # What was evaluated in float is not a candidate for the best quantized model.
             forget_best(state)
         controller.check_ranks()
@@ -221,9 +237,9 @@ class MoQCallback(TrainerCallback, ExportableState):
         # Steps that the schedule never counted: those before it began, and skipped ones.
         steps = state.max_steps - (state.global_step - schedule.steps)
         check_room(schedule, steps)
-        # With a deadline, a resumed schedule is that of the run that it began in.
-        has_deadline = schedule.deadline_step is not None
-        self._plan = plan(self.config, (schedule.total_steps if has_deadline else None) or steps)
+        # What depends on the length, a resumed schedule has of the run that it began in.
+        planned = schedule.total_steps if self.config.schedule.depends_on_length else None
+        self._plan = plan(self.config, planned or steps)
         if not state.is_world_process_zero:
             return
         logger.info("%s", controller.summary())
@@ -254,12 +270,22 @@ class MoQCallback(TrainerCallback, ExportableState):
         if skipped:
             return
         had_arrived, was_chosen = self.controller.has_arrived, self.controller.choice is not None
+        schedule = self.controller.schedule
+        if not self.controller.has_begun and schedule.steps + 1 == schedule.offset:
+            self.host.before_quantization()
         eigenvalues = self.controller.measure()
         if not was_chosen and self.controller.choice is not None and state.is_world_process_zero:
             messages.tell(self.controller.choice)
         if self.controller.step(eigenvalues):
             self._switched = True
         self._arrived = self.controller.has_arrived and not had_arrived
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Tell the Trainer of the first step with quantized weights, if there was one without."""
+        if self.controller is not None and 0 < self.controller.schedule.offset == self.controller.schedule.steps:
+            self.host.begin_quantized_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log a step at which bits changed; let the best metric start afresh when the last block arrives."""

@@ -32,6 +32,7 @@ from .config_fields import (
     ByteBits,
     Count,
     Flag,
+    Part,
     Positive,
     Ratio,
     Share,
@@ -65,7 +66,10 @@ class ScheduleConfig:
         Words(auto=None),
         key('optimizer steps from the offset to the first drop, or `"auto"`', "quantize_period"),
     ] = 100
-    offset: Annotated[Count, key("optimizer steps before anything is quantized", "schedule_offset")] = 100
+    offset: Annotated[
+        Count | Part,
+        key("optimizer steps before anything is quantized; below 1: that share of the run", "schedule_offset"),
+    ] = 100
     deadline: Annotated[
         Share | None,
         key('share of the run by which every block is at its target; 0.25 with the period `"auto"`'),
@@ -75,6 +79,11 @@ class ScheduleConfig:
         """Give "auto" its deadline."""
         if self.period is None and self.deadline is None:
             object.__setattr__(self, "deadline", AUTO_DEADLINE)
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the length of the run decides on a step: by a deadline, or an offset that is a share."""
+        return self.deadline is not None or isinstance(self.offset, float)
 
 
 @checked
@@ -137,7 +146,7 @@ class ActivationConfig:
         InputScale,
         key("what shares a scale: all inputs of a layer (a running range), those of a call, or those of a token"),
     ] = "static"
-    start_step: Annotated[Count, key("optimizer steps before that begins")] = 0
+    start_step: Annotated[Count, key("optimizer steps before that begins; it never does before the offset")] = 0
 
     @property
     def grid(self) -> InputGrid | None:

@@ -66,6 +66,8 @@ def _legal_number(schema: Schema) -> str:
     low = f"{schema.get('minimum', schema.get('exclusiveMinimum')):g}".replace("e-0", "e-")
     above = f"from {low}" if "minimum" in schema else f"above {low}"
     high = schema.get("maximum", LARGEST)
+    if schema.get("exclusiveMaximum", UNBOUNDED) != UNBOUNDED:
+        return f"{noun} {above} and below {schema['exclusiveMaximum']:g}"
     if high == LARGEST:
         return f"{noun} {above}"
     return f"{noun} {above} {'to' if schema['type'] == 'integer' else 'up to'} {high:g}"

@@ -31,6 +31,7 @@ Bits = Annotated[int, Field(strict=True, ge=1, le=16)]
 PackedBits = Annotated[int, Field(strict=True, ge=1, le=8)]
 ByteBits = Annotated[int, Field(strict=True, ge=2, le=8)]
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
+Part = Annotated[float, Field(strict=True, gt=0, lt=1)]
 Ratio = Annotated[float, Field(strict=True, ge=1e-9, le=1)]
 Tolerance = Annotated[float, Field(strict=True, gt=0, lt=UNBOUNDED)]
 Size = Annotated[float, Field(strict=True, gt=0, lt=UNBOUNDED)]
@@ -113,6 +114,7 @@ def checked(cls: type[T]) -> type[T]:
             initialize(self, **given)
         except ValidationError as error:
             faults = value_faults(error, TypeAdapter(made).json_schema(by_alias=False), given)
+            # A value that no kind of a field takes is found wrong by each.
             raise config_error(made.__name__, list(dict.fromkeys(fault for _, fault in faults))) from None
 
     made.__init__, made.__signature__ = __init__, signature

@@ -8,7 +8,7 @@ from typing import Any
 
 from .config import AUTO_DEADLINE, LARGEST, MoQConfig
 from .errors import MoQError
-from .schedule import FLOAT_BITS, PrecisionSchedule, Switch, fade_steps, offset_of
+from .schedule import FLOAT_BITS, PrecisionSchedule, Switch, fade_steps, offset_step_of
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Plan:
     Attributes:
         config: What was planned.
         total_steps: Optimizer steps of the run.
+        offset: Optimizer steps before anything is quantized.
         deadline_step: The step by which every block is at its target, or None.
         blocks: One entry for each block.
         notes: What will not be reached and what would help; empty if all is well.
@@ -44,6 +45,7 @@ class Plan:
 
     config: MoQConfig
     total_steps: int
+    offset: int
     deadline_step: int | None
     blocks: tuple[BlockPlan, ...]
     notes: tuple[str, ...]
@@ -57,6 +59,7 @@ class Plan:
         """The plan in JSON types."""
         return {
             "total_steps": self.total_steps,
+            "offset": self.offset,
             "start_bits": self.config.start_bits,
             "target_bits": self.config.to_dict()["quantize_bits"]["target_bits"],
             "deadline_step": self.deadline_step,
@@ -90,12 +93,11 @@ class Plan:
             rows.append([block.name, *(steps.get(b, "") for b in bits), self._step(block.target_step)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
-            f"{self.total_steps:,} optimizer steps, {_span(self.config)}, "
-            f"offset {offset_of(self.config):,}, {period}, {last}"
+            f"{self.total_steps:,} optimizer steps, {_span(self.config)}, offset {self.offset:,}, {period}, {last}"
         ]
         if self.config.budget is not None:
             lines.append(
-                f"after step {offset_of(self.config):,}, on the float model, the measure {self.config.measure!r} "
+                f"after step {self.offset:,}, on the float model, the measure {self.config.measure!r} "
                 f"chooses the bits of each block: {self.config.target_in_words}"
             )
         for name, *cells in rows:
@@ -157,15 +159,15 @@ def plan(
         schedule.steps = step - 1
         for switch in schedule.advance(eigenvalues):
             switches[switch.block].append(switch)
-    fade = fade_steps(config)
+    fade, offset = fade_steps(config), schedule.offset
     goals = schedule.targets or {}
-    ends = {name: fade + (made[-1].step if made else offset_of(config)) for name, made in switches.items()}
+    ends = {name: fade + (made[-1].step if made else offset) for name, made in switches.items()}
     planned = tuple(
         BlockPlan(name, eigenvalues.get(name), tuple(made), ends[name], goals[name]) for name, made in switches.items()
     )
     late = max(planned, key=lambda block: block.target_step)
     notes = () if late.target_step <= total_steps else (_advice(config, total_steps, late),)
-    return Plan(config, total_steps, schedule.deadline_step, planned, notes)
+    return Plan(config, total_steps, offset, schedule.deadline_step, planned, notes)
 
 
 def _check_length(config: MoQConfig, total_steps: Any) -> None:
@@ -180,9 +182,10 @@ def _check_length(config: MoQConfig, total_steps: Any) -> None:
         raise MoQError("total_steps must be below 2**63")
     if not config.enabled:
         raise MoQError("enabled is false: nothing would be quantized")
-    if offset_of(config) >= total_steps:
+    offset = offset_step_of(config, total_steps)
+    if offset >= total_steps:
         raise MoQError(
-            f"quantize_schedule.schedule_offset {offset_of(config)} is not before the end of training at "
+            f"quantize_schedule.schedule_offset {offset} is not before the end of training at "
             f"{total_steps} optimizer steps: nothing would be quantized; set it to less, 0 for instance"
         )
 
@@ -235,7 +238,7 @@ def outcome(planned: Plan, history: Iterable[Switch], steps: int, targets: Mappi
 
 def _advice(config: MoQConfig, total_steps: int, late: BlockPlan) -> str:
     """What would bring the block that is last to its target before the run ends."""
-    offset, target = offset_of(config), late.target_bits
+    offset, target = offset_step_of(config, total_steps), late.target_bits
     since = [s.step - offset for s in late.switches if s.before != FLOAT_BITS]
     room = total_steps - offset - fade_steps(config)
     options = []

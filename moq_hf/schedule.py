@@ -65,14 +65,16 @@ class PrecisionSchedule:
     Args:
         config: What to follow.
         blocks: Names, each once, in model order.
-        total_steps: Optimizer steps of the whole run; not needed for an explicit period without a deadline.
+        total_steps: Optimizer steps of the whole run; not needed for an explicit period without a deadline, if the
+            offset is a number of steps.
 
     Raises:
         MoQError: No blocks, a name given twice, no `total_steps` where they are needed, or too few of them for
             `activation_quantization.start_step` or for the deadline: the text says what would fit.
 
     Attributes:
-        total_steps: As given, or with a deadline those that a loaded state was planned for.
+        total_steps: As given, or where they decide on a step those that a loaded state was planned for.
+        offset: Optimizer steps before anything is quantized.
         steps: Optimizer steps taken, those before the offset included.
         bits: Block name to the bits of the next forward pass.
         targets: Block name to the bits that it ends with; None until `choose` is called, where the config has a budget.
@@ -106,10 +108,10 @@ class PrecisionSchedule:
             raise MoQError(
                 f"activation_quantization.start_step: {start} is not reached in {total_steps} optimizer steps"
             )
+        self.offset = offset_step_of(config, total_steps)
         self._room = _room(config, total_steps)
-        self._offset = offset_of(config)
         self.steps = 0
-        self.bits = dict.fromkeys(names, config.start_bits if self._offset == 0 else FLOAT_BITS)
+        self.bits = dict.fromkeys(names, config.start_bits if self.offset == 0 else FLOAT_BITS)
         self.targets = None if config.budget is not None else dict.fromkeys(names, config.targets[0])
         self.period = {name: self._first(self._drops(name)) for name in names}
         # Steps taken when the block last changed: its blend is counted from there.
@@ -168,11 +170,11 @@ class PrecisionSchedule:
             for name, bits in self.bits.items()
             if bits == FLOAT_BITS or bits > self._target(name)
         ]
-        return self._offset + min(coming) if coming else None
+        return self.offset + min(coming) if coming else None
 
     def drops_ahead(self, steps: int = 1) -> tuple[str, ...]:
         """The blocks that will lose a bit in one of the coming `steps` calls of `advance`; the offset is no loss."""
-        since = self.steps + steps - self._offset
+        since = self.steps + steps - self.offset
         return tuple(
             name
             for name, bits in self.bits.items()
@@ -223,8 +225,9 @@ class PrecisionSchedule:
                 f"not in it {', '.join(missing) or 'none'}; only in it {', '.join(extra) or 'none'}"
             )
         self.steps = state["steps"]
-        if self._room is not None:
+        if self.config.schedule.depends_on_length:
             self.total_steps = state["total_steps"]
+            self.offset = offset_step_of(self.config, self.total_steps)
             self._room = _room(self.config, self.total_steps)
         for name in self.bits:
             self.bits[name], self.period[name], self._changed[name] = blocks[name]
@@ -240,7 +243,7 @@ class PrecisionSchedule:
         last = self._first(drops) if drops else 0
         for left in range(drops - 1, 0, -1):
             last = self._following(last, left, factor, drops)
-        return self._offset + last
+        return self.offset + last
 
     def last_drop(self) -> int:
         """The optimizer step after which every block is at its target at the latest, blends included, from now on."""
@@ -249,9 +252,9 @@ class PrecisionSchedule:
         for name, bits in self.bits.items():
             changed, period = self._changed[name], self.period[name]
             if bits == FLOAT_BITS:
-                changed = max(self.steps + 1, self._offset)
+                changed = max(self.steps + 1, self.offset)
             for left in range(min(bits, self._start(name)) - self._target(name) - 1, -1, -1):
-                changed = max(self.steps + 1, self._offset + period)
+                changed = max(self.steps + 1, self.offset + period)
                 period = self._following(period, left, factor, self._drops(name))
             last = max(last, changed + fade_steps(self.config))
         return last
@@ -293,7 +296,7 @@ class PrecisionSchedule:
         return max(1, room // MAX_FACTOR) if self.config.eigenvalue.enabled and drops != 1 else room
 
     def _is_due(self, name: str, step: int) -> bool:
-        since = step - self._offset
+        since = step - self.offset
         if self.bits[name] == FLOAT_BITS:
             return since >= 0
         return self.bits[name] > self._target(name) and since >= self.period[name]
@@ -311,11 +314,6 @@ class PrecisionSchedule:
             self.period[name] = self._following(self.period[name], left, factor, self._drops(name))
         self._changed[name] = self.steps
         return Switch(self.steps, name, before, self.bits[name], self.period[name], factor, eigenvalue)
-
-
-def offset_of(config: MoQConfig) -> int:
-    """Optimizer steps before anything is quantized; one at least under a budget, which is chosen after a step."""
-    return config.schedule.offset if config.budget is None else max(1, config.schedule.offset)
 
 
 def most_drops(config: MoQConfig) -> int:
@@ -350,6 +348,26 @@ def fade_steps(config: MoQConfig) -> int:
     return steps
 
 
+def offset_step_of(config: MoQConfig, total_steps: int | None) -> int:
+    """Optimizer steps before anything is quantized; one at least under a budget, which is chosen after a step.
+
+    Raises:
+        MoQError: The offset is a share of the run, whose length is not known.
+    """
+    offset = config.schedule.offset
+    if isinstance(offset, float):
+        if total_steps is None:
+            raise MoQError("quantize_schedule: a schedule_offset below 1 needs total_steps, the length of the run")
+        # As the decimal fraction that it was written as.
+        offset = int(Fraction(str(offset)) * total_steps)
+    return offset if config.budget is None else max(1, offset)
+
+
+def begins_in_float(config: MoQConfig) -> bool:
+    """Whether there are steps before anything is quantized, in a run that is not too short for them."""
+    return config.schedule.offset != 0 or config.budget is not None
+
+
 def deadline_step_of(config: MoQConfig, total_steps: int | None) -> int | None:
     """The optimizer step of the deadline, from the start of training; None without one."""
     if config.schedule.deadline is None or total_steps is None:
@@ -369,7 +387,11 @@ def _room(config: MoQConfig, total_steps: int | None) -> int | None:
     if total_steps is None:
         raise MoQError('quantize_schedule: the period "auto" and deadline need total_steps, the length of the run')
     last = deadline_step_of(config, total_steps) or 0
-    offset, fade, share = offset_of(config), fade_steps(config), Fraction(str(config.schedule.deadline))
+    offset, fade, share = (
+        offset_step_of(config, total_steps),
+        fade_steps(config),
+        Fraction(str(config.schedule.deadline)),
+    )
     drops, target = most_drops(config), config.targets[0]
     room = last - offset - fade
     if room >= drops:

@@ -11,6 +11,8 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer
 
@@ -26,6 +28,7 @@ from .packed.state import STATE_NAME, record_metrics
 from .processes import whole_state_dict
 from .training.checkpoints import check_whole, checkpoints, fault_of, last_checkpoint
 from .training.distillation import distillation_loss, fingerprint, load_teacher
+from .training.float_phase import FloatPhase, after_float, restarted, share_of
 from .training.host import MoQHost
 from .training.resume import saved_state
 from .transformers_seams import (
@@ -62,16 +65,22 @@ class MoQTrainer(Trainer):
         moq_config: A `MoQConfig`, a mapping or the path of a JSON file; None trains in float.
         teacher: A float model for distillation, in place of `distillation.teacher` in the config.
         teacher_init_kwargs: For the `from_pretrained` of `distillation.teacher`: `token`, `cache_dir`, `revision`, ...
+        float_first: Train in float for that share of the steps, above 0 and below 1; True is half of them. The model of
+            then is evaluated, saved in the folder `float` of the output folder, and is start and teacher of what
+            follows: the schedule of `moq_config` in the rest of the steps, with the learning rate's schedule and the
+            optimizer's state begun anew. The config's `schedule_offset` is not read.
         **kwargs: What `Trainer` takes.
 
     Raises:
         MoQConfigError: The config is wrong.
-        MoQError: The config does not fit the model, or `callbacks` holds a MoQCallback too.
+        MoQError: The config does not fit the model, `callbacks` holds a MoQCallback too, or `float_first` goes with a
+            teacher, without a config, with a scheduler of one's own or with PEFT's adapters.
 
     Attributes:
         moq: The `MoQCallback`, or None.
         final_metrics: Metrics for `moq_state.json` and the model card; None takes the last evaluation in the log.
-        float_metrics: The same of a model trained in float. Set both before saving or pushing.
+        float_metrics: The same of a model trained in float; with `float_first` those of its float phase. Set both
+            before saving or pushing.
 
     >>> import tempfile
     >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
@@ -99,6 +108,7 @@ class MoQTrainer(Trainer):
         moq_config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         teacher: PreTrainedModel | None = None,
         teacher_init_kwargs: Mapping[str, Any] | None = None,
+        float_first: bool | float | None = None,
         **kwargs: Any,
     ) -> None:
         self.moq: MoQCallback | None = None
@@ -106,11 +116,17 @@ class MoQTrainer(Trainer):
         given = [callback for callback in callbacks if isinstance(callback, MoQCallback)]
         if given and (moq_config is not None or len(given) > 1):
             raise MoQError("two MoQ configs: give moq_config or one MoQCallback, not both")
+        share = share_of(float_first)
         if given:
             self.moq = given[0]
         elif moq_config is not None:
-            self.moq = MoQCallback(moq_config)
+            self.moq = MoQCallback(moq_config if share is None else after_float(MoQConfig.load(moq_config), share))
             callbacks.append(self.moq)
+        if share is not None and (given or self.moq is None or not self.moq.config.enabled or teacher is not None):
+            raise MoQError(
+                "float_first needs a moq_config that is enabled, no MoQCallback beside it, and no other teacher: the "
+                "model trained in float is the teacher"
+            )
         self.final_metrics: Mapping[str, Any] | None = None
         self.float_metrics: Mapping[str, Any] | None = None
         self._host = MoQHost(self)
@@ -120,8 +136,16 @@ class MoQTrainer(Trainer):
         if self.moq is not None:
             self.moq.host = self._host
         super().__init__(*args, **{**kwargs, "callbacks": callbacks})
-        self._teacher = self._find_teacher(teacher, teacher_init_kwargs)
-        self._host.teacher = None if self._teacher is None else fingerprint(self._teacher)
+        # How this Trainer has it without a teacher.
+        self._scaled_for_ga = self.loss_is_scaled_for_ga
+        self._float_phase: FloatPhase | None = None
+        if share is not None:
+            if self.lr_scheduler is not None:
+                raise MoQError(
+                    "float_first begins the learning rate's schedule anew: leave the scheduler to the Trainer"
+                )
+            self._float_phase = FloatPhase(share, self.accelerator.unwrap_model(self.model))
+        self._follow(self._find_teacher(teacher, teacher_init_kwargs))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, as `Trainer.train`; `resume_from_checkpoint=True` takes the last checkpoint that is whole.
@@ -179,10 +203,69 @@ class MoQTrainer(Trainer):
             return None
         if config is None or not config.enabled:
             raise MoQError("a teacher is for quantized training: give a moq_config that is enabled")
-        # The loss below is a mean over the micro-batch, whatever the model's own would be.
-        self.loss_is_scaled_for_ga = False
         student = self.accelerator.unwrap_model(self.model)
         return load_teacher(source, student, config.distillation, self.args.device, init_kwargs)
+
+    def _follow(self, teacher: PreTrainedModel | None) -> None:
+        """Learn from a teacher from now on, or from none."""
+        self._teacher = teacher
+        self._host.teacher = None if teacher is None else fingerprint(teacher)
+        # The loss with a teacher is a mean over the micro-batch, whatever the model's own would be.
+        self.loss_is_scaled_for_ga = self._scaled_for_ga if teacher is None else False
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
+        """Make the learning rate's schedule, as `Trainer.create_scheduler`; with `float_first` one for each phase.
+
+        Raises:
+            MoQError: A phase would have no step, or the schedule cannot be begun anew.
+        """
+        if self._float_phase is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        if self.lr_scheduler is not None:
+            raise MoQError("float_first begins the learning rate's schedule anew: take it out of the DeepSpeed config")
+        step = cast(MoQCallback, self._live_moq()).offset(self.state)
+        if not 0 < step < num_training_steps:
+            raise MoQError(
+                f"float_first {self._float_phase.share:g} of {num_training_steps} optimizer steps is step {step}: it "
+                "leaves a phase without a step; train for more steps (max_steps, num_train_epochs)"
+            )
+        made = []
+        for steps in (step, num_training_steps - step):
+            made.append(super().create_scheduler(steps, optimizer))
+            self.lr_scheduler = None
+        self.lr_scheduler = restarted(made[0], made[1], cast(Optimizer, optimizer or self.optimizer), step)
+        return self.lr_scheduler
+
+    def begin_phase(self, has_begun: bool) -> None:
+        """Begin or go on with a run: `has_begun` is whether a float phase is over. Called by the `MoQCallback`."""
+        phase = self._float_phase
+        if phase is None:
+            return
+        if has_begun:
+            phase.go_on(self)
+        self._take(phase if has_begun else None)
+
+    def end_float_phase(self) -> None:
+        """Keep the float model and follow it. Called by the `MoQCallback` before the first weight is quantized."""
+        if self._float_phase is not None:
+            # As a checkpoint: with the float weights.
+            self._saving_checkpoint = True
+            try:
+                self._float_phase.end(self)
+            finally:
+                self._saving_checkpoint = False
+            self._take(self._float_phase)
+
+    def begin_quantized_phase(self) -> None:
+        """Begin anew what the float phase has used. Called by the `MoQCallback` before the first quantized step."""
+        if self._float_phase is not None:
+            self._float_phase.begin_quantized(self)
+
+    def _take(self, phase: FloatPhase | None) -> None:
+        """Take the metrics and the teacher of a float phase that is over; None: it is to come."""
+        config = cast(MoQCallback, self.moq).config
+        self.float_metrics = None if phase is None else phase.metrics
+        self._follow(None if phase is None else phase.teacher(self, config))
 
     def compute_loss(
         self,

@@ -41,9 +41,9 @@ REMOVED = {
 }
 
 
-def _option(text: str, default: Any = None) -> Any:
+def _option(text: str, default: Any = None, **more: Any) -> Any:
     # argparse formats help texts with %.
-    return dataclasses.field(default=default, metadata={"help": text.replace("%", "%%")})
+    return dataclasses.field(default=default, metadata={"help": text.replace("%", "%%"), **more})
 
 
 @dataclasses.dataclass
@@ -52,9 +52,15 @@ class ModelArguments:
 
     model_name_or_path: str | None = _option("Model folder, or name of a model on the Hub.")
     moq_config: str | None = _option("JSON file of the quantization (see configs/). Without it: plain float training.")
+    float_first: float | None = _option(
+        "Train in float for that share of the steps (default: half); the model is start and teacher of the rest.",
+        nargs="?",
+        const=0.5,
+    )
     float_baseline: bool = _option("Before that, train the same in float, and report both.", False)
     teacher_name_or_path: str | None = _option(
-        "Model fine-tuned on the task (folder or Hub name) whose outputs are learned too."
+        "Model fine-tuned on the task (folder or Hub name) whose outputs are learned too. "
+        "Without --model_name_or_path: training starts from it."
     )
     config_name: str | None = _option(
         "Model configuration (folder, JSON file or Hub name), if not the model's own. "
@@ -173,6 +179,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ModelArguments, DataTrainingAr
     def build(kind: Any) -> Any:
         return kind(**{field.name: getattr(namespace, field.name) for field in dataclasses.fields(kind) if field.init})
 
+    if namespace.model_name_or_path is None and namespace.config_name is None:
+        namespace.model_name_or_path = namespace.teacher_name_or_path
     model_args, data_args = build(ModelArguments), build(DataTrainingArguments)
     problems = _check_packages() + _check_data(data_args, namespace) + _check_model(model_args, namespace)
     _raise_problems(problems + _check_training(data_args, namespace))
@@ -276,6 +284,8 @@ def _check_model(model_args: ModelArguments, args: Any) -> list[str]:
     problems = []
     if model_args.float_baseline and not (model_args.moq_config and args.do_train and args.do_eval):
         problems.append("--float_baseline needs --moq_config, --do_train and --do_eval: it compares two trainings")
+    if model_args.float_first is not None:
+        problems += _check_float_first(model_args, args)
     if model_args.teacher_name_or_path and not (model_args.moq_config and args.do_train):
         problems.append("--teacher_name_or_path needs --moq_config and --do_train: it teaches a model in quantization")
     if model_args.model_name_or_path is None and model_args.config_name is None:
@@ -294,6 +304,21 @@ def _check_model(model_args: ModelArguments, args: Any) -> list[str]:
             problems.append(f"--{name} {value}: there is no such folder")
         elif not path.exists() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", value):
             problems.append(f"--{name} {value}: neither a folder nor a name that the Hub could have")
+    return problems
+
+
+def _check_float_first(model_args: ModelArguments, args: Any) -> list[str]:
+    problems = []
+    if not 0 < model_args.float_first < 1:
+        problems.append(f"--float_first is {model_args.float_first:g}; it is a share of the run, above 0 and below 1")
+    if not (model_args.moq_config and args.do_train):
+        problems.append("--float_first needs --moq_config and --do_train: it is the first part of a quantized training")
+    for name in ("float_baseline", "teacher_name_or_path"):
+        if getattr(model_args, name):
+            problems.append(
+                f"--float_first excludes --{name}: the model of its float phase is "
+                + ("the baseline" if name == "float_baseline" else "the teacher")
+            )
     return problems
 
 

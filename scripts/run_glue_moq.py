@@ -262,6 +262,10 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
         moq_config = None
     elif not moq_config.enabled:
         logger.warning("%s says enabled: false: plain float training", model_args.moq_config)
+    if moq_config is not None and not moq_config.enabled and model_args.float_first:
+        raise UserError(
+            "--float_first is the first part of a quantized training, but the --moq_config says enabled: false"
+        )
     if moq_config is not None and model_args.teacher_name_or_path:
         moq_config = with_teacher(moq_config, model_args.teacher_name_or_path)
 
@@ -314,6 +318,7 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
                 data_collator=default_data_collator if data_args.pad_to_max_length else collator,
                 moq_config=quantization,
                 teacher_init_kwargs=hub if named else None,
+                float_first=model_args.float_first if quantization is not None else None,
             )
         except OSError as err:
             # The Trainer makes the output folder and, for an upload, the repository.
@@ -331,7 +336,11 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
     if args.do_eval:
         results = evaluate_all(trainer, encoded)
         trainer.final_metrics = merged(results)
-        trainer.float_metrics = None if baseline is None else merged(baseline)
+        if trainer.float_metrics is not None:
+            # The float phase was evaluated on the set of the Trainer.
+            baseline = {"validation": trainer.float_metrics}
+        elif baseline is not None:
+            trainer.float_metrics = merged(baseline)
     if args.do_predict:
         predict_all(trainer, encoded, labels, data_args.task_name)
 
@@ -461,7 +470,7 @@ def summary(
     lines = [""]
     for key, metrics in results.items():
         samples = next(value for metric, value in metrics.items() if re.match("eval_samples(_mm)?$", metric))
-        if baseline is not None:
+        if baseline is not None and key in baseline:
             lines.append(f"{name}, {key} ({samples} examples), float: {_figures(baseline[key])}")
         lines.append(f"{name}, {key} ({samples} examples){', MoQ' if baseline else ''}: {_figures(metrics)}")
     controller = None if trainer.moq is None else trainer.moq.controller

@@ -66,6 +66,7 @@ ORDER = [
     "training.listening",
     "training.trainer_state",
     "training.distillation",
+    "training.float_phase",
     "report.metrics",
     "packed.quiet",
     "packed.question",

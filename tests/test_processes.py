@@ -24,6 +24,9 @@ JOBS = [
     "ddp/activations",
     "ddp/eigenvalues_stochastic",
     *(f"ddp/error/{case}" for case in ERRORS),
+    "ddp/float_first",
+    "fsdp2/float_first",
+    "fsdp2/resume/float_first_adamw",
     "fsdp2/error/eigenvalues",
     "fsdp2/nearest",
     "stock/nearest",
@@ -89,8 +92,9 @@ def test_the_packed_model_of_shards_loads(job: str, saved: str, two_processes: P
         assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
 
 
-def test_a_resumed_run_with_shards_is_an_uninterrupted_one(two_processes: Path) -> None:
-    assert result(two_processes, "fsdp2/resume/adamw_stochastic") is True
+@pytest.mark.parametrize("case", ["adamw_stochastic", "float_first_adamw"])
+def test_a_resumed_run_with_shards_is_an_uninterrupted_one(case: str, two_processes: Path) -> None:
+    assert result(two_processes, f"fsdp2/resume/{case}") is True
 
 
 @pytest.mark.parametrize("case", ERRORS)

@@ -1,6 +1,7 @@
 import itertools
 import json
 import re
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ NAMES = [path.stem for path in sorted(GOLDEN.glob("schedule_*.json")) if "engine
 
 
 def make(
-    start: int, target: int, period: int | None, offset: int = 0, deadline: float | None = None, **more: Any
+    start: int, target: int, period: int | None, offset: float = 0, deadline: float | None = None, **more: Any
 ) -> MoQConfig:
     return MoQConfig(start_bits=start, target_bits=target, schedule=ScheduleConfig(period, offset, deadline), **more)
 
@@ -345,6 +346,37 @@ def test_the_deadline_is_the_decimal_fraction_that_was_written(share: float, ste
     assert PrecisionSchedule(make(4, 3, 1, deadline=share), "a", steps).deadline_step == last
 
 
+@given(
+    st.fractions(0, 1, max_denominator=1000).filter(lambda share: 0 < share < 1),
+    st.integers(1, 5000),
+    st.none() | st.just(1.0),
+)
+def test_an_offset_below_1_is_a_share_of_the_run(share: Any, steps: int, deadline: float | None) -> None:
+    written = round(float(share), 3)
+    assume(0 < written < 1)
+    offset = int(Fraction(str(written)) * steps)
+    assume(deadline is None or steps - offset >= 2)
+    shared, counted = (make(5, 3, 4, at, deadline) for at in (written, offset))
+    made = [PrecisionSchedule(config, ["a"], steps) for config in (shared, counted)]
+    assert [schedule.offset for schedule in made] == [offset, offset]
+    for _ in range(min(steps, offset + 40)):
+        switches = [schedule.advance() for schedule in made]
+        assert switches[0] == switches[1]
+        assert made[0].bits == made[1].bits and made[0].period == made[1].period
+    # A resumed run of another length keeps the step of the run that it began in.
+    longer = PrecisionSchedule(shared, ["a"], 3 * steps)
+    longer.load_state_dict(made[0].state_dict())
+    assert longer.offset == offset and longer.state_dict() == made[0].state_dict()
+
+
+def test_a_share_needs_the_length_of_the_run() -> None:
+    with pytest.raises(MoQError, match="a schedule_offset below 1 needs total_steps"):
+        PrecisionSchedule(make(5, 3, 4, 0.5), ["a"])
+    assert plan(make(5, 3, 4, 0.5), 20).table().splitlines()[0] == (
+        "20 optimizer steps, 5 to 3 bits, offset 10, period 4, no deadline"
+    )
+
+
 @given(near_deadline, short, st.dictionaries(st.sampled_from("abc"), shares))
 def test_replaying_the_schedule_gives_the_plan(config: MoQConfig, steps: int, eigenvalues: dict[str, float]) -> None:
     schedule = make_schedule(config, "abc", steps)
@@ -471,6 +503,7 @@ def test_a_plan_as_json() -> None:
     made = plan(make(5, 4, 3, 2), 10)
     assert json.loads(json.dumps(made.to_dict())) == {
         "total_steps": 10,
+        "offset": 2,
         "start_bits": 5,
         "target_bits": 4,
         "deadline_step": None,
@@ -481,6 +514,7 @@ def test_a_plan_as_json() -> None:
                 "eigenvalue": None,
                 "drops": [{"step": 2, "bits": 5}, {"step": 5, "bits": 4}],
                 "target_step": 5,
+                "target_bits": 4,
                 "reached": True,
             }
         ],

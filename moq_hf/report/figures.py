@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import MoQConfig
 from ..errors import MoQError
 from ..plan import Plan
-from ..schedule import FLOAT_BITS, offset_of
+from ..schedule import FLOAT_BITS, begins_in_float
 from .look import ACCENT, GRAY, bars, colors_of, drawing, finish, new_figure
 from .run import Run
 
@@ -28,7 +28,7 @@ def draw_plan(planned: Plan, path: str | os.PathLike[str]) -> None:
     """
     with drawing():
         figure, axes = new_figure(3.4)
-        start = FLOAT_BITS if offset_of(planned.config) else planned.config.start_bits
+        start = FLOAT_BITS if begins_in_float(planned.config) else planned.config.start_bits
         series = {
             block.name: ([s.step for s in block.switches], [float(s.bits) for s in block.switches])
             for block in planned.blocks
@@ -65,7 +65,7 @@ def _bits(run: Run) -> _Captioned | None:
     if not bits:
         return None
     figure, axes = new_figure(_height(bits))
-    start = FLOAT_BITS if offset_of(run.config) else run.config.start_bits
+    start = FLOAT_BITS if begins_in_float(run.config) else run.config.start_bits
     end = _draw_bits(axes, bits, start, _highest(run.config), run.steps)
     shown = f"; shown to step {end:,} of {run.steps:,}, nothing changes after it" if end < run.steps else ""
     return figure, f"Bits of each block over optimizer steps{shown}. Lines are drawn side by side."

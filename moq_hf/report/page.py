@@ -103,6 +103,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         facts.append(("quantized", f"{percent(share)} of the parameters"))
     facts.append(("from, to", f"{run.config.start_bits} to {run.config.target_in_words}"))
     facts.append(("optimizer steps", f"{run.steps:,}"))
+    if isinstance(run.config.schedule.offset, float):
+        facts.append(("of them in float first", percent(run.config.schedule.offset)))
     if run.float_size_mb and sizes:
         facts.append(("size", f"{run.float_size_mb:,.1f} to {sizes[-1]:,.1f} MB"))
     return facts

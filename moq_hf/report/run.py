@@ -13,7 +13,7 @@ from ..errors import MoQConfigError, MoQError
 from ..packed.state import STATE_NAME
 from ..packed.verify import recorded
 from ..reading import Entry, read_json
-from ..schedule import FLOAT_BITS, offset_of
+from ..schedule import FLOAT_BITS, begins_in_float
 from ..training.choice import Choice
 from ..transformers_seams import CALLBACKS_KEY
 from .metrics import metrics_in
@@ -92,7 +92,7 @@ class Run:
 
     def switches(self) -> list[int]:
         """The steps at which any block changed its bits."""
-        start = FLOAT_BITS if offset_of(self.config) else self.config.start_bits
+        start = FLOAT_BITS if begins_in_float(self.config) else self.config.start_bits
         steps = {
             step
             for at, bits in self.by_block("bits").values()

@@ -123,7 +123,7 @@ class MoQController:
     def rounds_inputs(self) -> bool:
         """Whether the inputs of quantized linear layers are rounded in the next forward pass."""
         activation = self.config.activation
-        return activation.enabled and self.schedule.steps >= activation.start_step
+        return activation.enabled and self.has_begun and self.schedule.steps >= activation.start_step
 
     @property
     def has_begun(self) -> bool:
@@ -384,7 +384,7 @@ class MoQController:
         if self.config.verbose:
             for switch in switches:
                 target = (self.schedule.targets or {})[switch.block]
-                logger.info("%s", messages.switch_in_words(switch, self.config, target))
+                logger.info("%s", messages.switch_in_words(switch, target, self.schedule.offset))
         for line in messages.switches_in_words(switches, self.blocks, self.mean_bits):
             logger.info("%s", line)
 

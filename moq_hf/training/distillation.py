@@ -26,7 +26,7 @@ from ..config import DistillationConfig
 from ..errors import MoQError, one_line
 from ..model.convert import dequantize_model
 from ..model.inventory import is_packed
-from ..names import without_peft
+from ..names import without_fsdp, without_peft
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def load_teacher(
         raise MoQError(f"distillation: needs a transformers model, got {type(model).__name__}")
     if isinstance(source, str):
         try:
-            teacher, found = cast(Any, type(model)).from_pretrained(
+            teacher, found = cast(Any, without_fsdp(type(model))).from_pretrained(
                 source, output_loading_info=True, **(init_kwargs or {})
             )
         except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:

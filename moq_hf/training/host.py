@@ -51,6 +51,15 @@ class Host(Protocol):
     def notes(self, model: nn.Module, args: TrainingArguments) -> list[str]:
         """What a user should know of this Trainer before the first step."""
 
+    def begin(self, has_begun: bool) -> None:
+        """Training begins, or goes on from a checkpoint; `has_begun`: one of after the offset."""
+
+    def before_quantization(self) -> None:
+        """The next forward pass will be the first quantized one: the offset is reached, and it is not 0."""
+
+    def begin_quantized_step(self) -> None:
+        """The first optimizer step after the offset begins; once more if a gradient scaler skipped it."""
+
 
 class StockHost:
     """A stock Trainer, of which the callback sees nothing but the events; see `Host`."""
@@ -98,6 +107,15 @@ class StockHost:
             "model.accepts_loss_kwargs = False before making the Trainer, or use MoQTrainer"
         ]
 
+    def begin(self, has_begun: bool) -> None:
+        """Nothing to do."""
+
+    def before_quantization(self) -> None:
+        """Nothing to do."""
+
+    def begin_quantized_step(self) -> None:
+        """Nothing to do."""
+
 
 class MoQHost:
     """A `MoQTrainer`, which has its own ways for all that a stock Trainer leaves to the callback; see `Host`.
@@ -135,6 +153,18 @@ class MoQHost:
     def notes(self, model: nn.Module, args: TrainingArguments) -> list[str]:
         """None: it measures how the loss is scaled."""
         return []
+
+    def begin(self, has_begun: bool) -> None:
+        """Without a teacher, or with that of a float phase which is over."""
+        self._trainer.begin_phase(has_begun)
+
+    def before_quantization(self) -> None:
+        """End the float phase, if there is one."""
+        self._trainer.end_float_phase()
+
+    def begin_quantized_step(self) -> None:
+        """Begin what follows it."""
+        self._trainer.begin_quantized_phase()
 
 
 class LossScale:

@@ -12,7 +12,7 @@ from ..kernels.backend import triton_wanted
 from ..model.inventory import Inventory, is_convolution, is_linear
 from ..model.selection import embeddings_to_quantize, output_heads, tied_to
 from ..model.sizes import ModelSizes, covered, in_words, last_part
-from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch, offset_of
+from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..serving import planned
 from .choice import Choice
 from .resume import describe
@@ -126,15 +126,15 @@ def _what_stays_in_float(inventory: Inventory, config: MoQConfig, sizes: ModelSi
     return f"only {coverage(sizes)} are in quantized layers; the others: {', '.join(parts)}"
 
 
-def switch_in_words(switch: Switch, config: MoQConfig, target: int) -> str:
-    """A sentence on one block's change of precision, with the bits that the block ends with.
+def switch_in_words(switch: Switch, target_bits: int, offset: int) -> str:
+    """A sentence on one block's change of precision.
 
-    >>> switch_in_words(Switch(6, "layer.1", 5, 4, 8, 1, None), MoQConfig(start_bits=6, target_bits=3), 3)
-    'step 6: layer.1 goes from 5 to 4 bits, and drops next after step 108'
+    >>> switch_in_words(Switch(6, "layer.1", 5, 4, 8, 1, None), target_bits=3, offset=2)
+    'step 6: layer.1 goes from 5 to 4 bits, and drops next after step 10'
     """
     start = "starts at" if switch.before == FLOAT_BITS else f"goes from {switch.before} to"
-    due = offset_of(config) + switch.period
-    then = "its target" if switch.bits == target else f"and drops next after step {due}"
+    due = offset + switch.period
+    then = "its target" if switch.bits == target_bits else f"and drops next after step {due}"
     reason = "" if switch.eigenvalue is None else f" (eigenvalue {switch.eigenvalue:.2f}, factor {switch.factor})"
     return f"step {switch.step}: {switch.block} {start} {switch.bits} bits, {then}{reason}"
 
@@ -187,18 +187,22 @@ def notes_on_resuming(
 
 
 def note_on_length(schedule: PrecisionSchedule, steps: int, max_steps: int) -> str | None:
-    """What to say if a schedule with a deadline goes on in a run of another length.
+    """What to say if a schedule that depends on the length of its run goes on in one of another length.
 
     Args:
         schedule: As it goes on.
         steps: Optimizer steps of the run that the schedule counts.
         max_steps: All of them.
     """
-    if schedule.deadline_step is None or schedule.total_steps in (steps, max_steps):
+    if not schedule.config.schedule.depends_on_length or schedule.total_steps in (steps, max_steps):
         return None
+    deadline = schedule.deadline_step
+    stays = (
+        f"its offset stays at step {schedule.offset}" if deadline is None else f"its deadline stays at step {deadline}"
+    )
     return (
         f"the checkpoint's schedule was planned for a run of {schedule.total_steps} optimizer steps, this one has "
-        f"{steps}; its deadline stays at step {schedule.deadline_step}"
+        f"{steps}; {stays}"
     )
 
 

@@ -10,7 +10,7 @@ from ..config import MoQConfig
 from ..errors import MoQConfigError, MoQError
 from ..inputs import LARGEST_RANGE
 from ..reading import Entry
-from ..schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch, offset_of
+from ..schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch, offset_step_of
 from ..version import __version__
 from .choice import Choice
 
@@ -75,7 +75,7 @@ def _check_state(state: Entry) -> None:
         raise MoQError(f"{state.where}: {state['config'].key}: {error}") from error
     schedule = state["schedule"]
     steps = schedule["steps"].whole()
-    if config.schedule.deadline is not None:
+    if config.schedule.depends_on_length:
         schedule["total_steps"].whole(1)
     blocks = schedule["blocks"].mapping()
     for entry in blocks.values():
@@ -143,7 +143,7 @@ def changes(saved: MoQConfig, now: MoQConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def planned_steps(config: MoQConfig, state: Mapping[str, Any], total_steps: int) -> int:
-    """The length to build a schedule for that is to go on from a saved state: that of its plan, if its deadline stays.
+    """The length to build a schedule for that is to go on from a saved state: that of its plan, if the plan stays.
 
     Args:
         config: Of now.
@@ -151,7 +151,7 @@ def planned_steps(config: MoQConfig, state: Mapping[str, Any], total_steps: int)
         total_steps: Optimizer steps of the run that goes on.
     """
     changed = changes(MoQConfig.from_saved(state["config"]), config)
-    if config.schedule.deadline is None or _is_replayed(state, changed):
+    if not config.schedule.depends_on_length or _is_replayed(state, changed):
         return total_steps
     planned: int = state["schedule"]["total_steps"]
     return planned
@@ -168,12 +168,13 @@ def check_start(config: MoQConfig, step: int, total_steps: int) -> None:
     Raises:
         MoQError: It does not.
     """
-    first = step + offset_of(config)
+    offset = offset_step_of(config, total_steps - step)
+    first = step + offset
     if step > 0 and first >= total_steps:
         place = "its last step," if step >= total_steps else "step"
         raise MoQError(
             f"the checkpoint is at {place} {step} of {total_steps}, and was made without MoQ, whose schedule starts "
-            f"there: with schedule_offset {offset_of(config)} nothing would be quantized before the end. Train "
+            f"there: with schedule_offset {offset} nothing would be quantized before the end. Train "
             f"for more than {first} steps (max_steps, num_train_epochs)"
         )
 
@@ -190,7 +191,7 @@ def check_room(schedule: PrecisionSchedule, total_steps: int) -> None:
     """
     activation = schedule.config.activation
     last = max(schedule.last_drop(), activation.start_step if activation.enabled else 0)
-    if schedule.deadline_step is not None and last > max(total_steps, schedule.steps):
+    if schedule.config.schedule.depends_on_length and last > max(total_steps, schedule.steps):
         raise MoQError(
             f"the checkpoint's schedule was planned for {schedule.total_steps} optimizer steps, and after "
             f"{schedule.steps} of them it is not over: its last change may come only after step {last}, but this run "
@@ -217,10 +218,10 @@ def load_schedule(
     """
     bits = {name: block[0] for name, block in state["schedule"]["blocks"].items()}
     steps: int = state["schedule"]["steps"]
-    fixed = changed.keys() - SCHEDULE_KEYS - _FROM_NOW_ON if _has_begun(state) else set()
+    fixed = changed.keys() - SCHEDULE_KEYS - _FROM_NOW_ON if has_begun(state) else set()
     faults = [f"{_in_words(key, changed[key])}, fixed from the offset on" for key in changed if key in fixed]
     targets = state["schedule"].get("targets")
-    if schedule.config.budget is not None and _has_begun(state):
+    if schedule.config.budget is not None and has_begun(state):
         pair = changed.get(TARGET)
         if pair is None:
             schedule.choose(targets)
@@ -240,13 +241,14 @@ def load_schedule(
         )
 
 
-def _has_begun(state: Mapping[str, Any]) -> bool:
+def has_begun(state: Mapping[str, Any]) -> bool:
+    """Whether a saved run, as from `MoQController.state_dict`, was at its offset or later."""
     return any(block[0] != FLOAT_BITS for block in state["schedule"]["blocks"].values())
 
 
 def _is_replayed(state: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> bool:
     """Whether the schedule of now takes the passed steps anew, for what changed in the config."""
-    return bool(SCHEDULE_KEYS.intersection(changed) if _has_begun(state) else changed)
+    return bool(SCHEDULE_KEYS.intersection(changed) if has_begun(state) else changed)
 
 
 def describe(changed: Mapping[str, tuple[Any, Any]]) -> str:

@@ -38,6 +38,7 @@ BASE: dict[str, Any] = {
     "quantize_schedule": {"quantize_period": 2, "schedule_offset": 2},
     "quantize_algo": {"scale_refresh": 3},
 }
+AT_ONCE = {**BASE, "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0}}
 STOCHASTIC = {**BASE, "quantize_algo": {"scale_refresh": 3, "rounding": "stochastic"}}
 EIGENVALUE = {"enabled": True, "layer_name": "bert.encoder.layer", "num_samples": GLOBAL_BATCH, "max_overhead": 1.0}
 ACCUMULATE = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": GLOBAL_BATCH // 2}
@@ -61,6 +62,8 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "float_bf16": (None, {"bf16": True}),
     "bf16": (BASE, {"bf16": True}),
     "compile": (STOCHASTIC, {"torch_compile": True, "torch_compile_backend": "eager"}),
+    "float_first": (AT_ONCE, {"float_first": True}),
+    "float_first_adamw": (AT_ONCE, {"float_first": True, "optim": "adamw_torch_fused", "learning_rate": 2e-3}),
     "eigenvalues": ({**BASE, "eigenvalue": EIGENVALUE}, {}),
     "eigenvalues_stochastic": ({**STOCHASTIC, "eigenvalue": EIGENVALUE}, {}),
 }
@@ -127,6 +130,7 @@ def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more:
     world = int(os.environ.get("WORLD_SIZE", 1))
     settings = {"per_device_train_batch_size": GLOBAL_BATCH, "optim": "sgd", "learning_rate": 0.05, **settings, **more}
     settings["per_device_train_batch_size"] //= world
+    float_first = settings.pop("float_first", None)
     if kind in ("fsdp2", "stock"):
         checkpointing = settings.pop("activation_checkpointing", False)
         settings["fsdp"] = True
@@ -151,7 +155,8 @@ def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more:
     if kind == "stock":
         model.accepts_loss_kwargs = False
         return OnCpu(model, arguments, train_dataset=rows(), callbacks=[MoQCallback(config), *callbacks])
-    return MoQOnCpu(model, arguments, train_dataset=rows(), moq_config=config, callbacks=list(callbacks))
+    more = {"moq_config": config, "float_first": float_first, "callbacks": list(callbacks)}
+    return MoQOnCpu(model, arguments, train_dataset=rows(), **more)
 
 
 def by_hand(folder: Path, case: str) -> dict[str, Any]:
@@ -224,12 +229,14 @@ def run(folder: Path, kind: str, case: str) -> dict[str, Any]:
 def resumed(folder: Path, kind: str, case: str) -> bool:
     """Whether a run that was stopped and resumed ends with the weights of one that was not, bit for bit."""
     settings = {"save_strategy": "steps", "save_steps": 5}
-    whole = trainer_for(folder / f"{kind}-whole", kind, case, **settings)
+    whole = trainer_for(folder / f"{kind}-whole-{case}", kind, case, **settings)
     whole.train()
     expected = outcome({"model": whole.model, "controller": controller_of(whole), "losses": []})
-    part = trainer_for(folder / f"{kind}-part", kind, case, [Stop(7)], **settings)
+    name = f"{kind}-part-{case}"
+    # After the last change of bits, or before it.
+    part = trainer_for(folder / name, kind, case, [Stop(12 if case == "float_first_adamw" else 7)], **settings)
     part.train()
-    again = trainer_for(folder / f"{kind}-part", kind, case, **settings)
+    again = trainer_for(folder / name, kind, case, **settings)
     again.train(resume_from_checkpoint=True)
     found = outcome({"model": again.model, "controller": controller_of(again), "losses": []})
     equal = all(torch.equal(found["weights"][name], value) for name, value in expected["weights"].items())

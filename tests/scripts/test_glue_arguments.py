@@ -57,6 +57,28 @@ CASES = [
     ("model folder without a model", {"model_name_or_path": "{d}/folder.csv"}, [r"folder\.csv", r"config\.json"]),
     ("file for a model", {"model_name_or_path": "{d}/good.jsonl"}, [r"good\.jsonl", "not a folder"]),
     ("teacher of nothing", {"teacher_name_or_path": "{d}/three"}, ["--teacher_name_or_path needs --moq_config"]),
+    ("float phase of nothing", {"float_first": "0.5"}, ["--float_first needs --moq_config and --do_train"]),
+    (
+        "float phase that is no share",
+        {"float_first": "3", "moq_config": "{d}/good.jsonl"},
+        ["--float_first is 3; it is a share of the run, above 0 and below 1"],
+    ),
+    (
+        "two baselines",
+        {
+            "float_first": "0.5",
+            "float_baseline": "true",
+            "do_eval": "true",
+            "validation_file": "{d}/good.jsonl",
+            "moq_config": "{d}/good.jsonl",
+        },
+        ["--float_first excludes --float_baseline"],
+    ),
+    (
+        "two teachers",
+        {"float_first": "0.5", "teacher_name_or_path": "{d}/three", "moq_config": "{d}/good.jsonl"},
+        ["--float_first excludes --teacher_name_or_path"],
+    ),
     (
         "missing teacher",
         {"teacher_name_or_path": "./no/such", "moq_config": "{d}/good.jsonl"},

@@ -185,6 +185,48 @@ def test_a_float_model_teaches_its_quantized_copy(
     assert f"the teacher is {master}, not elsewhere" in capsys.readouterr().out
 
 
+def test_float_first_is_one_run_from_float_to_packed(
+    arguments: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "moq.json"
+    config.write_text(json.dumps(MOQ | {"quantize_schedule": {"quantize_period": 1, "schedule_offset": 0}}))
+    given = arguments | files("mrpc", tmp_path) | {"moq_config": config, "max_steps": 8}
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    out = run(given | saving, "do_train", "do_eval", "float_first")
+    told = capsys.readouterr().out
+    assert re.search(r"mrpc, validation \(6 examples\), float: loss [\d.]+, accuracy", told)
+    assert re.search(r"mrpc, validation \(6 examples\), MoQ: loss [\d.]+, accuracy", told)
+    found = verify_quantized(out)
+    assert {layer.bits for layer in found.layers.values()} == {4}
+    before = found.state["float_metrics"]
+    assert before["eval_loss"] == read_json(out / "float" / "eval_results.json")["eval_loss"]
+    # The float model is one that anybody can load and evaluate.
+    again = {"config_name": None, "model_name_or_path": out / "float", "output_dir": tmp_path / "again"}
+    run(given | again | {"moq_config": None}, "do_eval")
+    assert read_json(tmp_path / "again" / "eval_results.json")["eval_loss"] == before["eval_loss"]
+
+    # A run that was killed goes on: in the quantized phase, and in the float one.
+    for step, more in ((6, {}), (3, {"float_first": 0.5})):
+        folder = tmp_path / f"killed-{step}"
+        shutil.copytree(out / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+        if step > 4:
+            shutil.copytree(out / "float", folder / "float")
+        run(given | more | {"output_dir": folder}, "do_train", "do_eval", *(() if more else ("float_first",)))
+        assert (folder / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+        assert re.search(r"\), float: loss", capsys.readouterr().out)
+
+
+def test_a_teacher_alone_is_the_start_too(arguments: dict[str, object], tmp_path: Path) -> None:
+    config = tmp_path / "moq.json"
+    config.write_text(json.dumps(MOQ))
+    given = arguments | files("sst2", tmp_path)
+    master = run(given | {"output_dir": tmp_path / "float"}, "do_train")
+    taught = given | {"config_name": None, "moq_config": config, "max_steps": 4, "teacher_name_or_path": master}
+    both = run(taught | {"model_name_or_path": master, "output_dir": tmp_path / "both"}, "do_train")
+    alone = run(taught | {"output_dir": tmp_path / "alone"}, "do_train")
+    assert (alone / "model.safetensors").read_bytes() == (both / "model.safetensors").read_bytes()
+
+
 def test_a_moq_config_that_is_off_is_told(
     arguments: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,8 +236,9 @@ def test_a_moq_config_that_is_off_is_told(
     run(given, "do_train")
     assert "enabled: false: plain float training" in capsys.readouterr().out
     taught = given | {"teacher_name_or_path": arguments["config_name"]}
-    assert main([*words_of(taught), "--do_train"]) == 2
-    assert "but the --moq_config says enabled: false" in capsys.readouterr().err
+    for more in (words_of(taught), [*words_of(given), "--float_first"]):
+        assert main([*more, "--do_train"]) == 2
+        assert "but the --moq_config says enabled: false" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".json"])

@@ -1,0 +1,181 @@
+"""Float first: a run whose first part is in float, and whose model of then is start and teacher of the rest."""
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import SafetensorError
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import PreTrainedModel, Trainer
+
+from ..config import MoQConfig
+from ..errors import MoQError, one_line
+from .distillation import load_teacher
+
+logger = logging.getLogger(__name__)
+
+# Half of the steps, as in docs/evidence/recipes.md.
+DEFAULT_SHARE = 0.5
+FOLDER, METRICS = "float", "eval_results.json"
+
+
+def share_of(float_first: bool | float | None) -> float | None:
+    """The share of a run that is in float: the default for True, None for False and None.
+
+    Raises:
+        MoQError: It is not above 0 and below 1.
+
+    >>> share_of(True), share_of(0.25), share_of(None)
+    (0.5, 0.25, None)
+    """
+    if float_first is None or isinstance(float_first, bool):
+        return DEFAULT_SHARE if float_first else None
+    if not isinstance(float_first, (int, float)) or not 0 < float_first < 1:
+        raise MoQError(
+            f"float_first: {float_first!r} is not a share of the run; it must be true ({DEFAULT_SHARE:g}) or a number "
+            "above 0 and below 1"
+        )
+    return float_first
+
+
+def after_float(config: MoQConfig, share: float) -> MoQConfig:
+    """The same schedule for what is left of a run: it begins after `share` of it, and its deadline is of the rest.
+
+    Raises:
+        MoQError: The config names a teacher.
+
+    >>> config = MoQConfig.from_dict({
+    ...     "quantize_bits": {"start_bits": 4, "target_bits": 2},
+    ...     "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 0, "deadline": 0.5},
+    ... })
+    >>> schedule = after_float(config, 0.5).schedule
+    >>> schedule.offset, schedule.deadline
+    (0.5, 0.75)
+    """
+    if config.distillation.teacher is not None:
+        raise MoQError(
+            "float_first trains the teacher itself: leave distillation.teacher out, or float_first, to start from "
+            f"{config.distillation.teacher}"
+        )
+    schedule = config.schedule
+    # Written with so many digits, it is read as the fraction that it is.
+    deadline = None if schedule.deadline is None else round(share + (1 - share) * schedule.deadline, 9)
+    return dataclasses.replace(config, schedule=dataclasses.replace(schedule, offset=share, deadline=deadline))
+
+
+def restarted(first: LRScheduler, second: LRScheduler, optimizer: Optimizer, step: int) -> LambdaLR:
+    """One schedule of learning rates: the first one for `step` steps, then the second from its beginning.
+
+    Raises:
+        MoQError: One of them is not a factor by the number of the step.
+    """
+    if not isinstance(first, LambdaLR) or not isinstance(second, LambdaLR):
+        raise MoQError(
+            f"float_first: lr_scheduler_type makes a {type(first).__name__}, which cannot start again after the float "
+            "phase; take one that depends on the step alone, linear for instance"
+        )
+
+    def joined(before: Any, after: Any) -> Any:
+        return lambda now: before(now) if now < step else after(now - step)
+
+    return LambdaLR(optimizer, [joined(*pair) for pair in zip(first.lr_lambdas, second.lr_lambdas, strict=True)])
+
+
+class FloatPhase:
+    """The float part of a `MoQTrainer`'s run.
+
+    At its end the model is evaluated, saved in the folder `float` of the output folder, and loaded from there as the
+    teacher; a run that resumes later finds it there. The optimizer's state starts afresh, as the learning rate does:
+    the rest is what a second run from the saved model would be.
+
+    Args:
+        share: Of the run.
+        model: The one to train.
+
+    Raises:
+        MoQError: The model is not one of transformers, or has adapters.
+
+    Attributes:
+        metrics: The evaluation at the end of the phase; None before, and without an evaluation set.
+    """
+
+    def __init__(self, share: float, model: Any) -> None:
+        if hasattr(model, "peft_config"):
+            raise MoQError(
+                "float_first: a model with PEFT's adapters cannot be its own teacher in one run; train it in float "
+                "first, and give MoQTrainer(teacher=) a copy"
+            )
+        if not isinstance(model, PreTrainedModel):
+            raise MoQError(f"float_first: needs a transformers model, got {type(model).__name__}")
+        self.share = share
+        self.metrics: Mapping[str, Any] | None = None
+        self._unlogged: Mapping[str, Any] | None = None
+
+    def end(self, trainer: Trainer) -> None:
+        """Evaluate and save the model; in every process, before anything is quantized.
+
+        Raises:
+            MoQError: The model cannot be saved.
+        """
+        folder = self._folder(trainer)
+        logger.info("step %d: the float phase ends", trainer.state.global_step + 1)
+        metrics = _evaluated(trainer)
+        try:
+            trainer.save_model(str(folder), _internal_call=True)
+            if trainer.args.should_save:
+                text = json.dumps(metrics, indent=4, default=str) + "\n"
+                (folder / METRICS).write_text(text, encoding="utf-8")
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise MoQError(f"float_first: the float model cannot be saved in {folder}: {one_line(error)}") from error
+        trainer.accelerator.wait_for_everyone()
+        self.metrics = self._unlogged = metrics or None
+
+    def go_on(self, trainer: Trainer) -> None:
+        """Take what an earlier process evaluated.
+
+        Raises:
+            MoQError: The folder of the float model is not there.
+        """
+        folder = self._folder(trainer)
+        try:
+            metrics = json.loads((folder / METRICS).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise MoQError(
+                f"cannot resume: the float model of this run should be in {folder}, with {METRICS}: {one_line(error)}"
+            ) from error
+        self.metrics = self._unlogged = metrics or None
+
+    def teacher(self, trainer: Trainer, config: MoQConfig) -> PreTrainedModel:
+        """The model that was saved, as the teacher of the one in training.
+
+        Raises:
+            MoQError: It cannot be loaded.
+        """
+        student = trainer.accelerator.unwrap_model(trainer.model)
+        return load_teacher(str(self._folder(trainer)), student, config.distillation, trainer.args.device)
+
+    def begin_quantized(self, trainer: Trainer) -> None:
+        """Log the evaluation, and clear the optimizer's state; before the first quantized step."""
+        if self._unlogged is not None:
+            figures = {name: value for name, value in self._unlogged.items() if isinstance(value, (int, float))}
+            trainer.log({f"float_{name}": value for name, value in figures.items()})
+            self._unlogged = None
+        cast(Any, trainer.optimizer).state.clear()
+
+    def _folder(self, trainer: Trainer) -> Path:
+        return Path(cast(str, trainer.args.output_dir), FOLDER)
+
+
+def _evaluated(trainer: Trainer) -> dict[str, float]:
+    """The metrics of `Trainer.evaluate`, by its names; without its events, which are of the quantized model."""
+    data = trainer.eval_dataset
+    parts = data if isinstance(data, Mapping) else {} if data is None else {"": data}
+    metrics: dict[str, float] = {}
+    for name, part in parts.items():
+        metrics |= trainer.predict(part, metric_key_prefix=f"eval_{name}" if name else "eval").metrics or {}
+    return {name: value for name, value in metrics.items() if not isinstance(value, float) or math.isfinite(value)}

@@ -1,0 +1,289 @@
+"""Float first: one run that is a float run and a quantized run from its model, taught by it."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import Stop, assert_same, new_model, rows, weights
+from transformers import BertForSequenceClassification, EarlyStoppingCallback, Trainer, TrainingArguments
+
+from moq_hf import MoQCallback, MoQError, MoQTrainer, verify_quantized
+from moq_hf.report.run import read_run
+
+CONFIG: dict[str, Any] = {
+    "quantize_bits": {"start_bits": 5, "target_bits": 3},
+    "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 0, "deadline": 0.5},
+    "quantize_groups": "per_channel",
+}
+# Half of the steps are one pass over the data.
+STEPS = 16
+
+
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+    }
+    return TrainingArguments(str(folder), **{**settings, **more})
+
+
+def calm_model() -> BertForSequenceClassification:
+    """Without dropout, so that two runs need no common random numbers."""
+    model = new_model()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.config.hidden_dropout_prob = model.config.attention_probs_dropout_prob = 0.0
+    return model
+
+
+def score(prediction: Any) -> dict[str, float]:
+    return {"sum": float(prediction.predictions.sum())}
+
+
+def float_first(folder: Path, config: Any = CONFIG, share: Any = True, **more: Any) -> MoQTrainer:
+    callbacks, model = more.pop("callbacks", []), more.pop("model", None)
+    return MoQTrainer(
+        model or calm_model(),
+        arguments(folder, **more),
+        None,
+        rows(32),
+        rows(8),
+        compute_metrics=score,
+        moq_config=config,
+        float_first=share,
+        callbacks=callbacks,
+    )
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_one_run_is_a_float_run_and_a_taught_run_from_its_model(kind: str, tmp_path: Path) -> None:
+    one = float_first(tmp_path / "one", lr_scheduler_type=kind, warmup_steps=2)
+    one.train()
+
+    first_args = arguments(tmp_path / "float", max_steps=8, lr_scheduler_type=kind, warmup_steps=2)
+    first = Trainer(calm_model(), first_args, train_dataset=rows(32))
+    first.train()
+    start = copy.deepcopy(first.model)
+    second_args = arguments(tmp_path / "moq", max_steps=8, lr_scheduler_type=kind, warmup_steps=2)
+    second = MoQTrainer(
+        first.model, second_args, train_dataset=rows(32), moq_config=CONFIG, teacher=copy.deepcopy(start)
+    )
+    second.train()
+
+    saved = BertForSequenceClassification.from_pretrained(tmp_path / "one" / "float")
+    assert_same(dict(saved.named_parameters()), dict(start.named_parameters()))
+    assert_same(weights(one), weights(second))
+    rates = [log["learning_rate"] for log in one.state.log_history if "learning_rate" in log]
+    both = [log["learning_rate"] for run in (first, second) for log in run.state.log_history if "learning_rate" in log]
+    assert rates == both and len(rates) == STEPS
+
+
+def test_the_float_model_is_evaluated_logged_and_kept(tmp_path: Path) -> None:
+    trainer = float_first(tmp_path, eval_strategy="steps", eval_steps=4)
+    trainer.train()
+    model = BertForSequenceClassification.from_pretrained(tmp_path / "float")
+    plain = Trainer(model, arguments(tmp_path / "plain"), eval_dataset=rows(8), compute_metrics=score)
+    expected = plain.evaluate()
+
+    recorded = json.loads((tmp_path / "float" / "eval_results.json").read_text(encoding="utf-8"))
+    logged = [log for log in trainer.state.log_history if "float_eval_sum" in log]
+    assert recorded["eval_sum"] == expected["eval_sum"] == trainer.float_metrics["eval_sum"]  # type: ignore[index]
+    assert [(log["step"], log["float_eval_sum"]) for log in logged] == [(8, expected["eval_sum"])]
+    # What was evaluated on the way is of the model on the way: at step 8 it is quantized already.
+    assert [log["step"] for log in trainer.state.log_history if "eval_sum" in log] == [4, 8, 12, 16]
+
+    trainer.save_model()
+    trainer.save_state()
+    assert verify_quantized(tmp_path, trainer.model)
+    state = json.loads((tmp_path / "moq_state.json").read_text(encoding="utf-8"))
+    assert state["float_metrics"]["eval_sum"] == expected["eval_sum"]
+    run = read_run(tmp_path)
+    assert run.in_float["sum"] == expected["eval_sum"] and run.switches()[0] == 8
+
+
+def resumable(folder: Path, **more: Any) -> MoQTrainer:
+    """With dropout and shuffled rows: random numbers count."""
+    return float_first(folder, model=new_model(), train_sampling_strategy="random", **more)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with a checkpoint of each step; not to be changed."""
+    folder = tmp_path_factory.mktemp("whole")
+    torch.set_num_threads(1)
+    resumable(folder, save_strategy="steps", save_steps=1).train()
+    return folder
+
+
+@pytest.mark.parametrize("step", [3, 7, 8, 9, 13])
+def test_killed_anywhere_a_run_resumes_bit_for_bit(step: int, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+    if step >= 8:
+        shutil.copytree(whole / "float", tmp_path / "float")
+    trainer = resumable(tmp_path)
+    trainer.train(resume_from_checkpoint=True)
+    expected = load_file(whole / "checkpoint-16" / "model.safetensors")
+    assert_same(weights(trainer), {name: expected[name] for name in weights(trainer)})
+    results = [json.loads((folder / "float" / "eval_results.json").read_text("utf-8")) for folder in (whole, tmp_path)]
+    assert results[0]["eval_sum"] == results[1]["eval_sum"] == trainer.float_metrics["eval_sum"]  # type: ignore[index]
+    # Once, whether before the checkpoint or after it.
+    assert sum("float_eval_sum" in log for log in trainer.state.log_history) == 1
+
+
+def test_a_stopped_run_goes_on_in_the_same_folder(whole: Path, tmp_path: Path) -> None:
+    resumable(tmp_path, callbacks=[Stop(10)], save_strategy="steps", save_steps=5).train()
+    trainer = resumable(tmp_path)
+    trainer.train(resume_from_checkpoint=True)
+    expected = load_file(whole / "checkpoint-16" / "model.safetensors")
+    assert_same(weights(trainer), {name: expected[name] for name in weights(trainer)})
+
+
+def test_a_resumed_run_needs_its_float_model(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole / "checkpoint-9", tmp_path / "checkpoint-9")
+    with pytest.raises(MoQError, match=r"the float model of this run should be in .*float"):
+        float_first(tmp_path).train(resume_from_checkpoint=True)
+    shutil.copytree(whole / "float", tmp_path / "float")
+    (tmp_path / "float" / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(MoQError, match=r"cannot load .*float as BertForSequenceClassification"):
+        float_first(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_accumulated_steps_are_scaled_as_in_two_runs(tmp_path: Path) -> None:
+    more = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    one = float_first(tmp_path / "one", **more)
+    one.train()
+    first = MoQTrainer(calm_model(), arguments(tmp_path / "float", max_steps=8, **more), train_dataset=rows(32))
+    first.train()
+    args = arguments(tmp_path / "moq", max_steps=8, **more)
+    second = MoQTrainer(first.model, args, None, rows(32), moq_config=CONFIG, teacher=copy.deepcopy(first.model))
+    second.train()
+    assert_same(weights(one), weights(second))
+
+
+def test_a_second_call_of_train_begins_in_float_again(tmp_path: Path) -> None:
+    trainer = float_first(tmp_path)
+    trainer.train()
+    before = (tmp_path / "float" / "model.safetensors").read_bytes()
+    trainer.train()
+    assert (tmp_path / "float" / "model.safetensors").read_bytes() != before
+    assert sum("float_eval_sum" in log for log in trainer.state.log_history) == 1
+
+
+def test_bits_under_a_budget_are_chosen_on_the_float_model(tmp_path: Path) -> None:
+    budget = {"mean": 3.0, "choices": [2, 4]}
+    config = {**CONFIG, "quantize_bits": {"start_bits": 2, "target_bits": budget}}
+    config |= {"quantize_schedule": {"quantize_period": 1, "schedule_offset": 0}, "eigenvalue": {"max_overhead": 1.0}}
+    whole = float_first(tmp_path / "whole", config, save_strategy="steps", save_steps=4)
+    whole.train()
+    controller = whole.moq.controller  # type: ignore[union-attr]
+    assert controller is not None and controller.has_arrived
+    assert {switch.step for switch in controller.history} == {8}
+    assert {switch.bits for switch in controller.history} == {2, 4}
+    for step in (4, 12):
+        folder = tmp_path / str(step)
+        shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+        if step > 8:
+            shutil.copytree(tmp_path / "whole" / "float", folder / "float")
+        again = float_first(folder, config)
+        again.train(resume_from_checkpoint=True)
+        assert_same(weights(again), weights(whole))
+        assert again.moq.controller.schedule.targets == controller.schedule.targets  # type: ignore[union-attr]
+
+
+def test_metrics_that_json_does_not_know_are_kept_as_text(tmp_path: Path) -> None:
+    trainer = float_first(tmp_path)
+    trainer.compute_metrics = lambda prediction: {"matrix": prediction.predictions[:2], "sum": 1.5}
+    trainer.train()
+    recorded = json.loads((tmp_path / "float" / "eval_results.json").read_text(encoding="utf-8"))
+    assert recorded["eval_sum"] == 1.5 and recorded["eval_matrix"].startswith("[[")
+
+
+def test_early_stopping_waits_for_the_target(tmp_path: Path) -> None:
+    stop = EarlyStoppingCallback(early_stopping_patience=1)
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "sum", "eval_steps": 1, "save_steps": 1}
+    trainer = float_first(tmp_path, callbacks=[stop], eval_strategy="steps", save_strategy="steps", **best)
+    trainer.train()
+    controller = trainer.moq.controller  # type: ignore[union-attr]
+    assert controller is not None and controller.has_arrived
+    assert int(trainer.state.best_model_checkpoint.rpartition("-")[2]) >= 12  # type: ignore[union-attr]
+
+
+def test_inputs_stay_float_in_the_float_phase(tmp_path: Path) -> None:
+    seen: dict[int, bool] = {}
+
+    class Watch(Stop):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            seen[state.global_step] = model.bert.encoder.layer[0].output.dense.moq.inputs.active
+
+    config = {**CONFIG, "activation_quantization": {"enabled": True}}
+    float_first(tmp_path, config, callbacks=[Watch(99)]).train()
+    assert [step for step, active in seen.items() if active] == list(range(8, STEPS))
+
+
+@pytest.mark.parametrize(
+    ("share", "more", "words"),
+    [
+        (1.5, {}, "float_first: 1.5 is not a share of the run; it must be true"),
+        (0.0, {}, "float_first: 0.0 is not a share"),
+        ("0.5", {}, "float_first: '0.5' is not a share"),
+        (True, {"moq_config": None}, "float_first needs a moq_config that is enabled"),
+        (True, {"moq_config": {**CONFIG, "enabled": False}}, "float_first needs a moq_config that is enabled"),
+        (True, {"moq_config": None, "callbacks": [MoQCallback(CONFIG)]}, "no MoQCallback beside it"),
+        (True, {"teacher": new_model()}, "no other teacher"),
+        (True, {"moq_config": {**CONFIG, "distillation": {"teacher": "a/b"}}}, "leave distillation.teacher out"),
+        (True, {"model": torch.nn.Sequential(torch.nn.Linear(2, 2))}, "needs a transformers model, got Sequential"),
+    ],
+)
+def test_what_does_not_go_together(share: Any, more: dict[str, Any], words: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"moq_config": CONFIG, "model": calm_model(), **more}
+    with pytest.raises(MoQError, match=words):
+        MoQTrainer(args=arguments(tmp_path), train_dataset=rows(32), float_first=share, **given)
+
+
+def test_a_scheduler_must_be_one_that_can_start_again(tmp_path: Path) -> None:
+    model = calm_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mine = (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+    with pytest.raises(MoQError, match="leave the scheduler to the Trainer"):
+        MoQTrainer(
+            model, arguments(tmp_path), train_dataset=rows(32), moq_config=CONFIG, float_first=True, optimizers=mine
+        )
+    more = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}
+    with pytest.raises(MoQError, match="makes a ReduceLROnPlateau, which cannot start again"):
+        float_first(tmp_path, **more).train()
+
+
+def test_each_phase_needs_a_step(tmp_path: Path) -> None:
+    config = {**CONFIG, "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0}}
+    with pytest.raises(MoQError, match=r"float_first 0.05 of 16 optimizer steps is step 0"):
+        float_first(tmp_path, config, share=0.05).train()
+
+
+def test_a_checkpoint_without_moq_is_not_gone_on_from(tmp_path: Path) -> None:
+    Trainer(calm_model(), arguments(tmp_path, save_strategy="steps", save_steps=4), train_dataset=rows(32)).train()
+    shutil.rmtree(tmp_path / "checkpoint-16")
+    with pytest.raises(MoQError, match="the checkpoint at step 12 was made without MoQ; give its model as start"):
+        float_first(tmp_path).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_model_with_adapters_is_refused(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(calm_model(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    with pytest.raises(MoQError, match="PEFT's adapters cannot be its own teacher in one run"):
+        MoQTrainer(model, arguments(tmp_path), train_dataset=rows(32), moq_config=CONFIG, float_first=True)
