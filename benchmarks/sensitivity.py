@@ -18,6 +18,7 @@ output.
 import argparse
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -175,6 +176,11 @@ def chosen(costs: Costs, sizes: Mapping[str, int]) -> dict[str, int]:
     return {unit: CHOICES[index] for unit, index in zip(sizes, picked, strict=True)}
 
 
+def _with_error(curvature: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """As `Trace.magnitude`."""
+    return {unit: math.hypot(mean, curvature["trace error"][unit]) for unit, mean in curvature["trace"].items()}
+
+
 def of_grid(study: Study, grid: str, curvature: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """Everything on one grid."""
     seconds: dict[str, float] = {}
@@ -185,7 +191,8 @@ def of_grid(study: Study, grid: str, curvature: Mapping[str, Mapping[str, float]
         "eigenvalue": {unit: dict.fromkeys(CHOICES, curvature["eigenvalue"][unit]) for unit in units},
         "eigenvalue x change": predicted(curvature["eigenvalue"], changes),
         "trace": {unit: dict.fromkeys(CHOICES, curvature["trace"][unit]) for unit in units},
-        "trace x change": predicted(curvature["trace"], changes),
+        "trace x change": predicted(_with_error(curvature), changes),
+        "the same without its error": predicted(curvature["trace"], changes),
         "change": changes,
         "loss": timed(seconds, "loss", truth.sampled),
     }
@@ -232,7 +239,8 @@ def report(path: Path) -> None:
 
     def spread(values: list[float], digits: int) -> str:
         mean = sum(values) / len(values)
-        return f"{mean:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+        around = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else ""
+        return f"{mean:.{digits}f}{around}"
 
     names = list(lines[0]["grids"]["per channel"]["ranks"]["3"]["rise"])
     for truth in ("rise", "divergence"):

@@ -9,7 +9,8 @@ by dW . H dW / 2. That is
 | trace | the mean of its Hessian's diagonal, times |dW|^2 / 2: dW knows nothing of H (HAWQ-V2, arXiv 1911.03852) |
 | loss | nothing is predicted: the loss with the block at these bits and the others as they are, less the loss now |
 
-None is below 0: a negative curvature or a loss that falls is noise, or no reason to round.
+None is below 0: curvatures count by their magnitude, that of a trace with its standard error (`Trace.magnitude`), and a
+loss that falls is noise, or no reason to round.
 """
 
 import contextlib

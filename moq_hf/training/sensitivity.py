@@ -358,7 +358,7 @@ class Sensitivity:
             else:
                 traces = self._traces(batches, blocks)
                 sizes = {name: sum(weights[layer].values.numel() for layer in self.layers[name]) for name in levels}
-                curvature = {name: found.value / sizes[name] for name, found in traces.items()}
+                curvature = {name: found.magnitude / sizes[name] for name, found in traces.items()}
                 products = max(found.num_products for found in traces.values())
         return predicted(curvature, squared_changes(weights, self.layers, levels)), products
 
