@@ -424,12 +424,15 @@ def test_script_commands(command: str, checkout: Path, capfd: pytest.CaptureFixt
         if config.schedule.deadline is not None:
             # Each drop needs a step.
             short["max_steps"] = math.ceil((config.start_bits - config.target_bits) / config.schedule.deadline)
-    if "config_name" not in given and not (ROOT / given["model_name_or_path"]).is_dir():
+        # Half of the steps are the float phase's.
+        short["max_steps"] = short["max_steps"] * 2 if "float_first" in given else short["max_steps"]
+    source = given.get("model_name_or_path", given.get("teacher_name_or_path", ""))
+    if "config_name" not in given and not (ROOT / source).is_dir():
         names = tiny_glue.TASKS[given["task_name"]].labels if given.get("teacher_name_or_path") else ()
         named = {"id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}} if names else {}
-        short |= {"model_name_or_path": tiny_model(checkout / "tiny", **named), "ignore_mismatched_sizes": "true"}
-    if "teacher_name_or_path" in given:
-        short["teacher_name_or_path"] = short.get("model_name_or_path", given["model_name_or_path"])
+        model = tiny_model(checkout / "tiny", **named)
+        taken = [name for name in ("model_name_or_path", "teacher_name_or_path") if name in given]
+        short |= {**dict.fromkeys(taken, model), "ignore_mismatched_sizes": "true"}
     if "train_file" not in given:
         short |= tiny_files(given["task_name"], checkout)
     with chdir(checkout):
