@@ -35,15 +35,17 @@ from moq_hf.model.convert import prepare_model
 from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
 from moq_hf.trace import block_traces
+from moq_hf.training.distillation import logits_in, logits_loss
 from moq_hf.training.measures import VECTORS, Costs, Weight, at_bits, loss_rises, predicted, squared_changes
 from moq_hf.training.measuring import measuring
 
 CHOICES, MEAN = (2, 3, 4, 8), 3.0
 SAMPLES, CHUNK, STEP_ROWS, LENGTH, BATCH = 64, 16, 32, 128, 64
 # At which bits the truth is measured.
-BITS = {"per channel": (2, 3), "groups of 32, full range": (3,)}
+FIRST = "per channel, full range"
+BITS = {FIRST: (2, 3), "groups of 32, full range": (3,)}
 GRIDS: dict[str, dict[str, Any]] = {
-    "per channel": {"quantize_groups": "per_channel"},
+    FIRST: {"quantize_groups": "per_channel", "quantize_algo": {"range": "full"}},
     "groups of 32, full range": {"quantize_group_size": 32, "quantize_algo": {"range": "full"}},
 }
 Batch = dict[str, torch.Tensor]
@@ -119,7 +121,7 @@ def rank(one: list[float], other: list[float]) -> float:
 
 def curvatures(study: Study, seconds: dict[str, float]) -> dict[str, dict[str, float]]:
     """The top eigenvalue and the mean of the diagonal of each unit's Hessian, over the samples."""
-    inventory, weights = study.prepare(GRIDS["per channel"])
+    inventory, weights = study.prepare(GRIDS[FIRST])
     units, losses = inventory.units(weights), study.losses(study.samples)
     parameters = {name: [layer.weight] for name, layer in inventory.scheduled.items()}
     with measuring(study.model, parameters) as stand_ins:
@@ -162,10 +164,17 @@ class Truth:
                 divergences.append((before.exp() * (before - after)).sum(-1))
         return torch.cat(rises), torch.cat(divergences)
 
-    def sampled(self) -> Costs:
-        """The measure `loss`: the rise over the samples."""
-        losses = self.study.losses(self.study.samples)
-        with measuring(self.study.model, self.parameters) as stand_ins:
+    def sampled(self, divergence: bool) -> Costs:
+        """The measure `loss`, the rise over the samples, or `divergence`, that of the answers."""
+        model, losses = self.study.model, self.study.losses(self.study.samples)
+        with measuring(model, self.parameters) as stand_ins:
+            if divergence:
+                with torch.no_grad():
+                    before = [logits_in(model(**batch)) for batch in self.study.samples]
+                losses = [
+                    lambda batch=batch, now=now: logits_loss(logits_in(model(**batch)), now, batch["labels"])
+                    for batch, now in zip(self.study.samples, before, strict=True)
+                ]
             return loss_rises(losses, stand_ins, self.weights, self.units, dict.fromkeys(self.units, CHOICES))
 
 
@@ -194,7 +203,8 @@ def of_grid(study: Study, grid: str, curvature: Mapping[str, Mapping[str, float]
         "trace x change": predicted(_with_error(curvature), changes),
         "the same without its error": predicted(curvature["trace"], changes),
         "change": changes,
-        "loss": timed(seconds, "loss", truth.sampled),
+        "loss": timed(seconds, "loss", lambda: truth.sampled(False)),
+        "divergence": timed(seconds, "divergence", lambda: truth.sampled(True)),
     }
     ranks, found = {}, {}
     for bits in truth.bits:
@@ -242,7 +252,7 @@ def report(path: Path) -> None:
         around = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else ""
         return f"{mean:.{digits}f}{around}"
 
-    names = list(lines[0]["grids"]["per channel"]["ranks"]["3"]["rise"])
+    names = list(lines[0]["grids"][FIRST]["ranks"]["3"]["rise"])
     for truth in ("rise", "divergence"):
         print(f"\n| {truth}: grid | bits | " + " | ".join(names) + " |\n" + "| --- " * (len(names) + 2) + "|")
         for grid, widths in BITS.items():
@@ -253,7 +263,7 @@ def report(path: Path) -> None:
     print("\n| measure | training steps |\n| --- | --- |")
     for name in lines[0]["steps"]:
         print(f"| {name} | {spread([line['steps'][name] for line in lines], 1)} |")
-    choices = list(lines[0]["grids"]["per channel"]["rise of choice"])
+    choices = list(lines[0]["grids"][FIRST]["rise of choice"])
     print("\n| model | grid | what | " + " | ".join(choices) + " |\n" + "| --- " * (len(choices) + 3) + "|")
     for line in lines:
         for grid, own in line["grids"].items():
@@ -292,7 +302,7 @@ def main() -> None:
         curvature, steps, step = known["curvature"], known["steps"], known["step_seconds"]
     grids = {grid: of_grid(study, grid, curvature) for grid in GRIDS}
     if args.reuse is None:
-        steps |= {name: value / step for name, value in grids["per channel"]["seconds"].items()}
+        steps |= {name: value / step for name, value in grids[FIRST]["seconds"].items()}
     line = {
         "task": args.task,
         "model": Path(args.model_name_or_path).name,

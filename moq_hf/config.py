@@ -355,7 +355,7 @@ class MoQConfig:
     @property
     def measure(self) -> Measure:
         """What the sensitivity of a block is in this run: that of `sensitivity`, or its default."""
-        return self.sensitivity.measure or ("eigenvalue" if self.budget is None else "trace")
+        return self.sensitivity.measure or ("eigenvalue" if self.budget is None else "divergence")
 
     @property
     def grid(self) -> Grid:

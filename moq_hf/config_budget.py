@@ -8,7 +8,7 @@ from .config_errors import DEFAULT_CHOICES
 from .config_fields import Bits, PackedBits, Size, checked, key
 
 # How the sensitivity of a block is measured.
-Measure = Literal["eigenvalue", "trace", "loss"]
+Measure = Literal["eigenvalue", "trace", "loss", "divergence"]
 
 
 @checked
@@ -71,7 +71,7 @@ class SensitivityConfig:
         Measure | None,
         key(
             "`eigenvalue`: the top one of a block's Hessian, as published; `trace`: the Hessian's mean diagonal, times "
-            "the squared change of the weights at the next bits; `loss`: its rise with the block at those bits; null: "
-            "`trace` with a budget, else `eigenvalue`"
+            "the squared change of the weights at the next bits; `loss`: its rise with the block at those bits; "
+            "`divergence`: that of the answers from those without; null: `divergence` with a budget, else `eigenvalue`"
         ),
     ] = None

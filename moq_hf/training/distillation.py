@@ -131,11 +131,10 @@ def distillation_loss(
             )
     total = config.labels * task_loss.float() if config.labels else task_loss.new_zeros((), dtype=torch.float32)
     if config.logits:
-        names = [name for name in student if name.endswith("logits")]
-        if not names:
+        ours, theirs = logits_in(student), logits_in(teacher)
+        if not ours:
             raise MoQError(f"distillation: the model's output has no logits, only {', '.join(student)}")
-        parts = [_logits_loss(student[name].float(), teacher[name].float(), inputs.get("labels")) for name in names]
-        total = total + config.logits * torch.stack(parts).mean()
+        total = total + config.logits * logits_loss(ours, theirs, inputs.get("labels"))
     if config.hidden:
         parts = [
             _state_loss(ours.float(), theirs.float(), inputs.get(mask) if mask else None)
@@ -148,7 +147,23 @@ def distillation_loss(
     return total
 
 
-def _logits_loss(student: Tensor, teacher: Tensor, labels: Any) -> Tensor:
+def logits_in(output: Any) -> dict[str, Tensor]:
+    """The logits in a model's output, float32, by name; empty without any."""
+    return {name: output[name].float() for name in output if name.endswith("logits")}
+
+
+def logits_loss(student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], labels: Any) -> Tensor:
+    """The cross entropy of class probabilities with the teacher's, a scalar; the mean where there are several logits.
+
+    Args:
+        student: As `logits_in` gives them.
+        teacher: The same of the teacher.
+        labels: Where these are -100, at their positions nothing counts; without labels of their shape all counts.
+    """
+    return torch.stack([_cross_entropy(student[name], teacher[name], labels) for name in student]).mean()
+
+
+def _cross_entropy(student: Tensor, teacher: Tensor, labels: Any) -> Tensor:
     if student.shape[-1] == 1:
         return nn.functional.mse_loss(student, teacher)
     loss = -(teacher.softmax(-1) * student.log_softmax(-1)).sum(-1)

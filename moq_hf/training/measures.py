@@ -8,6 +8,7 @@ by dW . H dW / 2. That is
 | eigenvalue | the top eigenvalue of its Hessian in magnitude, times |dW|^2 / 2: the worst dW |
 | trace | the mean of its Hessian's diagonal, times |dW|^2 / 2: dW knows nothing of H (HAWQ-V2, arXiv 1911.03852) |
 | loss | nothing is predicted: the loss with the block at these bits and the others as they are, less the loss now |
+| divergence | the same of the cross entropy of the answers with those now: KL(now, with the block at these bits) |
 
 None is below 0: curvatures count by their magnitude, that of a trace with its standard error (`Trace.magnitude`), and a
 loss that falls is noise, or no reason to round.
@@ -16,7 +17,7 @@ loss that falls is noise, or no reason to round.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from ..quant_linear import QuantLayer
 from ..quantizer import Draw
 from ..rows import Kind, from_rows, to_rows
 from ..trace import ROUND
+
+# Measured directly, by forward passes alone.
+MEASURED: Final[frozenset[Measure]] = frozenset({"loss", "divergence"})
 
 # By block, and by bits.
 Costs = dict[str, dict[int, float]]
@@ -87,10 +91,10 @@ def work(
         one_batch: Whether they are one batch, whose graph serves all products.
         products: Of each block; with `trace` of all blocks at once.
         blocks: How many there are.
-        levels: With `loss`: forward passes, one for each number of bits of each block.
+        levels: Of `MEASURED`: forward passes, one for each number of bits of each block.
         finite_difference: Whether products are differences of gradients.
     """
-    if measure == "loss":
+    if measure in MEASURED:
         return rows * FORWARD_COST * (1 + levels)
     if measure == "trace":
         # A difference takes two gradients whatever it is of.

@@ -1,5 +1,6 @@
 """When a run measures the sensitivity of its blocks, on which training examples, and at what share of its time."""
 
+import inspect
 import logging
 import math
 import time
@@ -19,9 +20,11 @@ from ..names import is_below
 from ..processes import is_distributed, is_sharded, mean_over_ranks
 from ..schedule import PrecisionSchedule
 from ..trace import Trace, block_traces
+from .distillation import logits_in, logits_loss
 from .host import Loss, model_loss
 from .measures import (
     FIRST_PRODUCTS,
+    MEASURED,
     VECTORS,
     Costs,
     Weight,
@@ -50,7 +53,7 @@ def normalize(eigenvalues: Mapping[str, float]) -> dict[str, float]:
 
 
 # What the measures are called where they were taken.
-_PLURAL = {"eigenvalue": "eigenvalues", "trace": "traces", "loss": "losses"}
+_PLURAL = {"eigenvalue": "eigenvalues", "trace": "traces", "loss": "losses", "divergence": "divergences"}
 # However small the budget is, fewer examples would say nothing.
 MIN_ROWS = 8
 # A half-precision training step is that much faster than the same in float32, in which eigenvalues are measured.
@@ -168,12 +171,15 @@ class Sensitivity:
         """Try on two examples whether the loss can be measured; once, as soon as there are examples.
 
         Raises:
-            MoQError: It cannot; see `check_second_derivative`.
+            MoQError: It cannot; see `check_second_derivative`. Or its answers are not to be had.
         """
         few = [part_of(batch, 0, 2) for batch in self.samples.batches(1)]
         if self._checked or not few or self.measure == "loss":
             return
         self._checked = True
+        if self.measure == "divergence":
+            self._answers(few[0])
+            return
         with measuring(self.model, self.blocks) as blocks:
             first = next(iter(blocks.values()))
             check_second_derivative(self._closure(few[0], 1.0), first, finite_difference=self.config.finite_difference)
@@ -326,10 +332,34 @@ class Sensitivity:
         return evaluate
 
     def _losses(self, batches: list[Inputs]) -> list[Callable[[], Tensor]]:
-        rows = [rows_of(batch) for batch in batches]
-        # The mean over examples, whatever the sizes of the batches.
-        weights = [size * len(rows) / sum(rows) for size in rows]
-        return [self._closure(batch, weight) for batch, weight in zip(batches, weights, strict=True)]
+        return [self._closure(batch, weight) for batch, weight in zip(batches, _weights(batches), strict=True)]
+
+    def _answers(self, batch: Inputs) -> dict[str, Tensor]:
+        """The model's logits for a batch, by name.
+
+        Raises:
+            MoQError: It has none.
+        """
+        inputs = _to_float32(batch, self.device)
+        kinds = inspect.signature(self.model.forward).parameters
+        takes_any = any(kind.kind is kind.VAR_KEYWORD for kind in kinds.values())
+        with repeatable(self.model), torch.no_grad():
+            output = self.model(**{name: value for name, value in inputs.items() if takes_any or name in kinds})
+        found = logits_in(output) if isinstance(output, Mapping) else {}
+        if not found:
+            raise MoQError(
+                "sensitivity.measure: divergence compares logits, and the model's output has none; set it to trace"
+            )
+        return found
+
+    def _divergences(self, batches: list[Inputs]) -> list[Callable[[], Tensor]]:
+        """The cross entropy of the answers with those that the model gives now."""
+
+        def closure(batch: Inputs, weight: float) -> Callable[[], Tensor]:
+            before, labels = self._answers(batch), _to_float32(batch, self.device).get("labels")
+            return lambda: logits_loss(self._answers(batch), before, labels) * weight
+
+        return [closure(batch, weight) for batch, weight in zip(batches, _weights(batches), strict=True)]
 
     def _measure(
         self, batches: list[Inputs], next_bits: Mapping[str, int]
@@ -348,8 +378,9 @@ class Sensitivity:
         with measuring(
             self.model, {layer: [cast(nn.Parameter, layers[layer].float_weight)] for layer in weights}
         ) as stand_ins:
-            if self.measure == "loss":
-                return loss_rises(self._losses(batches), stand_ins, weights, self.layers, levels), 0
+            if self.measure in MEASURED:
+                losses = self._losses(batches) if self.measure == "loss" else self._divergences(batches)
+                return loss_rises(losses, stand_ins, weights, self.layers, levels), 0
             blocks = {block: [p for layer in self.layers[block] for p in stand_ins[layer]] for block in levels}
             if self.measure == "eigenvalue":
                 results = self._eigenvalues(batches, blocks)
@@ -430,6 +461,12 @@ def _blocks_of(
     return {
         name: found[name] if whole else [weights[layer] for layer in below] for name, below in layers.items()
     }, layers
+
+
+def _weights(batches: list[Inputs]) -> list[float]:
+    """Of batches, so that their mean is that over examples, whatever their sizes are."""
+    rows = [rows_of(batch) for batch in batches]
+    return [size * len(rows) / sum(rows) for size in rows]
 
 
 def _to_float32(inputs: Inputs, device: torch.device) -> Inputs:

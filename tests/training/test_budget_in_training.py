@@ -52,7 +52,7 @@ def mean_of(found: Any) -> float:
     return sum(size * layer.bits for size, layer in zip(sizes, layers, strict=True)) / sum(sizes)
 
 
-@pytest.mark.parametrize("measure", ["trace", "eigenvalue", "loss"])
+@pytest.mark.parametrize("measure", ["trace", "eigenvalue", "loss", "divergence"])
 def test_a_mean_is_met_and_delivered(
     measure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy
 import pytest
+import scipy.stats
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,6 +58,38 @@ def test_a_rise_of_the_loss_is_that_of_the_quantized_model(
         with torch.no_grad():
             assert max(0.0, float(tiny_bert.eval()(**tiny_batch).loss) - before) == pytest.approx(rise, abs=1e-6)
     assert max(found.values()) > 1e-4
+
+
+def test_a_divergence_is_that_of_the_quantized_model(
+    tiny_bert: BertForSequenceClassification, tiny_batch: dict[str, torch.Tensor]
+) -> None:
+    """By SciPy's relative entropy, over two batches of unequal size."""
+    tiny_bert.eval()
+    with torch.no_grad():
+        for parameter in tiny_bert.parameters():
+            parameter.mul_(4)
+        before = tiny_bert(**tiny_batch).logits.softmax(-1).double().numpy()
+    config = MoQConfig.from_dict(
+        {"quantize_bits": {"start_bits": 2, "target_bits": {"mean": 3.0}}, "quantize_groups": "per_channel"}
+    )
+    assert config.measure == "divergence"
+    controller = MoQController(tiny_bert, config, 300)
+    sensitivity = controller.sensitivity
+    assert sensitivity is not None
+    for part in (slice(0, 1), slice(1, None)):
+        sensitivity.samples.add({name: value[part] for name, value in tiny_batch.items()})
+    sensitivity.samples.end_step()
+    found = sensitivity.costs(1, [2, 3])
+    assert [unit for unit, own in found.items() if own[2] <= own[3]] == []
+    unit, own = next((unit, own) for unit, own in found.items() if "layer.1" in unit)
+    others = [name for name in controller.layers if name not in controller.blocks[unit]]
+    for bits, divergence in own.items():
+        bare = {"quantize_bits": {"start_bits": bits, "target_bits": bits}, "quantize_groups": "per_channel"}
+        quantize_model(tiny_bert, {**bare, "modules_to_not_convert": [*others, "classifier"]})
+        with torch.no_grad():
+            after = tiny_bert.eval()(**tiny_batch).logits.softmax(-1).double().numpy()
+        expected = scipy.stats.entropy(before, after, axis=1).mean()
+        assert divergence == pytest.approx(expected, rel=1e-3, abs=1e-7) and expected > 1e-6
 
 
 def test_what_is_not_finite_counts_as_the_largest_and_nothing_is_below_zero() -> None:
