@@ -712,5 +712,5 @@ def test_a_number_is_no_budget_and_the_measure_has_its_default() -> None:
         "eigenvalue",
         "8 bits",
     )
-    assert budget.measure == "trace"
+    assert budget.measure == "divergence"
     assert MoQConfig(target_bits=BitBudget(mean=3.0), sensitivity=SensitivityConfig("loss")).measure == "loss"
