@@ -92,7 +92,7 @@ class FileSize:
         return sum(tensor.bytes + self._entry(tensor) for tensor in self._parts(name, bits))
 
     def of_rest(self) -> int:
-        """Bytes of everything else: what stays in float, tables, and the rest of the header; a few more than there are."""
+        """Bytes of everything else: what stays in float, tables, the rest of the header; a few more than there are."""
         length = len('{"__metadata__":{"format":"pt"}}') + sum(map(self._entry, self._fixed))
         return 8 + 8 * math.ceil(length / 8) + 7 + sum(tensor.bytes for tensor in self._fixed)
 
