@@ -130,7 +130,7 @@ class MoQTrainer(Trainer):
         self.final_metrics: Mapping[str, Any] | None = None
         self.float_metrics: Mapping[str, Any] | None = None
         self._host = MoQHost(self)
-        self._loss_checked = False
+        self._loss_checked = self._loss_called = False
         self._saving_checkpoint = False
         self._answers: Answers | None = None
         if self.moq is not None:
@@ -187,7 +187,15 @@ class MoQTrainer(Trainer):
         moq = self._live_moq()
         if moq is not None:
             moq.observe(inputs)
-        return super().training_step(model, inputs, num_items_in_batch)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not self._loss_called and (self._teacher is not None or self._float_phase is not None):
+            self._loss_called = True
+            logger.warning(
+                "moq_hf: compute_loss of %s does not call that of MoQTrainer, which follows the teacher: it is not "
+                "followed; call super().compute_loss",
+                type(self).__name__,
+            )
+        return loss
 
     def _find_teacher(
         self, given: PreTrainedModel | None, init_kwargs: Mapping[str, Any] | None
@@ -243,6 +251,8 @@ class MoQTrainer(Trainer):
             return
         if has_begun:
             phase.go_on(self)
+        else:
+            phase.begin(self)
         self._take(phase if has_begun else None)
 
     def end_float_phase(self) -> None:
@@ -275,6 +285,7 @@ class MoQTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """As `Trainer.compute_loss`; in training with a teacher, the distillation loss."""
+        self._loss_called = True
         if self._teacher is None or self.moq is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         config = self.moq.config.distillation

@@ -67,6 +67,9 @@ class FileSize:
             owned.add(id(table.float_weight))
             self._fixed += self._bytes_of(name, table) if table_bits != 1 else [_of(f"{name}.weight", table.weight)]
         self._fixed += [_of(name, tensor) for name, tensor in _tensors(inventory) if id(tensor) not in owned]
+        # No offset in the file has more digits.
+        parts = [*self._fixed, *(part for name in layers for part in self._parts(name, 8))]
+        self._end = sum(tensor.bytes for tensor in parts)
 
     def why_alike(self) -> str | None:
         """Why the bits of single layers make no difference to the file; None if they do."""
@@ -85,24 +88,19 @@ class FileSize:
         return None
 
     def of_layer(self, name: str, bits: int) -> int:
-        """Bytes that stand for the weight of a layer at `bits`, 1 to 8."""
-        return sum(tensor.bytes for tensor in self._parts(name, bits))
+        """Bytes that stand for the weight of a layer at `bits`, 1 to 8, with their entries in the file's header."""
+        return sum(tensor.bytes + self._entry(tensor) for tensor in self._parts(name, bits))
 
-    def of_rest(self, bits: Mapping[str, int]) -> int:
-        """Bytes of everything else: what stays in float, tables, and the file's own header.
+    def of_rest(self) -> int:
+        """Bytes of everything else: what stays in float, tables, the rest of the header; a few more than there are."""
+        length = len('{"__metadata__":{"format":"pt"}}') + sum(map(self._entry, self._fixed))
+        return 8 + 8 * math.ceil(length / 8) + 7 + sum(tensor.bytes for tensor in self._fixed)
 
-        Args:
-            bits: Of every layer: a few bytes of the header depend on them.
-        """
-        parts = [*self._fixed, *(part for name, width in bits.items() for part in self._parts(name, width))]
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for tensor in parts:
-            offsets = [end, end := end + tensor.bytes]
-            kind = _DTYPES.get(tensor.dtype, "F32")
-            header[tensor.name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": offsets}
-        length = len(json.dumps(header, separators=(",", ":")).encode())
-        return 8 + 8 * math.ceil(length / 8) + sum(tensor.bytes for tensor in self._fixed)
+    def _entry(self, tensor: _Tensor) -> int:
+        """Bytes of a tensor's entry in the header, with offsets of the most digits, and the comma before it."""
+        kind = _DTYPES.get(tensor.dtype, "F32")
+        entry = {tensor.name: {"dtype": kind, "shape": tensor.shape, "data_offsets": [self._end, self._end]}}
+        return len(json.dumps(entry, separators=(",", ":")).encode()) - 1
 
     def _parts(self, name: str, bits: int) -> list[_Tensor]:
         layer = self._layers[name]

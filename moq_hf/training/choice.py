@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 from ..budget import Option, choose
@@ -145,7 +146,7 @@ class Chooser:
             block: {bits: sum(file.of_layer(layer, bits) for layer in layers) for bits in self.budget.choices}
             for block, layers in blocks.items()
         }
-        self._rest = file.of_rest({layer: self.budget.choices[-1] for layer in weights})
+        self._rest = file.of_rest()
         if self.budget.file_mb is not None:
             self._check_file(self.budget.file_mb, file)
 
@@ -179,9 +180,10 @@ class Chooser:
 
     @property
     def _capacity(self) -> int:
+        # As the decimal fractions that they were written as: 2.3 * 50 is 114.99999999999999.
         if self.budget.file_mb is not None:
-            return int(self.budget.file_mb * 1e6) - self._rest
-        return int((self.budget.mean or 0.0) * sum(self._weights.values()))
+            return int(Fraction(str(self.budget.file_mb)) * 10**6) - self._rest
+        return int(Fraction(str(self.budget.mean)) * sum(self._weights.values()))
 
     def _reached(self, bits: Mapping[str, int]) -> float:
         size = sum(self._size(block, b) for block, b in bits.items())
@@ -191,7 +193,11 @@ class Chooser:
         where, alike = "quantize_bits.target_bits.file_mb", file.why_alike()
         if alike is not None:
             raise MoQError(f"{where}: {alike}, so that no choice of bits meets it; give mean instead")
-        least, most = (self._reached(dict.fromkeys(self._weights, self.budget.choices[k])) for k in (0, -1))
+        # The zero points of 1 bit may take more than codes of 2 bits do.
+        least, most = (
+            self._reached({block: end(sizes, key=lambda bits: sizes[bits]) for block, sizes in self._bytes.items()})
+            for end in (min, max)
+        )
         if not least <= wanted <= most:
             stays = "the rest of the file stays" if wanted < least else "more choices allow more"
             raise MoQError(

@@ -1,5 +1,6 @@
 """Float first: a run whose first part is in float, and whose model of then is start and teacher of the rest."""
 
+import copy
 import dataclasses
 import json
 import logging
@@ -8,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from safetensors import SafetensorError
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -98,7 +100,7 @@ class FloatPhase:
         model: The one to train.
 
     Raises:
-        MoQError: The model is not one of transformers, or has adapters.
+        MoQError: The model is not one of transformers, has adapters, or is not what its class makes of its config.
 
     Attributes:
         metrics: The evaluation at the end of the phase; None before, and without an evaluation set.
@@ -112,9 +114,23 @@ class FloatPhase:
             )
         if not isinstance(model, PreTrainedModel):
             raise MoQError(f"float_first: needs a transformers model, got {type(model).__name__}")
+        _check_class(model)
         self.share = share
         self.metrics: Mapping[str, Any] | None = None
         self._unlogged: Mapping[str, Any] | None = None
+
+    def begin(self, trainer: Trainer) -> None:
+        """Make the folder of the float model, before the first step.
+
+        Raises:
+            MoQError: It cannot be made.
+        """
+        folder = self._folder(trainer)
+        try:
+            if trainer.args.should_save:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise MoQError(f"float_first: the float model cannot be saved in {folder}: {one_line(error)}") from error
 
     def end(self, trainer: Trainer) -> None:
         """Evaluate and save the model; in every process, before anything is quantized.
@@ -124,9 +140,10 @@ class FloatPhase:
         """
         folder = self._folder(trainer)
         logger.info("step %d: the float phase ends", trainer.state.global_step + 1)
-        metrics = _evaluated(trainer)
         try:
+            # First: what an evaluation raises shall not lose it.
             trainer.save_model(str(folder), _internal_call=True)
+            metrics = _evaluated(trainer)
             if trainer.args.should_save:
                 text = json.dumps(metrics, indent=4, default=str) + "\n"
                 (folder / METRICS).write_text(text, encoding="utf-8")
@@ -171,11 +188,35 @@ class FloatPhase:
         return Path(cast(str, trainer.args.output_dir), FOLDER)
 
 
+def _check_class(model: PreTrainedModel) -> None:
+    """Check that the model can be loaded once it is saved, as its own teacher.
+
+    Raises:
+        MoQError: Its class makes other weights of its config: a part was put in by hand.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        again = type(model)(copy.deepcopy(model.config))
+    now, made = ({name: w.shape for name, w in one.state_dict().items()} for one in (model, again))
+    other = sorted(name for name in now.keys() | made.keys() if now.get(name) != made.get(name))
+    if other:
+        raise MoQError(
+            f"float_first: {type(model).__name__} has other weights by its config, so it cannot be loaded as its own "
+            f"teacher: {', '.join(other)}. Write a class that makes them, or give MoQTrainer(teacher=) a copy of a "
+            "float model"
+        )
+
+
 def _evaluated(trainer: Trainer) -> dict[str, float]:
     """The metrics of `Trainer.evaluate`, by its names; without its events, which are of the quantized model."""
     data = trainer.eval_dataset
     parts = data if isinstance(data, Mapping) else {} if data is None else {"": data}
     metrics: dict[str, float] = {}
-    for name, part in parts.items():
-        metrics |= trainer.predict(part, metric_key_prefix=f"eval_{name}" if name else "eval").metrics or {}
+    args, loss_only = trainer.args, trainer.args.prediction_loss_only
+    # As `evaluate` does: nobody wants the logits, which may not fit into memory.
+    args.prediction_loss_only = loss_only or trainer.compute_metrics is None
+    try:
+        for name, part in parts.items():
+            metrics |= trainer.predict(part, metric_key_prefix=f"eval_{name}" if name else "eval").metrics or {}
+    finally:
+        args.prediction_loss_only = loss_only
     return {name: value for name, value in metrics.items() if not isinstance(value, float) or math.isfinite(value)}

@@ -174,13 +174,17 @@ class Sensitivity:
             MoQError: It cannot; see `check_second_derivative`. Or its answers are not to be had.
         """
         few = [part_of(batch, 0, 2) for batch in self.samples.batches(1)]
-        if self._checked or not few or self.measure == "loss":
+        if self._checked or not few:
             return
         self._checked = True
         if self.measure == "divergence":
             self._answers(few[0])
             return
         with measuring(self.model, self.blocks) as blocks:
+            if self.measure == "loss":
+                with torch.no_grad():
+                    self._closure(few[0], 1.0)()
+                return
             first = next(iter(blocks.values()))
             check_second_derivative(self._closure(few[0], 1.0), first, finite_difference=self.config.finite_difference)
 

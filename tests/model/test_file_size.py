@@ -61,12 +61,12 @@ def test_it_is_the_size_of_the_file(kind: str, more: dict[str, Any], choices: tu
         layer.refresh()
     file = FileSize(inventory, layers, tables, config.quantize_embeddings)
     assert file.why_alike() is None
-    found = file.of_rest(bits) + sum(file.of_layer(name, width) for name, width in bits.items())
+    found = file.of_rest() + sum(file.of_layer(name, width) for name, width in bits.items())
     save_quantized(model, tmp_path)
     size = (tmp_path / "model.safetensors").stat().st_size
-    # Offsets of another order of tensors have other numbers of digits.
-    assert abs(found - size) <= 200
-    assert abs(found - size) < 0.008 * size
+    # Counted are offsets of the most digits: a file is within its budget.
+    assert 0 <= found - size <= 250
+    assert found - size < 0.015 * size
 
 
 def test_files_whose_codes_are_alike_are_named() -> None:

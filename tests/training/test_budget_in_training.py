@@ -11,10 +11,12 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from moq_hf import MoQConfig, MoQError, MoQTrainer, PrecisionSchedule, last_checkpoint, plan, verify_quantized
 from moq_hf.config_budget import BitBudget
+from moq_hf.model.file_size import FileSize
 from moq_hf.model.inventory import Inventory
 from moq_hf.report.page import write_report
 from moq_hf.report.run import read_run
 from moq_hf.schedule import FLOAT_BITS
+from moq_hf.training.choice import Chooser
 from moq_hf.training.controller import MoQController
 
 
@@ -258,3 +260,34 @@ def test_units_are_what_servers_fuse() -> None:
     single = [f"model.layers.1.mlp.experts.{k}.w{n}" for k in range(2) for n in (1, 2)]
     units = Inventory.of(llama()).units([*experts, *single])
     assert units == {"model.layers.0.mlp.experts": experts, "model.layers.1.mlp.experts": single}
+
+
+def test_a_file_with_layers_of_one_bit_is_within_its_budget(tmp_path: Path) -> None:
+    # Their zero points have places in the file's header.
+    settings = config({"file_mb": 0.019, "choices": [1, 8]})
+    trainer = trained(moq(tmp_path, settings))
+    trainer.save_model(str(tmp_path / "out"))
+    assert 1 in callback_of(trainer).controller.choice.targets.values()  # type: ignore[union-attr]
+    assert 0.95 * 19_000 <= (tmp_path / "out" / "model.safetensors").stat().st_size <= 19_000
+
+
+def test_a_mean_is_the_decimal_fraction_that_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In floats 2.3 * 50 is 114.99999999999999.
+    monkeypatch.setattr("moq_hf.model.file_size.FileSize.of_layer", lambda self, name, bits: bits)
+    file = object.__new__(FileSize)
+    monkeypatch.setattr(FileSize, "of_rest", lambda self: 0)
+    names = [f"layer.{k}" for k in range(50)]
+    chooser = Chooser(
+        MoQConfig.from_dict(config({"mean": 2.3, "choices": [2, 3]})),
+        {name: [name] for name in names},
+        dict.fromkeys(names, 1),
+        file,
+    )
+    assert chooser.choose({name: {2: 1.0, 3: 0.0} for name in names}, 1).reached == 2.3
+
+
+def test_a_loss_that_cannot_be_measured_is_told_at_once(tmp_path: Path) -> None:
+    trainer = stock(tmp_path, config({"mean": 3.0}, offset=8, measure="loss"), label_smoothing_factor=0.1)
+    with pytest.raises(MoQError, match="the model's output has no loss"):
+        trainer.train()
+    assert trainer.state.global_step == 0

@@ -292,3 +292,59 @@ def test_a_model_with_adapters_is_refused(tmp_path: Path) -> None:
     model = get_peft_model(calm_model(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
     with pytest.raises(MoQError, match="PEFT's adapters cannot be its own teacher in one run"):
         MoQTrainer(model, arguments(tmp_path), train_dataset=rows(32), moq_config=CONFIG, float_first=True)
+
+
+def test_without_metrics_no_logits_are_kept(tmp_path: Path) -> None:
+    kept: list[Any] = []
+
+    class Watched(MoQTrainer):
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().prediction_step(*args, **kwargs)
+            kept.append(found[1])
+            return found
+
+    trainer = Watched(calm_model(), arguments(tmp_path), None, rows(32), rows(8), moq_config=CONFIG, float_first=True)
+    trainer.train()
+    assert kept == [None] and not trainer.args.prediction_loss_only
+    assert "eval_loss" in trainer.float_metrics  # type: ignore[operator]
+
+
+def test_an_evaluation_that_fails_does_not_lose_the_float_model(tmp_path: Path) -> None:
+    trainer = float_first(tmp_path)
+    trainer.compute_metrics = lambda prediction: 1 / 0  # type: ignore[assignment,return-value]
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    first = Trainer(
+        calm_model(), arguments(tmp_path / "plain", max_steps=8, lr_scheduler_type="linear"), None, rows(32)
+    )
+    first.train()
+    saved = BertForSequenceClassification.from_pretrained(tmp_path / "float")
+    assert_same(dict(saved.named_parameters()), weights(first))
+
+
+def test_what_would_fail_in_the_middle_fails_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "float").write_text("a file")
+    trainer = float_first(tmp_path)
+    with pytest.raises(MoQError, match=r"the float model cannot be saved in .*float"):
+        trainer.train()
+    assert trainer.state.global_step == 0 and not trainer.state.log_history
+    model = calm_model()
+    model.classifier = torch.nn.Linear(16, 5)
+    with pytest.raises(MoQError, match=r"other weights by its config.*: classifier\.bias, classifier\.weight\."):
+        float_first(tmp_path, model=model)
+
+
+def test_a_loss_that_leaves_the_teacher_out_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Own(MoQTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return model(**inputs).loss
+
+    class Around(MoQTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    for kind, count in ((Own, 1), (Around, 0)):
+        caplog.clear()
+        kind(calm_model(), arguments(tmp_path), None, rows(32), moq_config=CONFIG, float_first=True).train()
+        told = [record.message for record in caplog.records if "does not call that of MoQTrainer" in record.message]
+        assert len(told) == count
