@@ -272,6 +272,15 @@ def test_a_scheduler_must_be_one_that_can_start_again(tmp_path: Path) -> None:
         float_first(tmp_path, **more).train()
 
 
+def test_an_offset_that_is_not_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {**CONFIG, "quantize_schedule": {"quantize_period": 1, "schedule_offset": 5}}
+    float_first(tmp_path, config)
+    assert "quantization begins after 0.5 of the run; schedule_offset 5 is not read" in caplog.text
+    caplog.clear()
+    float_first(tmp_path, CONFIG)
+    assert "not read" not in caplog.text
+
+
 def test_each_phase_needs_a_step(tmp_path: Path) -> None:
     config = {**CONFIG, "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0}}
     with pytest.raises(MoQError, match=r"float_first 0.05 of 16 optimizer steps is step 0"):
