@@ -114,14 +114,18 @@ class FileSize:
         shape = grid.shape(rows, columns)
         if grid.grouping.row_size is None and grid.symmetric and bits > 1:
             shape = (rows, 1)
+
+        def part(what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> _Tensor:
+            return _Tensor("_".join((own, what)), dtype, shape)
+
         parts = [
-            _Tensor(f"{own}_packed", torch.int32, (rows, math.ceil(columns * bits / _WORD))),
-            _Tensor(f"{own}_scale", getattr(torch, grid.scale_dtype), shape),
-            _Tensor(f"{own}_shape", torch.int64, (2,)),
+            part("packed", torch.int32, (rows, math.ceil(columns * bits / _WORD))),
+            part("scale", getattr(torch, grid.scale_dtype), shape),
+            part("shape", torch.int64, (2,)),
         ]
         if bits == 1 or not grid.symmetric:
             dtype = torch.int8 if bits > 1 else torch.float32
-            parts.append(_Tensor(f"{own}_zero_point", dtype, shape))
+            parts.append(part("zero_point", dtype, shape))
         return parts
 
     def _bytes_of(self, name: str, layer: QuantLayer) -> list[_Tensor]:
@@ -139,13 +143,10 @@ class FileSize:
 def _tensors(inventory: Inventory) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers of a model as its file has them, each once; without what PEFT has added."""
     seen = set[int]()
-    for name, module in inventory.named:
-        kept = {n: t for n, t in module._buffers.items() if n not in module._non_persistent_buffers_set}
-        for own, tensor in (*module._parameters.items(), *kept.items()):
-            full = f"{name}.{own}".lstrip(".")
-            if tensor is not None and id(tensor) not in seen and not inventory.is_added(full):
-                seen.add(id(tensor))
-                yield full, tensor
+    for name, tensor in inventory.model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen and not inventory.is_added(name):
+            seen.add(id(tensor))
+            yield name, tensor
 
 
 def _of(name: str, tensor: torch.Tensor) -> _Tensor:
