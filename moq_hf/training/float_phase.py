@@ -97,7 +97,7 @@ def restarted(first: LRScheduler, second: LRScheduler, optimizer: Optimizer, ste
 class FloatPhase:
     """The float part of a `MoQTrainer`'s run.
 
-    At its end the model is evaluated, saved in the folder `float` of the output folder, and loaded from there as the
+    At its end the model is saved in the folder `float` of the output folder, evaluated, and loaded from there as the
     teacher; a run that resumes later finds it there. The optimizer's state starts afresh, as the learning rate does:
     the rest is what a second run from the saved model would be.
 
@@ -139,7 +139,7 @@ class FloatPhase:
             raise MoQError(f"float_first: the float model cannot be saved in {folder}: {one_line(error)}") from error
 
     def end(self, trainer: Trainer) -> None:
-        """Evaluate and save the model; in every process, before anything is quantized.
+        """Save and evaluate the model; in every process, before anything is quantized.
 
         Raises:
             MoQError: The model cannot be saved.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_runs
 import torch
 from safetensors.torch import load_file
 from tiny_runs import Stop, assert_same, new_model, rows, weights
@@ -26,19 +27,8 @@ STEPS = 16
 
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": 4,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "train_sampling_strategy": "sequential",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 3,
-    }
-    return TrainingArguments(str(folder), **{**settings, **more})
+    settings = {"max_steps": STEPS, "train_sampling_strategy": "sequential", "logging_steps": 1, **more}
+    return tiny_runs.arguments(folder, **settings)
 
 
 def calm_model() -> BertForSequenceClassification:
