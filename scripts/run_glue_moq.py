@@ -250,25 +250,9 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
         UserError: something wrong with the user's data, model or output folder.
         moq_hf.MoQError: something wrong with the quantization's configuration, or with it and the model.
     """
-    from moq_hf.config import MoQConfig
-
     started = time.time()
     _set_up(args)
-    moq_config = MoQConfig.from_file(model_args.moq_config) if model_args.moq_config else None
-    if moq_config is None:
-        logger.info("no --moq_config: plain float training")
-    elif not args.do_train:
-        logger.warning("--moq_config is for --do_train: without it the model is evaluated as it is")
-        moq_config = None
-    elif not moq_config.enabled:
-        logger.warning("%s says enabled: false: plain float training", model_args.moq_config)
-    if moq_config is not None and not moq_config.enabled and model_args.float_first:
-        raise UserError(
-            "--float_first is the first part of a quantized training, but the --moq_config says enabled: false"
-        )
-    if moq_config is not None and model_args.teacher_name_or_path:
-        moq_config = with_teacher(moq_config, model_args.teacher_name_or_path)
-
+    moq_config = _quantization(model_args, args)
     task = TASKS.get(data_args.task_name or "")
     data_name = data_args.dataset_name or ("nyu-mll/glue" if not data_args.files() else None)
     teacher = None if moq_config is None else moq_config.distillation.teacher
@@ -302,7 +286,7 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
     multiple = 8 if -(-length // 8) * 8 <= positions else None
     collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
 
-    def build(arguments: Any, quantization: MoQConfig | None) -> MoQTrainer:
+    def build(arguments: Any, quantization: "MoQConfig | None") -> MoQTrainer:
         # The same first weights and the same order of the data, whatever ran before.
         set_seed(arguments.seed)
         named = quantization is not None and quantization.distillation.teacher is not None
@@ -344,14 +328,7 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
     if args.do_predict:
         predict_all(trainer, encoded, labels, data_args.task_name)
 
-    card = {"tasks": "text-classification"}
-    # Files may hold anything: only data that came from the Hub is named.
-    if task is not None and not data_args.files():
-        card |= {"language": "en", "dataset_tags": "nyu-mll/glue", "dataset_args": data_args.task_name}
-        card |= {"dataset": f"GLUE {data_args.task_name.upper()}"}
-    elif data_args.dataset_name and not Path(data_args.dataset_name).exists():
-        card |= {"dataset_tags": data_args.dataset_name, "dataset": data_args.dataset_name}
-        card |= {"dataset_args": data_args.dataset_config_name} if data_args.dataset_config_name else {}
+    card = _card(data_args)
     if args.do_train or args.push_to_hub:
         trainer.create_model_card(**card)
     if trainer.is_world_process_zero():
@@ -360,6 +337,46 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
     if args.push_to_hub:
         trainer.push_to_hub(**card)
         logger.info("uploaded to %s", trainer.hub_model_id)
+
+
+def _quantization(model_args: ModelArguments, args: "TrainingArguments") -> "MoQConfig | None":
+    """The configuration to train with; None for plain float training.
+
+    Raises:
+        UserError: --float_first without quantization.
+        moq_hf.MoQError: something wrong in the file.
+    """
+    from moq_hf.config import MoQConfig
+
+    moq_config = MoQConfig.from_file(model_args.moq_config) if model_args.moq_config else None
+    if moq_config is None:
+        logger.info("no --moq_config: plain float training")
+    elif not args.do_train:
+        logger.warning("--moq_config is for --do_train: without it the model is evaluated as it is")
+        moq_config = None
+    elif not moq_config.enabled:
+        logger.warning("%s says enabled: false: plain float training", model_args.moq_config)
+    if moq_config is not None and not moq_config.enabled and model_args.float_first:
+        raise UserError(
+            "--float_first is the first part of a quantized training, but the --moq_config says enabled: false"
+        )
+    if moq_config is not None and model_args.teacher_name_or_path:
+        return with_teacher(moq_config, model_args.teacher_name_or_path)
+    return moq_config
+
+
+def _card(data_args: DataTrainingArguments) -> dict[str, str]:
+    """What the model card says of the task and its data."""
+    card = {"tasks": "text-classification"}
+    task = TASKS.get(data_args.task_name or "")
+    # Files may hold anything: only data that came from the Hub is named.
+    if task is not None and not data_args.files():
+        card |= {"language": "en", "dataset_tags": "nyu-mll/glue", "dataset_args": data_args.task_name}
+        card |= {"dataset": f"GLUE {data_args.task_name.upper()}"}
+    elif data_args.dataset_name and not Path(data_args.dataset_name).exists():
+        card |= {"dataset_tags": data_args.dataset_name, "dataset": data_args.dataset_name}
+        card |= {"dataset_args": data_args.dataset_config_name} if data_args.dataset_config_name else {}
+    return card
 
 
 def with_teacher(config: "MoQConfig", teacher: str) -> "MoQConfig":

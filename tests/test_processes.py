@@ -22,6 +22,7 @@ from moq_hf.names import named_modules
 ERRORS = ["config", "bits", "skipped"]
 JOBS = [
     "ddp/activations",
+    "ddp/budget",
     "ddp/eigenvalues_stochastic",
     *(f"ddp/error/{case}" for case in ERRORS),
     "ddp/float_first",

@@ -40,7 +40,7 @@ Costs = dict[str, dict[int, float]]
 # them. They decide what the budget allows: the clock would let two runs of the same seed differ.
 GRAPH_COST, PRODUCT_COST, DIFFERENCE_COST = 1.0, 0.6, 1.1
 # A product with the Hessian of all blocks at once, and a forward pass alone.
-JOINT_COST, FORWARD_COST = 4.4, 0.7
+JOINT_COST, FORWARD_COST = 4.4, 0.4
 # Products a block takes early in training, where it takes most; vectors for all blocks at once.
 FIRST_PRODUCTS = {"lanczos": 11, "power": 23}
 VECTORS = 16

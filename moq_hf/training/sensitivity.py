@@ -58,6 +58,8 @@ _PLURAL = {"eigenvalue": "eigenvalues", "trace": "traces", "loss": "losses", "di
 MIN_ROWS = 8
 # A half-precision training step is that much faster than the same in float32, in which eigenvalues are measured.
 HALF_PRECISION = 4.0
+# Numbers of all the answers that the divergence compares with, half a gigabyte; of a large vocabulary not every token.
+KEPT_LOGITS = 1 << 26
 
 
 class Found(NamedTuple):
@@ -357,11 +359,20 @@ class Sensitivity:
         return found
 
     def _divergences(self, batches: list[Inputs]) -> list[Callable[[], Tensor]]:
-        """The cross entropy of the answers with those that the model gives now."""
+        """The cross entropy of the answers with those that the model gives now, in float64."""
 
         def closure(batch: Inputs, weight: float) -> Callable[[], Tensor]:
             before, labels = self._answers(batch), _to_float32(batch, self.device).get("labels")
-            return lambda: logits_loss(self._answers(batch), before, labels) * weight
+            size = KEPT_LOGITS // len(batches)
+            places = {name: _places(logits, labels, size) for name, logits in before.items()}
+
+            def at_places(answers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+                rows = {name: answers[name].flatten(0, -2)[where] for name, where in places.items()}
+                # Little differences of large numbers; not every device has float64.
+                return {name: logits.cpu().double() for name, logits in rows.items()}
+
+            now = at_places(before)
+            return lambda: logits_loss(at_places(self._answers(batch)), now, None) * weight
 
         return [closure(batch, weight) for batch, weight in zip(batches, _weights(batches), strict=True)]
 
@@ -465,6 +476,22 @@ def _blocks_of(
     return {
         name: found[name] if whole else [weights[layer] for layer in below] for name, below in layers.items()
     }, layers
+
+
+def _places(logits: Tensor, labels: Any, size: int) -> Tensor:
+    """The rows of `logits`, a matrix to its last dimension, that count: with a label, if each has one of its own.
+
+    Args:
+        logits: Of a batch.
+        labels: Of it; see `logits_loss`.
+        size: Numbers of all rows together; of more rows some at equal distances.
+    """
+    rows = logits.shape[:-1].numel()
+    where = torch.arange(rows, device=logits.device)
+    if isinstance(labels, Tensor) and labels.shape == logits.shape[:-1] and bool(labels.ne(-100).any()):
+        where = where[labels.flatten().ne(-100)]
+    wanted = max(1, size // logits.shape[-1])
+    return where[:: -(-len(where) // wanted)]
 
 
 def _weights(batches: list[Inputs]) -> list[float]:

@@ -41,6 +41,13 @@ BASE: dict[str, Any] = {
 AT_ONCE = {**BASE, "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0}}
 STOCHASTIC = {**BASE, "quantize_algo": {"scale_refresh": 3, "rounding": "stochastic"}}
 EIGENVALUE = {"enabled": True, "layer_name": "bert.encoder.layer", "num_samples": GLOBAL_BATCH, "max_overhead": 1.0}
+BUDGET = {
+    **BASE,
+    # So many choices that its share of the time allows all rows, in one process and in two.
+    "quantize_bits": {"start_bits": 2, "target_bits": {"mean": 3.5, "choices": [2, 8]}},
+    "quantize_schedule": {"quantize_period": 1, "schedule_offset": 2},
+    "eigenvalue": {"num_samples": GLOBAL_BATCH, "max_overhead": 1.0},
+}
 ACCUMULATE = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": GLOBAL_BATCH // 2}
 # Name to MoQ config and training arguments.
 CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
@@ -64,6 +71,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "compile": (STOCHASTIC, {"torch_compile": True, "torch_compile_backend": "eager"}),
     "float_first": (AT_ONCE, {"float_first": True}),
     "float_first_adamw": (AT_ONCE, {"float_first": True, "optim": "adamw_torch_fused", "learning_rate": 2e-3}),
+    "budget": (BUDGET, {}),
     "eigenvalues": ({**BASE, "eigenvalue": EIGENVALUE}, {}),
     "eigenvalues_stochastic": ({**STOCHASTIC, "eigenvalue": EIGENVALUE}, {}),
 }
