@@ -34,14 +34,32 @@ def whole(tensor: Tensor) -> Tensor:
     return cast(Tensor, cast(Any, tensor.to(device_of(tensor))).full_tensor())
 
 
-def copy_whole(target: Tensor, source: Tensor) -> None:
-    """Write a whole tensor, the same in every process, into one that may be sharded."""
-    if is_sharded(target):
-        from torch.distributed.tensor import distribute_tensor
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, without a graph, where it is computed with: of a plain one all of it."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        return cast(Tensor, cast(Any, tensor).to_local()).to(device_of(tensor))
 
-        shards = cast(Any, target)
-        source = distribute_tensor(source, shards.device_mesh, shards.placements, src_data_rank=None)
-    target.copy_(source)
+
+def sharded_like(weight: Tensor, part: Tensor) -> Tensor:
+    """Parts of all processes as one sharded tensor.
+
+    Args:
+        weight: A sharded tensor.
+        part: What this process holds, in the place of its part of `weight`.
+    """
+    from torch.distributed.tensor import DTensor
+
+    like = cast(Any, weight)
+    return DTensor.from_local(
+        part.to(weight.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor] | None:

@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor, nn
 
+from .layer_state import LayerState
 from .model.staleness import unwatch, watch
-from .quant_linear import LayerState, QuantLayer
+from .quant_linear import QuantLayer
 from .rows import Kind
 from .transformers_seams import experts_transposed
 

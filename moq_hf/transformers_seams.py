@@ -557,6 +557,51 @@ Breaks: A model without weights would be quantized, instead of being refused.
 """
 
 
+class FsdpParameter:
+    """FSDP2's own object of one parameter; see `fsdp_parameters`.
+
+    Args:
+        own: torch's `FSDPParam`.
+        splits: Whether a forward pass leaves parts of another size behind.
+    """
+
+    def __init__(self, own: Any, splits: bool) -> None:
+        self._own = own
+        self.takes_extensions = not (splits or own.offload_to_cpu or own.fsdp_placement.dim)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The sharded one."""
+        return cast(nn.Parameter, self._own.sharded_param)
+
+    @property
+    def part(self) -> Tensor:
+        """What this process holds of it: the tensor that FSDP2 asks for `fsdp_pre_all_gather`."""
+        return cast(Tensor, self._own.sharded_param._local_tensor)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of a forward pass; None: the parameter's own."""
+        return cast("torch.dtype | None", self._own.mp_policy.param_dtype)
+
+    def begin_again(self) -> None:
+        """Let FSDP2 forget the memory of earlier forward passes, which was for other sizes."""
+        self._own._init_extensions()
+        self._own.all_gather_outputs = []
+        self._own.__dict__.pop("_unsharded_param", None)
+
+
+def fsdp_parameters(model: nn.Module) -> list[FsdpParameter]:
+    """FSDP2's objects of all parameters that it shards.
+
+    Relies on: `FSDPParam` of `torch.distributed.fsdp`, with what `FsdpParameter` reads and calls.
+    Breaks: Training with FSDP2 fails at the first step.
+    """
+    states = {id(m): cast(Any, m)._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")}
+    groups = {id(group): group for state in states.values() for group in state._fsdp_param_groups}
+    return [FsdpParameter(own, group._use_post_forward_mesh) for group in groups.values() for own in group.fsdp_params]
+
+
 def convolve(layer: nn.Conv1d | nn.Conv2d, input: Tensor, weight: Tensor) -> Tensor:
     """What a convolution computes with another weight: its own stride, padding, groups and bias.
 

@@ -30,6 +30,7 @@ JOBS = [
     "fsdp2/resume/float_first_adamw",
     "fsdp2/error/eigenvalues",
     "fsdp2/nearest",
+    "fsdp2/packed",
     "stock/nearest",
     "fsdp2/resume/adamw_stochastic",
     "hand/stochastic",
@@ -86,7 +87,10 @@ def test_the_packed_model_of_shards_loads(job: str, saved: str, two_processes: P
     quantized = {f"{name}.weight": weight for name, weight in trained["quantized"].items()}
     model.load_state_dict({**trained["weights"], **quantized})
     folder = two_processes / saved
-    assert {layer.bits for layer in verify_quantized(folder).layers.values()} == {3}
+    found = verify_quantized(folder)
+    assert {layer.bits for layer in found.layers.values()} == {3}
+    # As one process does: what proves it loads in one of them alone.
+    assert found.state["layout"] == "packed"
     loaded = AutoModelForSequenceClassification.from_pretrained(folder)
     ids = torch.stack([row["input_ids"] for row in launched.rows(8)])
     with torch.no_grad():

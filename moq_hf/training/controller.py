@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..config import MoQConfig
+from ..gathering import gather_quantized
 from ..inputs import Inputs, load_ranges, ranges_of, take_step
 from ..model.convert import prepare_model
 from ..model.file_size import FileSize
@@ -259,6 +260,7 @@ class MoQController:
                 if layer.moq.inputs is not None:
                     layer.moq.inputs.active = rounds_inputs
         self._refresher.refresh()
+        gather_quantized(self.model, {**self.layers, **self.embeddings}.values())
         self._refresher.check_finite(wait=wait)
         lead_copies()
 
@@ -291,7 +293,8 @@ class MoQController:
         Raises:
             MoQError: A weight holds NaN or Inf.
         """
-        self._refresher.check_finite()
+        # Of a run with many processes only the first one saves; shards were judged when they were refreshed.
+        self._refresher.check_finite(shards=False)
         state = {
             "version": STATE_VERSION,
             "moq_hf": __version__,
