@@ -25,7 +25,7 @@ from .packed.question import kept_batch
 from .packed.save import Companions
 from .packed.state import shareable
 from .plan import Plan, outcome, plan
-from .processes import is_sharded, whole_state_dict
+from .processes import is_apart, whole_state_dict
 from .schedule import offset_step_of
 from .training import messages
 from .training.controller import MoQController
@@ -386,7 +386,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             return None
         model = self.controller.model
         # Shards answer in all processes, or in none.
-        if not args.should_save and not any(map(is_sharded, model.parameters())):
+        if not args.should_save and not any(map(is_apart, model.parameters())):
             return None
         return Answers(model, self._kept, _dtype(args))
 

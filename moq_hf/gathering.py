@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .grid import Grid
 from .kernels.packing import pack, unpack
-from .processes import local_part
+from .processes import is_sharded, local_part
 from .quantizer import Quantized, dequantize
 from .rows import Kind
 from .shards import Shard
@@ -167,7 +167,7 @@ def gather_quantized(model: nn.Module, layers: Iterable[Any]) -> None:
         model: That may have been given to `fully_shard`, or parts of it.
         layers: Its quantized layers.
     """
-    sharded = [layer for layer in layers if layer.moq.sharded is not None]
+    sharded = [layer for layer in layers if is_sharded(layer.float_weight)]
     if all(layer.moq.gathering is not None for layer in sharded):
         for layer in sharded:
             layer.moq.gathering.attach()

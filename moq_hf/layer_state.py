@@ -32,7 +32,8 @@ class LayerState:
         draw: The random numbers of stochastic rounding. Its step counts optimizer steps, for the search of ratios.
         dtype: Of the quantized weight: what the matmul wants under autocast. None is the weight's own.
         kernel: `quantizer_kernel` of the config: false lets only `quantizer` compute.
-        sharded: The float weight, if FSDP2 shards it and puts a parameter of its own in its place for a forward pass.
+        sharded: The float weight, if an engine takes it apart: FSDP2 puts a parameter of its own in its place for a
+            forward pass, under ZeRO-3 it is whole there, and empty else.
         gathering: What FSDP2 gathers of such a weight, where it can be quantized before.
         weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device), or if the
             weight is sharded.

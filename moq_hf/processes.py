@@ -8,12 +8,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .errors import MoQError
-from .transformers_seams import FSDP1, FSDP2, ZERO_3
+from .transformers_seams import FSDP1, FSDP2, ZERO_3, ZERO_3_SHAPE, own_partition, whole_of_partitions
 
 
 def is_distributed() -> bool:
     """Whether this process trains with others."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_partitioned(tensor: Tensor) -> bool:
+    """Whether ZeRO-3 takes the parameter apart: it is whole for a forward and a backward pass, and empty else."""
+    return hasattr(tensor, ZERO_3)
+
+
+def is_apart(tensor: Tensor) -> bool:
+    """Whether an engine gathers the parameter for a forward pass: FSDP2 or ZeRO-3."""
+    return is_sharded(tensor) or is_partitioned(tensor)
+
+
+def shape_of(tensor: Tensor) -> torch.Size:
+    """The shape of a whole tensor, of which nothing may be there now."""
+    return cast(torch.Size, getattr(tensor, ZERO_3_SHAPE)) if is_partitioned(tensor) else tensor.shape
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -28,6 +43,8 @@ def device_of(tensor: Tensor) -> torch.device:
 
 def whole(tensor: Tensor) -> Tensor:
     """The tensor, without a graph; a sharded one gathered, which every process of its mesh must ask for."""
+    if is_partitioned(tensor):
+        return whole_of_partitions(tensor)
     tensor = tensor.detach()
     if not is_sharded(tensor):
         return tensor
@@ -36,6 +53,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor, without a graph, where it is computed with: of a plain one all of it."""
+    if is_partitioned(tensor):
+        return own_partition(tensor)
     if not is_sharded(tensor):
         return tensor.detach()
     with torch.no_grad():
@@ -67,7 +86,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
 
     Every process must ask for it; all get it.
     """
-    if not any(map(is_sharded, model.parameters())):
+    if not any(map(is_apart, model.parameters())):
         return None
     gathered: dict[int, Tensor] = {}
     names = model.state_dict(keep_vars=True)
@@ -86,11 +105,9 @@ def check_supported(modules: Iterable[nn.Module], parameters: Sequence[Tensor]) 
         parameters: All its parameters.
 
     Raises:
-        MoQError: DeepSpeed ZeRO-3, FSDP1 or tensor parallelism; says what works instead.
+        MoQError: FSDP1 or tensor parallelism; says what works instead.
     """
-    instead = "DDP, FSDP2 and DeepSpeed ZeRO-1 and 2 work"
-    if any(hasattr(parameter, ZERO_3) for parameter in parameters):
-        raise MoQError(f"DeepSpeed ZeRO-3 partitions the weights that are to be quantized; {instead}")
+    instead = "DDP, FSDP2 and DeepSpeed ZeRO work"
     names = {name for module in modules for name in (cls.__name__ for cls in type(module).__mro__)}
     if FSDP1 in names:
         raise MoQError(f"FSDP1 flattens the weights that are to be quantized (fsdp_config: version 1); {instead}")

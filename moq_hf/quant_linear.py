@@ -8,6 +8,7 @@ A model gets its quantized layers by a change of class, so that parameter object
 written in place, outside any compiled graph; the gradient passes straight through to the float weight.
 """
 
+import contextlib
 import sys
 import weakref
 from types import FrameType
@@ -26,8 +27,8 @@ from .kernels import columns
 from .kernels.backend import choose, takes_columns
 from .layer_state import LayerState
 from .model.staleness import key_of, stale, watch
-from .processes import is_sharded, local_part, sharded_like
-from .rows import Kind, from_rows, lies_in_columns, lies_in_rows, matrices, parameter_of, to_rows
+from .processes import is_apart, is_sharded, local_part, shape_of, sharded_like, whole
+from .rows import Kind, from_rows, lies_in_columns, lies_in_rows, matrices, matrix_shape, parameter_of, to_rows
 from .schedule import FLOAT_BITS
 from .shards import Shard
 from .transformers_seams import is_scaled_table, is_transformed
@@ -164,9 +165,9 @@ class QuantLayer(nn.Module):
         return self.__dict__.get("weight") if weight is None else weight
 
     @property
-    def matrix(self) -> Tensor:
-        """The float weight as groups and grids count it, `[rows, columns]`; see `to_rows`."""
-        return to_rows(self.float_weight, self.kind)
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of the whole weight as groups and grids count it; see `to_rows`."""
+        return matrix_shape(shape_of(self.float_weight), self.kind)
 
     def is_stale(self) -> bool:
         """Whether the quantized weight is not that of the float weight as it is now; see `stale`."""
@@ -181,7 +182,8 @@ class QuantLayer(nn.Module):
         """
         state, weight = self.moq, self.parameter()
         if state.sharded is not None and weight is not None:
-            return self.quantized_copy(weight.dtype) if is_sharded(weight) else self._of_gathered(weight)
+            is_whole = not is_sharded(weight) and weight.shape == shape_of(weight)
+            return self._of_gathered(weight) if is_whole else self.quantized_copy(weight.dtype)
         weight = self.float_weight
         if not torch.compiler.is_compiling():
             state.used = True
@@ -202,7 +204,7 @@ class QuantLayer(nn.Module):
         return _straight_through(weight, quantized)
 
     def _of_gathered(self, weight: Tensor) -> Tensor:
-        """The quantized weight in a forward pass for which FSDP2 has gathered `weight`."""
+        """The quantized weight in a forward pass for which an engine has gathered `weight`."""
         state = self.moq
         if torch.compiler.is_compiling():
             quantized = state.gathering is not None
@@ -211,7 +213,39 @@ class QuantLayer(nn.Module):
             quantized = state.gathering is not None and state.gathering.holds(weight)
         if quantized or state.bits == FLOAT_BITS:
             return weight
-        return _straight_through(weight, self._quantized(weight.detach(), weight.dtype))
+        return _straight_through(weight, self._of_engine(weight))
+
+    def _of_engine(self, weight: Tensor) -> Tensor:
+        """The same of a weight whose memory an engine frees."""
+        weight = weight.detach()
+        # NumPy's view of it would forbid that.
+        return self._quantized(weight.clone() if weight.device.type == "cpu" else weight, weight.dtype)
+
+    def lean(self, quantized: Tensor) -> contextlib.AbstractContextManager[Any]:
+        """In it autograd keeps of a weight that was quantized in this forward pass only how to quantize it again.
+
+        Else the quantized weights of a whole model would lie in memory from the forward to the backward pass, while an
+        engine frees the float ones.
+
+        Args:
+            quantized: From `quantized_weight`.
+        """
+        weight = self.moq.sharded is not None and self.parameter()
+        if weight is False or weight is None or torch.compiler.is_compiling() or quantized is weight:
+            return contextlib.nullcontext()
+        pointer = quantized.untyped_storage().data_ptr()
+
+        def keep(tensor: Tensor) -> Any:
+            own = tensor.untyped_storage().data_ptr() == pointer
+            return (tensor.size(), tensor.stride(), tensor.storage_offset()) if own else tensor
+
+        def make(kept: Any) -> Tensor:
+            if isinstance(kept, Tensor):
+                return kept
+            # The engine has gathered the weight again.
+            return self._of_engine(cast(Tensor, self.parameter())).as_strided(*kept)
+
+        return torch.autograd.graph.saved_tensors_hooks(keep, make)
 
     def own_part(self, dtype: torch.dtype) -> Tensor:
         """What this process holds of the quantized weight of a sharded layer; all processes must ask.
@@ -236,7 +270,9 @@ class QuantLayer(nn.Module):
             dtype: Of the result.
         """
         weight = self.float_weight
-        return sharded_like(weight, self.own_part(dtype)) if is_sharded(weight) else self._compute(dtype)
+        if is_sharded(weight):
+            return sharded_like(weight, self.own_part(dtype))
+        return whole(weight).to(dtype) if self.moq.bits == FLOAT_BITS else self._quantized(whole(weight), dtype)
 
     def _in_own_dtype(self, quantized: Tensor) -> Tensor:
         """The quantized weight in the float weight's dtype, where it is kept in another."""
@@ -266,7 +302,7 @@ class QuantLayer(nn.Module):
         self.check_unwritten()
         state.version = None
         self.mark_fresh()
-        state.sharded = weight if is_sharded(weight) else None
+        state.sharded = weight if is_apart(weight) else None
         if state.gathering is not None:
             # What was wrapped in another way since then is gathered in another.
             state.gathering = state.gathering if state.gathering.parameter is weight else None
@@ -331,7 +367,7 @@ class QuantLayer(nn.Module):
         """Change the precision, with the clipping ratios that the grid wants there; takes effect with `refresh`."""
         state, parameter = self.moq, self.float_weight
         # An optimizer need not count what it writes, so only a weight that none may own is known to be the same.
-        frozen = None if parameter.requires_grad or is_sharded(parameter) else key_of(parameter)
+        frozen = None if parameter.requires_grad or is_apart(parameter) else key_of(parameter)
         if state.ratio is not None and bits == state.bits and frozen is not None and frozen == state.searched:
             return
         state.bits, state.ratio, state.searched = bits, None, frozen
@@ -341,7 +377,7 @@ class QuantLayer(nn.Module):
             shard, part = Shard.of(parameter, self.kind), local_part(parameter)
             state.ratio = shard.least_squares_ratio(part, bits, state.grid, state.kernel)
             return
-        weight = to_rows(parameter.detach(), self.kind).contiguous()
+        weight = to_rows(whole(parameter), self.kind).contiguous()
         path = choose("search", weight, torch.float32, state.kernel)
         state.ratio = path.least_squares_ratio(weight, bits, state.grid)
 
@@ -444,7 +480,7 @@ class QuantLayer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         weight = self.float_weight
         me: weakref.ref[nn.Module] = weakref.ref(self)
-        kept = None if weight.is_meta or is_sharded(weight) else (me, _some(weight))
+        kept = None if weight.is_meta or self.moq.sharded is not None else (me, _some(weight))
         copied = LayerState(**self.moq.__getstate__())
         copied.origin = kept
         return {**self.__dict__, "moq": copied}
@@ -479,7 +515,9 @@ class QuantLinear(QuantLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the quantized weight, plus the bias."""
-        return F.linear(self.quantized_input(input), self.quantized_weight(input.dtype), self.bias)
+        weight = self.quantized_weight(input.dtype)
+        with self.lean(weight):
+            return F.linear(self.quantized_input(input), weight, self.bias)
 
 
 class QuantConv1D(QuantLayer, Conv1D):
@@ -498,7 +536,9 @@ class QuantConv1D(QuantLayer, Conv1D):
     def forward(self, x: Tensor) -> Tensor:
         """`x` `[..., in_features]` times the quantized weight, plus the bias."""
         rows = self.quantized_input(x).view(-1, x.size(-1))
-        return torch.addmm(self.bias, rows, self.quantized_weight(x.dtype)).view(*x.size()[:-1], self.nf)
+        weight = self.quantized_weight(x.dtype)
+        with self.lean(weight):
+            return torch.addmm(self.bias, rows, weight).view(*x.size()[:-1], self.nf)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}{self.extra_repr()})"

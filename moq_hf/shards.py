@@ -19,7 +19,7 @@ from . import quantizer
 from .grid import Grid, RowBlocks
 from .kernels.backend import choose
 from .quantizer import Draw, Groups
-from .rows import Kind, from_rows, to_rows
+from .rows import Kind, from_rows, matrix_shape, to_rows
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class Shard:
     @cached_property
     def rows(self) -> int:
         """Of the whole matrix."""
-        return self._size()[0]
+        return matrix_shape(self.shape, self.kind)[0]
 
     @cached_property
     def columns(self) -> int:
         """Of the whole matrix."""
-        return self._size()[1]
+        return matrix_shape(self.shape, self.kind)[1]
 
     def own_grid(self, grid: Grid) -> Grid | None:
         """The grid of the part as a matrix of its own; None where in any process a group lies across a border.
@@ -193,10 +193,6 @@ class Shard:
     @property
     def _in_columns(self) -> bool:
         return self.kind == "conv1d"
-
-    def _size(self) -> tuple[int, int]:
-        rows, columns = to_rows(torch.empty(self.shape, device="meta"), self.kind).shape
-        return rows, columns
 
     @property
     def _range(self) -> tuple[int, int]:

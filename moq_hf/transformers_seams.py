@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Final, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 import transformers
 from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor, nn
@@ -553,19 +554,46 @@ ZERO_3: Final = "ds_id"
 """The attribute that ZeRO-3 puts on a parameter that it has partitioned.
 
 Relies on: `deepspeed.runtime.zero.partition_parameters`.
-Breaks: A model without weights would be quantized, instead of being refused.
+Breaks: A model without weights would be quantized.
+"""
+
+ZERO_3_SHAPE: Final = "ds_shape"
+"""Where such a parameter has the shape of the whole.
+
+Relies on: `deepspeed.runtime.zero.partition_parameters`.
+Breaks: Training with ZeRO-3 fails before the first step.
 """
 
 
-class FsdpParameter:
-    """FSDP2's own object of one parameter; see `fsdp_parameters`.
+def own_partition(parameter: Tensor) -> Tensor:
+    """What this process holds of a parameter under ZeRO-3, flat, without a graph and what fills the last one up.
 
-    Args:
-        own: torch's `FSDPParam`.
-        splits: Whether a forward pass leaves parts of another size behind.
+    Relies on: `ds_tensor` of a partitioned parameter, and its `ds_process_group`.
+    Breaks: Whether weights hold NaN would not be known.
     """
+    own = cast(Any, parameter)
+    part = own.ds_tensor.detach().view(-1)
+    first = part.numel() * dist.get_rank(own.ds_process_group)
+    return cast(Tensor, part[: max(0, own.ds_numel - first)])
+
+
+def whole_of_partitions(parameter: Tensor) -> Tensor:
+    """A parameter under ZeRO-3, whole, without a graph; all processes must ask for it.
+
+    Relies on: `deepspeed.zero.GatheredParameters`, which is documented, and that a parameter which is whole stays so.
+    Breaks: Clipping ratios could not be searched, nor a model saved.
+    """
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+class FsdpParameter:
+    """FSDP2's own object of one parameter; see `fsdp_parameters`."""
 
     def __init__(self, own: Any, splits: bool) -> None:
+        # A forward pass may leave parts of another size behind.
         self._own = own
         self.takes_extensions = not (splits or own.offload_to_cpu or own.fsdp_placement.dim)
 

@@ -34,6 +34,7 @@ JOBS = [
     "stock/nearest",
     "fsdp2/resume/adamw_stochastic",
     "hand/stochastic",
+    "offload/stochastic",
 ]
 
 
@@ -65,7 +66,10 @@ def result(folder: Path, job: str) -> Any:
 @pytest.mark.parametrize("job", [job for job in JOBS if job.count("/") == 1])
 def test_two_processes_train_what_one_does(job: str, two_processes: Path, tmp_path: Path) -> None:
     kind, case = job.split("/")
-    two, one = result(two_processes, job), launched.run(tmp_path, "hand" if kind == "hand" else "ddp", case)
+    two, one = (
+        result(two_processes, job),
+        launched.run(tmp_path, "hand" if kind in ("hand", "offload") else "ddp", case),
+    )
     assert two["bits"] == one["bits"]
     assert [switch[:4] for switch in two["history"]] == [switch[:4] for switch in one["history"]] != []
     for kind in ("weights", "quantized"):

@@ -10,7 +10,7 @@ from .. import quantizer, triton_quant
 from ..errors import MoQError
 from ..kernels import cpu
 from ..kernels.backend import Backend, choose
-from ..processes import any_over_ranks, device_of, is_sharded, local_part
+from ..processes import any_over_ranks, device_of, is_apart, local_part
 from ..quant_linear import QuantLayer
 from ..rows import lies_in_rows, parameter_of, to_rows
 from ..schedule import FLOAT_BITS
@@ -33,7 +33,7 @@ def check_readers(layers: Mapping[str, QuantLayer]) -> None:
         not fine and weight.grad is not None and bool((local_part(weight.grad) != 0).any())
         for weight, fine in zip(weights, was_used, strict=True)
     ]
-    if any(map(is_sharded, weights)):
+    if any(layer.moq.sharded is not None for layer in layers.values()):
         has_gradient = any_over_ranks(has_gradient, weights[0])
     wrong = [name for name, found in zip(layers, has_gradient, strict=True) if found]
     if wrong:
@@ -50,7 +50,7 @@ def set_bits(layers: Iterable[tuple[QuantLayer, int]]) -> None:
     for layer, bits in layers:
         weight = layer.float_weight
         # All processes gather shards in the same order.
-        if not is_sharded(weight) and choose("search", weight, torch.float32, layer.moq.kernel) is cpu:
+        if not is_apart(weight) and choose("search", weight, torch.float32, layer.moq.kernel) is cpu:
             in_threads.append((layer, bits))
         else:
             layer.set_bits(bits)
@@ -67,10 +67,11 @@ def check_finite(layers: Mapping[str, QuantLayer]) -> None:
         return
     weight = next(iter(layers.values())).float_weight
     found = torch.stack([layer.nonfinite().to(device_of(weight)) for layer in layers.values()])
-    if not is_sharded(weight) and not bool(found.any()):
+    apart = any(layer.moq.sharded is not None for layer in layers.values())
+    if not apart and not bool(found.any()):
         return
     flags = found.tolist()
-    if is_sharded(weight):
+    if apart:
         # What one process holds stops all of them.
         flags = any_over_ranks(flags, weight)
     bad = {name: layer for (name, layer), flag in zip(layers.items(), flags, strict=True) if flag}
@@ -137,7 +138,7 @@ class Refresher:
         found: list[tuple[Any, ...]] = []
         for layer in self._layers.values():
             state, weight = layer.moq, layer.float_weight
-            pointer = 0 if weight.is_meta or is_sharded(weight) else weight.data_ptr()
+            pointer = 0 if weight.is_meta or is_apart(weight) else weight.data_ptr()
             tensors = (pointer, id(state.weight), id(state.ratio))
             found.append((*tensors, weight.device, weight.dtype, state.bits, state.dtype))
         return found
@@ -157,7 +158,7 @@ class Refresher:
 def _path(layer: QuantLayer) -> Backend:
     """Who quantizes a layer's weight after a step."""
     weight = layer.float_weight
-    if is_sharded(weight):
+    if is_apart(weight):
         # All processes gather in the same order.
         return quantizer
     # A batch cannot point to rows that do not lie one after the other.

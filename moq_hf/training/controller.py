@@ -19,7 +19,7 @@ from ..model.refresh import Refresher, check_readers, set_bits
 from ..model.selection import take_inventory
 from ..model.sizes import ModelSizes
 from ..model.staleness import lead_copies, take_over
-from ..processes import agree, device_of, is_distributed
+from ..processes import agree, device_of, is_distributed, shape_of
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..reading import Entry
 from ..rows import is_experts
@@ -109,7 +109,7 @@ class MoQController:
         self._chooser = None
         if config.budget is not None:
             file = FileSize(inventory, self.layers, self.embeddings, config.quantize_embeddings)
-            weights = {name: layer.float_weight.numel() for name, layer in self.layers.items()}
+            weights = {name: shape_of(layer.float_weight).numel() for name, layer in self.layers.items()}
             self._chooser = Chooser(config, self.blocks, weights, file)
         self._refresher = Refresher(everything)
         self._write_bits(self.blocks)
@@ -377,7 +377,7 @@ class MoQController:
                 layer.moq.bits = bits[block]
                 layer.moq.ratio = None
                 if name in saved:
-                    shape = layer.moq.grid.shape(*layer.matrix.shape)
+                    shape = layer.moq.grid.shape(*layer.matrix_shape)
                     layer.moq.ratio = decode(name, saved[name], shape).to(layer.weight.device)
         set_bits(searched)
         for table in self.embeddings.values():
