@@ -533,8 +533,8 @@ def drops_of(config: MoQConfig) -> list[int]:
 def test_there_is_a_recipe_for_everything() -> None:
     assert {path.stem for path in RECIPES} == {
         "moq",
+        "moq_8to4",
         "moq_w4",
-        "moq_w4_taught",
         "moq_lm_w4",
         "moq_w3",
         "moq_w2",
@@ -548,7 +548,7 @@ def test_there_is_a_recipe_for_everything() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_read(path: Path) -> None:
     config = MoQConfig.from_file(path)
-    low = {"moq_w4": 4, "moq_w4_taught": 4, "moq_w3": 3, "moq_w2": 2}
+    low = {"moq_8to4": 4, "moq_w4": 4, "moq_w3": 3, "moq_w2": 2}
     groups = dict.fromkeys(low, PerChannel()) | {"moq_lm_w4": PerGroup(32)}
     assert config.enabled and config.grouping == groups.get(path.stem, RowBlocks(8))
     assert config.target_bits == (low | {"moq_auto": 4, "moq_lm_w4": 4}).get(path.stem, 8)
@@ -595,14 +595,14 @@ def test_arithmetic_of_the_auto_recipe() -> None:
 
 
 def test_arithmetic_of_the_low_recipes() -> None:
-    for name in ("moq_w4.json", "moq_lm_w4.json"):
+    for name in ("moq_8to4.json", "moq_lm_w4.json"):
         config = MoQConfig.from_file(ROOT / "configs" / name)
         told = rows_of(README)[name]
         assert told[:3] == [f"{config.start_bits} to 4", "0", "auto"]
         schedule = PrecisionSchedule(config, ["b"], 345)
         drops = [step for step in range(1, 346) for switch in schedule.advance() if switch.before != FLOAT_BITS]
         assert told[3] == f"on MRPC {' '.join(map(str, drops))}"
-    for name, bits in (("moq_w4_taught.json", 4), ("moq_w3.json", 3), ("moq_w2.json", 2)):
+    for name, bits in (("moq_w4.json", 4), ("moq_w3.json", 3), ("moq_w2.json", 2)):
         config = MoQConfig.from_file(ROOT / "configs" / name)
         assert rows_of(README)[name][:4] == [str(bits), "0", "1", "none"]
         assert PrecisionSchedule(config, ["b"]).at_target
