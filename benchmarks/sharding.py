@@ -7,8 +7,8 @@ each block and the whole given to `fully_shard`. Arms are the float run, and qua
 channel whose values or packed codes are gathered. Every arm is a launch of its own.
 
 - resident: the largest resident memory of a process (VmHWM), the mean of all processes
-- held: bytes of all tensors that are alive after a step, which is when a quantized copy is added to weights, gradients
-  and the optimizer's state
+- held: bytes of all tensors that are alive between a backward pass and the optimizer's step: weights, gradients, the
+  optimizer's state, and what MoQ adds to them
 - gathered: bytes that a process gets in the all-gathers of one step, counted at the collective; of them the quantized
   layers' is the share that the arms differ in
 - seconds: the median step
@@ -49,7 +49,8 @@ class Gathers(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
         name = str(function)
-        if "all_gather" in name or "allgather" in name:
+        # FSDP2's own operators copy into and out of what is gathered.
+        if ("all_gather" in name or "allgather" in name) and not name.startswith("fsdp."):
             outputs = [args[0]] if "c10d." in name and "functional" not in name else [found]
             for output in outputs:
                 self.bytes += sum(tensor.nbytes for tensor in _flat(output))
@@ -114,6 +115,7 @@ def train(way: str, bits: int, bf16: bool) -> dict[str, Any]:
         began = time.perf_counter()
         with Gathers() as counted:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            alive = held() if step == STEPS - 1 else 0
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
             if controller is not None:
@@ -122,7 +124,7 @@ def train(way: str, bits: int, bf16: bool) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began)
     quantized = 0 if controller is None else sum(layer.float_weight.numel() for layer in controller.layers.values())
     status = Path("/proc/self/status").read_text()
-    found = torch.tensor([int(status.split("VmHWM:")[1].split()[0]) * 1024.0, held()], dtype=torch.float64)
+    found = torch.tensor([int(status.split("VmHWM:")[1].split()[0]) * 1024.0, alive], dtype=torch.float64)
     dist.all_reduce(found)
     resident, alive = (found / dist.get_world_size()).tolist()
     return {

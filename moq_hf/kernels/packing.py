@@ -8,6 +8,7 @@ from torch import Tensor
 from ..triton_quant import available, load_kernels, on_device, power_of_two
 
 PACKED_BITS = (2, 4, 8)
+_WORD = 32
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -34,8 +35,14 @@ def pack(codes: Tensor, bits: int) -> Tensor:
                 codes.contiguous(), words, columns, width, total, BITS=bits, S=256
             )
         return words
+    stored = codes + 2 ** (bits - 1)
+    if _WORD % bits == 0:
+        # No code lies in two words.
+        each = _WORD // bits
+        parts = torch.nn.functional.pad(stored, (0, width * each - columns)).view(rows, width, each)
+        return (parts << _shifts(bits, codes.device)).sum(2, dtype=torch.int32)
     shifts = torch.arange(bits, device=codes.device)
-    stream = (((codes + 2 ** (bits - 1)).unsqueeze(2) >> shifts) & 1).view(rows, -1)
+    stream = ((stored.unsqueeze(2) >> shifts) & 1).view(rows, -1)
     stream = torch.nn.functional.pad(stream, (0, width * 32 - columns * bits)).view(rows, width, 32)
     # int64 sums up to 2^32 - 1 wrap to the int32 with the same bits.
     return (stream.long() << torch.arange(32, device=codes.device)).sum(2).to(torch.int32)
@@ -69,6 +76,9 @@ def unpack(words: Tensor, bits: int, columns: int) -> Tensor:
                 words.contiguous(), codes, columns, width, total, BITS=bits, S=1024
             )
         return codes
+    if _WORD % bits == 0:
+        found = (words.unsqueeze(2) >> _shifts(bits, words.device)).bitwise_and_(2**bits - 1)
+        return found.view(rows, -1)[:, :columns].sub(2 ** (bits - 1))
     stream = ((words.unsqueeze(2) >> torch.arange(32, device=words.device)) & 1).view(rows, -1)
     stream = stream[:, : columns * bits].reshape(rows, columns, bits)
     stored = (stream << torch.arange(bits, device=words.device)).sum(2).to(torch.int32)
@@ -140,6 +150,11 @@ def packed_linear(
                 num_warps=4 if tile_m == 16 else 8,
             )
     return y.view(*x.shape[:-1], rows)
+
+
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    """Where the codes of a word begin."""
+    return torch.arange(0, _WORD, bits, dtype=torch.int32, device=device)
 
 
 def _check_product(
