@@ -76,6 +76,7 @@ ORDER = [
     "packed.state",
     "packed.state_check",
     "packed.words",
+    "packed.tensors",
     "packed.layout",
     "packed.targets",
     "packed.matrices",

@@ -57,7 +57,7 @@ def write_by_hand(
     folder: Path, whole_model: nn.Module, model: Any, tensors: Mapping[str, Tensor], processing_class: Any
 ) -> None:
     """The state dict in a file, whatever the model is: each tensor by itself, as no two may share memory there."""
-    apart = {n: t.detach().cpu().clone().contiguous() for n, t in tensors.items() if isinstance(t, Tensor)}
+    apart = _apart(tensors)
     save_file(apart, folder / SINGLE, metadata={"format": "pt"})
     left = [f"{name} (no tensor)" for name in tensors.keys() - apart.keys()]
     if whole_model is not model:
@@ -73,6 +73,19 @@ def write_by_hand(
                 (folder / CONFIG).unlink(missing_ok=True)
     if left:
         logger.warning("moq_hf: not saved beside the weights: %s", ", ".join(left))
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU; of those that share memory each but the first is a copy."""
+    found: dict[str, Tensor] = {}
+    taken = set[int]()
+    for name, value in tensors.items():
+        if isinstance(value, Tensor):
+            tensor = value.detach().cpu().contiguous()
+            place = tensor.untyped_storage().data_ptr()
+            found[name] = tensor.clone() if place in taken else tensor
+            taken.add(place)
+    return found
 
 
 def write_adapter(folder: Path, model: Any, state_dict: Mapping[str, Tensor] | None) -> None:
