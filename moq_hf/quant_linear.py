@@ -377,6 +377,9 @@ class QuantLayer(nn.Module):
         if state.ratio is not None and bits == state.bits and frozen is not None and frozen == state.searched:
             return
         state.bits, state.ratio, state.searched = bits, None, frozen
+        # On the meta device there is nothing to search.
+        if parameter.is_meta:
+            return
         if bits != FLOAT_BITS and state.grid.searches(bits):
             weight = to_rows(self._whole(), self.kind).contiguous()
             path = choose("search", weight, torch.float32, state.kernel)
@@ -419,7 +422,8 @@ class QuantLayer(nn.Module):
     def nonfinite(self) -> Tensor:
         """Whether the weight held NaN or Inf when it was quantized: a bool scalar on its device."""
         if self.moq.weight is None:
-            return torch.zeros((), dtype=torch.bool, device=self.float_weight.device)
+            device = "cpu" if self.float_weight.is_meta else self.float_weight.device
+            return torch.zeros((), dtype=torch.bool, device=device)
         return quantizer.nonfinite(matrices(self.moq.weight, self.kind), self.moq.grid)
 
     def extra_repr(self) -> str:

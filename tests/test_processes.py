@@ -30,6 +30,7 @@ JOBS = [
     "fsdp2/resume/float_first_adamw",
     "fsdp2/error/eigenvalues",
     "fsdp2/nearest",
+    "fsdp2/sharded",
     "stock/nearest",
     "fsdp2/resume/adamw_stochastic",
     "hand/stochastic",

@@ -63,8 +63,8 @@ def check_finite(layers: Mapping[str, QuantLayer]) -> None:
     """
     if not layers:
         return
-    device = next(iter(layers.values())).float_weight.device
-    flags = torch.stack([layer.nonfinite().to(device) for layer in layers.values()])
+    found = [layer.nonfinite() for layer in layers.values()]
+    flags = torch.stack([flag.to(found[0].device) for flag in found])
     if bool(flags.any()):
         bad = [name for name, flag in zip(layers, flags.tolist(), strict=True) if flag]
         _refuse_nonfinite({name: layers[name] for name in bad})

@@ -1,5 +1,6 @@
 """The proof that what was delivered is what was evaluated: a folder, loaded by plain transformers, answers alike."""
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import one_line
 from ..names import named_modules, uncompiled, without_fsdp, without_peft
+from ..processes import is_distributed
 from ..quant_linear import QuantLayer
 from ..transformers_seams import attention_of
 from .compare import distance, largest, modules_with_other_outputs, modules_with_other_weights
@@ -74,6 +76,15 @@ class _Verdict(NamedTuple):
     difference: float | None = None
 
 
+def _alone() -> contextlib.AbstractContextManager[None]:
+    """Of the processes of a group only one loads: compressed-tensors would share the work out to all, and wait."""
+    import compressed_tensors.offload as offload
+
+    # Versions that share nothing out do not have it.
+    apart = getattr(offload, "as_single_threaded", contextlib.nullcontext)
+    return apart() if is_distributed() else contextlib.nullcontext()
+
+
 class Answers:
     """What a model in memory answers, to be compared with folders that hold it.
 
@@ -112,7 +123,8 @@ class Answers:
         """Load a folder with plain `from_pretrained` and compare it; raises nothing."""
         began = time.perf_counter()
         try:
-            agrees, reason, difference = self._verdict(Path(folder))
+            with _alone():
+                agrees, reason, difference = self._verdict(Path(folder))
         except _NO_MEMORY:
             agrees, reason, difference = None, "a second copy of the model does not fit beside it", None
         seconds = round(self.seconds + time.perf_counter() - began, 3)

@@ -25,7 +25,7 @@ from ..rows import is_experts, parameter_of
 from ..training.controller import MoQController
 from ..transformers_seams import has_adapter, initialize_again, tied_parameters
 from .encoder import Encoder, plain
-from .files import CONFIG, digest_of, tensors_in
+from .files import CONFIG, bytes_in, digest_of, tensors_in
 from .layout import Layout
 from .proof import ADAPTER, Answers, Proof
 from .quiet import quiet
@@ -120,6 +120,7 @@ class _Saving:
         self.tied = _tied(self.model, self.layers)
 
     def check(self) -> None:
+        bytes_in(self.companions.max_shard_size)
         _check_model(self.inventory, self.quantized, self.target, self.companions.state_dict is None)
 
     def layouts(self) -> list[Layout]:
@@ -303,7 +304,10 @@ def _check_model(inventory: Inventory, layers: Mapping[str, QuantLayer], target:
         raise MoQError(
             f"the weights of {', '.join(sharded)} are spread over processes: save with MoQTrainer.save_model"
         )
-    if not sharded:
+    is_here = not any(layer.float_weight.is_meta for layer in layers.values())
+    if not is_here and has_weights:
+        raise MoQError("the weights are on the meta device, which keeps none: give state_dict")
+    if is_here and not sharded:
         for layer in layers.values():
             layer.quantized_weight()
         check_finite(layers)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import one_line
 from ..transformers_seams import write_packing_config
 from .encoder import Encoder
-from .files import CONFIG, INDEX, SINGLE, WEIGHTS
+from .files import CONFIG, INDEX, SINGLE, WEIGHTS, bytes_in
 from .proof import ADAPTER
 from .state import hub_id
 
@@ -32,7 +32,8 @@ def write_packed_files(
 ) -> None:
     """The tensors, `config.json` with the quantization config, and the tokenizer or processor."""
     # They have the names that the files shall have.
-    model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=max_shard_size, save_original_format=False)
+    shards = bytes_in(max_shard_size)
+    model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=shards, save_original_format=False)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
     config = encoder.config()
