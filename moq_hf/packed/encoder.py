@@ -285,7 +285,10 @@ def _quantize(
     """
     rows, columns = weight.shape
     groups = quantizer.check(weight, bits, grid, ratio)[0]
-    block, found, max_error = rows // groups, [], 0.0
+    block, max_error = rows // groups, 0.0
+    codes = torch.empty(weight.shape, dtype=torch.int32, device="cpu")
+    scales: list[Tensor] = []
+    zeros: list[Tensor] = []
     for piece in [slice(None)] if grid.stochastic else pieces(rows, columns, block):
         own = weight[piece]
         scaled = slice(None) if grid.stochastic else slice(piece.start // block, piece.stop // block)
@@ -293,10 +296,12 @@ def _quantize(
         among = replace(grid, grouping=RowBlocks(len(own) // block)) if blocks else grid
         values = quantizer.quantize(own, bits, among, ratio=None if ratio is None else ratio[scaled], draw=draw)
         max_error = max(max_error, _max_error(own, values))
-        found.append(values)
-    codes, scale, zero = zip(*found, strict=True)
-    joined = (torch.cat(codes).cpu(), torch.cat(scale).cpu(), None if zero[0] is None else torch.cat(zero).cpu())
-    return quantizer.Quantized(*joined), max_error
+        codes[piece] = values.codes.cpu()
+        scales.append(values.scale)
+        if values.zero_point is not None:
+            zeros.append(values.zero_point)
+    zero = torch.cat(zeros).cpu() if zeros else None
+    return quantizer.Quantized(codes, torch.cat(scales).cpu(), zero), max_error
 
 
 def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:
