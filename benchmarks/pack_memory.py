@@ -41,11 +41,11 @@ RECIPE = Path(__file__).parents[1] / "configs" / "moq_lm_w4.json"
 STEPS = 100
 # The command, and what it held at most; Linux starts that anew with each program.
 COMMAND = """
-import sys
+import sys, time
 from moq_hf.cli import main
 code = main(sys.argv[1:])
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-print("peak", int(status["VmHWM"].split()[0]) * 1024)
+print("took", int(status["VmHWM"].split()[0]) * 1024, time.process_time())
 sys.exit(code)
 """
 
@@ -103,7 +103,7 @@ def pack(checkpoint: Path, out: Path, shard: str) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     if done.returncode:
         raise SystemExit(done.stderr)
-    peak = int(done.stdout.split()[-1])
+    peak, processor = done.stdout.split()[-2:]
     found = recorded(out)
     return {
         "max_shard_size": shard,
@@ -111,7 +111,8 @@ def pack(checkpoint: Path, out: Path, shard: str) -> dict[str, Any]:
         "layout": found.state["layout"],
         "file_bytes": found.file_bytes,
         "float_bytes": found.float_bytes,
-        "peak_bytes": peak,
+        "peak_bytes": int(peak),
+        "cpu_seconds": round(float(processor), 1),
         "seconds": round(seconds, 1),
     }
 
@@ -123,6 +124,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"], help="fewer, to try it out")
     parser.add_argument("--hidden", type=int, default=SHAPE["hidden_size"], help="less, to try it out")
     parser.add_argument("--vocabulary", type=int, default=SHAPE["vocab_size"], help="fewer words, to try it out")
+    parser.add_argument("--tables", type=int, nargs="+", default=[0, 8], help="bits of the table; 0 is float")
     parser.add_argument("--max_shard_size", default="5GB")
     parser.add_argument("--folder", type=Path, help="for checkpoint and results; default: the system's temporary one")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results") / "pack_memory.json")
@@ -136,7 +138,9 @@ def main() -> None:
         model = new_model(sizes)
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(checkpoint)
-        torch.multiprocessing.spawn(write_shards, (args.processes, sizes, checkpoint), nprocs=args.processes)
+        # Nothing here has begun a thread or a group yet.
+        start = torch.multiprocessing.start_processes
+        start(write_shards, (args.processes, sizes, checkpoint), nprocs=args.processes, start_method="fork")
         document |= {
             "parameters": model.num_parameters(),
             "processes": args.processes,
@@ -144,7 +148,7 @@ def main() -> None:
             "runs": [],
         }
         recipe = MoQConfig.from_file(RECIPE)
-        for table in (None, 8):
+        for table in (bits or None for bits in args.tables):
             write_state(new_model(sizes), dataclasses.replace(recipe, quantize_embeddings=table), checkpoint)
             run = {"table": table, **pack(checkpoint, Path(temporary, f"packed-{table}"), args.max_shard_size)}
             document["runs"].append(run)

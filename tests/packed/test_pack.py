@@ -141,6 +141,16 @@ def test_zero_in_bfloat16_gives_what_the_run_computed_with(tmp_path: Path) -> No
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
 
 
+def test_reads_what_deepspeed_wrote() -> None:
+    """Two processes, bfloat16, frozen tables and small flat groups; what it gathered itself lies beside it."""
+    golden = ROOT / "tests" / "golden" / "zero_3"
+    folder = zero_folder(golden)
+    assert folder is not None
+    found, expected = dict(zero_weights(folder)), load_file(golden / "expected.safetensors")
+    tiny_runs.assert_same(found, expected)
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+
+
 def test_shards_of_the_result(checkpoint: Path, made: Any, tmp_path: Path) -> None:
     assert cli.main(["pack", str(checkpoint), str(tmp_path / "out"), "--max_shard_size", "4KB"]) == 0
     found = sorted((tmp_path / "out").glob("model-*.safetensors"))
