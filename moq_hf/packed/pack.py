@@ -1,6 +1,8 @@
 """`moq-hf pack`: the packed model of a run's checkpoint, made by one process that never holds the whole model."""
 
+import contextlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -18,7 +20,7 @@ from ..names import plain_name
 from ..training.checkpoints import STATE_FILE, fault_of
 from ..training.controller import MoQController
 from ..training.float_phase import FOLDER, METRICS
-from ..training.resume import has_begun, planned_steps
+from ..training.resume import has_begun
 from ..training.trainer_state import last_metrics, state_of_run
 from ..transformers_seams import FSDP_MODEL, never_saved, original_format, tied_parameters
 from .delivery import deliver
@@ -27,6 +29,8 @@ from .save import Companions
 from .sources import DistributedWeights, SafetensorsWeights, Weights
 from .tensors import Renamed
 from .zero_files import zero_folder, zero_weights
+
+logger = logging.getLogger(__name__)
 
 _SHARDS = f"{FSDP_MODEL}_0"
 # What of a checkpoint's JSON and text files is not the tokenizer's or processor's.
@@ -76,7 +80,7 @@ def pack_checkpoint(
     described = folder if (folder / CONFIG).is_file() or model is None else model
     config = _config_of(folder, described)
     weights = _weights_of(folder)
-    shell = _shell(config)
+    shell = _shell(config, described)
     names = _names_in(shell, weights, folder)
     controller = _controller(shell, state)
     log = TrainerState.load_from_json(str(folder / STATE_FILE))
@@ -105,7 +109,7 @@ def _config_of(folder: Path, described: Path | str) -> PreTrainedConfig:
             else f"{folder / CONFIG} is missing: give --model, a folder or Hub id with the model's config and tokenizer"
         )
     try:
-        return cast(PreTrainedConfig, transformers.AutoConfig.from_pretrained(described))
+        return cast(PreTrainedConfig, transformers.AutoConfig.from_pretrained(described, trust_remote_code=False))
     # Unknown types, damaged files, no network.
     except Exception as error:
         raise MoQError(f"the config of {described} cannot be read: {one_line(error)}") from error
@@ -131,8 +135,8 @@ def _weights_of(folder: Path) -> Weights:
     raise MoQError(f"{folder} holds no weights: neither {SINGLE}, nor {INDEX}, nor {_SHARDS}, nor files of DeepSpeed")
 
 
-def _shell(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of a config, without memory for its weights.
+def _shell(config: PreTrainedConfig, described: Path | str) -> PreTrainedModel:
+    """The model of a config, without memory for its weights; with how it generates, if that is beside the config.
 
     Raises:
         MoQError: Its class is not one of transformers, or cannot be made so.
@@ -146,9 +150,14 @@ def _shell(config: PreTrainedConfig) -> PreTrainedModel:
         )
     try:
         with torch.device("meta"):
-            return cast(PreTrainedModel, cast(Any, cls)(config).eval())
+            shell = cast(Any, cls)(config).eval()
     except Exception as error:
         raise MoQError(f"{name} cannot be made of {CONFIG}: {one_line(error, named=True)}") from error
+    if shell.can_generate():
+        # There need not be such a file.
+        with contextlib.suppress(OSError):
+            shell.generation_config = transformers.GenerationConfig.from_pretrained(described)
+    return cast(PreTrainedModel, shell)
 
 
 def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[str, str]:
@@ -197,9 +206,7 @@ def _some(names: list[str]) -> str:
 
 def _controller(shell: nn.Module, state: Mapping[str, Any]) -> MoQController:
     """The run's controller, brought to where the checkpoint was."""
-    config = MoQConfig.from_saved(state["config"])
-    total = state["schedule"].get("total_steps")
-    controller = MoQController(shell, config, None if total is None else planned_steps(config, state, total))
+    controller = MoQController(shell, MoQConfig.from_saved(state["config"]), state["schedule"].get("total_steps"))
     controller.load_state_dict(state)
     return controller
 
@@ -230,21 +237,15 @@ class _Copied:
 
 
 def _processing_class(folder: Path, model: str | None) -> Any:
-    """What the checkpoint has of a tokenizer or processor; failing that, that of the model that was named; or None.
-
-    Raises:
-        MoQError: The one on the Hub cannot be loaded.
-    """
-    named = [Path(model)] if model is not None and Path(model).is_dir() else []
-    for place in (folder, *named):
-        files = [p for p in sorted(place.iterdir()) if p.suffix in _TOKENIZER and p.is_file() and p.name not in _OTHERS]
-        files = [path for path in files if not path.name.endswith(".index.json") and path.name != "moq_state.json"]
-        if files:
-            return _Copied([*files, *(path for path in [place / "additional_chat_templates"] if path.is_dir())])
-    if model is None or Path(model).is_dir():
+    """What the checkpoint has of a tokenizer or processor; failing that, that of the model that was named; or None."""
+    files = [p for p in sorted(folder.iterdir()) if p.suffix in _TOKENIZER and p.is_file() and p.name not in _OTHERS]
+    if files:
+        return _Copied([*files, *(path for path in [folder / "additional_chat_templates"] if path.is_dir())])
+    if model is None:
         return None
     try:
-        return transformers.AutoTokenizer.from_pretrained(model)
+        return transformers.AutoProcessor.from_pretrained(model, trust_remote_code=False)
     # It has none, or one that needs a library.
     except Exception as error:
-        raise MoQError(f"the tokenizer of {model} cannot be loaded: {one_line(error)}") from error
+        logger.warning("moq_hf: no tokenizer is saved: that of %s cannot be loaded: %s", model, one_line(error))
+        return None

@@ -80,7 +80,10 @@ def assert_same(packed: Path, delivered: Path) -> None:
     assert different.keys() <= {"proof", "digest"}, different
     assert states[0].keys() == states[1].keys() and states[0]["history"]
     assert states[0]["proof"] is None
-    assert (packed / "config.json").read_text() == (delivered / "config.json").read_text()
+    for name in ("config.json", "generation_config.json"):
+        assert [(folder / name).is_file() for folder in (packed, delivered)] in ([True] * 2, [False] * 2)
+        if (packed / name).is_file():
+            assert (packed / name).read_text() == (delivered / name).read_text()
     assert (packed / "README.md").is_file()
     verify_quantized(packed)
 
@@ -94,6 +97,12 @@ def test_packs_what_would_have_been_delivered(form: str, checkpoint: Path, made:
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
     assert {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")} == before
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def generating(model: Any) -> Any:
+    """A model with a way of its own to generate, which its config does not know."""
+    model.generation_config.update(do_sample=True, temperature=0.7, max_new_tokens=8)
+    return model
 
 
 OTHERS: dict[str, tuple[Any, Callable[[], Any] | None]] = {
@@ -110,7 +119,8 @@ OTHERS: dict[str, tuple[Any, Callable[[], Any] | None]] = {
         },
         None,
     ),
-    "tied": (CONFIG, lambda: t.LlamaForCausalLM(t.LlamaConfig(**TIED, tie_word_embeddings=True))),
+    "tied": (CONFIG, lambda: generating(t.LlamaForCausalLM(t.LlamaConfig(**TIED, tie_word_embeddings=True)))),
+    "bfloat16": (CONFIG, lambda: tiny_runs.new_model().bfloat16()),
     "tied, in float": (tiny_runs.CONFIG, lambda: t.LlamaForCausalLM(t.LlamaConfig(**TIED, tie_word_embeddings=True))),
     "experts": (tiny_runs.CONFIG, mixture),
     "Conv1D": (
