@@ -244,7 +244,7 @@ def _processing_class(folder: Path, model: str | None) -> Any:
     if model is None:
         return None
     try:
-        return transformers.AutoProcessor.from_pretrained(model, trust_remote_code=False)
+        return cast(Any, transformers.AutoProcessor).from_pretrained(model, trust_remote_code=False)
     # It has none, or one that needs a library.
     except Exception as error:
         logger.warning("moq_hf: no tokenizer is saved: that of %s cannot be loaded: %s", model, one_line(error))
