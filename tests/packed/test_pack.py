@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint_formats
+import peft
 import pytest
 import tiny_runs
 import torch
@@ -430,6 +431,17 @@ def test_saving_holds_one_layer_at_a_time(layout: Any, count: Callable[[], int],
     tiny_runs.assert_same(*(load_file(tmp_path / name / "model.safetensors") for name in ("lazy", "whole")))
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_are_saved_from_tensors_that_are_made_when_asked_for(tmp_path: Path) -> None:
+    model = peft.get_peft_model(wide(), peft.LoraConfig(target_modules=["query"], modules_to_save=["classifier"]))
+    quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_quantized(model, tmp_path / "whole")
+    save_quantized(model, tmp_path / "lazy", state_dict=Lazy(weights, lambda: 0))
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (tmp_path / "lazy" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
 @pytest.mark.parametrize("form", ["one file", "FSDP2", "ZeRO-3"])
 def test_packing_holds_one_layer_at_a_time(
     form: str, count: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -449,6 +461,19 @@ def test_packing_holds_one_layer_at_a_time(
     monkeypatch.setattr(sources.Weights, "__getitem__", noted)
     pack_checkpoint(checkpoint, tmp_path / "out")
     assert len(held) == len(sizes) and max(held) <= max(sizes) < sum(sizes) / 5
+
+
+def test_what_the_docs_say_of_the_memory_was_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "results" / "pack_memory.json").read_text())
+    text = (ROOT / "docs" / "guide" / "checkpoints.md").read_text()
+    assert f"{measured['parameters'] / 1e9:.2f} billion weights took, from the shards of four processes" in text
+    assert measured["processes"] == 4 and len(measured["runs"]) == 2
+    for run in measured["runs"]:
+        table = "float" if run["table"] is None else f"{run['table']} bits"
+        sizes = (measured["checkpoint_bytes"], run["file_bytes"], run["peak_bytes"])
+        cells = [table, *(f"{size / 1e9:.2f} GB" for size in sizes), f"{run['cpu_seconds']:.0f}"]
+        assert f"| {' | '.join(cells)} |" in text
+        assert run["peak_bytes"] < 4e9
 
 
 def test_a_stock_trainer_describes_what_fsdp_saved_in_shards(tmp_path: Path) -> None:
