@@ -73,13 +73,14 @@ class _Shards(Mapping[str, Tensor]):
     def __init__(self, model: nn.Module) -> None:
         self._tensors = cast(dict[str, Tensor], model.state_dict(keep_vars=True))
         self._names = list(self._tensors)
+        self._indices = {name: index for index, name in enumerate(self._names)}
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]
         if not is_sharded(tensor):
             return tensor.detach().cpu()
-        self._tell(self._names.index(name))
+        self._tell(self._indices[name])
         return whole(tensor).cpu()
 
     def __iter__(self) -> Iterator[str]:
