@@ -26,7 +26,7 @@ from .packed.question import kept_batch
 from .packed.save import Companions
 from .packed.state import shareable
 from .plan import Plan, outcome, plan
-from .processes import is_sharded, tensor_by_tensor
+from .processes import is_apart, tensor_by_tensor
 from .schedule import offset_step_of
 from .training import messages
 from .training.checkpoints import describe
@@ -403,7 +403,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             return None
         model = self.controller.model
         # Shards answer in all processes, or in none.
-        if not args.should_save and not any(map(is_sharded, model.parameters())):
+        if not args.should_save and not any(map(is_apart, model.parameters())):
             return None
         return Answers(model, self._kept, _dtype(args))
 

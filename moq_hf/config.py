@@ -50,6 +50,8 @@ from .grid import Grid, Grouping, InputGrid, InputScale, PerChannel, PerGroup, R
 logger = logging.getLogger(__name__)
 
 
+# What FSDP2 gathers of a quantized weight.
+Gather = Literal["values", "packed"]
 # Who is to run what is delivered.
 ServerName = Literal["transformers", "vllm", "sglang", "llama.cpp", "onnxruntime"]
 
@@ -234,6 +236,14 @@ class MoQConfig:
             "quantizer_kernel",
         ),
     ] = None
+    gather: Annotated[
+        Gather,
+        key(
+            "what FSDP2 gathers for a forward pass: the quantized `values`, or their codes `packed`, which each "
+            "process unpacks",
+            "quantize_gather",
+        ),
+    ] = "values"
     symmetric: Annotated[
         Flag,
         Words(symmetric=True, asymmetric=False),

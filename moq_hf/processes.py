@@ -10,12 +10,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .errors import MoQError
-from .transformers_seams import FSDP1, FSDP2, ZERO_3
+from .transformers_seams import FSDP1, FSDP2, ZERO_3, ZERO_3_SHAPE, own_partition, whole_of_partitions
 
 
 def is_distributed() -> bool:
     """Whether this process trains with others."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_partitioned(tensor: Tensor) -> bool:
+    """Whether ZeRO-3 takes the parameter apart: it is whole for a forward and a backward pass, and empty else."""
+    return hasattr(tensor, ZERO_3)
+
+
+def is_apart(tensor: Tensor) -> bool:
+    """Whether an engine gathers the parameter for a forward pass: FSDP2 or ZeRO-3."""
+    return is_sharded(tensor) or is_partitioned(tensor)
+
+
+def shape_of(tensor: Tensor) -> torch.Size:
+    """The shape of a whole tensor, of which nothing may be there now."""
+    return cast(torch.Size, getattr(tensor, ZERO_3_SHAPE)) if is_partitioned(tensor) else tensor.shape
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -30,20 +45,42 @@ def device_of(tensor: Tensor) -> torch.device:
 
 def whole(tensor: Tensor) -> Tensor:
     """The tensor, without a graph; a sharded one gathered, which every process of its mesh must ask for."""
+    if is_partitioned(tensor):
+        return whole_of_partitions(tensor)
     tensor = tensor.detach()
     if not is_sharded(tensor):
         return tensor
     return cast(Tensor, cast(Any, tensor.to(device_of(tensor))).full_tensor())
 
 
-def copy_whole(target: Tensor, source: Tensor) -> None:
-    """Write a whole tensor, the same in every process, into one that may be sharded."""
-    if is_sharded(target):
-        from torch.distributed.tensor import distribute_tensor
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, without a graph, where it is computed with: of a plain one all of it."""
+    if is_partitioned(tensor):
+        return own_partition(tensor)
+    if not is_sharded(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        return cast(Tensor, cast(Any, tensor).to_local()).to(device_of(tensor))
 
-        shards = cast(Any, target)
-        source = distribute_tensor(source, shards.device_mesh, shards.placements, src_data_rank=None)
-    target.copy_(source)
+
+def sharded_like(weight: Tensor, part: Tensor) -> Tensor:
+    """Parts of all processes as one sharded tensor.
+
+    Args:
+        weight: A sharded tensor.
+        part: What this process holds, in the place of its part of `weight`.
+    """
+    from torch.distributed.tensor import DTensor
+
+    like = cast(Any, weight)
+    return DTensor.from_local(
+        part.to(weight.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
@@ -51,7 +88,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
 
     Every process must ask for it; all get it.
     """
-    if not any(map(is_sharded, model.parameters())):
+    if not any(map(is_apart, model.parameters())):
         return None
     gathered: dict[int, Tensor] = {}
     names = model.state_dict(keep_vars=True)
@@ -78,7 +115,7 @@ class _Shards(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]
-        if not is_sharded(tensor):
+        if not is_apart(tensor):
             return tensor.detach().cpu()
         self._tell(self._indices[name])
         return whole(tensor).cpu()
@@ -115,14 +152,14 @@ def tensor_by_tensor(model: nn.Module, everywhere: bool = False) -> Iterator[Map
 
     Args:
         model: Any model.
-        everywhere: Gather all of it in every process, where several of them save.
+        everywhere: Gather all of it in every process, where several of them save. Under ZeRO-3 that is always so.
 
     Yields:
         In rank 0 the tensors by name, on the CPU. None in the other processes, and for a model without shards.
     """
-    if not any(map(is_sharded, model.parameters())):
+    if not any(map(is_apart, model.parameters())):
         yield None
-    elif everywhere:
+    elif everywhere or any(map(is_partitioned, model.parameters())):
         yield whole_state_dict(model)
     else:
         shards = _Shards(model)
@@ -144,11 +181,9 @@ def check_supported(modules: Iterable[nn.Module], parameters: Sequence[Tensor]) 
         parameters: All its parameters.
 
     Raises:
-        MoQError: DeepSpeed ZeRO-3, FSDP1 or tensor parallelism; says what works instead.
+        MoQError: FSDP1 or tensor parallelism; says what works instead.
     """
-    instead = "DDP, FSDP2 and DeepSpeed ZeRO-1 and 2 work"
-    if any(hasattr(parameter, ZERO_3) for parameter in parameters):
-        raise MoQError(f"DeepSpeed ZeRO-3 partitions the weights that are to be quantized; {instead}")
+    instead = "DDP, FSDP2 and DeepSpeed ZeRO work"
     names = {name for module in modules for name in (cls.__name__ for cls in type(module).__mro__)}
     if FSDP1 in names:
         raise MoQError(f"FSDP1 flattens the weights that are to be quantized (fsdp_config: version 1); {instead}")

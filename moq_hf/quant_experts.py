@@ -12,8 +12,10 @@ from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor, nn
 
+from .layer_state import LayerState
 from .model.staleness import unwatch, watch
-from .quant_linear import LayerState, QuantLayer
+from .processes import shape_of
+from .quant_linear import QuantLayer
 from .rows import Kind
 from .transformers_seams import experts_transposed
 
@@ -157,7 +159,7 @@ def experts_parameters(module: nn.Module) -> list[str]:
 
 def matrix_of(module: nn.Module, name: str) -> tuple[int, int, int]:
     """How many experts a parameter holds, and the rows and columns of the matrix of each."""
-    experts, first, second = cast(Tensor, module._parameters[name]).shape
+    experts, first, second = shape_of(cast(Tensor, module._parameters[name]))
     return (experts, second, first) if experts_transposed(module) else (experts, first, second)
 
 

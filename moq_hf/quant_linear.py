@@ -8,10 +8,9 @@ A model gets its quantized layers by a change of class, so that parameter object
 written in place, outside any compiled graph; the gradient passes straight through to the float weight.
 """
 
-import copy
+import contextlib
 import sys
 import weakref
-from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, ClassVar, Self, cast
 
@@ -22,17 +21,16 @@ from transformers import Trainer
 from transformers.pytorch_utils import Conv1D
 
 from . import quantizer
-from .config import MoQConfig
 from .errors import MoQError
-from .grid import Grid, InputGrid, PerChannel, PerGroup, RowBlocks
-from .inputs import Inputs, new_inputs, take_step
+from .inputs import take_step
 from .kernels import columns
 from .kernels.backend import choose, takes_columns
-from .model.staleness import Key, key_of, stale, watch
-from .processes import is_sharded, whole
-from .quantizer import Draw
-from .rows import Kind, from_rows, lies_in_columns, lies_in_rows, matrices, parameter_of, to_rows
+from .layer_state import LayerState
+from .model.staleness import key_of, stale, watch
+from .processes import is_apart, is_sharded, local_part, shape_of, sharded_like, whole
+from .rows import Kind, from_rows, lies_in_columns, lies_in_rows, matrices, matrix_shape, parameter_of, to_rows
 from .schedule import FLOAT_BITS
+from .shards import Shard
 from .transformers_seams import is_scaled_table, is_transformed
 
 # Every call of a module runs this code, whatever the module's class is.
@@ -96,86 +94,6 @@ def _is_of_module(frame: FrameType) -> bool:
     return bool(names) and isinstance(frame.f_locals.get(names[0]), (nn.Module, Trainer))
 
 
-@dataclass
-class LayerState:
-    """How a layer is quantized now.
-
-    Attributes:
-        grid: How the weight is quantized, whatever its bits are.
-        bits: Bit width, 1 to 16; 32 is unquantized.
-        ratio: Clipping ratio per group, or None for absmax.
-        blend: Share of the float weight in the forward pass.
-        draw: The random numbers of stochastic rounding. Its step counts optimizer steps, for the search of ratios.
-        dtype: Of the quantized weight: what the matmul wants under autocast. None is the weight's own.
-        kernel: `quantizer_kernel` of the config: false lets only `quantizer` compute.
-        gathered: `weight` was quantized from all shards of a parameter. FSDP2 puts a parameter of its own in the
-            place of the sharded one for a forward pass.
-        weight: The quantized weight; None exactly if `bits` is 32 (or nothing can be computed: meta device).
-        version: Which tensor `weight` was when it was made, and its tensor version; None while it is.
-        read: The same in the float weight's dtype, for those who read the weight under autocast; made when asked for.
-        read_version: As `version`, of `read`.
-        source: The float weight that `weight` was made of; None makes it stale.
-        key: What `source` was like then: its version, its memory, device and dtype.
-        searched: What a frozen weight was like when its ratios were searched.
-        used: Whether a forward pass has used the weight since the layer was made ready.
-        origin: For a deep copy the layer that it was copied from, and some of the weights that it then had.
-        config: What the model was made ready with.
-        inputs: Of a linear layer: how its inputs are quantized; None leaves them alone.
-        name: The layer's in the model that was made ready, for messages.
-    """
-
-    grid: Grid
-    bits: int = FLOAT_BITS
-    ratio: Tensor | None = None
-    blend: float = 0.0
-    draw: Draw = field(default_factory=Draw)
-    dtype: torch.dtype | None = None
-    kernel: bool | None = None
-    gathered: bool = False
-    weight: Tensor | None = None
-    version: tuple[int, int] | None = None
-    read: Tensor | None = field(default=None, repr=False)
-    read_version: int = 0
-    source: Tensor | None = field(default=None, repr=False)
-    key: Key | None = field(default=None, repr=False)
-    searched: Key | None = field(default=None, repr=False)
-    used: bool = False
-    origin: "tuple[weakref.ref[QuantLayer], Tensor] | None" = field(default=None, repr=False)
-    config: MoQConfig | None = field(default=None, repr=False)
-    inputs: Inputs | None = None
-    name: str = ""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), **dict.fromkeys(("weight", "read", "source", "key", "searched", "origin"))}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "options" in state:
-            state = _of_0_1_0(state)
-        if "activation_bits" in state:
-            # Of earlier versions, which had one scale per token.
-            state = dict(state)
-            bits = state.pop("activation_bits")
-            state["inputs"] = None if bits is None else new_inputs(InputGrid(bits, "per_token"), torch.device("cpu"))
-        self.__dict__.update(state)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerState":
-        return LayerState(**{**copy.deepcopy(self.__getstate__(), memo), "origin": self.origin})
-
-
-def _of_0_1_0(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a layer in a model that moq_hf 0.1.0 pickled, as it is now."""
-    old = dict(state)
-    options, step, plain = old.pop("options"), old.pop("step"), old.pop("plain")
-    groups, size = options.get("groups", 1), options.get("group_size")
-    grouping = PerGroup(size) if size else PerChannel() if groups == "per_channel" else RowBlocks(groups)
-    config: MoQConfig | None = old.get("config")
-    grid = Grid(grouping, options.get("symmetric", True), options.get("rounding") == "stochastic")
-    if config is not None:
-        grid = replace(grid, search=config.scale)
-    draw = Draw(options.get("seed", 0), options.get("layer", 0), step)
-    return {**old, "grid": grid, "draw": draw, "kernel": False if plain else None}
-
-
 class QuantLayer(nn.Module):
     """What quantized layers share: a float `weight` that is trained and its quantized copy.
 
@@ -232,6 +150,8 @@ class QuantLayer(nn.Module):
             MoQError: There is no weight any more.
         """
         weight = self.parameter()
+        if self.moq.sharded is not None:
+            return self.moq.sharded if weight is None or not is_sharded(weight) else weight
         if weight is None:
             raise MoQError(
                 f"a quantized {type(self).__name__} has no weight any more: parametrize layers before they are "
@@ -245,9 +165,9 @@ class QuantLayer(nn.Module):
         return self.__dict__.get("weight") if weight is None else weight
 
     @property
-    def matrix(self) -> Tensor:
-        """The float weight as groups and grids count it, `[rows, columns]`; see `to_rows`."""
-        return to_rows(self.float_weight, self.kind)
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of the whole weight as groups and grids count it; see `to_rows`."""
+        return matrix_shape(shape_of(self.float_weight), self.kind)
 
     def is_stale(self) -> bool:
         """Whether the quantized weight is not that of the float weight as it is now; see `stale`."""
@@ -260,7 +180,11 @@ class QuantLayer(nn.Module):
             dtype: Of the activations. Outside autocast a weight kept in another dtype is quantized afresh in its own.
             to_read: Give it in `dtype` under autocast too, which does not cast what is not multiplied.
         """
-        state, weight = self.moq, self.float_weight
+        state, weight = self.moq, self.parameter()
+        if state.sharded is not None and weight is not None:
+            is_whole = not is_sharded(weight) and weight.shape == shape_of(weight)
+            return self._of_gathered(weight) if is_whole else self.quantized_copy(weight.dtype)
+        weight = self.float_weight
         if not torch.compiler.is_compiling():
             state.used = True
             if self.__dict__.get("_is_replica", False):
@@ -274,15 +198,81 @@ class QuantLayer(nn.Module):
         if quantized is None:
             return weight
         autocast = torch.is_autocast_enabled(quantized.device.type)
-        if state.gathered:
-            # FSDP2's MixedPrecisionPolicy gathers its parameters in a dtype of its own.
-            if (to_read or not autocast) and quantized.dtype != weight.dtype:
-                quantized = quantized.to(weight.dtype)
-            return _straight_through(weight, quantized)
         kept_for_autocast = state.dtype is not None and dtype is not None and quantized.dtype != dtype
         if kept_for_autocast and (to_read or not autocast):
             quantized = self._in_own_dtype(quantized)
         return _straight_through(weight, quantized)
+
+    def _of_gathered(self, weight: Tensor) -> Tensor:
+        """The quantized weight in a forward pass for which an engine has gathered `weight`."""
+        state = self.moq
+        if torch.compiler.is_compiling():
+            quantized = state.gathering is not None
+        else:
+            state.used = True
+            quantized = state.gathering is not None and state.gathering.holds(weight)
+        if quantized or state.bits == FLOAT_BITS:
+            return weight
+        return _straight_through(weight, self._of_engine(weight))
+
+    def _of_engine(self, weight: Tensor) -> Tensor:
+        """The same of a weight whose memory an engine frees."""
+        weight = weight.detach()
+        # NumPy's view of it would forbid that.
+        return self._quantized(weight.clone() if weight.device.type == "cpu" else weight, weight.dtype)
+
+    def lean(self, quantized: Tensor) -> contextlib.AbstractContextManager[Any]:
+        """In it autograd keeps of a weight that was quantized in this forward pass only how to quantize it again.
+
+        Else the quantized weights of a whole model would lie in memory from the forward to the backward pass, while an
+        engine frees the float ones.
+
+        Args:
+            quantized: From `quantized_weight`.
+        """
+        weight = self.moq.sharded is not None and self.parameter()
+        if weight is False or weight is None or torch.compiler.is_compiling() or quantized is weight:
+            return contextlib.nullcontext()
+        pointer = quantized.untyped_storage().data_ptr()
+
+        def keep(tensor: Tensor) -> Any:
+            own = tensor.untyped_storage().data_ptr() == pointer
+            return (tensor.size(), tensor.stride(), tensor.storage_offset()) if own else tensor
+
+        def make(kept: Any) -> Tensor:
+            if isinstance(kept, Tensor):
+                return kept
+            # The engine has gathered the weight again.
+            return self._of_engine(cast(Tensor, self.parameter())).as_strided(*kept)
+
+        return torch.autograd.graph.saved_tensors_hooks(keep, make)
+
+    def own_part(self, dtype: torch.dtype) -> Tensor:
+        """What this process holds of the quantized weight of a sharded layer; all processes must ask.
+
+        Args:
+            dtype: Of the result.
+        """
+        state, weight = self.moq, local_part(self.float_weight)
+        if state.bits == FLOAT_BITS:
+            return weight.to(dtype)
+        how: dict[str, Any] = {"ratio": state.ratio, "draw": state.draw, "blend": state.blend}
+        with torch.inference_mode(False), torch.no_grad():
+            shard = Shard.of(self.float_weight, self.kind)
+            return shard.fake_quantize(weight, state.bits, state.grid, **how, dtype=dtype, kernel=state.kernel)
+
+    def quantized_copy(self, dtype: torch.dtype) -> Tensor:
+        """The quantized weight, computed afresh, without a graph; of a sharded layer sharded as its float weight.
+
+        All processes that share a weight must ask for it.
+
+        Args:
+            dtype: Of the result.
+        """
+        weight = self.float_weight
+        if is_sharded(weight):
+            return sharded_like(weight, self.own_part(dtype))
+        return whole(weight).to(dtype) if self.moq.bits == FLOAT_BITS else self._quantized(whole(weight), dtype)
 
     def _in_own_dtype(self, quantized: Tensor) -> Tensor:
         """The quantized weight in the float weight's dtype, where it is kept in another."""
@@ -309,12 +299,16 @@ class QuantLayer(nn.Module):
             in_place: Write into the tensor that holds the last result, so that compiled graphs see the new one.
         """
         state, weight = self.moq, self.float_weight
-        from_shards = state.gathered and not is_sharded(weight)
         self.check_unwritten()
         state.version = None
         self.mark_fresh()
-        state.gathered = (from_shards or is_sharded(weight)) and state.bits != FLOAT_BITS
-        if state.bits == FLOAT_BITS or weight.is_meta:
+        state.sharded = weight if is_apart(weight) else None
+        if state.gathering is not None:
+            # What was wrapped in another way since then is gathered in another.
+            state.gathering = state.gathering if state.gathering.parameter is weight else None
+        if state.gathering is not None:
+            state.gathering.forget()
+        if state.bits == FLOAT_BITS or weight.is_meta or state.sharded is not None:
             state.weight = None
             return
         old = state.weight
@@ -359,8 +353,8 @@ class QuantLayer(nn.Module):
         state = self.moq
         if changes or not mode:
             state.source = None
-        # Shards are gathered in forward passes, which all processes take part in.
-        if not is_sharded(self.float_weight) and not state.gathered and self.is_stale():
+        # Shards are quantized when they are gathered, which all processes take part in.
+        if not is_sharded(self.float_weight) and self.is_stale():
             # A backward pass may still need the last result.
             self.refresh(in_place=False)
         return self
@@ -373,17 +367,20 @@ class QuantLayer(nn.Module):
         """Change the precision, with the clipping ratios that the grid wants there; takes effect with `refresh`."""
         state, parameter = self.moq, self.float_weight
         # An optimizer need not count what it writes, so only a weight that none may own is known to be the same.
-        frozen = None if parameter.requires_grad or is_sharded(parameter) else key_of(parameter)
+        frozen = None if parameter.requires_grad or is_apart(parameter) else key_of(parameter)
         if state.ratio is not None and bits == state.bits and frozen is not None and frozen == state.searched:
             return
         state.bits, state.ratio, state.searched = bits, None, frozen
         # On the meta device there is nothing to search.
-        if parameter.is_meta:
+        if bits == FLOAT_BITS or not state.grid.searches(bits) or parameter.is_meta:
             return
-        if bits != FLOAT_BITS and state.grid.searches(bits):
-            weight = to_rows(self._whole(), self.kind).contiguous()
-            path = choose("search", weight, torch.float32, state.kernel)
-            state.ratio = path.least_squares_ratio(weight, bits, state.grid)
+        if is_sharded(parameter):
+            shard, part = Shard.of(parameter, self.kind), local_part(parameter)
+            state.ratio = shard.least_squares_ratio(part, bits, state.grid, state.kernel)
+            return
+        weight = to_rows(whole(parameter), self.kind).contiguous()
+        path = choose("search", weight, torch.float32, state.kernel)
+        state.ratio = path.least_squares_ratio(weight, bits, state.grid)
 
     def search_ratios(self) -> None:
         """Search the clipping ratios again, where the layer has some: for weights that are others now."""
@@ -420,7 +417,12 @@ class QuantLayer(nn.Module):
         self.moq.source = None
 
     def nonfinite(self) -> Tensor:
-        """Whether the weight held NaN or Inf when it was quantized: a bool scalar on its device."""
+        """Whether the weight held NaN or Inf when it was quantized: a bool scalar on its device.
+
+        Of a sharded weight whether what this process holds of it does.
+        """
+        if self.moq.sharded is not None:
+            return local_part(self.moq.sharded).isfinite().all().logical_not()
         if self.moq.weight is None:
             device = "cpu" if self.float_weight.is_meta else self.float_weight.device
             return torch.zeros((), dtype=torch.bool, device=device)
@@ -432,12 +434,16 @@ class QuantLayer(nn.Module):
         return f"{super().extra_repr()}, {bits}"
 
     def _compute(self, dtype: torch.dtype | None, out: Tensor | None = None) -> Tensor:
-        state = self.moq
-        if state.bits == FLOAT_BITS:
+        if self.moq.bits == FLOAT_BITS:
             return self.float_weight.detach()
+        return self._quantized(self.float_weight.detach(), dtype, out)
+
+    def _quantized(self, weight: Tensor, dtype: torch.dtype | None, out: Tensor | None = None) -> Tensor:
+        """What the layer makes of a whole weight, in `out` if it is given."""
+        state = self.moq
         # Leaving inference mode makes a result that training can use later.
         with torch.inference_mode(False), torch.no_grad():
-            weight, wanted = self._whole(), dtype or self.float_weight.dtype
+            wanted = dtype or weight.dtype
             how: dict[str, Any] = {"ratio": state.ratio, "blend": state.blend, "dtype": dtype}
             if lies_in_columns(weight, self.kind) and takes_columns(
                 weight, state.bits, state.grid, wanted, state.kernel
@@ -452,14 +458,7 @@ class QuantLayer(nn.Module):
             values = path.fake_quantize(matrix, state.bits, state.grid, draw=state.draw, out=target, **how)
             if out is not None:
                 return out if target is not None else out.copy_(from_rows(values, self.kind, out.shape))
-            return from_rows(values, self.kind, self.float_weight.shape).contiguous()
-
-    def _whole(self) -> Tensor:
-        weight = whole(self.float_weight)
-        if self.moq.gathered and not is_sharded(self.float_weight):
-            # FSDP2 frees the memory of its own parameter, which NumPy's view of it would forbid.
-            weight = weight.clone()
-        return weight.detach()
+            return from_rows(values, self.kind, weight.shape).contiguous()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantLayer":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -482,7 +481,8 @@ class QuantLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         weight = self.float_weight
-        kept = None if weight.is_meta or is_sharded(weight) else (weakref.ref(self), _some(weight))
+        me: weakref.ref[nn.Module] = weakref.ref(self)
+        kept = None if weight.is_meta or self.moq.sharded is not None else (me, _some(weight))
         copied = LayerState(**self.moq.__getstate__())
         copied.origin = kept
         return {**self.__dict__, "moq": copied}
@@ -517,7 +517,9 @@ class QuantLinear(QuantLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the quantized weight, plus the bias."""
-        return F.linear(self.quantized_input(input), self.quantized_weight(input.dtype), self.bias)
+        weight = self.quantized_weight(input.dtype)
+        with self.lean(weight):
+            return F.linear(self.quantized_input(input), weight, self.bias)
 
 
 class QuantConv1D(QuantLayer, Conv1D):
@@ -536,7 +538,9 @@ class QuantConv1D(QuantLayer, Conv1D):
     def forward(self, x: Tensor) -> Tensor:
         """`x` `[..., in_features]` times the quantized weight, plus the bias."""
         rows = self.quantized_input(x).view(-1, x.size(-1))
-        return torch.addmm(self.bias, rows, self.quantized_weight(x.dtype)).view(*x.size()[:-1], self.nf)
+        weight = self.quantized_weight(x.dtype)
+        with self.lean(weight):
+            return torch.addmm(self.bias, rows, weight).view(*x.size()[:-1], self.nf)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}{self.extra_repr()})"

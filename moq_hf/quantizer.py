@@ -32,6 +32,7 @@ Random Numbers: As Easy as 1, 2, 3".
 """  # noqa: E501 - a table row cannot be broken
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -67,6 +68,29 @@ class Draw(NamedTuple):
 _FIRST = Draw()
 
 
+class Groups:
+    """How the numbers of a group come together, which may lie in several rows and in several processes.
+
+    Here a group is a row. What takes numbers takes `[rows, elements]`, and gives a number for each row, `[rows, 1]`,
+    the same in all rows of a group.
+    """
+
+    def count(self, x: Tensor) -> int:
+        """How many elements a group has."""
+        return x.shape[1]
+
+    def range(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest and the largest element; zero may count as one."""
+        return x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum, of float64 numbers that any order of summation gives the same sum, or of booleans."""
+        return x.sum(1, keepdim=True)
+
+
+_ROWS = Groups()
+
+
 class Quantized(NamedTuple):
     """A quantized weight.
 
@@ -83,7 +107,13 @@ class Quantized(NamedTuple):
 
 
 def quantize(
-    weight: Tensor, bits: int, grid: Grid = _DEFAULT, *, ratio: Tensor | None = None, draw: Draw = _FIRST
+    weight: Tensor,
+    bits: int,
+    grid: Grid = _DEFAULT,
+    *,
+    ratio: Tensor | None = None,
+    draw: Draw = _FIRST,
+    first: int = 0,
 ) -> Quantized:
     """Quantize a weight to integer codes.
 
@@ -93,6 +123,7 @@ def quantize(
         grid: Which weights share a scale, and how codes are rounded.
         ratio: Clipping ratios, float32 of the scale's shape, in (0, 1]. None is 1 everywhere (absmax).
         draw: The random numbers of stochastic rounding.
+        first: Of a part of a weight: which of the weight's random numbers its first element gets.
 
     Raises:
         ValueError: Bits, grid or ratio do not fit the weight, or the weight holds NaN or Inf.
@@ -102,7 +133,7 @@ def quantize(
     """
     shape = check(weight, bits, grid, ratio)
     x = _grouped(weight, shape)
-    codes, scale, zero = _codes(x, bits, grid, ratio, _noise(x, grid, draw), torch.empty_like(x))
+    codes, scale, zero = codes_of(x, bits, grid, ratio, _noise(x, grid, draw, first), torch.empty_like(x))
     if not bool(torch.isfinite(scale).all()):
         raise ValueError("weight holds NaN or Inf (or spans more than float32 can hold)")
     return Quantized(
@@ -148,6 +179,7 @@ def fake_quantize(
     blend: float = 0.0,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
     """Exactly `dequantize(*quantize(weight, ...))`, in fewer passes over memory and without the codes.
 
@@ -163,6 +195,7 @@ def fake_quantize(
         blend: Share b of the float weight in the result b * w + (1 - b) * Q(w), 0 to 1.
         dtype: Dtype of the result; None is the weight's.
         out: Where to write the result: `weight`'s shape, contiguous, of the dtype wanted.
+        first: Of a part of a weight: which of the weight's random numbers its first element gets.
 
     Raises:
         ValueError: Bits, grid or ratio do not fit the weight.
@@ -174,9 +207,7 @@ def fake_quantize(
     dtype = dtype or (weight.dtype if out is None else out.dtype)
     in_place = out is not None and out.dtype == torch.float32
     buffer = out.view(x.shape) if out is not None and in_place else torch.empty_like(x)
-    values = _values(*_codes(x, bits, grid, ratio, _noise(x, grid, draw), buffer))
-    if blend:
-        values = values.mul_(1.0 - blend).add_(x * blend)
+    values = blended(x, values_of(*codes_of(x, bits, grid, ratio, _noise(x, grid, draw, first), buffer)), blend)
     if in_place and out is not None:
         return out
     values = values.view(weight.shape)
@@ -224,7 +255,7 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
     # What fits the caches of a CPU; any other device is given all at once.
     size = _PART if x.device.type == "cpu" else x.numel()
     best = [
-        _best_ratio(torch.split(groups, size, 1), bits, grid) for groups in torch.split(x, max(size // x.shape[1], 1))
+        best_ratio(torch.split(groups, size, 1), bits, grid) for groups in torch.split(x, max(size // x.shape[1], 1))
     ]
     return torch.cat(best).reshape(shape)
 
@@ -251,18 +282,20 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     return c0, c1, c2, c3
 
 
-def uniform(count: int, draw: Draw = _FIRST, *, device: torch.device | str = "cpu") -> Tensor:
+def uniform(count: int, draw: Draw = _FIRST, *, first: int = 0, device: torch.device | str = "cpu") -> Tensor:
     """`count` float32 numbers in (0, 1): element i is (w + 1/2) / 2^23, w the top 23 bits of a Philox word.
 
     The word is number i % 4 of block i // 4. The key is the seed's two halves, the counter (low half of i // 4, high
-    half, step, layer). Neither 0 nor 1 occurs, so that stochastic rounding leaves zeros alone.
+    half, step, layer). Neither 0 nor 1 occurs, so that stochastic rounding leaves zeros alone. The first of them is
+    element `first`.
     """
-    block = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
+    block = torch.arange(first // 4, (first + count + 3) // 4, dtype=torch.int64, device=device)
     words = philox(
         (block & _MASK32, block >> 32, torch.full_like(block, draw.step), torch.full_like(block, draw.layer)),
         (draw.seed & _MASK32, draw.seed >> 32),
     )
-    return ((torch.stack(words, 1).view(-1)[:count] >> 9).to(torch.float32) + 0.5) * 2.0**-23
+    words_in_order = torch.stack(words, 1).view(-1)[first % 4 : first % 4 + count]
+    return ((words_in_order >> 9).to(torch.float32) + 0.5) * 2.0**-23
 
 
 def check(weight: Tensor, bits: int, grid: Grid = _DEFAULT, ratio: Tensor | None = None) -> tuple[int, int]:
@@ -307,8 +340,8 @@ def _grouped(weight: Tensor, shape: tuple[int, int]) -> Tensor:
     return weight.detach().to(torch.float32).contiguous().view(*_sizes(weight, shape))
 
 
-def _noise(x: Tensor, grid: Grid, draw: Draw) -> Tensor | None:
-    return uniform(x.numel(), draw, device=x.device).view(x.shape) if grid.stochastic else None
+def _noise(x: Tensor, grid: Grid, draw: Draw, first: int) -> Tensor | None:
+    return uniform(x.numel(), draw, first=first, device=x.device).view(x.shape) if grid.stochastic else None
 
 
 def _exact(terms: Tensor, bound: Tensor, count: int) -> Tensor:
@@ -317,9 +350,9 @@ def _exact(terms: Tensor, bound: Tensor, count: int) -> Tensor:
     return (terms + large).sub_(large)
 
 
-def _range(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+def _range(x: Tensor, grid: Grid, groups: Groups) -> tuple[Tensor, Tensor]:
     """Lower and upper end: of narrow codes mirrored at zero, else with zero between them."""
-    lo, hi = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    lo, hi = groups.range(x)
     if grid.symmetric and not grid.full:
         hi = torch.maximum(hi, -lo)
         return -hi, hi
@@ -350,20 +383,20 @@ def _as_stored(scale: Tensor, dtype: ScaleDtype) -> Tensor:
     return torch.where((scale == 0) | scale.isinf(), scale, size.copysign_(scale))
 
 
-def _best_ratio(parts: tuple[Tensor, ...], bits: int, grid: Grid) -> Tensor:
-    """`least_squares_ratio`, `[groups, 1]`, of groups that lie side by side in `parts` `[groups, elements]`."""
-    ends = [_range(part, grid) for part in parts]
+def best_ratio(parts: Sequence[Tensor], bits: int, grid: Grid, groups: Groups = _ROWS) -> Tensor:
+    """`least_squares_ratio`, `[rows, 1]`, of rows that lie side by side in `parts`, float32 `[rows, elements]`."""
+    ends = [_range(part, grid, groups) for part in parts]
     lo, hi = torch.stack([lo for lo, _ in ends]).amin(0), torch.stack([hi for _, hi in ends]).amax(0)
     best = torch.ones_like(hi)
     least = torch.full_like(hi, torch.inf, dtype=torch.float64)
-    bound, count = (hi - lo).to(torch.float64).square(), sum(part.shape[1] for part in parts)
+    bound, count = (hi - lo).to(torch.float64).square(), sum(groups.count(part) for part in parts)
     for value in RATIOS:
         scale, zero = _uniform_scale(lo, hi, bits, grid, torch.full_like(hi, value))
         total = torch.zeros_like(least)
         for part in parts:
             codes = _uniform_codes(part, bits, grid, scale, zero, None, torch.empty_like(part))
-            error = _values(codes, scale, zero).sub_(part).square_()
-            total += _exact(error, bound, count).sum(1, keepdim=True)
+            error = values_of(codes, scale, zero).sub_(part).square_()
+            total += groups.total(_exact(error, bound, count))
         better = total < least
         best = torch.where(better, value, best)
         least = torch.where(better, total, least)
@@ -383,29 +416,54 @@ def _uniform_codes(
     return out.clamp_(*grid.limits(bits))
 
 
-def _codes(
-    x: Tensor, bits: int, grid: Grid, ratio: Tensor | None, noise: Tensor | None, out: Tensor
+def codes_of(
+    x: Tensor,
+    bits: int,
+    grid: Grid,
+    ratio: Tensor | None,
+    noise: Tensor | None,
+    out: Tensor,
+    groups: Groups = _ROWS,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes `[groups, elements]` in `out`, scale and zero point `[groups, 1]`: integers, all held in float32."""
+    """What `quantize` computes of rows of groups.
+
+    Args:
+        x: float32 `[rows, elements]`.
+        bits: Bit width, which the grid has.
+        grid: How codes are rounded; which weights share a scale is for `groups` to say.
+        ratio: A clipping ratio for each row.
+        noise: Numbers of stochastic rounding, of the shape of `x`; None rounds to nearest.
+        out: Memory for the codes, of the shape of `x`.
+        groups: How the numbers of a group come together.
+
+    Returns:
+        Codes in `out`, scale and zero point `[rows, 1]`: integers, all held in float32.
+    """
     if grid.is_uniform(bits):
         ratio = None if ratio is None else ratio.reshape(-1, 1)
-        scale, zero = _uniform_scale(*_range(x, grid), bits, grid, ratio)
+        scale, zero = _uniform_scale(*_range(x, grid, groups), bits, grid, ratio)
         return _uniform_codes(x, bits, grid, scale, zero, noise, out), scale, zero
-    magnitude = torch.abs(x, out=out)
-    terms = _exact(magnitude, magnitude.amax(1, keepdim=True), x.shape[1])
-    total = terms.sum(1, keepdim=True)
-    mean = (total / torch.full_like(total, x.shape[1])).to(torch.float32)
+    magnitude, count = torch.abs(x, out=out), groups.count(x)
+    terms = _exact(magnitude, groups.range(magnitude)[1], count)
+    total = groups.total(terms)
+    mean = (total / torch.full_like(total, count)).to(torch.float32)
     if bits == 1:
         scale = _as_stored(torch.where(mean < _TINY, 0.0, mean), grid.scale_dtype)
         return torch.ge(x, 0.0, out=out).mul_(2.0).sub_(1.0), scale, None
     above = magnitude > mean * 0.7
-    total = terms.mul_(above).sum(1, keepdim=True)
-    scale = torch.where(mean < _TINY, 1.0, (total / above.sum(1, keepdim=True)).to(torch.float32))
+    total = groups.total(terms.mul_(above))
+    scale = torch.where(mean < _TINY, 1.0, (total / groups.total(above)).to(torch.float32))
     scale = _as_stored(scale, grid.scale_dtype)
     return torch.sign(x, out=out).mul_(above.logical_and_(mean >= _TINY)), scale, None
 
 
-def _values(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+def blended(x: Tensor, values: Tensor, blend: float) -> Tensor:
+    """The blend of floats and their quantized values, blend * x + (1 - blend) * values, in the memory of `values`."""
+    return values.mul_(1.0 - blend).add_(x * blend) if blend else values
+
+
+def values_of(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """The weights that codes in float32 stand for, in their memory."""
     if zero is not None:
         codes.sub_(zero)
     return codes.mul_(scale)

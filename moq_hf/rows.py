@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 # What a quantized layer is: "conv1d" is GPT-2's transposed linear layer, "conv" a convolution, "experts" a parameter
@@ -29,6 +30,16 @@ def to_rows(weight: Tensor, kind: str) -> Tensor:
     if is_experts(kind):
         return matrices(weight, kind).flatten(0, 1)
     return weight.t() if kind == "conv1d" else weight
+
+
+def matrix_shape(shape: Sequence[int], kind: str) -> tuple[int, int]:
+    """Rows and columns of the matrix of a weight of a shape.
+
+    >>> matrix_shape([4, 3, 2], "experts_t"), matrix_shape([3, 2], "conv1d"), matrix_shape([3, 2, 5, 5], "conv")
+    ((8, 3), (2, 3), (3, 50))
+    """
+    rows, columns = to_rows(torch.empty(tuple(shape), device="meta"), kind).shape
+    return rows, columns
 
 
 def matrices(weight: Tensor, kind: str) -> Tensor:

@@ -26,7 +26,7 @@ from .packed.files import bytes_in
 from .packed.proof import Answers
 from .packed.save import Companions
 from .packed.state import STATE_NAME, record_metrics
-from .processes import is_sharded, tensor_by_tensor
+from .processes import is_apart, tensor_by_tensor
 from .training.checkpoints import check_whole, checkpoints, fault_of, last_checkpoint
 from .training.distillation import distillation_loss, fingerprint, load_teacher
 from .training.float_phase import FloatPhase, after_float, restarted, share_of
@@ -367,8 +367,8 @@ class MoQTrainer(Trainer):
         if moq is not None and delivers:
             self._answers = moq.answers(self.args)
         try:
-            if delivers and any(map(is_sharded, model.parameters())):
-                # The stock one gathers the whole model first, or saves nothing (SHARDED_STATE_DICT).
+            if delivers and any(map(is_apart, model.parameters())):
+                # The stock one gathers the whole model first; or, by its settings, saves nothing that loads.
                 self._save(output_dir)
                 if self.args.push_to_hub and not _internal_call:
                     self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

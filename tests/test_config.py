@@ -60,6 +60,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
             enabled=st.booleans(),
             quantize_verbose=st.booleans(),
             quantizer_kernel=st.none() | st.booleans(),
+            quantize_gather=st.sampled_from(["values", "packed"]),
             quantize_schedule=sections(
                 quantize_period=positive | st.just("auto"),
                 schedule_offset=st.integers(0, 10**6),
@@ -221,6 +222,7 @@ def test_configs_cannot_be_changed() -> None:
 
 # Attributes that differ from their defaults.
 OTHERS: dict[str, Any] = {
+    "gather": "packed",
     "enabled": False,
     "verbose": True,
     "kernel": True,
@@ -249,7 +251,8 @@ OTHERS: dict[str, Any] = {
 WRITTEN = [
     (
         MoQConfig(start_bits=12, target_bits=8),
-        '{"enabled": true, "quantize_verbose": false, "quantizer_kernel": null, "quantize_algo": {"q_type": '
+        '{"enabled": true, "quantize_verbose": false, "quantizer_kernel": null, '
+        '"quantize_gather": "values", "quantize_algo": {"q_type": '
         '"symmetric", "rounding": "nearest", "scale": "auto", "scale_refresh": 50, "range": "narrow", '
         '"scale_dtype": null}, "quantize_groups": 1, "quantize_group_size": null, '
         '"quantize_bits": {"start_bits": 12, "target_bits": 8}, "quantize_schedule": '
@@ -266,7 +269,8 @@ WRITTEN = [
     ),
     (
         MoQConfig(**OTHERS),
-        '{"enabled": false, "quantize_verbose": true, "quantizer_kernel": true, "quantize_algo": {"q_type": '
+        '{"enabled": false, "quantize_verbose": true, "quantizer_kernel": true, '
+        '"quantize_gather": "packed", "quantize_algo": {"q_type": '
         '"asymmetric", "rounding": "stochastic", "scale": "mse", "scale_refresh": 7, "range": "narrow", '
         '"scale_dtype": "bfloat16"}, "quantize_groups": 1, '
         '"quantize_group_size": 64, "quantize_bits": {"start_bits": 9, "target_bits": 3}, "quantize_schedule": '
@@ -529,8 +533,8 @@ def drops_of(config: MoQConfig) -> list[int]:
 def test_there_is_a_recipe_for_everything() -> None:
     assert {path.stem for path in RECIPES} == {
         "moq",
+        "moq_8to4",
         "moq_w4",
-        "moq_w4_taught",
         "moq_lm_w4",
         "moq_w3",
         "moq_w2",
@@ -544,7 +548,7 @@ def test_there_is_a_recipe_for_everything() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_read(path: Path) -> None:
     config = MoQConfig.from_file(path)
-    low = {"moq_w4": 4, "moq_w4_taught": 4, "moq_w3": 3, "moq_w2": 2}
+    low = {"moq_8to4": 4, "moq_w4": 4, "moq_w3": 3, "moq_w2": 2}
     groups = dict.fromkeys(low, PerChannel()) | {"moq_lm_w4": PerGroup(32)}
     assert config.enabled and config.grouping == groups.get(path.stem, RowBlocks(8))
     assert config.target_bits == (low | {"moq_auto": 4, "moq_lm_w4": 4}).get(path.stem, 8)
@@ -591,14 +595,14 @@ def test_arithmetic_of_the_auto_recipe() -> None:
 
 
 def test_arithmetic_of_the_low_recipes() -> None:
-    for name in ("moq_w4.json", "moq_lm_w4.json"):
+    for name in ("moq_8to4.json", "moq_lm_w4.json"):
         config = MoQConfig.from_file(ROOT / "configs" / name)
         told = rows_of(README)[name]
         assert told[:3] == [f"{config.start_bits} to 4", "0", "auto"]
         schedule = PrecisionSchedule(config, ["b"], 345)
         drops = [step for step in range(1, 346) for switch in schedule.advance() if switch.before != FLOAT_BITS]
         assert told[3] == f"on MRPC {' '.join(map(str, drops))}"
-    for name, bits in (("moq_w4_taught.json", 4), ("moq_w3.json", 3), ("moq_w2.json", 2)):
+    for name, bits in (("moq_w4.json", 4), ("moq_w3.json", 3), ("moq_w2.json", 2)):
         config = MoQConfig.from_file(ROOT / "configs" / name)
         assert rows_of(README)[name][:4] == [str(bits), "0", "1", "none"]
         assert PrecisionSchedule(config, ["b"]).at_target

@@ -532,7 +532,7 @@ def test_python_blocks(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPat
                 assert cli.main(shlex.split(command)[3:]) == 0
 
 
-@pytest.mark.parametrize(("page", "recipe"), [("which-recipe", "moq"), ("schedule", "moq_w4")])
+@pytest.mark.parametrize(("page", "recipe"), [("which-recipe", "moq"), ("schedule", "moq_8to4")])
 def test_the_recipes_in_the_guide_are_the_committed_ones(page: str, recipe: str) -> None:
     (shown,) = (block.text for block in blocks_of(ROOT / "docs" / "guide" / f"{page}.md") if block.language == "json")
     committed = json.loads((ROOT / "configs" / f"{recipe}.json").read_text())

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from moq_hf import MoQConfig, MoQError, quantize_model
 from moq_hf.grid import InputGrid, InputScale
 from moq_hf.inputs import Inputs, fake_quantize_input, new_inputs, take_step, tensor_scale
+from moq_hf.layer_state import LayerState
 from moq_hf.model.convert import quant_layers
-from moq_hf.quant_linear import LayerState
 from moq_hf.training.controller import MoQController
 
 Floats = NDArray[np.float32]

@@ -31,10 +31,12 @@ JOBS = [
     "fsdp2/resume/float_first_adamw",
     "fsdp2/error/eigenvalues",
     "fsdp2/nearest",
+    "fsdp2/packed",
     "fsdp2/sharded",
     "stock/nearest",
     "fsdp2/resume/adamw_stochastic",
     "hand/stochastic",
+    "offload/stochastic",
 ]
 
 
@@ -66,7 +68,10 @@ def result(folder: Path, job: str) -> Any:
 @pytest.mark.parametrize("job", [job for job in JOBS if job.count("/") == 1])
 def test_two_processes_train_what_one_does(job: str, two_processes: Path, tmp_path: Path) -> None:
     kind, case = job.split("/")
-    two, one = result(two_processes, job), launched.run(tmp_path, "hand" if kind == "hand" else "ddp", case)
+    two, one = (
+        result(two_processes, job),
+        launched.run(tmp_path, "hand" if kind in ("hand", "offload") else "ddp", case),
+    )
     assert two["bits"] == one["bits"]
     assert [switch[:4] for switch in two["history"]] == [switch[:4] for switch in one["history"]] != []
     for kind in ("weights", "quantized"):
@@ -88,7 +93,10 @@ def test_the_packed_model_of_shards_loads(job: str, saved: str, two_processes: P
     quantized = {f"{name}.weight": weight for name, weight in trained["quantized"].items()}
     model.load_state_dict({**trained["weights"], **quantized})
     folder = two_processes / saved
-    assert {layer.bits for layer in verify_quantized(folder).layers.values()} == {3}
+    found = verify_quantized(folder)
+    assert {layer.bits for layer in found.layers.values()} == {3}
+    # As one process does: what proves it loads in one of them alone.
+    assert found.state["layout"] == "packed"
     loaded = AutoModelForSequenceClassification.from_pretrained(folder)
     ids = torch.stack([row["input_ids"] for row in launched.rows(8)])
     with torch.no_grad():

@@ -609,6 +609,38 @@ def test_fsdp2(alone: None) -> None:
     assert [cls.__name__ for cls in type(layer).__bases__] == [seams.FSDP2, "Linear"]
 
 
+def test_fsdp_parameters(alone: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    layer = nn.Linear(2, 3, bias=False)
+    assert seams.fsdp_parameters(layer) == []
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    (found,) = seams.fsdp_parameters(nn.Sequential(layer))
+    assert found.takes_extensions and found.parameter is layer.weight and found.dtype == torch.bfloat16
+    inputs = torch.ones(1, 2)
+    before = layer(inputs)
+    # FSDP2 asks the part from now on, also after a forward pass.
+    calls: list[str] = []
+
+    def pre(mesh: Any, size: Any, stride: Any, module: nn.Module, policy: Any) -> Any:
+        calls.append("pre")
+        return (2 * part.to(torch.bfloat16),), None
+
+    def post(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        calls.append("post")
+        return None if out is not None else (outputs[0], (outputs[0],))
+
+    part: Any = found.part
+    part.fsdp_pre_all_gather, part.fsdp_post_all_gather = pre, post
+    found.begin_again()
+    for _ in range(2):
+        layer.reshard()  # type: ignore[attr-defined]
+        assert torch.equal(layer(inputs), 2 * before)
+    assert calls == ["pre", "post"] * 2 and found.part is part
+
+
 def test_fsdp1() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 

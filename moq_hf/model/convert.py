@@ -11,10 +11,10 @@ from .. import quant_conv, quantizer  # noqa: F401
 from ..config import MoQConfig
 from ..errors import MoQError
 from ..inputs import new_inputs
+from ..layer_state import LayerState
 from ..names import named_modules, unwrapped
-from ..processes import copy_whole
 from ..quant_experts import ExpertsWeight, make_quantized, quantized_in
-from ..quant_linear import LayerState, QuantEmbedding, QuantLayer, base_class, quant_class
+from ..quant_linear import QuantEmbedding, QuantLayer, base_class, quant_class
 from ..schedule import FLOAT_BITS
 from ..transformers_seams import ADAPTED, is_peft, unpack
 from .inventory import Inventory, is_packed
@@ -111,7 +111,7 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
             written.add(id(weight))
             layer.check_unwritten()
             with torch.no_grad():
-                copy_whole(weight, layer._compute(weight.dtype))
+                weight.copy_(layer.quantized_copy(weight.dtype))
         restore(layer)
     _guard_merging(model.modules())
     return given

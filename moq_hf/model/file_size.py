@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..names import without_peft
+from ..processes import shape_of
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..rows import is_experts, parameter_of
 from .inventory import Inventory
@@ -109,7 +110,7 @@ class FileSize:
             return [_of(own, layer.float_weight)]
         if name in self._inventory.tied.values():
             return self._bytes_of(name, layer)
-        rows, columns = layer.matrix.shape
+        rows, columns = layer.matrix_shape
         grid = layer.moq.grid
         shape = grid.shape(rows, columns)
         if grid.grouping.row_size is None and grid.symmetric and bits > 1:
@@ -130,7 +131,7 @@ class FileSize:
 
     def _bytes_of(self, name: str, layer: QuantLayer) -> list[_Tensor]:
         """A table, or what shares the weight of one: a byte for each weight."""
-        rows, columns = layer.matrix.shape
+        rows, columns = layer.matrix_shape
         grid = layer.moq.grid
         scales = getattr(torch, grid.scale_dtype), grid.shape(rows, columns)
         again = [other for other, owner in self._inventory.tied.items() if owner == name]
@@ -150,4 +151,4 @@ def _tensors(inventory: Inventory) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _of(name: str, tensor: torch.Tensor) -> _Tensor:
-    return _Tensor(name, tensor.dtype, tuple(tensor.shape))
+    return _Tensor(name, tensor.dtype, tuple(shape_of(tensor)))

@@ -10,7 +10,7 @@ from .. import quantizer, triton_quant
 from ..errors import MoQError
 from ..kernels import cpu
 from ..kernels.backend import Backend, choose
-from ..processes import any_over_ranks, is_sharded, whole
+from ..processes import any_over_ranks, device_of, is_apart, local_part
 from ..quant_linear import QuantLayer
 from ..rows import lies_in_rows, parameter_of, to_rows
 from ..schedule import FLOAT_BITS
@@ -29,11 +29,13 @@ def check_readers(layers: Mapping[str, QuantLayer]) -> None:
     used = {id(weight) for weight, layer in zip(weights, layers.values(), strict=True) if layer.moq.used}
     # Elsewhere in the batch, in another process, the layer may have been used.
     was_used = any_over_ranks([id(weight) in used for weight in weights], weights[0])
-    wrong = [
-        name
-        for name, weight, fine in zip(layers, weights, was_used, strict=True)
-        if not fine and weight.grad is not None and bool((whole(weight.grad) != 0).any())
+    has_gradient = [
+        not fine and weight.grad is not None and bool((local_part(weight.grad) != 0).any())
+        for weight, fine in zip(weights, was_used, strict=True)
     ]
+    if any(layer.moq.sharded is not None for layer in layers.values()):
+        has_gradient = any_over_ranks(has_gradient, weights[0])
+    wrong = [name for name, found in zip(layers, has_gradient, strict=True) if found]
     if wrong:
         named = ", ".join(f'"{name}"' for name in wrong)
         raise MoQError(
@@ -48,7 +50,7 @@ def set_bits(layers: Iterable[tuple[QuantLayer, int]]) -> None:
     for layer, bits in layers:
         weight = layer.float_weight
         # All processes gather shards in the same order.
-        if not is_sharded(weight) and choose("search", weight, torch.float32, layer.moq.kernel) is cpu:
+        if not is_apart(weight) and choose("search", weight, torch.float32, layer.moq.kernel) is cpu:
             in_threads.append((layer, bits))
         else:
             layer.set_bits(bits)
@@ -63,11 +65,20 @@ def check_finite(layers: Mapping[str, QuantLayer]) -> None:
     """
     if not layers:
         return
-    found = [layer.nonfinite() for layer in layers.values()]
-    flags = torch.stack([flag.to(found[0].device) for flag in found])
-    if bool(flags.any()):
-        bad = [name for name, flag in zip(layers, flags.tolist(), strict=True) if flag]
-        _refuse_nonfinite({name: layers[name] for name in bad})
+    weight = next(iter(layers.values())).float_weight
+    flags_of = [layer.nonfinite() for layer in layers.values()]
+    # On the CPU for the meta device, which keeps none.
+    found = torch.stack([flag.to(flags_of[0].device if weight.is_meta else device_of(weight)) for flag in flags_of])
+    apart = any(layer.moq.sharded is not None for layer in layers.values())
+    if not apart and not bool(found.any()):
+        return
+    flags = found.tolist()
+    if apart:
+        # What one process holds stops all of them.
+        flags = any_over_ranks(flags, weight)
+    bad = {name: layer for (name, layer), flag in zip(layers.items(), flags, strict=True) if flag}
+    if bad:
+        _refuse_nonfinite(bad)
 
 
 def _refuse_nonfinite(layers: Mapping[str, QuantLayer]) -> None:
@@ -109,11 +120,12 @@ class Refresher:
                 layer.refresh()
         cpu.each(QuantLayer.refresh, fast)
 
-    def check_finite(self, *, wait: bool = True) -> None:
+    def check_finite(self, *, wait: bool = True, shards: bool = True) -> None:
         """Stop if a weight held NaN or Inf.
 
         Args:
             wait: For the device. Otherwise weights that a kernel quantized are judged as they were a step or more ago.
+            shards: Sharded weights too, which all processes must ask for.
 
         Raises:
             MoQError: Names the parameters.
@@ -121,14 +133,14 @@ class Refresher:
         bad = [names[index] for batch, names in self._batches for index in batch.nonfinite(wait=wait)]
         if bad:
             _refuse_nonfinite({name: self._layers[name] for name in bad})
-        check_finite(self._single)
+        check_finite({n: layer for n, layer in self._single.items() if shards or layer.moq.sharded is None})
 
     def _identities(self) -> list[tuple[Any, ...]]:
         """What the batches depend on: they hold pointers."""
         found: list[tuple[Any, ...]] = []
         for layer in self._layers.values():
             state, weight = layer.moq, layer.float_weight
-            pointer = 0 if weight.is_meta or is_sharded(weight) else weight.data_ptr()
+            pointer = 0 if weight.is_meta or is_apart(weight) else weight.data_ptr()
             tensors = (pointer, id(state.weight), id(state.ratio))
             found.append((*tensors, weight.device, weight.dtype, state.bits, state.dtype))
         return found
@@ -148,7 +160,7 @@ class Refresher:
 def _path(layer: QuantLayer) -> Backend:
     """Who quantizes a layer's weight after a step."""
     weight = layer.float_weight
-    if is_sharded(weight):
+    if is_apart(weight):
         # All processes gather in the same order.
         return quantizer
     # A batch cannot point to rows that do not lie one after the other.

@@ -12,7 +12,7 @@ from ..config import MoQConfig
 from ..errors import MoQError
 from ..grid import Grid, PerChannel, RowBlocks
 from ..names import is_below, plain_name, unwrapped
-from ..processes import check_supported
+from ..processes import check_supported, shape_of
 from ..quant_experts import experts_parameters, matrix_of
 from ..serving.planned import check_served
 from ..transformers_seams import ADAPTED, has_dora
@@ -372,7 +372,7 @@ def _features(layer: Layer) -> dict[str, int]:
         return {"out_features": layer.nf, "in_features": layer.nx}
     if isinstance(layer, nn.Linear):
         return {"out_features": layer.out_features, "in_features": layer.in_features}
-    return {"out_features": layer.out_channels, "in_features": layer.weight[0].numel()}
+    return {"out_features": layer.out_channels, "in_features": shape_of(layer.weight)[1:].numel()}
 
 
 def _check_groups(

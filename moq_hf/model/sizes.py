@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..names import plain_name
+from ..processes import shape_of
 from ..quant_linear import QuantLayer
 from ..schedule import FLOAT_BITS
 from .inventory import Inventory
@@ -64,10 +65,10 @@ class ModelSizes:
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            count, full = parameter.numel(), 8 * parameter.element_size()
+            count, full = shape_of(parameter).numel(), 8 * parameter.element_size()
             if id(parameter) in owners:
                 layer = owners[id(parameter)]
-                groups = layer.moq.grid.shape(*layer.matrix.shape)
+                groups = layer.moq.grid.shape(*layer.matrix_shape)
                 is_table = id(parameter) in tables
                 self._weights.append(_Weight(layer, count, groups[0] * groups[1], full, is_table))
             else:

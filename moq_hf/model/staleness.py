@@ -29,13 +29,10 @@ class Copy(Protocol):
     Attributes:
         source: The float weight that it was made of; None makes it stale.
         key: What `key_of` gave for the source then.
-        gathered: The copy was made of all shards of a parameter. FSDP2 puts a parameter of its own in the place of the
-            sharded one for a forward pass.
     """
 
     source: Tensor | None
     key: Key | None
-    gathered: bool
 
 
 def stale(copy: Copy, weight: Tensor) -> bool:
@@ -51,7 +48,7 @@ def stale(copy: Copy, weight: Tensor) -> bool:
     | `weight.data = other` | the address of its memory |
     | `weight.data.copy_()` and the like (an EMA's) | `eval()`, and `train()` after it, quantize afresh whatever |
     | any of these under `torch.compile` | `train()` and `eval()`, which run outside of the graph, look |
-    | a sharded weight (FSDP2) | its own parameter of a forward pass is looked at only after `eval()` |
+    | any of these to a sharded weight (FSDP2) | in the same ways, at the next gathering |
 
     Not seen is what is written through `.data` between an optimizer's step and a training pass after it, and in a
     compiled model what is changed in place without a call of `train()` or `eval()`: call `refresh()` then.
@@ -63,9 +60,6 @@ def stale(copy: Copy, weight: Tensor) -> bool:
     if _unsettled:
         with _lock:
             _settle()
-    if copy.gathered and not is_sharded(weight):
-        # In the dtype of a MixedPrecisionPolicy it would be quantized otherwise.
-        return copy.source is None and copy.key is not None and weight.dtype == copy.key[3]
     return copy.source is not weight or copy.key != key_of(weight)
 
 

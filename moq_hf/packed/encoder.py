@@ -13,6 +13,7 @@ from ..errors import MoQError
 from ..grid import Grid, RowBlocks
 from ..model.inventory import Inventory, is_linear
 from ..names import plain_name
+from ..processes import shape_of
 from ..quant_linear import QuantLayer
 from ..reading import Entry
 from ..rows import from_rows, is_experts, parameter_of, to_rows
@@ -58,7 +59,7 @@ class Encoder:
         self.matrices = {
             name: names
             for name, layer in layers.items()
-            if layer.kind == "experts" and (names := names_of(model, name, layer.float_weight.shape)) is not None
+            if layer.kind == "experts" and (names := names_of(model, name, shape_of(layer.float_weight))) is not None
         }
         self.at_load = layout == "unpacked"
         # Of the linear layers, to which what is unpacked while loading has to fit.
@@ -95,15 +96,15 @@ class Encoder:
         across = self.has_conv1d and layer.kind != "conv1d" and size is not None
         # compressed-tensors 0.20 cannot read zero points back that are packed into one word.
         asymmetric = self.grid is not None and not self.grid.symmetric
-        one_word = self.at_load and asymmetric and not self.has_conv1d and layer.matrix.shape[0] * bits <= _WORD
-        return "dense" if across or one_word or (size is not None and layer.matrix.shape[1] % size) else "packed"
+        one_word = self.at_load and asymmetric and not self.has_conv1d and layer.matrix_shape[0] * bits <= _WORD
+        return "dense" if across or one_word or (size is not None and layer.matrix_shape[1] % size) else "packed"
 
     def _is_widened(self, layers: Mapping[str, QuantLayer]) -> bool:
         """Whether the files are smaller with tables as floats than with all codes as wide as those of the tables."""
         numbers, widths = {True: 0, False: 0}, {True: 0, False: 0}
         for name, layer in layers.items():
             if layer.moq.bits <= MAX_PACKED_BITS:
-                numbers[name in self.tables] += layer.float_weight.numel()
+                numbers[name in self.tables] += shape_of(layer.float_weight).numel()
                 widths[name in self.tables] = max(layer.moq.bits, widths[name in self.tables])
         more = max(0, widths[True] - widths[False]) * numbers[False]
         return more > (8 * torch.float32.itemsize - max(widths.values())) * numbers[True]

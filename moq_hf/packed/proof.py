@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import one_line
 from ..names import named_modules, uncompiled, without_fsdp, without_peft
-from ..processes import is_sharded
+from ..processes import is_apart
 from ..quant_linear import QuantLayer
 from ..transformers_seams import attention_of
 from .compare import distance, largest, modules_with_other_outputs, modules_with_other_weights
@@ -176,7 +176,7 @@ class Answers:
             return _Verdict(True, None, difference)
         what = f"outputs differ by {difference:.3g}" if difference else "other tokens are generated"
         is_small = same_tokens and all(distance(a, b) <= ROUNDING * largest(a) for a, b in pairs)
-        if any(map(is_sharded, self.model.parameters())):
+        if any(map(is_apart, self.model.parameters())):
             # The other processes are not here to gather weights, by which one would see what the reason is.
             return _Verdict(None, f"{what}, which may be rounding") if is_small else _Verdict(False, what, difference)
         named = modules_with_other_weights(self.model, loaded)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..names import without_peft
-from ..processes import is_sharded
+from ..processes import is_apart
 from .quiet import quiet
 
 _PROMPT, _GENERATED = 8, 4
@@ -43,7 +43,7 @@ class Question:
         if not callable(can) or not can() or not isinstance(self.inputs.get(main), Tensor):
             return None
         # Processes whose texts end at different tokens would wait for each other.
-        if any(map(is_sharded, model.parameters())):
+        if any(map(is_apart, model.parameters())):
             return None
         # Two short examples: prompts are to be continued, not understood.
         few = {name: self.inputs[name][:2] for name in (main, "attention_mask") if name in self.inputs}

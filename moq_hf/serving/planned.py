@@ -9,8 +9,9 @@ from ..config import MoQConfig
 from ..errors import MoQError
 from ..model.inventory import Inventory, is_convolution
 from ..names import plain_name, without_fsdp, without_peft
+from ..processes import shape_of
 from ..quant_experts import experts_parameters, matrix_of
-from ..rows import to_rows
+from ..rows import matrix_shape
 from ..schedule import FLOAT_BITS
 from ..transformers_seams import experts_transposed
 from .description import Description, Reason, Weight
@@ -94,7 +95,7 @@ def describe(inventory: Inventory, config: MoQConfig, targets: Mapping[str, int]
     weights = {}
     for name, layer in inventory.layers.items():
         kind = "linear" if isinstance(layer, nn.Linear) else "conv" if is_convolution(layer) else "conv1d"
-        rows, columns = to_rows(layer.weight, kind).shape
+        rows, columns = matrix_shape(shape_of(layer.weight), kind)
         # The packed format has no place for convolutions, and they have no groups.
         bits = targets[name]
         packed, size = bits <= 8 and kind != "conv", None if kind == "conv" else grouping.row_size
@@ -111,7 +112,7 @@ def describe(inventory: Inventory, config: MoQConfig, targets: Mapping[str, int]
             matrix = Weight("linear", rows, columns, bits, grouping.row_size)
             weights |= {f"{saved(name)}.{index}.{own}": matrix for index in range(experts)}
     for name, table in inventory.embeddings.items():
-        rows, columns = table.weight.shape
+        rows, columns = shape_of(table.weight)
         weights[saved(name)] = Weight("embedding", rows, columns, config.quantize_embeddings or 0)
     for name, owner in inventory.tied.items():
         # What a head shares with tables is in the files as a table.

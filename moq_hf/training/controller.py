@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..config import MoQConfig
+from ..gathering import gather_quantized
 from ..inputs import Inputs, load_ranges, ranges_of, take_step
 from ..model.convert import prepare_model
 from ..model.file_size import FileSize
@@ -18,7 +19,7 @@ from ..model.refresh import Refresher, check_readers, set_bits
 from ..model.selection import take_inventory
 from ..model.sizes import ModelSizes
 from ..model.staleness import lead_copies, take_over
-from ..processes import agree, device_of, is_distributed
+from ..processes import agree, device_of, is_distributed, shape_of
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..reading import Entry
 from ..rows import is_experts
@@ -108,7 +109,7 @@ class MoQController:
         self._chooser = None
         if config.budget is not None:
             file = FileSize(inventory, self.layers, self.embeddings, config.quantize_embeddings)
-            weights = {name: layer.float_weight.numel() for name, layer in self.layers.items()}
+            weights = {name: shape_of(layer.float_weight).numel() for name, layer in self.layers.items()}
             self._chooser = Chooser(config, self.blocks, weights, file)
         self._refresher = Refresher(everything)
         self._write_bits(self.blocks)
@@ -259,6 +260,7 @@ class MoQController:
                 if layer.moq.inputs is not None:
                     layer.moq.inputs.active = rounds_inputs
         self._refresher.refresh()
+        gather_quantized(self.model, {**self.layers, **self.embeddings}.values())
         self._refresher.check_finite(wait=wait)
         lead_copies()
 
@@ -291,7 +293,8 @@ class MoQController:
         Raises:
             MoQError: A weight holds NaN or Inf.
         """
-        self._refresher.check_finite()
+        # Of a run with many processes only the first one saves; shards were judged when they were refreshed.
+        self._refresher.check_finite(shards=False)
         state = {
             "version": STATE_VERSION,
             "moq_hf": __version__,
@@ -374,7 +377,7 @@ class MoQController:
                 layer.moq.bits = bits[block]
                 layer.moq.ratio = None
                 if name in saved:
-                    shape = layer.moq.grid.shape(*layer.matrix.shape)
+                    shape = layer.moq.grid.shape(*layer.matrix_shape)
                     ratio, weight = decode(name, saved[name], shape), layer.weight
                     # On the meta device it would be lost.
                     layer.moq.ratio = ratio if weight.is_meta else ratio.to(weight.device)

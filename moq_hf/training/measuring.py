@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..layer_state import LayerState
 from ..quant_experts import QuantExperts, quantized_in
-from ..quant_linear import LayerState, QuantLayer
+from ..quant_linear import QuantLayer
 from ..transformers_seams import attention_of, set_attention, undo_mixed_precision
 
 

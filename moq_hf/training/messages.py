@@ -12,6 +12,7 @@ from ..kernels.backend import triton_wanted
 from ..model.inventory import Inventory, is_convolution, is_linear
 from ..model.selection import embeddings_to_quantize, output_heads, tied_to
 from ..model.sizes import ModelSizes, covered, in_words, last_part
+from ..processes import shape_of
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..serving import planned
 from .choice import Choice
@@ -40,8 +41,8 @@ def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSi
     if inventory.adapters:
         left.setdefault("left in full precision", []).append("PEFT's adapters")
     parameters = dict(inventory.parameters())
-    weights = sum(layer.weight.numel() for layer in inventory.layers.values())
-    weights += sum(parameters[name].numel() for name in inventory.experts)
+    weights = sum(shape_of(layer.weight).numel() for layer in inventory.layers.values())
+    weights += sum(shape_of(parameters[name]).numel() for name in inventory.experts)
     linears = sum(map(is_linear, inventory.layers.values()))
     convolutions, experts = len(inventory.layers) - linears, len(inventory.experts)
     counts = [f"{linears} linear layers"] if linears else []

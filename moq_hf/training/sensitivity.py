@@ -17,7 +17,7 @@ from ..errors import MoQError
 from ..model.convert import quant_layers
 from ..model.inventory import Inventory
 from ..names import is_below
-from ..processes import is_distributed, is_sharded, mean_over_ranks
+from ..processes import is_apart, is_distributed, mean_over_ranks
 from ..schedule import PrecisionSchedule
 from ..trace import Trace, block_traces
 from .distillation import logits_in, logits_loss
@@ -135,10 +135,10 @@ class Sensitivity:
         Raises:
             MoQError: The parameters are sharded.
         """
-        if any(is_sharded(p) for parameters in self.blocks.values() for p in parameters):
+        if any(is_apart(p) for parameters in self.blocks.values() for p in parameters):
             raise MoQError(
-                "eigenvalue: sharded parameters (FSDP) cannot be measured; leave eigenvalue.enabled out, and give "
-                "target_bits a number"
+                "eigenvalue: sharded parameters (FSDP, ZeRO-3) cannot be measured; leave eigenvalue.enabled out, "
+                "and give target_bits a number"
             )
         self._per_step = rows_per_step / (HALF_PRECISION if half_precision else 1.0)
         self._total = total_steps * self._per_step * self.config.max_overhead

@@ -1,7 +1,8 @@
 """Trains tiny models in one process or in many: `torchrun --nproc-per-node 2 launched.py OUT KIND/CASE...`.
 
 KIND is ddp, fsdp2 (by the Trainer's own arguments), stock (the same without MoQTrainer), hand (a loop of one's own
-around `fully_shard`), zero1, zero2 or zero3; ddp comes first, since Accelerate keeps what it was told. Rank 0 writes
+around `fully_shard`), offload (the same with parts that are kept on the CPU), zero1, zero2 or zero3; ddp comes first,
+since Accelerate keeps what it was told. Rank 0 writes
 OUT/KIND-CASE.pt: the float weights, the bits, every switch and the losses; for KIND/resume/CASE if a resumed run is
 equal, for KIND/error/CASE what each rank raised. One launch serves many cases: starting takes most of the time.
 """
@@ -27,7 +28,7 @@ from transformers import (
 
 from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer
 from moq_hf.model.convert import quant_layers
-from moq_hf.processes import whole_state_dict
+from moq_hf.processes import whole, whole_state_dict
 from moq_hf.training.controller import MoQController
 
 STEPS, GLOBAL_BATCH = 14, 8
@@ -56,6 +57,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "stochastic": (STOCHASTIC, {}),
     "asymmetric": ({**BASE, "quantize_type": "asymmetric"}, {}),
     "one_group": ({**BASE, "quantize_groups": 1}, {}),
+    "packed": ({**BASE, "quantize_groups": "per_channel", "quantize_gather": "packed"}, {}),
     "per_channel": ({**BASE, "quantize_groups": "per_channel"}, {}),
     "ternary": ({**BASE, "quantize_bits": {"start_bits": 4, "target_bits": 2}}, {}),
     "blend": ({**BASE, "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.3}}, {}),
@@ -173,17 +175,19 @@ def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more:
     return MoQOnCpu(model, arguments, train_dataset=rows(), **more)
 
 
-def by_hand(folder: Path, case: str) -> dict[str, Any]:
+def by_hand(folder: Path, kind: str, case: str) -> dict[str, Any]:
     """A loop without a Trainer; in many processes every layer's shards by `fully_shard`."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     model, config = new_model(), CASES[case][0]
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if world > 1:
+        # Of weights that are kept on the CPU floats are gathered.
+        policy = CPUOffloadPolicy(pin_memory=False) if kind == "offload" else OffloadPolicy()
         for block in model.bert.encoder.layer:
-            fully_shard(block.attention.self.query)
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block.attention.self.query, offload_policy=policy)
+            fully_shard(block, offload_policy=policy)
+        fully_shard(model, offload_policy=policy)
     controller = MoQController(model, MoQConfig.load(config), STEPS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     data, losses = rows(), []
@@ -211,7 +215,7 @@ def outcome(made: dict[str, Any]) -> dict[str, Any]:
     return {
         "weights": floats,
         "bits": {name: layer.moq.bits for name, layer in layers.items()},
-        "quantized": {name: layer.quantized_weight().detach().clone() for name, layer in layers.items()},
+        "quantized": {name: whole(layer.quantized_weight()).clone() for name, layer in layers.items()},
         "history": None if controller is None else json.loads(json.dumps(controller.history)),
         "losses": made["losses"],
         "ranges": None if controller is None else controller.state_dict()["input_ranges"],
@@ -227,8 +231,8 @@ def controller_of(trainer: Trainer) -> MoQController | None:
 
 def run(folder: Path, kind: str, case: str) -> dict[str, Any]:
     """One case from beginning to end."""
-    if kind == "hand":
-        return outcome(by_hand(folder, case))
+    if kind in ("hand", "offload"):
+        return outcome(by_hand(folder, kind, case))
     trainer = trainer_for(folder / f"{kind}-{case}", kind, case)
     trainer.train()
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)

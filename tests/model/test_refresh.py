@@ -21,10 +21,11 @@ from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 from moq_hf import MoQCallback, MoQConfig, dequantize_model, quantize_model
 from moq_hf import quantizer as q
 from moq_hf.grid import Grid, PerChannel
+from moq_hf.layer_state import LayerState
 from moq_hf.model import staleness
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.staleness import lead_copies
-from moq_hf.quant_linear import FLOAT_BITS, LayerState, QuantLayer
+from moq_hf.quant_linear import FLOAT_BITS, QuantLayer
 from moq_hf.quantizer import Draw
 
 CONFIG: dict[str, Any] = {"quantize_bits": {"start_bits": 3, "target_bits": 3}, "quantize_groups": "per_channel"}
