@@ -20,19 +20,21 @@ from .model.convert import is_quantized
 from .model.selection import take_inventory
 from .names import uncompiled, without_peft
 from .packed.delivery import deliver
+from .packed.files import bytes_in
 from .packed.proof import Answers
 from .packed.question import kept_batch
 from .packed.save import Companions
 from .packed.state import shareable
 from .plan import Plan, outcome, plan
-from .processes import is_apart, whole_state_dict
+from .processes import is_apart, tensor_by_tensor
 from .schedule import offset_step_of
 from .training import messages
+from .training.checkpoints import describe
 from .training.controller import MoQController
 from .training.host import Host, Loss, LossScale, StockHost
 from .training.listening import first_batch, listen
 from .training.resume import check_room, check_start, has_begun, planned_steps
-from .training.trainer_state import check_alone, forget_best, resumed_state, state_of_best
+from .training.trainer_state import check_alone, forget_best, last_metrics, resumed_state, state_of_best
 from .transformers_seams import ExportableState, callback_states, checkpoints_as_modules, is_compiled_in_place
 
 logger = logging.getLogger(__name__)
@@ -54,9 +56,11 @@ class MoQCallback(TrainerCallback, ExportableState):
         loss: For `eigenvalue.enabled`: gives the scalar mean loss of a model on a batch, where that is not the loss in
             the model's output (label smoothing, `compute_loss_func`). It takes the model and the keyword arguments of
             its forward pass as a dict.
+        max_shard_size: The largest size of a weight file in the folder `quantized`, as `save_quantized` takes it.
 
     Raises:
         MoQConfigError: The config is wrong.
+        MoQError: `max_shard_size` is no size.
 
     Attributes:
         controller: The `MoQController` of the model in training; None before a Trainer has the callback, and if the
@@ -69,9 +73,13 @@ class MoQCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(
-        self, config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str], loss: Loss | None = None
+        self,
+        config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str],
+        loss: Loss | None = None,
+        max_shard_size: int | str = "50GB",
     ) -> None:
         self.config = MoQConfig.load(config)
+        self.max_shard_size = bytes_in(max_shard_size)
         self.controller: MoQController | None = None
         self.host: Host = StockHost()
         self.loss = loss
@@ -92,7 +100,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         saved = None if self.controller is None else self.controller.state_dict()
         step = None if self._state is None else self._state.global_step
         return {
-            "args": {"config": self.config.to_dict()},
+            "args": {"config": self.config.to_dict(), "max_shard_size": self.max_shard_size},
             "attributes": {
                 "saved": saved,
                 "saved_at": step,
@@ -319,7 +327,10 @@ class MoQCallback(TrainerCallback, ExportableState):
         logs["moq/mean_bits"] = metrics["moq/mean_bits"]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A checkpoint from before the target precision is not a candidate for the best one."""
+        """Complete a checkpoint of shards; one from before the target precision is not a candidate for the best one."""
+        if self.controller is not None and state.is_world_process_zero:
+            folder = Path(cast(str, args.output_dir), f"checkpoint-{state.global_step}")
+            describe(folder, self.controller.model, kwargs.get("processing_class"))
         if self.controller is not None and not self.controller.has_arrived:
             forget_best(state)
 
@@ -360,11 +371,17 @@ class MoQCallback(TrainerCallback, ExportableState):
             batch = first_batch(kwargs.get("train_dataloader"))
             self._kept = None if batch is None else kept_batch(batch)
         if not self.host.saves and controller.has_begun:
-            answers, gathered = self.answers(args), whole_state_dict(controller.model)
-            if args.should_save:
-                tokenizer, folder = kwargs.get("processing_class"), Path(cast(str, args.output_dir), "quantized")
-                companions = Companions(tokenizer, controller, last_metrics(state), state_dict=gathered)
-                self._deliver(controller.model, folder, companions, answers)
+            answers, folder = self.answers(args), Path(cast(str, args.output_dir), "quantized")
+            with tensor_by_tensor(controller.model, args.save_on_each_node) as gathered:
+                if args.should_save:
+                    companions = Companions(
+                        kwargs.get("processing_class"),
+                        controller,
+                        last_metrics(state),
+                        state_dict=gathered,
+                        max_shard_size=self.max_shard_size,
+                    )
+                    self._deliver(controller.model, folder, companions, answers)
 
     def _deliver(self, model: nn.Module, folder: Path, companions: Companions, answers: Answers | None) -> None:
         try:
@@ -414,13 +431,6 @@ class MoQCallback(TrainerCallback, ExportableState):
             cast(RemovableHandle, self._tap).remove()
         else:
             self.observe(inputs)
-
-
-def last_metrics(state: TrainerState) -> dict[str, Any]:
-    """The last evaluation in the log; that of the best checkpoint, if one was chosen."""
-    logs = [log for log in state.log_history if any(name.startswith("eval_") for name in log)]
-    best = [log for log in logs if log["step"] == state.best_global_step]
-    return dict((best or logs or [{}])[-1])
 
 
 def _is_compiled(model: Any, controller: MoQController, args: TrainingArguments) -> bool:

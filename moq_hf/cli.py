@@ -20,6 +20,7 @@ from .deploy.onnx_layers import FLAVORS
 from .deploy.proof import TOLERANCE
 from .errors import MoQError
 from .grid import InputScale
+from .packed.pack import pack_checkpoint
 from .packed.served import served_by, table
 from .packed.verify import verify_quantized
 from .plan import plan
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run with the arguments `argv` (default: those of the process); give the exit status: 0, or 2 for wrong input."""
     parser = argparse.ArgumentParser(prog="moq-hf", description="Mixture-of-Quantization for Hugging Face Trainer.")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_plan, add_report, add_inspect, add_export, add_bench):
+    for add in (add_plan, add_report, add_pack, add_inspect, add_export, add_bench):
         add(subparsers)
     args = parser.parse_args(argv)
     try:
@@ -92,6 +93,33 @@ def add_report(subparsers: Any) -> None:
     )
     parser.add_argument("--out", metavar="DIR", help="folder to write to; default: the run's")
     parser.set_defaults(run=lambda args: print(write_report(args.directory, args.out, args.float)))
+
+
+def add_pack(subparsers: Any) -> None:
+    """`moq-hf pack CHECKPOINT OUT`: the packed model of a run's checkpoint."""
+    parser = subparsers.add_parser(
+        "pack",
+        help="the packed model of a run's checkpoint, in little memory",
+        description="Write the packed model that MoQTrainer.save_model would have written at a checkpoint's step. The "
+        "weights are read one at a time: from safetensors, from the shards of FSDP2, or from DeepSpeed's files.",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder checkpoint-N of a run with moq_hf")
+    parser.add_argument("out", metavar="OUT", help="the folder to make")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="folder or Hub id with config and tokenizer, if the checkpoint has none"
+    )
+    parser.add_argument(
+        "--max_shard_size", default="5GB", metavar="SIZE", help="the largest size of a weight file; default: 5GB"
+    )
+    parser.set_defaults(run=_pack)
+
+
+def _pack(arguments: argparse.Namespace) -> None:
+    print(
+        pack_checkpoint(
+            arguments.checkpoint, arguments.out, model=arguments.model, max_shard_size=arguments.max_shard_size
+        )
+    )
 
 
 def add_inspect(subparsers: Any) -> None:

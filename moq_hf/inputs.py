@@ -126,7 +126,8 @@ class Inputs:
 
 
 def new_inputs(grid: InputGrid, device: torch.device) -> Inputs:
-    """The inputs of a layer on a device, of which nothing is known yet."""
+    """The inputs of a layer on a device, of which nothing is known yet; on the CPU for the meta device."""
+    device = torch.device("cpu") if device.type == "meta" else device
     return Inputs(grid, torch.zeros((), dtype=torch.float32, device=device))
 
 

@@ -1,6 +1,8 @@
 """What several training processes need: whole tensors from their shards, and the certainty that all ranks agree."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -95,6 +97,80 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
         if id(value) not in gathered:
             gathered[id(value)] = whole(value).cpu()
     return {name: gathered[id(value)] for name, value in names.items()}
+
+
+# Of the messages that go before each tensor: rank 0 may take hours between two of them, to pack or to prove.
+_PATIENCE = timedelta(days=7)
+_OVER = -1
+
+
+class _Shards(Mapping[str, Tensor]):
+    """The state dict of a model with sharded parameters: each tensor is gathered when rank 0 asks for it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors = cast(dict[str, Tensor], model.state_dict(keep_vars=True))
+        self._names = list(self._tensors)
+        self._indices = {name: index for index, name in enumerate(self._names)}
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        if not is_apart(tensor):
+            return tensor.detach().cpu()
+        self._tell(self._indices[name])
+        return whole(tensor).cpu()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def follow(self) -> None:
+        """Gather what rank 0 asks for, until it is done."""
+        while (index := self._tell(_OVER)) != _OVER:
+            whole(self._tensors[self._names[index]])
+
+    def close(self) -> None:
+        """In rank 0: let the others go. In every process: the messages are over."""
+        if dist.get_rank() == 0:
+            self._tell(_OVER)
+        dist.destroy_process_group(self._group)
+
+    def _tell(self, index: int) -> int:
+        message = torch.tensor(index, device="cpu")
+        dist.broadcast(message, 0, group=self._group)
+        return int(message)
+
+
+@contextmanager
+def tensor_by_tensor(model: nn.Module, everywhere: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
+    """The state dict of a model with sharded parameters, for rank 0 to save; every process must enter.
+
+    What rank 0 looks up inside is gathered there and then, by all processes: no more than one tensor is whole at a
+    time. The others wait at the door until rank 0 is out.
+
+    Args:
+        model: Any model.
+        everywhere: Gather all of it in every process, where several of them save. Under ZeRO-3 that is always so.
+
+    Yields:
+        In rank 0 the tensors by name, on the CPU. None in the other processes, and for a model without shards.
+    """
+    if not any(map(is_apart, model.parameters())):
+        yield None
+    elif everywhere or any(map(is_partitioned, model.parameters())):
+        yield whole_state_dict(model)
+    else:
+        shards = _Shards(model)
+        try:
+            if dist.get_rank() == 0:
+                yield shards
+            else:
+                shards.follow()
+                yield None
+        finally:
+            shards.close()
 
 
 def check_supported(modules: Iterable[nn.Module], parameters: Sequence[Tensor]) -> None:

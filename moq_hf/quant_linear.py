@@ -371,7 +371,8 @@ class QuantLayer(nn.Module):
         if state.ratio is not None and bits == state.bits and frozen is not None and frozen == state.searched:
             return
         state.bits, state.ratio, state.searched = bits, None, frozen
-        if bits == FLOAT_BITS or not state.grid.searches(bits):
+        # On the meta device there is nothing to search.
+        if bits == FLOAT_BITS or not state.grid.searches(bits) or parameter.is_meta:
             return
         if is_sharded(parameter):
             shard, part = Shard.of(parameter, self.kind), local_part(parameter)
@@ -423,7 +424,8 @@ class QuantLayer(nn.Module):
         if self.moq.sharded is not None:
             return local_part(self.moq.sharded).isfinite().all().logical_not()
         if self.moq.weight is None:
-            return torch.zeros((), dtype=torch.bool, device=self.float_weight.device)
+            device = "cpu" if self.float_weight.is_meta else self.float_weight.device
+            return torch.zeros((), dtype=torch.bool, device=device)
         return quantizer.nonfinite(matrices(self.moq.weight, self.kind), self.moq.grid)
 
     def extra_repr(self) -> str:

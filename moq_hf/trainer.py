@@ -16,21 +16,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer
 
-from .callback import MoQCallback, last_metrics
+from .callback import MoQCallback
 from .config import MoQConfig
 from .errors import MoQError, one_line
 from .model.convert import is_quantized, quant_layers
 from .packed.card import About, write_card
 from .packed.delivery import base_model_of, deliver
+from .packed.files import bytes_in
 from .packed.proof import Answers
 from .packed.save import Companions
 from .packed.state import STATE_NAME, record_metrics
-from .processes import whole_state_dict
+from .processes import is_apart, tensor_by_tensor
 from .training.checkpoints import check_whole, checkpoints, fault_of, last_checkpoint
 from .training.distillation import distillation_loss, fingerprint, load_teacher
 from .training.float_phase import FloatPhase, after_float, restarted, share_of
 from .training.host import MoQHost
 from .training.resume import saved_state
+from .training.trainer_state import last_metrics
 from .transformers_seams import (
     UPLOAD_ERRORS,
     average_loss,
@@ -69,6 +71,7 @@ class MoQTrainer(Trainer):
             then is evaluated, saved in the folder `float` of the output folder, and is start and teacher of what
             follows: the schedule of `moq_config` in the rest of the steps, with the learning rate's schedule and the
             optimizer's state begun anew. The config's `schedule_offset` is not read.
+        max_shard_size: The largest size of a weight file of the packed model, as `save_quantized` takes it.
         **kwargs: What `Trainer` takes.
 
     Raises:
@@ -109,9 +112,11 @@ class MoQTrainer(Trainer):
         teacher: PreTrainedModel | None = None,
         teacher_init_kwargs: Mapping[str, Any] | None = None,
         float_first: bool | float | None = None,
+        max_shard_size: int | str = "50GB",
         **kwargs: Any,
     ) -> None:
         self.moq: MoQCallback | None = None
+        self.max_shard_size = bytes_in(max_shard_size)
         callbacks = list(kwargs.get("callbacks") or [])
         given = [callback for callback in callbacks if isinstance(callback, MoQCallback)]
         if given and (moq_config is not None or len(given) > 1):
@@ -357,11 +362,18 @@ class MoQTrainer(Trainer):
         Raises:
             MoQError: The files cannot be written, or a weight holds NaN or Inf.
         """
-        moq = self._live_moq()
-        if moq is not None and not self._saving_checkpoint and is_quantized(cast(nn.Module, self.model).modules()):
+        moq, model = self._live_moq(), cast(nn.Module, self.model)
+        delivers = not self._saving_checkpoint and is_quantized(model.modules())
+        if moq is not None and delivers:
             self._answers = moq.answers(self.args)
         try:
-            super().save_model(output_dir, _internal_call)
+            if delivers and any(map(is_apart, model.parameters())):
+                # The stock one gathers the whole model first; or, by its settings, saves nothing that loads.
+                self._save(output_dir)
+                if self.args.push_to_hub and not _internal_call:
+                    self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            else:
+                super().save_model(output_dir, _internal_call)
         finally:
             self._answers = None
 
@@ -372,16 +384,18 @@ class MoQTrainer(Trainer):
             return
         folder = Path(cast(str, output_dir if output_dir is not None else self.args.output_dir))
         moq = self._live_moq()
-        companions = Companions(
-            processing_class=self.processing_class or getattr(self.data_collator, "tokenizer", None),
-            controller=None if moq is None else moq.controller,
-            metrics=self.final_metrics or last_metrics(self.state),
-            float_metrics=self.float_metrics,
-            state_dict=whole_state_dict(model) if state_dict is None else state_dict,
-        )
-        if not self.args.should_save:
-            return
-        tqdm.write(f"moq_hf: {deliver(model, folder, companions, self._answers, picture=False)}")
+        with tensor_by_tensor(model, self.args.save_on_each_node) as gathered:
+            if not self.args.should_save:
+                return
+            companions = Companions(
+                processing_class=self.processing_class or getattr(self.data_collator, "tokenizer", None),
+                controller=None if moq is None else moq.controller,
+                metrics=self.final_metrics or last_metrics(self.state),
+                float_metrics=self.float_metrics,
+                state_dict=gathered or state_dict,
+                max_shard_size=self.max_shard_size,
+            )
+            tqdm.write(f"moq_hf: {deliver(model, folder, companions, self._answers, picture=False)}")
         save_training_args(self.args, folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

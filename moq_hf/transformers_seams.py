@@ -373,6 +373,19 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
     return cast(dict[str, str], get(all_submodels=True)) if callable(get) else {}
 
 
+def never_saved(model: nn.Module) -> set[str]:
+    """The names of tensors that `save_pretrained` leaves out, since the model makes them anew.
+
+    Relies on: `PreTrainedModel._keys_to_ignore_on_save`.
+    Breaks: `moq-hf pack` would miss them in a checkpoint.
+
+    Example:
+        >>> never_saved(nn.Linear(2, 2))
+        set()
+    """
+    return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
 def has_adapter(model: nn.Module) -> bool:
     """Whether the model was given an adapter by `add_adapter`, so that `save_pretrained` writes that alone.
 
@@ -628,6 +641,29 @@ def fsdp_parameters(model: nn.Module) -> list[FsdpParameter]:
     states = {id(m): cast(Any, m)._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")}
     groups = {id(group): group for state in states.values() for group in state._fsdp_param_groups}
     return [FsdpParameter(own, group._use_post_forward_mesh) for group in groups.values() for own in group.fsdp_params]
+
+
+FSDP_MODEL: Final = "pytorch_model_fsdp"
+"""What Accelerate calls the folder of a model's shards in a checkpoint, before the number of the model.
+
+Relies on: `accelerate.utils.constants.FSDP_MODEL_NAME`, and the key "model" in what it saves there.
+Breaks: `moq-hf pack` would find no weights in a checkpoint of FSDP2.
+"""
+
+
+def checkpoint_chunks(metadata: Any) -> dict[str, int]:
+    """The files of a distributed checkpoint, each with the number of bytes that it has at least.
+
+    Args:
+        metadata: As `torch.distributed.checkpoint.FileSystemReader.read_metadata` gives it.
+
+    Relies on: `Metadata.storage_data`, and `relative_path`, `offset` and `length` of what it holds.
+    Breaks: `moq-hf pack` would fail on FSDP2's checkpoints, or see a cut off one only where a tensor is missing.
+    """
+    ends: dict[str, int] = {}
+    for chunk in metadata.storage_data.values():
+        ends[chunk.relative_path] = max(ends.get(chunk.relative_path, 0), chunk.offset + chunk.length)
+    return ends
 
 
 def convolve(layer: nn.Conv1d | nn.Conv2d, input: Tensor, weight: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ import deploy_accuracy
 import programs
 import pytest
 import tiny_glue
+import tiny_runs
 import torch
 from accelerate.commands.launch import launch_command_parser as accelerate_parser
 from datasets import Dataset, load_dataset
@@ -47,7 +48,7 @@ from transformers import (
 )
 
 import moq_hf
-from moq_hf import MoQConfig, cli, quantize_model, save_quantized
+from moq_hf import MoQConfig, cli, quantize_model, save_quantized, verify_quantized
 from moq_hf.deploy.data import SENTENCES
 
 __all__ = ["quiet_logging"]
@@ -64,6 +65,7 @@ ACCURACY = (
     "python benchmarks/deploy_accuracy.py --model_name_or_path sentence-transformers/all-MiniLM-L6-v2 "
     "--data glue --bf16"
 )
+PACK = "moq-hf pack runs/mrpc/checkpoint-345 runs/mrpc-packed"
 FLOATS = "moq-hf export runs/chat --to float runs/chat-floats"
 CONVERT = "python convert_hf_to_gguf.py runs/chat-floats --outtype f16 --outfile runs/chat-f16.gguf"
 GGUF = "moq-hf export runs/chat --to gguf runs/chat.gguf --base runs/chat-f16.gguf"
@@ -78,6 +80,7 @@ RUN_BY = {
     "pip install 'moq_hf[onnx]'": "test_the_onnx_extra",
     "pip install 'moq_hf[gguf]'": "test_the_gguf_extra",
     "pip install 'moq_hf[openvino]'": "test_the_openvino_extra",
+    PACK: "test_pack_command",
     EXPORT: "test_python_blocks",
     FLOATS: "test_gguf_commands",
     CONVERT: "test_gguf_commands",
@@ -114,6 +117,9 @@ ADDED = {
     "benchmarks/trl_variants.py": ["--report"],
     "benchmarks/levers.py": shlex.split("--parts precision,table --repeats 1 --out levers.jsonl"),
     "benchmarks/checkpoint_size.py": shlex.split("--base_layers 1 --base_vocabulary 1000 --out size.json"),
+    "benchmarks/pack_memory.py": shlex.split(
+        "--processes 2 --layers 1 --hidden 64 --vocabulary 64 --tables 8 --out pack_memory.json"
+    ),
     "benchmarks/ranges.py": ["--group_size", "8", "--out", "ranges.json"],
     "benchmarks/tied_sizes.py": shlex.split("--shapes SmolLM2-135M --layers 1 --vocabulary 500 --out tied.json"),
     "benchmarks/processes.py": ["--kinds", "--out", "processes.json"],
@@ -301,6 +307,16 @@ def test_gguf_commands(tmp_path: Path) -> None:
         write_base(LlamaForCausalLM.from_pretrained(words[2]), Path(words[-1]))
         assert cli.main(shlex.split(GGUF)[1:]) == 0
         assert Path("runs/chat.gguf").is_file()
+
+
+def test_pack_command(tmp_path: Path) -> None:
+    """What it packs is compared in test_pack.py."""
+    run = tmp_path / "runs" / "mrpc"
+    tiny_runs.moq(run, save_strategy="steps", save_steps=4, max_steps=4).train()
+    (run / "checkpoint-4").rename(run / "checkpoint-345")
+    with chdir(tmp_path):
+        assert cli.main(shlex.split(PACK)[1:]) == 0
+        verify_quantized("runs/mrpc-packed")
 
 
 def test_bench_command(monkeypatch: pytest.MonkeyPatch) -> None:

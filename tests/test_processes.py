@@ -18,6 +18,7 @@ from transformers import AutoModelForSequenceClassification
 from moq_hf import MoQError, quantize_model, verify_quantized
 from moq_hf.model.inventory import Inventory
 from moq_hf.names import named_modules
+from moq_hf.packed.pack import pack_checkpoint
 
 ERRORS = ["config", "bits", "skipped"]
 JOBS = [
@@ -31,6 +32,7 @@ JOBS = [
     "fsdp2/error/eigenvalues",
     "fsdp2/nearest",
     "fsdp2/packed",
+    "fsdp2/sharded",
     "stock/nearest",
     "fsdp2/resume/adamw_stochastic",
     "hand/stochastic",
@@ -99,6 +101,16 @@ def test_the_packed_model_of_shards_loads(job: str, saved: str, two_processes: P
     ids = torch.stack([row["input_ids"] for row in launched.rows(8)])
     with torch.no_grad():
         assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def test_a_checkpoint_of_shards_is_packed_by_one_process(two_processes: Path, tmp_path: Path) -> None:
+    """With SHARDED_STATE_DICT each process writes its own shards, and the Trainer nothing that describes the model."""
+    folder = two_processes / "fsdp2-sharded"
+    assert not list((folder / "checkpoint-14").glob("*.safetensors"))
+    pack_checkpoint(folder / "checkpoint-14", tmp_path / "packed")
+    found = [(path / "model.safetensors").read_bytes() for path in (tmp_path / "packed", folder / "packed")]
+    assert found[0] == found[1]
+    assert verify_quantized(folder / "packed").proof.agrees
 
 
 @pytest.mark.parametrize("case", ["adamw_stochastic", "float_first_adamw"])

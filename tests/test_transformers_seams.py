@@ -435,6 +435,14 @@ def test_matrices_in_files() -> None:
     assert list(seams.matrices_in_files(model, "somewhere.else", 2, 2)) == ["somewhere.else"]
 
 
+def test_never_saved(tmp_path: Path, tiny_bert: BertForSequenceClassification) -> None:
+    name = "bert.pooler.dense.bias"
+    tiny_bert._keys_to_ignore_on_save = [name]
+    tiny_bert.save_pretrained(tmp_path)
+    assert seams.never_saved(tiny_bert) == {name}
+    assert tiny_bert.state_dict().keys() - load_file(tmp_path / "model.safetensors").keys() == {name}
+
+
 def test_has_adapter(tiny_bert: BertForSequenceClassification) -> None:
     from peft import LoraConfig
 
@@ -645,6 +653,25 @@ def test_zero_3() -> None:
     setattr(layer.weight, seams.ZERO_3, 0)
     with pytest.raises(MoQError, match="ZeRO-3"):
         check_supported([layer], list(layer.parameters()))
+
+
+def test_fsdp_model() -> None:
+    from accelerate.utils import constants
+
+    assert constants.FSDP_MODEL_NAME == seams.FSDP_MODEL
+
+
+def test_checkpoint_chunks(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        save(
+            {"model": {"a": torch.ones(9), "b": torch.ones(2)}}, storage_writer=FileSystemWriter(tmp_path), no_dist=True
+        )
+    (file,) = tmp_path.glob("*.distcp")
+    found = seams.checkpoint_chunks(FileSystemReader(tmp_path).read_metadata())
+    assert found == {file.name: file.stat().st_size}
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])

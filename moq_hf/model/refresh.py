@@ -66,7 +66,9 @@ def check_finite(layers: Mapping[str, QuantLayer]) -> None:
     if not layers:
         return
     weight = next(iter(layers.values())).float_weight
-    found = torch.stack([layer.nonfinite().to(device_of(weight)) for layer in layers.values()])
+    flags_of = [layer.nonfinite() for layer in layers.values()]
+    # On the CPU for the meta device, which keeps none.
+    found = torch.stack([flag.to(flags_of[0].device if weight.is_meta else device_of(weight)) for flag in flags_of])
     apart = any(layer.moq.sharded is not None for layer in layers.values())
     if not apart and not bool(found.any()):
         return

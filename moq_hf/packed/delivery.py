@@ -52,8 +52,9 @@ def save_quantized(
         controller: The run's, for its history; without one the state holds the config and the bits alone.
         metrics: Figures to keep in `moq_state.json`.
         float_metrics: Those of a model that was trained in float.
-        state_dict: The model's float tensors, where they are not in the model itself (FSDP).
-        max_shard_size: The largest size of a weight file, as `save_pretrained` takes it.
+        state_dict: The model's float tensors, where they are not in the model itself: a dict, or a mapping that makes
+            each when it is asked for. Then no more than one of them is held at a time.
+        max_shard_size: The largest size of a weight file: bytes, or a text such as "5GB".
         inputs: A batch as the model's forward pass takes it, to prove the files on; None: they are not loaded.
         layout: How the weights lie in the files: "packed", "unpacked" (unpacked while loading) or "floats"; None is the
             first of them that transformers can load.

@@ -44,6 +44,7 @@ class Encoder:
         tied: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.layout = layout
+        self.layers = layers
         self.tied = tied or {}
         self.groups: dict[str, dict[str, Any]] = {}
         self.stored: dict[str, StoredLayer] = {}
@@ -122,28 +123,37 @@ class Encoder:
             codes, zero = codes + 2 ** (bits - 1), torch.full_like(scale, 2 ** (bits - 1), dtype=torch.int32)
         return quantizer.Quantized(codes, scale, zero)
 
-    def store(self, name: str, layer: QuantLayer, tensors: dict[str, Tensor]) -> None:
-        """Put what stands for the layer's weight in the files into the place of its float weight in `tensors`.
+    def stands_in(self) -> set[str]:
+        """The names of the float weights that something else in the files stands for."""
+        own = {parameter_of(name, layer.kind) for name, layer in self.layers.items()}
+        return own | {f"{other}.weight" for others in self.tied.values() for other in others}
+
+    def store(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+        """What stands for a layer's weight in the files, by the names of tensors.
+
+        Args:
+            name: The layer's.
+            parameter: Its float weight, on any device.
 
         Raises:
             MoQError: The weight holds NaN or Inf.
         """
+        layer = self.layers[name]
         state, kind, stored = layer.moq, layer.kind, self.format_of(name, layer)
         own, tied = parameter_of(name, kind), self.tied.get(name, ())
         matrices = self.matrices.get(name) if stored == "packed" else None
-        parameter = tensors.pop(own).detach()
-        for other in tied:
-            tensors.pop(f"{other}.weight", None)
+        parameter = parameter.detach()
         weight = to_rows(parameter, kind).contiguous()
+        ratio = None if state.ratio is None else state.ratio.to(weight.device)
         scales, max_error, symmetric = (0, 0), 0.0, state.grid.symmetric
         if stored == "float":
             if state.bits != FLOAT_BITS:
-                how: dict[str, Any] = {"ratio": state.ratio, "draw": state.draw, "blend": state.blend}
+                how: dict[str, Any] = {"ratio": ratio, "draw": state.draw, "blend": state.blend}
                 weight = quantizer.fake_quantize(weight, state.bits, state.grid, **how)
             encoded = Encoded({"weight": from_rows(weight, kind, parameter.shape).contiguous()})
         else:
             try:
-                values, max_error = _quantize(weight, state.bits, state.grid, state.ratio, state.draw)
+                values, max_error = _quantize(weight, state.bits, state.grid, ratio, state.draw)
             except ValueError as error:
                 raise MoQError(f"{own} cannot be quantized: {error}") from error
             width, size = state.bits, self._row_size(layer)
@@ -160,7 +170,6 @@ class Encoder:
         if stored == "int8":
             again = {part: tensor for part, tensor in encoded.parts.items() if part != "weight"}
             parts |= {f"{other}.{part}": tensor.clone() for other in tied for part, tensor in again.items()}
-        tensors |= parts
         self.stored[name] = StoredLayer(
             kind=kind,
             bits=state.bits,
@@ -177,6 +186,7 @@ class Encoder:
             tied=tuple(tied),
             matrices=matrices,
         )
+        return parts
 
     def _group(self, name: str, scheme: dict[str, Any], compressor: str) -> str:
         if name in self.matrices:
@@ -276,7 +286,10 @@ def _quantize(
     """
     rows, columns = weight.shape
     groups = quantizer.check(weight, bits, grid, ratio)[0]
-    block, found, max_error = rows // groups, [], 0.0
+    block, max_error = rows // groups, 0.0
+    codes = torch.empty(weight.shape, dtype=torch.int32, device="cpu")
+    scales: list[Tensor] = []
+    zeros: list[Tensor] = []
     for piece in [slice(None)] if grid.stochastic else pieces(rows, columns, block):
         own = weight[piece]
         scaled = slice(None) if grid.stochastic else slice(piece.start // block, piece.stop // block)
@@ -284,10 +297,12 @@ def _quantize(
         among = replace(grid, grouping=RowBlocks(len(own) // block)) if blocks else grid
         values = quantizer.quantize(own, bits, among, ratio=None if ratio is None else ratio[scaled], draw=draw)
         max_error = max(max_error, _max_error(own, values))
-        found.append(values)
-    codes, scale, zero = zip(*found, strict=True)
-    joined = (torch.cat(codes).cpu(), torch.cat(scale).cpu(), None if zero[0] is None else torch.cat(zero).cpu())
-    return quantizer.Quantized(*joined), max_error
+        codes[piece] = values.codes.cpu()
+        scales.append(values.scale)
+        if values.zero_point is not None:
+            zeros.append(values.zero_point)
+    zero = torch.cat(zeros).cpu() if zeros else None
+    return quantizer.Quantized(codes, torch.cat(scales).cpu(), zero), max_error
 
 
 def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:

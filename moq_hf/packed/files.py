@@ -16,6 +16,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+_UNITS = ("KB", "MB", "GB", "TB")
 _UNFINISHED = "no packed checkpoint, or one whose saving was interrupted"
 
 
@@ -53,6 +54,22 @@ def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 raise MoQError(f"{path}: its tensors are not those that {INDEX} names")
             for name in sorted(names):
                 yield name, file.get_tensor(name)
+
+
+def bytes_in(size: int | str) -> int:
+    """The largest size of a file, as users write it.
+
+    Raises:
+        MoQError: It is no size.
+
+    >>> bytes_in("5GB"), bytes_in(1000)
+    (5000000000, 1000)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(KB|MB|GB|TB)", size.strip().upper()) if isinstance(size, str) else None
+    count = int(float(found[1]) * 1000 ** (1 + _UNITS.index(found[2]))) if found else size
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise MoQError(f"max_shard_size: a number of bytes, or one with a unit ({', '.join(_UNITS)}): got {size!r}")
+    return count
 
 
 def size_of(folder: Path) -> int:

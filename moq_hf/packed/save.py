@@ -21,15 +21,16 @@ from ..names import uncompiled, without_fsdp, without_peft
 from ..processes import is_sharded
 from ..quant_experts import quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer
-from ..rows import is_experts
+from ..rows import is_experts, parameter_of
 from ..training.controller import MoQController
 from ..transformers_seams import has_adapter, initialize_again, tied_parameters
 from .encoder import Encoder, plain
-from .files import CONFIG, digest_of, tensors_in
+from .files import CONFIG, bytes_in, digest_of, tensors_in
 from .layout import Layout
 from .proof import ADAPTER, Answers, Proof
 from .quiet import quiet
 from .state import MAX_PACKED_BITS, StoredLayer, clean_metrics, sha256, state_of, without_paths, write_state
+from .tensors import Renamed, Waiting
 from .verification import Verification
 from .verify import verify_quantized
 from .write import publish, write_adapter, write_by_hand, write_packed_files
@@ -46,7 +47,8 @@ class Companions:
         controller: The run's, for its history; without one the state holds the config and the bits alone.
         metrics: Figures to keep in `moq_state.json`.
         float_metrics: Those of a model that was trained in float.
-        state_dict: The model's float tensors, where they are not in the model itself (FSDP).
+        state_dict: The model's float tensors, where they are not in the model itself: a dict, or a mapping that makes
+            each when it is asked for. Then no more than one of them is held at a time.
         max_shard_size: The largest size of a weight file, as `save_pretrained` takes it.
     """
 
@@ -118,6 +120,7 @@ class _Saving:
         self.tied = _tied(self.model, self.layers)
 
     def check(self) -> None:
+        bytes_in(self.companions.max_shard_size)
         _check_model(self.inventory, self.quantized, self.target, self.companions.state_dict is None)
 
     def layouts(self) -> list[Layout]:
@@ -173,32 +176,45 @@ class _Saving:
         again = {other for others in tied.values() for other in others}
         return {name: layer for name, layer in self.layers.items() if name not in again}
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensors(self) -> Mapping[str, Tensor]:
+        """The model's float tensors by the names that they had before PEFT came."""
         path = next(name for name, module in self.whole.modules.items() if module is self.model)
-        given = self.companions.state_dict or {}
-        return plain(
-            {name.removeprefix(f"{path}."): tensor for name, tensor in given.items()} or self.model.state_dict(),
-            self.inventory.adapters,
-        )
+        given = self.companions.state_dict or self.model.state_dict()
+        return Renamed(given, plain({name.removeprefix(f"{path}."): name for name in given}, self.inventory.adapters))
 
     def _write(self, folder: Path, layout: Layout, by_hand: bool) -> Encoder:
-        tensors, beside = self._tensors(), self.companions
+        beside = self.companions
         # Nothing ties again what `load_state_dict` loads.
         tied = {} if by_hand else self.tied
-        stored = self._stored(tied)
-        encoder = Encoder(self.inventory, stored, layout, tied)
-        for name, layer in stored.items():
-            encoder.store(name, layer, tensors)
-        if not by_hand:
-            tensors = encoder.rename(self.model, tensors)
-        with quiet():
+        encoder = Encoder(self.inventory, self._stored(tied), layout, tied)
+        with Waiting(folder) as waiting, quiet():
+            tensors = self._encode(encoder, waiting)
             if by_hand:
                 write_by_hand(folder, self.whole_model, self.model, tensors, beside.processing_class)
-            else:
-                write_packed_files(folder, self.model, tensors, encoder, beside.processing_class, beside.max_shard_size)
-                if self.whole_model is not self.model:
-                    write_adapter(folder / ADAPTER, self.whole_model, beside.state_dict)
+                return encoder
+            tensors = encoder.rename(self.model, tensors)
+            write_packed_files(folder, self.model, tensors, encoder, beside.processing_class, beside.max_shard_size)
+            if self.whole_model is not self.model:
+                write_adapter(folder / ADAPTER, self.whole_model, beside.state_dict)
         return encoder
+
+    def _encode(self, encoder: Encoder, waiting: Waiting) -> dict[str, Tensor]:
+        """What goes into the files, by the names of tensors; of float weights no more than one is held at a time."""
+        source, replaced = self._tensors(), encoder.stands_in()
+        # What a dict holds is in memory anyway.
+        keep = (lambda tensor: tensor) if isinstance(self.companions.state_dict, dict | None) else waiting.keep
+        # Names that share a tensor go on sharing it.
+        values = plain(self.model.state_dict(keep_vars=True), self.inventory.adapters)
+        kept: dict[int | str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
+        for name in source:
+            if name not in replaced:
+                key = id(values[name]) if name in values else name
+                kept[key] = tensors[name] = kept[key] if key in kept else keep(source[name])
+        for name, layer in encoder.layers.items():
+            parts = encoder.store(name, source[parameter_of(name, layer.kind)])
+            tensors |= {part: keep(tensor) for part, tensor in parts.items()}
+        return tensors
 
     def _write_state(
         self, folder: Path, encoder: Encoder, proof: Proof | None, reason: str | None, by_hand: bool
@@ -288,7 +304,10 @@ def _check_model(inventory: Inventory, layers: Mapping[str, QuantLayer], target:
         raise MoQError(
             f"the weights of {', '.join(sharded)} are spread over processes: save with MoQTrainer.save_model"
         )
-    if not sharded:
+    is_here = not any(layer.float_weight.is_meta for layer in layers.values())
+    if not is_here and has_weights:
+        raise MoQError("the weights are on the meta device, which keeps none: give state_dict")
+    if is_here and not sharded:
         for layer in layers.values():
             layer.quantized_weight()
         check_finite(layers)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import one_line
 from ..transformers_seams import write_packing_config
 from .encoder import Encoder
-from .files import CONFIG, INDEX, SINGLE, WEIGHTS
+from .files import CONFIG, INDEX, SINGLE, WEIGHTS, bytes_in
 from .proof import ADAPTER
 from .state import hub_id
 
@@ -32,7 +32,8 @@ def write_packed_files(
 ) -> None:
     """The tensors, `config.json` with the quantization config, and the tokenizer or processor."""
     # They have the names that the files shall have.
-    model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=max_shard_size, save_original_format=False)
+    shards = bytes_in(max_shard_size)
+    model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=shards, save_original_format=False)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
     config = encoder.config()
@@ -57,7 +58,7 @@ def write_by_hand(
     folder: Path, whole_model: nn.Module, model: Any, tensors: Mapping[str, Tensor], processing_class: Any
 ) -> None:
     """The state dict in a file, whatever the model is: each tensor by itself, as no two may share memory there."""
-    apart = {n: t.detach().cpu().clone().contiguous() for n, t in tensors.items() if isinstance(t, Tensor)}
+    apart = _apart(tensors)
     save_file(apart, folder / SINGLE, metadata={"format": "pt"})
     left = [f"{name} (no tensor)" for name in tensors.keys() - apart.keys()]
     if whole_model is not model:
@@ -73,6 +74,19 @@ def write_by_hand(
                 (folder / CONFIG).unlink(missing_ok=True)
     if left:
         logger.warning("moq_hf: not saved beside the weights: %s", ", ".join(left))
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU; of those that share memory each but the first is a copy."""
+    found: dict[str, Tensor] = {}
+    taken = set[int]()
+    for name, value in tensors.items():
+        if isinstance(value, Tensor):
+            tensor = value.detach().cpu().contiguous()
+            place = tensor.untyped_storage().data_ptr()
+            found[name] = tensor.clone() if place in taken else tensor
+            taken.add(place)
+    return found
 
 
 def write_adapter(folder: Path, model: Any, state_dict: Mapping[str, Tensor] | None) -> None:

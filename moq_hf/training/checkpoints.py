@@ -6,11 +6,15 @@ import operator
 import os
 import re
 import zipfile
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from ..errors import MoQError
+from ..names import without_fsdp, without_peft
 from ..transformers_seams import INCOMPLETE
 
 logger = logging.getLogger(__name__)
@@ -89,3 +93,28 @@ def check_whole(checkpoint: str | os.PathLike[str]) -> None:
     whole = next((path for path in checkpoints(folder.parent) if path != folder and fault_of(path) is None), None)
     advice = "there is no whole one beside it" if whole is None else f"the last whole one beside it is {whole}"
     raise MoQError(f"cannot resume from {folder}: it is not whole ({fault}); {advice}")
+
+
+def describe(checkpoint: Path, model: nn.Module, processing_class: Any = None) -> None:
+    """Write the model's config, and its tokenizer, into a checkpoint that has none: one that FSDP saved in shards.
+
+    `moq-hf pack` makes the model of it. A folder that is not there stays so, and what cannot be written is a warning.
+
+    Args:
+        checkpoint: The folder.
+        model: The one in training.
+        processing_class: The Trainer's.
+    """
+    config: Any = getattr(model, "config", None)
+    is_described = (checkpoint / "config.json").exists() or without_peft(model) is not model
+    if is_described or not checkpoint.is_dir() or not hasattr(config, "save_pretrained"):
+        return
+    config = deepcopy(config)
+    config.architectures = [without_fsdp(type(model)).__name__]
+    try:
+        # The one of models that generate.
+        for part in (config, getattr(model, "generation_config", None), processing_class):
+            if part is not None and hasattr(part, "save_pretrained"):
+                part.save_pretrained(checkpoint)
+    except (OSError, ValueError) as error:
+        logger.warning("moq_hf: %s has no config.json, so moq-hf pack will need --model: %s", checkpoint, error)

@@ -378,7 +378,9 @@ class MoQController:
                 layer.moq.ratio = None
                 if name in saved:
                     shape = layer.moq.grid.shape(*layer.matrix_shape)
-                    layer.moq.ratio = decode(name, saved[name], shape).to(layer.weight.device)
+                    ratio, weight = decode(name, saved[name], shape), layer.weight
+                    # On the meta device it would be lost.
+                    layer.moq.ratio = ratio if weight.is_meta else ratio.to(weight.device)
         set_bits(searched)
         for table in self.embeddings.values():
             table.moq.bits = (self.config.quantize_embeddings if self.has_begun else None) or FLOAT_BITS

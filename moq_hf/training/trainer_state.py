@@ -52,3 +52,32 @@ def forget_best(state: TrainerState) -> None:
     state.best_metric = None
     state.best_global_step = None
     state.best_model_checkpoint = None
+
+
+def last_metrics(state: TrainerState) -> dict[str, Any]:
+    """The last evaluation in the log; that of the best checkpoint, if one was chosen."""
+    logs = [log for log in state.log_history if any(name.startswith("eval_") for name in log)]
+    best = [log for log in logs if log["step"] == state.best_global_step]
+    return dict((best or logs or [{}])[-1])
+
+
+def state_of_run(checkpoint: Path) -> Mapping[str, Any]:
+    """The controller's state in a checkpoint.
+
+    Raises:
+        MoQError: There is none: the run was without MoQ; or it is not as it was written.
+    """
+    document = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    entries = document.get(CALLBACKS_KEY)
+    # By the name of the callback's class, which may be one derived from ours.
+    found = [
+        entry
+        for entry in (entries.values() if isinstance(entries, Mapping) else ())
+        if isinstance(entry, Mapping) and {"saved", "saved_at"} <= dict(entry.get("attributes") or {}).keys()
+    ]
+    state = saved_state(found[0]) if found else None
+    if state is None:
+        raise MoQError(
+            f"{checkpoint / STATE_FILE} holds no state of MoQ: it is not the checkpoint of a run with moq_hf"
+        )
+    return state

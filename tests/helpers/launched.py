@@ -70,6 +70,10 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "adamw_stochastic": (STOCHASTIC, {"optim": "adamw_torch_fused", "learning_rate": 2e-3}),
     "float_bf16": (None, {"bf16": True}),
     "bf16": (BASE, {"bf16": True}),
+    "sharded": (
+        {**BASE, "quantize_embeddings": 8},
+        {"state_dict_type": "SHARDED_STATE_DICT", "save_strategy": "steps", "save_steps": STEPS},
+    ),
     "compile": (STOCHASTIC, {"torch_compile": True, "torch_compile_backend": "eager"}),
     "float_first": (AT_ONCE, {"float_first": True}),
     "float_first_adamw": (AT_ONCE, {"float_first": True, "optim": "adamw_torch_fused", "learning_rate": 2e-3}),
@@ -141,12 +145,14 @@ def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more:
     settings = {"per_device_train_batch_size": GLOBAL_BATCH, "optim": "sgd", "learning_rate": 0.05, **settings, **more}
     settings["per_device_train_batch_size"] //= world
     float_first = settings.pop("float_first", None)
+    saved_as = settings.pop("state_dict_type", "FULL_STATE_DICT")
     if kind in ("fsdp2", "stock"):
         checkpointing = settings.pop("activation_checkpointing", False)
         settings["fsdp"] = True
         settings["fsdp_config"] = {
             "transformer_layer_cls_to_wrap": ["BertLayer"],
             "activation_checkpointing": checkpointing,
+            "state_dict_type": saved_as,
         }
     if kind.startswith("zero"):
         settings["deepspeed"] = {
@@ -233,7 +239,7 @@ def run(folder: Path, kind: str, case: str) -> dict[str, Any]:
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     controller = controller_of(trainer)
     found = outcome({"model": model, "controller": controller, "losses": losses})
-    if case in ("nearest", "compile") and kind != "stock":
+    if case in ("nearest", "sharded", "compile") and kind != "stock":
         trainer.save_model(str(folder / f"{kind}-{case}" / "packed"))
     return found
 

@@ -3,16 +3,20 @@
 import functools
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from model_zoo import CONFIG, arguments, inputs_of, new_model, rows_of
 from safetensors.torch import load_file, save_file
 from stranger import outputs_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModel,
     BertConfig,
@@ -528,3 +532,31 @@ def test_a_card_of_ones_own_stays_though_it_names_the_library(tmp_path: Path) ->
     (tmp_path / "README.md").write_text("# My notes\nTrained with the library (moq_hf).", encoding="utf-8")
     save_quantized(quantize_model(bert(), FIXED), tmp_path)
     assert (tmp_path / "README.md").read_text(encoding="utf-8").startswith("# My notes")
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of one process, as torchrun makes it too."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("by", "agrees", "reason"),
+    [(0.0, True, None), (1.0, False, "outputs differ by 1"), (1e-7, None, "which may be rounding")],
+)
+def test_of_shards_nothing_is_gathered_to_name_what_differs(
+    by: float, agrees: bool | None, reason: str | None, alone: None, tmp_path: Path
+) -> None:
+    """The other processes do not take part where one proves."""
+    save_quantized(quantize_model(bert(), FIXED), tmp_path / "packed")
+    model = bert()
+    with torch.no_grad():
+        model.classifier.bias.add_(by)
+    mesh = init_device_mesh("cpu", (1,))
+    for part in (*model.bert.encoder.layer, model):
+        fully_shard(part, mesh=mesh)
+    proof = Answers(quantize_model(model, FIXED).eval(), inputs_of(TASK, model)).prove(tmp_path / "packed")
+    assert proof.agrees is agrees
+    assert proof.reason is reason if reason is None else str(proof.reason).endswith(reason)

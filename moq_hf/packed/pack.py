@@ -1,0 +1,251 @@
+"""`moq-hf pack`: the packed model of a run's checkpoint, made by one process that never holds the whole model."""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, TrainerState
+
+from ..config import MoQConfig
+from ..errors import MoQError, one_line
+from ..names import plain_name
+from ..training.checkpoints import STATE_FILE, fault_of
+from ..training.controller import MoQController
+from ..training.float_phase import FOLDER, METRICS
+from ..training.resume import has_begun
+from ..training.trainer_state import last_metrics, state_of_run
+from ..transformers_seams import FSDP_MODEL, never_saved, original_format, tied_parameters
+from .delivery import deliver
+from .files import CONFIG, INDEX, SINGLE, bytes_in
+from .save import Companions
+from .sources import DistributedWeights, SafetensorsWeights, Weights
+from .tensors import Renamed
+from .zero_files import zero_folder, zero_weights
+
+logger = logging.getLogger(__name__)
+
+_SHARDS = f"{FSDP_MODEL}_0"
+# What of a checkpoint's JSON and text files is not the tokenizer's or processor's.
+_OTHERS = {CONFIG, INDEX, STATE_FILE, "generation_config.json", "adapter_config.json", "README.md", "latest"}
+_TOKENIZER = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe")
+
+
+def pack_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    model: str | None = None,
+    max_shard_size: int | str = "5GB",
+) -> str:
+    """Write the packed model of a checkpoint, as `MoQTrainer.save_model` would have written it at that step.
+
+    The model is made without memory for its weights. They are read one at a time, wherever the checkpoint has them:
+    safetensors, the shards of FSDP2, or the files of DeepSpeed's ZeRO. No answers are compared, since there is no model
+    in memory to ask.
+
+    Args:
+        checkpoint: A folder `checkpoint-N` of a run with moq_hf.
+        out: Where to; another folder.
+        model: A folder or Hub id with `config.json` and tokenizer, for a checkpoint that has none.
+        max_shard_size: The largest size of a weight file: bytes, or a text such as "5GB".
+
+    Returns:
+        What was written, in a line.
+
+    Raises:
+        MoQError: The checkpoint lacks something, is damaged, or is from before quantization began; or the files cannot
+            be written.
+    """
+    folder, target = Path(checkpoint), Path(out)
+    shard_size = bytes_in(max_shard_size)
+    if target.exists() and (not target.is_dir() or (folder.exists() and target.samefile(folder))):
+        raise MoQError(f"{target} is {'the checkpoint itself' if target.is_dir() else 'a file'}: name another folder")
+    fault = fault_of(folder)
+    if fault is not None:
+        raise MoQError(f"cannot pack {folder}: it is not a whole checkpoint ({fault})")
+    state = state_of_run(folder)
+    if not has_begun(state):
+        raise MoQError(
+            f"cannot pack {folder}: nothing was quantized yet after its {state['schedule']['steps']} steps, so its "
+            "model is a float one"
+        )
+    described = folder if (folder / CONFIG).is_file() or model is None else model
+    config = _config_of(folder, described)
+    weights = _weights_of(folder)
+    shell = _shell(config, described)
+    names = _names_in(shell, weights, folder)
+    controller = _controller(shell, state)
+    log = TrainerState.load_from_json(str(folder / STATE_FILE))
+    companions = Companions(
+        _processing_class(folder, model),
+        controller,
+        last_metrics(log),
+        _float_metrics(folder),
+        Renamed(weights, names),
+        shard_size,
+    )
+    return deliver(shell, target, companions, None, picture=False)
+
+
+def _config_of(folder: Path, described: Path | str) -> PreTrainedConfig:
+    """The model's config.
+
+    Raises:
+        MoQError: There is none, or it cannot be read.
+    """
+    if isinstance(described, Path) and not (described / CONFIG).is_file():
+        adapters = (folder / "adapter_config.json").is_file()
+        raise MoQError(
+            f"{folder} holds PEFT's adapters alone: load them with their base model, and call save_quantized"
+            if adapters
+            else f"{folder / CONFIG} is missing: give --model, a folder or Hub id with the model's config and tokenizer"
+        )
+    try:
+        return cast(PreTrainedConfig, transformers.AutoConfig.from_pretrained(described, trust_remote_code=False))
+    # Unknown types, damaged files, no network.
+    except Exception as error:
+        raise MoQError(f"the config of {described} cannot be read: {one_line(error)}") from error
+
+
+def _weights_of(folder: Path) -> Weights:
+    """The weights of a checkpoint, wherever it has them.
+
+    Raises:
+        MoQError: It has none that can be read, or some of them are missing or damaged.
+    """
+    if (folder / SINGLE).exists() or (folder / INDEX).exists():
+        return SafetensorsWeights(folder)
+    if (folder / _SHARDS).is_dir():
+        return DistributedWeights(folder / _SHARDS)
+    if any(folder.glob(f"{_SHARDS}_rank*.bin")):
+        raise MoQError(
+            f"{folder}: Accelerate saved the shards without torch.distributed.checkpoint: not to be read here"
+        )
+    zero = zero_folder(folder)
+    if zero is not None:
+        return zero_weights(zero)
+    raise MoQError(f"{folder} holds no weights: neither {SINGLE}, nor {INDEX}, nor {_SHARDS}, nor files of DeepSpeed")
+
+
+def _shell(config: PreTrainedConfig, described: Path | str) -> PreTrainedModel:
+    """The model of a config, without memory for its weights; with how it generates, if that is beside the config.
+
+    Raises:
+        MoQError: Its class is not one of transformers, or cannot be made so.
+    """
+    name = (config.architectures or [""])[0]
+    cls = getattr(transformers, name, None) if name else None
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        raise MoQError(
+            f"{CONFIG}: architectures: {name!r} is not a class of transformers: load the checkpoint with its own code, "
+            "and call save_quantized"
+        )
+    try:
+        with torch.device("meta"):
+            shell = cast(Any, cls)(config).eval()
+    except Exception as error:
+        raise MoQError(f"{name} cannot be made of {CONFIG}: {one_line(error, named=True)}") from error
+    if shell.can_generate():
+        # There need not be such a file.
+        with contextlib.suppress(OSError):
+            shell.generation_config = transformers.GenerationConfig.from_pretrained(described)
+    return cast(PreTrainedModel, shell)
+
+
+def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[str, str]:
+    """What the checkpoint calls the tensors of the model, which get the dtypes that they have there.
+
+    Raises:
+        MoQError: It lacks some, or has others; names them.
+    """
+    wanted = dict(shell.state_dict(keep_vars=True))
+    # Where transformers writes other names than those of the modules.
+    there = {id(tensor): name for name, tensor in original_format(shell, wanted).items()}
+    tied = tied_parameters(shell)
+    found: dict[str, str] = {}
+    for name, tensor in wanted.items():
+        called = next((n for n in (name, there.get(id(tensor)), tied.get(name)) if n in weights.specs), None)
+        if called is not None:
+            found[name] = called
+    # A weight under one of its names is there under all of them.
+    by_tensor = {id(wanted[name]): called for name, called in found.items()}
+    found = {n: found.get(n) or by_tensor[id(t)] for n, t in wanted.items() if n in found or id(t) in by_tensor}
+    missing = sorted(wanted.keys() - found.keys() - never_saved(shell))
+    left = sorted(weights.specs.keys() - set(found.values()))
+    if missing and any(plain_name(name, ()) != name for name in left):
+        raise MoQError(
+            f"{folder} holds the weights of a model with PEFT's adapters: load them, and call save_quantized"
+        )
+    if missing:
+        raise MoQError(f"{weights.place(next(iter(weights.specs)))}: missing of the model's weights: {_some(missing)}")
+    left = [name for name in left if name not in tied]
+    if left:
+        raise MoQError(f"{weights.place(left[0])}: weights that {type(shell).__name__} does not have: {_some(left)}")
+    for name, called in found.items():
+        spec, tensor = weights.specs[called], wanted[name]
+        if spec.shape != tensor.shape:
+            shapes = f"{list(spec.shape)}, not {list(tensor.shape)} as {CONFIG} says"
+            raise MoQError(f"{weights.place(called)}: {called} is of the shape {shapes}")
+        if spec.dtype != tensor.dtype:
+            tensor.data = tensor.data.to(spec.dtype)
+    return found
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
+def _controller(shell: nn.Module, state: Mapping[str, Any]) -> MoQController:
+    """The run's controller, brought to where the checkpoint was."""
+    controller = MoQController(shell, MoQConfig.from_saved(state["config"]), state["schedule"].get("total_steps"))
+    controller.load_state_dict(state)
+    return controller
+
+
+def _float_metrics(folder: Path) -> dict[str, Any] | None:
+    """What a run that was float first evaluated then; it keeps that beside its checkpoints."""
+    path = folder.parent / FOLDER / METRICS
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found else None
+
+
+class _Copied:
+    """A tokenizer or processor as files, which are written by copying."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write them into a folder."""
+        for path in self._paths:
+            if path.is_dir():
+                shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+            else:
+                shutil.copyfile(path, folder / path.name)
+
+
+def _processing_class(folder: Path, model: str | None) -> Any:
+    """What the checkpoint has of a tokenizer or processor; failing that, that of the model that was named; or None."""
+    files = [p for p in sorted(folder.iterdir()) if p.suffix in _TOKENIZER and p.is_file() and p.name not in _OTHERS]
+    if files:
+        return _Copied([*files, *(path for path in [folder / "additional_chat_templates"] if path.is_dir())])
+    if model is None:
+        return None
+    try:
+        return cast(Any, transformers.AutoProcessor).from_pretrained(model, trust_remote_code=False)
+    # It has none, or one that needs a library.
+    except Exception as error:
+        logger.warning("moq_hf: no tokenizer is saved: that of %s cannot be loaded: %s", model, one_line(error))
+        return None

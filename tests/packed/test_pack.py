@@ -1,0 +1,500 @@
+"""`moq-hf pack` of a checkpoint writes what `MoQTrainer.save_model` would have written at its step."""
+
+import gc
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import checkpoint_formats
+import peft
+import pytest
+import tiny_runs
+import torch
+import transformers as t
+from checkpoint_formats import FORMATS, take_weights
+from experts import mixture
+from repo import ROOT
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoTokenizer, Trainer, TrainerCallback
+
+from moq_hf import MoQCallback, MoQTrainer, cli, quantize_model, save_quantized, verify_quantized
+from moq_hf.packed import sources
+from moq_hf.packed.pack import pack_checkpoint
+from moq_hf.packed.tensors import Waiting
+from moq_hf.packed.zero_files import zero_folder, zero_weights
+
+AT = 8
+CONFIG = {**tiny_runs.CONFIG, "quantize_embeddings": 8}
+TIED = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+class Deliver(TrainerCallback):
+    """Saves the packed model in the middle of a run, where a checkpoint was just written."""
+
+    trainer: MoQTrainer
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == AT < state.max_steps:
+            self.trainer.save_model(str(Path(args.output_dir) / "delivered"))
+
+
+def run(folder: Path, config: Any, model: nn.Module | None = None, **more: Any) -> tuple[Path, Path]:
+    """A checkpoint of a run, and what the run delivered after that step, which may be its last one."""
+    deliver = Deliver()
+    rows = tiny_runs.rows()
+    if model is not None and not hasattr(model, "classifier"):
+        rows = [{"input_ids": row["input_ids"] % 40, "labels": row["input_ids"] % 40} for row in rows]
+    args = tiny_runs.arguments(folder, save_strategy="steps", save_steps=AT, **{"max_steps": AT, **more})
+    model = tiny_runs.new_model() if model is None else model
+    trainer = MoQTrainer(model, args, train_dataset=rows, callbacks=[deliver], moq_config=config)
+    deliver.trainer = trainer
+    trainer.train()
+    if args.max_steps == AT:
+        trainer.save_model(str(folder / "delivered"))
+    return folder / f"checkpoint-{AT}", folder / "delivered"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint with a tokenizer, and what was delivered; not to be changed."""
+    checkpoint, delivered = run(tmp_path_factory.mktemp("run"), CONFIG, max_steps=16)
+    AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model").save_pretrained(checkpoint)
+    return checkpoint, delivered
+
+
+@pytest.fixture
+def checkpoint(made: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(made[0], tmp_path / f"checkpoint-{AT}"))
+
+
+def assert_same(packed: Path, delivered: Path) -> None:
+    """All but the proof, for which there was no model."""
+    found, expected = (load_file(folder / "model.safetensors") for folder in (packed, delivered))
+    tiny_runs.assert_same(found, expected)
+    assert {name: tensor.dtype for name, tensor in found.items()} == {n: e.dtype for n, e in expected.items()}
+    states = [json.loads((folder / "moq_state.json").read_text()) for folder in (packed, delivered)]
+    different = {key: (value, states[1].get(key)) for key, value in states[0].items() if value != states[1].get(key)}
+    assert different.keys() <= {"proof", "digest"}, different
+    assert states[0].keys() == states[1].keys() and states[0]["history"]
+    assert states[0]["proof"] is None
+    for name in ("config.json", "generation_config.json"):
+        assert [(folder / name).is_file() for folder in (packed, delivered)] in ([True] * 2, [False] * 2)
+        if (packed / name).is_file():
+            assert (packed / name).read_text() == (delivered / name).read_text()
+    assert (packed / "README.md").is_file()
+    verify_quantized(packed)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_packs_what_would_have_been_delivered(form: str, checkpoint: Path, made: Any, tmp_path: Path) -> None:
+    FORMATS[form](checkpoint, take_weights(checkpoint))
+    before = {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")}
+    assert cli.main(["pack", str(checkpoint), str(tmp_path / "out")]) == 0
+    assert_same(tmp_path / "out", made[1])
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
+    assert {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")} == before
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def generating(model: Any) -> Any:
+    """A model with a way of its own to generate, which its config does not know."""
+    model.generation_config.update(do_sample=True, temperature=0.7, max_new_tokens=8)
+    return model
+
+
+OTHERS: dict[str, tuple[Any, Callable[[], Any] | None]] = {
+    "stochastic": (tiny_runs.STOCHASTIC, None),
+    "blend": (tiny_runs.BLEND, None),
+    "asymmetric": ({**CONFIG, "quantize_type": "asymmetric"}, None),
+    "activations": ({**CONFIG, "activation_quantization": {"enabled": True, "scale": "static"}}, None),
+    "eigenvalues": ({**CONFIG, "eigenvalue": {"enabled": True, "max_overhead": 1.0, "num_samples": 12}}, None),
+    "budget": (
+        {
+            **CONFIG,
+            "quantize_bits": {"start_bits": 2, "target_bits": {"mean": 3.5, "choices": [2, 8]}},
+            "quantize_schedule": {"quantize_period": 1, "schedule_offset": 2},
+        },
+        None,
+    ),
+    "tied": (CONFIG, lambda: generating(t.LlamaForCausalLM(t.LlamaConfig(**TIED, tie_word_embeddings=True)))),
+    "bfloat16": (CONFIG, lambda: tiny_runs.new_model().bfloat16()),
+    "tied, in float": (tiny_runs.CONFIG, lambda: t.LlamaForCausalLM(t.LlamaConfig(**TIED, tie_word_embeddings=True))),
+    "experts": (tiny_runs.CONFIG, mixture),
+    "Conv1D": (
+        tiny_runs.CONFIG,
+        lambda: t.GPT2LMHeadModel(t.GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=32)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_of_other_runs_and_models(case: str, tmp_path: Path) -> None:
+    config, model = OTHERS[case]
+    t.set_seed(1)
+    made, delivered = run(tmp_path / "run", config, None if model is None else model())
+    pack_checkpoint(made, tmp_path / "out")
+    assert_same(tmp_path / "out", delivered)
+
+
+def test_zero_in_bfloat16_gives_what_the_run_computed_with(tmp_path: Path) -> None:
+    """Its masters are float32; what is delivered is made of the weights that were evaluated."""
+    weights = {"a": torch.randn(7, 5).bfloat16(), "b": torch.randn(3).bfloat16(), "c": torch.randn(4, 4).bfloat16()}
+    checkpoint_formats.zero_3(tmp_path, weights, prefix="bf16_")
+    folder = zero_folder(tmp_path)
+    assert folder is not None
+    found = zero_weights(folder)
+    assert list(found) == list(weights)
+    tiny_runs.assert_same(dict(found), weights)
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+
+
+def test_reads_what_deepspeed_wrote() -> None:
+    """Two processes, bfloat16, frozen tables and small flat groups; what it gathered itself lies beside it."""
+    golden = ROOT / "tests" / "golden" / "zero_3"
+    folder = zero_folder(golden)
+    assert folder is not None
+    found, expected = dict(zero_weights(folder)), load_file(golden / "expected.safetensors")
+    tiny_runs.assert_same(found, expected)
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+
+
+def test_shards_of_the_result(checkpoint: Path, made: Any, tmp_path: Path) -> None:
+    assert cli.main(["pack", str(checkpoint), str(tmp_path / "out"), "--max_shard_size", "4KB"]) == 0
+    found = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    whole: dict[str, Tensor] = {}
+    for path in found:
+        tensors = load_file(path)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 4000
+        whole |= tensors
+    assert len(found) == 2
+    tiny_runs.assert_same(whole, load_file(made[1] / "model.safetensors"))
+    verify_quantized(tmp_path / "out")
+
+
+# What is wrong, what is done for it, and what the error says.
+def without(name: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).unlink()
+
+
+def edited(name: str, change: Callable[[Any], Any]) -> Callable[[Path], Any]:
+    def edit(folder: Path) -> None:
+        document = json.loads((folder / name).read_text())
+        change(document)
+        (folder / name).write_text(json.dumps(document))
+
+    return edit
+
+
+def in_format(form: str, damage: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    def write(folder: Path) -> None:
+        FORMATS[form](folder, take_weights(folder))
+        damage(folder)
+
+    return write
+
+
+def cut(name: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-100])
+
+
+def reweighted(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], Any]:
+    def write(folder: Path) -> None:
+        weights = take_weights(folder)
+        change(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return write
+
+
+def replaced(name: str, text: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+QUERY = "bert.encoder.layer.0.attention.self.query.weight"
+DCP, ZERO = "pytorch_model_fsdp_0", "global_step8"
+FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no folder": (shutil.rmtree, "not a whole checkpoint (there is no such folder)"),
+    "no state": (without("trainer_state.json"), "not a whole checkpoint (trainer_state.json is missing)"),
+    "cut off": (cut("model.safetensors"), "not a whole checkpoint (model.safetensors is damaged)"),
+    "no MoQ": (
+        edited("trainer_state.json", lambda state: state["stateful_callbacks"].pop("MoQCallback")),
+        "trainer_state.json holds no state of MoQ: it is not the checkpoint of a run with moq_hf",
+    ),
+    "changed state": (
+        edited(
+            "trainer_state.json", lambda s: s["stateful_callbacks"]["MoQCallback"]["attributes"]["saved"].pop("config")
+        ),
+        "stateful_callbacks.MoQCallback.attributes.saved.config",
+    ),
+    "no config": (without("config.json"), "config.json is missing: give --model"),
+    "no class": (edited("config.json", lambda c: c.pop("architectures")), "architectures: '' is not a class"),
+    "own class": (edited("config.json", lambda c: c.update(architectures=["Mine"])), "'Mine' is not a class"),
+    "broken config": (replaced("config.json", "{"), "the config of"),
+    "other sizes": (edited("config.json", lambda c: c.update(hidden_size=32)), "is of the shape ["),
+    "fewer layers": (
+        edited("config.json", lambda c: c.update(num_hidden_layers=1)),
+        "does not have: bert",
+    ),
+    "more layers": (
+        edited("config.json", lambda c: c.update(num_hidden_layers=3)),
+        "missing of the model's weights",
+    ),
+    "no weights": (without("model.safetensors"), "holds no weights"),
+    "NaN": (reweighted(lambda w: w[QUERY][0].fill_(torch.nan)), f"{QUERY} cannot be quantized"),
+    "adapters": (
+        lambda folder: (
+            without("config.json")(folder),
+            (folder / "model.safetensors").rename(folder / "adapter_model.safetensors"),
+            (folder / "adapter_config.json").write_text("{}"),
+        ),
+        "holds PEFT's adapters alone",
+    ),
+    "adapters inside": (
+        reweighted(lambda w: w.update({QUERY.replace(".weight", ".base_layer.weight"): w.pop(QUERY)})),
+        "holds the weights of a model with PEFT's adapters",
+    ),
+    "a file missing": (in_format("files", without("model-00002-of-00002.safetensors")), "model-00002-of-00002"),
+    "another index": (
+        in_format("files", edited("model.safetensors.index.json", lambda i: i["weight_map"].pop(QUERY))),
+        "its tensors are not those that model.safetensors.index.json names",
+    ),
+    "an index that points out": (
+        in_format("files", edited("model.safetensors.index.json", lambda i: i["weight_map"].update({QUERY: "../x"}))),
+        "the name of a file in this folder",
+    ),
+    "no metadata": (in_format("FSDP2", without(f"{DCP}/.metadata")), ".metadata cannot be read"),
+    "a process missing": (in_format("FSDP2", without(f"{DCP}/__0_0.distcp")), "__0_0.distcp is missing"),
+    "a process cut off": (in_format("FSDP2", cut(f"{DCP}/__0_0.distcp")), "__0_0.distcp is cut off"),
+    "another program's shards": (
+        in_format("FSDP2", lambda f: ((f / DCP).rename(f / "x"), (f / f"{DCP}_rank0.bin").touch())),
+        "without torch.distributed.checkpoint",
+    ),
+    "no ZeRO folder": (in_format("ZeRO-1", replaced("latest", "global_step9")), "names 'global_step9'"),
+    "ZeRO elsewhere": (in_format("ZeRO-1", replaced("latest", "../x")), "names '../x'"),
+    "ZeRO cut off": (in_format("ZeRO-1", cut(f"{ZERO}/mp_rank_00_model_states.pt")), "model_states.pt is damaged"),
+    "ZeRO with tensor parallelism": (
+        in_format("ZeRO-1", lambda f: (f / ZERO / "mp_rank_01_model_states.pt").touch()),
+        "tensor parallelism",
+    ),
+    "ZeRO-3 without its first": (
+        in_format("ZeRO-3", without(f"{ZERO}/zero_pp_rank_0_mp_rank_00_model_states.pt")),
+        "zero_pp_rank_0_mp_rank_00_model_states.pt is missing",
+    ),
+    "ZeRO-3 without a process": (
+        in_format("ZeRO-3", without(f"{ZERO}/zero_pp_rank_2_mp_rank_00_optim_states.pt")),
+        "zero_pp_rank_2_mp_rank_00_optim_states.pt is missing: the run had 3 processes",
+    ),
+    "ZeRO-3 with another optimizer": (
+        in_format("ZeRO-3", lambda f: torch.save({}, f / ZERO / "zero_pp_rank_1_mp_rank_00_optim_states.pt")),
+        "not as ZeRO-3 writes it",
+    ),
+    "ZeRO-3 with too little": (
+        in_format(
+            "ZeRO-3",
+            lambda f: torch.save(
+                {"optimizer_state_dict": {"fp32_flat_groups": [torch.ones(3)]}},
+                f / ZERO / "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+            ),
+        ),
+        "holds 3 numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults(fault: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage, text = FAULTS[fault]
+    damage(checkpoint)
+    assert cli.main(["pack", str(checkpoint), str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and text in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_it_cannot_write_to(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    before = {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")}
+    for out, more, text in (
+        (checkpoint, (), "is the checkpoint itself"),
+        (tmp_path / "file", (), "is a file"),
+        (tmp_path / "out", ("--max_shard_size", "much"), "max_shard_size: a number of bytes"),
+        (tmp_path / "out", ("--max_shard_size", "0KB"), "max_shard_size: a number of bytes"),
+    ):
+        assert cli.main(["pack", str(checkpoint), str(out), *more]) == 2
+        assert text in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")} == before
+
+
+def test_before_the_offset(tmp_path: Path) -> None:
+    late = {**CONFIG, "quantize_schedule": {"quantize_period": 2, "schedule_offset": 10}}
+    trainer = tiny_runs.moq(tmp_path / "run", late, save_strategy="steps", save_steps=AT, max_steps=12)
+    trainer.train()
+    assert cli.main(["pack", str(tmp_path / "run" / f"checkpoint-{AT}"), str(tmp_path / "out")]) == 2
+    assert cli.main(["pack", str(tmp_path / "run" / "checkpoint-12"), str(tmp_path / "out")]) == 0
+
+
+def test_config_and_tokenizer_of_another_folder(checkpoint: Path, made: Any, tmp_path: Path) -> None:
+    named = tmp_path / "base"
+    named.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (checkpoint / name).rename(named / name)
+    for path in checkpoint.glob("*"):
+        if path.suffix in (".txt", ".jinja"):
+            path.unlink()
+    assert cli.main(["pack", str(checkpoint), str(tmp_path / "out"), "--model", str(named)]) == 0
+    assert_same(tmp_path / "out", made[1])
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert cli.main(["pack", str(checkpoint), str(tmp_path / "other"), "--model", "nobody/no-such-model"]) == 2
+
+
+def test_the_float_metrics_of_a_run_that_was_float_first(tmp_path: Path) -> None:
+    trainer = MoQTrainer(
+        tiny_runs.new_model(),
+        tiny_runs.arguments(tmp_path, save_strategy="steps", save_steps=AT, max_steps=AT),
+        train_dataset=tiny_runs.rows(),
+        eval_dataset=tiny_runs.rows(8),
+        moq_config={**CONFIG, "quantize_schedule": {"quantize_period": 1}},
+        float_first=0.5,
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "delivered"))
+    pack_checkpoint(tmp_path / f"checkpoint-{AT}", tmp_path / "out")
+    assert_same(tmp_path / "out", tmp_path / "delivered")
+    assert json.loads((tmp_path / "out" / "moq_state.json").read_text())["float_metrics"]
+
+
+class Lazy(Mapping[str, Tensor]):
+    """Tensors that are made when they are asked for; notes the bytes that are held at each time."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], count: Callable[[], int]) -> None:
+        self.tensors, self.count, self.held = tensors, count, list[int]()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.held.append(self.count())
+        return self.tensors[name].clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Bytes of the tensors that are alive, but for those that were there before and those that wait on the disk."""
+    monkeypatch.setattr("moq_hf.packed.tensors._SMALL", 1)
+    keep, there = Waiting.keep, set[int]()
+
+    def storages() -> dict[int, int]:
+        gc.collect()
+        alive = [one for one in gc.get_objects() if isinstance(one, Tensor) and one.device.type == "cpu"]
+        return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in alive}
+
+    def kept(self: Waiting, tensor: Tensor) -> Tensor:
+        found = keep(self, tensor)
+        there.add(found.untyped_storage().data_ptr())
+        return found
+
+    monkeypatch.setattr(Waiting, "keep", kept)
+    before = set(storages())
+    return lambda: sum(size for place, size in storages().items() if place not in before | there)
+
+
+def wide() -> t.BertForSequenceClassification:
+    return t.BertForSequenceClassification(
+        t.BertConfig(
+            vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128,
+            max_position_embeddings=32,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["packed", "unpacked", "floats"])
+def test_saving_holds_one_layer_at_a_time(layout: Any, count: Callable[[], int], tmp_path: Path) -> None:
+    model = wide()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_embeddings": 8}
+    model = quantize_model(model, config)
+    save_quantized(model, tmp_path / "whole", layout=layout)
+    base = count()
+    source = Lazy(weights, lambda: count() - base)
+    save_quantized(model, tmp_path / "lazy", layout=layout, state_dict=source)
+    largest = max(tensor.nbytes for tensor in weights.values())
+    assert (
+        len(source.held) == len(weights) and max(source.held) <= largest < sum(w.nbytes for w in weights.values()) / 5
+    )
+    tiny_runs.assert_same(*(load_file(tmp_path / name / "model.safetensors") for name in ("lazy", "whole")))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_are_saved_from_tensors_that_are_made_when_asked_for(tmp_path: Path) -> None:
+    model = peft.get_peft_model(wide(), peft.LoraConfig(target_modules=["query"], modules_to_save=["classifier"]))
+    quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_quantized(model, tmp_path / "whole")
+    save_quantized(model, tmp_path / "lazy", state_dict=Lazy(weights, lambda: 0))
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (tmp_path / "lazy" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize("form", ["one file", "FSDP2", "ZeRO-3"])
+def test_packing_holds_one_layer_at_a_time(
+    form: str, count: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, _ = run(tmp_path, CONFIG, wide())
+    weights = take_weights(checkpoint)
+    sizes = [tensor.nbytes for tensor in weights.values()]
+    FORMATS[form](checkpoint, weights)
+    del weights
+    base, held = count(), list[int]()
+    read = sources.Weights.__getitem__
+
+    def noted(self: sources.Weights, name: str) -> Tensor:
+        held.append(count() - base)
+        return read(self, name)
+
+    monkeypatch.setattr(sources.Weights, "__getitem__", noted)
+    pack_checkpoint(checkpoint, tmp_path / "out")
+    assert len(held) == len(sizes) and max(held) <= max(sizes) < sum(sizes) / 5
+
+
+def test_what_the_docs_say_of_the_memory_was_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "results" / "pack_memory.json").read_text())
+    text = (ROOT / "docs" / "guide" / "checkpoints.md").read_text()
+    assert f"{measured['parameters'] / 1e9:.2f} billion weights took, from the shards of four processes" in text
+    assert measured["processes"] == 4 and len(measured["runs"]) == 2
+    for run in measured["runs"]:
+        table = "float" if run["table"] is None else f"{run['table']} bits"
+        sizes = (measured["checkpoint_bytes"], run["file_bytes"], run["peak_bytes"])
+        cells = [table, *(f"{size / 1e9:.2f} GB" for size in sizes), f"{run['cpu_seconds']:.0f}"]
+        assert f"| {' | '.join(cells)} |" in text
+        assert run["peak_bytes"] < 4e9
+
+
+def test_a_stock_trainer_describes_what_fsdp_saved_in_shards(tmp_path: Path) -> None:
+    """Accelerate writes no config beside its shards; the run that does so is in test_processes.py."""
+
+    class Sharded(Trainer):
+        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            Path(str(output_dir)).mkdir(parents=True, exist_ok=True)
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model")
+    args = tiny_runs.arguments(tmp_path, max_steps=4, save_steps=4, save_strategy="steps")
+    config = {**CONFIG, "prove": False}
+    trainer = Sharded(
+        tiny_runs.new_model(),
+        args,
+        train_dataset=tiny_runs.rows(),
+        callbacks=[MoQCallback(config, max_shard_size="4KB")],
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    folder = tmp_path / "checkpoint-4"
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["BertForSequenceClassification"]
+    assert (folder / "tokenizer.json").is_file()
+    assert len(list((tmp_path / "quantized").glob("model-*.safetensors"))) == 2
