@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from .engine_seams import FsdpParameter, fsdp_parameters
 from .grid import Grid
 from .kernels.packing import pack, unpack
 from .processes import is_sharded, local_part
 from .quantizer import Quantized, dequantize
 from .rows import Kind
 from .shards import Shard
-from .transformers_seams import FsdpParameter, fsdp_parameters
 
 # The most bits that codes are packed at; more are gathered as values.
 PACKED = 8

@@ -5,8 +5,9 @@ from typing import Any, cast
 
 from torch import nn
 
+from .engine_seams import FSDP2
 from .errors import MoQError
-from .transformers_seams import ADAPTED, CHECKPOINTED, COMPILED, FSDP2, ORIGINAL, TRAINED_COPIES, is_peft
+from .transformers_seams import ADAPTED, CHECKPOINTED, COMPILED, ORIGINAL, TRAINED_COPIES, is_peft
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .engine_seams import FSDP1, FSDP2, ZERO_3, ZERO_3_SHAPE, own_partition, whole_of_partitions
 from .errors import MoQError
-from .transformers_seams import FSDP1, FSDP2, ZERO_3, ZERO_3_SHAPE, own_partition, whole_of_partitions
 
 
 def is_distributed() -> bool:
@@ -152,14 +152,14 @@ def tensor_by_tensor(model: nn.Module, everywhere: bool = False) -> Iterator[Map
 
     Args:
         model: Any model.
-        everywhere: Gather all of it in every process, where several of them save. Under ZeRO-3 that is always so.
+        everywhere: Gather all of it in every process, where several of them save.
 
     Yields:
         In rank 0 the tensors by name, on the CPU. None in the other processes, and for a model without shards.
     """
     if not any(map(is_apart, model.parameters())):
         yield None
-    elif everywhere or any(map(is_partitioned, model.parameters())):
+    elif everywhere:
         yield whole_state_dict(model)
     else:
         shards = _Shards(model)

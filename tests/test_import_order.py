@@ -26,6 +26,7 @@ ORDER = [
     "serving.rules",
     "serving.servers",
     "transformers_seams",
+    "engine_seams",
     "names",
     "processes",
     "rows",

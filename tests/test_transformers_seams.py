@@ -1,4 +1,4 @@
-"""Each seam still holds: one test per public name of `moq_hf.transformers_seams`, called after it."""
+"""Each seam still holds: one test per public name of `transformers_seams` and `engine_seams`, called after it."""
 
 import ast
 import copy
@@ -6,8 +6,10 @@ import importlib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Iterator
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,15 +36,15 @@ from transformers import (
 from transformers.trainer_jit_checkpoint import CheckpointManager
 
 import moq_hf
-from moq_hf import MoQError, MoQTrainer, QuantLinear, quantize_model, save_quantized
+from moq_hf import MoQTrainer, QuantLinear, engine_seams, quantize_model, save_quantized
 from moq_hf import transformers_seams as seams
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.inference import PackedLinear
 from moq_hf.packed.proof import quiet
-from moq_hf.processes import check_supported
+from moq_hf.processes import is_apart, shape_of
 
 PACKAGE = Path(moq_hf.__file__).parent
-SEAMS = Path(seams.__file__)
+SEAMS = [Path(seams.__file__), Path(engine_seams.__file__)]
 # Private by their names, documented all the same.
 DOCUMENTED = {"_asdict", "_fields", "_getframe", "_replace"}
 
@@ -50,8 +52,8 @@ DOCUMENTED = {"_asdict", "_fields", "_getframe", "_replace"}
 def texts() -> dict[str, str]:
     """What the module says of each seam: the docstring of a function, the string after a constant."""
     found = {}
-    body = ast.parse(SEAMS.read_text()).body
-    for node, after in zip(body, [*body[1:], ast.Pass()], strict=True):
+    body = [node for path in SEAMS for node in [*ast.parse(path.read_text()).body, ast.Pass()]]
+    for node, after in pairwise(body):
         if isinstance(node, ast.FunctionDef):
             found[node.name] = ast.get_docstring(node) or ""
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -606,7 +608,7 @@ def test_fsdp2(alone: None) -> None:
 
     layer = nn.Linear(2, 2)
     fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
-    assert [cls.__name__ for cls in type(layer).__bases__] == [seams.FSDP2, "Linear"]
+    assert [cls.__name__ for cls in type(layer).__bases__] == [engine_seams.FSDP2, "Linear"]
 
 
 def test_fsdp_parameters(alone: None) -> None:
@@ -614,10 +616,10 @@ def test_fsdp_parameters(alone: None) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     layer = nn.Linear(2, 3, bias=False)
-    assert seams.fsdp_parameters(layer) == []
+    assert engine_seams.fsdp_parameters(layer) == []
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
-    (found,) = seams.fsdp_parameters(nn.Sequential(layer))
+    (found,) = engine_seams.fsdp_parameters(nn.Sequential(layer))
     assert found.takes_extensions and found.parameter is layer.weight and found.dtype == torch.bfloat16
     inputs = torch.ones(1, 2)
     before = layer(inputs)
@@ -644,21 +646,61 @@ def test_fsdp_parameters(alone: None) -> None:
 def test_fsdp1() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    assert FullyShardedDataParallel.__name__ == seams.FSDP1
+    assert FullyShardedDataParallel.__name__ == engine_seams.FSDP1
+
+
+def partitioned(values: Tensor) -> Any:
+    """A parameter as ZeRO-3 leaves it in a process: DeepSpeed is not installed where this runs."""
+    parameter: Any = nn.Parameter(torch.empty(0))
+    setattr(parameter, engine_seams.ZERO_3, 0)
+    setattr(parameter, engine_seams.ZERO_3_SHAPE, values.shape)
+    parameter.ds_numel, parameter.ds_process_group = values.numel(), dist.group.WORLD
+    # The last partition is filled up.
+    parameter.ds_tensor = torch.cat([values.flatten(), torch.full((2,), torch.nan)])
+    return parameter
 
 
 def test_zero_3() -> None:
-    # DeepSpeed is not installed where this runs: what is left to test is that such a parameter is refused.
     layer = nn.Linear(2, 2)
-    setattr(layer.weight, seams.ZERO_3, 0)
-    with pytest.raises(MoQError, match="ZeRO-3"):
-        check_supported([layer], list(layer.parameters()))
+    assert not is_apart(layer.weight)
+    setattr(layer.weight, engine_seams.ZERO_3, 0)
+    assert is_apart(layer.weight)
+
+
+def test_zero_3_shape(alone: None) -> None:
+    assert shape_of(partitioned(torch.ones(3, 2))) == (3, 2)
+
+
+def test_own_partition(alone: None) -> None:
+    values = torch.arange(6.0).view(3, 2)
+    assert engine_seams.own_partition(partitioned(values)).tolist() == values.flatten().tolist()
+
+
+def test_whole_of_partitions(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.arange(6.0).view(3, 2)
+
+    class GatheredParameters:
+        def __init__(self, parameters: list[Any]) -> None:
+            self.parameters = parameters
+
+        def __enter__(self) -> None:
+            for parameter in self.parameters:
+                parameter.data = parameter.ds_tensor[: parameter.ds_numel].view(parameter.ds_shape)
+
+        def __exit__(self, *exception: object) -> None:
+            for parameter in self.parameters:
+                parameter.data = torch.empty(0)
+
+    engine = SimpleNamespace(zero=SimpleNamespace(GatheredParameters=GatheredParameters))
+    monkeypatch.setitem(sys.modules, "deepspeed", engine)
+    parameter = partitioned(values)
+    assert torch.equal(engine_seams.whole_of_partitions(parameter), values) and not parameter.numel()
 
 
 def test_fsdp_model() -> None:
     from accelerate.utils import constants
 
-    assert constants.FSDP_MODEL_NAME == seams.FSDP_MODEL
+    assert constants.FSDP_MODEL_NAME == engine_seams.FSDP_MODEL
 
 
 def test_checkpoint_chunks(tmp_path: Path) -> None:
@@ -670,7 +712,7 @@ def test_checkpoint_chunks(tmp_path: Path) -> None:
             {"model": {"a": torch.ones(9), "b": torch.ones(2)}}, storage_writer=FileSystemWriter(tmp_path), no_dist=True
         )
     (file,) = tmp_path.glob("*.distcp")
-    found = seams.checkpoint_chunks(FileSystemReader(tmp_path).read_metadata())
+    found = engine_seams.checkpoint_chunks(FileSystemReader(tmp_path).read_metadata())
     assert found == {file.name: file.stat().st_size}
 
 
@@ -783,7 +825,7 @@ def uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_nothing_private_is_used_elsewhere() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if path != SEAMS}
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if path not in SEAMS}
     in_place = {path.rpartition(".")[2] for path in (*seams.IN_PLACE, *seams.OVERRIDDEN)}
     known = own_names(trees) | in_place | DOCUMENTED
     assert not [

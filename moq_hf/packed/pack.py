@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerState
 
 from ..config import MoQConfig
+from ..engine_seams import FSDP_MODEL
 from ..errors import MoQError, one_line
 from ..names import plain_name
 from ..training.checkpoints import STATE_FILE, fault_of
@@ -22,7 +23,7 @@ from ..training.controller import MoQController
 from ..training.float_phase import FOLDER, METRICS
 from ..training.resume import has_begun
 from ..training.trainer_state import last_metrics, state_of_run
-from ..transformers_seams import FSDP_MODEL, never_saved, original_format, tied_parameters
+from ..transformers_seams import never_saved, original_format, tied_parameters
 from .delivery import deliver
 from .files import CONFIG, INDEX, SINGLE, bytes_in
 from .save import Companions

@@ -18,7 +18,7 @@ from ..model.inventory import Inventory
 from ..model.refresh import check_finite
 from ..model.sizes import ModelSizes
 from ..names import uncompiled, without_fsdp, without_peft
-from ..processes import is_sharded
+from ..processes import is_apart
 from ..quant_experts import quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..rows import is_experts, parameter_of
@@ -299,7 +299,7 @@ def _check_model(inventory: Inventory, layers: Mapping[str, QuantLayer], target:
         if _how(layer) != _how(same):
             raise MoQError(f"{name}.weight is also {other}.weight, and quantized in another way: call quantize_model")
     # FSDP2's tensors, and what ZeRO leaves of a weight.
-    sharded = [n for n, layer in layers.items() if is_sharded(layer.weight) or not layer.weight.numel()]
+    sharded = [n for n, layer in layers.items() if is_apart(layer.float_weight) or not layer.weight.numel()]
     if sharded and has_weights:
         raise MoQError(
             f"the weights of {', '.join(sharded)} are spread over processes: save with MoQTrainer.save_model"

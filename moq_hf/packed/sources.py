@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..engine_seams import checkpoint_chunks
 from ..errors import MoQError, one_line
-from ..transformers_seams import checkpoint_chunks
 from .files import INDEX, SINGLE, read_document
 
 # What safetensors calls the dtypes of PyTorch.
