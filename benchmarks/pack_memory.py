@@ -84,7 +84,7 @@ def write_state(model: nn.Module, config: MoQConfig, folder: Path) -> None:
         controller.step()
     for layer in controller.layers.values():
         if layer.moq.grid.searches(layer.moq.bits):
-            layer.moq.ratio = torch.ones(layer.moq.grid.shape(*layer.matrix.shape))
+            layer.moq.ratio = torch.ones(layer.moq.grid.shape(*layer.matrix_shape))
     state = TrainerState(global_step=STEPS, max_steps=STEPS)
     vars(state)["stateful_callbacks"] = {"MoQCallback": callback.state()}
     state.save_to_json(str(folder / "trainer_state.json"))

@@ -183,7 +183,9 @@ def main() -> None:
                 out = Path(folder, "line.json")
                 launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.processes)]
                 arm = ["--arm", f"{way}/{bits}/{dtype}", "--out", str(out)]
-                subprocess.run([sys.executable, *launcher, __file__, *arm], check=True)
+                done = subprocess.run([sys.executable, *launcher, __file__, *arm])
+                if not out.exists():
+                    raise SystemExit(f"{way}/{bits}/{dtype} ended with {done.returncode}")
                 line = {"label": args.label, "arm": way, "bits": bits, "dtype": dtype, **json.loads(out.read_text())}
             print(line, flush=True)
             lines.append(line)

@@ -104,6 +104,17 @@ _PATIENCE = timedelta(days=7)
 _OVER = -1
 
 
+# The world, and its processes as a group of their own for those messages; made once, since groups are dear.
+_group: tuple[Any, Any] | None = None
+
+
+def _messages() -> Any:
+    global _group
+    if _group is None or _group[0] is not dist.group.WORLD:
+        _group = dist.group.WORLD, dist.new_group(backend="gloo", timeout=_PATIENCE)
+    return _group[1]
+
+
 class _Shards(Mapping[str, Tensor]):
     """The state dict of a model with sharded parameters: each tensor is gathered when rank 0 asks for it."""
 
@@ -111,7 +122,7 @@ class _Shards(Mapping[str, Tensor]):
         self._tensors = cast(dict[str, Tensor], model.state_dict(keep_vars=True))
         self._names = list(self._tensors)
         self._indices = {name: index for index, name in enumerate(self._names)}
-        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._group = _messages()
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]
@@ -132,10 +143,9 @@ class _Shards(Mapping[str, Tensor]):
             whole(self._tensors[self._names[index]])
 
     def close(self) -> None:
-        """In rank 0: let the others go. In every process: the messages are over."""
+        """Let the others go; only rank 0 does."""
         if dist.get_rank() == 0:
             self._tell(_OVER)
-        dist.destroy_process_group(self._group)
 
     def _tell(self, index: int) -> int:
         message = torch.tensor(index, device="cpu")

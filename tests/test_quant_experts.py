@@ -82,7 +82,7 @@ def test_no_two_experts_share_a_scale(name: str, grid: dict[str, Any]) -> None:
     layer.refresh()
     after = layer.moq.weight
     assert torch.equal(after[[0, 2, 3]], before[[0, 2, 3]]) and not torch.equal(after[1], before[1])
-    scales = layer.moq.grid.shape(*layer.matrix.shape)
+    scales = layer.moq.grid.shape(*layer.matrix_shape)
     assert scales[0] % 4 == 0 and after.shape == layer.float_weight.shape
     if grid == {"quantize_groups": 1}:
         assert scales == (4, 1)

@@ -89,14 +89,6 @@ def test_a_layer_that_was_replaced_in_the_meantime_is_quantized(tmp_path: Path) 
     assert isinstance(trainer.model.bert.pooler.dense, QuantLinear)
 
 
-def test_weights_that_were_partitioned_in_the_meantime_are_refused(tmp_path: Path) -> None:
-    trainer = stock(tmp_path)
-    # As DeepSpeed's ZeRO-3 does it, to the parameters of the same modules.
-    trainer.model.bert.pooler.dense.bias.ds_id = 1
-    with pytest.raises(MoQError, match="ZeRO-3"):
-        trainer.train()
-
-
 def test_the_host_is_the_trainer_that_was_built_last(tmp_path: Path) -> None:
     trainer = moq(tmp_path)
     callback = trainer.moq

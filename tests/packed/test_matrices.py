@@ -55,7 +55,7 @@ def test_transformers_computes_the_same_from_the_files(
     layer = found.layers[PARAMETER]
     assert (layer.bits, layer.shape, layer.scales[0]) == (
         4,
-        tuple(quant_layers(model)[PARAMETER].matrix.shape),
+        quant_layers(model)[PARAMETER].matrix_shape,
         layer.shape[0],
     )
     if name == "GPT-OSS":

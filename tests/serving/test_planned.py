@@ -25,6 +25,7 @@ from moq_hf.config import served_scale_dtype
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
+from moq_hf.rows import to_rows
 from moq_hf.serving import planned
 from moq_hf.serving.servers import REQUIRED, SERVERS
 
@@ -197,7 +198,9 @@ def test_scales_are_trained_in_the_dtype_that_the_server_loads(serve: str, dtype
     layers = quant_layers(model).values()
     assert {layer.moq.grid.scale_dtype for layer in layers} == {scales}
     for layer in layers:
-        stored = quantizer.quantize(layer.matrix, 4, layer.moq.grid, ratio=layer.moq.ratio).scale
+        stored = quantizer.quantize(
+            to_rows(layer.float_weight, layer.kind), 4, layer.moq.grid, ratio=layer.moq.ratio
+        ).scale
         assert torch.equal(stored.to(getattr(torch, scales)).float(), stored)
 
 
