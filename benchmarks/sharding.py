@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-HIDDEN, INTERMEDIATE, BLOCKS, VOCABULARY = 512, 1376, 8, 512
+VOCABULARY = 512
 STEPS, BATCH, TOKENS = 4, 2, 16
 ARMS = [("float", 32), *((way, bits) for bits in (8, 4, 2) for way in ("values", "packed"))]
 
@@ -76,7 +76,7 @@ def held() -> int:
     return sum(storages.values())
 
 
-def train(way: str, bits: int, bf16: bool) -> dict[str, Any]:
+def train(way: str, bits: int, bf16: bool, hidden: int, blocks: int) -> dict[str, Any]:
     """One arm in this process."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -86,9 +86,9 @@ def train(way: str, bits: int, bf16: bool) -> dict[str, Any]:
     set_seed(1)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=BLOCKS,
+        hidden_size=hidden,
+        intermediate_size=hidden * 43 // 16,
+        num_hidden_layers=blocks,
         num_attention_heads=16,
         num_key_value_heads=16,
         max_position_embeddings=TOKENS,
@@ -161,21 +161,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sharding.json"))
     parser.add_argument("--label", default="")
     parser.add_argument("--arms", nargs="*", help="these alone: values/8, for instance")
+    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.arm is not None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         way, bits, dtype = args.arm.split("/")
-        found = train(way, int(bits), dtype == "bfloat16")
+        found = train(way, int(bits), dtype == "bfloat16", args.hidden, args.blocks)
         if dist.get_rank() == 0:
             args.out.write_text(json.dumps(found))
         dist.destroy_process_group()
         return
     kept = json.loads(args.out.read_text())["results"] if args.out.exists() else []
     lines = [line for line in kept if line["label"] != args.label]
-    for dtype in ("float32", "bfloat16"):
+    shape = ["--hidden", str(args.hidden), "--blocks", str(args.blocks)]
+    for dtype in args.dtypes:
         for way, bits in ARMS:
             if args.arms and f"{way}/{bits}" not in args.arms:
                 continue
@@ -183,7 +187,7 @@ def main() -> None:
                 out = Path(folder, "line.json")
                 launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.processes)]
                 arm = ["--arm", f"{way}/{bits}/{dtype}", "--out", str(out)]
-                done = subprocess.run([sys.executable, *launcher, __file__, *arm])
+                done = subprocess.run([sys.executable, *launcher, __file__, *arm, *shape])
                 if not out.exists():
                     raise SystemExit(f"{way}/{bits}/{dtype} ended with {done.returncode}")
                 line = {"label": args.label, "arm": way, "bits": bits, "dtype": dtype, **json.loads(out.read_text())}

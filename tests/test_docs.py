@@ -123,6 +123,9 @@ ADDED = {
     "benchmarks/ranges.py": ["--group_size", "8", "--out", "ranges.json"],
     "benchmarks/tied_sizes.py": shlex.split("--shapes SmolLM2-135M --layers 1 --vocabulary 500 --out tied.json"),
     "benchmarks/processes.py": ["--kinds", "--out", "processes.json"],
+    "benchmarks/sharding.py": shlex.split(
+        "--processes 2 --blocks 1 --hidden 64 --dtypes float32 --arms float/32 packed/4 --out sharding.json"
+    ),
     "benchmarks/triton_quant.py": shlex.split(
         "--hidden 64 --layers 1 --repeats 1 --no-compile --out triton_quant.json"
     ),

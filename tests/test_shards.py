@@ -1,6 +1,8 @@
 """Weights that engines take apart are quantized as whole ones are: in parts, or where they are whole."""
 
 import gc
+import importlib
+import json
 import weakref
 from pathlib import Path
 from typing import Any
@@ -92,3 +94,21 @@ def test_a_weight_that_is_whole_in_passes_alone_is_quantized_in_them(
     gradient: Any = plain[0].weight.grad  # type: ignore[union-attr]
     assert torch.equal(layer.parameter().grad, gradient)
     assert torch.equal(layer.quantized_copy(torch.float32), plain[0].quantized_weight())  # type: ignore[operator]
+
+
+def test_the_table_in_the_docs_is_that_of_the_results() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "sharding.json").read_text())["results"]
+    page = (ROOT / "docs" / "evidence" / "sharding.md").read_text()
+    assert importlib.import_module("sharding").table(results) in page
+    lines = {(line["label"], line["dtype"], line["arm"], line["bits"]): line for line in results}
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        base = lines["", dtype, "float", 32]
+        for bits in (8, 4, 2):
+            values, packed = (lines["", dtype, way, bits] for way in ("values", "packed"))
+            # A fourth of a copy: scales beside it, one for a row.
+            quarter = values["quantized"] * size / 4
+            assert quarter <= values["held"] - base["held"] <= 1.02 * quarter
+            assert values["gathered"] == base["gathered"]
+            # Scales beside the codes, and clipping ratios, which are whole in each process.
+            assert packed["held"] - base["held"] <= 1.1 * values["quantized"] * bits / 8 / 4
+            assert packed["gathered"] < values["gathered"] * (bits + 1) / (8 * size)
