@@ -444,15 +444,15 @@ class QuantLayer(nn.Module):
         # Leaving inference mode makes a result that training can use later.
         with torch.inference_mode(False), torch.no_grad():
             wanted = dtype or weight.dtype
+            # A compiler traces PyTorch alone.
+            kernel = False if torch.compiler.is_compiling() else state.kernel
             how: dict[str, Any] = {"ratio": state.ratio, "blend": state.blend, "dtype": dtype}
-            if lies_in_columns(weight, self.kind) and takes_columns(
-                weight, state.bits, state.grid, wanted, state.kernel
-            ):
+            if lies_in_columns(weight, self.kind) and takes_columns(weight, state.bits, state.grid, wanted, kernel):
                 target = out if out is not None and out.is_contiguous() else None
                 values = columns.fake_quantize(weight, state.bits, state.grid, out=target, **how)
                 return values if out is None or target is not None else out.copy_(values)
             matrix = to_rows(weight, self.kind).contiguous()
-            path = choose("weight", matrix, wanted, state.kernel)
+            path = choose("weight", matrix, wanted, kernel)
             in_place = out is not None and out.is_contiguous() and lies_in_rows(out, self.kind)
             target = to_rows(out, self.kind) if out is not None and in_place else None
             values = path.fake_quantize(matrix, state.bits, state.grid, draw=state.draw, out=target, **how)
