@@ -131,13 +131,17 @@ class Shard:
             The part, in the layout of the weight.
         """
         matrix, own = self._matrix(weight), self.own_grid(grid)
+        part = None if ratio is None else self.part_of(ratio, grid)
+        how: dict[str, Any] = {"ratio": part, "blend": blend, "dtype": dtype}
         if own is None:
-            values = self._quantize_split(matrix, bits, grid, ratio, draw, blend, dtype)
+            values = self._quantize_split(matrix, bits, grid, ratio, draw, blend).to(dtype)
         elif not matrix.numel():
             values = matrix.to(dtype)
+        elif grid.stochastic:
+            # Which numbers an element gets depends on its place in the whole, which the kernels are not told.
+            values = quantizer.fake_quantize(matrix, bits, own, draw=draw, first=self._first_element, **how)
         else:
-            ratio = None if ratio is None else self.part_of(ratio, grid)
-            values = self._quantize_own(matrix, bits, own, ratio, draw, blend, dtype, kernel)
+            values = choose("weight", matrix, dtype, kernel).fake_quantize(matrix, bits, own, **how)
         return from_rows(values, self.kind, weight.shape).contiguous()
 
     def quantize(self, weight: Tensor, bits: int, grid: Grid, ratio: Tensor | None, draw: Draw) -> quantizer.Quantized:
@@ -207,36 +211,10 @@ class Shard:
     def _matrix(self, weight: Tensor) -> Tensor:
         return to_rows(weight.detach(), self.kind).contiguous()
 
-    def _quantize_own(
-        self,
-        matrix: Tensor,
-        bits: int,
-        grid: Grid,
-        ratio: Tensor | None,
-        draw: Draw,
-        blend: float,
-        dtype: torch.dtype,
-        kernel: bool | None,
-    ) -> Tensor:
-        if grid.stochastic:
-            # Which numbers an element gets depends on its place in the whole, which the kernels are not told.
-            first = self._first_element
-            return quantizer.fake_quantize(
-                matrix, bits, grid, ratio=ratio, draw=draw, blend=blend, dtype=dtype, first=first
-            )
-        path = choose("weight", matrix, dtype, kernel)
-        return path.fake_quantize(matrix, bits, grid, ratio=ratio, blend=blend, dtype=dtype)
-
     def _quantize_split(
-        self,
-        matrix: Tensor,
-        bits: int,
-        grid: Grid,
-        ratio: Tensor | None,
-        draw: Draw,
-        blend: float,
-        dtype: torch.dtype,
+        self, matrix: Tensor, bits: int, grid: Grid, ratio: Tensor | None, draw: Draw, blend: float
     ) -> Tensor:
+        """With groups across borders, float32."""
         pieces, groups = self._pieces(matrix, grid)
         own = None if ratio is None else ratio.reshape(-1)[groups.ids]
         noise = self._to_pieces(self._noise(matrix, draw), grid) if grid.stochastic else None
@@ -245,7 +223,7 @@ class Shard:
         if self._in_columns and grid.grouping.row_size is not None:
             left = self.first % grid.grouping.row_size
             values = values.reshape(len(matrix), -1)[:, left : left + matrix.shape[1]]
-        return values.reshape(matrix.shape).to(dtype)
+        return values.reshape(matrix.shape)
 
     def _noise(self, matrix: Tensor, draw: Draw) -> Tensor:
         if not self._in_columns:
