@@ -213,11 +213,9 @@ PLANS = {
         (
             LOW_FLOAT,
             taught(3, "per channel, full"),
-            taught(3, "per channel"),
             taught(3, "per channel, full", 8, name="MoQ 8 by 0.3, float first"),
             qat(3, "basic QAT, all steps", times=2, groups="per channel, full"),
             taught(4, "per channel, full"),
-            taught(4, "per channel"),
             taught(4, "per channel, full", 8, name="MoQ 8 by 0.3, float first"),
             qat(4, "basic QAT, all steps", times=2, groups="per channel, full"),
         ),

@@ -5,8 +5,9 @@ FSDP2 asks the part of a parameter that a process holds what to gather of it, an
 are the values in the dtype of the forward pass, or the codes packed and their scales, from which each process makes the
 values. The gradient of the values is that of the float weight, whose shards get it reduced as ever.
 
-Not all of FSDP2 takes part: parts that are kept on the CPU, and a forward pass that leaves parts of another size
-behind. There the float weight is gathered, and quantized in the forward pass.
+Not all of FSDP2 takes part: parts that are kept on the CPU, a forward pass that leaves parts of another size behind,
+and a weight that two layers quantize in two ways. There the float weight is gathered, and quantized in the forward
+pass.
 """
 
 import weakref
@@ -168,6 +169,11 @@ def gather_quantized(model: nn.Module, layers: Iterable[Any]) -> None:
         layers: Its quantized layers.
     """
     sharded = [layer for layer in layers if is_sharded(layer.float_weight)]
+    # A weight that was tied after its layers were quantized may have two states, and is gathered once.
+    states: dict[int, set[int]] = {}
+    for layer in sharded:
+        states.setdefault(id(layer.moq.sharded), set()).add(id(layer.moq))
+    sharded = [layer for layer in sharded if len(states[id(layer.moq.sharded)]) == 1]
     if all(layer.moq.gathering is not None for layer in sharded):
         for layer in sharded:
             layer.moq.gathering.attach()

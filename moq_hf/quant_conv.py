@@ -30,7 +30,9 @@ class QuantConv1d(QuantLayer, nn.Conv1d):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[examples, in_channels, length]`, or one example, with the layer's stride and padding."""
-        return convolve(self, input, self.quantized_weight(input.dtype))
+        weight = self.quantized_weight(input.dtype)
+        with self.lean(weight):
+            return convolve(self, input, weight)
 
 
 class QuantConv2d(QuantLayer, nn.Conv2d):
@@ -44,7 +46,9 @@ class QuantConv2d(QuantLayer, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[examples, in_channels, height, width]`, or one example, with the layer's stride and padding."""
-        return convolve(self, input, self.quantized_weight(input.dtype))
+        weight = self.quantized_weight(input.dtype)
+        with self.lean(weight):
+            return convolve(self, input, weight)
 
 
 CLASSES[nn.Conv1d] = QuantConv1d

@@ -303,11 +303,11 @@ class QuantLayer(nn.Module):
         state.version = None
         self.mark_fresh()
         state.sharded = weight if is_apart(weight) else None
-        if state.gathering is not None:
-            # What was wrapped in another way since then is gathered in another.
-            state.gathering = state.gathering if state.gathering.parameter is weight else None
-        if state.gathering is not None:
+        if state.gathering is not None and state.gathering.parameter is weight:
             state.gathering.forget()
+        else:
+            # What was wrapped in another way since then is gathered in another.
+            state.gathering = None
         if state.bits == FLOAT_BITS or weight.is_meta or state.sharded is not None:
             state.weight = None
             return
@@ -421,7 +421,7 @@ class QuantLayer(nn.Module):
 
         Of a sharded weight whether what this process holds of it does.
         """
-        if self.moq.sharded is not None:
+        if self.moq.sharded is not None and self.moq.bits != FLOAT_BITS:
             return local_part(self.moq.sharded).isfinite().all().logical_not()
         if self.moq.weight is None:
             device = "cpu" if self.float_weight.is_meta else self.float_weight.device

@@ -18,6 +18,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from transformers import BertForSequenceClassification
 
@@ -138,3 +140,13 @@ def tiny_batch() -> "dict[str, torch.Tensor]":
         "attention_mask": attention_mask,
         "labels": torch.tensor([0, 1] * 4),
     }
+
+
+@pytest.fixture
+def alone(tmp_path: "Path") -> Iterator[None]:
+    """A process group of one process, as torchrun makes it too."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

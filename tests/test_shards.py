@@ -4,8 +4,9 @@ import gc
 import importlib
 import json
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import programs
 import pytest
@@ -15,6 +16,11 @@ from torch import Tensor, nn
 
 from moq_hf import processes, quantize_model
 from moq_hf.engine_seams import ZERO_3, ZERO_3_SHAPE
+from moq_hf.gathering import gather_quantized
+from moq_hf.model.convert import quant_layers
+from moq_hf.processes import whole
+from moq_hf.quant_linear import QuantLayer
+from moq_hf.schedule import FLOAT_BITS
 
 
 def test_parts_are_quantized_as_the_whole_is(tmp_path: Path) -> None:
@@ -33,7 +39,7 @@ def test_parts_are_quantized_as_the_whole_is(tmp_path: Path) -> None:
 class Parted:
     """Takes the weight of a layer apart between passes, as ZeRO-3 does, without DeepSpeed."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear | nn.Conv1d) -> None:
         self.weight: Any = layer.weight
         self.values = layer.weight.detach().clone()
         setattr(self.weight, ZERO_3, 0)
@@ -51,18 +57,21 @@ class Parted:
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(6, 8), lambda: nn.Conv1d(4, 8, 3)], ids=["linear", "conv"])
 def test_a_weight_that_is_whole_in_passes_alone_is_quantized_in_them(
-    rounding: str, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], nn.Linear | nn.Conv1d], rounding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(1)
-    layers = [nn.Linear(6, 8), nn.Linear(6, 8)]
+    layers = [make(), make()]
     layers[1].load_state_dict(layers[0].state_dict())
-    plain, parted = (nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 2)) for layer in layers)
-    parted[2].load_state_dict(plain[2].state_dict())
+    # The convolution's output is of length 1.
+    plain, parted = (nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.Linear(8, 2)) for layer in layers)
+    parted[3].load_state_dict(plain[3].state_dict())
     config = {
         "quantize_bits": {"start_bits": 3, "target_bits": 3},
         "quantize_algo": {"rounding": rounding},
-        "modules_to_not_convert": ["2"],
+        "modules_to_not_convert": ["3"],
+        "quantize_convolutions": isinstance(layers[0], nn.Conv1d),
     }
     quantize_model(plain, config)
     engine = Parted(layers[1])
@@ -71,8 +80,9 @@ def test_a_weight_that_is_whole_in_passes_alone_is_quantized_in_them(
     monkeypatch.setattr(processes, "own_partition", lambda weight: engine.values.flatten())
     quantize_model(parted, config)
     layer: Any = parted[0]
-    assert layer.moq.weight is None and layer.matrix_shape == (8, 6)
-    inputs, copies = [torch.randn(4, 6).requires_grad_()], []
+    assert layer.moq.weight is None and layer.matrix_shape == plain[0].matrix_shape
+    shape = (4, 6) if isinstance(layer, nn.Linear) else (4, 4, 3)
+    inputs, copies = [torch.randn(shape).requires_grad_()], []
     inputs.append(inputs[0].detach().clone().requires_grad_())
     quantize = type(layer)._of_engine
 
@@ -94,6 +104,49 @@ def test_a_weight_that_is_whole_in_passes_alone_is_quantized_in_them(
     gradient: Any = plain[0].weight.grad  # type: ignore[union-attr]
     assert torch.equal(layer.parameter().grad, gradient)
     assert torch.equal(layer.quantized_copy(torch.float32), plain[0].quantized_weight())  # type: ignore[operator]
+
+
+def test_layers_that_were_tied_later_quantize_what_fsdp2_gathers_each_in_its_way(alone: None) -> None:
+    """Two states of one weight: gathered in either way it would be quantized twice in the other layer."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    first, second, third = quant_layers(model).values()
+    first.weight = second.weight
+    first.set_bits(8)
+    first.refresh()
+    expected = [layer.quantized_weight().detach() for layer in (first, second, third)]
+    assert not torch.equal(expected[0], expected[1])
+    inputs = torch.randn(4, 6)
+    plain = model(inputs)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    for layer in (first, second, third):
+        layer.refresh()
+    gather_quantized(model, (first, second, third))
+    assert first.moq.gathering is None and second.moq.gathering is None and third.moq.gathering is not None
+    for _ in range(2):
+        assert torch.equal(model(inputs), plain)
+    for layer, values in zip((first, second, third), expected, strict=True):
+        assert torch.equal(whole(layer.quantized_copy(torch.float32)), values)
+
+
+def test_nan_in_a_sharded_weight_is_found_where_it_is_quantized(alone: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    layer = nn.Linear(6, 6)
+    model = fully_shard(nn.Sequential(layer, nn.Linear(6, 6)), mesh=init_device_mesh("cpu", (1,)))
+    quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    quantized = cast(QuantLayer, layer)
+    with torch.no_grad():
+        whole(quantized.float_weight)[0, 0] = torch.nan
+    assert quantized.nonfinite()
+    # As a weight that is whole: what is not quantized is not looked at.
+    quantized.set_bits(FLOAT_BITS)
+    assert not quantized.nonfinite()
 
 
 def test_the_table_in_the_docs_is_that_of_the_results() -> None:

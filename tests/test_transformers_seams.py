@@ -594,14 +594,6 @@ def test_checkpointed() -> None:
     assert dict(checkpoint_wrapper(layer).named_modules())[seams.CHECKPOINTED] is layer
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of one process."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_fsdp2(alone: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -3,14 +3,12 @@
 import functools
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from model_zoo import CONFIG, arguments, inputs_of, new_model, rows_of
 from safetensors.torch import load_file, save_file
 from stranger import outputs_of
@@ -532,14 +530,6 @@ def test_a_card_of_ones_own_stays_though_it_names_the_library(tmp_path: Path) ->
     (tmp_path / "README.md").write_text("# My notes\nTrained with the library (moq_hf).", encoding="utf-8")
     save_quantized(quantize_model(bert(), FIXED), tmp_path)
     assert (tmp_path / "README.md").read_text(encoding="utf-8").startswith("# My notes")
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of one process, as torchrun makes it too."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
