@@ -108,7 +108,7 @@ def launch(launcher: str, kind: str, cases: list[str], references: dict[str, Any
             elif case.startswith("error/"):
                 row["raised"] = two
             else:
-                way = "hand" if kind in ("hand", "offload") else "ddp"
+                way = "hand" if kind in launched.BY_HAND else "ddp"
                 if (way, case) not in references:
                     with contextlib.redirect_stdout(io.StringIO()):
                         references[way, case] = launched.run(Path(folder, "one"), way, case)

@@ -6,7 +6,7 @@ turns products into an eigenvalue; `PowerIteration` is the way of DeepSpeed (`ru
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from .errors import MoQError
-
-Loss = Callable[[], Tensor]
+from .spaces import DIFFERENCE, Loss, ShardedSpace, Space, evaluate, explained, flat, space_of
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,9 @@ def block_eigenvalues(
         max_iter: Products per block, at most.
         tol: Relative error of an eigenvalue; for "power" the relative change at which to end.
         stability: Added to norms before dividing by them ("power").
-        finite_difference: Take differences of gradients, (g(x + h v) - g(x - h v)) / 2h with the h of
-            `difference_step`, for a loss that cannot be differentiated twice or whose graph does not fit into memory.
-            Parameters must be float32 or float64.
+        finite_difference: Take differences of gradients, for a loss that cannot be differentiated twice, whose graph
+            does not fit into memory, or whose parameters FSDP2 shards (then all processes must call, and gradients are
+            left behind). Parameters must be float32 or float64.
         seed: Of the start vectors.
 
     Returns:
@@ -93,8 +92,10 @@ def block_eigenvalues(
     check_blocks(losses, parameters, finite_difference)
 
     def solver(name: str) -> Solver:
-        start = _start(parameters[name], seed)
-        return Lanczos(start, tol, max_iter) if method == "lanczos" else PowerIteration(start, tol, max_iter, stability)
+        start, space = _start(parameters[name], seed)
+        if method == "lanczos":
+            return Lanczos(start, tol, max_iter, space)
+        return PowerIteration(start, tol, max_iter, stability, space)
 
     return _search(parameters, solver, losses, finite_difference)
 
@@ -130,7 +131,8 @@ def _search(
     found: dict[str, Eigenvalue] = {}
     if finite_difference:
         for name in blocks:
-            found |= solve({name: solver(name)}, lambda v: {n: difference(losses, blocks[n], v[n]) for n in v})
+            space = space_of(blocks[name])
+            found |= solve({name: solver(name)}, lambda v: {n: space.product(losses, v[n]) for n in v})  # noqa: B023
         return found
     if len(losses) == 1:
         # One block after the other: the graph is kept, and only one block's vectors are in memory.
@@ -151,11 +153,10 @@ def _search(
     return solve({name: solver(name) for name in blocks}, products)
 
 
-def _start(parameters: list[Tensor], seed: int) -> Tensor:
-    """A random vector with a number for each of the parameters' elements, the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    size = sum(p.numel() for p in parameters)
-    return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(parameters[0].device)
+def _start(parameters: list[Tensor], seed: int) -> tuple[Tensor, Space]:
+    """A random vector with a number for each of the parameters' elements, the same wherever they are; and its space."""
+    space, generator = space_of(parameters), torch.Generator().manual_seed(seed)
+    return space.own(torch.randn(space.size, generator=generator, dtype=torch.float32, device="cpu")), space
 
 
 class Solver(Protocol):
@@ -189,6 +190,7 @@ class Lanczos:
         start: `[n]`, float32; not zero.
         tol: Relative error.
         max_iter: Products, at most.
+        space: In which `start` is, where a process has a part of a vector.
     """
 
     # Ritz values of fewer steps may look settled before the largest eigenvalue shows: benchmarks/eigen.py.
@@ -196,22 +198,24 @@ class Lanczos:
     # Searching all of so many dimensions costs less than thinking about them.
     SMALL = 64
 
-    def __init__(self, start: Tensor, tol: float, max_iter: int) -> None:
-        self.vector = start / start.norm()
+    def __init__(self, start: Tensor, tol: float, max_iter: int, space: Space | None = None) -> None:
+        self._space = space or Space()
+        self.vector = start / self._space.norm(start)
         self.result: Eigenvalue | None = None
         self._tol, self._max_iter = tol, max_iter
-        self._min_steps = len(start) if len(start) <= self.SMALL else self.MIN_STEPS
+        self._size = self._space.length(start)
+        self._min_steps = self._size if self._size <= self.SMALL else self.MIN_STEPS
         self._before: Tensor | None = None
         self._diagonal: list[float] = []
         self._off: list[float] = []
 
     def update(self, product: Tensor) -> None:
         """Take the product `[n]` of the matrix with `vector`, whose memory is used."""
-        alpha = float(self.vector @ product)
+        alpha = self._space.dot(self.vector, product)
         product.sub_(self.vector, alpha=alpha)
         if self._before is not None:
             product.sub_(self._before, alpha=self._off[-1])
-        beta = float(product.norm())
+        beta = float(self._space.norm(product))
         self._diagonal.append(alpha)
         steps = len(self._diagonal)
         if not math.isfinite(alpha + beta):
@@ -222,7 +226,7 @@ class Lanczos:
         size = abs(first[0])
         scale = max(size, max(map(abs, [*self._diagonal, *self._off])))
         # Rounding leaves that much of a vector that is zero in exact arithmetic.
-        if beta <= 1e-6 * scale or steps == self.vector.numel():
+        if beta <= 1e-6 * scale or steps == self._size:
             self.result = Eigenvalue(first[0], True, "exact" if scale else "zero", steps)
         elif steps >= self._min_steps and first[1] <= self._tol * size and self._is_smaller(second, size):
             self.result = Eigenvalue(first[0], True, "tolerance", steps)
@@ -265,9 +269,11 @@ class PowerIteration:
         tol: Relative change of the value at which to end.
         max_iter: Products, at most.
         stability: Added to the norm before dividing by it.
+        space: In which `start` is, where a process has a part of a vector.
     """
 
-    def __init__(self, start: Tensor, tol: float, max_iter: int, stability: float) -> None:
+    def __init__(self, start: Tensor, tol: float, max_iter: int, stability: float, space: Space | None = None) -> None:
+        self._space = space or Space()
         self._stability, self._tol, self._max_iter = stability, tol, max_iter
         self.vector = self._normalized(start)
         self.result: Eigenvalue | None = None
@@ -276,7 +282,7 @@ class PowerIteration:
 
     def update(self, product: Tensor) -> None:
         """Take the product `[n]` of the matrix with `vector`, whose memory is used."""
-        before, self._value = self._value, float(self.vector @ product)
+        before, self._value = self._value, self._space.dot(self.vector, product)
         self._steps += 1
         if not math.isfinite(self._value):
             self.result = Eigenvalue(math.nan, False, "not finite", self._steps)
@@ -292,7 +298,7 @@ class PowerIteration:
         self.vector = self.vector[:0]
 
     def _normalized(self, vector: Tensor) -> Tensor:
-        size: Tensor = vector.norm() + self._stability
+        size = self._space.norm(vector) + self._stability
         return vector / size
 
 
@@ -302,8 +308,8 @@ class Graph(contextlib.AbstractContextManager["Graph"]):
     def __init__(self, loss: Loss, blocks: Mapping[str, list[Tensor]]) -> None:
         self._blocks = blocks
         unique = list({id(p): p for parameters in blocks.values() for p in parameters}.values())
-        with _explained():
-            gradients = torch.autograd.grad(_evaluate(loss), unique, create_graph=True, allow_unused=True)
+        with explained():
+            gradients = torch.autograd.grad(evaluate(loss), unique, create_graph=True, allow_unused=True)
         self._gradients = dict(zip(map(id, unique), gradients, strict=True))
 
     def __exit__(self, *exception: object) -> None:
@@ -313,7 +319,7 @@ class Graph(contextlib.AbstractContextManager["Graph"]):
         """H v `[n]` of a block and a vector `[n]` with a number for each of its parameters' elements, float32."""
         parameters = self._blocks[name]
         outputs, weights = [], []
-        for parameter, part in zip(parameters, _parts(vector, parameters), strict=True):
+        for parameter, part in zip(parameters, Space(parameters).split(vector), strict=True):
             gradient = self._gradients[id(parameter)]
             # A gradient that depends on nothing adds nothing to the Hessian.
             if gradient is not None and gradient.requires_grad:
@@ -321,43 +327,9 @@ class Graph(contextlib.AbstractContextManager["Graph"]):
                 weights.append(part)
         if not outputs:
             return torch.zeros_like(vector)
-        with _explained():
+        with explained():
             found = torch.autograd.grad(outputs, parameters, weights, retain_graph=True, allow_unused=True)
-        return _flat(found, parameters)
-
-
-# The largest change of a weight in a difference of gradients. Of 1e-5 to 1e-1 this one had the least error over blocks
-# and directions, at most 1e-3 of the product: truncation grows with its square, float32's rounding with its inverse.
-# See benchmarks/eigen.py.
-DIFFERENCE = 2e-4
-
-
-def difference_step(vector: Tensor) -> float:
-    """The step h of the differences of gradients along `vector`: no weight moves by more than `DIFFERENCE`.
-
-    >>> difference_step(torch.tensor([0.5, -2.0]))
-    0.0001
-    """
-    return DIFFERENCE / float(vector.abs().max())
-
-
-def difference(losses: Sequence[Loss], parameters: list[Tensor], vector: Tensor, step: float | None = None) -> Tensor:
-    """The product with the Hessian by central differences of gradients; the parameters get their own memory back."""
-    step = difference_step(vector) if step is None else step
-    saved = [p.data for p in parameters]
-    total = torch.zeros_like(vector)
-    try:
-        for sign in (1.0, -1.0):
-            for p, data, part in zip(parameters, saved, _parts(vector, parameters), strict=True):
-                p.data = data.add(part, alpha=sign * step)
-            for loss in losses:
-                with _explained():
-                    found = torch.autograd.grad(_evaluate(loss), parameters, allow_unused=True)
-                total.add_(_flat(found, parameters), alpha=sign / (2 * step * len(losses)))
-    finally:
-        for p, data in zip(parameters, saved, strict=True):
-            p.data = data
-    return total
+        return flat(found, parameters)
 
 
 def check_second_derivative(loss: Loss, parameters: Iterable[Tensor], *, finite_difference: bool = False) -> None:
@@ -376,12 +348,12 @@ def check_second_derivative(loss: Loss, parameters: Iterable[Tensor], *, finite_
             do not agree with each other.
     """
     parameters = list(parameters)
-    vector = _start(parameters, 0)
-    vector /= vector.norm()
-    step = difference_step(vector)
-    wide, narrow = (difference([loss], parameters, vector, h) for h in (step, step / 2))
+    vector, space = _start(parameters, 0)
+    vector /= space.norm(vector)
+    step = DIFFERENCE / space.largest(vector)
+    wide, narrow = (space.product([loss], vector, h) for h in (step, step / 2))
     # Gradients below 1e-6 are rounding; among themselves differences agree to 1 %, with the product to 2 %.
-    apart, length = float((wide - narrow).norm()), float(narrow.norm())
+    apart, length = float(space.norm(wide - narrow)), float(space.norm(narrow))
     if finite_difference:
         if apart > 0.2 * length + 1e-6:
             raise MoQError(
@@ -401,56 +373,6 @@ def check_second_derivative(loss: Loss, parameters: Iterable[Tensor], *, finite_
         )
 
 
-def _evaluate(loss: Loss) -> Tensor:
-    with torch.enable_grad():
-        value = loss()
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        shape = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise MoQError(f"the loss must be a scalar tensor, got {shape}")
-    if not value.requires_grad:
-        raise MoQError("the loss depends on no parameter that requires a gradient")
-    return value.reshape(())
-
-
-_NOT_TWICE = ("derivative for", "double backward", "once_differentiable")
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Explains what to do about a loss that cannot be differentiated twice.
-
-    Raises:
-        MoQError: It cannot, or memory ran out.
-        RuntimeError: Whatever else PyTorch raised.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as err:
-        raise MoQError(
-            "measuring eigenvalues ran out of memory: give fewer rows per loss, or take differences of gradients "
-            "(eigenvalue.finite_difference), which need no graph of the gradient"
-        ) from err
-    except RuntimeError as err:
-        if not any(sign in str(err) for sign in _NOT_TWICE):
-            raise
-        raise MoQError(
-            f"the loss cannot be differentiated twice ({err}): load the model with "
-            'attn_implementation="eager", or take differences of gradients (eigenvalue.finite_difference)'
-        ) from err
-
-
-def _parts(vector: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """`vector` cut into the parameters' shapes, in their dtypes."""
-    pieces = torch.split(vector, [p.numel() for p in parameters])
-    return [piece.view(p.shape).to(p.dtype) for piece, p in zip(pieces, parameters, strict=True)]
-
-
-def _flat(tensors: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-    """One float32 vector of tensors of the parameters' shapes, None being zeros."""
-    pairs = zip(tensors, parameters, strict=True)
-    return torch.cat([(torch.zeros_like(p) if t is None else t).detach().float().flatten() for t, p in pairs])
-
-
 def check_blocks(losses: Sequence[Loss], blocks: Mapping[str, Sequence[Tensor]], finite_difference: bool) -> None:
     """Check what is to be measured.
 
@@ -468,8 +390,8 @@ def check_blocks(losses: Sequence[Loss], blocks: Mapping[str, Sequence[Tensor]],
         frozen = sum(not p.requires_grad for p in parameters)
         if frozen:
             raise MoQError(f"block {name!r} has {frozen} parameters that require no gradient; see `measuring`")
-        if any(hasattr(p, "device_mesh") for p in parameters):
-            raise MoQError(f"block {name!r} has sharded parameters (FSDP), whose eigenvalues cannot be measured")
+        if isinstance(space_of(parameters), ShardedSpace) and not finite_difference:
+            raise MoQError(f"block {name!r} has sharded parameters (FSDP2): take differences of gradients")
     half = [name for name, parameters in blocks.items() if any(p.dtype.itemsize < 4 for p in parameters)]
     if finite_difference and half:
         raise MoQError(

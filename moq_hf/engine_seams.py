@@ -3,6 +3,8 @@
 As in `transformers_seams`, each name says what it relies on, and what would break; its test tells when that is gone.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Final, cast
 
 import torch
@@ -98,9 +100,45 @@ def fsdp_parameters(model: nn.Module) -> list[FsdpParameter]:
     Relies on: `FSDPParam` of `torch.distributed.fsdp`, with what `FsdpParameter` reads and calls.
     Breaks: Training with FSDP2 fails at the first step.
     """
+    groups = _fsdp_states(model)[1]
+    return [FsdpParameter(own, group._use_post_forward_mesh) for group in groups for own in group.fsdp_params]
+
+
+def _fsdp_states(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """FSDP2's objects of the modules that it knows, and of the groups of parameters that are gathered together."""
     states = {id(m): cast(Any, m)._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")}
     groups = {id(group): group for state in states.values() for group in state._fsdp_param_groups}
-    return [FsdpParameter(own, group._use_post_forward_mesh) for group in groups.values() for own in group.fsdp_params]
+    return list(states.values()), list(groups.values())
+
+
+@contextlib.contextmanager
+def fsdp_in_own_dtype(model: nn.Module) -> Iterator[None]:
+    """For the duration FSDP2 gathers, computes and reduces in the parameters' own dtype, whatever its policy says.
+
+    Relies on: `_mp_policy` of a module's state, `mp_policy` of a group and of its parameters, and `_init_mp_dtypes`.
+    Breaks: Sensitivities of sharded blocks would be noise where FSDP2 computes in half precision.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    states, groups = _fsdp_states(model)
+    holders = [(state, "_mp_policy") for state in states] + [(group, "mp_policy") for group in groups]
+    holders += [(own, "mp_policy") for group in groups for own in group.fsdp_params]
+    kept = [getattr(*holder) for holder in holders]
+
+    def give(policies: list[Any]) -> None:
+        for (holder, name), policy in zip(holders, policies, strict=True):
+            setattr(holder, name, policy)
+        for group in groups:
+            group.reshard()
+            group._init_mp_dtypes()
+            for own in group.fsdp_params:
+                FsdpParameter(own, False).begin_again()
+
+    give([MixedPrecisionPolicy()] * len(kept))
+    try:
+        yield
+    finally:
+        give(kept)
 
 
 FSDP_MODEL: Final = "pytorch_model_fsdp"

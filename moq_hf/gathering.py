@@ -113,6 +113,13 @@ class Gathering:
             part.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
             self._engine.begin_again()
 
+    def detach(self) -> None:
+        """Have FSDP2 gather the float weight again."""
+        part: Any = self._engine.part
+        if hasattr(part, "fsdp_pre_all_gather"):
+            del part.fsdp_pre_all_gather, part.fsdp_post_all_gather
+            self._engine.begin_again()
+
     def forget(self) -> None:
         """Quantize afresh before the next gathering."""
         self._inputs = None

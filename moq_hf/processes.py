@@ -57,10 +57,15 @@ def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor, without a graph, where it is computed with: of a plain one all of it."""
     if is_partitioned(tensor):
         return own_partition(tensor)
+    return memory_of(tensor).to(device_of(tensor))
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, without a graph, in its own memory: of a plain one all of it."""
     if not is_sharded(tensor):
         return tensor.detach()
     with torch.no_grad():
-        return cast(Tensor, cast(Any, tensor).to_local()).to(device_of(tensor))
+        return cast(Tensor, cast(Any, tensor).to_local()).detach()
 
 
 def sharded_like(weight: Tensor, part: Tensor) -> Tensor:

@@ -8,14 +8,15 @@ other blocks add to it is zero in the mean. Averaged over a block's weights it i
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .eigen import Graph, Loss, check_blocks, difference
+from .eigen import Graph, check_blocks
 from .errors import MoQError
+from .spaces import Loss, Space, space_of
 
 # Products on one graph: it is made anew for the next ones of its batch, which costs less than two of them.
 ROUND = 4
@@ -89,52 +90,41 @@ def block_traces(
     if max_iter < 1 or not 0 <= tol < math.inf:
         raise MoQError(f"max_iter must be at least 1 and tol at least 0; got {max_iter}, {tol}")
     check_blocks(losses, named, finite_difference)
-    parameters = [p for tensors in named.values() for p in tensors]
-    sizes = [sum(p.numel() for p in tensors) for tensors in named.values()]
+    spaces = [space_of(tensors) for tensors in named.values()]
     generator = torch.Generator().manual_seed(seed)
     samples: list[list[float]] = []
     while len(samples) < max_iter and not _is_settled(samples, tol):
         count = min(ROUND, max_iter - len(samples))
-        sums = torch.zeros(count, len(sizes), dtype=torch.float64)
+        sums = torch.zeros(count, len(spaces), dtype=torch.float64)
         for one in losses:
-            sums += _products([one], parameters, sizes, count, finite_difference, generator)
+            sums += _products(one, spaces, count, finite_difference, generator)
         samples += (sums / len(losses)).tolist()
     return {
-        name: Trace(statistics.fmean(own), _error(own), size, len(samples))
-        for name, size, own in zip(named, sizes, zip(*samples, strict=True), strict=True)
+        name: Trace(statistics.fmean(own), _error(own), space.size, len(samples))
+        for name, space, own in zip(named, spaces, zip(*samples, strict=True), strict=True)
     }
 
 
 def _products(
-    losses: Sequence[Loss],
-    parameters: list[Tensor],
-    sizes: list[int],
-    count: int,
-    finite_difference: bool,
-    generator: torch.Generator,
+    loss: Loss, spaces: Sequence[Space], count: int, finite_difference: bool, generator: torch.Generator
 ) -> Tensor:
     """Each block's part of v . H v, for `count` random v: `[count, blocks]`, float64."""
-    found = torch.zeros(count, len(sizes), dtype=torch.float64)
+    every = space_of([p for space in spaces for p in space.parameters])
 
     def vector() -> Tensor:
-        signs = torch.randint(0, 2, (sum(sizes),), generator=generator, dtype=torch.int8, device="cpu")
-        return signs.to(parameters[0].device, torch.float32).mul_(2).sub_(1)
+        # Block by block, so that no process holds all of it on its CPU.
+        draws = (torch.randint(0, 2, (s.size,), generator=generator, dtype=torch.int8, device="cpu") for s in spaces)
+        signs = [space.own(draw) for space, draw in zip(spaces, draws, strict=True)]
+        return torch.cat([own.to(torch.float32).mul_(2).sub_(1) for own in signs])
 
-    def note(row: int, v: Tensor, product: Tensor) -> None:
-        # float32 sums of millions of terms would lose digits.
-        parts = torch.split(product.mul_(v), sizes)
-        found[row] = torch.stack([part.sum(dtype=torch.float64) for part in parts]).cpu()
+    def each(product: Callable[[Tensor], Tensor]) -> Tensor:
+        vectors = (vector() for _ in range(count))
+        return torch.stack([every.sums(product(v).mul_(v), spaces) for v in vectors])
 
     if finite_difference:
-        for row in range(count):
-            v = vector()
-            note(row, v, difference(losses, parameters, v))
-        return found
-    with Graph(losses[0], {"": parameters}) as graph:
-        for row in range(count):
-            v = vector()
-            note(row, v, graph.product("", v))
-    return found
+        return each(lambda v: every.product([loss], v))
+    with Graph(loss, {"": every.parameters}) as graph:
+        return each(lambda v: graph.product("", v))
 
 
 def _is_settled(samples: Sequence[Sequence[float]], tol: float) -> bool:

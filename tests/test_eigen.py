@@ -29,9 +29,10 @@ from transformers import (
 )
 
 from moq_hf import MoQError, block_eigenvalues, dequantize_model, quantize_model
-from moq_hf.eigen import check_second_derivative, difference_step
+from moq_hf.eigen import check_second_derivative
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import Inventory
+from moq_hf.spaces import Space
 from moq_hf.training.measuring import measuring
 from moq_hf.training.sensitivity import normalize
 
@@ -175,7 +176,14 @@ def test_several_losses_stand_for_their_mean(golden: Any) -> None:
 
 
 def test_no_weight_moves_far_in_a_difference() -> None:
-    assert difference_step(torch.tensor([0.0, -0.5])) * 0.5 == pytest.approx(2e-4)
+    weight, seen = torch.ones(2, dtype=torch.float64, requires_grad=True), []
+
+    def loss() -> Tensor:
+        seen.append(weight.detach() - 1)
+        return (weight**2).sum()
+
+    assert Space([weight]).product([loss], torch.tensor([0.0, -0.5])).tolist() == pytest.approx([0.0, -1.0], rel=1e-3)
+    assert torch.cat(seen).tolist() == pytest.approx([0.0, -2e-4, 0.0, 2e-4]) and weight.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ ORDER = [
     "model.convert",
     "model.sizes",
     "model.file_size",
+    "spaces",
     "eigen",
     "trace",
     "training.measuring",

@@ -17,17 +17,21 @@ loss that falls is noise, or no reason to round.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..config_budget import Measure
 from ..grid import Grid
 from ..kernels.backend import choose
+from ..processes import device_of, is_sharded, memory_of
 from ..quant_linear import QuantLayer
 from ..quantizer import Draw
 from ..rows import Kind, from_rows, to_rows
+from ..shards import Shard
+from ..spaces import space_of
 from ..trace import ROUND
 
 # Measured directly, by forward passes alone.
@@ -47,22 +51,46 @@ VECTORS = 16
 
 
 class Weight(NamedTuple):
-    """A layer's float weight, and how it is quantized."""
+    """A layer's float weight, and how it is quantized; of a sharded one what this process holds.
+
+    Attributes:
+        values: Of the weight.
+        kind: How it is laid out as a matrix.
+        grid: How it is quantized.
+        draw: The random numbers of stochastic rounding.
+        kernel: `quantizer_kernel` of the config.
+        shard: Where the values are in the whole weight; None if they are all of it.
+    """
 
     values: Tensor
     kind: Kind
     grid: Grid
     draw: Draw
     kernel: bool | None
+    shard: Shard | None = None
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole weight."""
+        return self.values.numel() if self.shard is None else math.prod(self.shard.shape)
 
     @classmethod
     def of(cls, layer: QuantLayer) -> "Weight":
         """The one of a layer as it is now."""
-        state = layer.moq
-        return cls(layer.float_weight.detach(), layer.kind, state.grid, state.draw, state.kernel)
+        state, weight = layer.moq, layer.float_weight
+        shard = Shard.of(weight, layer.kind) if is_sharded(weight) else None
+        # The memory of shards gets other values while something is measured.
+        values = weight.detach() if shard is None else memory_of(weight).clone().to(device_of(weight))
+        return cls(values, layer.kind, state.grid, state.draw, state.kernel, shard)
 
     def rounded(self, bits: int) -> Tensor:
         """The weight at `bits`, float32, in its own shape: what the layer would multiply with."""
+        if self.shard is not None:
+            ratio = None
+            if self.grid.searches(bits):
+                ratio = self.shard.least_squares_ratio(self.values, bits, self.grid, self.kernel)
+            how: dict[str, Any] = {"ratio": ratio, "draw": self.draw, "blend": 0.0, "kernel": self.kernel}
+            return self.shard.fake_quantize(self.values, bits, self.grid, dtype=torch.float32, **how)
         matrix = to_rows(self.values, self.kind).float().contiguous()
         ratio = None
         if self.grid.searches(bits):
@@ -119,7 +147,10 @@ def squared_changes(
 
     def change(layer: str, bits: int) -> float:
         weight = weights[layer]
-        return float((weight.rounded(bits) - weight.values.float()).square().sum(dtype=torch.float64))
+        own = (weight.rounded(bits) - weight.values.float()).square().sum(dtype=torch.float64)
+        if weight.shard is not None:
+            dist.all_reduce(own, group=weight.shard.group)
+        return float(own)
 
     return {block: {b: sum(change(layer, b) for layer in blocks[block]) for b in own} for block, own in levels.items()}
 
@@ -177,13 +208,11 @@ def loss_rises(
 @contextlib.contextmanager
 def at_bits(bits: int, stand_ins: Mapping[str, Sequence[Tensor]], weights: Mapping[str, Weight]) -> Iterator[None]:
     """For the duration, the stand-ins of these layers have the values of `bits`; see `measuring`."""
-    kept = [(tensor, tensor.data) for tensors in stand_ins.values() for tensor in tensors]
+    space = space_of([tensor for tensors in stand_ins.values() for tensor in tensors])
+    kept = space.kept()
+    values = [own for layer, tensors in stand_ins.items() for own in [weights[layer].rounded(bits)] * len(tensors)]
     try:
-        for layer, tensors in stand_ins.items():
-            values = weights[layer].rounded(bits)
-            for tensor in tensors:
-                tensor.data = values
+        space.move(values)
         yield
     finally:
-        for tensor, data in kept:
-            tensor.data = data
+        space.move(kept)

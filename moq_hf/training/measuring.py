@@ -4,13 +4,18 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
 
 import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..engine_seams import FSDP2, fsdp_in_own_dtype
+from ..errors import MoQError
 from ..layer_state import LayerState
+from ..names import named_modules
+from ..processes import is_sharded, memory_of
 from ..quant_experts import QuantExperts, quantized_in
 from ..quant_linear import QuantLayer
 from ..transformers_seams import attention_of, set_attention, undo_mixed_precision
@@ -23,8 +28,9 @@ def measuring(model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]]) ->
     Inside, the model computes in float32 without autocast and without dropout, with attention that can be
     differentiated twice, uncompiled; quantized layers multiply with their quantized weights as they are now. All
     parameters are stand-ins of which only those of `blocks` require a gradient, frozen ones included, and all buffers
-    are copies: the model's own get no gradient, no new version and no hook called. Random numbers drawn inside leave
-    the generators as they were.
+    are copies: the model's own get no gradient, no new version and no hook called. Parameters that FSDP2 shards stand
+    for themselves, and get their values and gradients back. Random numbers drawn inside leave the generators as they
+    were.
 
     Args:
         model: Unwrapped (no DDP).
@@ -32,9 +38,14 @@ def measuring(model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]]) ->
 
     Yields:
         Block name to the stand-ins, for `block_eigenvalues`.
+
+    Raises:
+        MoQError: A sharded weight has two layers that quantize it differently.
     """
     with contextlib.ExitStack() as stack:
-        stand_ins = stack.enter_context(_stand_ins(model, {id(p) for ps in blocks.values() for p in ps}))
+        sharded = any(map(is_sharded, model.parameters()))
+        measured = {id(p) for ps in blocks.values() for p in ps}
+        stand_ins = stack.enter_context(_in_shards(model) if sharded else _stand_ins(model, measured))
         for module in model.modules():
             module.training = False
         undo_mixed_precision(model)
@@ -69,19 +80,43 @@ def repeatable(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards the modules have what they had, in plain attributes too, where they may note the longest sequence.
+
+    Buffers are copies inside, in float32.
+    """
+    before = [(m, dict(vars(m)), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    buffers: dict[int, Tensor] = {}
+    try:
+        for module, _, _, own in before:
+            for name, buffer in own.items():
+                if buffer is not None:
+                    copy = buffer.detach().clone()
+                    copy = copy.float() if copy.is_floating_point() else copy
+                    module._buffers[name] = buffers.setdefault(id(buffer), copy)
+        yield
+    finally:
+        for module, attributes, parameters, own in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(own)
+
+
+@contextlib.contextmanager
 def _stand_ins(model: nn.Module, measured: set[int]) -> Iterator[dict[int, list[Tensor]]]:
-    """Exchanges the parameter and buffer objects; gives those that stand for a parameter, by its id.
+    """Exchanges the parameter objects; gives those that stand for a parameter, by its id.
 
     There are two for a weight that a quantized layer shares with another module.
     """
-    before = [(m, dict(vars(m)), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
     made: dict[tuple[int, int], nn.Parameter] = {}
     found: dict[int, list[Tensor]] = {}
-    buffers: dict[int, Tensor] = {}
-    try:
-        for module, _, parameters, own in before:
+    with _kept(model):
+        for module in model.modules():
             quantized = {id(layer.parameter()): layer for layer in quantized_in("", module).values()}
-            for name, parameter in parameters.items():
+            for name, parameter in dict(module._parameters).items():
                 if parameter is None or not parameter.is_floating_point():
                     continue
                 layer = quantized.get(id(parameter))
@@ -94,27 +129,65 @@ def _stand_ins(model: nn.Module, measured: set[int]) -> Iterator[dict[int, list[
                     made[key] = nn.Parameter(data.float(), requires_grad=id(parameter) in measured)
                     found.setdefault(id(parameter), []).append(made[key])
                 module._parameters[name] = made[key]
-            for name, buffer in own.items():
-                if buffer is not None:
-                    copy = buffer.detach().clone()
-                    copy = copy.float() if copy.is_floating_point() else copy
-                    module._buffers[name] = buffers.setdefault(id(buffer), copy)
-            if isinstance(module, QuantLayer):
-                module.moq = LayerState(module.moq.grid)
-            elif isinstance(module, QuantExperts):
-                module.moq_weights = {}
+            _leave_in_float(module)
             if isinstance(module, nn.RNNBase):
                 module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
         yield found
-    finally:
-        # Modules may keep what they saw in a forward pass (the longest sequence, say) in plain attributes.
-        for module, attributes, parameters, own in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            module._parameters.clear()
-            module._parameters.update(parameters)
-            module._buffers.clear()
-            module._buffers.update(own)
+
+
+def _leave_in_float(module: nn.Module) -> None:
+    """Have a module compute with what is in the place of its parameters."""
+    if isinstance(module, QuantLayer):
+        module.moq = LayerState(module.moq.grid)
+    elif isinstance(module, QuantExperts):
+        module.moq_weights = {}
+
+
+@contextlib.contextmanager
+def _in_shards(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
+    """The same where FSDP2 shards the parameters, which stand for themselves.
+
+    Inside, the shards of quantized layers hold what the layers multiply with, and FSDP2 gathers them as they are.
+
+    Raises:
+        MoQError: A weight has two layers that quantize it differently.
+    """
+    gather_again(model)
+    layers = [layer for name, module in named_modules(model) for layer in quantized_in(name, module).values()]
+    layers = list({id(layer.moq): layer for layer in layers}.values())
+    weights = [layer.float_weight for layer in layers]
+    if len(set(map(id, weights))) < len(weights):
+        raise MoQError("a weight that two layers quantize differently cannot be measured while FSDP2 shards it")
+    gatherings = [layer.moq.gathering for layer in layers if layer.moq.gathering is not None]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    values = [layer.own_part(torch.float32) for layer in layers]
+    floats = [memory_of(weight).clone() for weight in weights]
+    with contextlib.ExitStack() as stack:
+        for gathering in gatherings:
+            stack.callback(gathering.attach)
+        stack.enter_context(fsdp_in_own_dtype(model))
+        for gathering in gatherings:
+            gathering.detach()
+        stack.enter_context(_kept(model))
+        for parameter, gradient in gradients:
+            stack.callback(setattr, parameter, "grad", gradient)
+            parameter.grad = None
+        for weight, value, own in zip(weights, values, floats, strict=True):
+            stack.callback(memory_of(weight).copy_, own)
+            memory_of(weight).copy_(value)
+        for module in model.modules():
+            _leave_in_float(module)
+        yield {id(parameter): [parameter] for parameter in model.parameters()}
+
+
+def gather_again(model: nn.Module) -> None:
+    """Have FSDP2 gather all weights in the next forward pass: it keeps some after one that has no backward pass.
+
+    As long as it does, `model.zero_grad()` does not reach the gradients of those.
+    """
+    for module in model.modules():
+        if FSDP2 in (cls.__name__ for cls in type(module).__mro__):
+            cast(Any, module).reshard()
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from ..errors import MoQError
 from ..model.convert import quant_layers
 from ..model.inventory import Inventory
 from ..names import is_below
-from ..processes import is_apart, is_distributed, mean_over_ranks
+from ..processes import device_of, is_distributed, is_partitioned, is_sharded, largest_over_ranks, mean_over_ranks
 from ..schedule import PrecisionSchedule
 from ..trace import Trace, block_traces
 from .distillation import logits_in, logits_loss
@@ -33,7 +33,7 @@ from .measures import (
     squared_changes,
     work,
 )
-from .measuring import measuring, repeatable
+from .measuring import gather_again, measuring, repeatable
 from .samples import CHUNK, Inputs, Samples, part_of, rows_of
 
 logger = logging.getLogger(__name__)
@@ -121,8 +121,18 @@ class Sensitivity:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
-        return next(self.model.parameters()).device
+        """Where the model computes."""
+        return device_of(next(self.model.parameters()))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards what is measured."""
+        return any(is_sharded(p) for own in self.blocks.values() for p in own)
+
+    @property
+    def differences(self) -> bool:
+        """Whether products are differences of gradients: if the config says so, and of what is sharded."""
+        return self.config.finite_difference or self.is_sharded
 
     def plan(self, total_steps: int, rows_per_step: float, half_precision: bool = False) -> None:
         """Set how long the run is, so that the budget can be kept.
@@ -133,12 +143,22 @@ class Sensitivity:
             half_precision: Whether training computes in bf16 or fp16; measuring is in float32.
 
         Raises:
-            MoQError: The parameters are sharded.
+            MoQError: The parameters cannot be measured: under ZeRO-3, or where FSDP2 shards them, if they are frozen or
+                have fewer bits than float32.
         """
-        if any(is_apart(p) for parameters in self.blocks.values() for p in parameters):
+        parameters = [p for own in self.blocks.values() for p in own]
+        if any(map(is_partitioned, parameters)):
             raise MoQError(
-                "eigenvalue: sharded parameters (FSDP, ZeRO-3) cannot be measured; leave eigenvalue.enabled out, "
-                "and give target_bits a number"
+                "eigenvalue: parameters under ZeRO-3 cannot be measured; leave eigenvalue.enabled out, and give "
+                "target_bits a number, or train with FSDP2"
+            )
+        frozen = sum(not p.requires_grad for p in parameters)
+        if self.is_sharded and self.measure not in MEASURED and (frozen or parameters[0].dtype.itemsize < 4):
+            kind = f"{frozen} frozen ones" if frozen else str(parameters[0].dtype).removeprefix("torch.")
+            raise MoQError(
+                f"{_PLURAL[self.measure]}: of parameters that FSDP2 shards differences of gradients are taken, so they "
+                f"must be trained and float32; there are {kind}: leave eigenvalue.enabled out, or set "
+                'sensitivity.measure to "loss"'
             )
         self._per_step = rows_per_step / (HALF_PRECISION if half_precision else 1.0)
         self._total = total_steps * self._per_step * self.config.max_overhead
@@ -175,20 +195,20 @@ class Sensitivity:
         Raises:
             MoQError: It cannot; see `check_second_derivative`. Or its answers are not to be had.
         """
-        few = [part_of(batch, 0, 2) for batch in self.samples.batches(1)]
+        few = [part_of(batch, 0, 2) for batch in self._batches(1)]
         if self._checked or not few:
             return
         self._checked = True
-        if self.measure == "divergence":
-            self._answers(few[0])
-            return
         with measuring(self.model, self.blocks) as blocks:
+            if self.measure == "divergence":
+                self._answers(few[0])
+                return
             if self.measure == "loss":
                 with torch.no_grad():
                     self._closure(few[0], 1.0)()
                 return
             first = next(iter(blocks.values()))
-            check_second_derivative(self._closure(few[0], 1.0), first, finite_difference=self.config.finite_difference)
+            check_second_derivative(self._closure(few[0], 1.0), first, finite_difference=self.differences)
 
     def update(self, schedule: PrecisionSchedule) -> None:
         """Measure, or keep the values of before where the budget is spent, and say which.
@@ -201,7 +221,7 @@ class Sensitivity:
         """
         step = schedule.steps + 1
         self._rows = self._rows or self._first_rows()
-        batches = self.samples.batches(self._rows)
+        batches = self._batches(self._rows)
         rows = sum(map(rows_of, batches))
         allowed = step * self._per_step * self.config.max_overhead
         # Ranks, which may hold unequal batches, must agree on whether to measure, on what it cost, and on the values.
@@ -250,7 +270,7 @@ class Sensitivity:
         """
         levels = dict.fromkeys(self.blocks, tuple(choices))
         wanted = self._first_rows(len(choices))
-        batches = self.samples.batches(wanted)
+        batches = self._batches(wanted)
         rows = sum(map(rows_of, batches))
         if not batches:
             raise MoQError("quantize_bits.target_bits: no training example was seen before the bits are chosen")
@@ -327,18 +347,33 @@ class Sensitivity:
             products=self._products,
             blocks=len(self.blocks),
             levels=levels * len(self.blocks),
-            finite_difference=self.config.finite_difference,
+            finite_difference=self.differences,
         )
+
+    def _batches(self, rows: int) -> list[Inputs]:
+        """The latest `rows` examples, in as many batches in each process where FSDP2 gathers weights for each."""
+        batches = self.samples.batches(rows)
+        if not self.is_sharded:
+            return batches
+        least = -largest_over_ranks(torch.tensor([-len(batches)], device=self.device))
+        return batches[: int(least)]
+
+    def _weights(self, batches: list[Inputs]) -> list[float]:
+        """Of batches, so that their mean is that over examples, of all processes if FSDP2 sums them up."""
+        rows = [rows_of(batch) for batch in batches]
+        (total,) = mean_over_ranks([sum(rows)], self.device) if self.is_sharded else [sum(rows)]
+        return [size * len(rows) / total for size in rows]
 
     def _closure(self, batch: Inputs, weight: float) -> Callable[[], Tensor]:
         def evaluate() -> Tensor:
+            gather_again(self.model)
             with repeatable(self.model):
                 return self.loss(self.model, _to_float32(batch, self.device)) * weight
 
         return evaluate
 
     def _losses(self, batches: list[Inputs]) -> list[Callable[[], Tensor]]:
-        return [self._closure(batch, weight) for batch, weight in zip(batches, _weights(batches), strict=True)]
+        return [self._closure(batch, weight) for batch, weight in zip(batches, self._weights(batches), strict=True)]
 
     def _answers(self, batch: Inputs) -> dict[str, Tensor]:
         """The model's logits for a batch, by name.
@@ -347,6 +382,7 @@ class Sensitivity:
             MoQError: It has none.
         """
         inputs = _to_float32(batch, self.device)
+        gather_again(self.model)
         kinds = inspect.signature(self.model.forward).parameters
         takes_any = any(kind.kind is kind.VAR_KEYWORD for kind in kinds.values())
         with repeatable(self.model), torch.no_grad():
@@ -374,7 +410,7 @@ class Sensitivity:
             now = at_places(before)
             return lambda: logits_loss(at_places(self._answers(batch)), now, None) * weight
 
-        return [closure(batch, weight) for batch, weight in zip(batches, _weights(batches), strict=True)]
+        return [closure(batch, weight) for batch, weight in zip(batches, self._weights(batches), strict=True)]
 
     def _measure(
         self, batches: list[Inputs], next_bits: Mapping[str, int]
@@ -403,7 +439,7 @@ class Sensitivity:
                 products = sum(found.num_products for found in results.values()) // len(results)
             else:
                 traces = self._traces(batches, blocks)
-                sizes = {name: sum(weights[layer].values.numel() for layer in self.layers[name]) for name in levels}
+                sizes = {name: sum(weights[layer].size for layer in self.layers[name]) for name in levels}
                 curvature = {name: found.magnitude / sizes[name] for name, found in traces.items()}
                 products = max(found.num_products for found in traces.values())
         return predicted(curvature, squared_changes(weights, self.layers, levels)), products
@@ -417,7 +453,7 @@ class Sensitivity:
             max_iter=config.max_iter,
             tol=config.tol,
             stability=config.stability,
-            finite_difference=config.finite_difference,
+            finite_difference=self.differences,
             seed=self.seed,
         )
 
@@ -426,7 +462,7 @@ class Sensitivity:
             self._losses(batches),
             blocks,
             max_iter=min(self.config.max_iter, VECTORS),
-            finite_difference=self.config.finite_difference,
+            finite_difference=self.differences,
             seed=self.seed,
         )
 
@@ -492,12 +528,6 @@ def _places(logits: Tensor, labels: Any, size: int) -> Tensor:
         where = where[labels.flatten().ne(-100)]
     wanted = max(1, size // logits.shape[-1])
     return where[:: -(-len(where) // wanted)]
-
-
-def _weights(batches: list[Inputs]) -> list[float]:
-    """Of batches, so that their mean is that over examples, whatever their sizes are."""
-    rows = [rows_of(batch) for batch in batches]
-    return [size * len(rows) / sum(rows) for size in rows]
 
 
 def _to_float32(inputs: Inputs, device: torch.device) -> Inputs:

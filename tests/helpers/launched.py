@@ -1,7 +1,8 @@
 """Trains tiny models in one process or in many: `torchrun --nproc-per-node 2 launched.py OUT KIND/CASE...`.
 
 KIND is ddp, fsdp2 (by the Trainer's own arguments), stock (the same without MoQTrainer), hand (a loop of one's own
-around `fully_shard`), offload (the same with parts that are kept on the CPU), zero1, zero2 or zero3; ddp comes first,
+around `fully_shard`), offload (the same with parts that are kept on the CPU), hsdp (in half as many parts, twice),
+reshard (a forward pass leaves parts of another size), zero1, zero2 or zero3; ddp comes first,
 since Accelerate keeps what it was told. Rank 0 writes
 OUT/KIND-CASE.pt: the float weights, the bits, every switch and the losses; for KIND/resume/CASE if a resumed run is
 equal, for KIND/error/CASE what each rank raised. One launch serves many cases: starting takes most of the time.
@@ -32,6 +33,7 @@ from moq_hf.processes import whole, whole_state_dict
 from moq_hf.training.controller import MoQController
 
 STEPS, GLOBAL_BATCH = 14, 8
+BY_HAND = ("hand", "offload", "hsdp", "reshard")
 BASE: dict[str, Any] = {
     "quantize_bits": {"start_bits": 6, "target_bits": 3},
     # Of 18 and of 33 rows: two processes hold 9 and 9, 17 and 16 of them, so groups lie across the border.
@@ -78,7 +80,9 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "float_first": (AT_ONCE, {"float_first": True}),
     "float_first_adamw": (AT_ONCE, {"float_first": True, "optim": "adamw_torch_fused", "learning_rate": 2e-3}),
     "budget": (BUDGET, {}),
+    "budget_trace": ({**BUDGET, "sensitivity": {"measure": "trace"}}, {}),
     "eigenvalues": ({**BASE, "eigenvalue": EIGENVALUE}, {}),
+    "eigenvalues_bf16": ({**BASE, "eigenvalue": EIGENVALUE}, {"bf16": True}),
     "eigenvalues_stochastic": ({**STOCHASTIC, "eigenvalue": EIGENVALUE}, {}),
 }
 
@@ -177,17 +181,23 @@ def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more:
 
 def by_hand(folder: Path, kind: str, case: str) -> dict[str, Any]:
     """A loop without a Trainer; in many processes every layer's shards by `fully_shard`."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     model, config = new_model(), CASES[case][0]
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if world > 1:
         # Of weights that are kept on the CPU floats are gathered.
-        policy = CPUOffloadPolicy(pin_memory=False) if kind == "offload" else OffloadPolicy()
+        how: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if kind == "offload" else {}
+        if kind == "hsdp":
+            how["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        if kind == "reshard":
+            # A forward pass leaves halves behind, of which the backward pass gathers.
+            how["reshard_after_forward"] = world // 2
         for block in model.bert.encoder.layer:
-            fully_shard(block.attention.self.query, offload_policy=policy)
-            fully_shard(block, offload_policy=policy)
-        fully_shard(model, offload_policy=policy)
+            fully_shard(block.attention.self.query, **how)
+            fully_shard(block, **how)
+        fully_shard(model, **how)
     controller = MoQController(model, MoQConfig.load(config), STEPS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     data, losses = rows(), []
@@ -231,7 +241,7 @@ def controller_of(trainer: Trainer) -> MoQController | None:
 
 def run(folder: Path, kind: str, case: str) -> dict[str, Any]:
     """One case from beginning to end."""
-    if kind in ("hand", "offload"):
+    if kind in BY_HAND:
         return outcome(by_hand(folder, kind, case))
     trainer = trainer_for(folder / f"{kind}-{case}", kind, case)
     trainer.train()
