@@ -64,6 +64,15 @@ def whole_of_partitions(parameter: Tensor) -> Tensor:
         return parameter.detach().clone()
 
 
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether Accelerate keeps a module's weights elsewhere between forward passes, as `device_map` may have it.
+
+    Relies on: `_hf_hook` of a module, which is on the meta device then.
+    Breaks: Training fails on the meta device, after the first step, with no word about what to do.
+    """
+    return hasattr(module, "_hf_hook") and any(p.is_meta for p in module.parameters(recurse=False))
+
+
 class FsdpParameter:
     """FSDP2's own object of one parameter; see `fsdp_parameters`."""
 
@@ -100,12 +109,16 @@ def fsdp_parameters(model: nn.Module) -> list[FsdpParameter]:
     Relies on: `FSDPParam` of `torch.distributed.fsdp`, with what `FsdpParameter` reads and calls.
     Breaks: Training with FSDP2 fails at the first step.
     """
-    groups = _fsdp_states(model)[1]
+    groups = fsdp_states(model)[1]
     return [FsdpParameter(own, group._use_post_forward_mesh) for group in groups for own in group.fsdp_params]
 
 
-def _fsdp_states(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """FSDP2's objects of the modules that it knows, and of the groups of parameters that are gathered together."""
+def fsdp_states(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """FSDP2's objects of the modules that it knows, and of the groups of parameters that are gathered together.
+
+    Relies on: `_get_fsdp_state` of a module, and `_fsdp_param_groups` of what it gives.
+    Breaks: Training with FSDP2 fails at the first step.
+    """
     states = {id(m): cast(Any, m)._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")}
     groups = {id(group): group for state in states.values() for group in state._fsdp_param_groups}
     return list(states.values()), list(groups.values())
@@ -120,7 +133,7 @@ def fsdp_in_own_dtype(model: nn.Module) -> Iterator[None]:
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    states, groups = _fsdp_states(model)
+    states, groups = fsdp_states(model)
     holders = [(state, "_mp_policy") for state in states] + [(group, "mp_policy") for group in groups]
     holders += [(own, "mp_policy") for group in groups for own in group.fsdp_params]
     kept = [getattr(*holder) for holder in holders]

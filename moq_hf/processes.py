@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .engine_seams import FSDP1, FSDP2, ZERO_3, ZERO_3_SHAPE, own_partition, whole_of_partitions
+from .engine_seams import FSDP1, FSDP2, ZERO_3, ZERO_3_SHAPE, is_offloaded, own_partition, whole_of_partitions
 from .errors import MoQError
 
 
@@ -196,9 +196,14 @@ def check_supported(modules: Iterable[nn.Module], parameters: Sequence[Tensor]) 
         parameters: All its parameters.
 
     Raises:
-        MoQError: FSDP1 or tensor parallelism; says what works instead.
+        MoQError: FSDP1, tensor parallelism or offloaded weights; says what works instead.
     """
-    instead = "DDP, FSDP2 and DeepSpeed ZeRO work"
+    modules, instead = list(modules), "DDP, FSDP2 and DeepSpeed ZeRO work"
+    if any(map(is_offloaded, modules)):
+        raise MoQError(
+            "device_map has left some weights on the CPU or on disk, where nothing can train them: load the model "
+            "without device_map, or with fewer weights in each process by FSDP2 or ZeRO-3 (see the guide on processes)"
+        )
     names = {name for module in modules for name in (cls.__name__ for cls in type(module).__mro__)}
     if FSDP1 in names:
         raise MoQError(f"FSDP1 flattens the weights that are to be quantized (fsdp_config: version 1); {instead}")

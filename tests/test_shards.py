@@ -14,7 +14,7 @@ import torch
 from repo import HELPERS, ROOT
 from torch import Tensor, nn
 
-from moq_hf import processes, quantize_model
+from moq_hf import MoQError, processes, quantize_model
 from moq_hf.engine_seams import ZERO_3, ZERO_3_SHAPE
 from moq_hf.gathering import gather_quantized
 from moq_hf.model.convert import quant_layers
@@ -147,6 +147,25 @@ def test_nan_in_a_sharded_weight_is_found_where_it_is_quantized(alone: None) -> 
     # As a weight that is whole: what is not quantized is not looked at.
     quantized.set_bits(FLOAT_BITS)
     assert not quantized.nonfinite()
+
+
+def test_what_cannot_be_trained_in_parts_is_one_error(alone: None) -> None:
+    from accelerate import cpu_offload, dispatch_model
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    config = {"quantize_bits": {"start_bits": 4, "target_bits": 4}}
+
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    tensor_parallel = parallelize_module(model(), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    with pytest.raises(MoQError, match=r"^tensor-parallel weights cannot be quantized; DDP, FSDP2 and"):
+        quantize_model(tensor_parallel, config)
+    with pytest.raises(MoQError, match=r"^device_map has left some weights on the CPU or on disk.* without device_map"):
+        quantize_model(cpu_offload(model(), execution_device=torch.device("cpu")), config)
+    # All of it in one place is a model like any other.
+    quantize_model(dispatch_model(model(), {"": "cpu"}, force_hooks=True), config)
 
 
 def test_the_table_in_the_docs_is_that_of_the_results() -> None:

@@ -635,6 +635,46 @@ def test_fsdp_parameters(alone: None) -> None:
     assert calls == ["pre", "post"] * 2 and found.part is part
 
 
+def test_fsdp_states(alone: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert engine_seams.fsdp_states(model) == ([], [])
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert [len(found) for found in engine_seams.fsdp_states(model)] == [2, 2]
+
+
+def test_is_offloaded() -> None:
+    from accelerate import cpu_offload
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert not any(map(engine_seams.is_offloaded, model.modules()))
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert [engine_seams.is_offloaded(module) for module in model] == [True, False]
+
+
+def test_fsdp_in_own_dtype(alone: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    layer = nn.Linear(2, 3, bias=False)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    inputs = torch.ones(1, 2)
+    for _ in range(2):
+        assert layer(inputs).dtype == torch.bfloat16
+        # A forward pass without a backward pass leaves the weight in the other dtype.
+        with engine_seams.fsdp_in_own_dtype(nn.Sequential(layer)):
+            found = layer(inputs)
+            found.sum().backward()
+            weight: Any = layer.weight
+            assert found.dtype == weight.grad.dtype == torch.float32
+            assert torch.equal(found, inputs @ weight.full_tensor().T)
+
+
 def test_fsdp1() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
