@@ -1,11 +1,11 @@
-"""How far two processes end from one process on the same global batch, per launcher and feature.
+"""How far two or four processes end from one process on the same global batch, per launcher and feature.
 
     python benchmarks/processes.py
 
 Tiny BERTs from `tests/helpers/launched.py` with group borders inside of shards, 14 SGD steps. Compared are the weights,
 the bits of every layer and the step, block and bits of every switch. Offload is FSDP2 with shards that are kept on the
-CPU. FSDP2's jobs make Accelerate take gloo's processes for GPUs, since it obeys `fsdp` on GPUs only. ZeRO needs
-DeepSpeed and is left out without it.
+CPU, hsdp a mesh with replicas, reshard a forward pass that leaves parts of another size. FSDP2's jobs make Accelerate
+take gloo's processes for GPUs, since it obeys `fsdp` on GPUs only. ZeRO needs DeepSpeed and is left out without it.
 """
 
 import argparse
@@ -31,7 +31,7 @@ FEATURES = ["nearest", "stochastic", "asymmetric", "one_group", "per_channel", "
 TRAINER = [*FEATURES, "accumulate", "checkpointing", "adamw", "compile", "float", "float_bf16", "bf16"]
 RESUME = "resume/adamw_stochastic"
 EIGENVALUES = ["eigenvalues", "eigenvalues_stochastic"]
-TORCHRUN = "torchrun --standalone --nproc-per-node 2"
+TORCHRUN, FOUR = (f"torchrun --standalone --nproc-per-node {count}" for count in (2, 4))
 ACCELERATE = (
     "accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no "
     "--main_process_port 29561"
@@ -40,21 +40,25 @@ ACCELERATE = (
 LAUNCHES = [
     (TORCHRUN, "ddp", [*TRAINER, RESUME, *EIGENVALUES, "error/config", "error/bits", "error/skipped"]),
     (ACCELERATE, "ddp", ["nearest", "stochastic", "accumulate", *EIGENVALUES, RESUME]),
-    (TORCHRUN, "fsdp2", [*TRAINER, "packed", RESUME, "error/eigenvalues"]),
+    (TORCHRUN, "fsdp2", [*TRAINER, "packed", RESUME, *EIGENVALUES, "budget", "budget_trace"]),
     (TORCHRUN, "stock", ["nearest", "stochastic", RESUME]),
     (TORCHRUN, "hand", [*FEATURES, "packed"]),
     (TORCHRUN, "offload", FEATURES),
+    (FOUR, "fsdp2", [*FEATURES, "packed", RESUME, *EIGENVALUES, "budget", "budget_trace"]),
+    (FOUR, "hsdp", [*FEATURES, "packed"]),
+    (FOUR, "reshard", FEATURES),
 ]
 ZERO = ["nearest", "stochastic", "ternary", "accumulate", *EIGENVALUES, RESUME]
 if importlib.util.find_spec("deepspeed") is not None:
     LAUNCHES += [(TORCHRUN, "zero1", ZERO), (TORCHRUN, "zero2", ZERO)]
-    LAUNCHES += [(TORCHRUN, "zero3", [*FEATURES, "accumulate", RESUME, "error/eigenvalues"])]
+    LAUNCHES += [(TORCHRUN, "zero3", [*FEATURES, "accumulate", "budget", RESUME, "error/eigenvalues"])]
+    LAUNCHES += [(FOUR, "zero3", [*FEATURES, RESUME])]
 
 
 def table(results: list[dict[str, Any]]) -> str:
     """The largest difference of a float weight, in Markdown: a row per case, a column per launcher and kind."""
-    columns = list(dict.fromkeys((row["kind"], row["launcher"]) for row in results))
-    cells: dict[str, dict[tuple[str, str], str]] = {}
+    columns = list(dict.fromkeys((row["kind"], row["launcher"], row["processes"]) for row in results))
+    cells: dict[str, dict[tuple[str, str, int], str]] = {}
     for row in results:
         if "weights" in row:
             agree = row["bits_equal"] and row["switches_equal"] and row.get("factors_equal", True)
@@ -63,11 +67,16 @@ def table(results: list[dict[str, Any]]) -> str:
             cell = "equal" if row["resumed_equal"] else "DIFFERS"
         else:
             continue
-        cells.setdefault(row["case"], {})[row["kind"], row["launcher"]] = cell
-    lines = ["| | " + " | ".join(f"{kind}, {launcher}" for kind, launcher in columns) + " |"]
+        cells.setdefault(row["case"], {})[row["kind"], row["launcher"], row["processes"]] = cell
+    lines = ["| | " + " | ".join(f"{kind}, {count}, {launcher}" for kind, launcher, count in columns) + " |"]
     lines += ["| --- |" + " --- |" * len(columns)]
     lines += [f"| {case} | " + " | ".join(found.get(c, "") for c in columns) + " |" for case, found in cells.items()]
     return "\n".join(lines)
+
+
+def count_of(launcher: str) -> int:
+    """How many processes a launcher starts."""
+    return 4 if launcher == FOUR else 2
 
 
 def compared(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +110,7 @@ def launch(launcher: str, kind: str, cases: list[str], references: dict[str, Any
             raise SystemExit(done.stderr)
         print(f"{program} {kind}: {len(cases)} cases, {time.perf_counter() - began:.0f} s", flush=True)
         for case in cases:
-            row: dict[str, Any] = {"launcher": program, "kind": kind, "case": case}
+            row: dict[str, Any] = {"launcher": program, "processes": count_of(launcher), "kind": kind, "case": case}
             two = torch.load(Path(folder, f"{kind}-{case.replace('/', '-')}.pt"), weights_only=False)
             if case.startswith("resume/"):
                 row["resumed_equal"] = two
@@ -122,18 +131,22 @@ def main() -> None:
     """Run all launches and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="*", help="run these alone, and keep what OUT has of the others", default=None)
+    parser.add_argument("--processes", nargs="*", type=int, default=[2, 4], help="run these alone, as --kinds")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/processes.json"))
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     references: dict[str, Any] = {}
-    kept = json.loads(args.out.read_text())["results"] if args.kinds is not None and args.out.exists() else []
+    partly = args.kinds is not None or args.processes != [2, 4]
+    kept = json.loads(args.out.read_text())["results"] if partly and args.out.exists() else []
     results = []
     for launcher, kind, cases in LAUNCHES:
-        if args.kinds is None or kind in args.kinds:
+        count = count_of(launcher)
+        if (args.kinds is None or kind in args.kinds) and count in args.processes:
             results += launch(launcher, kind, cases, references)
         else:
-            results += [row for row in kept if row["kind"] == kind and row["launcher"] in launcher]
+            own = [row for row in kept if row["kind"] == kind and row["launcher"] in launcher]
+            results += [row for row in own if row["processes"] == count]
     modules = ["accelerate", *["deepspeed"] * (importlib.util.find_spec("deepspeed") is not None)]
     write({**environment(*modules), "results": results}, args.out)
     print(table(results))

@@ -175,7 +175,12 @@ class Truth:
                     lambda batch=batch, now=now: logits_loss(logits_in(model(**batch)), now, batch["labels"])
                     for batch, now in zip(self.study.samples, before, strict=True)
                 ]
-            return loss_rises(losses, stand_ins, self.weights, self.units, dict.fromkeys(self.units, CHOICES))
+            return loss_rises(
+                losses,
+                lambda names, bits: at_bits(bits, {name: stand_ins[name] for name in names}, self.weights),
+                self.units,
+                dict.fromkeys(self.units, CHOICES),
+            )
 
 
 def chosen(costs: Costs, sizes: Mapping[str, int]) -> dict[str, int]:

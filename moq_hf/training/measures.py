@@ -172,8 +172,7 @@ def predicted(curvature: Mapping[str, float], changes: Costs) -> Costs:
 
 def loss_rises(
     losses: Sequence[Callable[[], Tensor]],
-    stand_ins: Mapping[str, Sequence[Tensor]],
-    weights: Mapping[str, Weight],
+    at: Callable[[Sequence[str], int], contextlib.AbstractContextManager[None]],
     blocks: Mapping[str, Sequence[str]],
     levels: Mapping[str, Sequence[int]],
 ) -> Costs:
@@ -181,8 +180,7 @@ def loss_rises(
 
     Args:
         losses: Give the loss, one per batch; their mean counts.
-        stand_ins: Layer name to the tensors that the model computes with in its place; see `measuring`.
-        weights: Layer name to its weight.
+        at: For whose duration the layers of these names have so many bits; see `at_bits`.
         blocks: Block name to its layers.
         levels: Block name to bits.
     """
@@ -196,7 +194,7 @@ def loss_rises(
         for block, own in levels.items():
             rises[block] = {}
             for bits in own:
-                with at_bits(bits, {layer: stand_ins[layer] for layer in blocks[block]}, weights):
+                with at(blocks[block], bits):
                     rises[block][bits] = mean() - before
     most = max((rise for own in rises.values() for rise in own.values() if math.isfinite(rise)), default=1.0)
     return {
@@ -216,3 +214,16 @@ def at_bits(bits: int, stand_ins: Mapping[str, Sequence[Tensor]], weights: Mappi
         yield
     finally:
         space.move(kept)
+
+
+@contextlib.contextmanager
+def switched(layers: Sequence[QuantLayer], bits: int) -> Iterator[None]:
+    """For the duration, these layers have so many bits: of weights that are quantized in the forward pass."""
+    kept = [(layer.moq, layer.moq.bits, layer.moq.ratio, layer.moq.searched) for layer in layers]
+    try:
+        for layer in layers:
+            layer.set_bits(bits)
+        yield
+    finally:
+        for state, before, ratio, searched in kept:
+            state.bits, state.ratio, state.searched = before, ratio, searched

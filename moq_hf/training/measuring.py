@@ -15,7 +15,7 @@ from ..engine_seams import FSDP2, fsdp_in_own_dtype
 from ..errors import MoQError
 from ..layer_state import LayerState
 from ..names import named_modules
-from ..processes import is_sharded, memory_of
+from ..processes import is_partitioned, is_sharded, memory_of
 from ..quant_experts import QuantExperts, quantized_in
 from ..quant_linear import QuantLayer
 from ..transformers_seams import attention_of, set_attention, undo_mixed_precision
@@ -29,8 +29,8 @@ def measuring(model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]]) ->
     differentiated twice, uncompiled; quantized layers multiply with their quantized weights as they are now. All
     parameters are stand-ins of which only those of `blocks` require a gradient, frozen ones included, and all buffers
     are copies: the model's own get no gradient, no new version and no hook called. Parameters that FSDP2 shards stand
-    for themselves, and get their values and gradients back. Random numbers drawn inside leave the generators as they
-    were.
+    for themselves, and get their values and gradients back. A model under ZeRO-3 stays as it is, out of training.
+    Random numbers drawn inside leave the generators as they were.
 
     Args:
         model: Unwrapped (no DDP).
@@ -43,12 +43,13 @@ def measuring(model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]]) ->
         MoQError: A sharded weight has two layers that quantize it differently.
     """
     with contextlib.ExitStack() as stack:
-        sharded = any(map(is_sharded, model.parameters()))
-        measured = {id(p) for ps in blocks.values() for p in ps}
-        stand_ins = stack.enter_context(_in_shards(model) if sharded else _stand_ins(model, measured))
-        for module in model.modules():
-            module.training = False
-        undo_mixed_precision(model)
+        parameters = list(model.parameters())
+        if any(map(is_partitioned, parameters)):
+            stand_ins = stack.enter_context(_out_of_training(model))
+        elif any(map(is_sharded, parameters)):
+            stand_ins = stack.enter_context(_in_shards(model))
+        else:
+            stand_ins = stack.enter_context(_stand_ins(model, {id(p) for ps in blocks.values() for p in ps}))
         stack.enter_context(_plain_attention(model))
         devices = {p.device.type for p in model.parameters()} - {"meta"}
         stack.enter_context(repeatable(model))
@@ -83,12 +84,14 @@ def repeatable(model: nn.Module) -> Iterator[None]:
 def _kept(model: nn.Module) -> Iterator[None]:
     """Afterwards the modules have what they had, in plain attributes too, where they may note the longest sequence.
 
-    Buffers are copies inside, in float32.
+    Inside, no module is in training or under autocast, and buffers are copies in float32.
     """
     before = [(m, dict(vars(m)), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
     buffers: dict[int, Tensor] = {}
     try:
+        undo_mixed_precision(model)
         for module, _, _, own in before:
+            module.training = False
             for name, buffer in own.items():
                 if buffer is not None:
                     copy = buffer.detach().clone()
@@ -133,6 +136,19 @@ def _stand_ins(model: nn.Module, measured: set[int]) -> Iterator[dict[int, list[
             if isinstance(module, nn.RNNBase):
                 module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
         yield found
+
+
+@contextlib.contextmanager
+def _out_of_training(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
+    """The same under ZeRO-3, which has hooks on every parameter: none is exchanged, layers quantize as they do."""
+    training = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in training:
+            module.training = False
+        yield {id(parameter): [parameter] for parameter in model.parameters()}
+    finally:
+        for module, before in training:
+            module.training = before
 
 
 def _leave_in_float(module: nn.Module) -> None:

@@ -28,9 +28,11 @@ from .measures import (
     VECTORS,
     Costs,
     Weight,
+    at_bits,
     loss_rises,
     predicted,
     squared_changes,
+    switched,
     work,
 )
 from .measuring import gather_again, measuring, repeatable
@@ -130,6 +132,11 @@ class Sensitivity:
         return any(is_sharded(p) for own in self.blocks.values() for p in own)
 
     @property
+    def is_partitioned(self) -> bool:
+        """Whether ZeRO-3 takes apart what is measured."""
+        return any(is_partitioned(p) for own in self.blocks.values() for p in own)
+
+    @property
     def differences(self) -> bool:
         """Whether products are differences of gradients: if the config says so, and of what is sharded."""
         return self.config.finite_difference or self.is_sharded
@@ -147,10 +154,10 @@ class Sensitivity:
                 have fewer bits than float32.
         """
         parameters = [p for own in self.blocks.values() for p in own]
-        if any(map(is_partitioned, parameters)):
+        if self.is_partitioned and self.measure not in MEASURED:
             raise MoQError(
-                "eigenvalue: parameters under ZeRO-3 cannot be measured; leave eigenvalue.enabled out, and give "
-                "target_bits a number, or train with FSDP2"
+                f"{_PLURAL[self.measure]}: ZeRO-3 keeps gradients to itself, of which they are made: set "
+                'sensitivity.measure to "divergence" or "loss", or train with FSDP2'
             )
         frozen = sum(not p.requires_grad for p in parameters)
         if self.is_sharded and self.measure not in MEASURED and (frozen or parameters[0].dtype.itemsize < 4):
@@ -351,9 +358,9 @@ class Sensitivity:
         )
 
     def _batches(self, rows: int) -> list[Inputs]:
-        """The latest `rows` examples, in as many batches in each process where FSDP2 gathers weights for each."""
+        """The latest `rows` examples, in as many batches in each process where an engine gathers weights for each."""
         batches = self.samples.batches(rows)
-        if not self.is_sharded:
+        if not (self.is_sharded or self.is_partitioned):
             return batches
         least = -largest_over_ranks(torch.tensor([-len(batches)], device=self.device))
         return batches[: int(least)]
@@ -412,6 +419,9 @@ class Sensitivity:
 
         return [closure(batch, weight) for batch, weight in zip(batches, self._weights(batches), strict=True)]
 
+    def _losses_or_divergences(self, batches: list[Inputs]) -> list[Callable[[], Tensor]]:
+        return self._losses(batches) if self.measure == "loss" else self._divergences(batches)
+
     def _measure(
         self, batches: list[Inputs], next_bits: Mapping[str, int]
     ) -> Mapping[str, Eigenvalue] | Mapping[str, Found]:
@@ -425,13 +435,25 @@ class Sensitivity:
     def _costs(self, batches: list[Inputs], levels: Mapping[str, Sequence[int]]) -> tuple[Costs, int]:
         """What blocks cost at each of their levels of bits, in this process, and the products that a block took."""
         layers = quant_layers(self.model)
+        if self.is_partitioned:
+            with measuring(self.model, {}):
+                return loss_rises(
+                    self._losses_or_divergences(batches),
+                    lambda names, bits: switched([layers[name] for name in names], bits),
+                    self.layers,
+                    levels,
+                ), 0
         weights = {layer: Weight.of(layers[layer]) for block in levels for layer in self.layers[block]}
         with measuring(
             self.model, {layer: [cast(nn.Parameter, layers[layer].float_weight)] for layer in weights}
         ) as stand_ins:
             if self.measure in MEASURED:
-                losses = self._losses(batches) if self.measure == "loss" else self._divergences(batches)
-                return loss_rises(losses, stand_ins, weights, self.layers, levels), 0
+                return loss_rises(
+                    self._losses_or_divergences(batches),
+                    lambda names, bits: at_bits(bits, {name: stand_ins[name] for name in names}, weights),
+                    self.layers,
+                    levels,
+                ), 0
             blocks = {block: [p for layer in self.layers[block] for p in stand_ins[layer]] for block in levels}
             if self.measure == "eigenvalue":
                 results = self._eigenvalues(batches, blocks)

@@ -1,6 +1,8 @@
 """What rounding costs: compared with NumPy, with the model itself quantized, and with the rule in words."""
 
+import contextlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -16,7 +18,7 @@ from moq_hf.grid import Grid, PerChannel
 from moq_hf.quantizer import Draw
 from moq_hf.training.choice import _falling
 from moq_hf.training.controller import MoQController
-from moq_hf.training.measures import ROUND, Weight, loss_rises, predicted, squared_changes, work
+from moq_hf.training.measures import ROUND, Weight, at_bits, loss_rises, predicted, squared_changes, work
 from moq_hf.training.measuring import measuring
 from moq_hf.training.sensitivity import _places
 
@@ -49,8 +51,12 @@ def test_a_rise_of_the_loss_is_that_of_the_quantized_model(
     parameters = {name: [controller.layers[name].float_weight] for name in unit}
     losses = [lambda: tiny_bert(**tiny_batch).loss]
     with measuring(tiny_bert, parameters) as stand_ins:  # type: ignore[arg-type]
-        found = loss_rises(losses, stand_ins, weights, {"unit": unit}, {"unit": [2, 3, 8]})["unit"]
-        again = loss_rises(losses, stand_ins, weights, {"unit": unit}, {"unit": [8, 3, 2]})["unit"]
+
+        def at(names: Sequence[str], bits: int) -> contextlib.AbstractContextManager[None]:
+            return at_bits(bits, {name: stand_ins[name] for name in names}, weights)
+
+        found = loss_rises(losses, at, {"unit": unit}, {"unit": [2, 3, 8]})["unit"]
+        again = loss_rises(losses, at, {"unit": unit}, {"unit": [8, 3, 2]})["unit"]
     assert again == found
     others = [name for name in controller.layers if name not in unit]
     for bits, rise in found.items():
