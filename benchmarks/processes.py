@@ -137,16 +137,15 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     references: dict[str, Any] = {}
+    found: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     partly = args.kinds is not None or args.processes != [2, 4]
-    kept = json.loads(args.out.read_text())["results"] if partly and args.out.exists() else []
-    results = []
+    for row in json.loads(args.out.read_text())["results"] if partly and args.out.exists() else []:
+        found.setdefault((row["launcher"], row["kind"], row["processes"]), []).append(row)
     for launcher, kind, cases in LAUNCHES:
         count = count_of(launcher)
         if (args.kinds is None or kind in args.kinds) and count in args.processes:
-            results += launch(launcher, kind, cases, references)
-        else:
-            own = [row for row in kept if row["kind"] == kind and row["launcher"] in launcher]
-            results += [row for row in own if row["processes"] == count]
+            found[launcher.split()[0], kind, count] = launch(launcher, kind, cases, references)
+    results = [row for rows in found.values() for row in rows]
     modules = ["accelerate", *["deepspeed"] * (importlib.util.find_spec("deepspeed") is not None)]
     write({**environment(*modules), "results": results}, args.out)
     print(table(results))

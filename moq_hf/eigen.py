@@ -359,7 +359,7 @@ def check_second_derivative(loss: Loss, parameters: Iterable[Tensor], *, finite_
             raise MoQError(
                 "eigenvalue.finite_difference: the loss is not smooth (ReLU, top-k routing), so that differences of "
                 f"gradients mean nothing: two steps give products {apart:.3g} apart of length {length:.3g}; "
-                "take second derivatives"
+                'take second derivatives, or of sharded weights a sensitivity.measure without any: "loss", "divergence"'
             )
         return
     with Graph(loss, {"": parameters}) as graph:

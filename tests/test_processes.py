@@ -41,24 +41,37 @@ JOBS = [
     "hand/stochastic",
     "offload/stochastic",
 ]
+# Of four processes.
+FOUR = ["hsdp/packed", "hsdp/stochastic", "reshard/nearest"]
+
+
+def launched_once(factory: pytest.TempPathFactory, count: int, jobs: list[str]) -> Path:
+    """The folder of one launch with all jobs, which xdist's workers share."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"launched-{count}"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            launch(folder, count, jobs)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of one launch with all jobs, which xdist's workers share."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "launched"
-    with FileLock(f"{folder}.lock"):
-        if not (folder / "done").exists():
-            launch(folder)
-    return folder
+    """The folder of what two processes have done."""
+    return launched_once(tmp_path_factory, 2, JOBS)
 
 
-def launch(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def four_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what four processes have done."""
+    return launched_once(tmp_path_factory, 4, FOUR)
+
+
+def launch(folder: Path, count: int, jobs: list[str]) -> None:
     """Each process is a fork of torchrun's, which has the libraries already."""
     folder.mkdir()
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words += ["--run-path", "--start-method", "fork", str(HELPERS / "launched.py"), str(folder), *JOBS]
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    words += ["--run-path", "--start-method", "fork", str(HELPERS / "launched.py"), str(folder), *jobs]
     done = programs.run(*words, cwd=ROOT, timeout=600, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     (folder / "done").touch()
@@ -70,20 +83,27 @@ def result(folder: Path, job: str) -> Any:
 
 @pytest.mark.parametrize("job", [job for job in JOBS if job.count("/") == 1 and not job.endswith("bf16")])
 def test_two_processes_train_what_one_does(job: str, two_processes: Path, tmp_path: Path) -> None:
+    check_against_one(job, two_processes, tmp_path)
+
+
+@pytest.mark.parametrize("job", FOUR)
+def test_four_processes_train_what_one_does(job: str, four_processes: Path, tmp_path: Path) -> None:
+    check_against_one(job, four_processes, tmp_path)
+
+
+def check_against_one(job: str, folder: Path, own: Path) -> None:
+    """Bits, switches, weights and losses of a job are those that one process comes to."""
     kind, case = job.split("/")
-    two, one = (
-        result(two_processes, job),
-        launched.run(tmp_path, "hand" if kind in launched.BY_HAND else "ddp", case),
-    )
-    assert two["bits"] == one["bits"]
-    assert [switch[:4] for switch in two["history"]] == [switch[:4] for switch in one["history"]] != []
+    many, one = result(folder, job), launched.run(own, "hand" if kind in launched.BY_HAND else "ddp", case)
+    assert many["bits"] == one["bits"]
+    assert [switch[:4] for switch in many["history"]] == [switch[:4] for switch in one["history"]] != []
     for kind in ("weights", "quantized"):
         for name, expected in one[kind].items():
-            torch.testing.assert_close(two[kind][name], expected, rtol=0, atol=1e-6)
-    assert two["ranges"] == pytest.approx(one["ranges"], rel=1e-6)
-    assert bool(two["ranges"]) == (case == "activations")
+            torch.testing.assert_close(many[kind][name], expected, rtol=0, atol=1e-6)
+    assert many["ranges"] == pytest.approx(one["ranges"], rel=1e-6)
+    assert bool(many["ranges"]) == (case == "activations")
     # Losses are written with 4 digits and more.
-    assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    assert many["losses"] == pytest.approx(one["losses"], abs=1e-5)
 
 
 @pytest.mark.parametrize(
