@@ -1,4 +1,4 @@
-"""The functions of `quantizer` as Triton kernels, a whole model in one launch, and products with packed weights.
+"""The functions of `quantizer` as Triton kernels, a whole model at once, and products with packed weights.
 
 Importable without Triton and without a GPU; `available` says whether the kernels can run on a device, and each other
 function needs that. Results are those of `quantizer` on the same device, bit for bit. The kernels are in
@@ -9,8 +9,7 @@ import functools
 import importlib.util
 import logging
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +68,10 @@ class Job(NamedTuple):
 
 
 class Batch:
-    """Weights that are quantized together, again and again: one launch for all of one dtype and rounding.
+    """Weights that are quantized together, again and again: all of one dtype and rounding.
+
+    Where a program sees a group as a whole, that is one launch. Longer groups take two, for ranges and for values, and
+    binary and ternary ones a third and a fourth, for their sums.
 
     Tables of pointers and shapes are on the device; `run` launches and does not wait. A CUDA graph may capture it.
 
@@ -137,7 +139,7 @@ class Batch:
 
 
 class _Part:
-    """The jobs of a batch that go into one launch."""
+    """The jobs of a batch that are launched together."""
 
     def __init__(self, jobs: list[Job], flags: Tensor) -> None:
         self.flags = flags
@@ -163,31 +165,32 @@ class _Part:
             "num_warps": _WARPS,
             "enable_fp_fusion": False,
         }
-        self.scratch: list[Tensor] = []
+        self.scratch: Tensor | None = None
         if max(lengths) <= WHOLE:
             columns = max(4, power_of_two(min(max(lengths), TILE // 4)))
             at_once = TILE // columns
             self.options |= {"R": at_once, "S": columns}
-            items = _group_items(sizes, at_once)
+            self._launches = [torch.from_numpy(_group_items(sizes, at_once)).to(device)]
         else:
             self.options["S"] = TILE
             count = sum(groups for _, groups in sizes)
-            self.scratch = [
-                torch.zeros(1 + load_kernels().MARKS.value * count, dtype=torch.int32, device=device),
-                torch.zeros(2 * count, dtype=torch.float64, device=device),
-            ]
-            items = _tile_items(jobs, sizes, _lag(device))
-        self.items = torch.from_numpy(items).to(device)
+            self._groups = count
+            self.scratch = torch.zeros(2 * count + _halves(count), dtype=torch.float64, device=device)
+            self._launches = [torch.from_numpy(items).to(device) for items in _tile_items(jobs, sizes)]
 
     def run(self) -> None:
         kernels = load_kernels()
-        grid = (len(self.items),)
-        if self.scratch:
-            for tensor in self.scratch:
-                tensor.zero_()
-            kernels.fake_quantize_tiles[grid](self.table, self.items, *self.scratch, self.flags, **self.options)
-        else:
-            kernels.fake_quantize_groups[grid](self.table, self.items, self.flags, **self.options)
+        if self.scratch is None:
+            (items,) = self._launches
+            kernels.fake_quantize_groups[(len(items),)](self.table, items, self.flags, **self.options)
+            return
+        sums, marks = self.scratch[: 2 * self._groups], self.scratch[2 * self._groups :].view(torch.int32)
+        self.scratch.zero_()
+        for phase, items in enumerate(self._launches):
+            if len(items):
+                kernels.fake_quantize_tiles[(len(items),)](
+                    self.table, items, marks, sums, self.flags, PHASE=phase, **self.options
+                )
 
     def update(self, steps: Sequence[int], blends: Sequence[float]) -> None:
         rows = self.rows.copy()
@@ -289,11 +292,9 @@ def _ratios(device: torch.device) -> Tensor:
     return torch.tensor(quantizer.RATIOS, dtype=torch.float32, device=device)
 
 
-def _lag(device: torch.device) -> int:
-    """Tiles between a group's first reading and its quantization: about half of those that a GPU works on at a time."""
-    if device.type != "cuda":
-        return 2
-    return 4 * int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _halves(groups: int) -> int:
+    """How many float64 take as many bytes as the marks of so many groups."""
+    return -(-int(load_kernels().MARKS.value) * groups // 2)
 
 
 def _float_bits(values: Sequence[float]) -> "np.ndarray[Any, np.dtype[np.int32]]":
@@ -333,29 +334,17 @@ def _group_items(sizes: list[tuple[int, int]], at_once: int) -> "np.ndarray[Any,
     return np.concatenate(parts)
 
 
-def _tile_items(jobs: list[Job], sizes: list[tuple[int, int]], lag: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
-    """The tickets of `fake_quantize_tiles`: each pass over a group `lag` tiles after the end of the pass before."""
-    waiting: deque[tuple[int, tuple[int, ...], int, int, int]] = deque()
-    order: list[tuple[int, int, int, int]] = []
-    emitted = 0
+def _tile_items(jobs: list[Job], sizes: list[tuple[int, int]]) -> list["np.ndarray[Any, np.dtype[np.int32]]"]:
+    """For each pass of `fake_quantize_tiles` its programs, of weights that need it: row of the table, group, tile."""
 
-    def emit(phases: tuple[int, ...], row: int, group: int, tiles: int) -> None:
-        nonlocal emitted
-        order.append((phases[0], row, group, tiles))
-        emitted += tiles
-        if phases[1:]:
-            waiting.append((emitted + lag, phases[1:], row, group, tiles))
+    def tiles(row: int, length: int, groups: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
+        group, tile = np.divmod(np.arange(groups * math.ceil(length / TILE)), math.ceil(length / TILE))
+        return np.stack([np.full_like(group, row), group, tile], 1).astype(np.int32)
 
-    for row, (job, (length, groups)) in enumerate(zip(jobs, sizes, strict=True)):
-        few = not job.grid.is_uniform(job.bits)
-        phases = ((0, 1, 3) if job.bits == 1 else (0, 1, 2, 3)) if few else (0, 3)
-        for group in range(groups):
-            emit(phases, row, group, math.ceil(length / TILE))
-            while waiting and waiting[0][0] <= emitted:
-                emit(*waiting.popleft()[1:])
-    while waiting:
-        emit(*waiting.popleft()[1:])
-    passes = np.array(order, dtype=np.int32)
-    counts = passes[:, 3]
-    tile = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.concatenate([np.repeat(passes[:, :3], counts, 0), tile[:, None].astype(np.int32)], 1)
+    def programs(wanted: Callable[[Job], bool]) -> "np.ndarray[Any, np.dtype[np.int32]]":
+        rows = [tiles(row, *size) for row, (job, size) in enumerate(zip(jobs, sizes, strict=True)) if wanted(job)]
+        return np.concatenate([np.empty((0, 3), np.int32), *rows])
+
+    every = programs(lambda job: True)
+    few = programs(lambda job: not job.grid.is_uniform(job.bits))
+    return [every, few, programs(lambda job: job.bits == 2 and not job.grid.is_uniform(2)), every]

@@ -14,7 +14,7 @@ SOURCES = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in 
 TREES = {path: ast.parse(source) for path, source in SOURCES.items()}
 # Lines of code and text. A kernel is one function on the device; what can be cut off it, is.
 MEDIAN, LARGEST, FUNCTION = 200, 500, 60
-KERNELS = {"fake_quantize_groups": 70, "fake_quantize_tiles": 83, "packed_matmul": 65}
+KERNELS = {"fake_quantize_groups": 70, "fake_quantize_tiles": 75, "packed_matmul": 65}
 
 
 def lines(source: str) -> int:

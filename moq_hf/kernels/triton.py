@@ -19,9 +19,11 @@ import triton.language as tl
 
 COLUMNS = tl.constexpr(12)
 NARROW, FULL, ASYMMETRIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# int32 per group in `marks`: the bits of the largest positive and negative magnitude, tiles done of each of the three
-# passes, magnitudes above the ternary threshold.
-MARKS = tl.constexpr(6)
+# int32 per group in `marks`: the bits of the largest positive and negative magnitude, magnitudes above the ternary
+# threshold.
+MARKS = tl.constexpr(3)
+# Passes over groups of many tiles.
+RANGE, SUM, ABOVE, VALUES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _MAGIC = tl.constexpr(12582912.0)
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -296,24 +298,14 @@ def fake_quantize_groups(
 
 
 @triton.jit
-def _wait(done, tiles):
-    seen = tl.atomic_add(done, 0, sem="acquire")
-    while seen < tiles:
-        seen = tl.atomic_add(done, 0, sem="acquire")
-
-
-@triton.jit
-def _few_levels_of_tiles(total, mark, tiles, length, bits, SCALE: tl.constexpr):
-    """Scale of a binary or ternary group, and the threshold of a ternary one, once all tiles are summed."""
+def _few_levels_of_tiles(total, mark, length, bits, SCALE: tl.constexpr):
+    """Scale of a binary or ternary group whose tiles are summed, and the threshold of a ternary one."""
     cut = 0.0
-    _wait(mark + 3, tiles)
-    mean = _mean(tl.load(total, volatile=True), length)
+    mean = _mean(tl.load(total), length)
     scale = tl.where(mean < _TINY, 0.0, mean)
     if bits == 2:
-        _wait(mark + 4, tiles)
         cut = _threshold(mean)
-        above_mean = _mean(tl.load(total + 1, volatile=True), tl.load(mark + 5, volatile=True))
-        scale = tl.where(mean < _TINY, 1.0, above_mean)
+        scale = tl.where(mean < _TINY, 1.0, _mean(tl.load(total + 1), tl.load(mark + 2)))
     return _as_stored(scale, SCALE), cut
 
 
@@ -324,6 +316,7 @@ def fake_quantize_tiles(
     marks,
     sums,
     flags,
+    PHASE: tl.constexpr,
     S: tl.constexpr,
     KIND: tl.constexpr,
     SCALE: tl.constexpr,
@@ -333,54 +326,44 @@ def fake_quantize_tiles(
     IN: tl.constexpr,
     OUT: tl.constexpr,
 ):
-    """Groups of many tiles: each tile is read for the range (and for the sums), later again to be quantized.
+    """Groups of many tiles, a tile for each program: one pass over them.
 
-    A program takes the next ticket. `items` orders the tickets so that a group is quantized a little after its tiles
-    were read, while they are in L2. A program waits only for tickets before its own, whose programs run already and
-    wait for none behind them: this ends whatever the number of programs that fit on the device.
+    The passes are launches in turn, of which each needs what those before have found: RANGE, then SUM for binary and
+    ternary weights, then ABOVE for ternary ones, then VALUES.
 
-    `items` `[programs, 4]` int32: pass (0 range, 1 sum, 2 sum above the threshold, 3 values), row of the table, group,
-    tile. `marks` int32 `[1 + MARKS * groups]`, the first one the next ticket, and `sums` float64 `[groups, 2]` are
-    zeros.
+    `items` `[programs, 3]` int32: row of the table, group, tile. `marks` int32 `[groups, MARKS]` and `sums` float64
+    `[groups, 2]` are zeros before the first launch.
     """
-    item = items + 4 * tl.atomic_add(marks, 1).to(tl.int64)
-    phase = tl.load(item)
-    index = tl.load(item + 1)
+    item = items + 3 * tl.program_id(0).to(tl.int64)
+    index = tl.load(item)
     row = table + COLUMNS * index.to(tl.int64)
     weight = tl.multiple_of(tl.load(row).to(tl.pointer_type(IN)), ALIGN)
     out = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(OUT)), ALIGN)
     ratios = tl.load(row + 2)
     length = tl.multiple_of(tl.load(row + 3), ALIGN)
     bits = tl.load(row + 5)
-    group = tl.load(item + 2).to(tl.int64)
-    tile = tl.load(item + 3)
-    mark = marks + 1 + MARKS * (group + tl.load(row + 8))
+    group = tl.load(item + 1).to(tl.int64)
+    tile = tl.load(item + 2)
+    mark = marks + MARKS * (group + tl.load(row + 8))
     total = sums + 2 * (group + tl.load(row + 8))
-    tiles = tl.cdiv(length, S)
     c = tile.to(tl.int64) * S + tl.arange(0, S)
     i = group * length + c
     mask = c < length
-    # Before any waiting, so that the load is under way meanwhile.
     x = tl.load(weight + i, mask, 0.0).to(tl.float32)
-    if phase == 0:
+    if PHASE == RANGE:
         tl.atomic_max(mark, tl.max(_positive(x, KIND), 0))
         if KIND != NARROW:
             tl.atomic_max(mark + 1, tl.max(_negative(x), 0))
-        tl.atomic_add(mark + 2, 1, sem="release")
     else:
-        _wait(mark + 2, tiles)
-        hi = tl.load(mark, volatile=True).to(tl.float32, bitcast=True)
-        lo = -tl.load(mark + 1, volatile=True).to(tl.float32, bitcast=True)
-        if phase == 1:
+        hi = tl.load(mark).to(tl.float32, bitcast=True)
+        if PHASE == SUM:
             tl.atomic_add(total, tl.sum(_exact(tl.abs(x), hi, length), 0))
-            tl.atomic_add(mark + 3, 1, sem="release")
-        elif phase == 2:
-            _wait(mark + 3, tiles)
-            above = tl.abs(x) > _threshold(_mean(tl.load(total, volatile=True), length))
+        elif PHASE == ABOVE:
+            above = tl.abs(x) > _threshold(_mean(tl.load(total), length))
             tl.atomic_add(total + 1, tl.sum(tl.where(above, _exact(tl.abs(x), hi, length), 0.0), 0))
-            tl.atomic_add(mark + 5, tl.sum(above.to(tl.int32), 0))
-            tl.atomic_add(mark + 4, 1, sem="release")
+            tl.atomic_add(mark + 2, tl.sum(above.to(tl.int32), 0))
         else:
+            lo = -tl.load(mark + 1).to(tl.float32, bitcast=True)
             ratio = 1.0
             if ratios != 0:
                 ratio = tl.load(ratios.to(tl.pointer_type(tl.float32)) + group)
@@ -388,7 +371,7 @@ def fake_quantize_tiles(
             cut = 0.0
             if KIND == NARROW:
                 if bits <= 2:
-                    scale, cut = _few_levels_of_tiles(total, mark, tiles, length, bits, SCALE)
+                    scale, cut = _few_levels_of_tiles(total, mark, length, bits, SCALE)
             tl.store(flags + index, 1, mask=(tl.abs(scale) <= _LARGEST) == 0)
             layer = tl.load(row + 6)
             seed = tl.load(row + 7)

@@ -5,12 +5,15 @@ around `fully_shard`), offload (the same with parts that are kept on the CPU), h
 reshard (a forward pass leaves parts of another size), zero1, zero2 or zero3; ddp comes first,
 since Accelerate keeps what it was told. Rank 0 writes
 OUT/KIND-CASE.pt: the float weights, the bits, every switch and the losses; for KIND/resume/CASE if a resumed run is
-equal, for KIND/error/CASE what each rank raised. One launch serves many cases: starting takes most of the time.
+equal, for KIND/error/CASE what each rank raised; KIND/killed/CASE dies, and KIND/again/CASE goes on from there. One
+launch serves many cases: starting takes most of the time.
 """
 
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from transformers import (
     set_seed,
 )
 
-from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer
+from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, last_checkpoint
 from moq_hf.model.convert import quant_layers
 from moq_hf.processes import whole, whole_state_dict
 from moq_hf.training.controller import MoQController
@@ -254,21 +257,45 @@ def run(folder: Path, kind: str, case: str) -> dict[str, Any]:
     return found
 
 
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5}
+
+
 def resumed(folder: Path, kind: str, case: str) -> bool:
     """Whether a run that was stopped and resumed ends with the weights of one that was not, bit for bit."""
-    settings = {"save_strategy": "steps", "save_steps": 5}
-    whole = trainer_for(folder / f"{kind}-whole-{case}", kind, case, **settings)
+    # After the last change of bits, or before it.
+    stop = Stop(12 if case == "float_first_adamw" else 7)
+    part = trainer_for(folder / f"{kind}-part-{case}", kind, case, [stop], **SAVING)
+    part.train()
+    return again(folder, kind, case)
+
+
+def again(folder: Path, kind: str, case: str) -> bool:
+    """Whether a run that goes on from the last checkpoint of another ends as one from the beginning does."""
+    whole = trainer_for(folder / f"{kind}-whole-{case}", kind, case, **SAVING)
     whole.train()
     expected = outcome({"model": whole.model, "controller": controller_of(whole), "losses": []})
-    name = f"{kind}-part-{case}"
-    # After the last change of bits, or before it.
-    part = trainer_for(folder / name, kind, case, [Stop(12 if case == "float_first_adamw" else 7)], **settings)
-    part.train()
-    again = trainer_for(folder / name, kind, case, **settings)
-    again.train(resume_from_checkpoint=True)
+    part = folder / f"{kind}-part-{case}"
+    again = trainer_for(part, kind, case, **SAVING)
+    again.train(resume_from_checkpoint=True if last_checkpoint(part) else None)
     found = outcome({"model": again.model, "controller": controller_of(again), "losses": []})
     equal = all(torch.equal(found["weights"][name], value) for name, value in expected["weights"].items())
     return equal and found["bits"] == expected["bits"] and found["history"] == expected["history"]
+
+
+class Die(TrainerCallback):
+    """Kills a process at a moment in a step: what MOQ_DIE says, the rank, the step and seconds after its begin."""
+
+    def __init__(self) -> None:
+        self.rank, self.step, self.seconds = (float(word) for word in os.environ["MOQ_DIE"].split())
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (dist.get_rank(), state.global_step + 1) == (self.rank, self.step):
+            threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def killed(folder: Path, kind: str, case: str) -> None:
+    """Trains until one process dies, for `again` in another launch."""
+    trainer_for(folder / f"{kind}-part-{case}", kind, case, [Die()], **SAVING).train()
 
 
 class Break(TrainerCallback):
@@ -315,7 +342,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for argument in sys.argv[2:]:
         kind, *modes, case = argument.split("/")
-        what = {"resume": resumed, "error": refused}[modes[0]] if modes else run
+        modes_of = {"resume": resumed, "error": refused, "killed": killed, "again": again}
+        what = modes_of[modes[0]] if modes else run
         found = what(folder, kind, case)
         if dist.get_rank() == 0:
             torch.save(found, folder / f"{argument.replace('/', '-')}.pt")
