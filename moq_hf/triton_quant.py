@@ -5,11 +5,12 @@ function needs that. Results are those of `quantizer` on the same device, bit fo
 `kernels.triton`.
 """
 
+import contextlib
 import functools
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,26 +34,100 @@ _LENGTH, _GROUPS, _STEP, _KEEP, _BLEND = 3, 4, 9, 10, 11
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
 
 
-@functools.cache
+class Unusable(RuntimeError):
+    """A kernel could not be launched. The reason is logged, and plain PyTorch computes from then on."""
+
+
+# Devices on which something went wrong.
+_given_up: set[torch.device] = set()
+
+
 def available(device: torch.device) -> bool:
-    """Whether the kernels run on `device`: tried out once, since Triton compiles at the first launch.
+    """Whether the kernels run on `device`, with the numbers of `quantizer`: tried out once in each process.
 
     True for CUDA devices with a working Triton, and for the CPU in Triton's interpreter (TRITON_INTERPRET=1 in the
-    environment before Triton is imported).
+    environment before Triton is imported). Where a kernel cannot be launched, or gives another number, one warning says
+    so, and this is False from then on.
     """
+    return device not in _given_up and _is_right(device)
+
+
+@functools.cache
+def _is_right(device: torch.device) -> bool:
     if device.type not in ("cpu", "cuda") or importlib.util.find_spec("triton") is None:
         return False
     import triton
 
-    if triton.knobs.runtime.interpret != (device.type == "cpu"):
-        return False
-    weight = torch.ones(1, 4, dtype=torch.float32, device=device)
+    return triton.knobs.runtime.interpret == (device.type == "cpu") and passes(device, _differences)
+
+
+def passes(device: torch.device, differences: Callable[[torch.device], Iterable[str]]) -> bool:
+    """Whether a test of kernels finds nothing; if it does, they are given up on the device.
+
+    Args:
+        device: Where to run it.
+        differences: The test: says where a kernel is not what defines its numbers.
+    """
     try:
-        return torch.equal(fake_quantize(weight, 8), weight)
+        found = list(differences(device))
+    except Unusable:
+        return False
+    if found:
+        _give_up(device, f"they give other numbers than plain PyTorch: {'; '.join(found)}")
+    return not found
+
+
+@contextlib.contextmanager
+def launching(device: torch.device) -> Iterator[None]:
+    """Where kernels are launched on a device.
+
+    Raises:
+        Unusable: One could not be. The kernels are given up on the device.
+    """
+    try:
+        # Triton launches on the current device.
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            yield
     except Exception as error:
         # Triton raises what its compiler, the C compiler that it calls, or the driver raise.
-        logger.info("no Triton kernels on %s: %s: %s", device, type(error).__name__, error)
-        return False
+        _give_up(device, f"{type(error).__name__}: {error}")
+        raise Unusable(str(error)) from error
+
+
+def _give_up(device: torch.device, reason: str) -> None:
+    if device not in _given_up:
+        _given_up.add(device)
+        logger.warning(
+            "moq_hf: the Triton kernels are not used on %s, plain PyTorch computes in their place: %s", device, reason
+        )
+
+
+def same_bits(found: Tensor, expected: Tensor, name: str) -> Iterator[str]:
+    """Says how a kernel's numbers differ from those that define them, if they do: bits count, but of NaN and zero."""
+    wrong = (found != expected) & ~(found.isnan() & expected.isnan())
+    if found.is_floating_point():
+        wrong |= (found == 0) & (expected == 0) & (found.signbit() != expected.signbit())
+    if bool(wrong.any()):
+        largest = (found.double() - expected.double()).abs()[wrong].max()
+        yield f"{name}: {int(wrong.sum())} of {found.numel()}, the largest by {float(largest):.3g}"
+
+
+def _differences(device: torch.device) -> Iterator[str]:
+    """Where a kernel is not `quantizer`, over odd shapes: whole groups, groups of many tiles, clipping ratios."""
+    generator = torch.Generator().manual_seed(0)
+    every = [(8, Grid()), (3, Grid()), (2, Grid()), (1, Grid())]
+    others = [(4, Grid(full=True)), (4, Grid(symmetric=False)), (8, Grid(stochastic=True))]
+    for shape, modes in (((5, 33), every + others), ((3, WHOLE // 2 - 1), every)):
+        weight = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
+        jobs = [Job(weight, torch.empty_like(weight, dtype=torch.bfloat16), *mode) for mode in modes]
+        Batch(jobs).run()
+        for job in jobs:
+            expected = quantizer.fake_quantize(weight, job.bits, job.grid, draw=job.draw, dtype=torch.bfloat16)
+            yield from same_bits(job.out, expected, f"{job.bits} bits, {list(shape)}")
+    weight = weight[:, :99].contiguous()
+    for grid in (Grid(), Grid(symmetric=False)):
+        found, expected = (search(weight, 4, grid) for search in (_searched, quantizer.least_squares_ratio))
+        yield from same_bits(found, expected, "clipping ratios")
 
 
 class Job(NamedTuple):
@@ -104,8 +179,12 @@ class Batch:
         self._copied: torch.cuda.Event | None = None
 
     def run(self) -> None:
-        """Quantize every weight from what it is now."""
-        with on_device(self.device):
+        """Quantize every weight from what it is now.
+
+        Raises:
+            Unusable: A kernel could not be launched. The results are not complete then.
+        """
+        with launching(self.device):
             for _, part in self._parts:
                 part.run()
         # Autograd cannot see what a kernel writes: a backward pass through an older result must fail as ever.
@@ -217,7 +296,7 @@ def fake_quantize(
 ) -> Tensor:
     """`quantizer.fake_quantize` on a device where the kernels are `available`; same arguments and results.
 
-    A `Batch` saves the preparation.
+    A `Batch` saves the preparation. Where a kernel cannot be launched, `quantizer` computes.
 
     Raises:
         ValueError: Bits, grid or ratio do not fit the weight.
@@ -225,16 +304,28 @@ def fake_quantize(
     weight = weight.detach().contiguous()
     if out is None:
         out = torch.empty_like(weight, dtype=dtype or weight.dtype)
-    Batch([Job(weight, out, bits, grid, ratio, draw, blend)]).run()
+    try:
+        Batch([Job(weight, out, bits, grid, ratio, draw, blend)]).run()
+    except Unusable:
+        return quantizer.fake_quantize(weight, bits, grid, ratio=ratio, draw=draw, blend=blend, dtype=dtype, out=out)
     return out
 
 
 def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
     """`quantizer.least_squares_ratio` on a device where the kernels are `available`: two launches.
 
+    Where a kernel cannot be launched, `quantizer` computes.
+
     Raises:
         ValueError: Bits or groups do not fit, or the grid is ternary or binary.
     """
+    try:
+        return _searched(weight, bits, grid)
+    except Unusable:
+        return quantizer.least_squares_ratio(weight, bits, grid)
+
+
+def _searched(weight: Tensor, bits: int, grid: Grid) -> Tensor:
     shape = quantizer.check_search(weight, bits, grid)
     kernels = load_kernels()
     weight = weight.detach().contiguous()
@@ -248,7 +339,7 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
     ratios = _ratios(weight.device)
     tile = {"KIND": kind_of(grid, bits), "R": rows, "S": columns, "enable_fp_fusion": False}
     scale = _triton_type(grid.scale_dtype)
-    with on_device(weight.device):
+    with launching(weight.device):
         kernels.group_ranges[programs](weight, cells, length, count, **tile)
         kernels.ratio_errors[programs](
             weight, cells, ratios, sums, length, count, bits, COUNT=len(ratios), SCALE=scale, **tile
@@ -263,12 +354,6 @@ def load_kernels() -> Any:
     from .kernels import triton
 
     return triton
-
-
-def on_device(device: torch.device) -> Any:
-    """The device on which Triton launches."""
-    # Triton launches on the current device.
-    return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
 def _triton_type(name: str) -> Any:

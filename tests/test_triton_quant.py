@@ -4,6 +4,7 @@ The interpreter must be chosen before Triton is imported, so those tests run in 
 `test_in_triton_s_interpreter` starts.
 """
 
+import copy
 import importlib.util
 import inspect
 import itertools
@@ -528,16 +529,106 @@ def test_a_file_that_asks_for_kernels_trains_without_them(tiny_bert: BertForSequ
         assert len(notes) == count and all("plain PyTorch gives the same numbers" in note for note in notes)
 
 
-def test_a_broken_triton_is_no_kernel(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(*args: Any) -> None:
-        raise RuntimeError("Failed to find C compiler")
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that were not tried out yet, and no word of what a test comes to afterwards."""
+    monkeypatch.setattr(triton_quant, "_given_up", set())
+    tried = (triton_quant._is_right, packing._is_right)
+    for each in tried:
+        each.cache_clear()
+    yield
+    for each in tried:
+        each.cache_clear()
 
-    monkeypatch.setattr(triton_quant, "fake_quantize", broken)
-    device = torch.device("cpu") if INTERPRETED or not torch.cuda.is_available() else DEVICE
-    with caplog.at_level(logging.INFO, "moq_hf"):
-        assert not triton_quant.available.__wrapped__(device)
-    if INTERPRETED or torch.cuda.is_available():
-        assert "Failed to find C compiler" in caplog.text
+
+class Broken:
+    """Kernels of which some cannot be launched."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def __getattr__(self, name: str) -> Any:
+        from moq_hf.kernels import triton as kernels
+
+        return {} if name in self.names else getattr(kernels, name)
+
+
+@on_device
+@pytest.mark.parametrize("name", ["fake_quantize_groups", "fake_quantize_tiles", "group_ranges", "ratio_errors"])
+def test_a_kernel_that_cannot_be_launched_is_found_at_first_use(
+    name: str, untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(triton_quant, "load_kernels", lambda: Broken(name))
+    for _ in range(2):
+        assert not triton_quant.available(DEVICE) and not packing.available(DEVICE)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "the Triton kernels are not used on" in record.message and "KeyError" in record.message
+
+
+@on_device
+@pytest.mark.parametrize("name", ["pack_codes", "unpack_codes", "packed_matmul"])
+def test_of_packing_too(
+    name: str, untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert triton_quant.available(DEVICE)
+    monkeypatch.setattr(packing, "load_kernels", lambda: Broken(name))
+    assert not packing.available(DEVICE) and len(caplog.records) == 1
+    codes = torch.randint(-8, 8, (3, 45), dtype=torch.int32, device=DEVICE)
+    assert torch.equal(packing.unpack(packing.pack(codes, 4), 4, 45), codes)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="compiled kernels have their constants in them")
+@pytest.mark.parametrize(
+    ("constant", "value", "text"),
+    [
+        ("_MAGIC", 0.0, "8 bits, [5, 33]"),
+        ("_TINY", 1.0, "2 bits, [5, 33]"),
+        ("_ABS", 0x7F0FFFFF, "[3, 8191]"),
+    ],
+)
+def test_a_wrong_constant_is_found_at_first_use(
+    constant: str,
+    value: float,
+    text: str,
+    untried: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from triton import language
+
+    from moq_hf.kernels import triton as kernels
+
+    monkeypatch.setattr(kernels, constant, language.constexpr(value))
+    assert not triton_quant.available(DEVICE)
+    (record,) = caplog.records
+    assert "they give other numbers than plain PyTorch" in record.message and text in record.message
+
+
+@on_device
+def test_a_launch_that_fails_within_a_run_leaves_it_to_pytorch(
+    untried: None,
+    tiny_bert: BertForSequenceClassification,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain, run = (copy.deepcopy(tiny_bert.to(DEVICE)) for _ in range(2))
+    controllers = [MoQController(plain, moq(quantizer_kernel=False)), MoQController(run, moq(quantizer_kernel=True))]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, run)]
+    for step in range(4):
+        if step == 2:
+            assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+            monkeypatch.setattr(triton_quant, "load_kernels", lambda: Broken("fake_quantize_groups", "group_ranges"))
+        for model, controller, optimizer in zip((plain, run), controllers, optimizers, strict=True):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter) * 1e-3
+            optimizer.step()
+            controller.step()
+    ends = [[layer.quantized_weight() for layer in controller.layers.values()] for controller in controllers]
+    assert all(same_bits(a, b) for a, b in zip(*ends, strict=True))
+    (record,) = [record for record in caplog.records if "Triton" in record.message]
+    assert record.levelno == logging.WARNING and "plain PyTorch computes in their place" in record.message
+    assert not triton_quant.available(DEVICE)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing of it is of the interpreter")

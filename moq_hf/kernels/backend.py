@@ -79,12 +79,12 @@ def triton_wanted(device: torch.device, kernel: bool | None) -> bool:
 
 def multiplies_packed(input: Tensor) -> bool:
     """Whether a kernel unpacks weights while it multiplies `input` with them."""
-    return input.dtype in (torch.float16, torch.bfloat16) and triton_quant.available(input.device)
+    return input.dtype in (torch.float16, torch.bfloat16) and packing.available(input.device)
 
 
 def keeps_packed(bits: int, device: torch.device) -> bool:
     """Whether weights of `bits` stay packed in memory on a device."""
-    return bits in packing.PACKED_BITS and triton_quant.available(device)
+    return bits in packing.PACKED_BITS and packing.available(device)
 
 
 def _fits_triton(weight: Tensor, dtype: torch.dtype) -> bool:

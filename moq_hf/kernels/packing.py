@@ -1,14 +1,50 @@
 """Packed codes on a device, and products with them."""
 
+import contextlib
+import functools
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ..triton_quant import available, load_kernels, on_device, power_of_two
+from .. import quantizer, triton_quant
+from ..triton_quant import Unusable, launching, load_kernels, passes, power_of_two
 
 PACKED_BITS = (2, 4, 8)
 _WORD = 32
+
+
+def available(device: torch.device) -> bool:
+    """Whether the kernels of this module run on `device`, with the right numbers; as `triton_quant.available`."""
+    return triton_quant.available(device) and _is_right(device)
+
+
+@functools.cache
+def _is_right(device: torch.device) -> bool:
+    return passes(device, _differences)
+
+
+def _differences(device: torch.device) -> Iterator[str]:
+    """Where packing is not that of plain PyTorch, and a product too far from the right one, over odd shapes."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-8, 8, (33, 45), generator=generator, dtype=torch.int32, device="cpu").to(device)
+    for bits, some in ((4, codes), (3, codes.clamp(-4, 3))):
+        words = _pack_in_torch(some, bits)
+        yield from triton_quant.same_bits(_pack(some, bits), words, f"packing at {bits} bits")
+        yield from triton_quant.same_bits(_unpack(words, bits, 45), some, f"unpacking at {bits} bits")
+    words = _pack_in_torch(codes, 4)
+    for rows, groups in ((1, 1), (17, 3)):
+        x = torch.randn(rows, 45, generator=generator, dtype=torch.float32, device="cpu").to(device, torch.bfloat16)
+        scale = torch.rand(33, groups, generator=generator, dtype=torch.float32, device="cpu").to(device)
+        weight = quantizer.dequantize(codes, scale, None)
+        weight = (weight if groups == 1 else weight.to(x.dtype)).cpu().double()
+        exact, size = (y.cpu().double() @ w.T for y, w in ((x, weight), (x.abs(), weight.abs())))
+        # One rounding to bfloat16, and float32's of each of the 45 sums.
+        allowed = exact.abs() * 2.0**-8 + 45 * size * 2.0**-23
+        error = (packed_linear(x, words, 4, scale).cpu().double() - exact).abs()
+        if bool((error > allowed).any()):
+            yield f"products of {rows} rows: off by up to {float((error - allowed).max()):.3g} more than rounding"
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -25,16 +61,27 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         ValueError: Other bits, or codes that are not an int32 matrix.
     """
     _check_packing(codes, bits)
+    if available(codes.device):
+        with contextlib.suppress(Unusable):
+            return _pack(codes, bits)
+    return _pack_in_torch(codes, bits)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
     rows, columns = codes.shape
     width = packed_width(columns, bits)
-    if available(codes.device):
-        words = torch.empty(rows, width, dtype=torch.int32, device=codes.device)
-        total = words.numel()
-        with on_device(codes.device):
-            load_kernels().pack_codes[(math.ceil(total / 256),)](
-                codes.contiguous(), words, columns, width, total, BITS=bits, S=256
-            )
-        return words
+    words = torch.empty(rows, width, dtype=torch.int32, device=codes.device)
+    total = words.numel()
+    with launching(codes.device):
+        load_kernels().pack_codes[(math.ceil(total / 256),)](
+            codes.contiguous(), words, columns, width, total, BITS=bits, S=256
+        )
+    return words
+
+
+def _pack_in_torch(codes: Tensor, bits: int) -> Tensor:
+    rows, columns = codes.shape
+    width = packed_width(columns, bits)
     stored = codes + 2 ** (bits - 1)
     if _WORD % bits == 0:
         # No code lies in two words.
@@ -63,19 +110,29 @@ def unpack(words: Tensor, bits: int, columns: int) -> Tensor:
         ValueError: Other bits, or words that do not hold that many columns.
     """
     _check_packing(words, bits)
-    rows, width = words.shape
+    width = words.shape[1]
     if width != packed_width(columns, bits):
         raise ValueError(
             f"{columns} columns of {bits} bits take {packed_width(columns, bits)} words a row, there are {width}"
         )
     if available(words.device):
-        codes = torch.empty(rows, columns, dtype=torch.int32, device=words.device)
-        total = codes.numel()
-        with on_device(words.device):
-            load_kernels().unpack_codes[(math.ceil(total / 1024),)](
-                words.contiguous(), codes, columns, width, total, BITS=bits, S=1024
-            )
-        return codes
+        with contextlib.suppress(Unusable):
+            return _unpack(words, bits, columns)
+    return _unpack_in_torch(words, bits, columns)
+
+
+def _unpack(words: Tensor, bits: int, columns: int) -> Tensor:
+    codes = torch.empty(len(words), columns, dtype=torch.int32, device=words.device)
+    total = codes.numel()
+    with launching(words.device):
+        load_kernels().unpack_codes[(math.ceil(total / 1024),)](
+            words.contiguous(), codes, columns, words.shape[1], total, BITS=bits, S=1024
+        )
+    return codes
+
+
+def _unpack_in_torch(words: Tensor, bits: int, columns: int) -> Tensor:
+    rows = len(words)
     if _WORD % bits == 0:
         found = (words.unsqueeze(2) >> _shifts(bits, words.device)).bitwise_and_(2**bits - 1)
         return found.view(rows, -1)[:, :columns].sub(2 ** (bits - 1))
@@ -116,6 +173,7 @@ def packed_linear(
 
     Raises:
         ValueError: Other bits or dtypes, or shapes that do not fit each other.
+        Unusable: The kernel could not be launched.
     """
     _check_product(x, words, bits, scale, zero_point, bias)
     columns, rows = x.shape[-1], words.shape[0]
@@ -127,7 +185,7 @@ def packed_linear(
         tile_n = 64 if tile_m > 16 and scale.shape[1] == 1 else 32
         scale = scale.to(torch.float32).contiguous()
         zeros = None if zero_point is None else zero_point.to(torch.int32).contiguous()
-        with on_device(x.device):
+        with launching(x.device):
             load_kernels().packed_matmul[(math.ceil(len(flat) / tile_m), math.ceil(rows / tile_n))](
                 flat,
                 words.contiguous(),

@@ -108,7 +108,13 @@ class Refresher:
             for layer in layers:
                 layer.check_unwritten()
             batch.update([layer.moq.draw.step for layer in layers], [layer.moq.blend for layer in layers])
-            batch.run()
+            try:
+                batch.run()
+            except triton_quant.Unusable:
+                # From now on they are not available: what is left, and what was cut off, is for the other paths.
+                self._make_batches()
+                self.refresh()
+                return
             for layer in layers:
                 layer.mark_fresh()
                 layer.keep(cast(Tensor, layer.moq.weight))

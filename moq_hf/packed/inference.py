@@ -1,5 +1,6 @@
 """Inference with packed weights: `load_packed` and the layer that it puts into the model."""
 
+import contextlib
 import os
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from ..errors import MoQError
 from ..kernels import packing
 from ..kernels.backend import keeps_packed, multiplies_packed
 from ..transformers_seams import is_packed_layer, keep_packed, unpack_layer
+from ..triton_quant import Unusable
 
 
 class PackedLinear(nn.Module):
@@ -57,7 +59,8 @@ class PackedLinear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the weight, plus the bias."""
         if multiplies_packed(input):
-            return packing.packed_linear(input, self.words, self.bits, self.scale, self.zero_point, self.bias)
+            with contextlib.suppress(Unusable):
+                return packing.packed_linear(input, self.words, self.bits, self.scale, self.zero_point, self.bias)
         return F.linear(input, self.dequantize(input.dtype), self.bias)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
