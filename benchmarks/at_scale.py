@@ -173,7 +173,7 @@ class Account(TorchDispatchMode):
             self.of[f"all_reduces of {self.place}"] += 1
             return
         else:
-            raise NotImplementedError(f"{name} is not counted yet")
+            raise ValueError(f"{name} is not counted")
         self.of["peak"] = max(self.of["peak"], self.held())
 
     def held(self) -> int:
