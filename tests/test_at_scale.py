@@ -35,7 +35,7 @@ def test_what_is_counted_is_what_shapes_give() -> None:
     """Without a simulation: bf16 in two gatherings of each block and one of the rest, padded to equal parts."""
     for line in DOCUMENT["results"]:
         shape, ranks = at_scale.MODELS[line["model"]], line["shards"]
-        hidden, inner, blocks = (shape[f"{key}"] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+        hidden, inner, blocks = (shape[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
         kv = hidden * shape["num_key_value_heads"] // shape["num_attention_heads"]
         sizes = [(hidden, hidden)] * 2 + [(kv, hidden)] * 2 + [(inner, hidden)] * 2 + [(hidden, inner)]
         rest = [(shape["vocab_size"], hidden)] * 2 + [(hidden, 1)]
@@ -43,7 +43,8 @@ def test_what_is_counted_is_what_shapes_give() -> None:
         def padded(size: tuple[int, int], ranks: int = ranks) -> int:
             return -(-size[0] // ranks) * ranks * size[1]
 
-        codes, scales, floats = 0, 0, 2 * (hidden, 1)[0]
+        # Two norms.
+        codes, scales, floats = 0, 0, 2 * hidden
         for size in sizes:
             if line["arm"] == "packed" and size[0] % ranks == 0:
                 codes += size[0] * size[1] * line["bits"] // 8
