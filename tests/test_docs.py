@@ -126,6 +126,9 @@ ADDED = {
     "benchmarks/sharding.py": shlex.split(
         "--processes 2 --blocks 1 --hidden 64 --dtypes float32 --arms float/32 packed/4 --out sharding.json"
     ),
+    "benchmarks/at_scale.py": shlex.split(
+        "--check --models 7B --meshes 1x512 --arms float/32/per_channel --out at_scale.json"
+    ),
     "benchmarks/triton_quant.py": shlex.split(
         "--hidden 64 --layers 1 --repeats 1 --no-compile --out triton_quant.json"
     ),
