@@ -131,11 +131,29 @@ def quantize(
     >>> quantize(torch.tensor([[0.5, -1.0, 0.25]]), 3).codes
     tensor([[ 2, -3,  1]], dtype=torch.int32)
     """
+    found = quantize_unchecked(weight, bits, grid, ratio=ratio, draw=draw, first=first)
+    if not bool(torch.isfinite(found.scale).all()):
+        raise ValueError("weight holds NaN or Inf (or spans more than float32 can hold)")
+    return found
+
+
+def quantize_unchecked(
+    weight: Tensor,
+    bits: int,
+    grid: Grid = _DEFAULT,
+    *,
+    ratio: Tensor | None = None,
+    draw: Draw = _FIRST,
+    first: int = 0,
+) -> Quantized:
+    """`quantize` without a look at the scales, for which it waits for the device: of NaN or Inf they are not finite.
+
+    Raises:
+        ValueError: Bits, grid or ratio do not fit the weight.
+    """
     shape = check(weight, bits, grid, ratio)
     x = _grouped(weight, shape)
     codes, scale, zero = codes_of(x, bits, grid, ratio, _noise(x, grid, draw, first), torch.empty_like(x))
-    if not bool(torch.isfinite(scale).all()):
-        raise ValueError("weight holds NaN or Inf (or spans more than float32 can hold)")
     return Quantized(
         codes.to(torch.int32).reshape(weight.shape),
         scale.reshape(shape),

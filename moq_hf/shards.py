@@ -147,19 +147,20 @@ class Shard:
     def quantize(self, weight: Tensor, bits: int, grid: Grid, ratio: Tensor | None, draw: Draw) -> quantizer.Quantized:
         """The part of what `quantizer.quantize` makes of the whole, where no group lies across a border.
 
+        A part that holds NaN or Inf has scales that are not finite: an error in one process would leave the others
+        waiting.
+
         Args:
             weight: The part, in the layout of the weight.
             bits: Bit width, 1 to 16.
             grid: Of the whole.
             ratio: Clipping ratios of the whole.
             draw: The random numbers of stochastic rounding.
-
-        Raises:
-            ValueError: The weight holds NaN or Inf.
         """
         own = cast(Grid, self.own_grid(grid))
         ratio = None if ratio is None else self.part_of(ratio, grid)
-        return quantizer.quantize(self._matrix(weight), bits, own, ratio=ratio, draw=draw, first=self._first_element)
+        how: dict[str, Any] = {"ratio": ratio, "draw": draw, "first": self._first_element}
+        return quantizer.quantize_unchecked(self._matrix(weight), bits, own, **how)
 
     def least_squares_ratio(self, weight: Tensor, bits: int, grid: Grid, kernel: bool | None = None) -> Tensor:
         """`quantizer.least_squares_ratio` of the whole; all processes must ask.

@@ -172,6 +172,15 @@ def test_the_table_in_the_docs_is_that_of_the_results() -> None:
     assert {row.get("resumed_equal", True) for row in results} == {True}
 
 
+def test_killed_runs_of_several_processes_end_as_the_page_says() -> None:
+    lines = (ROOT / "benchmarks" / "results" / "kills_sharded.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert all(line["died"] and line["equal"] and line["kind"] == "fsdp2" for line in found)
+    assert {line["processes"] for line in found} == {2, 4}
+    page = " ".join((ROOT / "docs" / "evidence" / "accidents.md").read_text().split())
+    assert f"All {len(found)} runs that went on from the last checkpoint" in page
+
+
 class FullyShardedDataParallel(nn.Sequential):
     """By its name FSDP1."""
 
