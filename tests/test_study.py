@@ -231,6 +231,20 @@ def test_what_2_bits_are_ahead_of_is_what_was_measured(groups: str, name: str, s
     assert says.format(ahead.removeprefix("+")) in " ".join(page.split())
 
 
+def test_mixed_bits_are_as_far_ahead_of_3_bits_throughout_as_was_measured() -> None:
+    text = (tiny_glue.ROOT / "benchmarks" / "results" / "glue_study.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    means = report_study.average(report_study.rows("budgets", lines), glue_plans.PLANS["budgets"].tasks)
+    scores = {row.arm.name: row.scores for row in means if row.arm.bits == 3}
+    page = (tiny_glue.ROOT / "docs" / "evidence" / "recipes.md").read_text(encoding="utf-8")
+    divergence, trace = (
+        report_study.paired(scores[f"3 bits on average by {measure}, float first"], scores["basic QAT, float first"])
+        for measure in ("divergence", "trace")
+    )
+    says = f"Chosen by divergences they end {divergence} points above it on average, by traces {trace}."
+    assert says.replace("+", "") in " ".join(page.split())
+
+
 def test_every_plan_is_sound() -> None:
     for plan in glue_plans.PLANS.values():
         keys = [Run(arm, task, 1).key() for arm in plan.arms for task in plan.tasks]
