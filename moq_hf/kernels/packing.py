@@ -157,8 +157,7 @@ def packed_linear(
 ) -> Tensor:
     """Multiply x by the transposed packed weight and add the bias; the weight is unpacked in the kernel, tile by tile.
 
-    Sums are float32. With one scale a row the integers are multiplied and the sum is scaled; else the weight is rounded
-    to the dtype of x.
+    Sums are float32. With one scale a row the integers are multiplied, else the weight rounded to the dtype of x.
 
     Args:
         x: float16 or bfloat16 `[..., in_features]`, on a device where the kernels are `available`.
@@ -180,7 +179,7 @@ def packed_linear(
     flat = x.reshape(-1, columns).contiguous()
     y = torch.empty(len(flat), rows, dtype=x.dtype, device=x.device)
     if y.numel():
-        # tl.dot takes no less than 16 rows; few of them leave the time to the loads of the weight.
+        # tl.dot takes no less than 16 rows.
         tile_m = min(64, max(16, power_of_two(len(flat))))
         tile_n = 64 if tile_m > 16 and scale.shape[1] == 1 else 32
         scale = scale.to(torch.float32).contiguous()

@@ -8,7 +8,7 @@ import torch
 
 from moq_hf import quantizer, triton_quant
 from moq_hf.grid import Grid, RowBlocks
-from moq_hf.kernels import backend, cpu
+from moq_hf.kernels import backend, cpu, packing
 
 TASKS: tuple[Any, ...] = ("weight", "model", "search")
 without_triton = pytest.mark.skipif(
@@ -58,11 +58,13 @@ def test_tensors_without_memory_take_the_definition() -> None:
 
 
 def test_packed_weights_stay_packed_where_a_kernel_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_quant, "available", lambda device: True)
+    for kernels in (triton_quant, packing):
+        monkeypatch.setattr(kernels, "available", lambda device: True)
     device = torch.device("cpu")
     assert [bits for bits in range(1, 9) if backend.keeps_packed(bits, device)] == [2, 4, 8]
     assert backend.multiplies_packed(torch.ones(2, dtype=torch.float16))
     assert not backend.multiplies_packed(torch.ones(2))
     assert backend.triton_wanted(device, None) and not backend.triton_wanted(device, False)
-    monkeypatch.setattr(triton_quant, "available", lambda device: False)
+    for kernels in (triton_quant, packing):
+        monkeypatch.setattr(kernels, "available", lambda device: False)
     assert not backend.keeps_packed(4, device) and not backend.triton_wanted(device, True)
