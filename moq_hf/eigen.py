@@ -377,8 +377,8 @@ def check_blocks(losses: Sequence[Loss], blocks: Mapping[str, Sequence[Tensor]],
     """Check what is to be measured.
 
     Raises:
-        MoQError: No losses or blocks, a block without parameters, with one that requires no gradient or is sharded, or
-            for differences of gradients one of fewer bits than float32.
+        MoQError: No losses or blocks, a block without parameters, with one that requires no gradient or is sharded,
+            whole blocks beside sharded ones, or for differences of gradients one of fewer bits than float32.
     """
     if not losses:
         raise MoQError("no loss: give one, or one per batch")
@@ -392,6 +392,12 @@ def check_blocks(losses: Sequence[Loss], blocks: Mapping[str, Sequence[Tensor]],
             raise MoQError(f"block {name!r} has {frozen} parameters that require no gradient; see `measuring`")
         if isinstance(space_of(parameters), ShardedSpace) and not finite_difference:
             raise MoQError(f"block {name!r} has sharded parameters (FSDP2): take differences of gradients")
+    in_whole = [name for name, parameters in blocks.items() if not isinstance(space_of(parameters), ShardedSpace)]
+    if 0 < len(in_whole) < len(blocks):
+        raise MoQError(
+            f"blocks {', '.join(in_whole)} are whole in each process, and others are sharded (FSDP2): their gradients "
+            "are of one process alone; give all blocks to fully_shard, or none"
+        )
     half = [name for name, parameters in blocks.items() if any(p.dtype.itemsize < 4 for p in parameters)]
     if finite_difference and half:
         raise MoQError(

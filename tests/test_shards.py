@@ -1,5 +1,6 @@
 """Weights that engines take apart are quantized as whole ones are: in parts, or where they are whole."""
 
+import copy
 import gc
 import importlib
 import json
@@ -14,13 +15,16 @@ import torch
 from repo import HELPERS, ROOT
 from torch import Tensor, nn
 
-from moq_hf import MoQError, processes, quantize_model
+from moq_hf import MoQConfig, MoQError, processes, quantize_model
+from moq_hf.eigen import block_eigenvalues
 from moq_hf.engine_seams import ZERO_3, ZERO_3_SHAPE
 from moq_hf.gathering import gather_quantized
 from moq_hf.model.convert import quant_layers
 from moq_hf.processes import whole
 from moq_hf.quant_linear import QuantLayer
 from moq_hf.schedule import FLOAT_BITS
+from moq_hf.training.controller import MoQController
+from moq_hf.training.measuring import measuring
 
 
 def test_parts_are_quantized_as_the_whole_is(tmp_path: Path) -> None:
@@ -147,6 +151,55 @@ def test_nan_in_a_sharded_weight_is_found_where_it_is_quantized(alone: None) -> 
     # As a weight that is whole: what is not quantized is not looked at.
     quantized.set_bits(FLOAT_BITS)
     assert not quantized.nonfinite()
+
+
+def sharded_pair(only_first: bool) -> tuple[nn.Sequential, nn.Sequential]:
+    """Two equal models, of which FSDP2 shards the second, or its first layer alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(1)
+    plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+    wrapped = copy.deepcopy(plain)
+    fully_shard(wrapped[0] if only_first else wrapped, mesh=init_device_mesh("cpu", (1,)))
+    return plain, wrapped
+
+
+def test_a_pass_after_a_switch_has_the_new_bits_whatever_was_left_gathered(alone: None) -> None:
+    """FSDP2 keeps the root's weights after a pass without a backward pass, as an evaluation makes it."""
+    config = MoQConfig.load(
+        {
+            "quantize_bits": {"start_bits": 4, "target_bits": 3},
+            "quantize_schedule": {"quantize_period": 1, "schedule_offset": 1},
+        }
+    )
+    inputs = torch.randn(4, 6)
+    models = sharded_pair(only_first=False)
+    controllers = [MoQController(model, config) for model in models]
+    for _ in range(3):
+        with torch.no_grad():
+            assert torch.equal(*(model(inputs) for model in models))
+        for controller in controllers:
+            controller.step()
+    assert torch.equal(*(model(inputs) for model in models))
+
+
+def test_whole_weights_beside_shards_are_measured_as_they_are(alone: None) -> None:
+    config = {"quantize_bits": {"start_bits": 3, "target_bits": 3}}
+    inputs = torch.randn(4, 6)
+    plain, wrapped = (quantize_model(model, config) for model in sharded_pair(only_first=True))
+    weights = [whole(p).clone() for p in wrapped.parameters()]
+    with measuring(wrapped, {}):
+        assert torch.equal(wrapped(inputs), plain(inputs))
+    assert all(torch.equal(whole(p), before) for p, before in zip(wrapped.parameters(), weights, strict=True))
+    assert torch.equal(wrapped(inputs), plain(inputs))
+
+
+def test_whole_blocks_beside_sharded_ones_have_no_common_gradient(alone: None) -> None:
+    model = sharded_pair(only_first=True)[1]
+    blocks = {name: list(layer.parameters()) for name, layer in model.named_children()}
+    with pytest.raises(MoQError, match=r"^blocks 1, 2 are whole in each process, and others are sharded"):
+        block_eigenvalues(lambda: model(torch.ones(1, 6)).square().sum(), blocks, finite_difference=True)
 
 
 def test_what_cannot_be_trained_in_parts_is_one_error(alone: None) -> None:

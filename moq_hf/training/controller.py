@@ -27,6 +27,7 @@ from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..version import __version__
 from . import messages
 from .choice import Choice, Chooser
+from .measuring import gather_again
 from .ratios import decode, encode
 from .resume import STATE_VERSION, changes, check_state, load_schedule, what_counts
 from .sensitivity import Sensitivity
@@ -259,6 +260,8 @@ class MoQController:
                 layer.moq.blend = blend[block]
                 if layer.moq.inputs is not None:
                     layer.moq.inputs.active = rounds_inputs
+        # What a forward pass without a backward pass has left gathered is of before.
+        gather_again(self.model)
         self._refresher.refresh()
         gather_quantized(self.model, {**self.layers, **self.embeddings}.values())
         self._refresher.check_finite(wait=wait)

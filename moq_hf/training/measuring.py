@@ -176,7 +176,8 @@ def _in_shards(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
         raise MoQError("a weight that two layers quantize differently cannot be measured while FSDP2 shards it")
     gatherings = [layer.moq.gathering for layer in layers if layer.moq.gathering is not None]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    values = [layer.own_part(torch.float32) for layer in layers]
+    # Beside sharded weights there may be whole ones: `ignored_params`, or modules that are not wrapped.
+    values = [memory_of(layer.quantized_copy(torch.float32)) for layer in layers]
     floats = [memory_of(weight).clone() for weight in weights]
     with contextlib.ExitStack() as stack:
         for gathering in gatherings:

@@ -202,8 +202,8 @@ class Sensitivity:
         Raises:
             MoQError: It cannot; see `check_second_derivative`. Or its answers are not to be had.
         """
-        few = [part_of(batch, 0, 2) for batch in self._batches(1)]
-        if self._checked or not few:
+        few = [] if self._checked else [part_of(batch, 0, 2) for batch in self._batches(1)]
+        if not few:
             return
         self._checked = True
         with measuring(self.model, self.blocks) as blocks:
