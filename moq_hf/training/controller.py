@@ -260,8 +260,9 @@ class MoQController:
                 layer.moq.blend = blend[block]
                 if layer.moq.inputs is not None:
                     layer.moq.inputs.active = rounds_inputs
-        # What a forward pass without a backward pass has left gathered is of before.
-        gather_again(self.model)
+        if any(layer.moq.sharded is not None for layer in self.layers.values()):
+            # What a forward pass without a backward pass has left gathered is of before.
+            gather_again(self.model)
         self._refresher.refresh()
         gather_quantized(self.model, {**self.layers, **self.embeddings}.values())
         self._refresher.check_finite(wait=wait)
