@@ -332,14 +332,16 @@ class Graph(contextlib.AbstractContextManager["Graph"]):
         return flat(found, parameters)
 
 
-def check_second_derivative(loss: Loss, parameters: Iterable[Tensor], *, finite_difference: bool = False) -> None:
+def check_second_derivative(
+    losses: Sequence[Loss], parameters: Iterable[Tensor], *, finite_difference: bool = False
+) -> None:
     """Compare a product along a random direction with differences of gradients, taken over two steps.
 
     A kernel whose gradient autograd does not record (Liger's, some attention kernels) makes products wrong in silence.
     At the kinks of a loss (ReLU, top-k routing) it is the differences that are wrong, and depend on their step.
 
     Args:
-        loss: Gives the loss, a scalar, each time the same for the same parameters.
+        losses: Give the loss, a scalar, each time the same for the same parameters; their mean counts.
         parameters: Of one block.
         finite_difference: Check only that differences mean something.
 
@@ -351,7 +353,7 @@ def check_second_derivative(loss: Loss, parameters: Iterable[Tensor], *, finite_
     vector, space = _start(parameters, 0)
     vector /= space.norm(vector)
     step = DIFFERENCE / space.largest(vector)
-    wide, narrow = (space.product([loss], vector, h) for h in (step, step / 2))
+    wide, narrow = (space.product(losses, vector, h) for h in (step, step / 2))
     # Gradients below 1e-6 are rounding; among themselves differences agree to 1 %, with the product to 2 %.
     apart, length = float(space.norm(wide - narrow)), float(space.norm(narrow))
     if finite_difference:
@@ -362,8 +364,10 @@ def check_second_derivative(loss: Loss, parameters: Iterable[Tensor], *, finite_
                 'take second derivatives, or of sharded weights a sensitivity.measure without any: "loss", "divergence"'
             )
         return
-    with Graph(loss, {"": parameters}) as graph:
-        exact = graph.product("", vector)
+    exact = torch.zeros_like(vector)
+    for one in losses:
+        with Graph(one, {"": parameters}) as graph:
+            exact += graph.product("", vector) / len(losses)
     error, length = float((wide - exact).norm()), float(exact.norm())
     if error > 0.05 * length + 1e-6 and apart < 0.1 * error:
         raise MoQError(

@@ -246,10 +246,10 @@ def test_a_loss_that_cannot_be_differentiated_twice_is_told_and_measured_by_diff
 
 def test_a_second_derivative_that_is_wrong_in_silence_is_noticed() -> None:
     x = nn.Parameter(torch.tensor([1.0, -2.0]))
-    check_second_derivative(lambda: (x**3).sum(), [x])
-    check_second_derivative(lambda: x.sum(), [x])
+    check_second_derivative([lambda: (x**3).sum()], [x])
+    check_second_derivative([lambda: x.sum()], [x])
     with pytest.raises(MoQError, match=r"no right second derivative.* off by .*finite_difference"):
-        check_second_derivative(lambda: OnlyOnce.apply(x).sum(), [x])
+        check_second_derivative([lambda: OnlyOnce.apply(x).sum()], [x])
 
 
 def test_memory_is_freed_when_measuring_fails() -> None:

@@ -62,6 +62,7 @@ ORDER = [
     "training.checkpoints",
     "training.distillation",
     "training.host",
+    "training.measurable",
     "training.measures",
     "training.sensitivity",
     "training.choice",

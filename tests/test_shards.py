@@ -1,5 +1,6 @@
 """Weights that engines take apart are quantized as whole ones are: in parts, or where they are whole."""
 
+import contextlib
 import copy
 import gc
 import importlib
@@ -24,6 +25,7 @@ from moq_hf.processes import whole
 from moq_hf.quant_linear import QuantLayer
 from moq_hf.schedule import FLOAT_BITS
 from moq_hf.training.controller import MoQController
+from moq_hf.training.measurable import check_measurable
 from moq_hf.training.measuring import measuring
 
 
@@ -202,9 +204,57 @@ def test_whole_blocks_beside_sharded_ones_have_no_common_gradient(alone: None) -
         block_eigenvalues(lambda: model(torch.ones(1, 6)).square().sum(), blocks, finite_difference=True)
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda model: None, None),
+        (lambda model: model[1].weight.requires_grad_(False), "1 are not trained"),
+        (lambda model: model.to(torch.bfloat16), "have fewer bits"),
+    ],
+)
+def test_what_cannot_be_measured_in_shards_is_known_before_training(change: Any, text: str | None, alone: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    change(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    blocks = {name: list(layer.parameters()) for name, layer in model.named_children()}
+    for measure, derived in (("eigenvalues", True), ("losses", False)):
+        with contextlib.nullcontext() if text is None or not derived else pytest.raises(MoQError, match=text):
+            check_measurable(model, blocks, measure, derived)
+    with pytest.raises(MoQError, match=r"for a wrapper of the model, that of torch_compile"):
+        check_measurable(nn.Sequential(), blocks, "losses", derived=False)
+
+
+def test_tokens_that_are_routed_to_experts_have_no_differences(alone: None) -> None:
+    from experts import mixture
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = mixture()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(MoQError, match=r"traces: .* where tokens are routed to experts: set sensitivity.measure"):
+        check_measurable(model, {"all": list(model.parameters())}, "traces", derived=True)
+    check_measurable(model, {"all": list(model.parameters())}, "divergences", derived=False)
+
+
+def test_parameters_of_before_are_not_measured(alone: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    before = list(model.parameters())
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(MoQError, match="make the controller after fully_shard"), measuring(model, {"all": before}):
+        pass
+
+
 def test_what_cannot_be_trained_in_parts_is_one_error(alone: None) -> None:
     from accelerate import cpu_offload, dispatch_model
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     config = {"quantize_bits": {"start_bits": 4, "target_bits": 4}}
@@ -217,6 +267,10 @@ def test_what_cannot_be_trained_in_parts_is_one_error(alone: None) -> None:
         quantize_model(tensor_parallel, config)
     with pytest.raises(MoQError, match=r"^device_map has left some weights on the CPU or on disk.* without device_map"):
         quantize_model(cpu_offload(model(), execution_device=torch.device("cpu")), config)
+    columns = model()
+    fully_shard(columns, mesh=init_device_mesh("cpu", (1,)), shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    with pytest.raises(MoQError, match=r"shard_placement_fn"):
+        quantize_model(columns, config)
     # All of it in one place is a model like any other.
     quantize_model(dispatch_model(model(), {"": "cpu"}, force_hooks=True), config)
 

@@ -45,6 +45,8 @@ Costs = dict[str, dict[int, float]]
 GRAPH_COST, PRODUCT_COST, DIFFERENCE_COST = 1.0, 0.6, 1.1
 # A product with the Hessian of all blocks at once, and a forward pass alone.
 JOINT_COST, FORWARD_COST = 4.4, 0.4
+# Differences that try out whether they mean something.
+TRIED = 2
 # Products a block takes early in training, where it takes most; vectors for all blocks at once.
 FIRST_PRODUCTS = {"lanczos": 11, "power": 23}
 VECTORS = 16
@@ -127,9 +129,9 @@ def work(
     if measure == "trace":
         # A difference takes two gradients whatever it is of.
         each = 2.0 if finite_difference else JOINT_COST + GRAPH_COST / ROUND
-        return rows * each * products
+        return rows * each * (products + TRIED * finite_difference)
     if finite_difference:
-        return rows * DIFFERENCE_COST * products * blocks
+        return rows * DIFFERENCE_COST * (products + TRIED) * blocks
     # Graphs of several batches are made again for each round of products.
     return rows * (GRAPH_COST * (1.0 if one_batch else products) + PRODUCT_COST * products * blocks)
 

@@ -40,7 +40,8 @@ def measuring(model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]]) ->
         Block name to the stand-ins, for `block_eigenvalues`.
 
     Raises:
-        MoQError: A sharded weight has two layers that quantize it differently.
+        MoQError: A sharded weight has two layers that quantize it differently, or a parameter of `blocks` is no longer
+            one of the model.
     """
     with contextlib.ExitStack() as stack:
         parameters = list(model.parameters())
@@ -57,6 +58,10 @@ def measuring(model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]]) ->
             stack.enter_context(torch.autocast(device, enabled=False))
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if any(id(p) not in stand_ins for ps in blocks.values() for p in ps):
+            raise MoQError(
+                "the model has other parameters than when MoQ was prepared: make the controller after fully_shard"
+            )
         yield {name: [p for one in ps for p in stand_ins[id(one)]] for name, ps in blocks.items()}
 
 
@@ -192,6 +197,7 @@ def _in_shards(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
         for weight, value, own in zip(weights, values, floats, strict=True):
             stack.callback(memory_of(weight).copy_, own)
             memory_of(weight).copy_(value)
+        values.clear()
         for module in model.modules():
             _leave_in_float(module)
         yield {id(parameter): [parameter] for parameter in model.parameters()}

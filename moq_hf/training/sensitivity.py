@@ -4,7 +4,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,6 +22,7 @@ from ..schedule import PrecisionSchedule
 from ..trace import Trace, block_traces
 from .distillation import logits_in, logits_loss
 from .host import Loss, model_loss
+from .measurable import check_measurable
 from .measures import (
     FIRST_PRODUCTS,
     MEASURED,
@@ -150,23 +151,9 @@ class Sensitivity:
             half_precision: Whether training computes in bf16 or fp16; measuring is in float32.
 
         Raises:
-            MoQError: The parameters cannot be measured: under ZeRO-3, or where FSDP2 shards them, if they are frozen or
-                have fewer bits than float32.
+            MoQError: An engine takes the parameters apart in a way that cannot be measured; see `check_measurable`.
         """
-        parameters = [p for own in self.blocks.values() for p in own]
-        if self.is_partitioned and self.measure not in MEASURED:
-            raise MoQError(
-                f"{_PLURAL[self.measure]}: ZeRO-3 keeps gradients to itself, of which they are made: set "
-                'sensitivity.measure to "divergence" or "loss", or train with FSDP2'
-            )
-        frozen = sum(not p.requires_grad for p in parameters)
-        if self.is_sharded and self.measure not in MEASURED and (frozen or parameters[0].dtype.itemsize < 4):
-            kind = f"{frozen} frozen ones" if frozen else str(parameters[0].dtype).removeprefix("torch.")
-            raise MoQError(
-                f"{_PLURAL[self.measure]}: of parameters that FSDP2 shards differences of gradients are taken, so they "
-                f"must be trained and float32; there are {kind}: leave eigenvalue.enabled out, or set "
-                'sensitivity.measure to "loss"'
-            )
+        check_measurable(self.model, self.blocks, _PLURAL[self.measure], self.measure not in MEASURED)
         self._per_step = rows_per_step / (HALF_PRECISION if half_precision else 1.0)
         self._total = total_steps * self._per_step * self.config.max_overhead
 
@@ -215,7 +202,7 @@ class Sensitivity:
                     self._closure(few[0], 1.0)()
                 return
             first = next(iter(blocks.values()))
-            check_second_derivative(self._closure(few[0], 1.0), first, finite_difference=self.differences)
+            check_second_derivative([self._closure(few[0], 1.0)], first, finite_difference=self.differences)
 
     def update(self, schedule: PrecisionSchedule) -> None:
         """Measure, or keep the values of before where the budget is spent, and say which.
@@ -466,8 +453,14 @@ class Sensitivity:
                 products = max(found.num_products for found in traces.values())
         return predicted(curvature, squared_changes(weights, self.layers, levels)), products
 
+    def _check_smooth(self, batches: list[Inputs], blocks: Iterable[Sequence[Tensor]]) -> None:
+        """Where products are differences of gradients, see that they mean something, for each block."""
+        for parameters in blocks if self.differences else ():
+            check_second_derivative(self._losses(batches), parameters, finite_difference=True)
+
     def _eigenvalues(self, batches: list[Inputs], blocks: Mapping[str, Sequence[Tensor]]) -> dict[str, Eigenvalue]:
         config = self.config
+        self._check_smooth(batches, blocks.values())
         return block_eigenvalues(
             self._losses(batches),
             blocks,
@@ -480,6 +473,7 @@ class Sensitivity:
         )
 
     def _traces(self, batches: list[Inputs], blocks: Mapping[str, Sequence[Tensor]]) -> dict[str, Trace]:
+        self._check_smooth(batches, [[p for own in blocks.values() for p in own]])
         return block_traces(
             self._losses(batches),
             blocks,

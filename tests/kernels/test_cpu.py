@@ -212,7 +212,7 @@ def test_default_dtypes_and_devices_change_nothing(around: Any) -> None:
 
     def measured() -> Any:
         eigenvalues = eigen.block_eigenvalues(lambda: model(inputs).square().sum(), parameters)
-        eigen.check_second_derivative(lambda: model(inputs).square().sum(), parameters["0"])
+        eigen.check_second_derivative([lambda: model(inputs).square().sum()], parameters["0"])
         cpu_quant.available.cache_clear()
         return eigenvalues["0"].value, cpu_quant.available(), ratio_of(model[0].weight)
 
