@@ -175,6 +175,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         self.host.check(self.config)
         check_alone(state, self._name)
         controller = self._controller_of(args, state, kwargs["model"], resumed)
+        controller.root = kwargs["model"]
         # So that the Trainer can load what it saves.
         checkpoints_as_modules(without_peft(controller.inventory.model), bool(controller.inventory.experts))
         self._began = time.perf_counter()

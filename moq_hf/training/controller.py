@@ -57,6 +57,7 @@ class MoQController:
         sensitivity: The `Sensitivity` that gives the schedule its eigenvalues; None unless the config enables them.
         sizes: The `ModelSizes`.
         choice: The bits of each block that a budget got; None without one, and until they are chosen.
+        root: What is called in training: the model, or what wraps it.
         history: Every `Switch` so far.
     """
 
@@ -78,6 +79,7 @@ class MoQController:
     ) -> None:
         self.inventory = model if isinstance(model, Inventory) else take_inventory(model, config)
         self.model, self.config = self.inventory.model, config
+        self.root = self.model
         self.begin(total_steps, dtype)
 
     def begin(self, total_steps: int | None, dtype: torch.dtype | None = None) -> None:
@@ -262,7 +264,7 @@ class MoQController:
                     layer.moq.inputs.active = rounds_inputs
         if any(layer.moq.sharded is not None for layer in self.layers.values()):
             # What a forward pass without a backward pass has left gathered is of before.
-            gather_again(self.model)
+            gather_again(self.root)
         self._refresher.refresh()
         gather_quantized(self.model, {**self.layers, **self.embeddings}.values())
         self._refresher.check_finite(wait=wait)
