@@ -6,7 +6,7 @@ Needs a checkout, PyTorch, Triton and transformers; no network and no data. What
 out the sections that need it. Each section is a process of its own, so that neither a crash nor a hang of one harms the
 next. The JSON is written after each of them. What does not fit into `--seconds` is noted as not run.
 
-`--small` runs the same sections at reduced sizes on a CPU, the kernels in Triton's interpreter: it shows that the script
+`--small` runs the same sections at reduced sizes on a CPU, in Triton's interpreter: it shows that the script
 works, and its times mean nothing. `--report` prints the table of the JSON.
 """
 
@@ -386,12 +386,9 @@ def find_device(report: Report) -> None:
 
 
 def preload() -> None:
-    """Import what takes seconds, and touches no device."""
-    for name in ("numpy", "torch", "triton", "transformers", "moq_hf.triton_quant"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    if "pydantic" in sys.modules:
-        for name in ("gpu_training", "moq_hf.trainer"):
+    """Import what takes seconds, and touches no device; what cannot be imported fails where it is needed."""
+    for name in ("numpy", "torch", "triton", "transformers", "moq_hf.triton_quant", "moq_hf.trainer", "gpu_training"):
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
 
 
@@ -439,7 +436,7 @@ def main() -> int:
     if args.small or run.document["device"]["forks"]:
         preload()
     document = run()
-    print(f"\n{heading(document)}\n\n{table(document)}\n\nwritten to {without_folders(str(args.out))}")
+    print(f"\n{heading(document)}\n\n{table(document)}\n\nwritten to {args.out}")
     rows = [row for section in document["sections"].values() for row in section.get("figures", [])]
     bad = [name for name, section in document["sections"].items() if section["status"] in ("failed", "stopped")]
     return int(bool(bad) or any(row["reached"] is False for row in rows))
