@@ -243,7 +243,7 @@ def products(report: "Report") -> None:
             "x",
             at_least=goal,
             timed=True,
-        )  # noqa: E501
+        )
         slowest = min(slowest, medians["dequantized"] / medians["packed"])
     report.figure("4 bits: times as fast as dequantizing first, the least", slowest, "x", at_least=1.0, timed=True)
 
