@@ -91,13 +91,13 @@ class Report:
         elif at_least is not None:
             goal, reached = f"at least {at_least:g}", value >= at_least
         elif equal is not None:
-            goal, reached = str(equal), value == equal
+            goal, reached = shown(equal), value == equal
         if timed and self.small:
             reached = None
         row = {"what": what, "value": value, "unit": unit, "goal": goal, "reached": reached, "timed": timed}
         self.found["figures"].append(row)
-        shown = "" if reached is None else ", reached" if reached else ", NOT reached"
-        print(f"  {what}: {shown_value(row)}" + (f" (goal: {goal}{shown})" if goal else ""), flush=True)
+        verdict = "" if reached is None else ", reached" if reached else ", NOT reached"
+        print(f"  {what}: {shown(value, unit)}" + (f" (goal: {goal}{verdict})" if goal else ""), flush=True)
         self.save()
 
     def detail(self, name: str, value: Any) -> None:
@@ -328,13 +328,12 @@ class Run:
         part.replace(self.out)
 
 
-def shown_value(row: dict[str, Any]) -> str:
-    """The value of a row of the table, with its unit."""
-    value = row["value"]
+def shown(value: float | bool, unit: str = "") -> str:
+    """A value with its unit."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     text = f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1e4 else f"{value:,.0f}"
-    return f"{value}" if isinstance(value, str) else f"{text} {row['unit']}".strip()
+    return f"{text} {unit}".strip()
 
 
 def table(document: dict[str, Any]) -> str:
@@ -343,9 +342,9 @@ def table(document: dict[str, Any]) -> str:
     for name, section in document["sections"].items():
         for row in section.get("figures", []):
             reached = {True: "yes", False: "**no**", None: ""}[row["reached"]]
-            if document["small"] and row["timed"]:
-                reached = "times mean nothing here"
-            rows.append(f"| {name} | {row['what']} | {shown_value(row)} | {row['goal']} | {reached} |")
+            # A time without meaning is not shown.
+            value = "(ran)" if document["small"] and row["timed"] else shown(row["value"], row["unit"])
+            rows.append(f"| {name} | {row['what']} | {value} | {row['goal']} | {reached} |")
         if section["status"] != "ok":
             why = section.get("reason") or section["error"].splitlines()[-1]
             rows.append(f"| {name} | {section['status']}: {why.replace('|', '/')} |  |  |  |")

@@ -172,6 +172,19 @@ def search_and_packing(report: "Report", device: torch.device) -> None:
     report.figure("bit widths packed or unpacked otherwise than by PyTorch, of 8", len(found), equal=0)
 
 
+def medians_of(runs: dict[str, Run], repeats: int, timer: Timer) -> dict[str, float]:
+    """Seconds of each, all of which must run.
+
+    Raises:
+        RuntimeError: One does not.
+    """
+    found = interleaved(runs, repeats, timer)
+    failed = [f"{name}: {value}" for name, value in found.items() if isinstance(value, str)]
+    if failed:
+        raise RuntimeError("; ".join(failed))
+    return found
+
+
 def bandwidth(report: "Report") -> None:
     """A whole model in one batch against the bytes that it reads and writes, at the bandwidth of a copy."""
     device = device_of(report)
@@ -200,7 +213,7 @@ def bandwidth(report: "Report") -> None:
                     quantizer.fake_quantize(weight, bits, grid, out=out)
 
             runs["eager PyTorch"] = eager
-        medians = interleaved(runs, repeats, timer)
+        medians = medians_of(runs, repeats, timer)
         medians["moq_hf, with its launch"] = interleaved({"one": batch.run}, repeats, timer.host)["one"]
         report.detail(name, medians)
         # A copy reads and writes 4 bytes each, a weight is 4 read and 2 written.
@@ -229,7 +242,7 @@ def products(report: "Report") -> None:
         words = packing.pack(codes, 4)
         runs = product_runs(x, weight, words, scale)
         apart = (runs["packed"]().float() - runs["dequantized"]().float()).norm() / runs["dequantized"]().float().norm()
-        medians = interleaved(runs, repeats, timer)
+        medians = medians_of(runs, repeats, timer)
         medians["packed, with its launch"] = interleaved({"one": runs["packed"]}, repeats, timer.host)["one"]
         medians["bf16, with its launch"] = interleaved({"one": runs["bf16"]}, repeats, timer.host)["one"]
         grid = f"groups of {size}" if size else "per channel"

@@ -248,10 +248,15 @@ def compiled(report: "Report") -> None:
     report.figure("graphs compiled in the first two steps", graphs, at_least=1)
     report.figure("switches of bits afterwards", len(arms[1].controller.history) - drops, at_least=1)
     report.figure("graphs compiled afterwards", counters["stats"]["unique_graphs"] - graphs, equal=0)
+    losses = [float(run(**batches[0]).loss) for run in (arms[1].forward, arms[1].model)]
+    apart = abs(losses[0] - losses[1]) / abs(losses[1])
+    report.figure("loss: relative difference of compiled from not, with the same weights", apart, at_most=1e-3)
     with torch.no_grad():
         plain, other = (arm.model.eval()(**batches[0]).logits.float() for arm in arms)
     report.figure(
-        "logits: relative difference from uncompiled", float((plain - other).norm() / plain.norm()), at_most=0.01
+        "logits: relative difference of the run from one that is not compiled",
+        float((plain - other).norm() / plain.norm()),
+        at_most=0.01,
     )
     if report.small or report.left < 30:
         return
