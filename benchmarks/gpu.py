@@ -170,6 +170,8 @@ def told(found: dict[str, str | None], sections: Sequence[Section]) -> list[str]
     for name in (name for name, version in found.items() if version is None):
         without = [section.name for section in sections if name in section.needs]
         lines.append(f"missing: {name}; " + (f"not run: {', '.join(without)}" if without else "no section needs it"))
+    if None in found.values():
+        lines.append("a folder that has what is missing may be given: PYTHONPATH=FOLDER make gpu")
     return lines
 
 
