@@ -7,13 +7,14 @@ MEASUREMENTS := checkpoint_size eigen kills processes proof ranges soak step_tim
 PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench gpu clean
 
 help:
 	@echo "make demo    fine-tune a small BERT with MoQ on the sample in examples/demo; needs no network after the install"
 	@echo "make test    the checks and all tests"
 	@echo "make check   ruff, mypy"
 	@echo "make bench   the measurements in benchmarks"
+	@echo "make gpu     tests and measurements on one GPU in 8 minutes, with the libraries of PYTHON; needs no network"
 	@echo "make clean   remove the virtual environment, caches and runs"
 
 demo: $(INSTALLED)
@@ -33,6 +34,10 @@ check: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@for name in $(MEASUREMENTS); do echo "== $$name" && HF_HUB_OFFLINE=1 $(PY) benchmarks/$$name.py || exit 1; done
+
+# Of the machine's own Python, which need not be able to install anything.
+gpu:
+	@PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/gpu.py $(GPU)
 
 clean:
 	rm -rf $(VENV) runs build dist moq_hf.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

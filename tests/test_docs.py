@@ -75,6 +75,8 @@ RUN_BY = {
     "make test": "test_ci_runs_make_test_and_that_checks",
     "make check": "test_ci_runs_make_test_and_that_checks",
     "make bench": "test_make_bench",
+    "make gpu": "test_make_gpu",
+    "make gpu GPU=--small": "test_make_gpu",
     "pip install .": "test_pip_install",
     "python -m moq_hf.cli inspect runs/packed": "test_python_blocks",
     "pip install 'moq_hf[onnx]'": "test_the_onnx_extra",
@@ -242,6 +244,16 @@ def test_make_bench(tmp_path: Path) -> None:
     assert "ran first" in done.stdout and "ran second" in done.stdout
     (listed,) = re.findall(r"^MEASUREMENTS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert [name for name in listed.split() if not (ROOT / "benchmarks" / f"{name}.py").exists()] == []
+
+
+def test_make_gpu(tmp_path: Path) -> None:
+    """With the Python that is there and the arguments that are given; test_gpu_script.py has what it runs."""
+    (tmp_path / "Makefile").symlink_to(ROOT / "Makefile")
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "gpu.py").write_text("import os, sys; print(sys.argv[1:], os.environ['PYTHONPATH'])")
+    done = make("gpu", f"PYTHON={sys.executable}", "GPU=--small", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "['--small']" in done.stdout and str(tmp_path) in done.stdout
 
 
 def test_pip_install(tmp_path: Path) -> None:

@@ -76,3 +76,10 @@ def test_ci_runs_what_the_readme_shows() -> None:
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111
     assert re.findall(r"^make .*?(?= *<|$)", script.read_text(), re.MULTILINE) == ["make test"]
+
+
+def test_no_gpu_is_claimed_without_its_figures() -> None:
+    """As long as there is no result of `make gpu`, the README says so; once there is one, it must not."""
+    measured = (ROOT / "benchmarks" / "results" / "gpu.json").exists()
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len([line for line in lines if line.startswith("- Nothing was run on a GPU.")]) == (not measured)

@@ -1,0 +1,203 @@
+"""`make gpu`: nothing stops it, time is kept, what is missing is said, and the table shows what was found."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gpu
+import gpu_tests
+import pytest
+from gpu import Report, Run, Section
+from repo import ROOT
+
+THERE: dict[str, str | None] = {"python": "3.11.0", "torch": "2.11.0"}
+
+
+def fine(report: Report) -> None:
+    report.figure("ratio", 1.25, "x", at_most=1.5, timed=True)
+    report.figure("equal", False, equal=True)
+
+
+def broken(report: Report) -> None:
+    report.figure("before", 1)
+    raise RuntimeError(f"no kernel in {ROOT}/moq_hf/kernels/triton.py")
+
+
+def killed(report: Report) -> None:
+    report.figure("before", 2)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hanging(report: Report) -> None:
+    report.figure("before", 3)
+    subprocess.run(["sleep", "100"])
+
+
+def run(path: Path, *sections: Section, **how: Any) -> dict[str, Any]:
+    found = Run(sections, how.pop("found", THERE), path / "new" / "gpu.json", how.pop("seconds", 60.0), **how)()
+    written: dict[str, Any] = json.loads((path / "new" / "gpu.json").read_text())
+    assert written == json.loads(json.dumps(found))
+    return written
+
+
+def test_no_section_stops_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    names = {"a": broken, "b": killed, "c": hanging, "d": fine}
+    began = time.monotonic()
+    document = run(tmp_path, *(Section(name, (), 1.0, each) for name, each in names.items()))
+    assert time.monotonic() - began < 30
+    sections = document["sections"]
+    assert {name: each["status"] for name, each in sections.items()} == {
+        "a": "failed",
+        "b": "failed",
+        "c": "stopped",
+        "d": "ok",
+    }
+    # What was measured before counts; an error names no folder of the machine.
+    assert [each["figures"][0]["value"] for each in sections.values()] == [1, 2, 3, 1.25]
+    assert sections["a"]["error"].splitlines()[-1] == "RuntimeError: no kernel in triton.py"
+    assert str(ROOT) not in json.dumps(sections) and "-9" in sections["b"]["error"]
+    assert sections["c"]["error"] == "stopped after 1 s" and 1 <= sections["c"]["seconds"] < 10
+    assert "no kernel" in capfd.readouterr().out
+
+
+def test_a_section_may_be_ended_with_what_it_started(tmp_path: Path) -> None:
+    def starts(report: Report) -> None:
+        report.detail("pid", subprocess.Popen(["sleep", "100"]).pid)
+
+    found = run(tmp_path, Section("a", (), 20.0, starts))["sections"]["a"]
+    assert found["status"] == "ok"
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{found['details']['pid']}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("it lives")
+
+
+def test_what_no_longer_fits_is_noted(tmp_path: Path) -> None:
+    document = run(tmp_path, *(Section(name, (), 5.0, fine) for name in "ab"), seconds=gpu.LEAST - 1)
+    assert [each["reason"] for each in document["sections"].values()] == ["time", "time"]
+
+
+def test_a_missing_library_leaves_out_what_needs_it(tmp_path: Path) -> None:
+    found = {**THERE, "pydantic": None, "numba": None}
+    sections = [Section("a", ("torch",), 20.0, fine), Section("b", ("torch", "pydantic"), 20.0, fine)]
+    assert gpu.told(found, sections) == [
+        "found: python 3.11.0, torch 2.11.0",
+        "missing: pydantic; not run: b",
+        "missing: numba; no section needs it",
+        "a folder that has what is missing may be given: PYTHONPATH=FOLDER make gpu",
+    ]
+    document = run(tmp_path, *sections, found=found)
+    assert document["missing"] == ["pydantic", "numba"]
+    assert document["sections"]["a"]["status"] == "ok"
+    assert document["sections"]["b"] == {"status": "not run", "reason": "missing: pydantic"}
+
+
+def test_libraries_are_looked_for_by_what_they_are_imported_as(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "OPTIONAL", ("pytest", "pytest-xdist", "a library that is not there"))
+    found = gpu.libraries()
+    assert found["pytest"] == pytest.__version__ and found["torch"] and found["pytest-xdist"]
+    assert found["a library that is not there"] is None
+    # What the package cannot be imported without is among them.
+    assert set(gpu.TRAINING) <= found.keys()
+
+
+def test_the_table(tmp_path: Path) -> None:
+    sections = [Section("first", (), 20.0, fine), Section("second", ("none",), 20.0, fine)]
+    document = run(tmp_path, *sections, Section("third", (), 20.0, broken), found={**THERE, "none": None})
+    assert gpu.table(document).splitlines()[2:] == [
+        "| first | ratio | 1.25 x | at most 1.5 | yes |",
+        "| first | equal | no | yes | **no** |",
+        "| second | not run: missing: none |  |  |  |",
+        "| third | before | 1 |  |  |",
+        "| third | failed: RuntimeError: no kernel in triton.py |  |  |  |",
+    ]
+    small = run(tmp_path, sections[0], small=True)
+    assert small["sections"]["first"]["figures"][0]["reached"] is None and not small["times_mean_something"]
+    assert gpu.table(small).splitlines()[2:] == [
+        "| first | ratio | (ran) | at most 1.5 |  |",
+        "| first | equal | no | yes | **no** |",
+    ]
+    assert "times mean nothing" in gpu.heading(small) and "no CUDA device" in gpu.heading(small)
+
+
+def script(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_small_figures_do_not_pass_for_a_gpu_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = script("--small", "--out", str(ROOT / "benchmarks" / "results" / "gpu.json"))
+    assert done.returncode == 2 and "gpu.json is for what a GPU has run" in done.stderr
+    assert not (ROOT / "benchmarks" / "results" / "gpu.json").exists()
+
+
+@pytest.mark.slow
+def test_some_sections_in_the_interpreter(tmp_path: Path) -> None:
+    """All of them take minutes: benchmarks/results/gpu_small.json is such a run."""
+    done = script("--small", "--only", "self-test", "memory", "--out", str(tmp_path / "small.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "small.json").read_text())
+    assert {name: each["status"] for name, each in document["sections"].items()} == {"self-test": "ok", "memory": "ok"}
+    assert "the kernels are used: yes" in done.stdout and "| memory | quantized weights |" in done.stdout
+    again = script("--report", "--out", str(tmp_path / "small.json"))
+    assert again.returncode == 0 and gpu.table(document) in again.stdout
+
+
+@pytest.mark.slow
+def test_without_pydantic_the_kernels_are_tried_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "bare.json"
+    words = ["--small", "--only", "self-test", "memory", "--out", str(path)]
+    program = "import sys; sys.modules['pydantic'] = None; import gpu; sys.exit(gpu.main())"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
+    command = [sys.executable, "-c", program, *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "missing: pydantic; not run: memory" in done.stdout
+    document = json.loads(path.read_text())
+    assert document["sections"]["self-test"]["status"] == "ok"
+    assert document["sections"]["memory"]["reason"] == "missing: pydantic"
+
+
+def test_without_a_device_it_says_so(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = script("--out", str(tmp_path / "gpu.json"))
+    assert done.returncode == 1 and "there is no CUDA device" in done.stderr and "--small" in done.stderr
+    assert not (tmp_path / "gpu.json").exists()
+
+
+def test_a_run_of_everything_in_the_interpreter_was_fine() -> None:
+    document = json.loads((ROOT / "benchmarks" / "results" / "gpu_small.json").read_text(encoding="utf-8"))
+    assert document["small"] and document["missing"] == []
+    assert {name: each["status"] for name, each in document["sections"].items()} == {
+        section.name: "ok" for section in gpu.SECTIONS
+    }
+    rows = [row for section in document["sections"].values() for row in section["figures"]]
+    assert len(rows) > 50 and [row["what"] for row in rows if row["reached"] is False] == []
+
+
+def test_tests_are_counted_while_they_run() -> None:
+    text = """collecting ... collected 4 items
+tests/a.py::one PASSED [ 25%]
+[gw1] [ 50%] PASSED tests/a.py::two[x]
+[gw0] [ 75%] FAILED tests/b.py::three
+ERROR tests/c.py
+FAILED tests/b.py::three - assert 1 == 2
+SKIPPED [1] tests/a.py:3: needs
+"""
+    assert gpu_tests.outcomes(text) == {"PASSED": 2, "FAILED": 1, "ERROR": 1}
+    every, fewer = ({Path(path).name for path in gpu_tests.files(there)} for there in (True, False))
+    assert {"test_triton_quant.py", "test_inference.py", "test_precision.py"} <= every
+    assert every - fewer == {"test_inference.py"}
