@@ -87,7 +87,7 @@ def _refuse_nonfinite(layers: Mapping[str, QuantLayer]) -> None:
 
 
 class Refresher:
-    """Quantizes many layers after each optimizer step: all in one launch where the kernels run, else one by one.
+    """Quantizes many layers after each optimizer step: all at once where the kernels run, else one by one.
 
     Args:
         layers: Quantized layers by name.
