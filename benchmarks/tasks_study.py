@@ -8,11 +8,11 @@ same pretrained model and have twice the steps of a float run, but for the first
 
 - float: an epoch, "1x".
 - rounded: that model at its bits, no further step.
-- float, twice the steps: two epochs.
 - basic QAT: at its bits from the first step.
-- MoQ: from 8 bits down to its bits within 0.3 of the steps, period "auto".
 - float first, basic QAT: the float model of the seed is the start of the second epoch and its teacher.
 - float first, MoQ: the same, with bits that fall within 0.3 of the second epoch.
+
+The grid is that of `configs/moq_w2.json` and `configs/moq_w3.json`.
 
 Each run appends one line to `--output` and is skipped where its line is there. Runs go seed by seed, so that lines
 written so far compare the same seeds. `--model_dir` keeps the float models.
@@ -43,16 +43,14 @@ from report_study import paired, spread
 from short_runs import Lines, table
 from stdlib_tasks import ROLES, Part
 
-LOOKUP, FLOAT, ON, ROUNDED = "lookup", "float", "float, twice the steps", "rounded"
-BASIC, MOQ, TAUGHT, TAUGHT_MOQ = "basic QAT", "MoQ", "float first, basic QAT", "float first, MoQ"
+LOOKUP, FLOAT, ROUNDED = "lookup", "float", "rounded"
+BASIC, TAUGHT, TAUGHT_MOQ = "basic QAT", "float first, basic QAT", "float first, MoQ"
 SEEDS, BITS = (1, 2, 3), (2, 3)
-GRIDS = {2: GROUPS["groups of 32, full"], 3: GROUPS["per channel"]}
-# Where the bits begin to fall.
-START = {MOQ: {2: 8, 3: 8}, TAUGHT_MOQ: {2: 4, 3: 8}}
+GRID = GROUPS["per channel, full"]
+# Where the bits of "float first, MoQ" begin to fall.
+START = {2: 4, 3: 8}
 DEADLINE = 0.3
-ARMS = [LOOKUP, FLOAT, ON, ROUNDED, BASIC, MOQ, TAUGHT, TAUGHT_MOQ]
-# What differs from an arm by the schedule alone.
-SCHEDULED = {MOQ: BASIC, TAUGHT_MOQ: TAUGHT}
+ARMS = [LOOKUP, FLOAT, ROUNDED, BASIC, TAUGHT, TAUGHT_MOQ]
 NAMES = {"exact": "exact match", "accuracy": "accuracy"}
 
 
@@ -85,8 +83,8 @@ class Run:
         """What the weights are quantized with, or None for float."""
         if self.bits == 32:
             return None
-        start = START.get(self.arm, {}).get(self.bits, self.bits)
-        return {**(ramp(start, self.bits, DEADLINE).moq or {}), **GRIDS[self.bits]}
+        start = START[self.bits] if self.arm == TAUGHT_MOQ else self.bits
+        return {**(ramp(start, self.bits, DEADLINE).moq or {}), **GRID}
 
     @property
     def epochs(self) -> int:
@@ -423,7 +421,7 @@ def runs(tasks: Sequence[str], seeds: Sequence[int] = SEEDS, rate: float | None 
         yield Run(task, LOOKUP, 32, 0, 0.0)
     for seed in seeds:
         for bits in (32, *BITS):
-            arms = (FLOAT, ON) if bits == 32 else (ROUNDED, TAUGHT, TAUGHT_MOQ, BASIC, MOQ)
+            arms = (FLOAT,) if bits == 32 else (ROUNDED, TAUGHT, TAUGHT_MOQ, BASIC)
             for task in tasks:
                 yield from (Run(task, arm, bits, seed, rate or RATES[task]) for arm in arms)
 
@@ -454,12 +452,12 @@ class Found:
         """A Markdown table, an arm a line."""
         second = "exact" if self.task == "spans" else "accuracy"
         head = ["bits", "arm", "seeds", "F1", NAMES[second]]
-        against = ["against float", f"against {ON}", f"against {BASIC}", "by the schedule"]
+        against = ["against float", f"against {BASIC}", "by the schedule"]
         rows = []
         for arm, bits in self.metrics:
             ours = self.scores(arm, bits)
-            others = {FLOAT: (FLOAT, 32), ON: (ON, 32), BASIC: (BASIC, bits), "": (SCHEDULED.get(arm, ""), bits)}
-            shown = {LOOKUP: (), FLOAT: (), ON: (FLOAT,), ROUNDED: (FLOAT,), BASIC: (FLOAT, ON)}.get(arm, others)
+            others = {FLOAT: (FLOAT, 32), BASIC: (BASIC, bits), TAUGHT: (TAUGHT, bits)}
+            shown = {ROUNDED: (FLOAT,), BASIC: (FLOAT,), TAUGHT: (FLOAT, BASIC), TAUGHT_MOQ: others}.get(arm, ())
             rows.append(
                 [
                     str(bits) if bits < 32 else "",
