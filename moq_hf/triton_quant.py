@@ -335,7 +335,7 @@ def _searched(weight: Tensor, bits: int, grid: Grid) -> Tensor:
     length = weight.numel() // count
     columns = power_of_two(min(length, TILE // 4))
     rows = TILE // 4 // columns
-    programs = (math.ceil(count / rows), math.ceil(length / columns))
+    programs = (math.ceil(count / rows) * math.ceil(length / columns),)
     cells = torch.zeros(count, 2, dtype=torch.int32, device=weight.device)
     sums = torch.zeros(count, len(quantizer.RATIOS), dtype=torch.float64, device=weight.device)
     ratios = _ratios(weight.device)

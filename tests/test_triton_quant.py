@@ -263,6 +263,26 @@ def test_least_squares_ratio_is_the_definition(
         w[1, 1] = torch.nan
 
 
+@needs_triton
+@pytest.mark.parametrize("grouping", [RowBlocks(), PerChannel()], ids=str)
+def test_a_search_of_many_programs_can_be_launched(grouping: Grouping, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[int, ...]] = []
+
+    class Kernels:
+        def __getattr__(self, name: str) -> Any:
+            return self
+
+        def __getitem__(self, programs: tuple[int, ...]) -> Any:
+            launches.append(programs)
+            return lambda *arguments, **options: None
+
+    monkeypatch.setattr(triton_quant, "load_kernels", Kernels)
+    monkeypatch.setattr(triton_quant, "TILE", 16)
+    triton_quant.least_squares_ratio(torch.empty(2**17, 4), 4, Grid(grouping))
+    # CUDA takes 2^31 - 1 programs along the first axis, and 65,535 along the others.
+    assert launches == [(2**17,)] * 2
+
+
 def bit_stream(codes: torch.Tensor, bits: int) -> list[int]:
     """The words of one row, by way of a big integer."""
     number = sum((int(code) + 2 ** (bits - 1)) << (bits * place) for place, code in enumerate(codes))
