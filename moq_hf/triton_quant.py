@@ -47,9 +47,9 @@ def available(device: torch.device) -> bool:
 
     True for CUDA devices with a working Triton, and for the CPU in Triton's interpreter (TRITON_INTERPRET=1 in the
     environment before Triton is imported). Where a kernel cannot be launched, or gives another number, one warning says
-    so, and this is False from then on.
+    so, and this is False from then on. While torch.compile traces, it is False: plain PyTorch is what can be compiled.
     """
-    return device not in _given_up and _is_right(device)
+    return not torch.compiler.is_compiling() and device not in _given_up and _is_right(device)
 
 
 @functools.cache
