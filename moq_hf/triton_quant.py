@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor
 
 from . import quantizer
-from .grid import Grid
+from .grid import Grid, Grouping, PerChannel, RowBlocks
 from .quantizer import Draw
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT, _FIRST = Grid(), Draw()
+# Random numbers of the trial at first use.
+_TRIED = Draw(2**35 + 7, 3, 9)
 # Elements of a tile. Chosen so that a thread of _WARPS warps holds 16 of them: not measured on a GPU.
 TILE = 4096
 # Groups of more elements than this are shared out among programs.
@@ -115,19 +118,40 @@ def same_bits(found: Tensor, expected: Tensor, name: str) -> Iterator[str]:
 
 
 def _differences(device: torch.device) -> Iterator[str]:
-    """Where a kernel is not `quantizer`, over odd shapes: whole groups, groups of many tiles, clipping ratios."""
+    """Where a kernel is not `quantizer`: odd and even shapes, groups of zeros, with NaN, of many tiles; searches."""
     generator = torch.Generator().manual_seed(0)
-    every = [(8, Grid()), (3, Grid()), (2, Grid()), (1, Grid())]
-    others = [(4, Grid(full=True)), (4, Grid(symmetric=False)), (8, Grid(stochastic=True))]
-    for shape, modes in (((5, 33), every + others), ((3, WHOLE // 2 - 1), every)):
+    every = [(8, Grid()), (3, Grid()), (2, Grid()), (1, Grid()), (4, Grid(symmetric=False)), (8, Grid(stochastic=True))]
+    others = [(4, Grid(full=True)), (4, Grid(scale_dtype="bfloat16"))]
+    # With and without wide loads, and random numbers that are drawn four at a time.
+    shapes: list[tuple[tuple[int, int], Grouping, torch.dtype]] = [
+        ((6, 33), PerChannel(), torch.float32),
+        ((6, 64), RowBlocks(3), torch.bfloat16),
+        ((3, WHOLE // 2 - 1), RowBlocks(), torch.bfloat16),
+    ]
+    for shape, grouping, dtype in shapes:
         weight = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
-        jobs = [Job(weight, torch.empty_like(weight, dtype=torch.bfloat16), *mode) for mode in modes]
-        Batch(jobs).run()
+        weight[0] = 0.0
+        jobs = []
+        for bits, mode in every if weight.numel() > WHOLE else every + others:
+            grid = replace(mode, grouping=grouping)
+            cells = grid.shape(*shape)
+            ratio = _ratios(device)[1 : 1 + math.prod(cells)].view(cells) if 2 < bits < 8 else None
+            blend = 0.25 if bits == 8 else 0.0
+            jobs.append(Job(weight, torch.empty_like(weight, dtype=dtype), bits, grid, ratio, _TRIED, blend))
+        batch = Batch(jobs)
+        batch.run()
         for job in jobs:
-            expected = quantizer.fake_quantize(weight, job.bits, job.grid, draw=job.draw, dtype=torch.bfloat16)
+            how: dict[str, Any] = {"ratio": job.ratio, "draw": job.draw, "blend": job.blend, "dtype": dtype}
+            expected = quantizer.fake_quantize(weight, job.bits, job.grid, **how)
             yield from same_bits(job.out, expected, f"{job.bits} bits, {list(shape)}")
+        told = [batch.nonfinite()]
+        weight[-1, -1] = torch.nan
+        batch.run()
+        told.append(batch.nonfinite())
+        if told != [[], list(range(len(jobs)))]:
+            yield f"{len(jobs)} weights without NaN and with it, {list(shape)}: {told} hold some"
     weight = weight[:, :99].contiguous()
-    for grid in (Grid(), Grid(symmetric=False)):
+    for grid in (Grid(), Grid(PerChannel(), symmetric=False)):
         found, expected = (search(weight, 4, grid) for search in (_searched, quantizer.least_squares_ratio))
         yield from same_bits(found, expected, "clipping ratios")
 

@@ -587,6 +587,18 @@ def test_a_kernel_that_cannot_be_launched_is_found_at_first_use(
 
 
 @on_device
+def test_wrong_products_are_found_too(
+    untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert triton_quant.available(DEVICE)
+    product = packing.packed_linear
+    monkeypatch.setattr(packing, "packed_linear", lambda *arguments: product(*arguments[:4]))
+    assert not packing.available(DEVICE)
+    (record,) = caplog.records
+    assert "products of 17 rows" in record.message and "products of 1 rows" not in record.message
+
+
+@on_device
 @pytest.mark.parametrize("name", ["pack_codes", "unpack_codes", "packed_matmul"])
 def test_of_packing_too(
     name: str, untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -602,8 +614,8 @@ def test_of_packing_too(
 @pytest.mark.parametrize(
     ("constant", "value", "text"),
     [
-        ("_MAGIC", 0.0, "8 bits, [5, 33]"),
-        ("_TINY", 1.0, "2 bits, [5, 33]"),
+        ("_MAGIC", 0.0, "8 bits, [6, 33]"),
+        ("_TINY", 1.0, "2 bits, [6, 33]"),
         ("_ABS", 0x7F0FFFFF, "[3, 8191]"),
     ],
 )
@@ -620,6 +632,35 @@ def test_a_wrong_constant_is_found_at_first_use(
     from moq_hf.kernels import triton as kernels
 
     monkeypatch.setattr(kernels, constant, language.constexpr(value))
+    assert not triton_quant.available(DEVICE)
+    (record,) = caplog.records
+    assert "they give other numbers than plain PyTorch" in record.message and text in record.message
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="compiled kernels have their functions in them")
+@pytest.mark.parametrize(
+    ("function", "wrong", "text"),
+    [
+        ("_as_stored", lambda right, scale, dtype: scale, "4 bits, [6, 33]"),
+        ("_blended", lambda right, values, x, keep, blend: values, "8 bits, [6, 33]"),
+        ("_words", lambda right, block, seed, step, layer: right(block, seed, layer, step), "8 bits, [6, 64]"),
+        ("_negative", lambda right, x: right(x * 2), "4 bits, [3, 8191]"),
+        ("_uniform_scale", lambda right, hi, lo, bits, _, *rest: right(hi, lo, bits, 1, *rest), "3 bits, [3, 8191]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_part_of_a_kernel_is_found_at_first_use(
+    function: str,
+    wrong: Any,
+    text: str,
+    untried: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from moq_hf.kernels import triton as kernels
+
+    right = getattr(kernels, function)
+    monkeypatch.setattr(kernels, function, lambda *arguments: wrong(right, *arguments))
     assert not triton_quant.available(DEVICE)
     (record,) = caplog.records
     assert "they give other numbers than plain PyTorch" in record.message and text in record.message
