@@ -7,7 +7,6 @@ function needs that. Results are those of `quantizer` on the same device, bit fo
 
 import contextlib
 import functools
-import importlib.util
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,16 +51,31 @@ def available(device: torch.device) -> bool:
     environment before Triton is imported). Where a kernel cannot be launched, or gives another number, one warning says
     so, and this is False from then on. While torch.compile traces, it is False: plain PyTorch is what can be compiled.
     """
-    return not torch.compiler.is_compiling() and device not in _given_up and _is_right(device)
+    if torch.compiler.is_compiling():
+        return False
+    device = with_index(device)
+    return device not in _given_up and _is_right(device)
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device with its number, of which "cuda" alone means the current one: it is tried out and given up once."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @functools.cache
 def _is_right(device: torch.device) -> bool:
-    if device.type not in ("cpu", "cuda") or importlib.util.find_spec("triton") is None:
+    if device.type not in ("cpu", "cuda"):
         return False
-    import triton
+    try:
+        import triton
 
-    return triton.knobs.runtime.interpret == (device.type == "cpu") and passes(device, _differences)
+        interpreted = triton.knobs.runtime.interpret
+    except (ImportError, AttributeError):
+        # There is none, or a broken one, or one before 3.4.
+        return False
+    return interpreted == (device.type == "cpu") and passes(device, _differences)
 
 
 def passes(device: torch.device, differences: Callable[[torch.device], Iterable[str]]) -> bool:

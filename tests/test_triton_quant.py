@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -690,6 +691,24 @@ def test_a_launch_that_fails_within_a_run_leaves_it_to_pytorch(
     (record,) = [record for record in caplog.records if "Triton" in record.message]
     assert record.levelno == logging.WARNING and "plain PyTorch computes in their place" in record.message
     assert not triton_quant.available(DEVICE)
+
+
+@pytest.mark.parametrize("triton", [None, ModuleType("triton")], ids=["missing", "old"])
+def test_without_a_triton_that_works_the_kernels_are_not_there(
+    triton: ModuleType | None, untried: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    assert not triton_quant.available(torch.device("cpu")) and not triton_quant.available(torch.device("cuda", 0))
+
+
+def test_a_device_without_a_number_is_the_current_one(untried: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for module in (triton_quant, packing):
+        monkeypatch.setattr(module, "_is_right", lambda device: tried.append(device) or True)
+    assert packing.available(torch.device("cuda")) and set(tried) == {torch.device("cuda", 1)}
+    triton_quant._give_up(torch.device("cuda", 1), "a test")
+    assert not triton_quant.available(torch.device("cuda")) and triton_quant.available(torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing of it is of the interpreter")

@@ -17,7 +17,7 @@ _WORD = 32
 
 def available(device: torch.device) -> bool:
     """Whether the kernels of this module run on `device`, with the right numbers; as `triton_quant.available`."""
-    return triton_quant.available(device) and _is_right(device)
+    return triton_quant.available(device) and _is_right(triton_quant.with_index(device))
 
 
 @functools.cache
