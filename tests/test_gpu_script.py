@@ -82,6 +82,26 @@ def test_a_section_may_be_ended_with_what_it_started(tmp_path: Path) -> None:
     pytest.fail("it lives")
 
 
+def test_an_interrupt_ends_the_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[int] = []
+    fork = os.fork
+
+    def forking() -> int:
+        children.append(fork())
+        return children[-1]
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fork", forking)
+    monkeypatch.setattr(time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Section("a", (), 20.0, lambda report: signal.pause()))
+    (child,) = children
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
 def test_what_no_longer_fits_is_noted(tmp_path: Path) -> None:
     document = run(tmp_path, *(Section(name, (), 5.0, fine) for name in "ab"), seconds=gpu.LEAST - 1)
     assert [each["reason"] for each in document["sections"].values()] == ["time", "time"]
