@@ -402,10 +402,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=480.0, help="for all sections together")
     parser.add_argument("--small", action="store_true", help="reduced sizes on a CPU, in Triton's interpreter")
     parser.add_argument("--only", nargs="+", choices=[section.name for section in SECTIONS], metavar="SECTION")
-    parser.add_argument("--out", type=Path, help="default: gpu.json, or gpu_small.json, in benchmarks/results")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="default: gpu.json, or gpu_small.json, in benchmarks/results; with --only in the temporary folder",
+    )
     parser.add_argument("--report", action="store_true", help="print the table of the JSON, run nothing")
     args = parser.parse_args()
-    args.out = args.out or RESULTS / ("gpu_small.json" if args.small else "gpu.json")
+    whole = "gpu_small.json" if args.small else "gpu.json"
+    # A part must not take the place of the whole.
+    args.out = args.out or (Path(tempfile.gettempdir(), "gpu_only.json") if args.only else RESULTS / whole)
     if args.small and args.out.resolve() == RESULTS / "gpu.json":
         parser.error("gpu.json is for what a GPU has run")
     return args

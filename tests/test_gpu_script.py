@@ -161,6 +161,14 @@ def test_small_figures_do_not_pass_for_a_gpu_s(monkeypatch: pytest.MonkeyPatch) 
     assert not (ROOT / "benchmarks" / "results" / "gpu.json").exists()
 
 
+def test_a_part_does_not_take_the_place_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words, name in (([], "gpu.json"), (["--small"], "gpu_small.json")):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
+        assert gpu.arguments().out == gpu.RESULTS / name
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *words, "--only", "memory"])
+        assert gpu.RESULTS not in gpu.arguments().out.parents
+
+
 @pytest.mark.slow
 def test_some_sections_in_the_interpreter(tmp_path: Path) -> None:
     """All of them take minutes: benchmarks/results/gpu_small.json is such a run."""
