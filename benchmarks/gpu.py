@@ -164,6 +164,19 @@ def libraries() -> dict[str, str | None]:
     return found
 
 
+def broken() -> dict[str, str]:
+    """Why which of the packages for training cannot be imported, as one that is for another Python."""
+
+    def look(report: Report) -> None:
+        for name in TRAINING:
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                report.detail(name, f"{type(error).__name__}: {error}")
+
+    return dict(forked(Section("libraries", (), 120, look), 120)["details"])
+
+
 def told(found: dict[str, str | None], sections: Sequence[Section]) -> list[str]:
     """What is there, what is missing, and which sections that leaves out."""
     lines = ["found: " + ", ".join(f"{name} {version}" for name, version in found.items() if version)]
@@ -431,6 +444,10 @@ def main() -> int:
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     sections = [section for section in SECTIONS if not args.only or section.name in args.only]
     found = libraries()
+    for name, why in broken().items():
+        if found[name]:
+            print(f"{name} {found[name]} cannot be imported: {without_folders(why)}")
+            found[name] = None
     print("\n".join(told(found, sections)), flush=True)
     if found["torch"] is None:
         raise SystemExit("PyTorch is missing: nothing can be run")

@@ -122,6 +122,14 @@ def test_a_missing_library_leaves_out_what_needs_it(tmp_path: Path) -> None:
     assert document["sections"]["b"] == {"status": "not run", "reason": "missing: pydantic"}
 
 
+def test_a_library_that_cannot_be_imported_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "for_another_python.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(gpu, "TRAINING", ("json", "for_another_python"))
+    assert gpu.libraries()["for_another_python"] is not None
+    assert gpu.broken() == {"for_another_python": "ImportError: undefined symbol"}
+
+
 def test_libraries_are_looked_for_by_what_they_are_imported_as(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "OPTIONAL", ("pytest", "pytest-xdist", "a library that is not there"))
     found = gpu.libraries()
