@@ -164,6 +164,19 @@ def libraries() -> dict[str, str | None]:
     return found
 
 
+def broken() -> dict[str, str]:
+    """Why which of the packages for training cannot be imported, as one that is for another Python."""
+
+    def look(report: Report) -> None:
+        for name in TRAINING:
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                report.detail(name, f"{type(error).__name__}: {error}")
+
+    return dict(forked(Section("libraries", (), 120, look), 120)["details"])
+
+
 def told(found: dict[str, str | None], sections: Sequence[Section]) -> list[str]:
     """What is there, what is missing, and which sections that leaves out."""
     lines = ["found: " + ", ".join(f"{name} {version}" for name, version in found.items() if version)]
@@ -248,18 +261,21 @@ def _wait(child: int, limit: float) -> int | None:
     """The exit code of a process, negative for a signal; None if it was ended because its time was over."""
     end = time.monotonic() + limit
     code = None
-    while time.monotonic() < end:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            code = os.waitstatus_to_exitcode(status)
-            break
-        time.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)
-    if code is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    try:
+        while time.monotonic() < end:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                code = os.waitstatus_to_exitcode(status)
+                break
+            time.sleep(0.02)
+    finally:
+        # After an interrupt too, which reaches no process of another session.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
+        if code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
     return code
 
 
@@ -399,10 +415,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=480.0, help="for all sections together")
     parser.add_argument("--small", action="store_true", help="reduced sizes on a CPU, in Triton's interpreter")
     parser.add_argument("--only", nargs="+", choices=[section.name for section in SECTIONS], metavar="SECTION")
-    parser.add_argument("--out", type=Path, help="default: gpu.json, or gpu_small.json, in benchmarks/results")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="default: gpu.json, or gpu_small.json, in benchmarks/results; with --only in the temporary folder",
+    )
     parser.add_argument("--report", action="store_true", help="print the table of the JSON, run nothing")
     args = parser.parse_args()
-    args.out = args.out or RESULTS / ("gpu_small.json" if args.small else "gpu.json")
+    whole = "gpu_small.json" if args.small else "gpu.json"
+    # A part must not take the place of the whole.
+    args.out = args.out or (Path(tempfile.gettempdir(), "gpu_only.json") if args.only else RESULTS / whole)
     if args.small and args.out.resolve() == RESULTS / "gpu.json":
         parser.error("gpu.json is for what a GPU has run")
     return args
@@ -422,6 +444,10 @@ def main() -> int:
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     sections = [section for section in SECTIONS if not args.only or section.name in args.only]
     found = libraries()
+    for name, why in broken().items():
+        if found[name]:
+            print(f"{name} {found[name]} cannot be imported: {without_folders(why)}")
+            found[name] = None
     print("\n".join(told(found, sections)), flush=True)
     if found["torch"] is None:
         raise SystemExit("PyTorch is missing: nothing can be run")

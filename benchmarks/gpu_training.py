@@ -335,6 +335,8 @@ def one_rank(report: "Report") -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    # Where a gradient is nothing but rounding, as that of a key's bias, AdamW makes whole steps of a difference.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     device = device_of(report)
     with tempfile.TemporaryDirectory() as folder:
         where = {"init_method": f"file://{folder}/rendezvous", "rank": 0, "world_size": 1}

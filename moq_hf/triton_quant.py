@@ -7,10 +7,10 @@ function needs that. Results are those of `quantizer` on the same device, bit fo
 
 import contextlib
 import functools
-import importlib.util
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from . import quantizer
-from .grid import Grid
+from .grid import Grid, Grouping, PerChannel, RowBlocks
 from .quantizer import Draw
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT, _FIRST = Grid(), Draw()
+# Random numbers of the trial at first use.
+_TRIED = Draw(2**35 + 7, 3, 9)
 # Elements of a tile. Chosen so that a thread of _WARPS warps holds 16 of them: not measured on a GPU.
 TILE = 4096
 # Groups of more elements than this are shared out among programs.
@@ -47,18 +49,33 @@ def available(device: torch.device) -> bool:
 
     True for CUDA devices with a working Triton, and for the CPU in Triton's interpreter (TRITON_INTERPRET=1 in the
     environment before Triton is imported). Where a kernel cannot be launched, or gives another number, one warning says
-    so, and this is False from then on.
+    so, and this is False from then on. While torch.compile traces, it is False: plain PyTorch is what can be compiled.
     """
+    if torch.compiler.is_compiling():
+        return False
+    device = with_index(device)
     return device not in _given_up and _is_right(device)
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device with its number, of which "cuda" alone means the current one: it is tried out and given up once."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @functools.cache
 def _is_right(device: torch.device) -> bool:
-    if device.type not in ("cpu", "cuda") or importlib.util.find_spec("triton") is None:
+    if device.type not in ("cpu", "cuda"):
         return False
-    import triton
+    try:
+        import triton
 
-    return triton.knobs.runtime.interpret == (device.type == "cpu") and passes(device, _differences)
+        interpreted = triton.knobs.runtime.interpret
+    except (ImportError, AttributeError):
+        # There is none, or a broken one, or one before 3.4.
+        return False
+    return interpreted == (device.type == "cpu") and passes(device, _differences)
 
 
 def passes(device: torch.device, differences: Callable[[torch.device], Iterable[str]]) -> bool:
@@ -115,19 +132,40 @@ def same_bits(found: Tensor, expected: Tensor, name: str) -> Iterator[str]:
 
 
 def _differences(device: torch.device) -> Iterator[str]:
-    """Where a kernel is not `quantizer`, over odd shapes: whole groups, groups of many tiles, clipping ratios."""
+    """Where a kernel is not `quantizer`: odd and even shapes, groups of zeros, with NaN, of many tiles; searches."""
     generator = torch.Generator().manual_seed(0)
-    every = [(8, Grid()), (3, Grid()), (2, Grid()), (1, Grid())]
-    others = [(4, Grid(full=True)), (4, Grid(symmetric=False)), (8, Grid(stochastic=True))]
-    for shape, modes in (((5, 33), every + others), ((3, WHOLE // 2 - 1), every)):
+    every = [(8, Grid()), (3, Grid()), (2, Grid()), (1, Grid()), (4, Grid(symmetric=False)), (8, Grid(stochastic=True))]
+    others = [(4, Grid(full=True)), (4, Grid(scale_dtype="bfloat16"))]
+    # With and without wide loads, and random numbers that are drawn four at a time.
+    shapes: list[tuple[tuple[int, int], Grouping, torch.dtype]] = [
+        ((6, 33), PerChannel(), torch.float32),
+        ((6, 64), RowBlocks(3), torch.bfloat16),
+        ((3, WHOLE // 2 - 1), RowBlocks(), torch.bfloat16),
+    ]
+    for shape, grouping, dtype in shapes:
         weight = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
-        jobs = [Job(weight, torch.empty_like(weight, dtype=torch.bfloat16), *mode) for mode in modes]
-        Batch(jobs).run()
+        weight[0] = 0.0
+        jobs = []
+        for bits, mode in every if weight.numel() > WHOLE else every + others:
+            grid = replace(mode, grouping=grouping)
+            cells = grid.shape(*shape)
+            ratio = _ratios(device)[1 : 1 + math.prod(cells)].view(cells) if 2 < bits < 8 else None
+            blend = 0.25 if bits == 8 else 0.0
+            jobs.append(Job(weight, torch.empty_like(weight, dtype=dtype), bits, grid, ratio, _TRIED, blend))
+        batch = Batch(jobs)
+        batch.run()
         for job in jobs:
-            expected = quantizer.fake_quantize(weight, job.bits, job.grid, draw=job.draw, dtype=torch.bfloat16)
+            how: dict[str, Any] = {"ratio": job.ratio, "draw": job.draw, "blend": job.blend, "dtype": dtype}
+            expected = quantizer.fake_quantize(weight, job.bits, job.grid, **how)
             yield from same_bits(job.out, expected, f"{job.bits} bits, {list(shape)}")
+        told = [batch.nonfinite()]
+        weight[-1, -1] = torch.nan
+        batch.run()
+        told.append(batch.nonfinite())
+        if told != [[], list(range(len(jobs)))]:
+            yield f"{len(jobs)} weights without NaN and with it, {list(shape)}: {told} hold some"
     weight = weight[:, :99].contiguous()
-    for grid in (Grid(), Grid(symmetric=False)):
+    for grid in (Grid(), Grid(PerChannel(), symmetric=False)):
         found, expected = (search(weight, 4, grid) for search in (_searched, quantizer.least_squares_ratio))
         yield from same_bits(found, expected, "clipping ratios")
 
@@ -335,7 +373,7 @@ def _searched(weight: Tensor, bits: int, grid: Grid) -> Tensor:
     length = weight.numel() // count
     columns = power_of_two(min(length, TILE // 4))
     rows = TILE // 4 // columns
-    programs = (math.ceil(count / rows), math.ceil(length / columns))
+    programs = (math.ceil(count / rows) * math.ceil(length / columns),)
     cells = torch.zeros(count, 2, dtype=torch.int32, device=weight.device)
     sums = torch.zeros(count, len(quantizer.RATIOS), dtype=torch.float64, device=weight.device)
     ratios = _ratios(weight.device)

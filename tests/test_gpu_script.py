@@ -82,6 +82,26 @@ def test_a_section_may_be_ended_with_what_it_started(tmp_path: Path) -> None:
     pytest.fail("it lives")
 
 
+def test_an_interrupt_ends_the_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[int] = []
+    fork = os.fork
+
+    def forking() -> int:
+        children.append(fork())
+        return children[-1]
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fork", forking)
+    monkeypatch.setattr(time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Section("a", (), 20.0, lambda report: signal.pause()))
+    (child,) = children
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
 def test_what_no_longer_fits_is_noted(tmp_path: Path) -> None:
     document = run(tmp_path, *(Section(name, (), 5.0, fine) for name in "ab"), seconds=gpu.LEAST - 1)
     assert [each["reason"] for each in document["sections"].values()] == ["time", "time"]
@@ -100,6 +120,14 @@ def test_a_missing_library_leaves_out_what_needs_it(tmp_path: Path) -> None:
     assert document["missing"] == ["pydantic", "numba"]
     assert document["sections"]["a"]["status"] == "ok"
     assert document["sections"]["b"] == {"status": "not run", "reason": "missing: pydantic"}
+
+
+def test_a_library_that_cannot_be_imported_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "for_another_python.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(gpu, "TRAINING", ("json", "for_another_python"))
+    assert gpu.libraries()["for_another_python"] is not None
+    assert gpu.broken() == {"for_another_python": "ImportError: undefined symbol"}
 
 
 def test_libraries_are_looked_for_by_what_they_are_imported_as(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +167,14 @@ def test_small_figures_do_not_pass_for_a_gpu_s(monkeypatch: pytest.MonkeyPatch) 
     done = script("--small", "--out", str(ROOT / "benchmarks" / "results" / "gpu.json"))
     assert done.returncode == 2 and "gpu.json is for what a GPU has run" in done.stderr
     assert not (ROOT / "benchmarks" / "results" / "gpu.json").exists()
+
+
+def test_a_part_does_not_take_the_place_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words, name in (([], "gpu.json"), (["--small"], "gpu_small.json")):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
+        assert gpu.arguments().out == gpu.RESULTS / name
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *words, "--only", "memory"])
+        assert gpu.RESULTS not in gpu.arguments().out.parents
 
 
 @pytest.mark.slow

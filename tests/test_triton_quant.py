@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,7 @@ def test_in_triton_s_interpreter() -> None:
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     passed = Counter(re.findall(r"(\w+\.py)::.* PASSED", done.stdout))
-    assert passed["test_triton_quant.py"] > 150 and passed["test_inference.py"] == 16, done.stdout
+    assert passed["test_triton_quant.py"] > 150 and passed["test_inference.py"] == 19, done.stdout
 
 
 @on_device
@@ -261,6 +262,26 @@ def test_least_squares_ratio_is_the_definition(
     for _ in range(2):
         assert same_bits(triton_quant.least_squares_ratio(w, bits, grid), quantizer.least_squares_ratio(w, bits, grid))
         w[1, 1] = torch.nan
+
+
+@needs_triton
+@pytest.mark.parametrize("grouping", [RowBlocks(), PerChannel()], ids=str)
+def test_a_search_of_many_programs_can_be_launched(grouping: Grouping, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[int, ...]] = []
+
+    class Kernels:
+        def __getattr__(self, name: str) -> Any:
+            return self
+
+        def __getitem__(self, programs: tuple[int, ...]) -> Any:
+            launches.append(programs)
+            return lambda *arguments, **options: None
+
+    monkeypatch.setattr(triton_quant, "load_kernels", Kernels)
+    monkeypatch.setattr(triton_quant, "TILE", 16)
+    triton_quant.least_squares_ratio(torch.empty(2**17, 4), 4, Grid(grouping))
+    # CUDA takes 2^31 - 1 programs along the first axis, and 65,535 along the others.
+    assert launches == [(2**17,)] * 2
 
 
 def bit_stream(codes: torch.Tensor, bits: int) -> list[int]:
@@ -567,6 +588,18 @@ def test_a_kernel_that_cannot_be_launched_is_found_at_first_use(
 
 
 @on_device
+def test_wrong_products_are_found_too(
+    untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert triton_quant.available(DEVICE)
+    product = packing.packed_linear
+    monkeypatch.setattr(packing, "packed_linear", lambda *arguments: product(*arguments[:4]))
+    assert not packing.available(DEVICE)
+    (record,) = caplog.records
+    assert "products of 17 rows" in record.message and "products of 1 rows" not in record.message
+
+
+@on_device
 @pytest.mark.parametrize("name", ["pack_codes", "unpack_codes", "packed_matmul"])
 def test_of_packing_too(
     name: str, untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -582,8 +615,8 @@ def test_of_packing_too(
 @pytest.mark.parametrize(
     ("constant", "value", "text"),
     [
-        ("_MAGIC", 0.0, "8 bits, [5, 33]"),
-        ("_TINY", 1.0, "2 bits, [5, 33]"),
+        ("_MAGIC", 0.0, "8 bits, [6, 33]"),
+        ("_TINY", 1.0, "2 bits, [6, 33]"),
         ("_ABS", 0x7F0FFFFF, "[3, 8191]"),
     ],
 )
@@ -600,6 +633,35 @@ def test_a_wrong_constant_is_found_at_first_use(
     from moq_hf.kernels import triton as kernels
 
     monkeypatch.setattr(kernels, constant, language.constexpr(value))
+    assert not triton_quant.available(DEVICE)
+    (record,) = caplog.records
+    assert "they give other numbers than plain PyTorch" in record.message and text in record.message
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="compiled kernels have their functions in them")
+@pytest.mark.parametrize(
+    ("function", "wrong", "text"),
+    [
+        ("_as_stored", lambda right, scale, dtype: scale, "4 bits, [6, 33]"),
+        ("_blended", lambda right, values, x, keep, blend: values, "8 bits, [6, 33]"),
+        ("_words", lambda right, block, seed, step, layer: right(block, seed, layer, step), "8 bits, [6, 64]"),
+        ("_negative", lambda right, x: right(x * 2), "4 bits, [3, 8191]"),
+        ("_uniform_scale", lambda right, hi, lo, bits, _, *rest: right(hi, lo, bits, 1, *rest), "3 bits, [3, 8191]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_part_of_a_kernel_is_found_at_first_use(
+    function: str,
+    wrong: Any,
+    text: str,
+    untried: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from moq_hf.kernels import triton as kernels
+
+    right = getattr(kernels, function)
+    monkeypatch.setattr(kernels, function, lambda *arguments: wrong(right, *arguments))
     assert not triton_quant.available(DEVICE)
     (record,) = caplog.records
     assert "they give other numbers than plain PyTorch" in record.message and text in record.message
@@ -629,6 +691,24 @@ def test_a_launch_that_fails_within_a_run_leaves_it_to_pytorch(
     (record,) = [record for record in caplog.records if "Triton" in record.message]
     assert record.levelno == logging.WARNING and "plain PyTorch computes in their place" in record.message
     assert not triton_quant.available(DEVICE)
+
+
+@pytest.mark.parametrize("triton", [None, ModuleType("triton")], ids=["missing", "old"])
+def test_without_a_triton_that_works_the_kernels_are_not_there(
+    triton: ModuleType | None, untried: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    assert not triton_quant.available(torch.device("cpu")) and not triton_quant.available(torch.device("cuda", 0))
+
+
+def test_a_device_without_a_number_is_the_current_one(untried: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for module in (triton_quant, packing):
+        monkeypatch.setattr(module, "_is_right", lambda device: tried.append(device) or True)
+    assert packing.available(torch.device("cuda")) and set(tried) == {torch.device("cuda", 1)}
+    triton_quant._give_up(torch.device("cuda", 1), "a test")
+    assert not triton_quant.available(torch.device("cuda")) and triton_quant.available(torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing of it is of the interpreter")

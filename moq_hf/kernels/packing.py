@@ -17,7 +17,7 @@ _WORD = 32
 
 def available(device: torch.device) -> bool:
     """Whether the kernels of this module run on `device`, with the right numbers; as `triton_quant.available`."""
-    return triton_quant.available(device) and _is_right(device)
+    return triton_quant.available(device) and _is_right(triton_quant.with_index(device))
 
 
 @functools.cache
@@ -37,12 +37,14 @@ def _differences(device: torch.device) -> Iterator[str]:
     for rows, groups in ((1, 1), (17, 3)):
         x = torch.randn(rows, 45, generator=generator, dtype=torch.float32, device="cpu").to(device, torch.bfloat16)
         scale = torch.rand(33, groups, generator=generator, dtype=torch.float32, device="cpu").to(device)
-        weight = quantizer.dequantize(codes, scale, None)
+        zero, bias = (None, None) if groups == 1 else (codes[:, :groups] // 2, x.flatten()[:33])
+        weight = quantizer.dequantize(codes, scale, zero)
         weight = (weight if groups == 1 else weight.to(x.dtype)).cpu().double()
         exact, size = (y.cpu().double() @ w.T for y, w in ((x, weight), (x.abs(), weight.abs())))
+        exact += 0.0 if bias is None else bias.cpu().double()
         # One rounding to bfloat16, and float32's of each of the 45 sums.
         allowed = exact.abs() * 2.0**-8 + 45 * size * 2.0**-23
-        error = (packed_linear(x, words, 4, scale).cpu().double() - exact).abs()
+        error = (packed_linear(x, words, 4, scale, zero, bias).cpu().double() - exact).abs()
         if bool((error > allowed).any()):
             yield f"products of {rows} rows: off by up to {float((error - allowed).max()):.3g} more than rounding"
 

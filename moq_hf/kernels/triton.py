@@ -387,10 +387,17 @@ def fake_quantize_tiles(
 
 
 @triton.jit
+def _place(length, R: tl.constexpr, S: tl.constexpr):
+    """Numbers of a program's groups `[R]` and columns `[S]`. Programs are on one axis: only that takes over 65,535."""
+    across = tl.cdiv(length, S)
+    group = (tl.program_id(0) // across).to(tl.int64) * R + tl.arange(0, R)
+    return group, (tl.program_id(0) % across).to(tl.int64) * S + tl.arange(0, S)
+
+
+@triton.jit
 def group_ranges(weight, cells, length, groups, KIND: tl.constexpr, R: tl.constexpr, S: tl.constexpr):
     """`cells` int32 `[groups, 2]`, zeros before: the bits of each group's largest positive and negative magnitude."""
-    group = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    c = tl.program_id(1).to(tl.int64) * S + tl.arange(0, S)
+    group, c = _place(length, R, S)
     mask = (group < groups)[:, None] & (c < length)[None, :]
     x = tl.load(weight + ((group * length)[:, None] + c[None, :]), mask, 0.0).to(tl.float32)
     tl.atomic_max(cells + 2 * group, tl.max(_positive(x, KIND), 1), group < groups)
@@ -414,8 +421,7 @@ def ratio_errors(
     S: tl.constexpr,
 ):
     """Adds each group's squared errors at each of the `ratios` `[COUNT]` to `sums` float64 `[groups, COUNT]`."""
-    group = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    c = tl.program_id(1).to(tl.int64) * S + tl.arange(0, S)
+    group, c = _place(length, R, S)
     inside = group < groups
     mask = inside[:, None] & (c < length)[None, :]
     x = tl.load(weight + ((group * length)[:, None] + c[None, :]), mask, 0.0).to(tl.float32)

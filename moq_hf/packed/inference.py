@@ -17,6 +17,20 @@ from ..transformers_seams import is_packed_layer, keep_packed, unpack_layer
 from ..triton_quant import Unusable
 
 
+class _Product(torch.autograd.Function):
+    """The kernel's product, with the gradients of one with the dequantized weight."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, bias: Tensor | None, layer: "PackedLinear") -> Tensor:
+        ctx.layer = layer
+        return packing.packed_linear(input, layer.words, layer.bits, layer.scale, layer.zero_point, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        return gradient @ ctx.layer.dequantize(gradient.dtype), bias, None
+
+
 class PackedLinear(nn.Module):
     """A linear layer whose weight stays packed in memory, for inference.
 
@@ -60,7 +74,7 @@ class PackedLinear(nn.Module):
         """`input` `[..., in_features]` times the weight, plus the bias."""
         if multiplies_packed(input):
             with contextlib.suppress(Unusable):
-                return packing.packed_linear(input, self.words, self.bits, self.scale, self.zero_point, self.bias)
+                return cast(Tensor, _Product.apply(input, self.bias, self))  # type: ignore[no-untyped-call]
         return F.linear(input, self.dequantize(input.dtype), self.bias)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification, BertForSequenceClas
 
 from moq_hf import MoQError, load_packed, quantize_model, quantizer, save_quantized, triton_quant
 from moq_hf.grid import Grid, PerChannel, PerGroup, RowBlocks
+from moq_hf.kernels import packing
 from moq_hf.packed.inference import PackedLinear
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -130,6 +131,46 @@ def test_packed_layers_hold_the_weights_of_from_pretrained(packed: Path, tiny_ba
     torch.testing.assert_close(half.float().cpu(), expected, rtol=0, atol=5 * 2.0**-11)
     with pytest.raises(MoQError, match="cannot be saved"):
         model.save_pretrained(packed / "again")
+
+
+def product(grouping: PerChannel | PerGroup) -> tuple[PackedLinear, torch.Tensor, torch.Tensor]:
+    """A layer with a bias, inputs and a gradient of its outputs."""
+    weight, bias = torch.randn(24, 32), torch.randn(24).to(torch.bfloat16)
+    codes, scale, _ = quantizer.quantize(weight, 4, Grid(grouping))
+    layer = PackedLinear(packing.pack(codes, 4), 4, 32, scale, None, bias).to(DEVICE)
+    x, gradient = (torch.randn(3, 5, size, dtype=torch.bfloat16, device=DEVICE) for size in (32, 24))
+    return layer, x, gradient
+
+
+@on_device
+@pytest.mark.parametrize("grouping", [PerChannel(), PerGroup(8)], ids=str)
+def test_gradients_pass_through_packed_weights(
+    grouping: PerChannel | PerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x, gradient = product(grouping)
+    layer.requires_grad_()
+    found = []
+    for kernel in (True, False):
+        if not kernel:
+            monkeypatch.setattr(triton_quant, "available", lambda _: False)
+        inputs = x.clone().requires_grad_()
+        layer.zero_grad()
+        layer(inputs).backward(gradient)
+        assert inputs.grad is not None and layer.bias is not None and layer.bias.grad is not None
+        found.append((inputs.grad, layer.bias.grad.clone()))
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+@on_device
+def test_packed_layers_are_compiled_as_plain_pytorch(caplog: pytest.LogCaptureFixture) -> None:
+    layer, x, _ = product(PerChannel())
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = torch.compile(layer, backend="eager", fullgraph=True)(x)
+        torch.testing.assert_close(found, layer(x), rtol=0.02, atol=0.02)
+    assert triton_quant.available(DEVICE)
+    assert not [record for record in caplog.records if "Triton" in record.message]
 
 
 def test_a_folder_without_packed_weights_is_told(tiny_bert: BertForSequenceClassification, tmp_path: Path) -> None:
