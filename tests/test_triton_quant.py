@@ -13,10 +13,10 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -507,6 +507,44 @@ def test_compiles_for_a_gpu(
     # Rounded as IEEE has it, nothing fused, and 16 bytes at a time.
     assert ("div.rn.f32" in ptx) == (phase == 3) and "div.full" not in ptx and "fma" not in ptx
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) == triton_quant.TILE // (8 * 32 * 4)
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
+@pytest.mark.parametrize(("bits", "groups"), [(2, 1), (2, 8), (4, 8), (8, 8), (2, 64)])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_products_fit_into_the_shared_memory_of_any_gpu(
+    bits: int, groups: int, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """With what `packed_linear` launches, zero points and bias included."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from moq_hf.kernels import triton as triton_kernels
+
+    launched: dict[str, Any] = {}
+    launch = SimpleNamespace(packed_matmul=defaultdict(lambda: lambda *_, **options: launched.update(options)))
+    monkeypatch.setattr(packing, "load_kernels", lambda: launch)
+    scale, zero = torch.ones(64, groups), torch.zeros(64, groups, dtype=torch.int32)
+    words = torch.zeros(64, 512 * bits // 32, dtype=torch.int32)
+    packing.packed_linear(torch.zeros(rows, 512).bfloat16(), words, bits, scale, zero, torch.zeros(64).bfloat16())
+    assert launched["SPLIT"] == (512 // groups < 32 // bits)
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    kernel = triton_kernels.packed_matmul
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types |= {"x": "*bf16", "words": "*i32", "scales": "*fp32", "zeros": "*i32", "bias": "*bf16", "y": "*bf16"}
+    options = {name: launched.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
+    source = ASTSource(
+        fn=kernel,
+        signature=types | dict.fromkeys(launched, "constexpr"),
+        constexprs={(kernel.arg_names.index(name),): value for name, value in launched.items()},
+        attrs={(index,): [["tt.divisibility", 16]] for index in range(len(types) - len(launched))},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    # Bytes; of a data center's GPU, 163 KiB or more.
+    assert compiled.metadata.shared <= 99 * 1024
 
 
 def test_wrong_arguments_are_told() -> None:

@@ -492,6 +492,7 @@ def packed_matmul(
     size,
     BITS: tl.constexpr,
     PER_ROW: tl.constexpr,
+    SPLIT: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BM: tl.constexpr,
@@ -503,6 +504,7 @@ def packed_matmul(
     `words` int32 `[N, width]`, `scales` float32 and `zeros` int32 `[N, K / size]`. A step takes BW words of each of BN
     rows, read once, and multiplies the codes at each of their positions with the columns of x that lie there. Codes
     less their zero point are exact in float16 and bfloat16; with one scale a row it is applied to the float32 sum.
+    SPLIT says that a word may hold codes of two groups.
     """
     PER_WORD: tl.constexpr = 32 // BITS
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -524,11 +526,16 @@ def packed_matmul(
             if PER_ROW:
                 value = (code - zero).to(tl.float32)
             else:
-                at = n.to(tl.int64)[:, None] * groups + k // size
-                inside = in_n & (k < K)
+                # A word of one group takes one load, which the compiler sees: j is known to it.
+                if j == 0 or SPLIT:
+                    at = n.to(tl.int64)[:, None] * groups + k // size
+                    inside = in_n & (k < K)
+                    scale = tl.load(scales + at, inside, 0.0)
+                    if HAS_ZERO:
+                        less = tl.load(zeros + at, inside, 0)
                 if HAS_ZERO:
-                    code -= tl.load(zeros + at, inside, 0)
-                value = code.to(tl.float32) * tl.load(scales + at, inside, 0.0)
+                    code -= less
+                value = code.to(tl.float32) * scale
             value = _cast(value, x.dtype.element_ty)
             a = tl.load(x + m.to(tl.int64)[:, None] * K + k, in_m & (k < K), 0.0)
             if _INTERPRETED:
