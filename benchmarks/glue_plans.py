@@ -202,22 +202,15 @@ PLANS = {
             taught(2, "per channel, full", 4, name="MoQ 4 by 0.3, float first"),
             taught(2, "per channel"),
             qat(2, "basic QAT, all steps", times=2, groups="per channel, full"),
-            taught(3, "per channel, full"),
-            taught(4, "per channel, full"),
-        ),
-        bf16=True,
-        equal_steps=True,
-    ),
-    # The same at 3 and 4 bits, with what else there is.
-    "recipes_3_4": Plan(
-        (
-            LOW_FLOAT,
-            taught(3, "per channel, full"),
-            taught(3, "per channel, full", 8, name="MoQ 8 by 0.3, float first"),
-            qat(3, "basic QAT, all steps", times=2, groups="per channel, full"),
-            taught(4, "per channel, full"),
-            taught(4, "per channel, full", 8, name="MoQ 8 by 0.3, float first"),
-            qat(4, "basic QAT, all steps", times=2, groups="per channel, full"),
+            *(
+                arm
+                for bits in (3, 4)
+                for arm in (
+                    taught(bits, "per channel, full"),
+                    taught(bits, "per channel, full", 8, name="MoQ 8 by 0.3, float first"),
+                    qat(bits, "basic QAT, all steps", times=2, groups="per channel, full"),
+                )
+            ),
         ),
         bf16=True,
         equal_steps=True,
