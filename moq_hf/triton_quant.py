@@ -72,8 +72,10 @@ def _is_right(device: torch.device) -> bool:
         import triton
 
         interpreted = triton.knobs.runtime.interpret
-    except (ImportError, AttributeError):
-        # There is none, or a broken one, or one before 3.4.
+    except (ImportError, AttributeError) as error:
+        # There is none, or a broken one, or one without the knobs.
+        if device.type == "cuda":
+            _give_up(device, f"they need Triton 3.4 or later ({error})")
         return False
     return interpreted == (device.type == "cpu") and passes(device, _differences)
 

@@ -732,11 +732,15 @@ def test_a_launch_that_fails_within_a_run_leaves_it_to_pytorch(
 
 
 @pytest.mark.parametrize("triton", [None, ModuleType("triton")], ids=["missing", "old"])
-def test_without_a_triton_that_works_the_kernels_are_not_there(
-    triton: ModuleType | None, untried: None, monkeypatch: pytest.MonkeyPatch
+def test_without_a_triton_that_works_one_warning_says_so_for_a_gpu(
+    triton: ModuleType | None, untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", triton)
-    assert not triton_quant.available(torch.device("cpu")) and not triton_quant.available(torch.device("cuda", 0))
+    assert not triton_quant.available(torch.device("cpu")) and not caplog.records
+    for _ in range(2):
+        assert not triton_quant.available(torch.device("cuda", 0))
+    (record,) = caplog.records
+    assert "not used on cuda:0" in record.message and "they need Triton 3.4 or later" in record.message
 
 
 def test_a_device_without_a_number_is_the_current_one(untried: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,11 +82,9 @@ def warnings(inventory: Inventory, config: MoQConfig, measured: int | None, size
     if sizes.share < 0.5:
         notes.append(_what_stays_in_float(inventory, config, sizes))
     devices: set[torch.device] = {layer.weight.device for layer in inventory.layers.values()}
-    if config.kernel and not all(triton_wanted(device, config.kernel) for device in devices):
-        notes.append(
-            "quantizer_kernel: the Triton kernels need a CUDA device and a working Triton; plain PyTorch gives the "
-            "same numbers"
-        )
+    # On a CUDA device the kernels say themselves what keeps them from running.
+    if config.kernel and not all(device.type == "cuda" or triton_wanted(device, True) for device in devices):
+        notes.append("quantizer_kernel: the Triton kernels need a CUDA device; plain PyTorch gives the same numbers")
     if measured == 1:
         notes.append("eigenvalue: there is only one block, so nothing to compare it with: its factor is always 5")
     heads = [name for name in output_heads(inventory, config) if name in inventory.layers]
