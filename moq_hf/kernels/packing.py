@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -183,15 +184,11 @@ def packed_linear(
     flat = x.reshape(-1, columns).contiguous()
     y = torch.empty(len(flat), rows, dtype=x.dtype, device=x.device)
     if y.numel():
-        # tl.dot takes no less than 16 rows.
-        tile_m = min(64, max(16, power_of_two(len(flat))))
-        tile_n = 64 if tile_m > 16 and scale.shape[1] == 1 else 32
+        options = _launch_of(len(flat), bits, scale.shape[1], columns)
         scale = scale.to(torch.float32).contiguous()
         zeros = None if zero_point is None else zero_point.to(torch.int32).contiguous()
-        size = columns // scale.shape[1]
-        splits = scale.shape[1] > 1 and size % (_WORD // bits) > 0
         with launching(x.device):
-            load_kernels().packed_matmul[(math.ceil(len(flat) / tile_m), math.ceil(rows / tile_n))](
+            load_kernels().packed_matmul[(math.ceil(len(flat) / options["BM"]), math.ceil(rows / options["BN"]))](
                 flat,
                 words.contiguous(),
                 scale,
@@ -202,21 +199,31 @@ def packed_linear(
                 rows,
                 columns,
                 words.shape[1],
-                size,
-                BITS=bits,
-                PER_ROW=scale.shape[1] == 1,
-                SPLIT=splits,
+                columns // scale.shape[1],
                 HAS_ZERO=zeros is not None,
                 HAS_BIAS=bias is not None,
-                BM=tile_m,
-                BN=tile_n,
-                BW=32,
-                num_warps=4 if tile_m == 16 else 8,
-                # With loads for each code, pipelining takes more shared memory than a GPU has.
-                num_stages=1 if splits else 3,
-                enable_fp_fusion=False,
+                **options,
             )
     return y.view(*x.shape[:-1], rows)
+
+
+def _launch_of(batch: int, bits: int, groups: int, columns: int) -> dict[str, Any]:
+    """Tiles and the compiler's options of a product with so many rows, and so many groups in a weight's row."""
+    # tl.dot takes no less than 16 rows.
+    tile = min(64, max(16, power_of_two(batch)))
+    splits = groups > 1 and columns // groups % (_WORD // bits) > 0
+    return {
+        "BITS": bits,
+        "PER_ROW": groups == 1,
+        "SPLIT": splits,
+        "BM": tile,
+        "BN": 64 if tile > 16 and groups == 1 else 32,
+        "BW": 32,
+        "num_warps": 4 if tile == 16 else 8,
+        # With loads for each code, pipelining takes more shared memory than a GPU has.
+        "num_stages": 1 if splits else 3,
+        "enable_fp_fusion": False,
+    }
 
 
 def _shifts(bits: int, device: torch.device) -> Tensor:

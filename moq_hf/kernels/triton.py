@@ -478,6 +478,23 @@ def unpack_codes(words, codes, columns, width, total, BITS: tl.constexpr, S: tl.
 
 
 @triton.jit
+def _of_groups(scales, zeros, at, inside, HAS_ZERO: tl.constexpr):
+    """Scale and zero point of the groups `at`."""
+    zero = tl.load(zeros + at, inside, 0) if HAS_ZERO else 0
+    return tl.load(scales + at, inside, 0.0), zero
+
+
+@triton.jit
+def _dot(a, b, total):
+    if _INTERPRETED:
+        # Its dot takes bfloat16 for integers.
+        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        total = tl.dot(a, b, total)
+    return total
+
+
+@triton.jit
 def packed_matmul(
     x,
     words,
@@ -513,13 +530,10 @@ def packed_matmul(
     in_n = (n < N)[:, None]
     groups = K // size
     acc = tl.zeros([BM, BN], tl.float32)
-    zero = tl.zeros([BN, 1], tl.int32)
-    if HAS_ZERO and PER_ROW:
-        zero = tl.load(zeros + n[:, None], in_n, 0)
+    zero = tl.load(zeros + n[:, None], in_n, 0) if HAS_ZERO and PER_ROW else 0
     for start in range(0, width, BW):
         w = start + tl.arange(0, BW)[None, :]
-        word = tl.load(words + n.to(tl.int64)[:, None] * width + w, in_n & (w < width), 0)
-        word = word.to(tl.uint32, bitcast=True)
+        word = tl.load(words + n.to(tl.int64)[:, None] * width + w, in_n & (w < width), 0).to(tl.uint32, bitcast=True)
         for j in tl.static_range(PER_WORD):
             k = w * PER_WORD + j
             code = ((word >> (j * BITS)) & ((1 << BITS) - 1)).to(tl.int32) - (1 << (BITS - 1))
@@ -529,20 +543,10 @@ def packed_matmul(
                 # A word of one group takes one load, which the compiler sees: j is known to it.
                 if j == 0 or SPLIT:
                     at = n.to(tl.int64)[:, None] * groups + k // size
-                    inside = in_n & (k < K)
-                    scale = tl.load(scales + at, inside, 0.0)
-                    if HAS_ZERO:
-                        less = tl.load(zeros + at, inside, 0)
-                if HAS_ZERO:
-                    code -= less
-                value = code.to(tl.float32) * scale
-            value = _cast(value, x.dtype.element_ty)
+                    scale, less = _of_groups(scales, zeros, at, in_n & (k < K), HAS_ZERO)
+                value = (code - less).to(tl.float32) * scale
             a = tl.load(x + m.to(tl.int64)[:, None] * K + k, in_m & (k < K), 0.0)
-            if _INTERPRETED:
-                # Its dot takes bfloat16 for integers.
-                acc = tl.dot(a.to(tl.float32), tl.trans(value.to(tl.float32)), acc, input_precision="ieee")
-            else:
-                acc = tl.dot(a, tl.trans(value), acc)
+            acc = _dot(a, tl.trans(_cast(value, x.dtype.element_ty)), acc)
     if PER_ROW:
         acc = acc * tl.load(scales + n, n < N, 0.0)[None, :]
     if HAS_BIAS:
