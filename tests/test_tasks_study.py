@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import programs
 import pytest
+import report_study
 import stdlib_tasks
 import tasks_study
 import tiny_glue
@@ -295,6 +296,30 @@ def test_the_tables_are_those_of_the_committed_lines(tmp_path: Path) -> None:
     command = "python benchmarks/tasks_study.py --report --page docs/evidence/tasks.md"
     assert copy.read_text(encoding="utf-8") == text, f"renew them with: {command}"
     assert text.count("| bits | arm |") == len(SETTINGS)
+
+
+def test_what_the_page_says_is_what_was_measured() -> None:
+    text = " ".join((ROOT / "docs" / "evidence" / "tasks.md").read_text(encoding="utf-8").split())
+    lines = (ROOT / "benchmarks" / "results" / "tasks.jsonl").read_text(encoding="utf-8").splitlines()
+    roles, spans = (Found([json.loads(line) for line in lines], task) for task in ("roles", "spans"))
+
+    def apart(found: Found, ours: str, theirs: str, bits: int) -> str:
+        return report_study.paired(found.scores(ours, bits), found.scores(theirs, 32 if theirs == FLOAT else bits))
+
+    at_3, at_2 = ([apart(found, BASIC, TAUGHT, bits) for found in (roles, spans)] for bits in (3, 2))
+    says = f"At 3 bits it ends {at_3[0]} points above float first on roles and {at_3[1]} on spans"
+    assert says.replace("+", "") in text
+    assert f"at 2 bits {at_2[0]} and {at_2[1]}, within the noise" in text
+    above = [apart(found, BASIC, FLOAT, 3) for found in (roles, spans)]
+    assert f"ends {above[0]} points above float on roles and {above[1]} on spans".replace("+", "") in text
+    # The two levels of spans.
+    trained = [
+        value
+        for arm, bits in spans.metrics
+        if arm not in (LOOKUP, ROUNDED)
+        for value in spans.scores(arm, bits).values()
+    ]
+    assert not [value for value in trained if 79 < value < 92] and min(trained) > 73
 
 
 def test_the_committed_lines_are_of_one_study() -> None:
