@@ -26,9 +26,10 @@ class _Product(torch.autograd.Function):
         return packing.packed_linear(input, layer.words, layer.bits, layer.scale, layer.zero_point, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        input = gradient @ ctx.layer.dequantize(gradient.dtype) if ctx.needs_input_grad[0] else None
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        return gradient @ ctx.layer.dequantize(gradient.dtype), bias, None
+        return input, bias, None
 
 
 class PackedLinear(nn.Module):
