@@ -238,9 +238,7 @@ PLANS = {
             taught(2, "per channel, full", name="basic QAT, float first at a constant rate", warm_decay="constant"),
             taught(2, "per channel, full", name="basic QAT, float first, no teacher", moq={}),
             *(
-                taught(
-                    2, "per channel, full", start, name=f"{name}, {share} of the steps", times=times, warm_times=times
-                )
+                taught(2, "per channel, full", start, name=f"{name}, {share} the steps", times=times, warm_times=times)
                 for times, share in ((0.5, "half"), (2, "twice"))
                 for start, name in ((0, "basic QAT, float first"), (4, "MoQ 4 by 0.3, float first"))
             ),

@@ -68,6 +68,10 @@ OPTIONS: dict[str, Entry] = {
     "moq_hf, 4 bits, asymmetric, groups of 128": Entry(
         moq(4, 4, quantize_type="asymmetric", quantize_group_size=128), note="the grid of optimum-quanto"
     ),
+    "moq_hf, 4 bits, asymmetric, groups of 128, absmax": Entry(
+        moq(4, 4, quantize_type="asymmetric", quantize_group_size=128, algo={"scale": "absmax"}),
+        note="the grid of optimum-quanto, no search for clipping ratios",
+    ),
     "moq_hf, 4 bits, full, groups of 32": Entry(moq(4, 4, quantize_group_size=32, algo={"range": "full"})),
     "moq_hf, 4 bits, full, per channel": Entry(moq(4, 4, quantize_groups="per_channel", algo={"range": "full"})),
     "moq_hf, 4 bits, absmax": Entry(moq(8, 4, algo={"scale": "absmax"})),
