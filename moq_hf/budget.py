@@ -6,10 +6,11 @@ and the least that the remaining blocks cost where bits may be mixed (the linear
 block's options, steepest piece first) is not above that of a choice which is known.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 # Of choices whose costs differ by no more than that share of all costs, the larger one is taken.
 _TIE = 1e-9
@@ -50,19 +51,22 @@ def choose(blocks: Sequence[Sequence[Option]], capacity: int) -> list[int] | Non
     blocks = [[Option(size, cost - worth * size) for size, cost in options] for options in blocks]
     bounds = _bounds(blocks)
     known = bounds[0].reached(capacity) + _ROUNDING * scale
-    found: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
+    cost, size = np.zeros(1), np.zeros(1, np.int64)
+    kept: list[np.ndarray] = []
     for options, rest in zip(blocks, bounds[1:], strict=True):
-        grown = sorted(
-            (cost + option.cost, size + option.size, (*chosen, index))
-            for cost, size, chosen in found
-            for index, option in enumerate(options)
-        )
-        found = []
-        for cost, size, chosen in grown:
-            room, beaten = capacity - size, bool(found) and size >= found[-1][1]
-            if not beaten and room >= rest.least and cost + rest.cost(room) <= known:
-                found.append((cost, size, chosen))
-    return list(found[0][2])
+        sizes, costs = (np.array(column) for column in zip(*options, strict=True))
+        cost, size = (cost[:, None] + costs).ravel(), (size[:, None] + sizes).ravel()
+        some = np.flatnonzero(capacity - size >= rest.least)
+        some = some[cost[some] + rest.cost(capacity - size[some]) <= known]
+        some = some[np.lexsort((size[some], cost[some]))]
+        unbeaten = np.diff(np.minimum.accumulate(size[some]), prepend=np.iinfo(np.int64).max) < 0
+        kept.append(some[unbeaten])
+        cost, size = cost[kept[-1]], size[kept[-1]]
+    chosen, place = [], 0
+    for options, some in zip(reversed(blocks), reversed(kept), strict=True):
+        place, index = divmod(int(some[place]), len(options))
+        chosen.append(index)
+    return chosen[::-1]
 
 
 class _Bound:
@@ -75,19 +79,20 @@ class _Bound:
     def __init__(self, base: Option, pieces: Sequence[Option]) -> None:
         self.least = base.size
         steep = sorted(pieces, key=lambda piece: -piece.cost / piece.size)
-        self._sizes = list(accumulate((piece.size for piece in steep), initial=0))
-        self._costs = list(accumulate((-piece.cost for piece in steep), initial=base.cost))
-        self._slopes = [piece.cost / piece.size for piece in steep]
+        self._sizes = np.cumsum([0, *(piece.size for piece in steep)])
+        self._costs = np.cumsum([base.cost, *(-piece.cost for piece in steep)])
+        # Beyond the last piece room saves nothing.
+        self._slopes = np.array([*(piece.cost / piece.size for piece in steep), 0.0])
 
-    def cost(self, room: int) -> float:
-        """At least that, for `room` from `least` on."""
-        whole = bisect_right(self._sizes, room - self.least) - 1
-        part = room - self.least - self._sizes[whole]
-        return self._costs[whole] - (self._slopes[whole] * part if whole < len(self._slopes) else 0.0)
+    def cost(self, room: np.ndarray) -> np.ndarray:
+        """At least that, for each `room` from `least` on."""
+        whole = np.searchsorted(self._sizes, room - self.least, "right") - 1
+        bound: np.ndarray = self._costs[whole] - self._slopes[whole] * (room - self.least - self._sizes[whole])
+        return bound
 
     def reached(self, room: int) -> float:
         """The cost of a choice that fits: that of whole pieces."""
-        return self._costs[bisect_right(self._sizes, room - self.least) - 1]
+        return float(self._costs[np.searchsorted(self._sizes, room - self.least, "right") - 1])
 
 
 def _bounds(blocks: Sequence[Sequence[Option]]) -> list[_Bound]:
