@@ -219,6 +219,18 @@ def test_what_the_guides_promise_is_what_was_measured() -> None:
     assert f"is {found[2, 'basic QAT, all steps'].removeprefix('-').split()[0]} below" in pages["README.md"]
 
 
+def committed(plan: str) -> list[report_study.Row]:
+    """The means over the tasks of the committed lines of a plan."""
+    text = (tiny_glue.ROOT / "benchmarks" / "results" / "glue_study.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    return report_study.average(report_study.rows(plan, lines), glue_plans.PLANS[plan].tasks)
+
+
+def recipes_page() -> str:
+    """The page of the recipes, in one line."""
+    return " ".join((tiny_glue.ROOT / "docs" / "evidence" / "recipes.md").read_text(encoding="utf-8").split())
+
+
 @pytest.mark.parametrize(
     ("groups", "name", "says"),
     [
@@ -229,27 +241,34 @@ def test_what_the_guides_promise_is_what_was_measured() -> None:
 )
 def test_what_2_bits_are_ahead_of_is_what_was_measured(groups: str, name: str, says: str) -> None:
     """On average over the tasks, the recipe against another arm, of which no table shows the difference."""
-    text = (tiny_glue.ROOT / "benchmarks" / "results" / "glue_study.jsonl").read_text(encoding="utf-8")
-    lines = [json.loads(line) for line in text.splitlines()]
-    means = report_study.average(report_study.rows("recipes", lines), glue_plans.PLANS["recipes"].tasks)
+    means = committed("recipes")
     scores = {(row.arm.groups, row.arm.name): row.scores for row in means if row.arm.bits == 2 and not row.arm.averaged}
     ahead = report_study.paired(scores["per channel, full", "basic QAT, float first"], scores[groups, name])
-    page = (tiny_glue.ROOT / "docs" / "evidence" / "recipes.md").read_text(encoding="utf-8")
-    assert says.format(ahead.removeprefix("+")) in " ".join(page.split())
+    assert says.format(ahead.removeprefix("+")) in recipes_page()
+
+
+def test_no_other_grid_is_ahead_at_2_bits() -> None:
+    scores = {row.arm.groups: row.scores for row in committed("grids") if row.arm.name == "basic QAT, float first"}
+    own = scores.pop("per channel, full")
+    behind = {groups: report_study.paired(own, other).split(" ± ") for groups, other in scores.items()}
+    assert all(0 < float(mean) < float(interval) for mean, interval in behind.values())
+    points = {groups: mean.removeprefix("+") for groups, (mean, _) in behind.items()}
+    few = [points[f"groups of 32{grid}"] for grid in ("", ", full", ", asymmetric")]
+    says = (
+        "asymmetric grids per channel and groups of 64 end {} points behind it, groups of 32 by {} to {}, "
+        "ternary per channel {}."
+    ).format(points["per channel, asymmetric"], min(few), max(few), points["per channel"])
+    assert points["per channel, asymmetric"] == points["groups of 64, full"] and says in recipes_page()
 
 
 def test_mixed_bits_are_as_far_ahead_of_3_bits_throughout_as_was_measured() -> None:
-    text = (tiny_glue.ROOT / "benchmarks" / "results" / "glue_study.jsonl").read_text(encoding="utf-8")
-    lines = [json.loads(line) for line in text.splitlines()]
-    means = report_study.average(report_study.rows("budgets", lines), glue_plans.PLANS["budgets"].tasks)
-    scores = {row.arm.name: row.scores for row in means if row.arm.bits == 3}
-    page = (tiny_glue.ROOT / "docs" / "evidence" / "recipes.md").read_text(encoding="utf-8")
+    scores = {row.arm.name: row.scores for row in committed("budgets") if row.arm.bits == 3}
     divergence, trace = (
         report_study.paired(scores[f"3 bits on average by {measure}, float first"], scores["basic QAT, float first"])
         for measure in ("divergence", "trace")
     )
     says = f"Chosen by divergences they end {divergence} points above it on average, by traces {trace}."
-    assert says.replace("+", "") in " ".join(page.split())
+    assert says.replace("+", "") in recipes_page()
 
 
 def test_every_plan_is_sound() -> None:
