@@ -223,10 +223,11 @@ def load_schedule(
     targets = state["schedule"].get("targets")
     if schedule.config.budget is not None and has_begun(state):
         pair = changed.get(TARGET)
-        if pair is None:
-            schedule.choose(targets)
-        else:
+        if pair is not None:
             faults.append(f"{_in_words(TARGET, pair)}: bits under a budget are chosen once, at the offset")
+        # They are known where a run goes back to its best checkpoint.
+        elif schedule.targets is None:
+            schedule.choose(targets)
     if not faults and _is_replayed(state, changed):
         otherwise = _replay(schedule, [Switch(*switch) for switch in state["history"]], steps, bits)
         if otherwise:

@@ -1,12 +1,14 @@
 """Bits under a budget in whole runs: what is chosen, when, what is delivered, and a run that resumes."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Stop, arguments, assert_same, callback_of, moq, rows, stock, trained, weights
+from safetensors.torch import load_file
+from tiny_runs import Stop, arguments, assert_same, callback_of, moq, new_model, rows, stock, trained, weights
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification, set_seed
 
 from moq_hf import MoQConfig, MoQError, MoQTrainer, PrecisionSchedule, last_checkpoint, plan, verify_quantized
@@ -89,6 +91,25 @@ def test_a_file_is_met_by_a_stock_trainer_and_plain_transformers_loads_it(tmp_pa
     batch = {"input_ids": torch.stack([row["input_ids"] for row in rows(4)])}
     with torch.no_grad():
         assert torch.equal(model(**batch).logits, trainer.model.eval()(**batch).logits)
+
+
+@pytest.mark.parametrize("with_callback_alone", [False, True])
+def test_the_best_checkpoint_is_delivered_under_a_budget(with_callback_alone: bool, tmp_path: Path) -> None:
+    worse = itertools.count(0, -1)
+    often: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    trainer = stock(tmp_path, config({"mean": 3.3}), metric_for_best_model="score", load_best_model_at_end=True, **often)
+    if not with_callback_alone:
+        args, callback = trainer.args, callback_of(trainer)
+        trainer = MoQTrainer(new_model(), args, None, rows(), rows(8), callbacks=[callback])
+    trainer.compute_metrics = lambda _: {"score": float(next(worse))}
+    trainer.train()
+    # The first one at the target.
+    assert trainer.state.best_global_step == 4
+    controller = callback_of(trainer).controller
+    assert controller is not None and controller.choice is not None
+    assert controller.schedule.bits == controller.choice.targets
+    saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert torch.equal(trainer.model.state_dict()["classifier.weight"], saved["classifier.weight"])
 
 
 def test_fused_layers_of_a_llama_are_alike(tmp_path: Path) -> None:
