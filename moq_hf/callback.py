@@ -124,6 +124,10 @@ class MoQCallback(TrainerCallback, ExportableState):
         steps = state.max_steps if resumed is None else planned_steps(self.config, resumed, state.max_steps)
         return offset_step_of(self.config, steps)
 
+    def _attributes(self, state: TrainerState) -> dict[str, Any]:
+        """What a run's state holds of `state()`, in a checkpoint that was made with MoQ."""
+        return cast(dict[str, Any], callback_states(state).get(self._name, {}).get("attributes", {}))
+
     @property
     def _name(self) -> str:
         """What the Trainer's state calls this callback."""
@@ -183,7 +187,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._switched = self._arrived = False
         self._prepare_measuring(controller, args, state)
         self._listen(controller, _is_compiled(kwargs["model"], controller, args))
-        self.host.begin(resumed is not None and has_begun(resumed))
+        self.host.begin(resumed is not None and has_begun(resumed), self._attributes(state).get("teacher"))
         if resumed is not None:
             self._go_on(controller, state, resumed)
         elif state.global_step > 0:
@@ -235,7 +239,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Bring a new schedule to where the checkpoint's was, and say what is other than before."""
         changed = controller.load_state_dict(resumed)
         logger.info("resumed at step %d, mean %.2f bits over the whole model", state.global_step, controller.mean_bits)
-        before = callback_states(state)[self._name]["attributes"]
+        before = self._attributes(state)
         saved_at, taught_by = before.get("saved_at", state.global_step), before.get("teacher")
         for note in messages.notes_on_resuming(state.global_step, saved_at, changed, taught_by, self.host.teacher):
             logger.warning("moq_hf: %s", note)

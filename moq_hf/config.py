@@ -363,6 +363,20 @@ class MoQConfig:
         return f"{self.target_bits} bits" if isinstance(self.target_bits, int) else self.target_bits.in_words()
 
     @property
+    def falls(self) -> bool:
+        """Whether a block may have more bits at first than at the end, float apart."""
+        return self.start_bits > self.targets[0]
+
+    @property
+    def span_in_words(self) -> str:
+        """The precision from the offset to the end, for messages.
+
+        >>> MoQConfig(start_bits=8, target_bits=4).span_in_words, MoQConfig(start_bits=2, target_bits=2).span_in_words
+        ('8 to 4 bits', '2 bits')
+        """
+        return f"{self.start_bits} to {self.target_in_words}" if self.falls else self.target_in_words
+
+    @property
     def measure(self) -> Measure:
         """What the sensitivity of a block is in this run: that of `sensitivity`, or its default."""
         return self.sensitivity.measure or ("eigenvalue" if self.budget is None else "divergence")

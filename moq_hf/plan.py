@@ -93,7 +93,8 @@ class Plan:
             rows.append([block.name, *(steps.get(b, "") for b in bits), self._step(block.target_step)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
-            f"{self.total_steps:,} optimizer steps, {_span(self.config)}, offset {self.offset:,}, {period}, {last}"
+            f"{self.total_steps:,} optimizer steps, {self.config.span_in_words}, "
+            f"offset {self.offset:,}, {period}, {last}"
         ]
         if self.config.budget is not None:
             lines.append(
@@ -203,11 +204,6 @@ def _extremes(
     cases = [(f"{name}, {bits} bits", name, bits) for name in eigenvalues or ["a block"] for bits in config.targets]
     values = {case: eigenvalues[name] for case, name, _ in cases if name in eigenvalues}
     return [case for case, _, _ in cases], values, {case: bits for case, _, bits in cases}
-
-
-def _span(config: MoQConfig) -> str:
-    """From which bits to which."""
-    return f"{config.start_bits} to {config.target_in_words}"
 
 
 def outcome(planned: Plan, history: Iterable[Switch], steps: int, targets: Mapping[str, int] | None = None) -> str:

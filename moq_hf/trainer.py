@@ -28,9 +28,9 @@ from .packed.save import Companions
 from .packed.state import STATE_NAME, record_metrics
 from .processes import is_apart, tensor_by_tensor
 from .training.checkpoints import check_whole, checkpoints, fault_of, last_checkpoint
-from .training.distillation import distillation_loss, fingerprint, load_teacher
+from .training.distillation import check_hidden, distillation_loss, fingerprint, labels_at_logits, load_teacher
 from .training.float_phase import FloatPhase, after_float, restarted, share_of
-from .training.host import MoQHost
+from .training.host import MoQHost, own_count
 from .training.resume import saved_state
 from .training.trainer_state import last_metrics
 from .transformers_seams import (
@@ -135,7 +135,7 @@ class MoQTrainer(Trainer):
         self.final_metrics: Mapping[str, Any] | None = None
         self.float_metrics: Mapping[str, Any] | None = None
         self._host = MoQHost(self)
-        self._loss_checked = self._loss_called = False
+        self._loss_checked = self._loss_called = self._outputs_checked = self._rates_restart = False
         self._saving_checkpoint = False
         self._answers: Answers | None = None
         if self.moq is not None:
@@ -149,7 +149,9 @@ class MoQTrainer(Trainer):
                 raise MoQError(
                     "float_first begins the learning rate's schedule anew: leave the scheduler to the Trainer"
                 )
-            self._float_phase = FloatPhase(share, self.accelerator.unwrap_model(self.model))
+            student = self.accelerator.unwrap_model(self.model)
+            self._float_phase = FloatPhase(share, student)
+            check_hidden(student, cast(MoQCallback, self.moq).config.distillation)
         self._follow(self._find_teacher(teacher, teacher_init_kwargs))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -217,6 +219,7 @@ class MoQTrainer(Trainer):
         if config is None or not config.enabled:
             raise MoQError("a teacher is for quantized training: give a moq_config that is enabled")
         student = self.accelerator.unwrap_model(self.model)
+        check_hidden(student, config.distillation)
         return load_teacher(source, student, config.distillation, self.args.device, init_kwargs)
 
     def _follow(self, teacher: PreTrainedModel | None) -> None:
@@ -247,18 +250,33 @@ class MoQTrainer(Trainer):
             made.append(super().create_scheduler(steps, optimizer))
             self.lr_scheduler = None
         self.lr_scheduler = restarted(made[0], made[1], cast(Optimizer, optimizer or self.optimizer), step)
+        self._rates_restart = True
         return self.lr_scheduler
 
-    def begin_phase(self, has_begun: bool) -> None:
-        """Begin or go on with a run: `has_begun` is whether a float phase is over. Called by the `MoQCallback`."""
+    def begin_phase(self, has_begun: bool, taught_by: int | None) -> None:
+        """Begin or go on with a run: `has_begun` is whether a float phase is over. Called by the `MoQCallback`.
+
+        Raises:
+            MoQError: What the float phase has used cannot be begun anew; what it left is missing, or of another run.
+        """
         phase = self._float_phase
         if phase is None:
             return
+        if not self._rates_restart:
+            raise MoQError(
+                f"float_first begins the learning rate's schedule anew, but {type(self).__name__}.create_scheduler "
+                "does not call that of MoQTrainer: call super().create_scheduler, or leave it out"
+            )
         if has_begun:
             phase.go_on(self)
         else:
             phase.begin(self)
         self._take(phase if has_begun else None)
+        if has_begun and taught_by != self._host.teacher:
+            raise MoQError(
+                f"cannot resume: the model in {phase.folder(self)} is not the float model of this run: it was written "
+                "by another one. Put the right one there, or start a new run"
+            )
 
     def end_float_phase(self) -> None:
         """Keep the float model and follow it. Called by the `MoQCallback` before the first weight is quantized."""
@@ -291,17 +309,34 @@ class MoQTrainer(Trainer):
     ) -> Any:
         """As `Trainer.compute_loss`; in training with a teacher, the distillation loss."""
         self._loss_called = True
-        if self._teacher is None or self.moq is None or not model.training:
+        if self.moq is None or not model.training or (self._teacher is None and not self._is_first_float_loss()):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        config = self.moq.config.distillation
-        inputs = {**inputs, "output_hidden_states": True} if config.hidden else dict(inputs)
+        inputs = {**inputs, "output_hidden_states": True} if self.moq.config.distillation.hidden else dict(inputs)
+        count = num_items_in_batch if self._teacher is None else own_count(self, inputs)
         # The Trainer takes the labels out where it computes the loss itself.
-        task_loss, outputs = super().compute_loss(model, dict(inputs), True, None)
-        # As the student, around whose forward pass Accelerate has put it.
-        with torch.no_grad(), self.accelerator.autocast():
-            taught = self._teacher(**inputs)
-        loss = distillation_loss(task_loss, outputs, taught, inputs, config)
+        loss, outputs = super().compute_loss(model, dict(inputs), True, count)
+        if self._teacher is None:
+            with torch.no_grad():
+                self._distilled(loss, outputs, outputs, inputs)
+        else:
+            # As the student, around whose forward pass Accelerate has put it.
+            with torch.no_grad(), self.accelerator.autocast():
+                taught = self._teacher(**inputs)
+            loss = self._distilled(loss, outputs, taught, inputs)
         return (loss, outputs) if return_outputs else loss
+
+    def _is_first_float_loss(self) -> bool:
+        """Whether this is the loss by which a float phase finds out if its model can be a teacher."""
+        is_first = self._float_phase is not None and self.state.global_step == 0 and not self._outputs_checked
+        self._outputs_checked |= is_first
+        return is_first
+
+    def _distilled(self, task_loss: Tensor, outputs: Any, taught: Any, inputs: dict[str, Any]) -> Tensor:
+        config, student = cast(MoQCallback, self.moq).config.distillation, self.accelerator.unwrap_model(self.model)
+        # With labels a forward pass finds out what it is, if the config did not say it.
+        problem = getattr((self._teacher or student).config, "problem_type", None)
+        inputs = {**inputs, "labels": labels_at_logits(student, inputs.get("labels"))}
+        return distillation_loss(task_loss, outputs, taught, inputs, config, problem)
 
     def _check_loss_scale(self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None) -> None:
         factor = self.args.gradient_accumulation_steps * self.args.world_size * max(1, self.args.n_gpu)

@@ -145,7 +145,7 @@ def _head(name: str, about: About, found: Verification) -> str:
     if any(layer.kind in ("linear", "conv1d") for layer in every) and found.has_convolutions:
         what = "linear layers and convolutions"
     return (
-        f"# {name.rpartition('/')[2]}\n\n{trained} (moq_hf): the precision of its {what} fell step by step "
+        f"# {name.rpartition('/')[2]}\n\n{trained} (moq_hf): the weights of its {what} were quantized "
         f"while it trained, to {low} bits. {found.coverage()} are quantized, which makes {found.mean_bits:.2f} bits "
         f"per parameter over the whole model. The quantized weights are {_stored(found)}: {_mb(found.file_bytes)} "
         f"instead of {_mb(found.float_bytes)} in all."

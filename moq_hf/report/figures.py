@@ -35,7 +35,7 @@ def draw_plan(planned: Plan, path: str | os.PathLike[str]) -> None:
         }
         _draw_bits(axes, series, start, _highest(planned.config), planned.total_steps, planned.deadline_step or 0)
         config = planned.config
-        title = f"{config.start_bits} to {config.target_in_words} in {planned.total_steps:,} optimizer steps"
+        title = f"{config.span_in_words} in {planned.total_steps:,} optimizer steps"
         axes.set_title(title, fontsize="medium", pad=14)
         if planned.deadline_step is not None:
             axes.axvline(planned.deadline_step, color=GRAY, linestyle="--", linewidth=1)

@@ -101,7 +101,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     facts = [(f"mean bits of the {of}", f"{mean[-1]:.2f}")]
     if share is not None:
         facts.append(("quantized", f"{percent(share)} of the parameters"))
-    facts.append(("from, to", f"{run.config.start_bits} to {run.config.target_in_words}"))
+    facts.append(("precision", run.config.span_in_words))
     facts.append(("optimizer steps", f"{run.steps:,}"))
     if isinstance(run.config.schedule.offset, float):
         facts.append(("of them in float first", percent(run.config.schedule.offset)))

@@ -2,8 +2,9 @@
 
 The loss is a weighted sum of three means over a batch:
 
-- logits: the cross entropy of the student's class probabilities with the teacher's, both at temperature 1; for a
-  regression, the squared difference. Positions whose label is -100 do not count.
+- logits: the cross entropy of the student's class probabilities with the teacher's, both at temperature 1; class by
+  class where several may be true; for a regression, the squared difference. Positions whose label is -100 do not
+  count: in a model that predicts the next token, those before it.
 - hidden: the squared difference of hidden states over the teacher's mean square, averaged over the embedding output and
   all layers. Padding does not count.
 - labels: the task's own loss.
@@ -12,6 +13,7 @@ As in TernaryBERT (Zhang et al., 2020, arXiv 2009.12812), which has no labels, a
 exist with fused attention.
 """
 
+import inspect
 import logging
 import zlib
 from collections.abc import Mapping
@@ -107,7 +109,12 @@ def fingerprint(teacher: nn.Module) -> int:
 
 
 def distillation_loss(
-    task_loss: Tensor, student: Any, teacher: Any, inputs: Mapping[str, Any], config: DistillationConfig
+    task_loss: Tensor,
+    student: Any,
+    teacher: Any,
+    inputs: Mapping[str, Any],
+    config: DistillationConfig,
+    problem: str | None = None,
 ) -> Tensor:
     """The weighted sum that the module's text describes.
 
@@ -115,8 +122,9 @@ def distillation_loss(
         task_loss: Of the student, a scalar.
         student: Output of the student with `output_hidden_states` where `config.hidden` is not 0.
         teacher: Output of the teacher for the same `inputs`.
-        inputs: Of both: `attention_mask` and `labels` are read.
+        inputs: Of both: `attention_mask` is read, and `labels`, as `labels_at_logits` gives them.
         config: The weights.
+        problem: See `logits_loss`.
 
     Returns:
         A scalar, float32.
@@ -134,7 +142,7 @@ def distillation_loss(
         ours, theirs = logits_in(student), logits_in(teacher)
         if not ours:
             raise MoQError(f"distillation: the model's output has no logits, only {', '.join(student)}")
-        total = total + config.logits * logits_loss(ours, theirs, inputs.get("labels"))
+        total = total + config.logits * logits_loss(ours, theirs, inputs.get("labels"), problem)
     if config.hidden:
         parts = [
             _state_loss(ours.float(), theirs.float(), inputs.get(mask) if mask else None)
@@ -152,21 +160,63 @@ def logits_in(output: Any) -> dict[str, Tensor]:
     return {name: output[name].float() for name in output if name.endswith("logits")}
 
 
-def logits_loss(student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], labels: Any) -> Tensor:
+def logits_loss(
+    student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], labels: Any, problem: str | None = None
+) -> Tensor:
     """The cross entropy of class probabilities with the teacher's, a scalar; the mean where there are several logits.
 
     Args:
         student: As `logits_in` gives them.
         teacher: The same of the teacher.
         labels: Where these are -100, at their positions nothing counts; without labels of their shape all counts.
+        problem: `problem_type` of the model's config: with `multi_label_classification` each class has a probability of
+            its own, with `regression`, or one logit and no type, the loss is the squared difference.
     """
-    return torch.stack([_cross_entropy(student[name], teacher[name], labels) for name in student]).mean()
+    return torch.stack([_cross_entropy(student[name], teacher[name], labels, problem) for name in student]).mean()
 
 
-def _cross_entropy(student: Tensor, teacher: Tensor, labels: Any) -> Tensor:
-    if student.shape[-1] == 1:
+def labels_at_logits(model: nn.Module, labels: Any) -> Any:
+    """The labels, each at the position of the logits that predict it.
+
+    That is its own, or the one before it in a model that generates with a decoder alone, as the loss of transformers
+    has it. The last position predicts nothing there: -100.
+    """
+    model = without_peft(model)
+    generates = getattr(model, "can_generate", None)
+    if not isinstance(labels, Tensor) or labels.dim() < 2 or generates is None or not generates():
+        return labels
+    if getattr(model.config, "is_encoder_decoder", False):
+        return labels
+    return nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
+
+
+def check_hidden(model: nn.Module, config: DistillationConfig) -> None:
+    """Check that a model can be asked for what is compared.
+
+    Raises:
+        MoQError: Its forward pass takes no `output_hidden_states`.
+    """
+    if config.hidden and not takes(without_peft(model), "output_hidden_states"):
+        raise MoQError(
+            f"distillation: the forward pass of {type(model).__name__} takes no output_hidden_states; set "
+            "distillation.hidden to 0 to compare logits only"
+        )
+
+
+def takes(model: nn.Module, name: str) -> bool:
+    """Whether a model's forward pass has an argument of that name, or takes any."""
+    kinds = inspect.signature(model.forward).parameters
+    return name in kinds or any(kind.kind is kind.VAR_KEYWORD for kind in kinds.values())
+
+
+def _cross_entropy(student: Tensor, teacher: Tensor, labels: Any, problem: str | None) -> Tensor:
+    if problem == "regression" or (problem is None and student.shape[-1] == 1):
         return nn.functional.mse_loss(student, teacher)
-    loss = -(teacher.softmax(-1) * student.log_softmax(-1)).sum(-1)
+    if problem == "multi_label_classification":
+        return nn.functional.binary_cross_entropy_with_logits(student, teacher.sigmoid())
+    given = teacher.softmax(-1)
+    # A class that a mask rules out is infinitely unlikely for both.
+    loss = -(given * student.log_softmax(-1).masked_fill(given == 0, 0.0)).sum(-1)
     if isinstance(labels, Tensor) and labels.shape == loss.shape:
         kept = labels.ne(-100)
         return (loss * kept).sum() / kept.sum().clamp(min=1)

@@ -1,11 +1,13 @@
 """Float first: a run whose first part is in float, and whose model of then is start and teacher of the rest."""
 
+import contextlib
 import copy
 import dataclasses
+import inspect
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ..config import MoQConfig, ScheduleConfig
 from ..errors import MoQError, one_line
+from ..transformers_seams import checkpoint_folder
 from .distillation import load_teacher
 
 logger = logging.getLogger(__name__)
@@ -129,14 +132,18 @@ class FloatPhase:
         """Make the folder of the float model, before the first step.
 
         Raises:
-            MoQError: It cannot be made.
+            MoQError: It cannot be made, or the optimizer cannot begin anew.
         """
-        folder = self._folder(trainer)
-        try:
-            if trainer.args.should_save:
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        if callable(getattr(optimizer, "eval", None)):
+            raise MoQError(
+                f"float_first: {type(optimizer).__name__} averages its steps and cannot begin anew after the float "
+                "phase; take another optimizer, or train in float first and give MoQTrainer(teacher=) that model"
+            )
+        folder = self.folder(trainer)
+        if trainer.args.should_save:
+            with _saving_in(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise MoQError(f"float_first: the float model cannot be saved in {folder}: {one_line(error)}") from error
 
     def end(self, trainer: Trainer) -> None:
         """Save and evaluate the model; in every process, before anything is quantized.
@@ -144,17 +151,16 @@ class FloatPhase:
         Raises:
             MoQError: The model cannot be saved.
         """
-        folder = self._folder(trainer)
+        folder = self.folder(trainer)
         logger.info("step %d: the float phase ends", trainer.state.global_step + 1)
-        try:
+        with _saving_in(folder):
             # First: what an evaluation raises shall not lose it.
             trainer.save_model(str(folder), _internal_call=True)
-            metrics = _evaluated(trainer)
-            if trainer.args.should_save:
+        metrics = _evaluated(trainer)
+        if trainer.args.should_save:
+            with _saving_in(folder):
                 text = json.dumps(metrics, indent=4, default=str) + "\n"
                 (folder / METRICS).write_text(text, encoding="utf-8")
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise MoQError(f"float_first: the float model cannot be saved in {folder}: {one_line(error)}") from error
         trainer.accelerator.wait_for_everyone()
         self.metrics = self._unlogged = metrics or None
 
@@ -164,7 +170,7 @@ class FloatPhase:
         Raises:
             MoQError: The folder of the float model is not there.
         """
-        folder = self._folder(trainer)
+        folder = self.folder(trainer)
         try:
             metrics = json.loads((folder / METRICS).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -180,7 +186,7 @@ class FloatPhase:
             MoQError: It cannot be loaded.
         """
         student = trainer.accelerator.unwrap_model(trainer.model)
-        return load_teacher(str(self._folder(trainer)), student, config.distillation, trainer.args.device)
+        return load_teacher(str(self.folder(trainer)), student, config.distillation, trainer.args.device)
 
     def begin_quantized(self, trainer: Trainer) -> None:
         """Log the evaluation, and clear the optimizer's state; before the first quantized step."""
@@ -190,16 +196,39 @@ class FloatPhase:
             self._unlogged = None
         cast(Any, trainer.optimizer).state.clear()
 
-    def _folder(self, trainer: Trainer) -> Path:
-        return Path(cast(str, trainer.args.output_dir), FOLDER)
+    def folder(self, trainer: Trainer) -> Path:
+        """Where the float model is: beside the checkpoints, of which a trial of a search has its own."""
+        return checkpoint_folder(trainer, getattr(trainer, "_trial", None)).parent / FOLDER
+
+
+@contextlib.contextmanager
+def _saving_in(folder: Path) -> Iterator[None]:
+    """Say where nothing can be written.
+
+    Raises:
+        MoQError: Something could not be written inside.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise MoQError(f"float_first: the float model cannot be saved in {folder}: {one_line(error)}") from error
 
 
 def _check_class(model: PreTrainedModel) -> None:
     """Check that the model can be loaded once it is saved, as its own teacher.
 
     Raises:
-        MoQError: Its class makes other weights of its config: a part was put in by hand.
+        MoQError: Its class needs more than a config, or makes other weights of it: a part was put in by hand.
     """
+    _, *others = inspect.signature(type(model)).parameters.values()
+    needed = [
+        one.name for one in others if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    if needed:
+        raise MoQError(
+            f"float_first: {type(model).__name__} cannot be made of its config alone, so it cannot be loaded as its "
+            f"own teacher: it needs {', '.join(needed)}. Give these defaults, or MoQTrainer(teacher=) a float model"
+        )
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             again = type(model)(copy.deepcopy(model.config))

@@ -51,8 +51,13 @@ class Host(Protocol):
     def notes(self, model: nn.Module, args: TrainingArguments) -> list[str]:
         """What a user should know of this Trainer before the first step."""
 
-    def begin(self, has_begun: bool) -> None:
-        """Training begins, or goes on from a checkpoint; `has_begun`: one of after the offset."""
+    def begin(self, has_begun: bool, taught_by: int | None) -> None:
+        """Training begins, or goes on from a checkpoint.
+
+        Args:
+            has_begun: It goes on from one of after the offset.
+            taught_by: The fingerprint of the teacher that the checkpoint had.
+        """
 
     def before_quantization(self) -> None:
         """The next forward pass will be the first quantized one: the offset is reached, and it is not 0."""
@@ -107,7 +112,7 @@ class StockHost:
             "model.accepts_loss_kwargs = False before making the Trainer, or use MoQTrainer"
         ]
 
-    def begin(self, has_begun: bool) -> None:
+    def begin(self, has_begun: bool, taught_by: int | None) -> None:
         """Nothing to do."""
 
     def before_quantization(self) -> None:
@@ -138,11 +143,7 @@ class MoQHost:
         """`compute_loss` over one batch by itself."""
         trainer = self._trainer
         prepared = prepared_inputs(trainer, inputs)
-        labels = prepared.get("labels")
-        count = None
-        if trainer.compute_loss_func is not None and isinstance(labels, Tensor):
-            count = labels.ne(-100).sum()
-        return cast(Tensor, trainer.compute_loss(model, prepared, num_items_in_batch=count))
+        return cast(Tensor, trainer.compute_loss(model, prepared, num_items_in_batch=own_count(trainer, prepared)))
 
     def check(self, config: MoQConfig) -> None:
         """It can do everything."""
@@ -154,9 +155,9 @@ class MoQHost:
         """None: it measures how the loss is scaled."""
         return []
 
-    def begin(self, has_begun: bool) -> None:
+    def begin(self, has_begun: bool, taught_by: int | None) -> None:
         """Without a teacher, or with that of a float phase which is over."""
-        self._trainer.begin_phase(has_begun)
+        self._trainer.begin_phase(has_begun, taught_by)
 
     def before_quantization(self) -> None:
         """End the float phase, if there is one."""
@@ -183,6 +184,14 @@ class LossScale:
         # A fused optimizer is called whatever the gradients are and skips by itself, which Accelerate does not see; the
         # scale falls then too.
         return bool(getattr(optimizer, "step_was_skipped", False)) or self._value < before
+
+
+def own_count(trainer: Any, inputs: Inputs) -> Tensor | None:
+    """What a `compute_loss_func` must divide by for the mean over one batch; None where the model has the loss."""
+    labels = inputs.get("labels")
+    if trainer.compute_loss_func is None or not isinstance(labels, Tensor):
+        return None
+    return labels.ne(-100).sum()
 
 
 def model_loss(model: nn.Module, inputs: Inputs) -> Tensor:

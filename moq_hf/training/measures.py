@@ -178,7 +178,7 @@ def loss_rises(
     blocks: Mapping[str, Sequence[str]],
     levels: Mapping[str, Sequence[int]],
 ) -> Costs:
-    """How much the loss rises with one block at other bits, not below 0; one that is not finite counts as the largest.
+    """How much the loss rises with one block at other bits, not below 0; NaN or Inf where it is that.
 
     Args:
         losses: Give the loss, one per batch; their mean counts.
@@ -197,12 +197,23 @@ def loss_rises(
             rises[block] = {}
             for bits in own:
                 with at(blocks[block], bits):
-                    rises[block][bits] = mean() - before
+                    rise = mean() - before
+                rises[block][bits] = rise if math.isnan(rise) else max(0.0, rise)
+    return rises
+
+
+def settled(rises: Costs) -> tuple[Costs, set[str]]:
+    """Rises of which one that is not finite counts as the largest, 1 if none is finite; and the blocks that had some.
+
+    >>> settled({"a": {2: math.inf, 4: 0.5}, "b": {2: 2.0, 4: 0.0}})
+    ({'a': {2: 2.0, 4: 0.5}, 'b': {2: 2.0, 4: 0.0}}, {'a'})
+    """
     most = max((rise for own in rises.values() for rise in own.values() if math.isfinite(rise)), default=1.0)
+    odd = {block for block, own in rises.items() if not all(map(math.isfinite, own.values()))}
     return {
-        block: {bits: max(0.0, rise if math.isfinite(rise) else most) for bits, rise in own.items()}
+        block: {bits: rise if math.isfinite(rise) else most for bits, rise in own.items()}
         for block, own in rises.items()
-    }
+    }, odd
 
 
 @contextlib.contextmanager

@@ -49,8 +49,8 @@ def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSi
     counts += [f"{convolutions} convolution{'s' * (convolutions > 1)}"] if convolutions else []
     counts += [f"{experts} parameters of experts"] if experts else []
     parts = [
-        f"{' and '.join(counts)} in {blocks} blocks ({in_words(weights)} weights) go from {config.start_bits} to "
-        f"{config.target_in_words}"
+        f"{' and '.join(counts)} in {blocks} blocks ({in_words(weights)} weights) go "
+        f"{'from' if config.falls else 'to'} {config.span_in_words}"
     ]
     if convolutions and config.grouping.row_size is not None:
         parts.append("convolutions have one scale per channel")

@@ -180,7 +180,7 @@ def check_start(config: MoQConfig, step: int, total_steps: int) -> None:
 
 
 def check_room(schedule: PrecisionSchedule, total_steps: int) -> None:
-    """Check that what is left of a schedule with a deadline fits into the run that goes on.
+    """Check that what depends on the length of the run still fits into the run that goes on.
 
     Args:
         schedule: As it goes on.
@@ -189,9 +189,13 @@ def check_room(schedule: PrecisionSchedule, total_steps: int) -> None:
     Raises:
         MoQError: It does not; says what would.
     """
-    activation = schedule.config.activation
-    last = max(schedule.last_drop(), activation.start_step if activation.enabled else 0)
-    if schedule.config.schedule.depends_on_length and last > max(total_steps, schedule.steps):
+    config = schedule.config
+    if not config.schedule.depends_on_length:
+        return
+    last = config.activation.start_step if config.activation.enabled else 0
+    # Without a deadline bits fall as in a run that does not know its length, and may end early.
+    last = max(last, schedule.offset + 1 if config.schedule.deadline is None else schedule.last_drop())
+    if last > max(total_steps, schedule.steps):
         raise MoQError(
             f"the checkpoint's schedule was planned for {schedule.total_steps} optimizer steps, and after "
             f"{schedule.steps} of them it is not over: its last change may come only after step {last}, but this run "

@@ -1,6 +1,6 @@
 """When a run measures the sensitivity of its blocks, on which training examples, and at what share of its time."""
 
-import inspect
+import contextlib
 import logging
 import math
 import time
@@ -20,7 +20,7 @@ from ..names import is_below
 from ..processes import device_of, is_distributed, is_partitioned, is_sharded, largest_over_ranks, mean_over_ranks
 from ..schedule import PrecisionSchedule
 from ..trace import Trace, block_traces
-from .distillation import logits_in, logits_loss
+from .distillation import labels_at_logits, logits_in, logits_loss, takes
 from .host import Loss, model_loss
 from .measurable import check_measurable
 from .measures import (
@@ -32,6 +32,7 @@ from .measures import (
     at_bits,
     loss_rises,
     predicted,
+    settled,
     squared_changes,
     switched,
     work,
@@ -55,6 +56,7 @@ def normalize(eigenvalues: Mapping[str, float]) -> dict[str, float]:
     return {name: abs(v) / largest if math.isfinite(v) else 1.0 for name, v in eigenvalues.items()}
 
 
+_NOT_FINITE = "is not finite: the largest finite one is used, 1 for all if there is none"
 # What the measures are called where they were taken.
 _PLURAL = {"eigenvalue": "eigenvalues", "trace": "traces", "loss": "losses", "divergence": "divergences"}
 # However small the budget is, fewer examples would say nothing.
@@ -270,9 +272,16 @@ class Sensitivity:
             raise MoQError("quantize_bits.target_bits: no training example was seen before the bits are chosen")
         self._warn_of_few(rows, wanted, step)
         start = time.perf_counter()
-        found, products = self._costs(batches, levels)
+        found, products, odd = self._costs(batches, levels)
         numbers = [found[name][bits] for name in self.blocks for bits in choices]
-        (self._products, *numbers) = mean_over_ranks([products, *numbers], self.device)
+        (self._products, lost, *numbers) = mean_over_ranks([products, odd is None, *numbers], self.device)
+        if lost:
+            raise MoQError(
+                f"quantize_bits.target_bits: the {self.measure} of no block is finite (NaN or Inf) over {rows} "
+                "training examples, so the bits cannot be chosen by it; look at the model's loss in evaluation mode, "
+                "or set sensitivity.measure to another one"
+            )
+        self._warn(_NOT_FINITE, odd or set())
         self._spent += mean_over_ranks([self._cost(rows, len(batches) == 1, len(choices))], self.device)[0]
         self.seconds += time.perf_counter() - start
         rest = iter(numbers)
@@ -377,10 +386,8 @@ class Sensitivity:
         """
         inputs = _to_float32(batch, self.device)
         gather_again(self.model)
-        kinds = inspect.signature(self.model.forward).parameters
-        takes_any = any(kind.kind is kind.VAR_KEYWORD for kind in kinds.values())
         with repeatable(self.model), torch.no_grad():
-            output = self.model(**{name: value for name, value in inputs.items() if takes_any or name in kinds})
+            output = self.model(**{name: value for name, value in inputs.items() if takes(self.model, name)})
         found = logits_in(output) if isinstance(output, Mapping) else {}
         if not found:
             raise MoQError(
@@ -393,6 +400,9 @@ class Sensitivity:
 
         def closure(batch: Inputs, weight: float) -> Callable[[], Tensor]:
             before, labels = self._answers(batch), _to_float32(batch, self.device).get("labels")
+            labels = labels_at_logits(self.model, labels)
+            # The forward pass has found out what it was, if the config did not say it.
+            problem = getattr(getattr(self.model, "config", None), "problem_type", None)
             size = KEPT_LOGITS // len(batches)
             places = {name: _places(logits, labels, size) for name, logits in before.items()}
 
@@ -402,12 +412,9 @@ class Sensitivity:
                 return {name: logits.cpu().double() for name, logits in rows.items()}
 
             now = at_places(before)
-            return lambda: logits_loss(at_places(self._answers(batch)), now, None) * weight
+            return lambda: logits_loss(at_places(self._answers(batch)), now, None, problem) * weight
 
         return [closure(batch, weight) for batch, weight in zip(batches, self._weights(batches), strict=True)]
-
-    def _losses_or_divergences(self, batches: list[Inputs]) -> list[Callable[[], Tensor]]:
-        return self._losses(batches) if self.measure == "loss" else self._divergences(batches)
 
     def _measure(
         self, batches: list[Inputs], next_bits: Mapping[str, int]
@@ -416,31 +423,33 @@ class Sensitivity:
         if self.measure == "eigenvalue":
             with measuring(self.model, self.blocks) as blocks:
                 return self._eigenvalues(batches, blocks)
-        costs, products = self._costs(batches, {name: [next_bits[name]] for name in self.blocks if name in next_bits})
+        levels = {name: [next_bits[name]] for name in self.blocks if name in next_bits}
+        costs, products, odd = self._costs(batches, levels)
+        self._warn(_NOT_FINITE, set(levels) if odd is None else odd)
         return {name: Found(own[next_bits[name]], "", products) for name, own in costs.items()}
 
-    def _costs(self, batches: list[Inputs], levels: Mapping[str, Sequence[int]]) -> tuple[Costs, int]:
-        """What blocks cost at each of their levels of bits, in this process, and the products that a block took."""
+    def _costs(self, batches: list[Inputs], levels: Mapping[str, Sequence[int]]) -> tuple[Costs, int, set[str] | None]:
+        """What blocks cost at each of their levels of bits, in this process.
+
+        Returns:
+            The costs; the products that a block took; the blocks of which something is not finite, None if all is.
+        """
         layers = quant_layers(self.model)
         if self.is_partitioned:
             with measuring(self.model, {}):
-                return loss_rises(
-                    self._losses_or_divergences(batches),
-                    lambda names, bits: switched([layers[name] for name in names], bits),
-                    self.layers,
-                    levels,
-                ), 0
+                return self._rises(
+                    batches, lambda names, bits: switched([layers[name] for name in names], bits), levels
+                )
         weights = {layer: Weight.of(layers[layer]) for block in levels for layer in self.layers[block]}
         with measuring(
             self.model, {layer: [cast(nn.Parameter, layers[layer].float_weight)] for layer in weights}
         ) as stand_ins:
             if self.measure in MEASURED:
-                return loss_rises(
-                    self._losses_or_divergences(batches),
+                return self._rises(
+                    batches,
                     lambda names, bits: at_bits(bits, {name: stand_ins[name] for name in names}, weights),
-                    self.layers,
                     levels,
-                ), 0
+                )
             blocks = {block: [p for layer in self.layers[block] for p in stand_ins[layer]] for block in levels}
             if self.measure == "eigenvalue":
                 results = self._eigenvalues(batches, blocks)
@@ -451,7 +460,22 @@ class Sensitivity:
                 sizes = {name: sum(weights[layer].size for layer in self.layers[name]) for name in levels}
                 curvature = {name: found.magnitude / sizes[name] for name, found in traces.items()}
                 products = max(found.num_products for found in traces.values())
-        return predicted(curvature, squared_changes(weights, self.layers, levels)), products
+        odd = {name for name, value in curvature.items() if not math.isfinite(value)}
+        costs = predicted(curvature, squared_changes(weights, self.layers, levels))
+        return costs, products, None if odd == set(levels) else odd
+
+    def _rises(
+        self,
+        batches: list[Inputs],
+        at: Callable[[Sequence[str], int], contextlib.AbstractContextManager[None]],
+        levels: Mapping[str, Sequence[int]],
+    ) -> tuple[Costs, int, set[str] | None]:
+        """As `_costs`, by forward passes."""
+        losses = self._losses(batches) if self.measure == "loss" else self._divergences(batches)
+        rises = loss_rises(losses, at, self.layers, levels)
+        costs, odd = settled(rises)
+        is_lost = not any(math.isfinite(rise) for own in rises.values() for rise in own.values())
+        return costs, 0, None if is_lost else odd
 
     def _check_smooth(self, batches: list[Inputs], blocks: Iterable[Sequence[Tensor]]) -> None:
         """Where products are differences of gradients, see that they mean something, for each block."""
@@ -495,8 +519,7 @@ class Sensitivity:
             )
 
     def _warn_about(self, results: Mapping[str, Eigenvalue] | Mapping[str, Found]) -> None:
-        odd = {name for name, value in self.eigenvalues.items() if not math.isfinite(value)}
-        self._warn("is not finite: the largest finite one is used, 1 for all if there is none", odd)
+        self._warn(_NOT_FINITE, {name for name, value in self.eigenvalues.items() if not math.isfinite(value)})
         odd = {name for name, found in results.items() if found.reason == "max_iter"}
         self._warn(f"is not within tol after max_iter {self.config.max_iter} products", odd)
 
@@ -535,7 +558,7 @@ def _places(logits: Tensor, labels: Any, size: int) -> Tensor:
 
     Args:
         logits: Of a batch.
-        labels: Of it; see `logits_loss`.
+        labels: Of it, as `labels_at_logits` gives them; see `logits_loss`.
         size: Numbers of all rows together; of more rows some at equal distances.
     """
     rows = logits.shape[:-1].numel()

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_runs import Stop, arguments, assert_same, callback_of, moq, new_model, rows, stock, trained, weights
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification, set_seed
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    set_seed,
+)
 
 from moq_hf import MoQConfig, MoQError, MoQTrainer, PrecisionSchedule, last_checkpoint, plan, verify_quantized
 from moq_hf.config_budget import BitBudget
@@ -18,8 +25,10 @@ from moq_hf.model.inventory import Inventory
 from moq_hf.report.page import write_report
 from moq_hf.report.run import read_run
 from moq_hf.schedule import FLOAT_BITS
+from moq_hf.training import sensitivity
 from moq_hf.training.choice import Chooser
 from moq_hf.training.controller import MoQController
+from moq_hf.training.measures import loss_rises
 
 
 def config(target: Any, start: int = 2, offset: int = 3, measure: str | None = "trace", **more: Any) -> dict[str, Any]:
@@ -97,7 +106,9 @@ def test_a_file_is_met_by_a_stock_trainer_and_plain_transformers_loads_it(tmp_pa
 def test_the_best_checkpoint_is_delivered_under_a_budget(with_callback_alone: bool, tmp_path: Path) -> None:
     worse = itertools.count(0, -1)
     often: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
-    trainer = stock(tmp_path, config({"mean": 3.3}), metric_for_best_model="score", load_best_model_at_end=True, **often)
+    trainer = stock(
+        tmp_path, config({"mean": 3.3}), metric_for_best_model="score", load_best_model_at_end=True, **often
+    )
     if not with_callback_alone:
         args, callback = trainer.args, callback_of(trainer)
         trainer = MoQTrainer(new_model(), args, None, rows(), rows(8), callbacks=[callback])
@@ -110,6 +121,43 @@ def test_the_best_checkpoint_is_delivered_under_a_budget(with_callback_alone: bo
     assert controller.schedule.bits == controller.choice.targets
     saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
     assert torch.equal(trainer.model.state_dict()["classifier.weight"], saved["classifier.weight"])
+
+
+class Broken(BertForSequenceClassification):
+    """Its loss is NaN out of training."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().forward(*args, **kwargs)
+        if not self.training:
+            found.logits = found.logits * math.nan
+            found.loss = None if found.loss is None else found.loss * math.nan
+        return found
+
+
+@pytest.mark.parametrize("measure", ["loss", "divergence", "trace"])
+def test_bits_are_not_chosen_by_what_is_not_finite(measure: str, tmp_path: Path) -> None:
+    args = arguments(tmp_path, remove_unused_columns=False)
+    trainer = MoQTrainer(
+        Broken(new_model().config), args, None, rows(), moq_config=config({"mean": 3.0}, measure=measure)
+    )
+    with pytest.raises(MoQError, match=rf"the {measure} of no block is finite \(NaN or Inf\)"):
+        trainer.train()
+
+
+def test_a_block_whose_cost_is_not_finite_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rises(*args: Any) -> Any:
+        found = loss_rises(*args)
+        found["bert.pooler.dense"][2] = math.inf
+        return found
+
+    monkeypatch.setattr(sensitivity, "loss_rises", rises)
+    trainer = trained(moq(tmp_path, config({"mean": 3.3}, measure="divergence")))
+    (note,) = (r.message for r in caplog.records if "is not finite" in r.message)
+    assert "the divergence of bert.pooler.dense is not finite: the largest finite one is used" in note
+    controller = callback_of(trainer).controller
+    assert controller is not None and controller.schedule.bits["bert.pooler.dense"] > 2
 
 
 def test_fused_layers_of_a_llama_are_alike(tmp_path: Path) -> None:

@@ -8,9 +8,16 @@ import pytest
 import torch
 from transformers import (
     BertConfig,
+    BertForMaskedLM,
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
     set_seed,
@@ -20,7 +27,7 @@ from transformers.modeling_outputs import ModelOutput
 from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, MoQTrainer, quantize_model, save_quantized
 from moq_hf.config import DistillationConfig
 from moq_hf.model.convert import quant_layers
-from moq_hf.training.distillation import distillation_loss, fingerprint, load_teacher
+from moq_hf.training.distillation import distillation_loss, fingerprint, labels_at_logits, load_teacher
 
 CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 4, "target_bits": 2},
@@ -114,6 +121,74 @@ def test_regression_and_ignored_positions() -> None:
     kept = distillation_loss(nothing, {"logits": ours[:, :1]}, {"logits": theirs[:, :1]}, {}, config)
     labels = {"labels": torch.tensor([[2, -100]])}
     torch.testing.assert_close(distillation_loss(nothing, {"logits": ours}, {"logits": theirs}, labels, config), kept)
+
+
+def test_classes_that_do_not_exclude_each_other_and_several_numbers() -> None:
+    ours, theirs = torch.randn(4, 3), torch.randn(4, 3)
+    config = DistillationConfig("x", 1.0, 0.0, 0.0)
+
+    def loss(shift: float, problem: str | None) -> torch.Tensor:
+        student = {"logits": ours + shift}
+        return distillation_loss(torch.zeros(()), student, {"logits": theirs}, {}, config, problem)
+
+    p, q = theirs.sigmoid(), ours.sigmoid()
+    torch.testing.assert_close(loss(0, "multi_label_classification"), -(p * q.log() + (1 - p) * (1 - q).log()).mean())
+    torch.testing.assert_close(loss(0, "regression"), (ours - theirs).square().mean())
+    # Only where classes exclude each other, all logits may shift.
+    assert loss(5, None).item() == pytest.approx(loss(0, None).item(), rel=1e-5)
+    assert loss(5, "single_label_classification").item() == pytest.approx(loss(0, None).item(), rel=1e-5)
+    for problem in ("multi_label_classification", "regression"):
+        assert loss(5, problem) > loss(0, problem) + 1
+
+
+def test_a_class_that_is_ruled_out_has_no_part() -> None:
+    config = DistillationConfig("x", 1.0, 0.0, 0.0)
+    ours, theirs = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)
+    never = torch.full((4, 1), -torch.inf)
+    masked = distillation_loss(
+        torch.zeros(()), {"logits": torch.cat([ours, never], 1)}, {"logits": torch.cat([theirs, never], 1)}, {}, config
+    )
+    without = distillation_loss(torch.zeros(()), {"logits": ours}, {"logits": theirs}, {}, config)
+    torch.testing.assert_close(masked, without)
+    (gradient,), (expected,) = (torch.autograd.grad(loss, ours) for loss in (masked, without))
+    torch.testing.assert_close(gradient, expected)
+
+
+SIZES = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("model", "before"),
+    [
+        (LlamaForCausalLM(LlamaConfig(**SIZES)), 1),
+        (GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2)), 1),
+        (BertForMaskedLM(BertConfig(**SIZES)), 0),
+        (BertForTokenClassification(BertConfig(**SIZES, num_labels=20)), 0),
+        (
+            T5ForConditionalGeneration(
+                T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
+            ),
+            0,
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_counts_is_where_the_loss_of_transformers_looks(model: Any, before: int) -> None:
+    """A label counts at the logits whose change changes the model's own loss."""
+    ids = torch.randint(5, 20, (2, 6), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:, :4] = -100
+    logits = model.eval()(input_ids=ids, labels=labels).logits
+    found = labels_at_logits(model, labels).ne(-100)
+    seen: list[torch.Tensor] = []
+    hook = model.get_output_embeddings() if before or model.can_generate() else None
+    hook = hook or (model.classifier if hasattr(model, "classifier") else model.cls)
+    handle = hook.register_forward_hook(lambda *given: seen.append(given[2]) or given[2].retain_grad())
+    model(input_ids=ids, labels=labels).loss.backward()
+    handle.remove()
+    (gradient,) = (output.grad for output in seen)
+    assert torch.equal(gradient.abs().sum(-1) > 0, found) and logits.shape == gradient.shape
+    assert torch.equal(found[:, 4 - before], torch.tensor([True, True]))
 
 
 def test_the_student_follows_its_teacher_and_is_scored_on_the_task(teacher: Path, tmp_path: Path) -> None:

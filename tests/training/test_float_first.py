@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_runs import Stop, assert_same, new_model, rows, weights
 from transformers import BertForSequenceClassification, EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers.trainer_utils import HPSearchBackend
 
 from moq_hf import MoQCallback, MoQError, MoQTrainer, verify_quantized
 from moq_hf.report.page import write_report
@@ -331,6 +333,145 @@ def test_what_would_fail_in_the_middle_fails_at_the_start(tmp_path: Path) -> Non
     model.classifier = torch.nn.Linear(16, 5)
     with pytest.raises(MoQError, match=r"other weights by its config.*: classifier\.bias, classifier\.weight\."):
         float_first(tmp_path, model=model)
+
+
+class Bare(BertForSequenceClassification):
+    """Its forward pass takes nothing but inputs and labels."""
+
+    def forward(self, input_ids: Any, labels: Any = None) -> Any:
+        return super().forward(input_ids, labels=labels)
+
+
+class Unnamed(BertForSequenceClassification):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs).to_tuple()
+
+
+class Demanding(BertForSequenceClassification):
+    def __init__(self, config: Any, weight: float) -> None:
+        super().__init__(config)
+
+
+class NoLogits(BertForSequenceClassification):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().forward(*args, **kwargs)
+        return {"loss": found.loss, "hidden_states": found.hidden_states}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Bare, "takes no output_hidden_states; set distillation.hidden to 0"),
+        (Unnamed, "the model's output has no names"),
+        (lambda config: Demanding(config, 1.0), "cannot be made of its config alone.*: it needs weight"),
+        (NoLogits, "the model's output has no logits"),
+    ],
+    ids=["no hidden states", "tuple", "class", "no logits"],
+)
+def test_a_model_that_cannot_be_its_own_teacher_is_refused_before_the_first_step(
+    make: Any, words: str, tmp_path: Path
+) -> None:
+    trainer = None
+    with pytest.raises(MoQError, match=words):
+        trainer = float_first(tmp_path, model=make(calm_model().config), remove_unused_columns=False)
+        trainer.train()
+    assert trainer is None or trainer.state.global_step == 0
+
+
+def test_the_first_step_is_that_of_a_float_run(tmp_path: Path) -> None:
+    """Whether the model can follow is found out on the way: with dropout too, and accumulated micro-batches."""
+    more: dict[str, Any] = {"max_steps": 6, "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant"}
+    one = float_first(tmp_path / "one", model=new_model(), **{**more, "max_steps": 12})
+    one.train()
+    plain = MoQTrainer(new_model(), arguments(tmp_path / "plain", **more), None, rows(32))
+    plain.train()
+    saved = BertForSequenceClassification.from_pretrained(tmp_path / "one" / "float")
+    assert_same(dict(saved.named_parameters()), weights(plain))
+
+
+def test_a_loss_function_gets_the_number_of_labels(tmp_path: Path) -> None:
+    def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+    config = {**CONFIG, "distillation": {"labels": 1.0}}
+    runs = []
+    for name, function in (("own", summed), ("models", None)):
+        trainer = MoQTrainer(
+            calm_model(),
+            arguments(tmp_path / name),
+            None,
+            rows(32),
+            moq_config=config,
+            float_first=True,
+            compute_loss_func=function,
+        )
+        trainer.train()
+        runs.append(weights(trainer))
+    for name, weight in runs[0].items():
+        torch.testing.assert_close(weight, runs[1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_an_error_in_an_evaluation_is_not_one_of_saving(tmp_path: Path) -> None:
+    def broken(prediction: Any) -> Any:
+        raise RuntimeError("no such metric")
+
+    trainer = float_first(tmp_path)
+    trainer.compute_metrics = broken
+    with pytest.raises(RuntimeError, match=r"^no such metric$"):
+        trainer.train()
+
+
+def test_a_scheduler_of_ones_own_does_not_slip_through(tmp_path: Path) -> None:
+    class Own(MoQTrainer):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            return Trainer.create_scheduler(self, num_training_steps, optimizer)
+
+    trainer = Own(calm_model(), arguments(tmp_path), None, rows(32), moq_config=CONFIG, float_first=True)
+    with pytest.raises(MoQError, match=r"Own\.create_scheduler does not call that of MoQTrainer"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_an_optimizer_that_averages_its_steps_is_refused(tmp_path: Path) -> None:
+    class Free(torch.optim.SGD):
+        def eval(self) -> None: ...
+
+        def train(self) -> None: ...
+
+    model = calm_model()
+    trainer = MoQTrainer(
+        model,
+        arguments(tmp_path),
+        None,
+        rows(32),
+        moq_config=CONFIG,
+        float_first=True,
+        optimizers=(Free(model.parameters(), lr=1e-3), None),
+    )
+    with pytest.raises(MoQError, match="Free averages its steps and cannot begin anew"):
+        trainer.train()
+
+
+def test_a_float_model_of_another_run_is_refused(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    other = calm_model()
+    with torch.no_grad():
+        other.classifier.weight.add_(1.0)
+    other.save_pretrained(tmp_path / "run" / "float")
+    trainer = resumable(tmp_path / "run")
+    with pytest.raises(MoQError, match=r"the model in .*float is not the float model of this run"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{STEPS - 1}"))
+
+
+def test_each_trial_of_a_search_keeps_its_float_model(tmp_path: Path) -> None:
+    trainer = float_first(tmp_path)
+    trainer.hp_search_backend, trainer.hp_name = HPSearchBackend.OPTUNA, None
+    # As `Trainer._hp_search_setup` does.
+    trainer._trial = SimpleNamespace(number=3)  # type: ignore[assignment]
+    phase = trainer._float_phase
+    assert phase is not None
+    phase.begin(trainer)
+    assert (tmp_path / "run-3" / "float").is_dir() and not (tmp_path / "float").exists()
 
 
 def test_a_loss_that_leaves_the_teacher_out_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
