@@ -147,6 +147,7 @@ class Plan:
     Attributes:
         bf16: Computed in bfloat16.
         equal_steps: Basic QAT, which arms are compared with, has the steps of the float run too.
+        rounded: Grids to which the float model is rounded, beside those of the arms.
     """
 
     arms: tuple[Arm, ...]
@@ -154,6 +155,7 @@ class Plan:
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     bf16: bool = False
     equal_steps: bool = False
+    rounded: tuple[str, ...] = ()
 
     def run(self, arm: Arm, task: str, seed: int, rows: int | None = None) -> "Run":
         """One of its runs."""
@@ -214,6 +216,7 @@ PLANS = {
         ),
         bf16=True,
         equal_steps=True,
+        rounded=("groups of 32, full",),
     ),
     # 3 bits on average, chosen on the float model, and 3 bits throughout.
     "budgets": Plan(

@@ -86,9 +86,8 @@ def rows(plan: str, lines: Sequence[Mapping[str, Any]]) -> list[Row]:
             others = (reference, arm.plain(equal), arm.basic())
             own = [each if each is None or run(each, task, 1).key() != key else None for each in others]
             result.append(Row(task, arm, *(scores(each, task) for each in (arm, *own))))
-        wanted = (
-            {(arm.groups, arm.bits) for arm in PLANS[plan].arms if arm.moq is not None} if reference.after else set()
-        )
+        trained = [arm for arm in PLANS[plan].arms if arm.moq is not None and reference.after]
+        wanted = {(groups, arm.bits) for arm in trained for groups in (arm.groups, *PLANS[plan].rounded)}
         for groups, bits in sorted(wanted):
             arm = Arm("after training", None, bits, reference.learning_rate, groups=groups)
             places = {seed: (run(reference, task, seed).key(), bits, groups) for seed in PLANS[plan].seeds}

@@ -216,9 +216,14 @@ def _from_json(parser: Any, values: Mapping[str, Any], hints: Mapping[str, Any],
         return kind in {get_origin(part) or part for part in (hint, *get_args(hint))}
 
     words, typed = [], {}
+    # What is a number where it is not given alone.
+    flags = {action.dest for action in parser._actions if action.const is not None}
     for name, value in values.items():
         if isinstance(value, (list, dict, bool)):
             if not accepts(hints[name], type(value)):
+                if isinstance(value, bool) and name in flags:
+                    words += [f"--{name}"] * value
+                    continue
                 shown = str(value).lower() if isinstance(value, bool) else f"a JSON {type(value).__name__}"
                 raise UserError(f"{path}: {name} cannot be {shown}")
             typed[name] = value
@@ -292,7 +297,8 @@ def _check_model(model_args: ModelArguments, args: Any) -> list[str]:
         problems.append("no model: give --model_name_or_path, or --config_name to train from scratch")
     for name in ("model_name_or_path", "teacher_name_or_path", "config_name", "tokenizer_name"):
         value = getattr(model_args, name)
-        if value is None:
+        # Training that starts from its teacher was given one name.
+        if value is None or (name == "model_name_or_path" and value == model_args.teacher_name_or_path):
             continue
         path = Path(value)
         if path.is_dir():

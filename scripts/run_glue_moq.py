@@ -400,9 +400,13 @@ def _check_head(model_args: ModelArguments, config: "PreTrainedConfig", count: i
     trained = any("ForSequenceClassification" in name for name in config.architectures or ())
     loads_head = trained and model_args.model_name_or_path and not model_args.ignore_mismatched_sizes
     if loads_head and config.num_labels != count:
+        is_teacher = model_args.model_name_or_path == model_args.teacher_name_or_path
+        advice = (
+            "fine-tune a teacher on this task" if is_teacher else "--ignore_mismatched_sizes starts with a new head"
+        )
         raise UserError(
             f"{model_args.model_name_or_path} has a head of {config.num_labels} labels, but the data has {count}; "
-            "--ignore_mismatched_sizes starts with a new head"
+            f"{advice}"
         )
 
 

@@ -124,7 +124,7 @@ ORDER = [
     "cli",
 ]
 CONFIG = {"config_errors", "config_document", "config_fields", "config_budget", "config"}
-STANDARD_LIBRARY_ONLY = {"version", "errors", "grid", *CONFIG, "budget", "reading", "schedule", "plan"}
+STANDARD_LIBRARY_ONLY = {"version", "errors", "grid", *CONFIG, "reading", "schedule", "plan"}
 STANDARD_LIBRARY_ONLY |= {f"serving.{name}" for name in ("description", "architectures", "rules", "servers")}
 # Besides it.
 ALLOWED = {module: {"pydantic", "pydantic_core"} for module in CONFIG}

@@ -198,15 +198,19 @@ def test_what_the_guides_promise_is_what_was_measured() -> None:
         for name in ("docs/evidence/recipes.md", "docs/guide/which-recipe.md", "configs/README.md", "README.md")
     }
     text = pages["docs/evidence/recipes.md"].split("<!-- study recipes -->")[1].split("| all three |")[1]
-    lines = [line for line in text.split("<!--")[0].splitlines() if "per channel, full" in line]
+    lines = [line for line in text.split("<!--")[0].splitlines() if ", full |" in line]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    found = {(int(row[0]), row[2]): row[5] for row in rows}
     assert all(row[4] == "5" for row in rows)
+    in_groups = {int(row[0]): row[5] for row in rows if row[1] == "groups of 32, full"}
+    rows = [row for row in rows if row[1] == "per channel, full"]
+    found = {(int(row[0]), row[2]): row[5] for row in rows}
     for bits in (4, 3, 2):
         rounded, ours = found[bits, "after training"], found[bits, "basic QAT, float first"]
         plain = found[bits, "basic QAT, all steps"]
-        assert " ".join(f"| {bits} | {rounded} | {ours} | {plain} |".split()) in pages["docs/guide/which-recipe.md"]
-        assert " ".join(f"| {bits} | {ours} | {plain} | {rounded} |".split()) in pages["configs/README.md"]
+        cells = f"| {bits} | {rounded} | {in_groups[bits]} | {ours} | {plain} |"
+        assert " ".join(cells.split()) in pages["docs/guide/which-recipe.md"]
+        cells = f"| {bits} | {ours} | {plain} | {rounded} | {in_groups[bits]} |"
+        assert " ".join(cells.split()) in pages["configs/README.md"]
     ahead = {int(row[0]): row[6].removeprefix("+") for row in rows if row[2] == "basic QAT, float first"}
     told = " ".join(pages["docs/evidence/recipes.md"].split())
     assert f"basic QAT of as many steps ends {ahead[4].removeprefix('-')} points above float first" in told
@@ -234,7 +238,8 @@ def recipes_page() -> str:
 @pytest.mark.parametrize(
     ("groups", "name", "says"),
     [
-        ("per channel, full", "after training", "ahead of rounding the float model by {}"),
+        ("per channel, full", "after training", "ahead of rounding the float model to the same grid by {}"),
+        ("groups of 32, full", "after training", "of rounding it in groups of 32 by {}"),
         ("per channel", "basic QAT, float first", "are ahead of ternary by {}"),
         ("per channel, full", "basic QAT, all steps", "by more than the noise: by {} on average"),
     ],

@@ -248,6 +248,11 @@ def _check_class(model: PreTrainedModel) -> None:
 def _evaluated(trainer: Trainer) -> dict[str, float]:
     """The metrics of `Trainer.evaluate`, by its names; without its events, which are of the quantized model."""
     data = trainer.eval_dataset
+    if data is None and type(trainer).get_eval_dataloader is not Trainer.get_eval_dataloader:
+        logger.warning(
+            "moq_hf: float_first: %s has a get_eval_dataloader but no eval_dataset: the float model is not evaluated",
+            type(trainer).__name__,
+        )
     parts = data if isinstance(data, Mapping) else {} if data is None else {"": data}
     metrics: dict[str, float] = {}
     args, loss_only = trainer.args, trainer.args.prediction_loss_only

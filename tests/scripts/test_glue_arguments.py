@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_glue
 import torch
+from glue_arguments import parse_arguments
 from tiny_glue import main, make_rows, quiet_logging, words_of, write_rows
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -81,7 +83,7 @@ CASES = [
     ),
     (
         "missing teacher",
-        {"teacher_name_or_path": "./no/such", "moq_config": "{d}/good.jsonl"},
+        {"teacher_name_or_path": "./no/such", "config_name": None, "moq_config": "{d}/good.jsonl"},
         ["--teacher_name_or_path ./no/such", "no such folder"],
     ),
     ("impossible model name", {"model_name_or_path": "bert base"}, ["bert base", "neither a folder nor"]),
@@ -95,6 +97,11 @@ CASES = [
         "model with another head",
         {"model_name_or_path": "{d}/three", "config_name": None},
         ["has a head of 3 labels", "the data has 2", "--ignore_mismatched_sizes"],
+    ),
+    (
+        "teacher with another head",
+        {"teacher_name_or_path": "{d}/three", "config_name": None, "moq_config": "{d}/four.json"},
+        ["has a head of 3 labels", "the data has 2; fine-tune a teacher on this task"],
     ),
     (
         "model that is not here, no network",
@@ -205,6 +212,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "numbers.jsonl": "1\n2\n",
         "ragged.csv": "sentence1,sentence2,label\nthe cat,a dog,1\nthe cat,a,dog,1\n",
         "twice.csv": "sentence1,sentence1,label\nthe cat,a dog,1\n",
+        "four.json": json.dumps({"quantize_bits": {"start_bits": 8, "target_bits": 4}}),
         "moq.json": json.dumps({"quantize_bits": {"start_bits": 8, "target_bits": 4}, "quantise_groups": 8}),
     }
     for name, text in texts.items():
@@ -321,6 +329,18 @@ def test_a_wrong_file_of_arguments(
     assert "arguments.json" in error
     for pattern in patterns:
         assert re.search(pattern, error), f"{pattern} is not in {error}"
+
+
+@pytest.mark.parametrize(("value", "share"), [(True, 0.5), (False, None), (0.25, 0.25)])
+def test_a_share_may_be_true_in_a_file_of_arguments(
+    value: Any, share: float | None, data: Path, arguments: dict[str, object], tmp_path: Path
+) -> None:
+    path = tmp_path / "arguments.json"
+    switches = {"do_train": True, "disable_tqdm": True, "use_cpu": True}
+    given = {**arguments, **switches, "moq_config": str(data / "four.json"), "float_first": value}
+    path.write_text(json.dumps(given))
+    model_args, _, _ = parse_arguments([str(path)])
+    assert model_args.float_first == share
 
 
 def test_a_missing_file_of_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
