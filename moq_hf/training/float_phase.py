@@ -220,15 +220,13 @@ def _check_class(model: PreTrainedModel) -> None:
     Raises:
         MoQError: Its class needs more than a config, or makes other weights of it: a part was put in by hand.
     """
-    _, *others = inspect.signature(type(model)).parameters.values()
-    needed = [
-        one.name for one in others if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
-    if needed:
+    try:
+        inspect.signature(type(model)).bind(model.config)
+    except TypeError as error:
         raise MoQError(
-            f"float_first: {type(model).__name__} cannot be made of its config alone, so it cannot be loaded as its "
-            f"own teacher: it needs {', '.join(needed)}. Give these defaults, or MoQTrainer(teacher=) a float model"
-        )
+            f"float_first: {type(model).__name__} cannot be made of its config alone ({error}), so it cannot be loaded "
+            "as its own teacher. Let its class do with the config, or give MoQTrainer(teacher=) a copy of a float model"
+        ) from None
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             again = type(model)(copy.deepcopy(model.config))

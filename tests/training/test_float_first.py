@@ -352,6 +352,11 @@ class Demanding(BertForSequenceClassification):
         super().__init__(config)
 
 
+class Lonely(BertForSequenceClassification):
+    def __init__(self) -> None:
+        super().__init__(calm_model().config)
+
+
 class NoLogits(BertForSequenceClassification):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         found = super().forward(*args, **kwargs)
@@ -363,10 +368,14 @@ class NoLogits(BertForSequenceClassification):
     [
         (Bare, "takes no output_hidden_states; set distillation.hidden to 0"),
         (Unnamed, "the model's output has no names"),
-        (lambda config: Demanding(config, 1.0), "cannot be made of its config alone.*: it needs weight"),
+        (
+            lambda config: Demanding(config, 1.0),
+            r"cannot be made of its config alone \(missing a required argument: 'weight'\)",
+        ),
+        (lambda config: Lonely(), r"cannot be made of its config alone \(too many positional arguments\)"),
         (NoLogits, "the model's output has no logits"),
     ],
-    ids=["no hidden states", "tuple", "class", "no logits"],
+    ids=["no hidden states", "tuple", "class", "class without a config", "no logits"],
 )
 def test_a_model_that_cannot_be_its_own_teacher_is_refused_before_the_first_step(
     make: Any, words: str, tmp_path: Path
