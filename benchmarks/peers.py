@@ -72,6 +72,9 @@ OPTIONS: dict[str, Entry] = {
         moq(4, 4, quantize_type="asymmetric", quantize_group_size=128, algo={"scale": "absmax"}),
         note="the grid of optimum-quanto, no search for clipping ratios",
     ),
+    "moq_hf, 4 bits, groups of 32, absmax": Entry(
+        moq(4, 4, quantize_group_size=32, algo={"scale": "absmax"}), note="no search for clipping ratios"
+    ),
     "moq_hf, 4 bits, full, groups of 32": Entry(moq(4, 4, quantize_group_size=32, algo={"range": "full"})),
     "moq_hf, 4 bits, full, per channel": Entry(moq(4, 4, quantize_groups="per_channel", algo={"range": "full"})),
     "moq_hf, 4 bits, absmax": Entry(moq(8, 4, algo={"scale": "absmax"})),
@@ -86,6 +89,7 @@ OPTIONS: dict[str, Entry] = {
     "moq_hf, 8 bits, tables at 8": Entry(moq(12, 8, quantize_embeddings=8)),
 }
 ARMS = MAIN | OPTIONS
+SCORED = ["", "version", "accuracy", "seeds", "against float", "loaded again"]
 
 
 def train_arm(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
@@ -247,7 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", help="without: random weights, and no training")
     parser.add_argument("--data", type=Path, help="folder; needed for training")
-    parser.add_argument("--parts", help="of time, train, table, steps; without: all that can be had")
+    parser.add_argument("--parts", help="of time, train, table, scores, steps; without: time, train and table")
     parser.add_argument("--arms", nargs="+", default=list(MAIN), choices=list(ARMS), metavar="ARM")
     parser.add_argument("--options", action="store_true", help="moq_hf's other options instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -296,9 +300,10 @@ def main() -> None:
                     report(lines, {"part": part} | shape | found)
         elif part == "steps":
             print(steps(lines.lines))
-        elif part == "table":
+        elif part in ("table", "scores"):
             rows = args.steps * args.batch or "all"
-            print(markdown([line for line in lines.lines if line.get("rows", rows) == rows]))
+            kept = [line for line in lines.lines if line.get("rows", rows if part == "table" else "") == rows]
+            print(markdown(kept) if part == "table" else scores(kept))
         else:
             for seed in args.seeds:
                 for name in names:
@@ -330,42 +335,58 @@ def markdown(lines: list[dict[str, Any]]) -> str:
 
     Accuracies are means over seeds, differences those to float with the same seeds; of two timings the later counts.
     "added" is the CPU time that a step of a very small batch takes more than in float, as a share of the float step of
-    the large batch: what does not depend on the batch, which is all but torch.ao's activations.
+    the large batch: what does not depend on the batch, which is all but torch.ao's activations. Memory, size and time
+    to load are those of the run that was saved.
     """
-    head = ["", "version", "accuracy", "seeds", "against float", "loaded again"]
-    head += ["step", "added", "peak memory", "file", "load"]
+    head = [*SCORED, "step", "added", "peak memory", "file", "load"]
     plain = [line for line in lines if line["part"] == "time" and "cpu" in line and "dtype" not in line]
     timed = {(line["arm"], line["batch"]): line["cpu"] for line in plain}
     small, large = min((b for _, b in timed), default=0), max((b for _, b in timed), default=0)
     rows = []
-    for name, entry in ARMS.items():
+    for name in ARMS:
         mine = [line for line in lines if line["arm"] == name]
         if not mine:
             continue
-        trained = accuracies(lines, name)
-        in_float = accuracies(lines, "float")
-        row = [f"{name} ({entry.note})" if entry.note else name]
-        row.append(mine[-1]["peers"].get(entry.package) or mine[-1]["versions"].get(entry.package, ""))
-        row += [f"{statistics.mean(trained.values()):.4f}", str(len(trained))] if trained else ["", "0"]
-        gaps = [value - in_float[seed] for seed, value in trained.items() if seed in in_float and name != "float"]
-        spread = f" ± {statistics.stdev(gaps):.4f}" if len(gaps) > 1 else ""
-        row.append(f"{statistics.mean(gaps):+.4f}{spread}" if gaps else "")
-        saved = next((line for line in mine if "saved_accuracy" in line), {})
-        row.append(f"{saved['saved_accuracy']:.4f}" if saved else "")
+        row = scored(lines, name)
         row.append(f"{timed[name, large]['ratio_of_medians']:.3f}" if (name, large) in timed else "")
         if small != large and (name, small) in timed:
             more = timed[name, small]["median_seconds"] - timed["float", small]["median_seconds"]
             row.append(f"{more / timed['float', large]['median_seconds']:.1%}")
         else:
             row.append("")
-        memory = max((line["peak_mb"] for line in mine if "peak_mb" in line), default=None)
-        row.append(f"{memory:.0f} MB" if memory else "")
+        saved = saved_line(mine)
+        row.append(f"{saved['peak_mb']:.0f} MB" if saved else "")
         row.append(f"{saved['bytes'] / 1e6:.1f} MB" if saved else "")
         row.append(f"{saved['load_seconds']:.2f} s" if saved else "")
-        errors = [line.get("error") or line.get("save_error") for line in mine]
-        row[0] += "".join(f"; {error}" for error in dict.fromkeys(errors) if error)
         rows.append(row)
     return table(head, rows)
+
+
+def scores(lines: list[dict[str, Any]]) -> str:
+    """The first columns of `markdown`: what does not hang on the machine's load."""
+    return table(SCORED, [scored(lines, name) for name in ARMS if any(line["arm"] == name for line in lines)])
+
+
+def scored(lines: list[dict[str, Any]], name: str) -> list[str]:
+    """An arm's cells under `SCORED`, with its errors."""
+    entry, mine = ARMS[name], [line for line in lines if line["arm"] == name]
+    trained, in_float = accuracies(lines, name), accuracies(lines, "float")
+    row = [f"{name} ({entry.note})" if entry.note else name]
+    row.append(mine[-1]["peers"].get(entry.package) or mine[-1]["versions"].get(entry.package, ""))
+    row += [f"{statistics.mean(trained.values()):.4f}", str(len(trained))] if trained else ["", "0"]
+    gaps = [value - in_float[seed] for seed, value in trained.items() if seed in in_float and name != "float"]
+    spread = f" ± {statistics.stdev(gaps):.4f}" if len(gaps) > 1 else ""
+    row.append(f"{statistics.mean(gaps):+.4f}{spread}" if gaps else "")
+    saved = saved_line(mine)
+    row.append(f"{saved['saved_accuracy']:.4f}" if saved else "")
+    errors = [line.get("error") or line.get("save_error") for line in mine]
+    row[0] += "".join(f"; {error}" for error in dict.fromkeys(errors) if error)
+    return row
+
+
+def saved_line(mine: list[dict[str, Any]]) -> dict[str, Any]:
+    """The line of the run that was saved; empty without one."""
+    return next((line for line in mine if "saved_accuracy" in line), {})
 
 
 def accuracies(lines: list[dict[str, Any]], name: str) -> dict[int, float]:

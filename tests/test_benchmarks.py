@@ -12,6 +12,7 @@ import growth
 import levers
 import peers
 import pytest
+import report_study
 import same_numbers
 import served
 import short_runs
@@ -20,6 +21,9 @@ from repo import ROOT
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import moq_hf
+
+QUANTO = "optimum-quanto, 4 bits"
+SAME_GRID = "moq_hf, 4 bits, asymmetric, groups of 128"
 
 
 @pytest.fixture
@@ -103,6 +107,49 @@ def test_the_table_pairs_seeds_and_shares() -> None:
     cells = peers.markdown(lines).splitlines()[-1].split(" | ")
     assert cells[2:5] == ["0.5467", "3", "+0.0200 ± 0.0141"]
     assert cells[6:8] == ["1.040", "1.0%"]
+
+
+def test_the_tables_against_other_libraries_are_those_of_the_committed_lines() -> None:
+    page = (ROOT / "docs" / "evidence" / "peers.md").read_text(encoding="utf-8")
+    lines = short_runs.Lines(ROOT / "benchmarks" / "results" / "peers.jsonl").lines
+    assert peers.markdown([line for line in lines if line.get("rows") in (None, 62 * 32)]) in page
+    epoch = [line for line in lines if line.get("rows") == "all"]
+    assert peers.scores(epoch) in page
+    saved = [line for line in epoch if "saved_accuracy" in line]
+    assert [line["arm"] for line in saved if line["saved_accuracy"] != line["accuracy"]] == ["torch.ao eager, 8 bits"]
+    assert len(saved) == len({line["arm"] for line in epoch})
+
+
+@pytest.mark.parametrize(
+    ("arm", "other", "rows", "seeds", "says"),
+    [
+        (QUANTO, "float", 1984, range(4, 9), "one CPU: {} points below float (95 %)"),
+        (SAME_GRID, "float", 1984, range(4, 9), "(95 %), and moq_hf {}."),
+        (f"{SAME_GRID}, absmax", "float", 1984, range(4, 9), "as optimum-quanto has none, was {} below"),
+        ("moq_hf, 4 bits, per channel", QUANTO, "all", range(1, 4), "0.3 points above float both, {} apart"),
+        ("moq_hf, 8 bits", "float", "all", range(1, 4), "At 8 bits moq_hf ends {} points above float"),
+        (
+            "moq_hf, 4 bits, groups of 32",
+            "float",
+            "all",
+            range(1, 4),
+            "groups of 32 is {} points below float",
+        ),
+        (SAME_GRID, "float", "all", range(1, 4), "instead of {}."),
+        ("DeepSpeed forward, 4 bits", "float", "all", range(1, 4), "at 4 bits is {} below float"),
+        ("torchao, 4 bits", "float", "all", range(1, 4), "torchao's groups of 32 {}."),
+    ],
+)
+def test_what_is_said_of_other_libraries_was_measured(
+    arm: str, other: str, rows: int | str, seeds: range, says: str
+) -> None:
+    page = (ROOT / "docs" / "evidence" / "peers.md").read_text(encoding="utf-8")
+    lines = short_runs.Lines(ROOT / "benchmarks" / "results" / "peers.jsonl").lines
+    own = [line for line in lines if line.get("rows") == rows and line.get("seed") in seeds]
+    scores = [{seed: 100 * value for seed, value in peers.accuracies(own, name).items()} for name in (arm, other)]
+    assert len(scores[0]) == len(scores[1]) == len(seeds)
+    difference = report_study.paired(*scores).lstrip("+-")
+    assert says.format(difference) in " ".join(page.split())
 
 
 def test_a_run_without_a_finite_loss_has_diverged(args: argparse.Namespace) -> None:
