@@ -377,7 +377,7 @@ class MoQTrainer(Trainer):
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
-            folder = checkpoint_folder(self, trial)
+            folder = checkpoint_folder(self)
             fault = fault_of(folder)
             if fault is None:
                 raise

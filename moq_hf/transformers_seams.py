@@ -152,13 +152,16 @@ def prepared_inputs(trainer: transformers.Trainer, inputs: Mapping[str, Any]) ->
     return dict(trainer._prepare_inputs(cast(dict[str, Any], inputs)))
 
 
-def checkpoint_folder(trainer: transformers.Trainer, trial: Any = None) -> Path:
-    """Where the Trainer saves the checkpoint of this step.
+def checkpoint_folder(trainer: transformers.Trainer) -> Path:
+    """Where the Trainer saves the checkpoint of this step; a trial of a search has a folder of its own.
 
-    Relies on: `Trainer._get_output_dir`, and `PREFIX_CHECKPOINT_DIR` before the step.
-    Breaks: What a full disk left of a checkpoint would stay, and be found at the next resume.
+    Relies on: `Trainer._get_output_dir`, `Trainer._trial` while it trains, and `PREFIX_CHECKPOINT_DIR` before the step.
+    Breaks: What a full disk left of a checkpoint would stay, and be found at the next resume; float models of a
+        search's trials would be written over each other.
     """
-    return Path(trainer._get_output_dir(trial), f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+    return Path(
+        trainer._get_output_dir(trainer._trial), f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    )
 
 
 def save_training_args(args: transformers.TrainingArguments, folder: Path) -> None:

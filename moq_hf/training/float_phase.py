@@ -198,7 +198,7 @@ class FloatPhase:
 
     def folder(self, trainer: Trainer) -> Path:
         """Where the float model is: beside the checkpoints, of which a trial of a search has its own."""
-        return checkpoint_folder(trainer, getattr(trainer, "_trial", None)).parent / FOLDER
+        return checkpoint_folder(trainer).parent / FOLDER
 
 
 @contextlib.contextmanager
