@@ -252,6 +252,31 @@ def test_what_2_bits_are_ahead_of_is_what_was_measured(groups: str, name: str, s
     assert says.format(ahead.removeprefix("+")) in recipes_page()
 
 
+def test_the_leads_on_the_results_page_were_measured() -> None:
+    page = (tiny_glue.ROOT / "docs" / "evidence" / "results.md").read_text(encoding="utf-8")
+    table = page.split("| bits | lead of | over |")[1].split("\n\n")[0].splitlines()[2:]
+    text = (tiny_glue.ROOT / "benchmarks" / "results" / "glue_study.jsonl").read_text(encoding="utf-8")
+    found = report_study.rows("main", [json.loads(line) for line in text.splitlines()])
+    found += report_study.average(found, glue_plans.PLANS["main"].tasks)
+    scores = {(row.task, row.arm.bits, row.arm.name): row.scores for row in found}
+    assert len(table) == 14
+    for line in table:
+        bits, ours, theirs, *leads = [cell.strip() for cell in line.split("|")[1:-1]]
+        names = ["MoQ" if name == "`moq_8to4.json`" else name for name in (ours, theirs)]
+        for task, lead in zip(("mean", "sst2", "cola", "mrpc"), leads, strict=True):
+            own, other = (scores[task, int(bits), name] for name in names)
+            assert not lead or lead == report_study.paired(own, other).removeprefix("+")
+    cost = report_study.paired(scores["mean", 4, "basic QAT"], scores["mean", 32, "float"]).removeprefix("-")
+    assert f"Basic QAT costs {cost}." in page
+    arms = ("MoQ", "basic QAT", "after training")
+    cells = [report_study.paired(scores["mean", 8, arm], scores["mean", 32, "float"]) for arm in arms]
+    told = "**8 bits** show no cost: {} with MoQ, {} with basic QAT, {} quantized after training.".format(*cells)
+    assert told in " ".join(page.split())
+    of_mrpc = [scores["mrpc", 8, "basic QAT"], scores["mrpc", 32, "float"]]
+    lost = sorted(of_mrpc[1][seed] - of_mrpc[0][seed] for seed in of_mrpc[0])
+    assert len(lost) == 5 and round(lost[-1]) == 5 and max(map(abs, lost[:-1])) < 0.9
+
+
 def test_no_other_grid_is_ahead_at_2_bits() -> None:
     scores = {row.arm.groups: row.scores for row in committed("grids") if row.arm.name == "basic QAT, float first"}
     own = scores.pop("per channel, full")
