@@ -277,6 +277,44 @@ def test_the_leads_on_the_results_page_were_measured() -> None:
     assert len(lost) == 5 and round(lost[-1]) == 5 and max(map(abs, lost[:-1])) < 0.9
 
 
+def test_what_the_phases_make_was_measured() -> None:
+    text = (tiny_glue.ROOT / "benchmarks" / "results" / "glue_study.jsonl").read_text(encoding="utf-8")
+    rows = report_study.rows("phases", [json.loads(line) for line in text.splitlines()])
+    scores = {task: {row.arm.name: row.scores for row in rows if row.task == task} for task in ("sst2", "cola")}
+    scores["mean"] = {row.arm.name: row.scores for row in committed("phases")}
+    recipe = "basic QAT, float first"
+
+    def lead(name: str, task: str = "mean") -> str:
+        return report_study.paired(scores[task][name], scores[task][recipe]).lstrip("+")
+
+    four = "MoQ 4 by 0.3, float first"
+    for says in (
+        f"**By way of 4 or 8 bits**: {lead(four)} and {lead('MoQ 8 by 0.3, float first')} points.",
+        f"in the quantized phase alone: {lead(f'{recipe} at a constant rate')}.",
+        f"float models are worse, {lead(f'{recipe} at a constant rate', 'sst2')}.",
+        f"**Without the teacher**: {lead(f'{recipe}, no teacher')}.",
+        f"**Half of the steps**: {lead(f'{recipe}, half the steps')}, and by way of 4 bits "
+        f"{lead(f'{four}, half the steps')}.",
+        f"On SST-2 it is {lead(f'{recipe}, half the steps', 'sst2')}.",
+        f"**Twice the steps**, on SST-2 alone and with two seeds: {lead(f'{recipe}, twice the steps', 'sst2')}, "
+        f"and by way of 4 bits {lead(f'{four}, twice the steps', 'sst2')}.",
+    ):
+        assert says in recipes_page()
+    assert {len(found) for found in scores["mean"].values()} == {3}
+    guide = (tiny_glue.ROOT / "docs" / "guide" / "which-recipe.md").read_text(encoding="utf-8")
+    assert f"ended {lead(f'{recipe}, half the steps').removeprefix('-')} points lower" in " ".join(guide.split())
+    # Ahead of the recipe beyond the noise is none.
+    for task, arms in scores.items():
+        for name in arms:
+            if name not in (recipe, "float"):
+                ahead, interval = (float(part.split()[0]) for part in lead(name, task).split(" ± "))
+                assert ahead < interval
+    # Half of a float run learns nothing of CoLA: its Matthews correlation is 0.
+    lines = map(json.loads, text.splitlines())
+    halves = [x for x in lines if (x["task"], x["arm"], x["epochs"], x.get("bf16")) == ("cola", "float", 1, True)]
+    assert len(halves) == 3 and all(x["metrics"]["matthews_correlation"] == 0.0 for x in halves)
+
+
 def test_no_other_grid_is_ahead_at_2_bits() -> None:
     scores = {row.arm.groups: row.scores for row in committed("grids") if row.arm.name == "basic QAT, float first"}
     own = scores.pop("per channel, full")
