@@ -225,7 +225,7 @@ def _check_class(model: PreTrainedModel) -> None:
     except TypeError as error:
         raise MoQError(
             f"float_first: {type(model).__name__} cannot be made of its config alone ({error}), so it cannot be loaded "
-            "as its own teacher. Let its class do with the config, or give MoQTrainer(teacher=) a copy of a float model"
+            "as its own teacher. Let its class take a config alone, or give MoQTrainer(teacher=) a copy of a float one"
         ) from None
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):

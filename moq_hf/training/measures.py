@@ -198,7 +198,7 @@ def loss_rises(
             for bits in own:
                 with at(blocks[block], bits):
                     rise = mean() - before
-                rises[block][bits] = rise if math.isnan(rise) else max(0.0, rise)
+                rises[block][bits] = max(0.0, rise) if math.isfinite(rise) else rise
     return rises
 
 

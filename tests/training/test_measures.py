@@ -115,6 +115,15 @@ def test_answers_that_are_compared_have_a_label_and_room(
     assert room / 2 <= len(found) <= room or found == kept
 
 
+@pytest.mark.parametrize("before", [math.inf, math.nan])
+def test_no_rise_is_finite_where_the_loss_is_not(before: float) -> None:
+    losses = iter([before, 1.0, 2.0])
+    found = loss_rises(
+        [lambda: torch.tensor(next(losses))], lambda names, bits: contextlib.nullcontext(), {"a": ["a"]}, {"a": [2, 4]}
+    )
+    assert not any(map(math.isfinite, found["a"].values()))
+
+
 def test_what_is_not_finite_counts_as_the_largest_and_nothing_is_below_zero() -> None:
     changes = {"a": {2: 1.0}, "b": {2: 4.0}, "c": {2: 1.0}}
     assert predicted({"a": 3.0, "b": -2.0, "c": math.inf}, changes) == {"a": {2: 1.5}, "b": {2: 0.0}, "c": {2: 1.5}}
