@@ -20,8 +20,8 @@ from typing import Any
 from short_runs import Lines
 from transformers.utils import logging as transformers_logging
 
-from moq_hf.deploy.bench import benchmark
-from moq_hf.deploy.data import read_data
+from moq_hf.export.bench import benchmark
+from moq_hf.export.data import read_data
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "run_glue_moq.py"
 # Epochs, and the step from which inputs are rounded.

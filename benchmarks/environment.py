@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moq_hf.deploy.environment import machine, versions
+from moq_hf.export.environment import machine, versions
 
 
 def environment(*modules: str, **more: Any) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def execute(run: Run) -> list[dict[str, Any]]:
     """Train and evaluate; the lines to write: one, or for a float arm also those of its quantized copies."""
     import torch
 
-    from moq_hf.deploy.environment import machine, versions
+    from moq_hf.export.environment import machine, versions
 
     here = _machine
     assert here is not None

@@ -36,8 +36,8 @@ from transformers import (
 )
 
 from moq_hf import quantize_model, save_quantized
-from moq_hf.deploy.floats import export_floats
-from moq_hf.deploy.gguf import export_gguf
+from moq_hf.export.floats import export_floats
+from moq_hf.export.gguf import export_gguf
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = {

@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from .config import LARGEST
-from .deploy.bench import MAX_LOSS, benchmark, draw, write_json
-from .deploy.bench_worker import CLOCKS
-from .deploy.data import SENTENCES, read_data
-from .deploy.floats import export_floats
-from .deploy.gguf import export_gguf
-from .deploy.onnx import EXTERNAL_DATA_ABOVE, export_onnx
-from .deploy.onnx_integers import TARGETS
-from .deploy.onnx_layers import FLAVORS
-from .deploy.proof import TOLERANCE
 from .errors import MoQError
+from .export.bench import MAX_LOSS, benchmark, draw, write_json
+from .export.bench_worker import CLOCKS
+from .export.data import SENTENCES, read_data
+from .export.floats import export_floats
+from .export.gguf import export_gguf
+from .export.onnx import EXTERNAL_DATA_ABOVE, export_onnx
+from .export.onnx_integers import TARGETS
+from .export.onnx_layers import FLAVORS
+from .export.proof import TOLERANCE
 from .grid import InputScale
 from .packed.pack import pack_checkpoint
 from .packed.served import served_by, table

@@ -49,7 +49,7 @@ from transformers import (
 
 import moq_hf
 from moq_hf import MoQConfig, cli, quantize_model, save_quantized, verify_quantized
-from moq_hf.deploy.data import SENTENCES
+from moq_hf.export.data import SENTENCES
 
 __all__ = ["quiet_logging"]
 pytestmark = pytest.mark.usefixtures("quiet_logging")

@@ -10,7 +10,7 @@ from packed_bert import SHAPE, checkpoint, config_of
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from moq_hf import MoQError, cli, quantize_model, save_quantized
-from moq_hf.deploy.floats import export_floats
+from moq_hf.export.floats import export_floats
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from packed_bert import SHAPE, TOKENIZER, checkpoint, config_of
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, set_seed
 
 from moq_hf import MoQConfig, MoQError, quantizer, save_quantized
-from moq_hf.deploy import onnx_integers
-from moq_hf.deploy.onnx import export_onnx
-from moq_hf.deploy.onnx_integers import (
+from moq_hf.export import onnx_integers
+from moq_hf.export.onnx import export_onnx
+from moq_hf.export.onnx_integers import (
     GUARD,
     OnnxInt8Linear,
     OnnxQdqLinear,
@@ -25,7 +25,7 @@ from moq_hf.deploy.onnx_integers import (
     is_exact_signed,
     target_here,
 )
-from moq_hf.deploy.onnx_layers import OnnxEmbedding
+from moq_hf.export.onnx_layers import OnnxEmbedding
 from moq_hf.grid import Grid, InputGrid, InputScale, PerChannel, RowBlocks
 from moq_hf.inputs import fake_quantize_input
 from moq_hf.training.controller import MoQController
@@ -238,9 +238,9 @@ def test_a_file_with_signed_weights_refuses_where_products_saturate(
 
 def guarded(folder: Path, tmp_path: Path) -> onnx.ModelProto:
     """A file with signed weights, made on any CPU."""
-    from moq_hf.deploy.loading import load_checkpoint
-    from moq_hf.deploy.onnx_graph import may_saturate, prepare, write_model
-    from moq_hf.deploy.onnx_integers import Rounding
+    from moq_hf.export.loading import load_checkpoint
+    from moq_hf.export.onnx_graph import may_saturate, prepare, write_model
+    from moq_hf.export.onnx_integers import Rounding
 
     loaded = load_checkpoint(folder)
     rounding = Rounding(InputGrid(8, "per_tensor"), {}, "", "vnni")

@@ -34,12 +34,12 @@ from transformers import (
 
 from moq_hf import MoQError, quantize_model, quantizer, save_quantized
 from moq_hf.cli import main
-from moq_hf.deploy.bench import benchmark
-from moq_hf.deploy.data import Data, pictures_of, read_data
-from moq_hf.deploy.folder import Export, publish
-from moq_hf.deploy.onnx import ALL_FILES, export_onnx
-from moq_hf.deploy.onnx_integers import target_here
-from moq_hf.deploy.onnx_layers import OnnxConvolution, OnnxLinear
+from moq_hf.export.bench import benchmark
+from moq_hf.export.data import Data, pictures_of, read_data
+from moq_hf.export.folder import Export, publish
+from moq_hf.export.onnx import ALL_FILES, export_onnx
+from moq_hf.export.onnx_integers import target_here
+from moq_hf.export.onnx_layers import OnnxConvolution, OnnxLinear
 from moq_hf.grid import Grid, PerChannel, RowBlocks
 from moq_hf.packed.verify import stored_weights, verify_quantized
 

@@ -13,13 +13,13 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from moq_hf import MoQError
 from moq_hf.cli import main
-from moq_hf.deploy import bench
-from moq_hf.deploy.bench import benchmark, draw
-from moq_hf.deploy.bench_engines import ENGINES, Prepared, version_of
-from moq_hf.deploy.bench_result import Benchmark, Timing
-from moq_hf.deploy.data import read_data
-from moq_hf.deploy.environment import instructions, machine
-from moq_hf.deploy.proof import Proof
+from moq_hf.export import bench
+from moq_hf.export.bench import benchmark, draw
+from moq_hf.export.bench_engines import ENGINES, Prepared, version_of
+from moq_hf.export.bench_result import Benchmark, Timing
+from moq_hf.export.data import read_data
+from moq_hf.export.environment import instructions, machine
+from moq_hf.export.proof import Proof
 
 BF16 = {"avx512_bf16", "amx_bf16", "bf16"} & set(machine()["instructions"].split())
 LEFT_OUT = (set() if BF16 else {"PyTorch bf16"}) | (set() if version_of("openvino") else {"OpenVINO"})
