@@ -29,13 +29,19 @@ from .plan import Plan, outcome, plan
 from .processes import is_apart, tensor_by_tensor
 from .schedule import offset_step_of
 from .training import messages
-from .training.checkpoints import describe
+from .training.checkpoints import describe, warn_of_half_checkpoint
 from .training.controller import MoQController
-from .training.host import Host, Loss, LossScale, StockHost
 from .training.listening import first_batch, listen
 from .training.resume import check_room, check_start, has_begun, planned_steps
+from .training.sensitivity import Loss, model_loss
 from .training.trainer_state import check_alone, forget_best, last_metrics, resumed_state, state_of_best
-from .transformers_seams import ExportableState, callback_states, checkpoints_as_modules, is_compiled_in_place
+from .transformers_seams import (
+    ExportableState,
+    callback_states,
+    checkpoints_as_modules,
+    is_compiled_in_place,
+    loss_scale,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +71,7 @@ class MoQCallback(TrainerCallback, ExportableState):
     Attributes:
         controller: The `MoQController` of the model in training; None before a Trainer has the callback, and if the
             config is not enabled.
-        host: The Trainer that runs the callback.
+        trainer: The `MoQTrainer` that runs the callback; None under a stock Trainer, of which it sees only the events.
 
     >>> callback = MoQCallback({"quantize_bits": {"start_bits": 8, "target_bits": 4}})
     >>> callback.config.target_bits, callback.controller is None
@@ -81,14 +87,14 @@ class MoQCallback(TrainerCallback, ExportableState):
         self.config = MoQConfig.load(config)
         self.max_shard_size = bytes_in(max_shard_size)
         self.controller: MoQController | None = None
-        self.host: Host = StockHost()
+        self.trainer: Any = None
         self.loss = loss
         # The Trainer can make a new callback from the saved state, which holds no functions.
         self.loss_was_given = loss is not None
         self._state: TrainerState | None = None
         self._began = 0.0
         self._switched = self._arrived = False
-        self._loss_scale = LossScale(None)
+        self._loss_scale = 0.0
         self._plan: Plan | None = None
         self._tap: RemovableHandle | None = None
         # A batch of this run, to prove on what it delivers.
@@ -105,7 +111,7 @@ class MoQCallback(TrainerCallback, ExportableState):
                 "saved": saved,
                 "saved_at": step,
                 "loss_was_given": self.loss_was_given,
-                "teacher": self.host.teacher,
+                "teacher": self._teacher,
             },
         }
 
@@ -129,6 +135,23 @@ class MoQCallback(TrainerCallback, ExportableState):
         return cast(dict[str, Any], callback_states(state).get(self._name, {}).get("attributes", {}))
 
     @property
+    def _teacher(self) -> int | None:
+        """The fingerprint of the teacher that training follows; None without one."""
+        return None if self.trainer is None else self.trainer.teacher_fingerprint
+
+    def _check_trainer(self, state: TrainerState) -> None:
+        """Drop the MoQTrainer of before: the same callback may have been given to another Trainer since then."""
+        if getattr(self.trainer, "state", None) is not state:
+            self.trainer = None
+
+    def _has_skipped(self, optimizer: Any) -> bool:
+        """Whether the gradient scaler skipped the optimizer step just taken."""
+        before, self._loss_scale = self._loss_scale, loss_scale(optimizer)
+        # A fused optimizer is called whatever the gradients are and skips by itself, which Accelerate does not see; the
+        # scale falls then too.
+        return bool(getattr(optimizer, "step_was_skipped", False)) or self._loss_scale < before
+
+    @property
     def _name(self) -> str:
         """What the Trainer's state calls this callback."""
         return type(self).__name__
@@ -139,9 +162,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         Raises:
             MoQError: The config does not fit the model, or there are two MoQCallbacks.
         """
-        # The same callback may be given to another Trainer later.
-        if not self.host.is_of(state):
-            self.host = StockHost()
+        self._check_trainer(state)
         if not self.config.enabled:
             logger.info("moq_hf is off: the config says enabled: false")
             return
@@ -155,8 +176,9 @@ class MoQCallback(TrainerCallback, ExportableState):
             return
         # How long the run is will be known when it begins; none of its steps is taken before.
         self.controller = MoQController(inventory, self.config, sys.maxsize, _dtype(args))
-        if state.is_world_process_zero:
-            self.host.check_folder(args)
+        # A MoQTrainer resumes from the last checkpoint that is complete.
+        if state.is_world_process_zero and self.trainer is None:
+            warn_of_half_checkpoint(cast(str, args.output_dir))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -173,21 +195,22 @@ class MoQCallback(TrainerCallback, ExportableState):
             if resumed is not None:
                 logger.warning("moq_hf: %s", messages.float_again(state.global_step))
             return
-        # Built with this callback, another Trainer may have come last.
-        if not self.host.is_of(state):
-            self.host = StockHost()
-        self.host.check(self.config)
+        self._check_trainer(state)
+        if self.trainer is None and self.config.distillation.teacher is not None:
+            raise MoQError("distillation.teacher: a callback cannot change the loss; use MoQTrainer")
         check_alone(state, self._name)
         controller = self._controller_of(args, state, kwargs["model"], resumed)
         controller.root = kwargs["model"]
         # So that the Trainer can load what it saves.
         checkpoints_as_modules(without_peft(controller.inventory.model), bool(controller.inventory.experts))
         self._began = time.perf_counter()
-        self._loss_scale = LossScale(kwargs.get("optimizer"))
+        self._loss_scale = loss_scale(kwargs.get("optimizer"))
         self._switched = self._arrived = False
         self._prepare_measuring(controller, args, state)
         self._listen(controller, _is_compiled(kwargs["model"], controller, args))
-        self.host.begin(resumed is not None and has_begun(resumed), self._attributes(state).get("teacher"))
+        if self.trainer is not None:
+            quantized = resumed is not None and has_begun(resumed)
+            self.trainer.begin_phase(quantized, self._attributes(state).get("teacher"))
         if resumed is not None:
             self._go_on(controller, state, resumed)
         elif state.global_step > 0:
@@ -233,7 +256,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             )
         rows = (state.train_batch_size or args.train_batch_size) * args.gradient_accumulation_steps
         controller.sensitivity.plan(state.max_steps, rows, args.bf16 or args.fp16)
-        controller.sensitivity.loss = self.loss or self.host.loss
+        own = model_loss if self.trainer is None else self.trainer.mean_loss
+        controller.sensitivity.loss = self.loss or own
 
     def _go_on(self, controller: MoQController, state: TrainerState, resumed: Mapping[str, Any]) -> None:
         """Bring a new schedule to where the checkpoint's was, and say what is other than before."""
@@ -241,7 +265,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         logger.info("resumed at step %d, mean %.2f bits over the whole model", state.global_step, controller.mean_bits)
         before = self._attributes(state)
         saved_at, taught_by = before.get("saved_at", state.global_step), before.get("teacher")
-        for note in messages.notes_on_resuming(state.global_step, saved_at, changed, taught_by, self.host.teacher):
+        for note in messages.notes_on_resuming(state.global_step, saved_at, changed, taught_by, self._teacher):
             logger.warning("moq_hf: %s", note)
 
     def _announce(self, controller: MoQController, args: TrainingArguments, state: TrainerState) -> None:
@@ -260,7 +284,10 @@ class MoQCallback(TrainerCallback, ExportableState):
             choices = None if self.config.budget is None else len(self.config.budget.choices)
             logger.info("%s", controller.sensitivity.summary(choices))
         tqdm.write(f"moq_hf plan: {self._plan.table()}\nin quantized layers: {controller.coverage()}")
-        notes = [*controller.warnings(), *self._plan.notes, *self.host.notes(controller.model, args)]
+        notes = [*controller.warnings(), *self._plan.notes]
+        # A MoQTrainer measures how the loss is scaled.
+        if self.trainer is None:
+            notes += messages.notes_on_loss_scale(controller.model, args)
         length = messages.note_on_length(schedule, steps, state.max_steps)
         for note in notes if length is None else [*notes, length]:
             logger.warning("moq_hf: %s", note)
@@ -275,7 +302,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         """
         if self.controller is None:
             return
-        skipped = self._loss_scale.has_skipped(kwargs.get("optimizer"))
+        skipped = self._has_skipped(kwargs.get("optimizer"))
         self.controller.check_ranks(skipped)
         if not self._readers_checked:
             self._readers_checked = True
@@ -284,8 +311,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             return
         had_arrived, was_chosen = self.controller.has_arrived, self.controller.choice is not None
         schedule = self.controller.schedule
-        if not self.controller.has_begun and schedule.steps + 1 == schedule.offset:
-            self.host.before_quantization()
+        if self.trainer is not None and not self.controller.has_begun and schedule.steps + 1 == schedule.offset:
+            self.trainer.end_float_phase()
         eigenvalues = self.controller.measure()
         if not was_chosen and self.controller.choice is not None and state.is_world_process_zero:
             messages.tell(self.controller.choice)
@@ -297,8 +324,10 @@ class MoQCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Tell the Trainer of the first step with quantized weights, if there was one without."""
-        if self.controller is not None and 0 < self.controller.schedule.offset == self.controller.schedule.steps:
-            self.host.begin_quantized_step()
+        if self.controller is None or self.trainer is None:
+            return
+        if 0 < self.controller.schedule.offset == self.controller.schedule.steps:
+            self.trainer.begin_quantized_phase()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log a step at which bits changed; let the best metric start afresh when the last block arrives."""
@@ -375,7 +404,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         if self._kept is None and self.config.prove and state.global_step > 0:
             batch = first_batch(kwargs.get("train_dataloader"))
             self._kept = None if batch is None else kept_batch(batch)
-        if not self.host.saves and controller.has_begun:
+        if self.trainer is None and controller.has_begun:
             answers, folder = self.answers(args), Path(cast(str, args.output_dir), "quantized")
             with tensor_by_tensor(controller.model, args.save_on_each_node) as gathered:
                 if args.should_save:
@@ -424,7 +453,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             self._tap.remove()
         # A compiled model's hooks are compiled too; what it is proven on is taken from the data in the end.
         self._kept, self._readers_checked = None, is_compiled
-        measured = controller.sensitivity is not None and not self.host.hands_over
+        measured = controller.sensitivity is not None and self.trainer is None
         if measured or (self.config.prove and not is_compiled):
             self._tap = listen(controller.model, self)
 
@@ -432,7 +461,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Take what went through the model in training: keep the first batch, measure eigenvalues on some."""
         if self._kept is None and self.config.prove:
             self._kept = kept_batch(inputs, None if self.controller is None else self.controller.model)
-        if self.host.hands_over or self.controller is None or self.controller.sensitivity is None:
+        if self.trainer is not None or self.controller is None or self.controller.sensitivity is None:
             cast(RemovableHandle, self._tap).remove()
         else:
             self.observe(inputs)

@@ -30,7 +30,6 @@ from .processes import is_apart, tensor_by_tensor
 from .training.checkpoints import check_whole, checkpoints, fault_of, last_checkpoint
 from .training.distillation import check_hidden, distillation_loss, fingerprint, labels_at_logits, load_teacher
 from .training.float_phase import FloatPhase, after_float, restarted, share_of
-from .training.host import MoQHost, own_count
 from .training.resume import saved_state
 from .training.trainer_state import last_metrics
 from .transformers_seams import (
@@ -134,12 +133,12 @@ class MoQTrainer(Trainer):
             )
         self.final_metrics: Mapping[str, Any] | None = None
         self.float_metrics: Mapping[str, Any] | None = None
-        self._host = MoQHost(self)
+        self.teacher_fingerprint: int | None = None
         self._loss_checked = self._loss_called = self._outputs_checked = self._rates_restart = False
         self._saving_checkpoint = False
         self._answers: Answers | None = None
         if self.moq is not None:
-            self.moq.host = self._host
+            self.moq.trainer = self
         super().__init__(*args, **{**kwargs, "callbacks": callbacks})
         # How this Trainer has it without a teacher.
         self._scaled_for_ga = self.loss_is_scaled_for_ga
@@ -170,7 +169,7 @@ class MoQTrainer(Trainer):
         moq = self._live_moq()
         if moq is not None:
             # It may have been given to another Trainer in the meantime.
-            moq.host = self._host
+            moq.trainer = self
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -225,7 +224,7 @@ class MoQTrainer(Trainer):
     def _follow(self, teacher: PreTrainedModel | None) -> None:
         """Learn from a teacher from now on, or from none."""
         self._teacher = teacher
-        self._host.teacher = None if teacher is None else fingerprint(teacher)
+        self.teacher_fingerprint = None if teacher is None else fingerprint(teacher)
         # The loss with a teacher is a mean over the micro-batch, whatever the model's own would be.
         self.loss_is_scaled_for_ga = self._scaled_for_ga if teacher is None else False
 
@@ -272,7 +271,7 @@ class MoQTrainer(Trainer):
         else:
             phase.begin(self)
         self._take(phase if has_begun else None)
-        if has_begun and taught_by != self._host.teacher:
+        if has_begun and taught_by != self.teacher_fingerprint:
             raise MoQError(
                 f"cannot resume: the model in {phase.folder(self)} is not the float model of this run: it was written "
                 "by another one. Put the right one there, or start a new run"
@@ -312,7 +311,7 @@ class MoQTrainer(Trainer):
         if self.moq is None or not model.training or (self._teacher is None and not self._is_first_float_loss()):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs = {**inputs, "output_hidden_states": True} if self.moq.config.distillation.hidden else dict(inputs)
-        count = num_items_in_batch if self._teacher is None else own_count(self, inputs)
+        count = num_items_in_batch if self._teacher is None else self._own_count(inputs)
         # The Trainer takes the labels out where it computes the loss itself.
         loss, outputs = super().compute_loss(model, dict(inputs), True, count)
         if self._teacher is None:
@@ -324,6 +323,18 @@ class MoQTrainer(Trainer):
                 taught = self._teacher(**inputs)
             loss = self._distilled(loss, outputs, taught, inputs)
         return (loss, outputs) if return_outputs else loss
+
+    def mean_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """`compute_loss` over one batch by itself, a scalar: what sensitivity is measured with."""
+        prepared = prepared_inputs(self, inputs)
+        return cast(Tensor, self.compute_loss(model, prepared, num_items_in_batch=self._own_count(prepared)))
+
+    def _own_count(self, inputs: dict[str, Any]) -> Tensor | None:
+        """What `compute_loss_func` must divide by for the mean over one batch; None where the model has the loss."""
+        labels = inputs.get("labels")
+        if self.compute_loss_func is None or not isinstance(labels, Tensor):
+            return None
+        return labels.ne(-100).sum()
 
     def _is_first_float_loss(self) -> bool:
         """Whether this is the loss by which a float phase finds out if its model can be a teacher."""
@@ -366,7 +377,7 @@ class MoQTrainer(Trainer):
         super()._load_callback_state()
         moq = self._live_moq()
         if moq is not None:
-            moq.host = self._host
+            moq.trainer = self
             return
         entry = callback_states(self.state).get(MoQCallback.__name__)
         if entry is not None and saved_state(entry) is not None:

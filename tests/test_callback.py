@@ -31,6 +31,7 @@ from tiny_runs import (
     undisturbed,
     weights,
 )
+from torch import nn
 from transformers import (
     BertForSequenceClassification,
     EarlyStoppingCallback,
@@ -45,7 +46,7 @@ from moq_hf import quantizer as q
 from moq_hf.grid import Grid, RowBlocks
 from moq_hf.kernels import cpu as cpu_quant
 from moq_hf.model.convert import quant_layers
-from moq_hf.training.host import loss_in
+from moq_hf.training.sensitivity import model_loss
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -332,14 +333,25 @@ def test_wrong_use_is_told(act: Any, text: str, tmp_path: Path) -> None:
         act(tmp_path)
 
 
+class Gives(nn.Module):
+    """Its output is what was given."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self) -> Any:
+        return self.output
+
+
 def test_the_loss_is_found_in_any_output_that_has_one() -> None:
     loss, logits = torch.tensor(2.0), torch.ones(3, 2)
     for output in (SequenceClassifierOutput(loss=loss, logits=logits), {"loss": loss}, (loss, logits), [loss]):
-        assert loss_in(output) is loss
+        assert model_loss(Gives(output), {}) is loss
     without: list[Any] = [SequenceClassifierOutput(logits=logits), {}, {"logits": logits}, (), (logits,), logits, None]
     for output in without:
         with pytest.raises(MoQError, match="the model's output has no loss"):
-            loss_in(output)
+            model_loss(Gives(output), {})
 
 
 def test_a_checkpoint_made_without_moq_starts_the_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -61,7 +61,6 @@ ORDER = [
     "training.samples",
     "training.checkpoints",
     "training.distillation",
-    "training.host",
     "training.measurable",
     "training.measures",
     "training.sensitivity",

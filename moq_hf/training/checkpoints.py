@@ -45,6 +45,20 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     return None
 
 
+def warn_of_half_checkpoint(folder: str) -> None:
+    """Warn of a half checkpoint before a stock Trainer stops at it: it would say what failed to open, not why."""
+    found = checkpoints(folder)
+    fault = fault_of(found[0]) if found else None
+    if fault is not None:
+        logger.warning(
+            "moq_hf: %s is not whole (%s), so train(resume_from_checkpoint=True) will fail: delete it, or give "
+            "resume_from_checkpoint=moq_hf.last_checkpoint(%r)",
+            found[0],
+            fault,
+            folder,
+        )
+
+
 def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     """The folders in a Trainer's output folder that it would take for checkpoints, the last one first."""
     found = [path for path in Path(folder).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]

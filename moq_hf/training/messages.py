@@ -5,7 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from tqdm.auto import tqdm
+from transformers import TrainingArguments
 
 from ..config import MoQConfig
 from ..kernels.backend import triton_wanted
@@ -15,6 +17,7 @@ from ..model.sizes import ModelSizes, covered, in_words, last_part
 from ..processes import shape_of
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..serving import planned
+from ..transformers_seams import ignores_loss_count
 from .choice import Choice
 from .resume import describe
 
@@ -107,6 +110,17 @@ def warnings(inventory: Inventory, config: MoQConfig, measured: int | None, size
             "with a quantize_group_size weight-only; set quantize_groups instead, for instance per_channel"
         )
     return [*notes, *planned.notes(inventory, config)]
+
+
+def notes_on_loss_scale(model: nn.Module, args: TrainingArguments) -> list[str]:
+    """What to say if a stock Trainer scales the loss of the model wrongly."""
+    if args.gradient_accumulation_steps * args.world_size == 1 or not ignores_loss_count(model):
+        return []
+    return [
+        "this model's loss ignores num_items_in_batch, so the stock Trainer multiplies loss and gradients by "
+        f"{args.gradient_accumulation_steps} accumulation steps times {args.world_size} processes; set "
+        "model.accepts_loss_kwargs = False before making the Trainer, or use MoQTrainer"
+    ]
 
 
 def _what_stays_in_float(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> str:

@@ -21,7 +21,6 @@ from ..processes import device_of, is_distributed, is_partitioned, is_sharded, l
 from ..schedule import PrecisionSchedule
 from ..trace import Trace, block_traces
 from .distillation import labels_at_logits, logits_in, logits_loss, takes
-from .host import Loss, model_loss
 from .measurable import check_measurable
 from .measures import (
     FIRST_PRODUCTS,
@@ -65,6 +64,27 @@ MIN_ROWS = 8
 HALF_PRECISION = 4.0
 # Numbers of all the answers that the divergence compares with, half a gigabyte; of a large vocabulary not every token.
 KEPT_LOGITS = 1 << 26
+
+
+# The scalar mean loss of a model over a batch, given as the keyword arguments of its forward pass.
+Loss = Callable[[nn.Module, Inputs], Tensor]
+
+
+def model_loss(model: nn.Module, inputs: Inputs) -> Tensor:
+    """The loss that the model itself gives for a batch: under its name in the output, or the first of a tuple.
+
+    Raises:
+        MoQError: It gives none; says what to do.
+    """
+    output: Any = model(**inputs)
+    first = output[0] if isinstance(output, tuple | list) and output else None
+    loss = output.get("loss") if isinstance(output, Mapping) else first
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    raise MoQError(
+        "eigenvalue: the model's output has no loss, since the Trainer computes it (label smoothing, "
+        "compute_loss_func, an own compute_loss): use MoQTrainer, or give MoQCallback the function loss(model, inputs)"
+    )
 
 
 class Found(NamedTuple):

@@ -13,7 +13,6 @@ from transformers import Trainer
 from moq_hf import MoQCallback, MoQConfig, MoQError, QuantLinear, quantize_model
 from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
-from moq_hf.training.host import MoQHost, StockHost
 
 
 @pytest.fixture
@@ -89,15 +88,15 @@ def test_a_layer_that_was_replaced_in_the_meantime_is_quantized(tmp_path: Path) 
     assert isinstance(trainer.model.bert.pooler.dense, QuantLinear)
 
 
-def test_the_host_is_the_trainer_that_was_built_last(tmp_path: Path) -> None:
+def test_the_callback_knows_the_trainer_that_was_built_last(tmp_path: Path) -> None:
     trainer = moq(tmp_path)
     callback = trainer.moq
-    assert isinstance(callback.host, MoQHost)
+    assert callback.trainer is trainer
     model = new_model()
     Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[callback])
-    assert isinstance(callback.host, StockHost)
+    assert callback.trainer is None
     other = moq(tmp_path, None, [callback])
-    assert isinstance(callback.host, MoQHost) and callback.host.is_of(other.state)
+    assert callback.trainer is other
 
 
 def test_what_the_layers_are_is_what_the_config_says() -> None:
@@ -157,6 +156,6 @@ def test_a_callback_of_two_trainers_serves_the_one_that_trains(runs_first: str, 
         )
     trainer = trainers[runs_first]
     trainer.train()
-    assert isinstance(callback.host, MoQHost if runs_first == "moq" else StockHost)
+    assert callback.trainer is (trainers["moq"] if runs_first == "moq" else None)
     # A stock Trainer leaves delivering to the callback, a MoQTrainer does it when it saves.
     assert (tmp_path / runs_first / "quantized").exists() == (runs_first == "stock")
