@@ -6,7 +6,6 @@ from .eigen import block_eigenvalues
 from .errors import MoQConfigError, MoQError
 from .model.convert import dequantize_model, quantize_model
 from .packed.delivery import save_quantized
-from .packed.inference import load_packed
 from .packed.verify import verify_quantized
 from .plan import plan
 from .quant_linear import QuantLinear
@@ -27,7 +26,6 @@ __all__ = [
     "block_eigenvalues",
     "dequantize_model",
     "last_checkpoint",
-    "load_packed",
     "plan",
     "quantize_model",
     "save_quantized",

@@ -55,9 +55,6 @@ OVERRIDDEN: Final[Mapping[str, Override]] = {
         ("state_dict", "prefix", "local_metadata", "strict", "missing_keys", "unexpected_keys", "error_msgs"),
         "load_state_dict would leave the quantized copies of the weights from before",
     ),
-    "torch.nn.Module._save_to_state_dict": Override(
-        ("destination", "prefix", "keep_vars"), "a model from load_packed would be saved in a form that nothing loads"
-    ),
 }
 """The methods without a documented contract that are overridden, by their full names.
 
@@ -410,61 +407,32 @@ def packed_loader(model: nn.Module) -> Any:
     return loader if hasattr(loader, "compressor") else None
 
 
-def keep_packed(model: nn.Module) -> None:
-    """Keep the first forward pass from unpacking the model.
-
-    Relies on: `ModelCompressor.remove_decompression_hook`.
-    Breaks: `load_packed` would wrap each module again at the first call, or fail there.
-    """
-    loader = packed_loader(model)
-    if loader is not None:
-        loader.compressor.remove_decompression_hook(model)
-
-
-def is_packed_layer(module: nn.Module) -> bool:
-    """Whether compressed-tensors loaded the module, packed or already unpacked.
-
-    Relies on: `compressed_tensors.quantization.utils.is_module_quantized`.
-    Breaks: `load_packed` would run no kernel.
-    """
-    from compressed_tensors.quantization.utils import is_module_quantized
-
-    return bool(is_module_quantized(module))
-
-
-def unpack_layer(module: nn.Module) -> None:
-    """Give a packed module its weight.
-
-    Relies on: `compressed_tensors.compressors.decompress_module`.
-    Breaks: `load_packed` without kernels and `dequantize_model` would fail.
-    """
-    from compressed_tensors.compressors import decompress_module
-
-    decompress_module(module)
-
-
 def unpack(model: nn.Module) -> None:
     """Make a plain model of one that was loaded packed: float weights that can be trained, nothing else.
 
-    Relies on: `quantization_scheme`, `quantization_status`, `QuantizationMetadata`, `remove_quantization_config`, and
+    Relies on: `decompress_module`, `quantization_scheme`, `quantization_status`, `QuantizationMetadata`,
+        `remove_quantization_config`, `ModelCompressor.remove_decompression_hook`, and
         `PreTrainedModel._weight_conversions`.
     Breaks: `dequantize_model` would fail on a packed model, or leave one that cannot be trained.
     """
+    from compressed_tensors.compressors import decompress_module
     from compressed_tensors.quantization import QuantizationMetadata, QuantizationStatus
 
     for module in model.modules():
         if not hasattr(module, "quantization_scheme"):
             continue
         if module.quantization_status == QuantizationStatus.COMPRESSED:
-            unpack_layer(module)
+            decompress_module(module)
         QuantizationMetadata.clear_quantization(module)
         del module.quantization_status
         # What is left of the wrapped forward would hide that of a quantized class.
         module.__dict__.pop("forward", None)
         module.weight = nn.Parameter(cast(Tensor, module.weight).detach())
         module.requires_grad_(True)
-    keep_packed(model)
-    packed_loader(model).remove_quantization_config(model)
+    loader = packed_loader(model)
+    # Nothing is left for the first forward pass to unpack.
+    loader.compressor.remove_decompression_hook(model)
+    loader.remove_quantization_config(model)
     # How the packed experts were put together: saving would take float ones apart so.
     vars(model).pop("_weight_conversions", None)
     # Weights that were unpacked one by one.

@@ -96,7 +96,6 @@ ORDER = [
     "packed.sources",
     "packed.zero_files",
     "packed.pack",
-    "packed.inference",
     "report.run",
     "report.look",
     "report.figures",

@@ -39,7 +39,6 @@ import moq_hf
 from moq_hf import MoQTrainer, QuantLinear, engine_seams, quantize_model, save_quantized
 from moq_hf import transformers_seams as seams
 from moq_hf.model.convert import quant_layers
-from moq_hf.packed.inference import PackedLinear
 from moq_hf.packed.proof import quiet
 from moq_hf.processes import is_apart, shape_of
 
@@ -180,7 +179,7 @@ def test_overridden(path: str, finished: Spied) -> None:
     parameters, breaks = seams.OVERRIDDEN[path]
     assert tuple(inspect.signature(resolved(path)).parameters)[1:] == parameters, breaks
     name = path.rpartition(".")[2]
-    classes = [MoQTrainer] if path.startswith("transformers.") else [QuantLinear, PackedLinear]
+    classes = [MoQTrainer] if path.startswith("transformers.") else [QuantLinear]
     methods = [getattr(cls, name) for cls in classes]
     overriding = [method for method in methods if method is not resolved(path)]
     assert overriding
@@ -496,25 +495,6 @@ def loaded(packed: tuple[Path, Any]) -> BertForSequenceClassification:
 
 def test_packed_loader(loaded: BertForSequenceClassification, tiny_bert: BertForSequenceClassification) -> None:
     assert seams.packed_loader(loaded) is not None and seams.packed_loader(tiny_bert) is None
-
-
-def test_keep_packed(loaded: BertForSequenceClassification, packed: tuple[Path, dict[str, Tensor]]) -> None:
-    seams.keep_packed(loaded)
-    assert not loaded._forward_pre_hooks
-    unpacked = next(iter(packed[1]))
-    with pytest.raises(AttributeError):
-        _ = loaded.get_submodule(unpacked).weight
-
-
-def test_is_packed_layer(loaded: BertForSequenceClassification, packed: tuple[Path, dict[str, Tensor]]) -> None:
-    assert {name for name, module in loaded.named_modules() if seams.is_packed_layer(module)} == packed[1].keys()
-
-
-def test_unpack_layer(loaded: BertForSequenceClassification, packed: tuple[Path, dict[str, Tensor]]) -> None:
-    for name, weight in packed[1].items():
-        layer = loaded.get_submodule(name)
-        seams.unpack_layer(layer)
-        assert layer.weight.equal(weight), name
 
 
 def test_unpack(loaded: BertForSequenceClassification, packed: tuple[Path, dict[str, Tensor]]) -> None:
@@ -868,7 +848,7 @@ def test_nothing_private_is_used_elsewhere() -> None:
     ]
 
 
-@pytest.mark.parametrize("cls", [MoQTrainer, moq_hf.MoQCallback, PackedLinear, QuantLinear])
+@pytest.mark.parametrize("cls", [MoQTrainer, moq_hf.MoQCallback, QuantLinear])
 def test_nothing_private_is_overridden_unlisted(cls: type) -> None:
     # A library that comes to use a name of ours would call what is no override.
     for ours in (base for base in cls.__mro__ if base.__module__.startswith("moq_hf.")):

@@ -40,12 +40,10 @@ class Engine:
     @property
     def ours(self) -> bool:
         """Whether it loads the checkpoint's integers; the others are there to compare with."""
-        return self.model == "packed" or self.model in _OURS
+        return self.model in _OURS
 
     def to_deploy(self, activation_bits: int) -> str:
         """The file, how to make it, and its runtime; of one of ours."""
-        if self.model == "packed":
-            return "the checkpoint itself with moq_hf.load_packed in PyTorch"
         bits = f" --activation_bits {activation_bits}" if self.model == "int8" else ""
         runtime = "ONNX Runtime" if self.runtime == "ONNX" else self.runtime
         return f"{_FILES[self.model]} with {runtime} (moq-hf export --to onnx --flavors {self.model}{bits})"
@@ -54,7 +52,6 @@ class Engine:
 ENGINES = (
     Engine("PyTorch", "float", "torch"),
     Engine("PyTorch", "bf16", "bf16"),
-    Engine("PyTorch", "packed", "packed"),
     Engine("ONNX", "float", "onnx"),
     Engine("ONNX", "quantize_dynamic", "onnx"),
     Engine("ONNX", "weight-only", "onnx"),

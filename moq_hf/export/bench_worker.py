@@ -7,7 +7,6 @@ It loads the model, then answers each line. "BATCH SEQUENCE": the seconds of one
 are `.npz` files: "0.input_ids", "0.attention_mask", "1.input_ids", ...; "0", "1", ...
 """
 
-import importlib
 import os
 import sys
 import time
@@ -69,13 +68,10 @@ def _torch(engine: str, path: str, threads: int) -> Engine:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    if engine == "packed":
-        model: Any = importlib.import_module("moq_hf").load_packed(path, device="cpu", dtype=torch.float32)
-    else:
-        config = transformers.AutoConfig.from_pretrained(path)
-        architecture = getattr(transformers, (config.architectures or [""])[0])
-        dtype = torch.bfloat16 if engine == "bf16" else torch.float32
-        model = architecture.from_pretrained(path, dtype=dtype).eval()
+    config = transformers.AutoConfig.from_pretrained(path)
+    architecture = getattr(transformers, (config.architectures or [""])[0])
+    dtype = torch.bfloat16 if engine == "bf16" else torch.float32
+    model: Any = architecture.from_pretrained(path, dtype=dtype).eval()
 
     def run(inputs: Inputs) -> Any:
         with torch.inference_mode():

@@ -56,7 +56,7 @@ def test_every_engine_its_answers_and_the_file_to_deploy(
     for engine, proof in found["proofs"].items():
         assert proof["metrics"].keys() == {"accuracy"}, engine
         # OpenVINO computes in bf16 where it can.
-        exact = engine in ("PyTorch float", "PyTorch packed", "ONNX float", "ONNX weight-only")
+        exact = engine in ("PyTorch float", "ONNX float", "ONNX weight-only")
         assert (proof["largest_difference"] < 1e-5) == exact or "OpenVINO" in engine, engine
     assert found["proofs"]["ONNX weight-only"]["metrics"] == found["checkpoint_metrics"]
     assert found["recommendation"]["refused"] == {}
@@ -87,7 +87,7 @@ def test_engines_that_fail_are_lines_of_the_table(
         "def broken(engine, path, threads):\n"
         "    print('not an answer')\n"
         "    name = os.path.basename(path)\n"
-        "    if engine in ('torch', 'bf16', 'packed'):\n"
+        "    if engine in ('torch', 'bf16'):\n"
         "        raise RuntimeError('cannot load it')\n"
         "    loaded = load(engine, path, threads)\n"
         "    def run(inputs):\n"
@@ -108,7 +108,7 @@ def test_engines_that_fail_are_lines_of_the_table(
     failed = {name: reason for name, reason in found.missing.items() if name not in LEFT_OUT}
     left = [name for name in ("ONNX float", "OpenVINO float", "OpenVINO dequantize-linear") if name in MEASURED]
     assert failed.keys() == set(MEASURED) - set(left)
-    assert failed["PyTorch float"] == failed["PyTorch packed"] == "failed: RuntimeError: cannot load it"
+    assert failed["PyTorch float"] == "failed: RuntimeError: cannot load it"
     assert failed["ONNX quantize_dynamic"] == "failed: ValueError: no such model"
     assert failed["ONNX weight-only"] == "failed: ended with status -9"
     assert failed["ONNX int8"] == "failed: some of its answers are not finite"
@@ -124,9 +124,9 @@ def test_engines_that_fail_are_lines_of_the_table(
 def test_nothing_is_left_when_all_fail(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "worker.py").write_text("raise SystemExit('out of order')")
     monkeypatch.setattr(bench, "_WORKER", tmp_path / "worker.py")
-    paths = {"PyTorch packed": packed, "ONNX int8": tmp_path / "model_int8.onnx"}
+    paths = {"PyTorch float": packed, "ONNX int8": tmp_path / "model_int8.onnx"}
     monkeypatch.setattr(bench, "prepare", lambda *args: Prepared(paths, {}, 8))
-    says = "every engine failed: PyTorch packed failed: out of order, ONNX int8 failed: out of order"
+    says = "every engine failed: PyTorch float failed: out of order, ONNX int8 failed: out of order"
     with pytest.raises(MoQError, match=says):
         benchmark(packed, **SMALL)
 
@@ -218,11 +218,10 @@ def test_a_metric_that_is_not_a_number_proves_nothing() -> None:
 
 def test_the_recommendation_in_words() -> None:
     metrics = {"checkpoint": {"accuracy": 0.8}, WEIGHTS: {"accuracy": 0.7}, DYNAMIC: {"accuracy": 0.75}}
-    lines = found_of({**SPEEDS, "PyTorch packed": [2.0, 2.0]}, metrics).table().splitlines()
-    assert lines[-5:] == [
+    lines = found_of(SPEEDS, metrics).table().splitlines()
+    assert lines[-4:] == [
         "Deploy here: model_int8.onnx with ONNX Runtime (moq-hf export --to onnx --flavors int8 --activation_bits 7), "
         "2.45 times as fast as float PyTorch; accuracy 0.8000",
-        "Faster at 8 x 16, 2.00 times: the checkpoint itself with moq_hf.load_packed in PyTorch",
         "Faster, without the checkpoint's integers: ONNX quantize_dynamic, 4.00 times as fast as float PyTorch; "
         "accuracy 0.7500",
         "Loses more than 0.01: model.onnx with OpenVINO (moq-hf export --to onnx --flavors weight-only), 3.00 times as "

@@ -41,7 +41,6 @@ from moq_hf import (
 )
 from moq_hf.kernels import cpu as cpu_quant
 from moq_hf.model.convert import quant_layers
-from moq_hf.packed.inference import load_packed
 from moq_hf.packed.verify import stored_weights
 from moq_hf.quant_linear import QuantConv1D
 from moq_hf.rows import to_rows
@@ -258,7 +257,7 @@ def test_a_packed_conv1d_is_small_and_damage_is_noticed(tmp_path: Path) -> None:
     assert 3 / 32 <= after / before <= 3 / 32 + 1 / 32 + 0.01
     assert {layer.kind for layer in found.layers.values()} == {"conv1d"}
     inputs = inputs_of("causal LM", model)
-    loaded = load_packed(tmp_path / "packed", dtype=torch.float32)
+    loaded = type(model).from_pretrained(tmp_path / "packed")
     assert torch.equal(outputs_of(loaded, inputs)[0], outputs_of(model, inputs)[0])
     base = GPT2Model.from_pretrained(tmp_path / "packed")
     assert torch.equal(outputs_of(base, inputs)[0], outputs_of(model.transformer, inputs)[0])
