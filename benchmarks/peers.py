@@ -289,15 +289,7 @@ def main() -> None:
     names = list(OPTIONS) if args.options else args.arms
     for part in parts:
         if part == "time":
-            shape = {"batch": args.time_batch, "sequence": args.time_sequence}
-            if (args.time_dtype, args.micro_batches) != ("float32", 1):
-                shape |= {"dtype": args.time_dtype, "micro_batches": args.micro_batches}
-            same = [line for line in lines.lines if line["part"] == part and shape.items() <= line.items()]
-            done = {line["arm"] for line in same if "dtype" in shape or "dtype" not in line}
-            wanted = [name for name in names if name != "float" and name not in done]
-            if wanted:
-                for found in time_arms(args, ["float", *wanted]):
-                    report(lines, {"part": part} | shape | found)
+            time_what_is_missing(args, lines, names)
         elif part == "steps":
             print(steps(lines.lines))
         elif part in ("table", "scores"):
@@ -312,6 +304,19 @@ def main() -> None:
                         more = ["--one", part, "--arm", name, "--seed", str(seed)]
                         saved = lines.has(part=part, arm=name, rows=key["rows"])
                         report(lines, key | attempt(args, more + ["--no_save"] * saved))
+
+
+def time_what_is_missing(args: argparse.Namespace, lines: Lines, names: list[str]) -> None:
+    """Time the arms that have no line with these shapes yet, beside float."""
+    shape = {"batch": args.time_batch, "sequence": args.time_sequence}
+    if (args.time_dtype, args.micro_batches) != ("float32", 1):
+        shape |= {"dtype": args.time_dtype, "micro_batches": args.micro_batches}
+    same = [line for line in lines.lines if line["part"] == "time" and shape.items() <= line.items()]
+    done = {line["arm"] for line in same if "dtype" in shape or "dtype" not in line}
+    wanted = [name for name in names if name != "float" and name not in done]
+    if wanted:
+        for found in time_arms(args, ["float", *wanted]):
+            report(lines, {"part": "time"} | shape | found)
 
 
 def steps(lines: list[dict[str, Any]]) -> str:

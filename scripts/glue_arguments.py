@@ -269,19 +269,24 @@ def _check_data(data_args: DataTrainingArguments, args: Any) -> list[str]:
         problems.append("--dataset_config_name needs --dataset_name")
     if data_args.validation_mismatched_file and task != "mnli":
         problems.append("--validation_mismatched_file is for --task_name mnli only")
-    if files:
-        for wanted, name in (("do_train", "train_file"), ("do_eval", "validation_file"), ("do_predict", "test_file")):
-            if getattr(args, wanted) and name not in files:
-                problems.append(f"--{wanted} needs --{name}, since --{next(iter(files))} is given")
+    problems += _check_files(files, args)
+    for name in ("max_seq_length", "max_train_samples", "max_eval_samples", "max_predict_samples"):
+        value = getattr(data_args, name)
+        if value is not None and value < 1:
+            problems.append(f"--{name} is {value}; it must be at least 1")
+    return problems
+
+
+def _check_files(files: dict[str, str], args: Any) -> list[str]:
+    problems = []
+    for wanted, name in (("do_train", "train_file"), ("do_eval", "validation_file"), ("do_predict", "test_file")):
+        if files and getattr(args, wanted) and name not in files:
+            problems.append(f"--{wanted} needs --{name}, since --{next(iter(files))} is given")
     for name, path in files.items():
         if Path(path).suffix.lower() not in FILE_TYPES:
             problems.append(f"--{name} {path}: must end in {', '.join(FILE_TYPES[:-1])} or {FILE_TYPES[-1]}")
         elif not Path(path).is_file():
             problems.append(f"--{name} {path}: there is no such file")
-    for name in ("max_seq_length", "max_train_samples", "max_eval_samples", "max_predict_samples"):
-        value = getattr(data_args, name)
-        if value is not None and value < 1:
-            problems.append(f"--{name} is {value}; it must be at least 1")
     return problems
 
 

@@ -291,12 +291,7 @@ def resolve_labels(splits: Mapping[str, Split], task: Task | None, config: "PreT
 
     if regression:
         for split in labeled.values():
-            low, high = STSB_RANGE if task is not None else (-math.inf, math.inf)
-            for row, value in enumerate(split.data["label"]):
-                if isinstance(value, str) or not math.isfinite(value) or not low <= value <= high:
-                    legal = f"a number from {low:g} to {high:g}" if task is not None else "a finite number"
-                    raise UserError(f"{split.place(row)}: label {value!r} is not {legal}")
-            logger.info("%s: %d examples with scores", split.source, len(split.data))
+            _check_scores(split, task)
         return Labels(None, {})
 
     if names:
@@ -317,13 +312,26 @@ def resolve_labels(splits: Mapping[str, Split], task: Task | None, config: "PreT
         elif all(re.fullmatch(r"-?\d+", name) for name in names):
             ids |= {int(name): index for index, name in enumerate(names)}
     for split in labeled.values():
-        values = split.data["label"]
-        unknown = set(values) - set(ids)
-        if unknown:
-            row, value = next((row, value) for row, value in enumerate(values) if value in unknown)
-            hidden = "; -1 stands for a label that is not published" if value == -1 else ""
-            raise UserError(f"{split.place(row)}: label {value!r} is not one of the labels {whose}: {legal}{hidden}")
+        _check_labels(split, ids, f"{whose}: {legal}")
     return Labels(list(names), ids)
+
+
+def _check_scores(split: Split, task: Task | None) -> None:
+    low, high = STSB_RANGE if task is not None else (-math.inf, math.inf)
+    legal = f"a number from {low:g} to {high:g}" if task is not None else "a finite number"
+    for row, value in enumerate(split.data["label"]):
+        if isinstance(value, str) or not math.isfinite(value) or not low <= value <= high:
+            raise UserError(f"{split.place(row)}: label {value!r} is not {legal}")
+    logger.info("%s: %d examples with scores", split.source, len(split.data))
+
+
+def _check_labels(split: Split, ids: Mapping[Any, int], legal: str) -> None:
+    values = split.data["label"]
+    unknown = set(values) - set(ids)
+    if unknown:
+        row, value = next((row, value) for row, value in enumerate(values) if value in unknown)
+        hidden = "; -1 stands for a label that is not published" if value == -1 else ""
+        raise UserError(f"{split.place(row)}: label {value!r} is not one of the labels {legal}{hidden}")
 
 
 def _unnamed(names: Sequence[str]) -> bool:

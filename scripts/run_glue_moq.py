@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -254,37 +254,22 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
     _set_up(args)
     moq_config = _quantization(model_args, args)
     task = TASKS.get(data_args.task_name or "")
-    data_name = data_args.dataset_name or ("nyu-mll/glue" if not data_args.files() else None)
-    teacher = None if moq_config is None else moq_config.distillation.teacher
-    model_names = (model_args.model_name_or_path, teacher, model_args.config_name, model_args.tokenizer_name)
-    set_up_hub([data_name, *model_names], args.push_to_hub, args.hub_token)
-    splits = load_splits(model_args, data_args, args)
-    for split in splits.values():
-        logger.info("%s: %d examples, columns %s", split.source, len(split.data), ", ".join(split.data.column_names))
+    splits = _load_data(model_args, data_args, args, moq_config)
 
-    from transformers import DataCollatorWithPadding, default_data_collator, set_seed
+    from transformers import set_seed
 
     from moq_hf import MoQTrainer
 
     set_seed(args.seed)
     config = load_config(model_args)
     labels = in_model_order(resolve_labels(splits, task, config), config)
-    count = 1 if labels.names is None else len(labels.names)
-    _check_head(model_args, config, count)
-    config.num_labels = count
-    if labels.names is not None:
-        config.id2label = dict(enumerate(labels.names))
-        config.label2id = {name: index for index, name in enumerate(labels.names)}
-        logger.info("%d labels: %s", count, ", ".join(labels.names))
+    _set_labels(model_args, config, labels)
     tokenizer = load_tokenizer(model_args)
     pair = any(len(set(split.data.column_names) - {"label"}) > 1 for split in splits.values())
     length = fit_length(data_args, tokenizer, config, pair)
     encoded = tokenize(splits, labels, tokenizer, length, data_args, args)
     metric = load_metric(data_args.task_name or ("mse" if labels.names is None else "accuracy"))
-    # Padding up to a multiple of 8 must not go beyond the positions that the model has.
-    positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    multiple = 8 if -(-length // 8) * 8 <= positions else None
-    collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
+    collator = _collator(data_args, tokenizer, config, length)
 
     def build(arguments: Any, quantization: "MoQConfig | None") -> MoQTrainer:
         # The same first weights and the same order of the data, whatever ran before.
@@ -299,7 +284,7 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
                 eval_dataset=encoded.get("validation"),
                 compute_metrics=_compute_metrics(metric, labels, task),
                 processing_class=tokenizer,
-                data_collator=default_data_collator if data_args.pad_to_max_length else collator,
+                data_collator=collator,
                 moq_config=quantization,
                 teacher_init_kwargs=hub if named else None,
                 float_first=model_args.float_first if quantization is not None else None,
@@ -337,6 +322,48 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
     if args.push_to_hub:
         trainer.push_to_hub(**card)
         logger.info("uploaded to %s", trainer.hub_model_id)
+
+
+def _load_data(
+    model_args: ModelArguments,
+    data_args: DataTrainingArguments,
+    args: "TrainingArguments",
+    moq_config: "MoQConfig | None",
+) -> Mapping[str, Split]:
+    """The splits that the run needs; the Hub is set up for what is loaded from it."""
+    data_name = data_args.dataset_name or ("nyu-mll/glue" if not data_args.files() else None)
+    teacher = None if moq_config is None else moq_config.distillation.teacher
+    model_names = (model_args.model_name_or_path, teacher, model_args.config_name, model_args.tokenizer_name)
+    set_up_hub([data_name, *model_names], args.push_to_hub, args.hub_token)
+    splits = load_splits(model_args, data_args, args)
+    for split in splits.values():
+        logger.info("%s: %d examples, columns %s", split.source, len(split.data), ", ".join(split.data.column_names))
+    return splits
+
+
+def _set_labels(model_args: ModelArguments, config: "PreTrainedConfig", labels: Labels) -> None:
+    """Give the model's config as many labels as the data has, with their names."""
+    count = 1 if labels.names is None else len(labels.names)
+    _check_head(model_args, config, count)
+    config.num_labels = count
+    if labels.names is not None:
+        config.id2label = dict(enumerate(labels.names))
+        config.label2id = {name: index for index, name in enumerate(labels.names)}
+        logger.info("%d labels: %s", count, ", ".join(labels.names))
+
+
+def _collator(
+    data_args: DataTrainingArguments, tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig", length: int
+) -> Callable[[Any], dict[str, Any]]:
+    """What makes a batch of rows that were cut to `length` tokens."""
+    from transformers import DataCollatorWithPadding, default_data_collator
+
+    if data_args.pad_to_max_length:
+        return default_data_collator
+    # Padding up to a multiple of 8 must not go beyond the positions that the model has.
+    positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    multiple = 8 if -(-length // 8) * 8 <= positions else None
+    return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
 
 
 def _quantization(model_args: ModelArguments, args: "TrainingArguments") -> "MoQConfig | None":
@@ -510,7 +537,7 @@ def summary(
 
 
 def _figures(metrics: Mapping[str, float]) -> str:
-    from moq_hf.report.metrics import metrics_in
+    from moq_hf.metrics import metrics_in
 
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics_in(metrics).items())
 

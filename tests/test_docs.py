@@ -101,7 +101,6 @@ RUN_BY = {
 ADDED = {
     "docs/make_figures.py": ["--out", "img"],
     "examples/demo/make_corpus.py": ["--out", "corpus"],
-    "tests/helpers/sentences.py": [],
     "benchmarks/eigen.py": ["--parts", "golden", "--threads", "1", "--out", "eigen.json"],
     "benchmarks/proof.py": shlex.split("--batch 2 --sequence 16 --steps 2 --runs 1 --threads 1 --out proof.json"),
     "benchmarks/step_time.py": shlex.split("--batch 2 --sequence 16 --repeats 1 --group_size 8 --out step_time.json"),

@@ -45,7 +45,9 @@ def as_loaded(scale: np.float32, dtype: str) -> np.float32:
     return np.float32(np.copysign(size, scale))
 
 
-def by_hand(w: torch.Tensor, bits: int, grid: Grid, ratio: float) -> np.ndarray:
+def by_hand(  # noqa: C901 - the contract's formulas side by side
+    w: torch.Tensor, bits: int, grid: Grid, ratio: float
+) -> np.ndarray:
     """The contract's formulas, group by group in numpy float32, nearest rounding."""
     x = w.to(torch.float32).numpy()
     match grid.grouping:

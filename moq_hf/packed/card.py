@@ -12,7 +12,7 @@ from typing import Any, cast
 import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..report.metrics import metrics_in
+from ..metrics import metrics_in
 from ..schedule import FLOAT_BITS
 from .state import StoredLayer
 from .verification import Verification

@@ -10,13 +10,13 @@ from typing import Any
 
 from ..config import LARGEST, MoQConfig
 from ..errors import MoQConfigError, MoQError
+from ..metrics import metrics_in
 from ..packed.state import STATE_NAME
 from ..packed.verify import recorded
 from ..reading import Entry, read_json
 from ..schedule import FLOAT_BITS, begins_in_float
 from ..training.choice import Choice
 from ..transformers_seams import CALLBACKS_KEY
-from .metrics import metrics_in
 
 # What a run logs of MoQ, with the range of its values.
 _RANGES = {

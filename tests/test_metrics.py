@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from repo import GOLDEN
 
+from moq_hf.metrics import is_metric, metrics_in
 from moq_hf.packed.card import write_card
 from moq_hf.packed.state import record_metrics
-from moq_hf.report.metrics import is_metric, metrics_in
 from moq_hf.report.run import read_run
 
 PACKED = GOLDEN / "packed_0_1"
