@@ -29,12 +29,18 @@ from .plan import Plan, outcome, plan
 from .processes import is_apart, tensor_by_tensor
 from .schedule import offset_step_of
 from .training import messages
-from .training.checkpoints import describe, warn_of_half_checkpoint
+from .training.batch_hook import first_batch, on_training_batch
+from .training.checkpoints import (
+    complete_checkpoint,
+    forget_best,
+    last_metrics,
+    resumed_state,
+    state_of_best,
+    warn_of_half_checkpoint,
+)
 from .training.controller import MoQController
-from .training.listening import first_batch, listen
 from .training.resume import check_room, check_start, has_begun, planned_steps
 from .training.sensitivity import Loss, model_loss
-from .training.trainer_state import check_alone, forget_best, last_metrics, resumed_state, state_of_best
 from .transformers_seams import (
     ExportableState,
     callback_states,
@@ -50,7 +56,7 @@ class MoQCallback(TrainerCallback, ExportableState):
     """Mixture-of-Quantization for any `Trainer`: `Trainer(..., callbacks=[MoQCallback("moq.json")])`.
 
     The model is made ready when the Trainer is built, and again (a `model_init` makes a new one) when training
-    begins. After each optimizer step that was not skipped the schedule advances and every weight is quantized once.
+    begins. After each optimizer step that was not skipped the schedule advances.
     A run that resumes from a checkpoint goes on where the checkpoint was. At the end of training the packed model is
     written to the folder `quantized` in the output folder; `MoQTrainer` leaves that to `save_model`.
 
@@ -71,7 +77,7 @@ class MoQCallback(TrainerCallback, ExportableState):
     Attributes:
         controller: The `MoQController` of the model in training; None before a Trainer has the callback, and if the
             config is not enabled.
-        trainer: The `MoQTrainer` that runs the callback; None under a stock Trainer, of which it sees only the events.
+        trainer: The `MoQTrainer` that runs the callback; None for a stock Trainer.
 
     >>> callback = MoQCallback({"quantize_bits": {"start_bits": 8, "target_bits": 4}})
     >>> callback.config.target_bits, callback.controller is None
@@ -96,20 +102,18 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._switched = self._arrived = False
         self._loss_scale = 0.0
         self._plan: Plan | None = None
-        self._tap: RemovableHandle | None = None
+        self._hook: RemovableHandle | None = None
         # A batch of this run, to prove on what it delivers.
         self._kept: dict[str, Any] | None = None
         self._readers_checked = False
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into `trainer_state.json`, in JSON types."""
-        saved = None if self.controller is None else self.controller.state_dict()
-        step = None if self._state is None else self._state.global_step
         return {
             "args": {"config": self.config.to_dict(), "max_shard_size": self.max_shard_size},
             "attributes": {
-                "saved": saved,
-                "saved_at": step,
+                "saved": None if self.controller is None else self.controller.state_dict(),
+                "saved_at": None if self._state is None else self._state.global_step,
                 "loss_was_given": self.loss_was_given,
                 "teacher": self._teacher,
             },
@@ -130,31 +134,22 @@ class MoQCallback(TrainerCallback, ExportableState):
         steps = state.max_steps if resumed is None else planned_steps(self.config, resumed, state.max_steps)
         return offset_step_of(self.config, steps)
 
-    def _attributes(self, state: TrainerState) -> dict[str, Any]:
-        """What a run's state holds of `state()`, in a checkpoint that was made with MoQ."""
-        return cast(dict[str, Any], callback_states(state).get(self._name, {}).get("attributes", {}))
+    @property
+    def _name(self) -> str:
+        """What the Trainer's state calls this callback."""
+        return type(self).__name__
 
     @property
     def _teacher(self) -> int | None:
         """The fingerprint of the teacher that training follows; None without one."""
         return None if self.trainer is None else self.trainer.teacher_fingerprint
 
-    def _check_trainer(self, state: TrainerState) -> None:
-        """Drop the MoQTrainer of before: the same callback may have been given to another Trainer since then."""
+    def _find_trainer(self, state: TrainerState) -> None:
+        """Forget the MoQTrainer if another Trainer has got this callback since."""
         if getattr(self.trainer, "state", None) is not state:
             self.trainer = None
-
-    def _has_skipped(self, optimizer: Any) -> bool:
-        """Whether the gradient scaler skipped the optimizer step just taken."""
-        before, self._loss_scale = self._loss_scale, loss_scale(optimizer)
-        # A fused optimizer is called whatever the gradients are and skips by itself, which Accelerate does not see; the
-        # scale falls then too.
-        return bool(getattr(optimizer, "step_was_skipped", False)) or self._loss_scale < before
-
-    @property
-    def _name(self) -> str:
-        """What the Trainer's state calls this callback."""
-        return type(self).__name__
+        if isinstance(callback_states(state).get(self._name), list):
+            raise MoQError("two MoQCallbacks in one Trainer: pass one (MoQTrainer(moq_config=) brings its own)")
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Make the layers quantized ones, before anything wraps the model.
@@ -162,11 +157,10 @@ class MoQCallback(TrainerCallback, ExportableState):
         Raises:
             MoQError: The config does not fit the model, or there are two MoQCallbacks.
         """
-        self._check_trainer(state)
         if not self.config.enabled:
             logger.info("moq_hf is off: the config says enabled: false")
             return
-        check_alone(state, self._name)
+        self._find_trainer(state)
         inventory = take_inventory(kwargs["model"], self.config)
         if is_quantized(inventory.modules.values()):
             # By an earlier run: evaluating it must give what that run delivered.
@@ -176,8 +170,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             return
         # How long the run is will be known when it begins; none of its steps is taken before.
         self.controller = MoQController(inventory, self.config, sys.maxsize, _dtype(args))
-        # A MoQTrainer resumes from the last checkpoint that is complete.
-        if state.is_world_process_zero and self.trainer is None:
+        if self.trainer is None and state.is_world_process_zero:
             warn_of_half_checkpoint(cast(str, args.output_dir))
 
     def on_train_begin(
@@ -193,28 +186,37 @@ class MoQCallback(TrainerCallback, ExportableState):
         resumed = resumed_state(state, self._name)
         if not self.config.enabled:
             if resumed is not None:
-                logger.warning("moq_hf: %s", messages.float_again(state.global_step))
+                logger.warning(
+                    "moq_hf: the checkpoint at step %d was made with MoQ, and the config says enabled: false: the run "
+                    "goes on in float",
+                    state.global_step,
+                )
             return
-        self._check_trainer(state)
+        self._find_trainer(state)
         if self.trainer is None and self.config.distillation.teacher is not None:
             raise MoQError("distillation.teacher: a callback cannot change the loss; use MoQTrainer")
-        check_alone(state, self._name)
-        controller = self._controller_of(args, state, kwargs["model"], resumed)
-        controller.root = kwargs["model"]
+        model = kwargs["model"]
+        controller = self._controller_of(args, state, model, resumed)
+        controller.root = model
         # So that the Trainer can load what it saves.
-        checkpoints_as_modules(without_peft(controller.inventory.model), bool(controller.inventory.experts))
+        checkpoints_as_modules(without_peft(controller.model), bool(controller.inventory.experts))
         self._began = time.perf_counter()
         self._loss_scale = loss_scale(kwargs.get("optimizer"))
         self._switched = self._arrived = False
         self._prepare_measuring(controller, args, state)
-        self._listen(controller, _is_compiled(kwargs["model"], controller, args))
+        self._listen(controller, _is_compiled(model, controller, args))
+        before = callback_states(state).get(self._name, {}).get("attributes", {})
         if self.trainer is not None:
-            quantized = resumed is not None and has_begun(resumed)
-            self.trainer.begin_phase(quantized, self._attributes(state).get("teacher"))
+            self.trainer.begin_phase(resumed is not None and has_begun(resumed), before.get("teacher"))
         if resumed is not None:
-            self._go_on(controller, state, resumed)
+            self._go_on(controller, state, resumed, before)
         elif state.global_step > 0:
-            logger.warning("moq_hf: %s", messages.begins_late(state.global_step, controller.schedule.offset))
+            logger.warning(
+                "moq_hf: the checkpoint at step %d was made without MoQ: its schedule starts now, with quantization "
+                "after step %d",
+                state.global_step,
+                state.global_step + controller.schedule.offset,
+            )
             # What was evaluated in float is not a candidate for the best quantized model.
             forget_best(state)
         controller.check_ranks()
@@ -227,11 +229,11 @@ class MoQCallback(TrainerCallback, ExportableState):
     def _controller_of(
         self, args: TrainingArguments, state: TrainerState, model: Any, resumed: Mapping[str, Any] | None
     ) -> MoQController:
-        """The controller of this run, at its beginning: that of before, if the model is the same still."""
+        """The controller of this run, at its beginning: the one from before, if the model is still the same."""
         controller = self.controller
-        own = controller is not None and controller.schedule.steps == 0
+        is_prepared = controller is not None and controller.schedule.steps == 0
         inventory = take_inventory(model, self.config, None if controller is None else controller.inventory)
-        if resumed is None and not own and is_quantized(inventory.modules.values()):
+        if resumed is None and not is_prepared and is_quantized(inventory.modules.values()):
             logger.warning(
                 "moq_hf: the model was quantized before this run, which begins its schedule anew, from float"
             )
@@ -256,16 +258,22 @@ class MoQCallback(TrainerCallback, ExportableState):
             )
         rows = (state.train_batch_size or args.train_batch_size) * args.gradient_accumulation_steps
         controller.sensitivity.plan(state.max_steps, rows, args.bf16 or args.fp16)
-        own = model_loss if self.trainer is None else self.trainer.mean_loss
-        controller.sensitivity.loss = self.loss or own
+        own_loss = model_loss if self.trainer is None else self.trainer.mean_loss
+        controller.sensitivity.loss = self.loss or own_loss
 
-    def _go_on(self, controller: MoQController, state: TrainerState, resumed: Mapping[str, Any]) -> None:
+    def _go_on(
+        self,
+        controller: MoQController,
+        state: TrainerState,
+        resumed: Mapping[str, Any],
+        before: Mapping[str, Any],
+    ) -> None:
         """Bring a new schedule to where the checkpoint's was, and say what is other than before."""
         changed = controller.load_state_dict(resumed)
-        logger.info("resumed at step %d, mean %.2f bits over the whole model", state.global_step, controller.mean_bits)
-        before = self._attributes(state)
-        saved_at, taught_by = before.get("saved_at", state.global_step), before.get("teacher")
-        for note in messages.notes_on_resuming(state.global_step, saved_at, changed, taught_by, self._teacher):
+        step = state.global_step
+        logger.info("resumed at step %d, mean %.2f bits over the whole model", step, controller.mean_bits)
+        saved_at = before.get("saved_at", step)
+        for note in messages.notes_on_resuming(step, saved_at, changed, before.get("teacher"), self._teacher):
             logger.warning("moq_hf: %s", note)
 
     def _announce(self, controller: MoQController, args: TrainingArguments, state: TrainerState) -> None:
@@ -288,9 +296,19 @@ class MoQCallback(TrainerCallback, ExportableState):
         # A MoQTrainer measures how the loss is scaled.
         if self.trainer is None:
             notes += messages.notes_on_loss_scale(controller.model, args)
-        length = messages.note_on_length(schedule, steps, state.max_steps)
-        for note in notes if length is None else [*notes, length]:
+        notes += messages.notes_on_length(schedule, steps, state.max_steps)
+        for note in notes:
             logger.warning("moq_hf: %s", note)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Tell a MoQTrainer of the first step with quantized weights, if there was one without."""
+        if self.trainer is None or self.controller is None:
+            return
+        schedule = self.controller.schedule
+        if 0 < schedule.offset == schedule.steps:
+            self.trainer.begin_quantized_phase()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -300,34 +318,33 @@ class MoQCallback(TrainerCallback, ExportableState):
         Raises:
             MoQError: A weight holds NaN or Inf, the loss cannot be measured, or the processes disagree.
         """
-        if self.controller is None:
+        controller = self.controller
+        if controller is None:
             return
-        skipped = self._has_skipped(kwargs.get("optimizer"))
-        self.controller.check_ranks(skipped)
+        skipped = self._was_skipped(kwargs.get("optimizer"))
+        controller.check_ranks(skipped)
         if not self._readers_checked:
             self._readers_checked = True
-            self.controller.check_readers()
+            controller.check_readers()
         if skipped:
             return
-        had_arrived, was_chosen = self.controller.has_arrived, self.controller.choice is not None
-        schedule = self.controller.schedule
-        if self.trainer is not None and not self.controller.has_begun and schedule.steps + 1 == schedule.offset:
+        had_arrived, was_chosen = controller.has_arrived, controller.choice is not None
+        schedule = controller.schedule
+        if self.trainer is not None and not controller.has_begun and schedule.steps + 1 == schedule.offset:
             self.trainer.end_float_phase()
-        eigenvalues = self.controller.measure()
-        if not was_chosen and self.controller.choice is not None and state.is_world_process_zero:
-            messages.tell(self.controller.choice)
-        if self.controller.step(eigenvalues):
+        eigenvalues = controller.measure()
+        if not was_chosen and controller.choice is not None and state.is_world_process_zero:
+            messages.tell(controller.choice)
+        if controller.step(eigenvalues):
             self._switched = True
-        self._arrived = self.controller.has_arrived and not had_arrived
+        self._arrived = controller.has_arrived and not had_arrived
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Tell the Trainer of the first step with quantized weights, if there was one without."""
-        if self.controller is None or self.trainer is None:
-            return
-        if 0 < self.controller.schedule.offset == self.controller.schedule.steps:
-            self.trainer.begin_quantized_phase()
+    def _was_skipped(self, optimizer: Any) -> bool:
+        """Whether the gradient scaler skipped the optimizer step just taken."""
+        before, self._loss_scale = self._loss_scale, loss_scale(optimizer)
+        # A fused optimizer is called whatever the gradients are and skips by itself, which Accelerate does not see; the
+        # scale falls then too.
+        return bool(getattr(optimizer, "step_was_skipped", False)) or self._loss_scale < before
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log a step at which bits changed; let the best metric start afresh when the last block arrives."""
@@ -362,26 +379,27 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Complete a checkpoint of shards; one from before the target precision is not a candidate for the best one."""
-        if self.controller is not None and state.is_world_process_zero:
+        if self.controller is None:
+            return
+        if state.is_world_process_zero:
             folder = Path(cast(str, args.output_dir), f"checkpoint-{state.global_step}")
-            describe(folder, self.controller.model, kwargs.get("processing_class"))
-        if self.controller is not None and not self.controller.has_arrived:
+            complete_checkpoint(folder, self.controller.model, kwargs.get("processing_class"))
+        if not self.controller.has_arrived:
             forget_best(state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Bring the quantized weights in line with the weights that training ends with, those of the best checkpoint.
+        """Take the bits of the weights that training ends with, those of the best checkpoint, and deliver the model.
 
         Raises:
             MoQError: A weight holds NaN or Inf.
         """
         controller = self.controller
-        if self._tap is not None:
-            self._tap.remove()
+        self._stop_listening()
         if controller is None:
             return
-        checkpoints_as_modules(without_peft(controller.inventory.model), False)
+        checkpoints_as_modules(without_peft(controller.model), False)
         if state.is_world_process_zero and self._plan is not None:
             schedule = controller.schedule
             tqdm.write(f"moq_hf: {outcome(self._plan, controller.history, schedule.steps, schedule.targets)}")
@@ -405,21 +423,16 @@ class MoQCallback(TrainerCallback, ExportableState):
             batch = first_batch(kwargs.get("train_dataloader"))
             self._kept = None if batch is None else kept_batch(batch)
         if self.trainer is None and controller.has_begun:
-            answers, folder = self.answers(args), Path(cast(str, args.output_dir), "quantized")
-            with tensor_by_tensor(controller.model, args.save_on_each_node) as gathered:
-                if args.should_save:
-                    companions = Companions(
-                        kwargs.get("processing_class"),
-                        controller,
-                        last_metrics(state),
-                        state_dict=gathered,
-                        max_shard_size=self.max_shard_size,
-                    )
-                    self._deliver(controller.model, folder, companions, answers)
+            self._deliver(controller, args, last_metrics(state), kwargs.get("processing_class"))
 
-    def _deliver(self, model: nn.Module, folder: Path, companions: Companions, answers: Answers | None) -> None:
+    def _deliver(
+        self, controller: MoQController, args: TrainingArguments, metrics: Mapping[str, Any], processing_class: Any
+    ) -> None:
+        folder = Path(cast(str, args.output_dir), "quantized")
+        options = {"processing_class": processing_class, "metrics": metrics, "max_shard_size": self.max_shard_size}
+        answers = self.answers(args)
         try:
-            tqdm.write(f"moq_hf: {deliver(model, folder, companions, answers)}")
+            write_result(controller.model, folder, args, answers, controller=controller, **options)
         # Training is done: what cannot be written here is still the Trainer's to save.
         except Exception as error:
             logger.warning("moq_hf: nothing is delivered to %s: %s", folder, one_line(error, named=True))
@@ -449,25 +462,59 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     def _listen(self, controller: MoQController, is_compiled: bool) -> None:
         """Watch what goes through the model in training, if anything is wanted of it."""
-        if self._tap is not None:
-            self._tap.remove()
+        self._stop_listening()
         # A compiled model's hooks are compiled too; what it is proven on is taken from the data in the end.
         self._kept, self._readers_checked = None, is_compiled
         measured = controller.sensitivity is not None and self.trainer is None
         if measured or (self.config.prove and not is_compiled):
-            self._tap = listen(controller.model, self)
+            self._hook = on_training_batch(controller.model, self._take)
 
-    def take(self, inputs: Mapping[str, Any]) -> None:
-        """Take what went through the model in training: keep the first batch, measure eigenvalues on some."""
+    def _stop_listening(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _take(self, inputs: Mapping[str, Any]) -> None:
+        """Take what went through the model in training: keep the first batch, measure sensitivity on some."""
+        controller = self.controller
         if self._kept is None and self.config.prove:
-            self._kept = kept_batch(inputs, None if self.controller is None else self.controller.model)
-        if self.trainer is not None or self.controller is None or self.controller.sensitivity is None:
-            cast(RemovableHandle, self._tap).remove()
+            self._kept = kept_batch(inputs, None if controller is None else controller.model)
+        # A MoQTrainer hands its batches to `observe`, with what the loss needs and the model does not see.
+        if self.trainer is not None or controller is None or controller.sensitivity is None:
+            self._stop_listening()
         else:
             self.observe(inputs)
 
 
-def _is_compiled(model: Any, controller: MoQController, args: TrainingArguments) -> bool:
+def write_result(
+    model: nn.Module,
+    folder: Path,
+    args: TrainingArguments,
+    answers: Answers | None,
+    *,
+    picture: bool = True,
+    **options: Any,
+) -> None:
+    """Deliver a model at the end of its run, and print what was written; every process must call it.
+
+    Args:
+        model: With quantized layers.
+        folder: Where to.
+        args: The Trainer's.
+        answers: The model's, to prove the files on; None: they are not loaded.
+        picture: Draw the bits for the model card.
+        **options: What `Companions` takes.
+
+    Raises:
+        MoQError: The files cannot be written, or a weight holds NaN or Inf.
+    """
+    with tensor_by_tensor(model, args.save_on_each_node) as gathered:
+        if gathered is not None:
+            options["state_dict"] = gathered
+        if args.should_save:
+            tqdm.write(f"moq_hf: {deliver(model, folder, Companions(**options), answers, picture=picture)}")
+
+
+def _is_compiled(model: nn.Module, controller: MoQController, args: TrainingArguments) -> bool:
     """Whether torch.compile traces the model or a part of it."""
     if args.torch_compile or uncompiled(model) is not model:
         return True

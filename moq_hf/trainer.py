@@ -3,7 +3,6 @@
 import logging
 import os
 import shutil
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -13,25 +12,21 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer
 
-from .callback import MoQCallback
+from .callback import MoQCallback, write_result
 from .config import MoQConfig
 from .errors import MoQError, one_line
 from .model.convert import is_quantized, quant_layers
 from .packed.card import About, write_card
-from .packed.delivery import base_model_of, deliver
+from .packed.delivery import base_model_of
 from .packed.files import bytes_in
-from .packed.proof import Answers
-from .packed.save import Companions
 from .packed.state import STATE_NAME, record_metrics
-from .processes import is_apart, tensor_by_tensor
-from .training.checkpoints import check_whole, checkpoints, fault_of, last_checkpoint
+from .processes import is_apart
+from .training.checkpoints import check_whole, complete_beside, fault_of, last_checkpoint, last_metrics
 from .training.distillation import check_hidden, distillation_loss, fingerprint, labels_at_logits, load_teacher
-from .training.float_phase import FloatPhase, after_float, restarted, share_of
+from .training.float_first import FloatPhase, after_float, restarted, share_of
 from .training.resume import saved_state
-from .training.trainer_state import last_metrics
 from .transformers_seams import (
     UPLOAD_ERRORS,
     average_loss,
@@ -83,6 +78,7 @@ class MoQTrainer(Trainer):
         final_metrics: Metrics for `moq_state.json` and the model card; None takes the last evaluation in the log.
         float_metrics: The same of a model trained in float; with `float_first` those of its float phase. Set both
             before saving or pushing.
+        teacher_fingerprint: A checksum of the teacher in use; None without one.
 
     >>> import tempfile
     >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
@@ -99,10 +95,6 @@ class MoQTrainer(Trainer):
     >>> trainer.moq.controller.layers["bert.pooler.dense"]
     QuantLinear(in_features=16, out_features=16, bias=True, bits=6)
     """
-
-    # Tries of an upload, and seconds before the second one; each later one waits twice as long.
-    push_attempts = 3
-    push_wait = 2.0
 
     def __init__(
         self,
@@ -136,7 +128,6 @@ class MoQTrainer(Trainer):
         self.teacher_fingerprint: int | None = None
         self._loss_checked = self._loss_called = self._outputs_checked = self._rates_restart = False
         self._saving_checkpoint = False
-        self._answers: Answers | None = None
         if self.moq is not None:
             self.moq.trainer = self
         super().__init__(*args, **{**kwargs, "callbacks": callbacks})
@@ -166,10 +157,7 @@ class MoQTrainer(Trainer):
                 raise MoQError(f"cannot resume: there is no whole checkpoint in {self.args.output_dir}")
         elif resume_from_checkpoint:
             check_whole(resume_from_checkpoint)
-        moq = self._live_moq()
-        if moq is not None:
-            # It may have been given to another Trainer in the meantime.
-            moq.trainer = self
+        self._live_moq()
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -299,6 +287,19 @@ class MoQTrainer(Trainer):
         self.float_metrics = None if phase is None else phase.metrics
         self._follow(None if phase is None else phase.teacher(self, config))
 
+    def mean_loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """The scalar mean loss over one batch by itself, by `compute_loss`; sensitivity is measured on it."""
+        prepared = prepared_inputs(self, inputs)
+        count = self._count_of(prepared)
+        return cast(Tensor, self.compute_loss(model, prepared, num_items_in_batch=count))
+
+    def _count_of(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        """What a `compute_loss_func` must divide by for the mean over one batch; None where the model has the loss."""
+        labels = inputs.get("labels")
+        if self.compute_loss_func is None or not isinstance(labels, Tensor):
+            return None
+        return labels.ne(-100).sum()
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -311,7 +312,7 @@ class MoQTrainer(Trainer):
         if self.moq is None or not model.training or (self._teacher is None and not self._is_first_float_loss()):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs = {**inputs, "output_hidden_states": True} if self.moq.config.distillation.hidden else dict(inputs)
-        count = num_items_in_batch if self._teacher is None else self._own_count(inputs)
+        count = num_items_in_batch if self._teacher is None else self._count_of(inputs)
         # The Trainer takes the labels out where it computes the loss itself.
         loss, outputs = super().compute_loss(model, dict(inputs), True, count)
         if self._teacher is None:
@@ -323,18 +324,6 @@ class MoQTrainer(Trainer):
                 taught = self._teacher(**inputs)
             loss = self._distilled(loss, outputs, taught, inputs)
         return (loss, outputs) if return_outputs else loss
-
-    def mean_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """`compute_loss` over one batch by itself, a scalar: what sensitivity is measured with."""
-        prepared = prepared_inputs(self, inputs)
-        return cast(Tensor, self.compute_loss(model, prepared, num_items_in_batch=self._own_count(prepared)))
-
-    def _own_count(self, inputs: dict[str, Any]) -> Tensor | None:
-        """What `compute_loss_func` must divide by for the mean over one batch; None where the model has the loss."""
-        labels = inputs.get("labels")
-        if self.compute_loss_func is None or not isinstance(labels, Tensor):
-            return None
-        return labels.ne(-100).sum()
 
     def _is_first_float_loss(self) -> bool:
         """Whether this is the loss by which a float phase finds out if its model can be a teacher."""
@@ -375,12 +364,8 @@ class MoQTrainer(Trainer):
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
-        moq = self._live_moq()
-        if moq is not None:
-            moq.trainer = self
-            return
         entry = callback_states(self.state).get(MoQCallback.__name__)
-        if entry is not None and saved_state(entry) is not None:
+        if self._live_moq() is None and entry is not None and saved_state(entry) is not None:
             logger.warning("moq_hf: the checkpoint was made with MoQ; without moq_config the run goes on in float")
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
@@ -394,7 +379,7 @@ class MoQTrainer(Trainer):
                 raise
             if self.args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)
-            whole = next((path for path in checkpoints(folder.parent) if fault_of(path) is None), None)
+            whole = complete_beside(folder)
             raise MoQError(
                 f"{folder} could not be saved ({one_line(error)}), and what there was of it is removed; "
                 + ("there is no checkpoint to resume from" if whole is None else f"{whole} is whole: resume from it")
@@ -408,41 +393,40 @@ class MoQTrainer(Trainer):
         Raises:
             MoQError: The files cannot be written, or a weight holds NaN or Inf.
         """
-        moq, model = self._live_moq(), cast(nn.Module, self.model)
-        delivers = not self._saving_checkpoint and is_quantized(model.modules())
-        if moq is not None and delivers:
-            self._answers = moq.answers(self.args)
-        try:
-            if delivers and any(map(is_apart, model.parameters())):
-                # The stock one gathers the whole model first; or, by its settings, saves nothing that loads.
-                self._save(output_dir)
-                if self.args.push_to_hub and not _internal_call:
-                    self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-            else:
-                super().save_model(output_dir, _internal_call)
-        finally:
-            self._answers = None
+        model = cast(nn.Module, self.model)
+        if not self._delivers() or not any(map(is_apart, model.parameters())):
+            super().save_model(output_dir, _internal_call)
+            return
+        # The stock one gathers the whole model first; or, by its settings, saves nothing that loads.
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _delivers(self) -> bool:
+        """Whether what is saved now is the quantized model, and not a checkpoint or a float one."""
+        return not self._saving_checkpoint and is_quantized(cast(nn.Module, self.model).modules())
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        if self._saving_checkpoint or not is_quantized(model.modules()):
+        if not self._delivers():
             super()._save(output_dir, state_dict)
             return
         folder = Path(cast(str, output_dir if output_dir is not None else self.args.output_dir))
         moq = self._live_moq()
-        with tensor_by_tensor(model, self.args.save_on_each_node) as gathered:
-            if not self.args.should_save:
-                return
-            companions = Companions(
-                processing_class=self.processing_class or getattr(self.data_collator, "tokenizer", None),
-                controller=None if moq is None else moq.controller,
-                metrics=self.final_metrics or last_metrics(self.state),
-                float_metrics=self.float_metrics,
-                state_dict=gathered or state_dict,
-                max_shard_size=self.max_shard_size,
-            )
-            tqdm.write(f"moq_hf: {deliver(model, folder, companions, self._answers, picture=False)}")
-        save_training_args(self.args, folder)
+        write_result(
+            self.accelerator.unwrap_model(self.model, keep_torch_compile=False),
+            folder,
+            self.args,
+            None if moq is None else moq.answers(self.args),
+            picture=False,
+            processing_class=self.processing_class or getattr(self.data_collator, "tokenizer", None),
+            controller=None if moq is None else moq.controller,
+            metrics=self.final_metrics or last_metrics(self.state),
+            float_metrics=self.float_metrics,
+            state_dict=state_dict,
+            max_shard_size=self.max_shard_size,
+        )
+        if self.args.should_save:
+            save_training_args(self.args, folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the card of the packed model, with the last metrics; the Trainer's own where none was saved."""
@@ -470,32 +454,27 @@ class MoQTrainer(Trainer):
         write_card(folder, about)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Upload the packed model with its card, as `Trainer.push_to_hub`; an upload that fails is tried again.
+        """Upload the packed model with its card, as `Trainer.push_to_hub`.
 
         Raises:
-            MoQError: No try got through. The files are safe in the output folder.
+            MoQError: It failed. The files are safe in the output folder.
         """
-        for attempt in range(1, self.push_attempts + 1):
-            try:
-                return super().push_to_hub(*args, **dict(kwargs))
-            except UPLOAD_ERRORS as error:
-                reason = one_line(error)
-                status = getattr(getattr(error, "response", None), "status_code", 0)
-                refused = 400 <= status < 500 and status not in (408, 429)
-                if refused or attempt == self.push_attempts:
-                    raise MoQError(
-                        f"the upload to {self.hub_model_id or self.args.hub_model_id} failed "
-                        f"(tries: {attempt}): {reason}; the files are safe in {self.args.output_dir}"
-                    ) from error
-                wait = self.push_wait * 2 ** (attempt - 1)
-                logger.warning("moq_hf: the upload failed (%s); trying again in %.0f s", reason, wait)
-                time.sleep(wait)
+        try:
+            return super().push_to_hub(*args, **kwargs)
+        except UPLOAD_ERRORS as error:
+            raise MoQError(
+                f"the upload to {self.hub_model_id or self.args.hub_model_id} failed: {one_line(error)}; the files are "
+                f"safe in {self.args.output_dir}"
+            ) from error
 
     def _live_moq(self) -> MoQCallback | None:
-        # restore_callback_states_from_checkpoint puts a new object in the place of the one that was passed.
+        """The callback of this Trainer, which it may share with others."""
+        # restore_callback_states_from_checkpoint puts a new object instead of the one that was passed.
         if self.moq is not None and self.moq not in callbacks_of(self):
             found = [callback for callback in callbacks_of(self) if isinstance(callback, MoQCallback)]
             self.moq = found[0] if found else None
+        if self.moq is not None:
+            self.moq.trainer = self
         return self.moq
 
 

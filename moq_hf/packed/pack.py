@@ -18,11 +18,11 @@ from ..config import MoQConfig
 from ..engine_seams import FSDP_MODEL
 from ..errors import MoQError, one_line
 from ..names import plain_name
-from ..training.checkpoints import STATE_FILE, fault_of
+from ..training.checkpoints import STATE_FILE, fault_of, last_metrics, state_of_run
 from ..training.controller import MoQController
-from ..training.float_phase import FOLDER, METRICS
+from ..training.float_first import FOLDER, METRICS
 from ..training.resume import has_begun
-from ..training.trainer_state import last_metrics, state_of_run
+
 from ..transformers_seams import never_saved, original_format, tied_parameters
 from .delivery import deliver
 from .files import CONFIG, INDEX, SINGLE, bytes_in

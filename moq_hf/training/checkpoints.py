@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is whole."""
+"""The checkpoints of a run: which of them is complete, and the state that a callback keeps in them."""
 
 import json
 import logging
@@ -6,16 +6,19 @@ import operator
 import os
 import re
 import zipfile
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers import TrainerState
 
 from ..errors import MoQError
 from ..names import without_fsdp, without_peft
-from ..transformers_seams import INCOMPLETE
+from ..transformers_seams import CALLBACKS_KEY, INCOMPLETE, callback_states
+from .resume import saved_state
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +64,18 @@ def warn_of_half_checkpoint(folder: str) -> None:
 
 def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     """The folders in a Trainer's output folder that it would take for checkpoints, the last one first."""
-    found = [path for path in Path(folder).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted((path for path in found if path.is_dir()), key=lambda path: -int(path.name.rpartition("-")[2]))
+    found: dict[int, Path] = {}
+    for path in Path(folder).glob("checkpoint-*"):
+        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        if match and path.is_dir():
+            found[int(match[1])] = path
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def complete_beside(checkpoint: Path) -> Path | None:
+    """The last complete checkpoint in the folder of another one."""
+    others = (path for path in checkpoints(checkpoint.parent) if path != checkpoint)
+    return next((path for path in others if fault_of(path) is None), None)
 
 
 def fault_of(checkpoint: str | os.PathLike[str]) -> str | None:
@@ -104,12 +117,12 @@ def check_whole(checkpoint: str | os.PathLike[str]) -> None:
     if fault is None:
         return
     folder = Path(checkpoint)
-    whole = next((path for path in checkpoints(folder.parent) if path != folder and fault_of(path) is None), None)
+    whole = complete_beside(folder)
     advice = "there is no whole one beside it" if whole is None else f"the last whole one beside it is {whole}"
     raise MoQError(f"cannot resume from {folder}: it is not whole ({fault}); {advice}")
 
 
-def describe(checkpoint: Path, model: nn.Module, processing_class: Any = None) -> None:
+def complete_checkpoint(checkpoint: Path, model: nn.Module, processing_class: Any = None) -> None:
     """Write the model's config, and its tokenizer, into a checkpoint that has none: one that FSDP saved in shards.
 
     `moq-hf pack` makes the model of it. A folder that is not there stays so, and what cannot be written is a warning.
@@ -132,3 +145,60 @@ def describe(checkpoint: Path, model: nn.Module, processing_class: Any = None) -
                 part.save_pretrained(checkpoint)
     except (OSError, ValueError) as error:
         logger.warning("moq_hf: %s has no config.json, so moq-hf pack will need --model: %s", checkpoint, error)
+
+
+def resumed_state(state: TrainerState, name: str) -> Mapping[str, Any] | None:
+    """The controller's state in the checkpoint that a run goes on from; None at a start, or from one without MoQ."""
+    entry = callback_states(state).get(name) if state.global_step > 0 else None
+    return None if entry is None else saved_state(entry)
+
+
+def state_of_best(state: TrainerState, name: str) -> Mapping[str, Any] | None:
+    """The controller's state in the best checkpoint; None if there is none, or none with MoQ, which is a warning."""
+    if state.best_model_checkpoint is None:
+        return None
+    document = json.loads(Path(state.best_model_checkpoint, STATE_FILE).read_text(encoding="utf-8"))
+    found = document[CALLBACKS_KEY].get(name)
+    best = None if found is None else saved_state(found)
+    if best is None:
+        logger.warning(
+            "moq_hf: %s, the best checkpoint, was made without MoQ: its weights get the bits of now",
+            state.best_model_checkpoint,
+        )
+    return best
+
+
+def forget_best(state: TrainerState) -> None:
+    """Let the best metric start afresh: what was evaluated so far is not a candidate."""
+    state.best_metric = None
+    state.best_global_step = None
+    state.best_model_checkpoint = None
+
+
+def last_metrics(state: TrainerState) -> dict[str, Any]:
+    """The last evaluation in the log; that of the best checkpoint, if one was chosen."""
+    logs = [log for log in state.log_history if any(name.startswith("eval_") for name in log)]
+    best = [log for log in logs if log["step"] == state.best_global_step]
+    return dict((best or logs or [{}])[-1])
+
+
+def state_of_run(checkpoint: Path) -> Mapping[str, Any]:
+    """The controller's state in a checkpoint.
+
+    Raises:
+        MoQError: There is none: the run was without MoQ; or it is not as it was written.
+    """
+    document = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    entries = document.get(CALLBACKS_KEY)
+    # By the name of the callback's class, which may be one derived from ours.
+    found = [
+        entry
+        for entry in (entries.values() if isinstance(entries, Mapping) else ())
+        if isinstance(entry, Mapping) and {"saved", "saved_at"} <= dict(entry.get("attributes") or {}).keys()
+    ]
+    state = saved_state(found[0]) if found else None
+    if state is None:
+        raise MoQError(
+            f"{checkpoint / STATE_FILE} holds no state of MoQ: it is not the checkpoint of a run with moq_hf"
+        )
+    return state

@@ -199,7 +199,7 @@ def notes_on_resuming(
         )
 
 
-def note_on_length(schedule: PrecisionSchedule, steps: int, max_steps: int) -> str | None:
+def notes_on_length(schedule: PrecisionSchedule, steps: int, max_steps: int) -> list[str]:
     """What to say if a schedule that depends on the length of its run goes on in one of another length.
 
     Args:
@@ -208,30 +208,15 @@ def note_on_length(schedule: PrecisionSchedule, steps: int, max_steps: int) -> s
         max_steps: All of them.
     """
     if not schedule.config.schedule.depends_on_length or schedule.total_steps in (steps, max_steps):
-        return None
+        return []
     deadline = schedule.deadline_step
     stays = (
         f"its offset stays at step {schedule.offset}" if deadline is None else f"its deadline stays at step {deadline}"
     )
-    return (
+    return [
         f"the checkpoint's schedule was planned for a run of {schedule.total_steps} optimizer steps, this one has "
         f"{steps}; {stays}"
-    )
-
-
-def float_again(step: int) -> str:
-    """A checkpoint with MoQ goes on without it."""
-    return (
-        f"the checkpoint at step {step} was made with MoQ, and the config says enabled: false: the run goes on in float"
-    )
-
-
-def begins_late(step: int, offset: int) -> str:
-    """A checkpoint without MoQ goes on with it."""
-    return (
-        f"the checkpoint at step {step} was made without MoQ: its schedule starts now, with quantization after step "
-        f"{step + offset}"
-    )
+    ]
 
 
 def tell(choice: Choice) -> None:

@@ -483,7 +483,7 @@ class Around(Trainer):
 def test_data_that_cannot_be_read_again_loses_no_result(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = bert()
     Around(model, arguments(tmp_path), train_dataset=Once(), callbacks=[MoQCallback(CONFIG)]).train()
-    assert "will not be proven, for want of a batch (RuntimeError)" in caplog.text
+    assert "will not be proven, there is no batch available (RuntimeError)" in caplog.text
     verify_quantized(tmp_path / "quantized", model)
 
 

@@ -1,7 +1,6 @@
 """Uploading packed models to a stand-in for the Hub on loopback, and loading them from there."""
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,14 +81,8 @@ def test_a_stock_trainer_uploads_it_in_a_folder(done: Done) -> None:
     assert {"quantized/moq_state.json", "quantized/README.md"} <= set(files)
 
 
-def test_an_upload_that_fails_half_way_is_tried_again(done: Done) -> None:
-    # Twice in the run that succeeds then, and twice in each of the two that try to the last.
-    assert len(re.findall("the upload failed", done.stderr)) == 6
-    assert b"pack-quantized" in done.repos["tester/retried"]["config.json"]
-
-
-@pytest.mark.parametrize(("status", "tries"), [(0, 3), (500, 3), (403, 1)])
-def test_an_upload_that_never_gets_through_says_where_the_files_are(status: int, tries: int, done: Done) -> None:
+@pytest.mark.parametrize("status", [0, 500, 403])
+def test_an_upload_that_fails_says_where_the_files_are(status: int, done: Done) -> None:
     (told,) = [line for line in done.stdout.splitlines() if f"tester/vain-{status} " in line]
-    assert f"the upload to tester/vain-{status} failed (tries: {tries})" in told
+    assert f"the upload to tester/vain-{status} failed: " in told
     assert f"the files are safe in {done.folder / f'vain-{status}'}" in told
