@@ -145,7 +145,11 @@ class MoQCallback(TrainerCallback, ExportableState):
         return None if self.trainer is None else self.trainer.teacher_fingerprint
 
     def _find_trainer(self, state: TrainerState) -> None:
-        """Forget the MoQTrainer if another Trainer has got this callback since."""
+        """Forget the MoQTrainer if another Trainer has got this callback since then.
+
+        Raises:
+            MoQError: The Trainer has two MoQCallbacks.
+        """
         if getattr(self.trainer, "state", None) is not state:
             self.trainer = None
         if isinstance(callback_states(state).get(self._name), list):

@@ -22,7 +22,6 @@ from ..training.checkpoints import STATE_FILE, fault_of, last_metrics, state_of_
 from ..training.controller import MoQController
 from ..training.float_first import FOLDER, METRICS
 from ..training.resume import has_begun
-
 from ..transformers_seams import never_saved, original_format, tied_parameters
 from .delivery import deliver
 from .files import CONFIG, INDEX, SINGLE, bytes_in

@@ -36,7 +36,7 @@ def trained(folder: Path, **settings: Any) -> MoQTrainer:
 
 def push(folder: Path, strategy: str) -> None:
     """A MoQTrainer's run with an upload, and its model back from the Hub."""
-    trainer = trained(folder, hub_strategy=strategy)
+    trainer = trained(folder, hub_strategy=strategy, save_strategy="steps")
     trainer.push_to_hub(dataset_tags="nyu-mll/glue", dataset="GLUE MRPC", dataset_args="mrpc")
     loaded = AutoModelForSequenceClassification.from_pretrained(f"tester/{folder.name}").eval()
     assert type(loaded) is BertForSequenceClassification
