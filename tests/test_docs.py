@@ -12,7 +12,6 @@ import inspect
 import io
 import itertools
 import json
-import logging
 import math
 import os
 import re
@@ -24,9 +23,8 @@ import warnings
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import deploy_accuracy
 import programs
 import pytest
 import tiny_glue
@@ -49,7 +47,6 @@ from transformers import (
 
 import moq_hf
 from moq_hf import MoQConfig, cli, quantize_model, save_quantized, verify_quantized
-from moq_hf.export.data import SENTENCES
 
 __all__ = ["quiet_logging"]
 pytestmark = pytest.mark.usefixtures("quiet_logging")
@@ -57,14 +54,7 @@ pytestmark = pytest.mark.usefixtures("quiet_logging")
 PATTERNS = ("*.md", "docs/**/*.md", "configs/README.md", "examples/**/*.md")
 PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
 EXPORT = "moq-hf export runs/mrpc --to onnx runs/mrpc-onnx --task_name mrpc --validation_file data/mrpc.jsonl"
-BENCH = (
-    "moq-hf bench runs/mrpc --threads 1 --clock cpu --batch 1 8 --sequence 16 128 --json bench.json --plot bench.png"
-)
-MEASURE = "moq-hf bench runs/mrpc --task_name mrpc --validation_file data/mrpc.jsonl --max_loss 0.01"
-ACCURACY = (
-    "python benchmarks/deploy_accuracy.py --model_name_or_path sentence-transformers/all-MiniLM-L6-v2 "
-    "--data glue --bf16"
-)
+BENCH = "moq-hf bench runs/mrpc --task_name mrpc --validation_file data/mrpc.jsonl --max_loss 0.01"
 PACK = "moq-hf pack runs/mrpc/checkpoint-345 runs/mrpc-packed"
 FLOATS = "moq-hf export runs/chat --to float runs/chat-floats"
 CONVERT = "python convert_hf_to_gguf.py runs/chat-floats --outtype f16 --outfile runs/chat-f16.gguf"
@@ -88,8 +78,6 @@ RUN_BY = {
     CONVERT: "test_gguf_commands",
     GGUF: "test_gguf_commands",
     BENCH: "test_bench_command",
-    MEASURE: "test_bench_command",
-    ACCURACY: "test_deploy_accuracy_command",
     "pip install -r benchmarks/trl-requirements.txt": "test_the_requirements_of_trl",
     "python examples/sft/train.py --output_dir runs/sft": "test_the_sft_example",
     "python examples/sft/generate.py runs/sft/quantized": "test_the_sft_example",
@@ -340,48 +328,10 @@ def test_bench_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it does is run in test_bench.py; here, that it is understood."""
     asked = []
     result = SimpleNamespace(table=lambda: "")
-    monkeypatch.setattr(cli, "benchmark", lambda *args, **kwargs: asked.append((args, kwargs)) or result)
-    for name in ("write_json", "draw"):
-        monkeypatch.setattr(cli, name, lambda *args: asked.append(args))
+    monkeypatch.setattr("moq_hf.export.bench.benchmark", lambda *args, **kwargs: asked.append((args, kwargs)) or result)
+    monkeypatch.setattr("moq_hf.export.data.read_data", lambda *args: args)
     assert cli.main(shlex.split(BENCH)[1:]) == 0
-    assert asked[0][0] == ("runs/mrpc",) and asked[0][1]["clock"] == "cpu"
-    assert asked[0][1]["batches"] == [1, 8] and asked[0][1]["sequences"] == [16, 128]
-    assert asked[0][1]["data"] is SENTENCES
-    assert asked[1:] == [(result, "bench.json"), (result, "bench.png")]
-    monkeypatch.setattr(cli, "read_data", lambda *args: args)
-    assert cli.main(shlex.split(MEASURE)[1:]) == 0
-    assert asked[3][1]["data"] == ("data/mrpc.jsonl", "mrpc") and asked[3][1]["max_loss"] == 0.01
-
-
-def test_deploy_accuracy_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The engines are run in test_bench.py; here, what is made of their answers."""
-    for task in deploy_accuracy.TASKS:
-        (tmp_path / "glue" / task).mkdir(parents=True)
-        shutil.copy(ROOT / "examples/demo/validation.jsonl", tmp_path / "glue" / task)
-        for arm, seed in itertools.product(deploy_accuracy.ARMS, (1, 2, 3)):
-            (tmp_path / "runs/deploy_accuracy" / f"{task}-{arm}-{seed}").mkdir(parents=True)
-            (tmp_path / "runs/deploy_accuracy" / f"{task}-{arm}-{seed}" / "moq_state.json").touch()
-
-    def benchmark(folder: Path, **options: Any) -> Any:
-        seed = int(folder.name[-1])
-        proof = SimpleNamespace(metrics={"accuracy": 0.5, "f1": 0.7}, agreement=0.9, largest_difference=0.1)
-        metrics = {"accuracy": 0.5 + seed / 100, "f1": 0.6}
-        return SimpleNamespace(proofs={"ONNX int8": proof}, checkpoint_metrics=metrics, missing={})
-
-    monkeypatch.setattr(deploy_accuracy, "benchmark", benchmark)
-    # They are of the whole process.
-    monkeypatch.setattr(logging, "disable", lambda level: None)
-    monkeypatch.setattr(deploy_accuracy.transformers_logging, "disable_progress_bar", lambda: None)
-    monkeypatch.setattr(sys, "argv", [*shlex.split(ACCURACY)[1:], "--out", "lines.jsonl"])
-    with chdir(tmp_path):
-        deploy_accuracy.main()
-        deploy_accuracy.main()
-    told = capsys.readouterr().out
-    assert "| | | ONNX int8 | 0.7000 | +0.1000 ± 0.0000 | 0.9000 | 3 |" in told
-    assert "| | | ONNX int8 | 0.5000 | -0.0200 ± 0.0100 | 0.9000 | 3 |" in told
-    assert len((tmp_path / "lines.jsonl").read_text().splitlines()) == 12
+    assert asked == [(("runs/mrpc",), {"data": ("data/mrpc.jsonl", "mrpc"), "max_loss": 0.01})]
 
 
 def arguments_of(path: str) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -200,20 +200,32 @@ def _write(
                 flavor,
             )
         simulated = reference.rounded(rounded, rounding.grid, rounding.ranges)
-    return _Written(size, stored, reference.prove(_answers(path, flavor, reference.batches), simulated))
+    run = onnx_runtime(path)
+    return _Written(size, stored, reference.prove([run(batch) for batch in reference.batches], simulated))
 
 
-def _answers(path: Path, flavor: Flavor, batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-    """The first output of ONNX Runtime for each batch."""
+def onnx_runtime(path: Path, threads: int = 0) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    """Load a file in ONNX Runtime; gives what runs it on a batch and returns its first output.
+
+    Args:
+        path: The file.
+        threads: 0 is ONNX Runtime's own number.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    if flavor == "dequantize-linear":
+    options.intra_op_num_threads = threads
+    if path.name == FILE_NAMES["dequantize-linear"]:
         # Otherwise onnxruntime rounds the activations to 8 bits.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
-    return [torch.from_numpy(session.run(None, {k: v.numpy() for k, v in batch.items()})[0]) for batch in batches]
+
+    def run(batch: Mapping[str, Tensor]) -> Tensor:
+        outputs = session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})
+        return torch.from_numpy(outputs[0])
+
+    return run
 
 
 def _export(
