@@ -21,9 +21,8 @@ from .model.selection import take_inventory
 from .names import uncompiled, without_peft
 from .packed.delivery import deliver
 from .packed.files import bytes_in
-from .packed.proof import Answers
-from .packed.question import kept_batch
-from .packed.save import Companions
+from .packed.load_check import ReferenceOutputs, kept_batch
+from .packed.save import SaveOptions
 from .packed.state import shareable
 from .plan import Plan, outcome, plan
 from .processes import is_apart, tensor_by_tensor
@@ -441,7 +440,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         except Exception as error:
             logger.warning("moq_hf: nothing is delivered to %s: %s", folder, one_line(error, named=True))
 
-    def answers(self, args: TrainingArguments) -> Answers | None:
+    def answers(self, args: TrainingArguments) -> ReferenceOutputs | None:
         """What the model answers to a batch of its run, to be held against what is delivered; in every process.
 
         Args:
@@ -456,7 +455,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         # Shards answer in all processes, or in none.
         if not args.should_save and not any(map(is_apart, model.parameters())):
             return None
-        return Answers(model, self._kept, _dtype(args))
+        return ReferenceOutputs(model, self._kept, _dtype(args))
 
     def observe(self, inputs: Mapping[str, Any]) -> None:
         """Keep a training micro-batch, as `loss` takes it, if sensitivity will be measured on it."""
@@ -493,7 +492,7 @@ def write_result(
     model: nn.Module,
     folder: Path,
     args: TrainingArguments,
-    answers: Answers | None,
+    answers: ReferenceOutputs | None,
     *,
     picture: bool = True,
     **options: Any,
@@ -506,7 +505,7 @@ def write_result(
         args: The Trainer's.
         answers: The model's, to prove the files on; None: they are not loaded.
         picture: Draw the bits for the model card.
-        **options: What `Companions` takes.
+        **options: What `SaveOptions` takes.
 
     Raises:
         MoQError: The files cannot be written, or a weight holds NaN or Inf.
@@ -515,7 +514,7 @@ def write_result(
         if gathered is not None:
             options["state_dict"] = gathered
         if args.should_save:
-            tqdm.write(f"moq_hf: {deliver(model, folder, Companions(**options), answers, picture=picture)}")
+            tqdm.write(f"moq_hf: {deliver(model, folder, SaveOptions(**options), answers, picture=picture)}")
 
 
 def _is_compiled(model: nn.Module, controller: MoQController, args: TrainingArguments) -> bool:

@@ -39,7 +39,7 @@ import moq_hf
 from moq_hf import MoQTrainer, QuantLinear, engine_seams, quantize_model, save_quantized
 from moq_hf import transformers_seams as seams
 from moq_hf.model.convert import quant_layers
-from moq_hf.packed.proof import quiet
+from moq_hf.packed.load_check import quiet
 from moq_hf.processes import is_apart, shape_of
 
 PACKAGE = Path(moq_hf.__file__).parent

@@ -11,9 +11,8 @@ import transformers
 from ..errors import MoQError, one_line
 from ..model.convert import dequantize_model
 from ..model.inventory import is_packed
-from ..packed.files import CONFIG, WEIGHTS
-from ..packed.proof import ADAPTER
-from ..packed.quiet import quiet
+from ..packed.files import ADAPTER, CONFIG, WEIGHTS
+from ..packed.load_check import quiet
 from ..packed.state import STATE_NAME
 from ..packed.verify import verify_quantized
 

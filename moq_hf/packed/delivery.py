@@ -13,8 +13,8 @@ from ..names import without_peft
 from ..training.controller import MoQController
 from .card import About, write_card
 from .layout import Layout
-from .proof import Answers
-from .save import Companions, write_floats, write_packed
+from .load_check import ReferenceOutputs
+from .save import SaveOptions, write_floats, write_packed
 from .state import hub_id
 from .verification import Verification
 
@@ -31,7 +31,7 @@ def save_quantized(
     float_metrics: Mapping[str, Any] | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
     max_shard_size: int | str = "50GB",
-    inputs: Mapping[str, Any] | Answers | None = None,
+    inputs: Mapping[str, Any] | ReferenceOutputs | None = None,
     layout: Layout | None = None,
 ) -> Path:
     """Write `model` as a packed checkpoint that plain `from_pretrained` loads, with the same logits bit for bit.
@@ -77,8 +77,8 @@ def save_quantized(
     >>> found.layers["bert.pooler.dense"].stored, found.layers["bert.pooler.dense"].bits
     ('packed', 4)
     """
-    companions = Companions(processing_class, controller, metrics, float_metrics, state_dict, max_shard_size)
-    found = write_packed(model, directory, companions, inputs=inputs, layout=layout)
+    options = SaveOptions(processing_class, controller, metrics, float_metrics, state_dict, max_shard_size)
+    found = write_packed(model, directory, options, inputs=inputs, layout=layout)
     _write_card(Path(directory), model, found, picture=False)
     return Path(directory)
 
@@ -86,8 +86,8 @@ def save_quantized(
 def deliver(
     model: nn.Module,
     directory: str | os.PathLike[str],
-    companions: Companions,
-    answers: Answers | None,
+    options: SaveOptions,
+    answers: ReferenceOutputs | None,
     *,
     picture: bool = True,
 ) -> str:
@@ -96,7 +96,7 @@ def deliver(
     Args:
         model: With quantized layers.
         directory: Where to.
-        companions: What goes with the model.
+        options: What goes with the model.
         answers: The model's, to prove the files on; None: they are not loaded.
         picture: Draw the bits for the model card.
 
@@ -108,11 +108,11 @@ def deliver(
     """
     folder = Path(directory)
     try:
-        found = write_packed(model, folder, companions, inputs=answers)
+        found = write_packed(model, folder, options, inputs=answers)
     # Training is done: whatever a model's own code raises here must not lose its result.
     except Exception as error:
         reason = one_line(error, named=not isinstance(error, MoQError))
-        found = write_floats(model, folder, companions, reason)
+        found = write_floats(model, folder, options, reason)
     try:
         _write_card(folder, model, found, picture)
     except Exception as error:

@@ -13,6 +13,8 @@ from ..errors import MoQError
 from ..reading import Entry, read_json
 
 CONFIG = "config.json"
+# Holds the adapters of a `PeftModel`, in the folder of its base model.
+ADAPTER = "adapter"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")

@@ -25,7 +25,7 @@ from ..training.resume import has_begun
 from ..transformers_seams import never_saved, original_format, tied_parameters
 from .delivery import deliver
 from .files import CONFIG, INDEX, SINGLE, bytes_in
-from .save import Companions
+from .save import SaveOptions
 from .sources import DistributedWeights, SafetensorsWeights, Weights
 from .tensors import Renamed
 from .zero_files import zero_folder, zero_weights
@@ -84,7 +84,7 @@ def pack_checkpoint(
     names = _names_in(shell, weights, folder)
     controller = _controller(shell, state)
     log = TrainerState.load_from_json(str(folder / STATE_FILE))
-    companions = Companions(
+    options = SaveOptions(
         _processing_class(folder, model),
         controller,
         last_metrics(log),
@@ -92,7 +92,7 @@ def pack_checkpoint(
         Renamed(weights, names),
         shard_size,
     )
-    return deliver(shell, target, companions, None, picture=False)
+    return deliver(shell, target, options, None, picture=False)
 
 
 def _config_of(folder: Path, described: Path | str) -> PreTrainedConfig:

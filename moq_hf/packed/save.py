@@ -25,10 +25,9 @@ from ..rows import is_experts, parameter_of
 from ..training.controller import MoQController
 from ..transformers_seams import has_adapter, initialize_again, tied_parameters
 from .encoder import Encoder, plain
-from .files import CONFIG, bytes_in, digest_of, tensors_in
+from .files import ADAPTER, CONFIG, bytes_in, digest_of, tensors_in
 from .layout import Layout
-from .proof import ADAPTER, Answers, Proof
-from .quiet import quiet
+from .load_check import Proof, ReferenceOutputs, quiet
 from .state import MAX_PACKED_BITS, StoredLayer, clean_metrics, sha256, state_of, without_paths, write_state
 from .tensors import Renamed, Waiting
 from .verification import Verification
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Companions:
+class SaveOptions:
     """What goes with a model into its folder.
 
     Attributes:
@@ -63,14 +62,14 @@ class Companions:
 def write_packed(
     model: nn.Module,
     directory: str | os.PathLike[str],
-    companions: Companions,
+    options: SaveOptions,
     *,
-    inputs: Mapping[str, Any] | Answers | None = None,
+    inputs: Mapping[str, Any] | ReferenceOutputs | None = None,
     layout: Layout | None = None,
 ) -> Verification:
     """What `save_quantized` does, but for the model card; raises the same errors. Gives what was written."""
-    answers = inputs if isinstance(inputs, Answers) or inputs is None else Answers(model, inputs)
-    saving = _Saving(model, directory, companions)
+    answers = inputs if isinstance(inputs, ReferenceOutputs) or inputs is None else ReferenceOutputs(model, inputs)
+    saving = _Saving(model, directory, options)
     saving.check()
     layouts = [layout] if layout is not None else saving.layouts()
     if answers is None:
@@ -79,7 +78,7 @@ def write_packed(
 
 
 def write_floats(
-    model: nn.Module, directory: str | os.PathLike[str], companions: Companions, reason: str
+    model: nn.Module, directory: str | os.PathLike[str], options: SaveOptions, reason: str
 ) -> Verification:
     """Write any model as floats on their grid: what is left to do for one that cannot be packed.
 
@@ -89,7 +88,7 @@ def write_floats(
     Args:
         model: With quantized layers.
         directory: Where to.
-        companions: What goes with the model.
+        options: What goes with the model.
         reason: Why it is not packed, for `moq_state.json`.
 
     Returns:
@@ -98,15 +97,15 @@ def write_floats(
     Raises:
         MoQError: The files cannot be written, or a weight holds NaN or Inf.
     """
-    return _Saving(model, directory, companions).save(["floats"], None, reason=reason, by_hand=True)
+    return _Saving(model, directory, options).save(["floats"], None, reason=reason, by_hand=True)
 
 
 class _Saving:
     """One model on its way into a folder."""
 
-    def __init__(self, model: nn.Module, directory: str | os.PathLike[str], companions: Companions) -> None:
+    def __init__(self, model: nn.Module, directory: str | os.PathLike[str], options: SaveOptions) -> None:
         self.target = Path(directory).resolve()
-        self.companions = companions
+        self.options = options
         self.whole_model = uncompiled(model)
         self.model: Any = without_peft(self.whole_model)
         self.whole = Inventory.of(self.whole_model)
@@ -120,8 +119,8 @@ class _Saving:
         self.tied = _tied(self.model, self.layers)
 
     def check(self) -> None:
-        bytes_in(self.companions.max_shard_size)
-        _check_model(self.inventory, self.quantized, self.target, self.companions.state_dict is None)
+        bytes_in(self.options.max_shard_size)
+        _check_model(self.inventory, self.quantized, self.target, self.options.state_dict is None)
 
     def layouts(self) -> list[Layout]:
         """Those that transformers can load, the best one first; the last one is right for every model."""
@@ -137,7 +136,12 @@ class _Saving:
         return ["packed", "unpacked", "floats"]
 
     def save(
-        self, layouts: list[Layout], answers: Answers | None, *, reason: str | None = None, by_hand: bool = False
+        self,
+        layouts: list[Layout],
+        answers: ReferenceOutputs | None,
+        *,
+        reason: str | None = None,
+        by_hand: bool = False,
     ) -> Verification:
         """Write the first layout that agrees with the answers, if there are any, and else the last one.
 
@@ -179,11 +183,11 @@ class _Saving:
     def _tensors(self) -> Mapping[str, Tensor]:
         """The model's float tensors by the names that they had before PEFT came."""
         path = next(name for name, module in self.whole.modules.items() if module is self.model)
-        given = self.companions.state_dict or self.model.state_dict()
+        given = self.options.state_dict or self.model.state_dict()
         return Renamed(given, plain({name.removeprefix(f"{path}."): name for name in given}, self.inventory.adapters))
 
     def _write(self, folder: Path, layout: Layout, by_hand: bool) -> Encoder:
-        beside = self.companions
+        beside = self.options
         # Nothing ties again what `load_state_dict` loads.
         tied = {} if by_hand else self.tied
         encoder = Encoder(self.inventory, self._stored(tied), layout, tied)
@@ -202,7 +206,7 @@ class _Saving:
         """What goes into the files, by the names of tensors; of float weights no more than one is held at a time."""
         source, replaced = self._tensors(), encoder.stands_in()
         # What a dict holds is in memory anyway.
-        keep = (lambda tensor: tensor) if isinstance(self.companions.state_dict, dict | None) else waiting.keep
+        keep = (lambda tensor: tensor) if isinstance(self.options.state_dict, dict | None) else waiting.keep
         # Names that share a tensor go on sharing it.
         values = plain(self.model.state_dict(keep_vars=True), self.inventory.adapters)
         kept: dict[int | str, Tensor] = {}
@@ -219,9 +223,9 @@ class _Saving:
     def _write_state(
         self, folder: Path, encoder: Encoder, proof: Proof | None, reason: str | None, by_hand: bool
     ) -> Verification:
-        state = state_of(self.layers, encoder.stored, self.companions.controller)
-        state["metrics"] = clean_metrics(self.companions.metrics or {})
-        state["float_metrics"] = clean_metrics(self.companions.float_metrics or {})
+        state = state_of(self.layers, encoder.stored, self.options.controller)
+        state["metrics"] = clean_metrics(self.options.metrics or {})
+        state["float_metrics"] = clean_metrics(self.options.float_metrics or {})
         if proof is not None and proof.reason is not None:
             proof = replace(proof, reason=without_paths(proof.reason))
         state["names"] = encoder.names

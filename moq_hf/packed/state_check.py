@@ -11,7 +11,7 @@ from ..inputs import LARGEST_RANGE
 from ..reading import Entry
 from ..rows import KINDS, is_experts
 from ..schedule import FLOAT_BITS
-from .proof import Proof
+from .load_check import Proof
 from .state import MAX_PACKED_BITS, STATE_NAME, StoredLayer, read_state
 
 # The bits that a layer can have which is stored so.

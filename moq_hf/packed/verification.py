@@ -6,7 +6,7 @@ from typing import Any
 
 from ..model.sizes import covered
 from ..schedule import FLOAT_BITS
-from .proof import Proof
+from .load_check import Proof
 from .state import StoredLayer
 
 

@@ -23,8 +23,8 @@ from ..transformers_seams import original_format
 from .encoder import groups_of, plain
 from .files import CONFIG, digest_of, read_document, size_of, tensors_in, weight_files
 from .layout import InFiles
+from .load_check import Proof, ReferenceOutputs
 from .matrices import Stacked
-from .proof import Answers, Proof
 from .state import MAX_PACKED_BITS, STATE_NAME, Places, StoredLayer, sha256
 from .state_check import proof_of, read_layers
 from .verification import Verification
@@ -93,11 +93,11 @@ def verify_quantized(
     if weights:
         raise MoQError(f"{folder}: missing from the weights: {', '.join(weights)}")
     _check_tied(folder, tied, grids)
-    proof = _proof(folder, state, None if inputs is None or model is None else Answers(model, inputs))
+    proof = _proof(folder, state, None if inputs is None or model is None else ReferenceOutputs(model, inputs))
     return Verification(layers, size_of(folder), float_bytes, state, (others, others_bytes), proof)
 
 
-def _proof(folder: Path, state: Mapping[str, Any], answers: Answers | None) -> Proof | None:
+def _proof(folder: Path, state: Mapping[str, Any], answers: ReferenceOutputs | None) -> Proof | None:
     """How the folder answers beside a model; without one, what was found when it was saved.
 
     Raises:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ..errors import one_line
 from ..transformers_seams import write_packing_config
 from .encoder import Encoder
-from .files import CONFIG, INDEX, SINGLE, WEIGHTS, bytes_in
-from .proof import ADAPTER
+from .files import ADAPTER, CONFIG, INDEX, SINGLE, WEIGHTS, bytes_in
 from .state import hub_id
 
 logger = logging.getLogger(__name__)

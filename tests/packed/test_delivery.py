@@ -32,8 +32,8 @@ from moq_hf.config import MoQConfig
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed import save as checkpoint
 from moq_hf.packed import state
-from moq_hf.packed.proof import Answers
-from moq_hf.packed.save import Companions
+from moq_hf.packed.load_check import ReferenceOutputs
+from moq_hf.packed.save import SaveOptions
 
 TASK = "sequence classification"
 FIXED = {**CONFIG, "quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_schedule": {"schedule_offset": 0}}
@@ -164,8 +164,8 @@ def test_where_nothing_agrees_the_warning_is_loud(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = quantize_model(bert(), FIXED)
-    monkeypatch.setattr("moq_hf.packed.proof.modules_with_other_weights", lambda model, loaded: ["some.layer"])
-    monkeypatch.setattr("moq_hf.packed.proof.distance", lambda one, other: 0.5)
+    monkeypatch.setattr("moq_hf.packed.load_check.modules_with_other_weights", lambda model, loaded: ["some.layer"])
+    monkeypatch.setattr("moq_hf.packed.load_check.distance", lambda one, other: 0.5)
     save_quantized(model, tmp_path, inputs=inputs_of(TASK, model))
     assert (
         "what is written does not compute what was evaluated: outputs differ by 0.5, first in some.layer" in caplog.text
@@ -191,11 +191,11 @@ def test_verify_quantized_compares_answers(tmp_path: Path) -> None:
 def test_what_cannot_be_proven_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantize_model(bert(), FIXED)
     batch = inputs_of(TASK, model)
-    monkeypatch.setattr("moq_hf.packed.proof._fits", lambda size, device: False)
+    monkeypatch.setattr("moq_hf.packed.load_check._fits", lambda size, device: False)
     save_quantized(model, tmp_path, inputs=batch)
     assert "does not fit beside it" in str(verify_quantized(tmp_path).proof)
     assert state_of(tmp_path)["layout"] == "packed"
-    proof = Answers(model, {"pixel_values": torch.zeros(1)}).prove(tmp_path)
+    proof = ReferenceOutputs(model, {"pixel_values": torch.zeros(1)}).prove(tmp_path)
     assert proof.agrees is None and "cannot evaluate a training batch (" in str(proof)
 
 
@@ -449,12 +449,12 @@ def test_nothing_to_compare_is_no_proof(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_want_of_memory_is_no_disagreement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantize_model(bert(), FIXED)
-    answers = Answers(model, inputs_of(TASK, model))
+    answers = ReferenceOutputs(model, inputs_of(TASK, model))
 
     def full(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Answers, "_load", full)
+    monkeypatch.setattr(ReferenceOutputs, "_load", full)
     save_quantized(model, tmp_path, inputs=answers)
     assert state_of(tmp_path)["layout"] == "packed" and "does not fit" in str(verify_quantized(tmp_path).proof)
 
@@ -503,7 +503,7 @@ def test_nothing_of_an_older_model_stays(tmp_path: Path) -> None:
         (tmp_path / name).write_text("{}")
     tower = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     reason = "a reason with /home/somebody/a/path in it"
-    checkpoint.write_floats(quantize_model(tower, FIXED), tmp_path, Companions(), reason)
+    checkpoint.write_floats(quantize_model(tower, FIXED), tmp_path, SaveOptions(), reason)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     assert left == {"README.md", "model.safetensors", "moq_state.json", "notes.txt"}
     assert state_of(tmp_path)["reason"] == "a reason with ... in it"
@@ -547,6 +547,6 @@ def test_of_shards_nothing_is_gathered_to_name_what_differs(
     mesh = init_device_mesh("cpu", (1,))
     for part in (*model.bert.encoder.layer, model):
         fully_shard(part, mesh=mesh)
-    proof = Answers(quantize_model(model, FIXED).eval(), inputs_of(TASK, model)).prove(tmp_path / "packed")
+    proof = ReferenceOutputs(quantize_model(model, FIXED).eval(), inputs_of(TASK, model)).prove(tmp_path / "packed")
     assert proof.agrees is agrees
     assert proof.reason is reason if reason is None else str(proof.reason).endswith(reason)
