@@ -4,68 +4,112 @@ A field holds all there is to a key: its name in the file, what is legal, the de
 the table in the documentation and the JSON Schema are made from the fields.
 """
 
+import difflib
 import functools
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import field
-from typing import Annotated, Any, Literal, NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
+    AliasChoices,
+    ConfigDict,
     FailFast,
-    GetPydanticSchema,
+    Field,
     PlainSerializer,
     TypeAdapter,
     ValidationError,
 )
-from pydantic_core import PydanticCustomError
+from pydantic.dataclasses import dataclass
 
-from .config_budget import BitBudget, Measure, SensitivityConfig, Target
-from .config_document import block_of, flat, read_json, schema_of
-from .config_errors import LARGEST as LARGEST
-from .config_errors import config_error, conflicts, legal, value_faults
-from .config_fields import (
-    Bits,
-    ByteBits,
-    Count,
-    Flag,
-    Part,
-    Positive,
-    Ratio,
-    Share,
-    Text,
-    Tolerance,
-    Weight,
-    Words,
-    checked,
-    key,
-    read,
-)
-from .errors import MoQConfigError, listed
+from .errors import MOST_FAULTS, MoQConfigError, listed, show, show_key
 from .grid import Grid, Grouping, InputGrid, InputScale, PerChannel, PerGroup, RowBlocks, ScaleDtype, Search
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
+# Whole numbers end here: beyond it counting steps would be slow, and printing them fail.
+LARGEST = 2**63 - 1
+# Other numbers end here: beyond it sums overflow.
+UNBOUNDED = 1e300
+# The share of the run by which every block is at its target: a late last drop costs accuracy at low bits.
+AUTO_DEADLINE = 0.25
+# Bits that a block may have under a budget, where the config does not name them.
+DEFAULT_CHOICES = (2, 3, 4, 8)
+
+# The two paths of one key.
+_Q_TYPE = "quantize_algo.q_type quantize_type"
+
+# Types of values; the title is how an error says what is legal.
+Flag = Annotated[bool, Field(strict=True, title="true or false")]
+Text = Annotated[str, Field(strict=True, min_length=1, title="text")]
+Name = Annotated[str, Field(strict=True, min_length=1, title="names or globs")]
+Positive = Annotated[int, Field(strict=True, ge=1, le=LARGEST, title="a whole number from 1")]
+Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST, title="a whole number from 0")]
+Bits = Annotated[int, Field(strict=True, ge=1, le=16, title="a whole number from 1 to 16")]
+PackedBits = Annotated[int, Field(strict=True, ge=1, le=8, title="a whole number from 1 to 8")]
+ByteBits = Annotated[int, Field(strict=True, ge=2, le=8, title="a whole number from 2 to 8")]
+Share = Annotated[float, Field(strict=True, gt=0, le=1, title="a number above 0 up to 1")]
+Part = Annotated[float, Field(strict=True, gt=0, lt=1, title="a number above 0 and below 1")]
+Ratio = Annotated[float, Field(strict=True, ge=1e-9, le=1, title="a number from 1e-9 up to 1")]
+Size = Annotated[float, Field(strict=True, gt=0, lt=UNBOUNDED, title="a number above 0")]
+Weight = Annotated[float, Field(strict=True, ge=0, lt=UNBOUNDED, title="a number from 0")]
 # What FSDP2 gathers of a quantized weight.
 Gather = Literal["values", "packed"]
 # Who is to run what is delivered.
 ServerName = Literal["transformers", "vllm", "sglang", "llama.cpp", "onnxruntime"]
+# How the sensitivity of a block is measured.
+Measure = Literal["eigenvalue", "trace", "loss", "divergence"]
 
-# Of the period "auto": a late last drop costs accuracy at low bits.
-AUTO_DEADLINE = 0.25
+
+def key(meaning: str, *names: str, **more: Any) -> Any:
+    """Describe a field's key: its meaning, its name in the file if it is not the field's, and other names for it."""
+    if names:
+        more |= {"validation_alias": AliasChoices(*names), "serialization_alias": names[0]}
+    return Field(description=meaning, **more)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def checked(cls: type[T]) -> type[T]:
+    """Make a frozen pydantic dataclass whose constructor raises `MoQConfigError`.
+
+    Its arguments have the names of the fields; only `MoQConfig.from_dict` and its like know the names of a file.
+    """
+    rules = ConfigDict(extra="forbid", allow_inf_nan=False, validate_by_name=True, validate_by_alias=False)
+    made: Any = dataclass(frozen=True, config=rules)(cls)
+    initialize = made.__init__
+
+    @functools.wraps(initialize)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        names = [f.name for f in fields(made)]
+        try:
+            initialize(self, *args, **kwargs)
+        except ValidationError as error:
+            schema = TypeAdapter(made).json_schema(by_alias=False)
+            schemas = schema["properties"] | _flat_schema(schema)
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            faults = _value_faults(error, schemas, given, names)
+        else:
+            faults = {text: text for _, text in getattr(self, "conflicts", tuple)()}
+        if faults:
+            raise _config_error(made.__name__, [*faults.values()])
+
+    made.__init__ = __init__
+    return cast(type[T], made)
 
 
 @checked
 class ScheduleConfig:
-    """When bits drop, in optimizer steps. The period None is "auto", which has a deadline of 0.25 if none is given."""
+    """When bits drop, in optimizer steps. The period "auto" has a deadline of 0.25 if none is given."""
 
     period: Annotated[
-        Positive | None,
-        Words(auto=None),
+        Positive | Literal["auto"],
         key('optimizer steps from the offset to the first drop, or `"auto"`', "quantize_period"),
     ] = 100
     offset: Annotated[
@@ -79,7 +123,7 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         """Give "auto" its deadline."""
-        if self.period is None and self.deadline is None:
+        if self.period == "auto" and self.deadline is None:
             object.__setattr__(self, "deadline", AUTO_DEADLINE)
 
     @property
@@ -105,7 +149,7 @@ class EigenvalueConfig:
     enabled: Annotated[Flag, key("sensitive blocks drop later")] = False
     verbose: Annotated[Flag, key("log every measurement")] = False
     max_iter: Annotated[Positive, key("Hessian-vector products per block, at most")] = 100
-    tol: Annotated[Tolerance, key("relative error of an eigenvalue")] = 1e-2
+    tol: Annotated[Size, key("relative error of an eigenvalue")] = 1e-2
     stability: Annotated[Weight, key("added to norms before dividing (power iteration)")] = 1e-6
     gas_boundary_resolution: Annotated[Positive, key("measure at multiples of that many optimizer steps")] = 1
     layer_name: Annotated[Text | None, key("path of the layer list; null finds it")] = None
@@ -120,6 +164,20 @@ class EigenvalueConfig:
     finite_difference: Annotated[
         Flag, key("differences of gradients, where the loss has no second derivative or its graph does not fit")
     ] = False
+
+
+@checked
+class SensitivityConfig:
+    """What of a block says how much the loss minds its rounding; limits on measuring it are in `eigenvalue`."""
+
+    measure: Annotated[
+        Measure | None,
+        key(
+            "`eigenvalue`: the top one of a block's Hessian, as published; `trace`: the Hessian's mean diagonal, times "
+            "the squared change of the weights at the next bits; `loss`: its rise with the block at those bits; "
+            "`divergence`: that of the answers from those without; null: `divergence` with a budget, else `eigenvalue`"
+        ),
+    ] = None
 
 
 @checked
@@ -157,59 +215,47 @@ class ActivationConfig:
 
 
 @checked
-class _Groups:
-    """The two keys that make a grouping; a count of None is per channel."""
+class BitBudget:
+    """Bits for each block, chosen to cost the least within a budget. One of `mean` and `file_mb` is given.
 
-    count: Annotated[
-        Positive | None,
-        Words(per_channel=None),
-        key('scales per weight: blocks of consecutive rows, or `"per_channel"`', "quantize_groups"),
-    ] = 1
-    size: Annotated[
-        Positive | None, key("instead: that many consecutive weights of a row share a scale", "quantize_group_size")
-    ] = None
+    Attributes:
+        mean: Bits per weight of the layers that the schedule quantizes.
+        file_mb: Size of the delivered `model.safetensors`, all of it, in 10^6 bytes.
+        choices: Bits that a block may have, ascending.
 
-    def grouping(self) -> Grouping:
-        if self.size is not None:
-            return PerGroup(self.size)
-        return PerChannel() if self.count is None else RowBlocks(self.count)
+    >>> BitBudget(file_mb=12).in_words()
+    '2, 3, 4 or 8 bits, 12 MB in the file'
+    """
 
+    mean: Annotated[Size | None, key("bits per weight of the quantized layers")] = None
+    file_mb: Annotated[Size | None, key("of the delivered model.safetensors, in 10^6 bytes")] = None
+    choices: Annotated[
+        tuple[PackedBits, ...],
+        FailFast(),
+        key("bits that a block may have", json_schema_extra={"minItems": 2, "uniqueItems": True}),
+    ] = DEFAULT_CHOICES
 
-def _arguments_of(grouping: Any) -> Any:
-    """Arguments of `_Groups`; anything but a grouping as it is."""
-    match grouping:
-        case RowBlocks(count):
-            return {"count": count}
-        case PerChannel():
-            return {"count": None}
-        case PerGroup(size):
-            return {"size": size}
-    return grouping
+    def to_dict(self) -> dict[str, Any]:
+        """The budget as a file has it."""
+        given = {name: value for name in ("mean", "file_mb") if (value := getattr(self, name)) is not None}
+        return {**given, "choices": list(self.choices)}
 
-
-_FROM_GROUPS = GetPydanticSchema(
-    lambda _, handler: handler.generate_schema(
-        Annotated[
-            _Groups,
-            BeforeValidator(_arguments_of),
-            AfterValidator(_Groups.grouping),
-            PlainSerializer(lambda grouping: _Groups(**_arguments_of(grouping)), return_type=_Groups),
-        ]
-    )
-)
+    def in_words(self) -> str:
+        """The choices and the budget, for messages."""
+        words = [str(bits) for bits in self.choices]
+        limit = f"{self.file_mb:g} MB in the file" if self.mean is None else f"{self.mean:g} in the mean"
+        return f"{', '.join(words[:-1])} or {words[-1]} bits, {limit}"
 
 
 @checked
 class MoQConfig:
-    """A checked configuration; the attributes are those of the file, its words turned into types.
+    """A checked configuration: an attribute for each key outside of a section, and an object for each other section.
 
     Made by `from_dict`, `from_file` or `load`. The constructor checks as they do.
 
     Attributes:
         kernel: Triton kernels: wanted, not wanted, or None for wherever they run.
-        full: Codes of the full range, with scales that have a sign.
         scale_dtype: What scales are rounded to; None leaves it to `serve`.
-        grouping: Which weights share a scale.
         modules_to_not_convert: Names and globs, or None for the model's output heads.
         ignored_sections: Other sections of a DeepSpeed config; not part of `to_dict`.
 
@@ -219,7 +265,7 @@ class MoQConfig:
     >>> config = MoQConfig.from_dict({"quantize_bits": {"start_bits": 12, "target_bits": 4}, "quantize_groups": 8})
     >>> config.start_bits, config.target_bits, config.grouping
     (12, 4, RowBlocks(count=8))
-    >>> config == MoQConfig(start_bits=12, target_bits=4, grouping=RowBlocks(8))
+    >>> config == MoQConfig(start_bits=12, target_bits=4, groups=8)
     True
     >>> MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, "quantise_groups": 8})
     Traceback (most recent call last):
@@ -244,16 +290,13 @@ class MoQConfig:
             "quantize_gather",
         ),
     ] = "values"
-    symmetric: Annotated[
-        Flag,
-        Words(symmetric=True, asymmetric=False),
+    q_type: Annotated[
+        Literal["symmetric", "asymmetric"],
         key("also spelled `quantize_type` at the top, and `quantize-algo`", "quantize_algo.q_type", "quantize_type"),
-    ] = True
-    stochastic: Annotated[
-        Flag,
-        Words(nearest=False, stochastic=True),
-        key("rounding of a weight to its grid", "quantize_algo.rounding"),
-    ] = False
+    ] = "symmetric"
+    rounding: Annotated[
+        Literal["nearest", "stochastic"], key("rounding of a weight to its grid", "quantize_algo.rounding")
+    ] = "nearest"
     scale: Annotated[
         Search,
         key(
@@ -268,15 +311,14 @@ class MoQConfig:
             "quantize_algo.scale_refresh",
         ),
     ] = 50
-    full: Annotated[
-        Flag,
-        Words(narrow=False, full=True),
+    range: Annotated[
+        Literal["narrow", "full"],
         key(
             "`narrow`: as many codes on either side of zero; `full`: one more, on the side of the largest weight of a "
             "group, so that 2 bits have four levels (symmetric grids)",
             "quantize_algo.range",
         ),
-    ] = False
+    ] = "narrow"
     scale_dtype: Annotated[
         ScaleDtype | None,
         key(
@@ -285,11 +327,24 @@ class MoQConfig:
             "quantize_algo.scale_dtype",
         ),
     ] = None
-    # Two keys, which are not in a section.
-    grouping: Annotated[Grouping, _FROM_GROUPS, key("", "", title="a RowBlocks, PerChannel or PerGroup")] = RowBlocks()
+    groups: Annotated[
+        Positive | Literal["per_channel"],
+        key('scales per weight: blocks of consecutive rows, or `"per_channel"`', "quantize_groups"),
+    ] = 1
+    group_size: Annotated[
+        Positive | None, key("instead: that many consecutive weights of a row share a scale", "quantize_group_size")
+    ] = None
     start_bits: Annotated[Bits, key("precision at the offset", "quantize_bits.start_bits")] = 16
     target_bits: Annotated[
-        Target,
+        Bits
+        | Annotated[
+            BitBudget,
+            PlainSerializer(lambda budget: budget.to_dict()),
+            Field(
+                title='{"mean": 3.0, "choices": [2, 3, 4, 8]}, or the same with "file_mb"',
+                json_schema_extra={"oneOf": [{"required": ["mean"]}, {"required": ["file_mb"]}]},
+            ),
+        ],
         key(
             "precision at the end; a budget (`mean` bits per quantized weight, or `file_mb` of the delivered file, in "
             "10^6 bytes) chooses it for each block among `choices`",
@@ -303,7 +358,7 @@ class MoQConfig:
     distillation: DistillationConfig = DistillationConfig()
     activation: Annotated[ActivationConfig, key("", "activation_quantization")] = ActivationConfig()
     modules_to_not_convert: Annotated[
-        tuple[Text, ...] | None,
+        tuple[Name, ...] | None,
         FailFast(),
         key("names or globs left in full precision; null: the model's output heads"),
     ] = None
@@ -333,15 +388,17 @@ class MoQConfig:
     seed: Annotated[Count, key("of stochastic rounding and of the eigenvalue start vectors")] = 0
     ignored_sections: Annotated[tuple[str, ...], key("", exclude=True)] = field(default=(), compare=False)
 
-    def __post_init__(self) -> None:
-        """Check what is legal by itself together.
+    @property
+    def symmetric(self) -> bool:
+        """Whether zero is in the middle of a grid."""
+        return self.q_type == "symmetric"
 
-        Raises:
-            PydanticCustomError: Two keys are in conflict; the caller makes a MoQConfigError of it.
-        """
-        found = list(conflicts(flat(self.to_dict(), _keys(), []), (), _defaults()))
-        if found:
-            raise PydanticCustomError("conflicts", "{faults}", {"faults": found})
+    @property
+    def grouping(self) -> Grouping:
+        """Which weights share a scale."""
+        if self.group_size is not None:
+            return PerGroup(self.group_size)
+        return PerChannel() if self.groups == "per_channel" else RowBlocks(self.groups)
 
     @property
     def budget(self) -> BitBudget | None:
@@ -389,7 +446,8 @@ class MoQConfig:
     def grid_of(self, dtype: str) -> Grid:
         """The same, of a model whose weights have a dtype: "float32", "bfloat16" or "float16"."""
         scales = self.scale_dtype or served_scale_dtype(self.serve, dtype)
-        return Grid(self.grouping, self.symmetric, self.stochastic, self.scale, self.full, scales)
+        is_stochastic, is_full = self.rounding == "stochastic", self.range == "full"
+        return Grid(self.grouping, self.symmetric, is_stochastic, self.scale, is_full, scales)
 
     @classmethod
     def load(cls, source: "MoQConfig | Mapping[str, Any] | str | os.PathLike[str]") -> "MoQConfig":
@@ -413,7 +471,7 @@ class MoQConfig:
         Raises:
             MoQConfigError: No such file, not JSON (line and column), or a wrong config.
         """
-        return _parse(read_json(path), os.fspath(path))
+        return _parse(_read_json(path), os.fspath(path))
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> "MoQConfig":
@@ -424,26 +482,75 @@ class MoQConfig:
         """
         return _parse(mapping, "MoQ config")
 
-    @classmethod
-    def from_saved(cls, mapping: Mapping[str, Any]) -> "MoQConfig":
-        """Read the `to_dict` in a saved state, of an earlier version too: keys that came later say what it did then.
-
-        Raises:
-            MoQConfigError: Lists everything that is wrong with it.
-        """
-        part = mapping.get("activation_quantization")
-        if isinstance(part, Mapping) and "scale" not in part:
-            mapping = {**mapping, "activation_quantization": {**part, "scale": "per_token"}}
-        return cls.from_dict(mapping)
-
     def to_dict(self) -> dict[str, Any]:
         """The config in the file's words, every key with its value; `from_dict` gives an equal config."""
         written = _adapter().dump_python(self, mode="json", by_alias=True)
-        result: dict[str, Any] = {}
-        for path, (place, _) in _keys().items():
-            head, _, tail = path.rpartition(".")
-            (result.setdefault(head, {}) if head else result)[tail] = functools.reduce(dict.get, place, written)
-        return result
+        return _by_section(written)
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """What is wrong with values together: the keys that it is about, apart by spaces, and a line on it."""
+        if self.group_size is not None and self.groups != 1:
+            groups = f"quantize_groups {show(self.groups)} and quantize_group_size {self.group_size}"
+            yield "quantize_groups quantize_group_size", f"{groups} exclude each other: give one"
+        if self.range == "full" and not self.symmetric:
+            yield (
+                f"quantize_algo.range {_Q_TYPE}",
+                "quantize_algo.range: full is of symmetric grids, an asymmetric one has all its codes; "
+                "set it to narrow, or quantize_algo.q_type to symmetric",
+            )
+        if not self.distillation.logits and not self.distillation.hidden:
+            yield (
+                "distillation.logits distillation.hidden",
+                "distillation: logits and hidden are both 0, so a teacher would teach nothing; give one a weight",
+            )
+        if self.sensitivity.measure is not None and not self.eigenvalue.enabled and self.budget is None:
+            yield (
+                "sensitivity.measure eigenvalue.enabled quantize_bits.target_bits",
+                f"sensitivity.measure: nothing asks for {show(self.sensitivity.measure)}: set eigenvalue.enabled to "
+                "true for the pace of the blocks, or quantize_bits.target_bits to a budget",
+            )
+        bits = "quantize_bits.start_bits quantize_bits.target_bits"
+        fault = self._bits_fault() if self.budget is None else _budget_fault(self.budget)
+        if fault is not None:
+            yield bits, fault
+            return
+        least = min(self.targets)
+        if least == 1 and not self.symmetric:
+            yield (
+                f"{bits} {_Q_TYPE}",
+                "quantize_bits.target_bits: 1 bit is symmetric only; set quantize_algo.q_type to symmetric, or 2 bits",
+            )
+        if self.rounding == "stochastic" and not self.grid.is_uniform(least):
+            yield (
+                f"{bits} quantize_algo.rounding quantize_algo.range {_Q_TYPE}",
+                f"quantize_algo.rounding: stochastic needs equal steps, {least} bits {self.q_type} has none; "
+                "set it to nearest, or target_bits to 3 or more",
+            )
+
+    def _bits_fault(self) -> str | None:
+        start, target = self.start_bits, self.targets[0]
+        if target > start and target == 16:
+            return (
+                f"quantize_bits: target_bits 16 is above start_bits {start} (it is the default); set it to 8, 4, 3 or 2"
+            )
+        if target > start:
+            advice = f"bits only fall, so start_bits must be {target} or more"
+            return f"quantize_bits: target_bits {target} is above start_bits {start}; {advice}"
+        if self.enabled and target == 16:
+            return "quantize_bits.target_bits: 16 would quantize nothing (it is the default); set it to 8, 4, 3 or 2"
+        return None
+
+
+def _budget_fault(budget: BitBudget) -> str | None:
+    where, mean, choices = "quantize_bits.target_bits", budget.mean, list(budget.choices)
+    if (mean is None) == (budget.file_mb is None):
+        return f"{where}: mean {show(mean)} and file_mb {show(budget.file_mb)}: give one of them"
+    if len(choices) < 2 or choices != sorted(set(choices)):
+        return f"{where}.choices: {show(choices)} must be two numbers of bits or more, ascending, each once"
+    if mean is not None and not choices[0] < mean < choices[-1]:
+        ends = f"{choices[0]} and {choices[-1]}"
+        return f"{where}.mean: {show(mean)} must be between the choices {ends}, neither of them"
+    return None
 
 
 def served_scale_dtype(serve: Iterable[ServerName], model_dtype: str) -> ScaleDtype:
@@ -470,26 +577,48 @@ def served_scale_dtype(serve: Iterable[ServerName], model_dtype: str) -> ScaleDt
 def key_table() -> str:
     """The keys as a Markdown table, for the documentation."""
     rows = [
-        f"| `{path}` | {legal(schema)} | `{json.dumps(schema['default'])}` | {schema['description']} |"
-        for path, (_, schema) in _keys().items()
+        f"| `{path}` | {_legal(schema)} | `{json.dumps(schema['default'])}` | {schema['description']} |"
+        for path, schema in _keys().items()
     ]
     return "\n".join(["| key | legal | default | meaning |", "| --- | --- | --- | --- |", *rows])
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a file; `configs/moq.schema.json` holds it for editors.
+    """The JSON Schema (draft 2020-12) of a file; `configs/moq.schema.json` holds it for editors.
 
     >>> json_schema()["$defs"]["block"]["properties"]["quantize_group_size"]["default"] is None
     True
     """
-    return schema_of({path: schema for path, (_, schema) in _keys().items()})
-
-
-class _Key(NamedTuple):
-    """Where a key's value stands in what `MoQConfig` is read from and written to, and what is legal there."""
-
-    place: tuple[str, ...]
-    schema: dict[str, Any]
+    properties = {"$schema": {"description": "path of the JSON Schema, for editors; ignored"}}
+    for name, value in _by_section(_schema()["properties"]).items():
+        is_section = name not in _schema()["properties"]
+        section = {"type": "object", "additionalProperties": False, "properties": value}
+        properties[name] = section if is_section else value
+    also = {"description": "another spelling of `quantize_algo.q_type`"}
+    properties["quantize_type"] = _keys()["quantize_algo.q_type"] | also
+    properties["quantize-algo"] = {"$ref": "#/$defs/block/properties/quantize_algo"}
+    block = {"$ref": "#/$defs/block"}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "moq_hf",
+        "description": "A config of moq_hf: its keys alone, or a DeepSpeed config with them in quantize_training.",
+        "type": "object",
+        "if": {"required": ["quantize_training"]},
+        "then": {
+            "properties": {"quantize_training": block},
+            "propertyNames": {"not": {"enum": sorted(properties.keys() - {"$schema"})}},
+        },
+        "else": block,
+        "$defs": {
+            **_schema()["$defs"],
+            "block": {
+                "type": "object",
+                "properties": properties,
+                "additionalProperties": False,
+                "not": {"required": ["quantize_algo", "quantize-algo"]},
+            },
+        },
+    }
 
 
 @functools.cache
@@ -503,47 +632,278 @@ def _schema() -> dict[str, Any]:
 
 
 @functools.cache
-def _keys() -> dict[str, _Key]:
-    """Every key by its path, in the order of a file."""
+def _keys() -> dict[str, dict[str, Any]]:
+    """The schema of every key by its path, in the order of a file."""
+    return _flat_schema(_schema())
+
+
+def _flat_schema(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     found = {}
-    for name, schema in _schema()["properties"].items():
-        part = _schema()["$defs"].get(schema.get("$ref", "").rpartition("/")[2])
-        inner = {(name, key): value for key, value in part["properties"].items()} if part else {(name,): schema}
-        for place, value in inner.items():
-            # Titles only repeat names.
-            value = {word: value[word] for word in ("description", *value) if word != "title"}
-            found[".".join(filter(None, place))] = _Key(place, value)
+    for name, value in schema["properties"].items():
+        section = schema.get("$defs", {}).get(value.get("$ref", "").rpartition("/")[2])
+        if section is None:
+            found[name] = value
+        else:
+            found |= {f"{name}.{inner}": part for inner, part in section["properties"].items()}
     return found
 
 
-@functools.cache
-def _defaults() -> dict[str, Any]:
-    return {path: schema["default"] for path, (_, schema) in _keys().items()}
+def _by_section(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Put values whose keys have a dot into sections."""
+    found: dict[str, Any] = {}
+    for path, value in flat.items():
+        head, _, name = path.rpartition(".")
+        place = found.setdefault(head, {}) if head else found
+        place[name] = value
+    return found
 
 
 def _parse(document: Any, where: str) -> MoQConfig:
     faults: list[str] = []
-    block, ignored = block_of(document, where, _keys(), faults)
-    values = flat(block, _keys(), faults)
-    arranged: dict[str, Any] = {"ignored_sections": ignored}
-    for path, value in values.items():
-        *parts, name = _keys()[path].place if path in _keys() else [path]
-        (arranged.setdefault(parts[0], {}) if parts else arranged)[name] = value
-    if "quantize_algo.q_type" in arranged:
-        arranged.pop("quantize_type", None)
-    config, wrong = None, {}
+    block, ignored = _block_of(document, where, faults)
+    values = _flatten(block, faults)
+    wrong: dict[str, str] = {}
     try:
-        config = read(_adapter(), arranged)
+        config = _read(values, ignored)
     except ValidationError as error:
-        properties = _schema()["properties"]
-        properties = properties | {"quantize_type": properties["quantize_algo.q_type"]}
-        wrong = dict(value_faults(error, _schema() | {"properties": properties}, arranged))
-    # In the order of the file.
+        wrong = _value_faults(error, _keys() | {"quantize_type": _keys()["quantize_algo.q_type"]}, values)
+        config = _read({path: value for path, value in values.items() if path not in wrong}, ignored)
     faults += [wrong[path] for path in values if path in wrong]
-    # Here it is known which values the file gives, and which are defaults.
-    faults += conflicts(values, wrong, _defaults())
-    if config is None or faults:
-        raise config_error(where, faults)
+    # A value that is not legal by itself is in no conflict.
+    faults += [text for keys, text in config.conflicts() if not wrong.keys() & set(keys.split())]
+    if faults:
+        raise _config_error(where, faults)
     if ignored:
         logger.info("not moq_hf's, left alone: %s", listed(ignored))
     return config
+
+
+def _read(values: Mapping[str, Any], ignored: tuple[str, ...]) -> MoQConfig:
+    """Make a config of values by their paths.
+
+    Raises:
+        ValidationError: One of them is not legal.
+    """
+    arranged: dict[str, Any] = {"ignored_sections": ignored}
+    for path, value in values.items():
+        head, _, name = path.rpartition(".")
+        if head in _schema()["properties"]:
+            arranged.setdefault(head, {})[name] = value
+        else:
+            arranged[path] = value
+    return _adapter().validate_python(arranged, by_alias=True, by_name=False)
+
+
+# ---- the file
+
+# They tell a DeepSpeed config from a misspelled one of moq_hf.
+_DEEPSPEED = {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "fp16",
+    "bf16",
+    "optimizer",
+    "scheduler",
+    "zero_optimization",
+    "steps_per_print",
+    "gradient_clipping",
+    "compression_training",
+}
+
+
+def _read_json(path: str | os.PathLike[str]) -> Any:
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    # ValueError: not UTF-8, or a path with a null character.
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise MoQConfigError(f"cannot read the MoQ config {os.fspath(path)}: {reason}") from error
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise MoQConfigError(f"{os.fspath(path)} is not JSON: {error.msg} at {place}") from error
+    except (RecursionError, ValueError) as error:
+        raise MoQConfigError(f"{os.fspath(path)}: {str(error) or 'nested too deeply'}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"key given twice: {listed(sorted(name for name, count in counts.items() if count > 1))}")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _block_of(document: Any, where: str, faults: list[str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Find moq_hf's keys in a document, and the names of the sections around them; `faults` takes what is wrong.
+
+    Raises:
+        MoQConfigError: There are none.
+    """
+    if not isinstance(document, Mapping):
+        raise MoQConfigError(f"{where}: must be an object of keys, got {show(document)}")
+    if "quantize_training" in document:
+        block = document["quantize_training"]
+        if not isinstance(block, Mapping):
+            raise MoQConfigError(f"{where}: quantize_training must be an object of keys, got {show(block)}")
+        ours = _heads()
+        faults += [f"{name}: belongs in quantize_training" for name in document if name in ours]
+        return block, tuple(str(name) for name in document if name not in {*ours, "quantize_training", "$schema"})
+    if any(name in _DEEPSPEED for name in document):
+        raise MoQConfigError(
+            f"{where}: a DeepSpeed config without the section quantize_training, so there is nothing to quantize"
+            + (" (compression_training is another method)" if "compression_training" in document else "")
+            + '; add "quantize_training": {"quantize_bits": {"start_bits": 12, "target_bits": 8}, ...}'
+        )
+    return document, ()
+
+
+def _heads() -> list[str]:
+    """What may stand at the top of a file: sections, and keys without one."""
+    heads = {path.partition(".")[0] for path in _keys()}
+    return sorted({*heads, "quantize_type", "quantize-algo"})
+
+
+def _flatten(block: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
+    """Give the value of each legal key by its path; `faults` takes what is not a legal key."""
+    values: dict[str, Any] = {}
+    sections = {path.partition(".")[0] for path in _keys() if "." in path}
+    for name, value in block.items():
+        section = "quantize_algo" if name == "quantize-algo" else name
+        if not isinstance(name, str):
+            faults.append(f"{show(name)}: keys must be text")
+        elif section != name and section in block:
+            faults.append("quantize_algo and quantize-algo: two spellings of one key, give one")
+        elif section not in sections:
+            if name in _heads():
+                values[name] = value
+            elif name != "$schema":
+                faults.append(_unknown_key(name, "", [*_heads(), "quantize_training"], len(faults)))
+        elif not isinstance(value, Mapping):
+            faults.append(f"{section}: {show(value)} is not an object of keys")
+        else:
+            legal = [path.partition(".")[2] for path in _keys() if path.startswith(f"{section}.")]
+            for inner, inner_value in value.items():
+                if inner in legal:
+                    values[f"{section}.{inner}"] = inner_value
+                else:
+                    faults.append(_unknown_key(str(inner), f"{section}.", legal, len(faults)))
+    if "quantize_type" in values and "quantize_algo.q_type" in values:
+        one, other = values.pop("quantize_type"), values["quantize_algo.q_type"]
+        if one != other:
+            both = f"quantize_type is {show(one)} but quantize_algo.q_type is {show(other)}"
+            faults.append(f"{both}: they mean the same, give one")
+    return values
+
+
+# ---- what is wrong, in words
+
+
+def _config_error(where: str, faults: Sequence[str]) -> MoQConfigError:
+    """Make one error of all that is wrong with a file, a mapping or the arguments of a class."""
+    if len(faults) == 1:
+        return MoQConfigError(f"{where}: {faults[0]}")
+    lines = [f"{where}: {len(faults)} things are wrong", *(f"  - {fault}" for fault in faults[:MOST_FAULTS])]
+    if len(faults) > MOST_FAULTS:
+        lines.append(f"  and {len(faults) - MOST_FAULTS} more")
+    return MoQConfigError("\n".join(lines))
+
+
+def _value_faults(
+    error: ValidationError, schemas: Mapping[str, Any], given: Mapping[str, Any], names: Sequence[str] = ()
+) -> dict[str, str]:
+    """Give a line on each wrong value by its path.
+
+    Args:
+        error: What pydantic found; a value that no kind of a key takes is found wrong by each.
+        schemas: JSON Schema of each key by its path.
+        given: The values by their paths, or by the names of arguments.
+        names: Of a class's arguments in their order.
+    """
+    faults = {}
+    for found in error.errors(include_url=False, include_input=False):
+        head, *rest = found["loc"]
+        if isinstance(head, int):
+            head = names[head]
+        path = ".".join(map(str, [head, *rest[:1]]))
+        if path not in schemas:
+            path = str(head)
+        if path in schemas:
+            faults[path] = _value_fault(path, given.get(path, given.get(str(head))), schemas[path])
+        else:
+            faults[path] = _unknown_key(path, "", names, 0)
+    return faults
+
+
+def _value_fault(path: str, value: Any, schema: Mapping[str, Any]) -> str:
+    kinds = schema.get("anyOf", [schema])
+    words = [word for kind in kinds for word in kind.get("enum") or kind.get("items", {}).get("enum", ())]
+    words += [kind["const"] for kind in kinds if "const" in kind]
+    hint = ""
+    if any(kind.get("type") == "integer" for kind in kinds):
+        if type(value) is float and value.is_integer():
+            hint = f" (write {int(value)})"
+        elif type(value) is int and value > LARGEST:
+            hint = " and below 2**63"
+    # Of a list, its first item that is no word was misspelt.
+    word = next((item for item in value if item not in words), None) if isinstance(value, (list, tuple)) else value
+    near = _nearest(word, words)
+    if near:
+        hint = f" (did you mean {json.dumps(near)}?)"
+    return f"{path}: {show(value)} is not legal; it must be {_legal(schema)}{hint}"
+
+
+def _nearest(word: Any, words: Iterable[str], cutoff: float = 0.6) -> str | None:
+    # Text that long is not a misspelt word, and comparing it takes time.
+    if not isinstance(word, str) or len(word) > 80:
+        return None
+    return next(iter(difflib.get_close_matches(word, words, 1, cutoff)), None)
+
+
+def _legal(schema: Mapping[str, Any]) -> str:
+    """Say what a JSON Schema of one key allows.
+
+    >>> _legal({"anyOf": [{"type": "integer", "title": "a whole number from 1"}, {"type": "null"}]})
+    'a whole number from 1, or null'
+    """
+    if "anyOf" in schema:
+        return ", or ".join(map(_legal, schema["anyOf"]))
+    if "enum" in schema:
+        return " or ".join(map(json.dumps, schema["enum"]))
+    if "const" in schema:
+        return json.dumps(schema["const"])
+    if "items" in schema:
+        return f"a list of {_legal(schema['items'])}"
+    if "$ref" in schema and "title" not in schema:
+        return f"a {schema['$ref'].rpartition('/')[2]}"
+    return str(schema.get("title", schema.get("type")))
+
+
+def _unknown_key(name: str, section: str, here: Sequence[str], earlier: int) -> str:
+    """Say what was probably meant by a key that does not exist.
+
+    Args:
+        name: The key.
+        section: Where it stands, with a dot; "" is the top.
+        here: What is legal there.
+        earlier: How many faults are listed already.
+    """
+    path = show_key(section + name)
+    # Which key was meant takes time to find, and is not shown after so many others, nor for a text that is no name.
+    if earlier >= MOST_FAULTS or len(name) > 80:
+        return f"{path}: unknown key"
+    # "enabled" and "verbose" stand in several places and point nowhere.
+    inner = {key.split(".")[1]: key for key in _keys() if "." in key and not key.endswith(("enabled", "verbose"))}
+    near = _nearest(name, here)
+    if near and name not in inner:
+        return f"{path}: unknown key, did you mean {section}{near}?"
+    elsewhere = _nearest(name, inner, 0.8)
+    if elsewhere:
+        return f"{path}: unknown key, did you mean {inner[elsewhere]}?"
+    return f"{path}: unknown key; legal here are {', '.join(here)}"

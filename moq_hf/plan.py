@@ -84,7 +84,7 @@ class Plan:
     def table(self) -> str:
         """A line for each block: the step of each drop, and the one at which the target is reached."""
         schedule = self.config.schedule
-        period = f"period {'auto' if schedule.period is None else f'{schedule.period:,}'}"
+        period = f"period {'auto' if schedule.period == 'auto' else f'{schedule.period:,}'}"
         last = "no deadline" if self.deadline_step is None else f"deadline at step {self.deadline_step:,}"
         bits = sorted({s.bits for block in self.blocks for s in block.switches}, reverse=True)
         rows = [["block", *(f"{b} bits" for b in bits), "at target"]]

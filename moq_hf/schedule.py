@@ -274,8 +274,8 @@ class PrecisionSchedule:
         """Steps from the offset to the first of so many drops."""
         period = self.config.schedule.period
         if self._room is None or drops == 0:
-            return period or 1
-        if period is None:
+            return 1 if period == "auto" else period
+        if period == "auto":
             return max(1, self._horizon(drops) >> (drops - 1))
         return min(period, _cap(self._room, 0, drops))
 
@@ -284,7 +284,7 @@ class PrecisionSchedule:
         following = period * 2 * factor
         if self._room is None or left == 0:
             return following
-        if self.config.schedule.period is None:
+        if self.config.schedule.period == "auto":
             ratios = drops - 1
             growth = factor * min(2**ratios, self._horizon(drops))
             following = max(period + 1, _root(growth * period**ratios, ratios))

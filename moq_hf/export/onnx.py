@@ -144,7 +144,7 @@ def _check_options(
 def _trained(state: Mapping[str, Any]) -> InputGrid | None:
     """The grid of inputs that the model was trained with."""
     config = state.get("config")
-    return None if config is None else MoQConfig.from_saved(config).activation.grid
+    return None if config is None else MoQConfig.from_dict(config).activation.grid
 
 
 def _roundings(

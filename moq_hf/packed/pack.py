@@ -206,7 +206,7 @@ def _some(names: list[str]) -> str:
 
 def _controller(shell: nn.Module, state: Mapping[str, Any]) -> MoQController:
     """The run's controller, brought to where the checkpoint was."""
-    controller = MoQController(shell, MoQConfig.from_saved(state["config"]), state["schedule"].get("total_steps"))
+    controller = MoQController(shell, MoQConfig.from_dict(state["config"]), state["schedule"].get("total_steps"))
     controller.load_state_dict(state)
     return controller
 

@@ -47,7 +47,7 @@ def _describe(folder: Path, state: dict[str, Any], layers: dict[str, StoredLayer
     unserved = str(proof.reason) if proof is not None and proof.agrees is False else None
     if state.get("by_hand") and (proof is None or not proof.agrees):
         unserved = "no save_pretrained wrote it; load_state_dict takes its weights"
-    trained = None if state["config"] is None else MoQConfig.from_saved(state["config"])
+    trained = None if state["config"] is None else MoQConfig.from_dict(state["config"])
     dtype = str(config.get("dtype").value or "float32")
     return Description(
         architecture="" if architectures.is_null else architectures.items()[0].text(),

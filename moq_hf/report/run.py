@@ -191,7 +191,7 @@ def _packed_run(
 
 def _config(entry: Entry) -> MoQConfig:
     try:
-        return MoQConfig.from_saved({name: value.value for name, value in entry.mapping().items()})
+        return MoQConfig.from_dict({name: value.value for name, value in entry.mapping().items()})
     except MoQConfigError as error:
         raise MoQError(f"{entry.where}: {entry.key}: {error}") from error
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..budget import Option, choose
 from ..config import MoQConfig
-from ..config_budget import BitBudget
+from ..config import BitBudget
 from ..errors import MoQError
 from ..model.file_size import FileSize
 from ..reading import Entry

@@ -330,7 +330,7 @@ class MoQController:
         """
         check_state(state)
         # A checkpoint of an earlier version lacks the keys that came later: they had their defaults.
-        changed = changes(MoQConfig.from_saved(state["config"]), self.config)
+        changed = changes(MoQConfig.from_dict(state["config"]), self.config)
         load_schedule(self.schedule, state, changed)
         self.history = [Switch(*switch) for switch in state["history"]]
         saved = Entry(state.get("choice"), "the checkpoint's MoQ state is damaged", "choice")

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config_budget import Measure
+from ..config import Measure
 from ..grid import Grid
 from ..kernels.backend import choose
 from ..processes import device_of, is_sharded, memory_of

@@ -70,7 +70,7 @@ def _check_state(state: Entry) -> None:
             f"moq_hf {__version__}, which reads versions up to {STATE_VERSION}: install that moq_hf or a newer one"
         )
     try:
-        config = MoQConfig.from_saved({name: entry.value for name, entry in state["config"].mapping().items()})
+        config = MoQConfig.from_dict({name: entry.value for name, entry in state["config"].mapping().items()})
     except MoQConfigError as error:
         raise MoQError(f"{state.where}: {state['config'].key}: {error}") from error
     schedule = state["schedule"]
@@ -150,7 +150,7 @@ def planned_steps(config: MoQConfig, state: Mapping[str, Any], total_steps: int)
         state: As from `MoQController.state_dict`, checked.
         total_steps: Optimizer steps of the run that goes on.
     """
-    changed = changes(MoQConfig.from_saved(state["config"]), config)
+    changed = changes(MoQConfig.from_dict(state["config"]), config)
     if not config.schedule.depends_on_length or _is_replayed(state, changed):
         return total_steps
     planned: int = state["schedule"]["total_steps"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import EigenvalueConfig
-from ..config_budget import Measure
+from ..config import Measure
 from ..eigen import Eigenvalue, block_eigenvalues, check_second_derivative
 from ..errors import MoQError
 from ..model.convert import quant_layers

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from moq_hf import MoQConfig, MoQError, MoQTrainer, PrecisionSchedule, last_checkpoint, plan, verify_quantized
-from moq_hf.config_budget import BitBudget
+from moq_hf.config import BitBudget
 from moq_hf.model.file_size import FileSize
 from moq_hf.model.inventory import Inventory
 from moq_hf.report.page import write_report
@@ -270,7 +270,7 @@ def test_an_impossible_file_says_what_is_possible(tiny_bert: Any) -> None:
 
 
 def test_a_file_whose_codes_are_all_alike_is_refused(tiny_bert: Any) -> None:
-    settings = MoQConfig(start_bits=8, target_bits=BitBudget(file_mb=0.05), symmetric=False)
+    settings = MoQConfig(start_bits=8, target_bits=BitBudget(file_mb=0.05), q_type="asymmetric")
     with pytest.raises(MoQError, match=r"file_mb: asymmetric codes .* all as wide as the widest.*; give mean instead"):
         MoQController(tiny_bert, settings, 200)
 
