@@ -679,7 +679,7 @@ def test_the_command_that_renews_the_table(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_misspelled_argument_is_named() -> None:
-    with pytest.raises(MoQConfigError, match="MoQConfig: target_bit: unknown key, did you mean target_bits?"):
+    with pytest.raises(MoQConfigError, match="MoQConfig: target_bit: unknown key, did you mean target_bits"):
         MoQConfig(target_bit=4)  # type: ignore[call-arg]
 
 

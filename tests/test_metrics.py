@@ -1,17 +1,15 @@
 """What in a log is a metric, in the card as in the report."""
 
-import shutil
 from pathlib import Path
 
 import pytest
-from repo import GOLDEN
+from packed_bert import SHAPE, checkpoint, config_of
+from transformers import BertConfig, BertForSequenceClassification
 
 from moq_hf.metrics import is_metric, metrics_in
 from moq_hf.packed.card import write_card
-from moq_hf.packed.state import record_metrics
+from moq_hf.packed.state import read_state, record_metrics, write_state
 from moq_hf.report.run import read_run
-
-PACKED = GOLDEN / "packed_0_1"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +45,8 @@ def test_values_are_finite_numbers() -> None:
 
 def test_card_and_report_have_the_same(tmp_path: Path) -> None:
     folder = tmp_path / "quantized"
-    shutil.copytree(PACKED, folder)
+    checkpoint(folder, BertForSequenceClassification(BertConfig(**SHAPE)), config_of())
+    write_state(folder, {**read_state(folder), "step": 4})
     record_metrics(folder, {"eval_lead_time": 2.5, "eval_f1": 0.75, "eval_model_preparation_time": 0.125})
     card = write_card(folder, picture=False).read_text(encoding="utf-8")
     assert "| lead_time |  | 2.5000 |  |" in card and "preparation" not in card

@@ -6,8 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from ..budget import Option, choose
-from ..config import MoQConfig
-from ..config import BitBudget
+from ..config import BitBudget, MoQConfig
 from ..errors import MoQError
 from ..model.file_size import FileSize
 from ..reading import Entry

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..config import EigenvalueConfig
-from ..config import Measure
+from ..config import EigenvalueConfig, Measure
 from ..eigen import Eigenvalue, block_eigenvalues, check_second_derivative
 from ..errors import MoQError
 from ..model.convert import quant_layers

@@ -18,15 +18,13 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 
-from moq_hf import MoQCallback, MoQConfig, dequantize_model, quantize_model
+from moq_hf import MoQCallback, dequantize_model, quantize_model
 from moq_hf import quantizer as q
 from moq_hf.grid import Grid, PerChannel
-from moq_hf.layer_state import LayerState
 from moq_hf.model import staleness
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.staleness import lead_copies
 from moq_hf.quant_linear import FLOAT_BITS, QuantLayer
-from moq_hf.quantizer import Draw
 
 CONFIG: dict[str, Any] = {"quantize_bits": {"start_bits": 3, "target_bits": 3}, "quantize_groups": "per_channel"}
 STEPWISE: dict[str, Any] = {
@@ -528,22 +526,3 @@ def test_a_model_may_be_quantized_and_made_plain_in_an_optimizer_s_own_hook() ->
         for handle in handles:
             handle.remove()
     assert steps == 4 and type(model[0]) is nn.Linear
-
-
-def test_a_layer_that_0_1_0_pickled_computes_as_it_did() -> None:
-    model = net()
-    layer = model[0]
-    wanted, state = layer.quantized_weight().detach(), layer.moq.__getstate__()
-    grid, draw, kernel = state.pop("grid"), state.pop("draw"), state.pop("kernel")
-    assert kernel is None
-    options = {"groups": "per_channel", "group_size": None, "symmetric": True, "rounding": "nearest"}
-    config = MoQConfig.from_dict({**ABSMAX, "quantize_groups": "per_channel"})
-    old = {**state, "options": {**options, "seed": 0, "layer": 0}, "step": 7, "plain": False, "config": config}
-    made = LayerState.__new__(LayerState)
-    made.__setstate__(old)
-    assert made.grid == config.grid and made.draw == Draw(0, 0, 7) and made.kernel is None
-    layer.moq = made
-    layer.forget()
-    expected = q.fake_quantize(weight_of(layer).detach(), made.bits, config.grid, ratio=made.ratio)
-    assert torch.equal(layer.quantized_weight(), expected)
-    assert torch.equal(expected, wanted) == (grid == config.grid) and draw == Draw()

@@ -13,12 +13,9 @@ from typing import Any
 import pytest
 import torch
 from by_hand import WRONG, places
-from repo import GOLDEN
 from safetensors.torch import load_file
 from tiny_runs import (
-    BLEND,
     CONFIG,
-    STOCHASTIC,
     Stop,
     arguments,
     assert_same,
@@ -46,7 +43,6 @@ from moq_hf.training.controller import MoQController
 from moq_hf.training.resume import STATE_VERSION, changes, load_schedule, what_counts
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
-OLD = GOLDEN / "checkpoint_0_1_0.json"
 
 
 @pytest.fixture(scope="module")
@@ -255,30 +251,6 @@ def put(folder: Path, step: int, entry: dict[str, Any] | None) -> Path:
         state["stateful_callbacks"]["MoQCallback"] = entry
     path.write_text(json.dumps(state), encoding="utf-8")
     return folder
-
-
-@pytest.mark.parametrize(
-    "case, config, restore",
-    [
-        ("nearest-moq-1", CONFIG, True),
-        ("nearest-stock-7", CONFIG, False),
-        ("stochastic-moq-7", STOCHASTIC, False),
-        ("blend-stock-7", BLEND, False),
-    ],
-)
-def test_a_checkpoint_of_0_1_0_resumes(case: str, config: Any, restore: bool, run: Path, tmp_path: Path) -> None:
-    """Its entries are as 0.1.0 wrote them in the same run, under the same transformers."""
-    step = int(case[-1])
-    whole = part(run, tmp_path / "whole", 16)
-    if config != CONFIG:
-        stock(whole, config, **{**SAVING, "save_steps": 7}).train()
-    folder = put(
-        part(run if config == CONFIG else whole, tmp_path / "old", step), step, json.loads(OLD.read_text())[case]
-    )
-    resumed = stock(tmp_path / "resumed", config, restore_callback_states_from_checkpoint=restore)
-    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
-    assert_same(final(whole), weights(resumed))
-    assert trainer_state(resumed) == saved(whole, 16)["attributes"]["saved"]
 
 
 def saved(run: Path, step: int) -> dict[str, Any]:
