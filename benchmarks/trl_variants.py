@@ -1,6 +1,5 @@
 """TRL's trainers with `MoQCallback`, each in its own way: does it train, reach 4 bits, and load as it was?
 
-    pip install -r benchmarks/trl-requirements.txt
     python benchmarks/trl_variants.py
 
 Model, tokenizer and dialogues are those of `examples/sft`. A variant trains for 40 optimizer steps, 8 bits falling to 4

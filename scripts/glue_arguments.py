@@ -238,10 +238,11 @@ def _from_json(parser: Any, values: Mapping[str, Any], hints: Mapping[str, Any],
 
 
 def _check_packages() -> list[str]:
-    needed = {"moq_hf": "-e . in the root of its repository", "datasets": "datasets", "evaluate": "evaluate"}
-    needed |= {"sklearn": "scikit-learn", "scipy": "scipy"}
+    needed = ("moq_hf", "datasets", "evaluate", "sklearn", "scipy")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    return [f"this script needs {name}: pip install {needed[name]}" for name in missing]
+    if not missing:
+        return []
+    return [f"this script needs {', '.join(missing)}: pip install -e '.[glue]' in the root of its repository"]
 
 
 def _check_reporters(reporters: list[str]) -> None:

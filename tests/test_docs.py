@@ -69,16 +69,17 @@ RUN_BY = {
     "make gpu GPU=--small": "test_make_gpu",
     "pip install .": "test_pip_install",
     "python -m moq_hf.cli inspect runs/packed": "test_python_blocks",
-    "pip install 'moq_hf[onnx]'": "test_the_onnx_extra",
-    "pip install 'moq_hf[gguf]'": "test_the_gguf_extra",
-    "pip install 'moq_hf[openvino]'": "test_the_openvino_extra",
+    "pip install 'moq_hf[onnx]'": "test_the_extras",
+    "pip install 'moq_hf[gguf]'": "test_the_extras",
+    "pip install 'moq_hf[openvino]'": "test_the_extras",
     PACK: "test_pack_command",
     EXPORT: "test_python_blocks",
     FLOATS: "test_gguf_commands",
     CONVERT: "test_gguf_commands",
     GGUF: "test_gguf_commands",
     BENCH: "test_bench_command",
-    "pip install -r benchmarks/trl-requirements.txt": "test_the_requirements_of_trl",
+    "pip install '.[glue]'": "test_the_extras",
+    "pip install . trl datasets": "test_the_extras",
     "python examples/sft/train.py --output_dir runs/sft": "test_the_sft_example",
     "python examples/sft/generate.py runs/sft/quantized": "test_the_sft_example",
     "python examples/sft/generate_vllm.py runs/sft/quantized": "test_the_sft_example",
@@ -257,24 +258,13 @@ def test_pip_install(tmp_path: Path) -> None:
     assert installed == {path.name for path in (source / "moq_hf").iterdir()}
 
 
-def test_the_onnx_extra() -> None:
-    assert re.search(r"^onnx =\n    onnx>", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
-
-
-def test_the_openvino_extra() -> None:
-    """It brings what the export needs too."""
-    extras = configparser.ConfigParser()
-    extras.read(ROOT / "setup.cfg")
-    onnx, both = (extras["options.extras_require"][name].split() for name in ("onnx", "openvino"))
-    assert set(both) - set(onnx) == {"openvino>=2025"} and set(onnx) < set(both)
-
-
-def test_the_requirements_of_trl() -> None:
-    """What this environment has too, it has in the same version."""
-    lines = (ROOT / "benchmarks" / "trl-requirements.txt").read_text(encoding="utf-8").splitlines()
-    pins = {line for line in lines if not line.startswith("#")}
-    ours = set((ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines())
-    assert {pin.split("==")[0] for pin in pins - ours} == {"trl"} and len(pins & ours) > 5
+def test_the_extras() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = {name: value.split() for name, value in setup["options.extras_require"].items()}
+    assert {"datasets>=4", "evaluate>=0.4.6"} <= set(extras["glue"]) and extras["openvino"][0] == "moq_hf[onnx]"
+    assert extras["onnx"][0].startswith("onnx>") and extras["gguf"][0].startswith("gguf>")
+    assert "trl>=1.16" in extras["dev"]
 
 
 @pytest.mark.slow
@@ -288,10 +278,6 @@ def test_the_sft_example(checkout: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "packed, " in done.stdout and "delivered = evaluated" in done.stdout
     assert "GGUF: left out" in done.stdout and "of 48 answers are right; moq_hf is imported: False" in done.stdout
-
-
-def test_the_gguf_extra() -> None:
-    assert re.search(r"^gguf =\n    gguf>", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
 
 
 def test_gguf_commands(tmp_path: Path) -> None:

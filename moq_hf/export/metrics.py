@@ -30,7 +30,7 @@ def metrics_of(outputs: Sequence[Tensor], labels: Sequence[float], task: str | N
         task: GLUE's name; None is accuracy, or correlations for scores.
 
     Raises:
-        MoQError: The labels or the task do not fit the number of outputs.
+        MoQError: The labels or the task do not fit the number of outputs; scipy or scikit-learn is missing.
 
     >>> metrics_of([torch.tensor([[2.0, 1.0], [0.0, 3.0]])], [0, 0], "sst2")
     {'accuracy': 0.5}
@@ -39,8 +39,11 @@ def metrics_of(outputs: Sequence[Tensor], labels: Sequence[float], task: str | N
     classes = logits.shape[1]
     wanted = TASKS[task] if task is not None else TASKS["stsb" if classes == 1 else "sst2"]
     _check(labels, classes, wanted, task)
-    from scipy.stats import pearsonr, spearmanr
-    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+    try:
+        from scipy.stats import pearsonr, spearmanr
+        from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+    except ImportError as error:
+        raise MoQError(f"{error.name} is not installed: pip install 'moq_hf[glue]'") from None
 
     predicted = logits[:, 0] if classes == 1 else logits.argmax(1)
     functions: dict[str, Any] = {

@@ -1,5 +1,6 @@
 """Wrong command lines, argument files and data: one readable error, exit status 2, nothing loaded or written."""
 
+import importlib.util
 import json
 import os
 import re
@@ -359,6 +360,15 @@ def test_bugs_keep_their_traceback(
     monkeypatch.setattr(tiny_glue.run_glue_moq, "load_splits", broken)
     with pytest.raises(ZeroDivisionError):
         main(words_of(arguments))
+
+
+def test_libraries_that_are_missing_are_named_with_their_extra(
+    arguments: dict[str, object], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "datasets" else found(name))
+    assert main(words_of(arguments)) == 2
+    assert "this script needs datasets: pip install -e '.[glue]'" in told(capsys)
 
 
 def test_what_replaces_an_argument_exists() -> None:
