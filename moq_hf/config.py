@@ -29,6 +29,7 @@ from pydantic.dataclasses import dataclass
 
 from .errors import MOST_FAULTS, MoQConfigError, listed, show, show_key
 from .grid import Grid, Grouping, InputGrid, InputScale, PerChannel, PerGroup, RowBlocks, ScaleDtype, Search
+from .text import markdown_table
 
 logger = logging.getLogger(__name__)
 
@@ -577,10 +578,10 @@ def served_scale_dtype(serve: Iterable[ServerName], model_dtype: str) -> ScaleDt
 def key_table() -> str:
     """The keys as a Markdown table, for the documentation."""
     rows = [
-        f"| `{path}` | {_legal(schema)} | `{json.dumps(schema['default'])}` | {schema['description']} |"
+        [f"`{path}`", _legal(schema), f"`{json.dumps(schema['default'])}`", schema["description"]]
         for path, schema in _keys().items()
     ]
-    return "\n".join(["| key | legal | default | meaning |", "| --- | --- | --- | --- |", *rows])
+    return markdown_table([["key", "legal", "default", "meaning"], *rows])
 
 
 def json_schema() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..metrics import metrics_in
 from ..schedule import FLOAT_BITS
+from ..text import markdown_table
 from .state import StoredLayer
 from .verification import Verification
 from .verify import verify_quantized
@@ -194,32 +195,32 @@ def _results(metrics: Mapping[str, float], before: Mapping[str, float]) -> str:
     if not metrics:
         return ""
     rows = [
-        f"| {metric} | {before[metric]:.4f} | {value:.4f} | {value - before[metric]:+.4f} |"
+        [metric, f"{before[metric]:.4f}", f"{value:.4f}", f"{value - before[metric]:+.4f}"]
         if metric in before
-        else f"| {metric} |  | {value:.4f} |  |"
+        else [metric, "", f"{value:.4f}", ""]
         for metric, value in metrics.items()
     ]
-    head = ["| metric | float | quantized | difference |", "| --- | --- | --- | --- |"]
+    head = ["metric", "float", "quantized", "difference"]
     note = "" if before else "\n\nNo float model was trained beside this one."
-    return "\n".join(["## Evaluation", "", *head, *rows]) + note
+    return "## Evaluation\n\n" + markdown_table([head, *rows]) + note
 
 
 def _sizes(found: Verification) -> str:
     after, before = found.quantized_bytes
-    return "\n".join(
+    table = markdown_table(
         [
-            "## Size",
-            "",
-            "| | float | packed | ratio |",
-            "| --- | --- | --- | --- |",
-            f"| {len(found.layers)} quantized layers | {_mb(before)} | {_mb(after)} | {after / before:.3f} |",
-            f"| all weights | {_mb(found.float_bytes)} | {_mb(found.file_bytes)} "
-            f"| {found.file_bytes / found.float_bytes:.3f} |",
-            "",
-            f"Quantized: {found.coverage()}; mean {found.mean_bits:.2f} bits over the whole model.",
-            *_shared(found.layers),
+            ["", "float", "packed", "ratio"],
+            [f"{len(found.layers)} quantized layers", _mb(before), _mb(after), f"{after / before:.3f}"],
+            [
+                "all weights",
+                _mb(found.float_bytes),
+                _mb(found.file_bytes),
+                f"{found.file_bytes / found.float_bytes:.3f}",
+            ],
         ]
     )
+    coverage = f"Quantized: {found.coverage()}; mean {found.mean_bits:.2f} bits over the whole model."
+    return "\n".join(["## Size", "", table, "", coverage, *_shared(found.layers)])
 
 
 def _shared(layers: Mapping[str, StoredLayer]) -> list[str]:
@@ -233,11 +234,16 @@ def _shared(layers: Mapping[str, StoredLayer]) -> list[str]:
 
 def _bits(layers: Mapping[str, StoredLayer], picture: bool) -> str:
     rows = [
-        f"| {name} | {'float' if layer.bits == FLOAT_BITS else layer.bits} | {layer.stored} | {layer.bytes:,} "
-        f"| {layer.bytes_before:,} |"
+        [
+            name,
+            "float" if layer.bits == FLOAT_BITS else layer.bits,
+            layer.stored,
+            f"{layer.bytes:,}",
+            f"{layer.bytes_before:,}",
+        ]
         for name, layer in layers.items()
     ]
-    head = ["| layer | bits | stored | bytes | before |", "| --- | --- | --- | --- | --- |"]
+    head = ["layer", "bits", "stored", "bytes", "before"]
     return "\n".join(
         [
             "## Bits per layer",
@@ -245,8 +251,7 @@ def _bits(layers: Mapping[str, StoredLayer], picture: bool) -> str:
             *([f"![Bits of each layer]({PICTURE})", ""] if picture else []),
             "<details><summary>The table</summary>",
             "",
-            *head,
-            *rows,
+            markdown_table([head, *rows]),
             "",
             "</details>",
         ]

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..model.sizes import covered
 from ..schedule import FLOAT_BITS
+from ..text import table
 from .load_check import Proof
 from .state import StoredLayer
 
@@ -45,17 +46,10 @@ class Verification:
             )
             for name, layer in self.layers.items()
         ]
-        widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column in (0, 3) else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in [head, *rows]
-        ]
         after, before = self.quantized_bytes
         weights = sum(math.prod(layer.shape) for layer in self.layers.values())
-        lines += [
+        lines = [
+            table([head, *rows], left=(0, 3)),
             "",
             f"{len(self.layers)} quantized layers: {after:,} bytes, {before:,} before ({after / before:.3f}); "
             f"{8 * after / weights:.3f} bits a weight",

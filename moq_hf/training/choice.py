@@ -10,6 +10,7 @@ from ..config import BitBudget, MoQConfig
 from ..errors import MoQError
 from ..model.file_size import FileSize
 from ..reading import Entry
+from ..text import table
 from .measures import Costs
 
 # What a choice may fall short of its budget without a warning.
@@ -101,14 +102,8 @@ class Choice:
 
     def table(self) -> str:
         """The rows, and what they are of."""
-        rows = self.rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join([name.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))])
-            for name, *cells in rows
-        ]
         head = f"bits of {len(self.blocks)} blocks, chosen after step {self.step:,} by the measure {self.measure!r}:"
-        return "\n".join([head, *lines, self.outcome()])
+        return "\n".join([head, table(self.rows()), self.outcome()])
 
     def warning(self) -> str | None:
         """What to say if the budget is not used to 1 %."""
