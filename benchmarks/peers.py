@@ -155,7 +155,7 @@ def stepper(args: argparse.Namespace, name: str) -> Callable[[Batch], tuple[floa
     arm = ARMS[name].make(new_model(args.model_name_or_path, 0), 1000)
     dtype = torch.bfloat16 if args.time_dtype == "bfloat16" else None
     if isinstance(arm, MoQ):
-        arm.controller.begin(1000, dtype)
+        arm.controller.begin(arm.controller.inventory, 1000, dtype)
         while not arm.controller.has_arrived:
             arm.after_step()
     optimizer = new_optimizer(arm.model, 1e-5)

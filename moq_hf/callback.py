@@ -235,7 +235,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         """The controller of this run, at its beginning: the one from before, if the model is still the same."""
         controller = self.controller
         is_prepared = controller is not None and controller.schedule.steps == 0
-        inventory = take_inventory(model, self.config, None if controller is None else controller.inventory)
+        inventory = take_inventory(model, self.config)
         if resumed is None and not is_prepared and is_quantized(inventory.modules.values()):
             logger.warning(
                 "moq_hf: the model was quantized before this run, which begins its schedule anew, from float"
@@ -245,8 +245,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             length = state.max_steps - state.global_step
         else:
             length = planned_steps(self.config, resumed, state.max_steps)
-        if controller is not None and controller.inventory is inventory:
-            controller.begin(length, _dtype(args))
+        if controller is not None and controller.model is inventory.model:
+            controller.begin(inventory, length, _dtype(args))
         else:
             self.controller = controller = MoQController(inventory, self.config, length, _dtype(args))
         return controller

@@ -207,7 +207,3 @@ def test_wrappers_of_activation_checkpointing_change_no_name() -> None:
     assert set(inventory.modules) == set(dict(named_modules(wrapped))) == set(dict(plain.named_modules()))
     assert [name for name, _ in inventory.parameters()] == [name for name, _ in plain.named_parameters()]
     assert list(named_modules(wrapped))[-1][1] is wrapped.classifier
-    # Wrapped after it was taken: the modules inside are the same.
-    before = Inventory.of(plain)
-    plain.bert.encoder.layer[0] = checkpoint_wrapper(plain.bert.encoder.layer[0])
-    assert before.describes(plain)

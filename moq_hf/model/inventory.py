@@ -61,18 +61,9 @@ class Inventory:
         """What is in a model, or in what a Trainer shows around it; see `unwrapped`."""
         model = unwrapped(model)
         named = tuple(named_modules(model, every=True))
-        modules: dict[str, nn.Module] = {}
-        seen = set[int]()
-        for name, module in named:
-            if id(module) not in seen:
-                seen.add(id(module))
-                modules[name] = module
+        # Of a module and what activation checkpointing puts around it, which have one name, the module.
+        modules = dict(named_modules(model))
         return cls(model, named, modules, tuple(adapters_among(modules.items())))
-
-    def describes(self, model: nn.Module) -> bool:
-        """Whether this is the inventory of `model` as it is now: the same modules in the same places."""
-        # By name: what activation checkpointing puts around a module has the same one, and stands before it.
-        return self.model is model and dict(self.named) == dict(named_modules(model, every=True))
 
     @cached_property
     def linears(self) -> dict[str, nn.Linear | Conv1D]:
@@ -97,7 +88,7 @@ class Inventory:
 
     def heads_among(self, layers: Iterable[str]) -> list[str]:
         """Which of some layers, by their names, are output heads."""
-        return _output_heads(self.model, self.named, list(layers))
+        return _output_heads(self.model, list(layers))
 
     @cached_property
     def lists(self) -> dict[str, nn.ModuleList]:
@@ -121,19 +112,15 @@ class Inventory:
 
     def shared(self, layers: Collection[str]) -> list[str]:
         """One line for each of the layers whose weight is also that of something that is none of them."""
-        names: dict[int, list[str]] = {}
         parameters = dict(self.parameters())
-        for name, parameter in parameters.items():
-            names.setdefault(id(parameter), []).append(name)
         # Experts are called as their parameter.
-        owned = {layer: layer if layer in parameters else f"{layer}.weight" for layer in layers}
-        among = set(owned.values())
-        found = []
-        for own in owned.values():
-            others = [name for name in names[id(parameters[own])] if name not in among]
-            if others:
-                found.append(f"{own} is also {', '.join(others)}")
-        return found
+        own = [layer if layer in parameters else f"{layer}.weight" for layer in layers]
+        others: dict[int, list[str]] = {}
+        for name, parameter in parameters.items():
+            if name not in own:
+                others.setdefault(id(parameter), []).append(name)
+        shared = [name for name in own if id(parameters[name]) in others]
+        return [f"{name} is also {', '.join(others[id(parameters[name])])}" for name in shared]
 
     def block_of(self, layer: str, measured: Iterable[str] = ()) -> str:
         """The block of a layer.
@@ -263,19 +250,21 @@ def _has_weights(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _output_heads(model: nn.Module, named: Sequence[tuple[str, nn.Module]], names: list[str]) -> list[str]:
+def _output_heads(model: nn.Module, names: list[str]) -> list[str]:
     """Which of the linear layers `names` are output heads of the model.
 
     For a transformers model with a base model: whatever lies outside of it. Otherwise the output embeddings; failing
-    those, of a module made of transformers models (T5's two stacks, a body in a module of one's own) their heads and
+    those, of a module made of transformers models (T5's two stacks, a body in a custom module) their heads and
     whatever lies outside of them; of any other module the last linear layer.
     """
+    named = list(named_modules(model, every=True))
     inner = without_peft(model)
     if inner is not model:
-        return _heads_below(next(name for name, module in named if module is inner), inner, named, names)
-    prefix = getattr(model, "base_model_prefix", "")
+        path = next(name for name, module in named if module is inner)
+        return _heads_below(path, inner, names)
+    prefix = getattr(model, "base_model_prefix", None)
     if prefix and isinstance(getattr(model, prefix, None), nn.Module):
-        return [name for name in names if not name.startswith(prefix + ".")]
+        return [name for name in names if not is_below(name, prefix)]
     get = getattr(model, "get_output_embeddings", None)
     output = get() if callable(get) else None
     if output is not None:
@@ -286,17 +275,14 @@ def _output_heads(model: nn.Module, named: Sequence[tuple[str, nn.Module]], name
         if path and hasattr(module, "base_model_prefix") and not any(is_below(path, part) for part in parts):
             parts[path] = module
     if parts:
-        body = set[str]()
-        for path, part in parts.items():
-            inside = {name for name in names if name.startswith(f"{path}.")}
-            body |= inside - set(_heads_below(path, part, named, names))
-        return [name for name in names if name not in body]
-    is_base_model = hasattr(model, "base_model_prefix")
+        inside = {name for name in names if any(is_below(name, path) for path in parts)}
+        heads = [head for path, part in parts.items() for head in _heads_below(path, part, names)]
+        return [name for name in names if name in heads or name not in inside]
+    is_base_model = prefix is not None
     return [] if is_base_model or len(names) == 1 else names[-1:]
 
 
-def _heads_below(path: str, part: nn.Module, named: Sequence[tuple[str, nn.Module]], names: list[str]) -> list[str]:
+def _heads_below(path: str, part: nn.Module, names: list[str]) -> list[str]:
     """The output heads of a part of a model, by their names in the model."""
-    inside = [(name[len(path) + 1 :], module) for name, module in named if is_below(name, path)]
-    below = [name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}.")]
-    return [f"{path}.{head}" for head in _output_heads(part, inside, below)]
+    below = [name.removeprefix(f"{path}.") for name in names if is_below(name, path)]
+    return [f"{path}.{head}" for head in _output_heads(part, below)]

@@ -1,7 +1,8 @@
 """Which layers of a model a config quantizes, and what stands in the way: output heads, adapters, shared weights."""
 
 import fnmatch
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,30 +12,28 @@ from transformers.pytorch_utils import Conv1D
 from ..config import MoQConfig
 from ..errors import MoQError
 from ..grid import Grid, PerChannel, RowBlocks
-from ..names import is_below, plain_name, unwrapped
-from ..processes import check_supported, shape_of
+from ..names import is_below
+from ..processes import check_supported
 from ..quant_experts import experts_parameters, matrix_of
 from ..serving.planned import check_served
 from ..transformers_seams import ADAPTED, has_dora
-from .inventory import Inventory, Layer, is_convolution, is_linear, is_packed, misfit
+from .inventory import Inventory, Layer, is_convolution, is_packed, misfit
 
 # How embedding tables are quantized, whatever the config says of the linear layers.
 _ROWS = Grid(PerChannel(), search="absmax")
 
 
-def take_inventory(model: Any, config: MoQConfig, known: Inventory | None = None) -> Inventory:
+def take_inventory(model: Any, config: MoQConfig) -> Inventory:
     """What is in a model, with the layers that a config quantizes: none where it is not enabled.
 
     Args:
         model: A module, or what a Trainer shows around it.
         config: What to look for.
-        known: One that was taken before with this config: given back if it would be the same now.
 
     Raises:
         MoQError: What `quantize_model` raises, but for NaN and Inf; a server in `serve` cannot take what is chosen.
     """
-    model = unwrapped(model)
-    found = known if known is not None and known.describes(model) else Inventory.of(model)
+    found = Inventory.of(model)
     if not config.enabled:
         return found
     if is_packed(found.model):
@@ -42,57 +41,69 @@ def take_inventory(model: Any, config: MoQConfig, known: Inventory | None = None
             "the model comes from a packed checkpoint: call moq_hf.dequantize_model(model) before training it"
         )
     check_supported([module for _, module in found.named], [parameter for _, parameter in found.parameters()])
-    # Afresh for a known one too: the same modules may have other weights, sizes or settings by now.
-    layers, embeddings = select_layers(found, config), select_embeddings(found, config)
     experts = select_experts(found, config)
+    layers, left_out = select_layers(found, config, bool(experts))
+    embeddings = select_embeddings(found, config)
     tied = select_tied(found, {**embeddings, **layers}, config)
-    layers = {name: layer for name, layer in layers.items() if name not in tied}
-    embeddings = {name: table for name, table in embeddings.items() if name not in tied}
-    left_out = _left_out(found, {*layers, *tied}, config)
-    chosen = {"layers": layers, "experts": experts, "embeddings": embeddings, "tied": tied, "left_out": left_out}
-    if any(getattr(found, key) != value for key, value in chosen.items()):
-        found = replace(found, layers=layers, experts=experts, embeddings=embeddings, tied=tied, left_out=left_out)
+    found = replace(
+        found,
+        layers={name: layer for name, layer in layers.items() if name not in tied},
+        experts=experts,
+        embeddings={name: table for name, table in embeddings.items() if name not in tied},
+        tied=tied,
+        left_out={name: reason for name, reason in left_out.items() if name not in tied},
+    )
     check_served(found, config)
     return found
 
 
-def select_layers(inventory: Inventory, config: MoQConfig) -> dict[str, Layer]:
-    """The linear layers, and convolutions, that the config quantizes, by name; without those that `_reason` names.
+def select_layers(
+    inventory: Inventory, config: MoQConfig, has_experts: bool = False
+) -> tuple[dict[str, Layer], dict[str, str | None]]:
+    """The linear layers, and convolutions, that the config quantizes, by name, and those that it leaves in float.
+
+    Args:
+        inventory: Of the model.
+        config: What was asked for.
+        has_experts: Whether there is something to quantize without these layers.
+
+    Returns:
+        Name to layer, and name to why it stays in float: None where the config or its place in the model says so.
+        Embedding tables that cannot be quantized are among the second ones.
 
     Raises:
         MoQError: There is none and no experts either, a pattern in `modules_to_not_convert` matches nothing, a weight
             is not floating point, groups do not divide it, or DoRA adapts it.
     """
-    every, what = _candidates(inventory, config), "linear layer"
-    if config.quantize_convolutions:
-        what = "linear layer or convolution"
-        if not inventory.convolutions:
-            raise MoQError("quantize_convolutions: the model has no convolution; leave the key out")
-    proposal = _proposal(inventory, config)
-    # Then nothing must be left.
-    has_others = bool(select_experts(inventory, config))
-    if not every and not has_others:
-        leaves = {type(module).__name__ for module in inventory.modules.values() if not list(module.children())}
-        raise MoQError(
-            f"the model has no {what} to quantize; its layers are {', '.join(sorted(leaves)) or 'none'}{proposal}"
-        )
-    left_out = _kept_by(inventory, config)
-    chosen = {name: layer for name, layer in every.items() if name not in left_out}
-    if not chosen and not has_others:
-        reason = "modules_to_not_convert names" if config.modules_to_not_convert is not None else "output heads are"
-        raise MoQError(f"no {what} is left to quantize: {reason} all of them ({', '.join(every)}){proposal}")
-    _check_weights(chosen)
+    every = _candidates(inventory, config)
+    what = "linear layer or convolution" if config.quantize_convolutions else "linear layer"
+    if config.quantize_convolutions and not inventory.convolutions:
+        raise MoQError("quantize_convolutions: the model has no convolution; leave the key out")
+    kept = _kept_by(inventory, config)
+    asked = {name: layer for name, layer in every.items() if name not in kept}
+    _check_weights(asked)
     routers = _routers(inventory)
-    misfits = {name: _reason(name, layer, routers) for name, layer in chosen.items()}
-    chosen = {name: layer for name, layer in chosen.items() if misfits[name] is None}
-    if not chosen and not has_others:
-        listed = ", ".join(f"{name} has {why}" for name, why in misfits.items())
+    reasons = {name: "routes to experts" if name in routers else misfit(layer) for name, layer in every.items()}
+    chosen = {name: layer for name, layer in asked.items() if reasons[name] is None}
+    if not chosen and not has_experts:
+        proposal = ""
+        if not config.quantize_convolutions and any(misfit(m) is None for m in inventory.convolutions.values()):
+            proposal = "; quantize_convolutions: true would quantize convolutions"
+        if not every:
+            leaves = {type(module).__name__ for module in inventory.modules.values() if not list(module.children())}
+            listed = ", ".join(sorted(leaves)) or "none"
+            raise MoQError(f"the model has no {what} to quantize; its layers are {listed}{proposal}")
+        place = "is an output head" if config.modules_to_not_convert is None else "is in modules_to_not_convert"
+        listed = ", ".join(f"{name} has {reasons[name]}" if name in asked else f"{name} {place}" for name in every)
         raise MoQError(f"no {what} is left to quantize: {listed}{proposal}")
-    own = {name: layer for name, layer in chosen.items() if grid_of(layer, config).grouping == config.grouping}
-    convolutions = {name for name, layer in own.items() if is_convolution(layer)}
-    _check_groups({name: _features(layer) for name, layer in own.items()}, config, convolutions)
+    _check_groups({name: _features(layer) for name, layer in chosen.items()}, config)
     _check_adapters(inventory, chosen)
-    return chosen
+    left_out = {name: reasons[name] for name in every if name not in chosen}
+    for name, table in _tables(inventory).items() if config.quantize_embeddings is not None else ():
+        reason = _why_no_table(table)
+        if reason is not None:
+            left_out[name] = reason
+    return chosen, left_out
 
 
 def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Module]:
@@ -104,12 +115,8 @@ def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Modu
         MoQError: Groups do not divide the matrices, or the config quantizes the inputs of layers, which experts have
             inside.
     """
-    patterns = config.modules_to_not_convert or ()
-    chosen = {
-        name: module
-        for name, module in _experts(inventory).items()
-        if not any(_matches(name, pattern) for pattern in patterns)
-    }
+    every = _experts(inventory).items()
+    chosen = {name: module for name, module in every if not _is_named(name, config)}
     if chosen and config.activation.enabled:
         raise MoQError(
             f"activation_quantization: the inputs of experts cannot be quantized ({', '.join(chosen)}); leave it out, "
@@ -228,7 +235,7 @@ def _why_not_tied(inventory: Inventory, name: str, own: str, config: MoQConfig) 
     module = inventory.modules[name]
     if own != "weight" or not isinstance(module, nn.Linear | nn.Embedding) or inventory.is_added(name):
         return f"of a {type(module).__name__}"
-    if any(_matches(name, pattern) for pattern in config.modules_to_not_convert or ()):
+    if _is_named(name, config):
         return "which modules_to_not_convert names"
     why = misfit(module) if isinstance(module, nn.Linear) else _why_no_table(module)
     return None if why is None else f"which has {why}"
@@ -253,28 +260,19 @@ def _experts(inventory: Inventory) -> dict[str, nn.Module]:
 
 def embeddings_to_quantize(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Embedding]:
     """The embedding tables that `quantize_embeddings` takes, or would take, by name; shared ones too."""
-    patterns = config.modules_to_not_convert or ()
-    return {
-        name: module
-        for name, module in inventory.modules.items()
-        if isinstance(module, nn.Embedding)
-        and _why_no_table(module) is None
-        and not any(_matches(name, pattern) for pattern in patterns)
-        and not inventory.is_added(name)
-    }
+    tables = _tables(inventory).items()
+    return {name: table for name, table in tables if _why_no_table(table) is None and not _is_named(name, config)}
+
+
+def _tables(inventory: Inventory) -> dict[str, nn.Embedding]:
+    modules = inventory.modules.items()
+    return {name: m for name, m in modules if isinstance(m, nn.Embedding) and not inventory.is_added(name)}
 
 
 def _candidates(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
     """What the config may quantize by the schedule, in model order: linear layers, and convolutions if it says so."""
     found = {**inventory.linears, **(inventory.convolutions if config.quantize_convolutions else {})}
     return {name: found[name] for name in inventory.modules if name in found}
-
-
-def _proposal(inventory: Inventory, config: MoQConfig) -> str:
-    """What to add to an error that says that nothing is left to quantize."""
-    fits = any(misfit(module) is None for module in inventory.convolutions.values())
-    unasked = fits and not config.quantize_convolutions
-    return "; quantize_convolutions: true would quantize convolutions" if unasked else ""
 
 
 def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:
@@ -285,30 +283,15 @@ def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:
     """
     if config.modules_to_not_convert is None:
         return set(output_heads(inventory, config))
-    kept, candidates = set[str](), _candidates(inventory, config)
-    others = [*filter(None, inventory.modules), *_experts(inventory)]
+    candidates = _candidates(inventory, config)
+    known = [*filter(None, inventory.modules), *_experts(inventory)]
     for pattern in config.modules_to_not_convert:
-        matches = {name for name in candidates if _matches(name, pattern)}
-        if not matches and not any(_matches(name, pattern) for name in others):
+        if not any(_matches(name, pattern) for name in known):
             what = "linear layers and convolutions" if config.quantize_convolutions else "linear layers"
             raise MoQError(
                 f"modules_to_not_convert: {pattern!r} matches no module; the {what} are {', '.join(candidates)}"
             )
-        kept |= matches
-    return kept
-
-
-def _left_out(inventory: Inventory, layers: Iterable[str], config: MoQConfig) -> dict[str, str | None]:
-    """See `Inventory.left_out`."""
-    found: dict[str, str | None] = {}
-    routers = _routers(inventory)
-    for name, module in inventory.modules.items():
-        table = isinstance(module, nn.Embedding) and config.quantize_embeddings is not None
-        by_schedule = is_linear(module) or (is_convolution(module) and config.quantize_convolutions)
-        reason = _reason(name, module, routers) if by_schedule or table else None
-        if (by_schedule or reason) and name not in layers and plain_name(name, inventory.adapters):
-            found[name] = reason
-    return found
+    return {name for name in candidates if _is_named(name, config)}
 
 
 def _routers(inventory: Inventory) -> set[str]:
@@ -316,16 +299,18 @@ def _routers(inventory: Inventory) -> set[str]:
     found = set[str]()
     for name, module in inventory.modules.items():
         own = experts_parameters(module)
-        beside = name.rpartition(".")[0]
-        for other, layer in inventory.linears.items() if own else ():
-            if is_below(other, beside) and _features(layer)["out_features"] in (1, matrix_of(module, own[0])[0]):
+        if not own:
+            continue
+        experts, beside = matrix_of(module, own[0])[0], name.rpartition(".")[0]
+        for other, layer in inventory.linears.items():
+            if is_below(other, beside) and _features(layer)["out_features"] in (1, experts):
                 found.add(other)
     return found
 
 
-def _reason(name: str, module: nn.Module, routers: Collection[str]) -> str | None:
-    """Why a linear layer or an embedding table stays as it is, whatever the config says; None if it need not."""
-    return "routes to experts" if name in routers else misfit(module)
+def _is_named(name: str, config: MoQConfig) -> bool:
+    """Whether `modules_to_not_convert` names a module, by itself or by a glob."""
+    return any(_matches(name, pattern) for pattern in config.modules_to_not_convert or ())
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -368,27 +353,32 @@ def _check_adapters(inventory: Inventory, layers: Iterable[str]) -> None:
 
 
 def _features(layer: Layer) -> dict[str, int]:
+    """What may be divided into groups, by its name in PyTorch."""
     if isinstance(layer, Conv1D):
         return {"out_features": layer.nf, "in_features": layer.nx}
     if isinstance(layer, nn.Linear):
         return {"out_features": layer.out_features, "in_features": layer.in_features}
-    return {"out_features": layer.out_channels, "in_features": shape_of(layer.weight)[1:].numel()}
+    return {"out_channels": layer.out_channels}
 
 
-def _check_groups(
-    features: Mapping[str, Mapping[str, int]], config: MoQConfig, convolutions: Collection[str] = ()
-) -> None:
+def _check_groups(features: Mapping[str, Mapping[str, int]], config: MoQConfig) -> None:
+    """Check that the config's groups divide all weights.
+
+    Raises:
+        MoQError: They do not; says what would.
+    """
     grouping = config.grouping
     if grouping.divides is None:
         return
     axis, count = grouping.divides
-    sizes = {name: own[axis] for name, own in features.items()}
-    names = {name: axis.replace("features", "channels") if name in convolutions else axis for name in sizes}
-    wrong = [f"{name} ({names[name]} {size})" for name, size in sizes.items() if size % count]
+    names = {axis, axis.replace("features", "channels")}
+    sizes = {layer: (name, size) for layer, own in features.items() for name, size in own.items() if name in names}
+    wrong = [f"{layer} ({name} {size})" for layer, (name, size) in sizes.items() if size % count]
     if wrong:
-        fits = [n for n in range(1, min(sizes.values()) + 1) if all(size % n == 0 for size in sizes.values())]
-        near = sorted(fits, key=lambda n: abs(n - count))[:3]
+        common = math.gcd(*(size for _, size in sizes.values()))
+        fits = [n for n in range(1, common + 1) if common % n == 0]
+        near = sorted(sorted(fits, key=lambda n: abs(n - count))[:3])
         raise MoQError(
             f"{grouping.key} {count} does not divide the weights of {', '.join(wrong)}; "
-            f"nearest values that fit every layer: {', '.join(map(str, sorted(near)))}{grouping.instead}"
+            f"nearest values that fit every layer: {', '.join(map(str, near))}{grouping.instead}"
         )

@@ -77,15 +77,15 @@ class MoQController:
         total_steps: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.inventory = model if isinstance(model, Inventory) else take_inventory(model, config)
-        self.model, self.config = self.inventory.model, config
-        self.root = self.model
-        self.begin(total_steps, dtype)
+        inventory = model if isinstance(model, Inventory) else take_inventory(model, config)
+        self.config = config
+        self.begin(inventory, total_steps, dtype)
 
-    def begin(self, total_steps: int | None, dtype: torch.dtype | None = None) -> None:
+    def begin(self, inventory: Inventory, total_steps: int | None, dtype: torch.dtype | None = None) -> None:
         """Begin a run, from float, whatever was done to the layers before; also once its length is known.
 
         Args:
+            inventory: Of the model, as it is now.
             total_steps: Optimizer steps of the run, where the schedule needs them.
             dtype: Of the quantized weights: the autocast dtype, or None for the weights' own.
 
@@ -93,7 +93,8 @@ class MoQController:
             MoQError: The run is too short for what the config asks for, there is nothing to measure eigenvalues of, a
                 budget is impossible, or a weight holds NaN or Inf.
         """
-        config, inventory = self.config, self.inventory
+        config, self.inventory = self.config, inventory
+        self.model = self.root = inventory.model
         units = None if config.budget is None else inventory.units(inventory.scheduled)
         self.sensitivity = None
         if config.eigenvalue.enabled or units is not None:

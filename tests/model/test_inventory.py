@@ -1,6 +1,5 @@
-"""What is in a model: found in one walk, taken again only if the model is another one by then."""
+"""What is in a model, and what a run finds in it when it begins."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,6 @@ from transformers import Trainer
 from moq_hf import MoQCallback, MoQConfig, MoQError, QuantLinear, quantize_model
 from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
-
-
-@pytest.fixture
-def walks(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """How often the tree of each module, by its id, is walked over from the top."""
-    counts: Counter[int] = Counter()
-    real = nn.Module.named_modules
-
-    def counting(self: nn.Module, memo: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if memo is None:
-            counts[id(self)] += 1
-        return real(self, memo, *args, **kwargs)
-
-    monkeypatch.setattr(nn.Module, "named_modules", counting)
-    return counts
 
 
 def test_names_are_those_of_torch() -> None:
@@ -60,24 +44,14 @@ def test_blocks_are_entries_of_the_outermost_list_or_of_the_one_that_is_measured
     }
 
 
-def test_one_walk_takes_it_and_one_confirms_it(walks: Counter[int]) -> None:
-    model, config = new_model(), MoQConfig.from_dict({**CONFIG, "quantize_embeddings": 8})
-    walks.clear()
-    inventory = take_inventory(model, config)
-    assert walks[id(model)] == 1
-    assert take_inventory(model, config, inventory) is inventory
-    assert walks[id(model)] == 2
-
-
 @pytest.mark.parametrize("make", [stock, moq])
-def test_a_run_begins_with_what_was_found_when_its_trainer_was_built(make: Any, tmp_path: Path) -> None:
+def test_a_run_has_the_controller_that_was_made_when_its_trainer_was_built(make: Any, tmp_path: Path) -> None:
     trainer = make(tmp_path)
     callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, MoQCallback))
     controller = callback.controller
     assert controller is not None
-    inventory = controller.inventory
     trainer.train()
-    assert callback.controller is controller and controller.inventory is inventory
+    assert callback.controller is controller
     assert controller.schedule.total_steps == trainer.state.max_steps
 
 
@@ -115,27 +89,18 @@ def test_what_changed_inside_of_the_same_modules_is_seen() -> None:
     model = nn.ModuleDict(
         {"table": nn.Embedding(12, 8), "layers": nn.ModuleList([nn.Linear(8, 8)]), "head": nn.Linear(8, 12, bias=False)}
     )
-    known = take_inventory(model, config)
-    assert list(known.embeddings) == ["table"] and take_inventory(model, config, known) is known
+    assert list(take_inventory(model, config).embeddings) == ["table"]
     model["table"].max_norm = 1.0
     with pytest.raises(MoQError, match="no embedding table that can be quantized"):
-        take_inventory(model, config, known)
+        take_inventory(model, config)
     model["table"].max_norm = None
     model["head"].weight = model["table"].weight
-    assert take_inventory(model, config, known).tied == {"head": "table"}
+    assert take_inventory(model, config).tied == {"head": "table"}
     model["head"].weight = nn.Parameter(torch.randn(12, 8))
     layer = model["layers"][0]
     layer.weight, layer.out_features = nn.Parameter(torch.randn(6, 8)), 6
     with pytest.raises(MoQError, match=r"quantize_groups 4 does not divide the weights of layers.0 \(out_features 6\)"):
-        take_inventory(model, config, known)
-
-
-def test_a_second_name_of_a_module_is_seen() -> None:
-    config = MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}})
-    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8)]), "head": nn.Linear(8, 2)})
-    known = take_inventory(model, config)
-    model["again"] = model["layers"][0]
-    assert take_inventory(model, config, known) is not known
+        take_inventory(model, config)
 
 
 @pytest.mark.parametrize("model", [None, "bert", nn.Linear, object()], ids=["none", "text", "class", "object"])
