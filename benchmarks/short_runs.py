@@ -1,4 +1,4 @@
-"""Short fine-tuning runs for `peers.py` and `levers.py`: the same batches for every arm, results as lines."""
+"""Short fine-tuning runs for `peers.py`: the same batches for every arm, results as lines."""
 
 import hashlib
 import json

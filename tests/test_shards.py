@@ -3,8 +3,6 @@
 import contextlib
 import copy
 import gc
-import importlib
-import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -273,21 +271,3 @@ def test_what_cannot_be_trained_in_parts_is_one_error(alone: None) -> None:
         quantize_model(columns, config)
     # All of it in one place is a model like any other.
     quantize_model(dispatch_model(model(), {"": "cpu"}, force_hooks=True), config)
-
-
-def test_the_table_in_the_docs_is_that_of_the_results() -> None:
-    results = json.loads((ROOT / "benchmarks" / "results" / "sharding.json").read_text())["results"]
-    page = (ROOT / "docs" / "evidence" / "sharding.md").read_text()
-    assert importlib.import_module("sharding").table(results) in page
-    lines = {(line["label"], line["dtype"], line["arm"], line["bits"]): line for line in results}
-    for dtype, size in (("float32", 4), ("bfloat16", 2)):
-        base = lines["", dtype, "float", 32]
-        for bits in (8, 4, 2):
-            values, packed = (lines["", dtype, way, bits] for way in ("values", "packed"))
-            # A fourth of a copy: scales beside it, one for a row.
-            quarter = values["quantized"] * size / 4
-            assert quarter <= values["held"] - base["held"] <= 1.02 * quarter
-            assert values["gathered"] == base["gathered"]
-            # Scales beside the codes, and clipping ratios, which are whole in each process.
-            assert packed["held"] - base["held"] <= 1.1 * values["quantized"] * bits / 8 / 4
-            assert packed["gathered"] < values["gathered"] * (bits + 1) / (8 * size)
