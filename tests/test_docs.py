@@ -515,8 +515,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_files_named_in_the_pages_are_there() -> None:
-    """Paths in backticks that begin with a folder of the repository."""
-    for page in PAGES:
+    """Paths in backticks that begin with a folder of the repository; the changelog names what is gone too."""
+    for page in set(PAGES) - {ROOT / "CHANGELOG.md"}:
         for name in re.findall(
             r"`((?:configs|docs|examples|moq_hf|scripts|tests|benchmarks)/[\w./-]*\w)`", page.read_text()
         ):
