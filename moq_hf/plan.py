@@ -9,6 +9,7 @@ from typing import Any
 from .config import AUTO_DEADLINE, LARGEST, MoQConfig
 from .errors import MoQError
 from .schedule import FLOAT_BITS, PrecisionSchedule, Switch, fade_steps, offset_step_of
+from .text import table
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,6 @@ class Plan:
         for block in self.blocks:
             steps = {s.bits: self._step(s.step) for s in block.switches}
             rows.append([block.name, *(steps.get(b, "") for b in bits), self._step(block.target_step)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             f"{self.total_steps:,} optimizer steps, {self.config.span_in_words}, "
             f"offset {self.offset:,}, {period}, {last}"
@@ -101,9 +101,7 @@ class Plan:
                 f"after step {self.offset:,}, on the float model, the measure {self.config.measure!r} "
                 f"chooses the bits of each block: {self.config.target_in_words}"
             )
-        for name, *cells in rows:
-            padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-            lines.append("  ".join([name.ljust(widths[0]), *padded]))
+        lines.append(table(rows))
         if not self.reached:
             lines.append("in brackets: after the end of the run")
         return "\n".join(lines)

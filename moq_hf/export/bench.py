@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MoQError, one_line
-from ..model.sizes import table
+from ..text import table
 from .data import SENTENCES, Data
 from .loading import load_checkpoint, takes_pictures
 from .onnx import export_onnx, onnx_runtime

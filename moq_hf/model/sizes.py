@@ -1,6 +1,6 @@
 """How much of a model is quantized, at how many bits, and how large that makes it: of the whole model, always."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import nn
@@ -170,18 +170,3 @@ def in_words(count: int) -> str:
     ('1,234', '109.5 M')
     """
     return f"{count / 1e6:,.1f} M" if count >= 100_000 else f"{count:,}"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines for a terminal; the first column is flush left, the others are flush right.
-
-    >>> print(table([["file", "bytes"], ["model.onnx", "7"]]))
-    file        bytes
-    model.onnx      7
-    """
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
-    return "\n".join(lines)
