@@ -32,7 +32,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 from moq_hf import block_eigenvalues, eigen, quantize_model
 from moq_hf.model.inventory import Inventory
-from moq_hf.spaces import Space
 from moq_hf.training.measuring import measuring
 from moq_hf.training.sensitivity import normalize
 
@@ -152,7 +151,7 @@ def cost(study: Study) -> dict[str, Any]:
                     timed(name, lambda name=name, vector=vector: graph.product(name, vector / vector.norm()))
             name, parameters = next(iter(blocks.items()))
             vector = torch.randn(sum(p.numel() for p in parameters))
-            difference = lambda: Space(parameters).product([study.loss(rows)], vector)  # noqa: E731, B023
+            difference = lambda: eigen.difference_product([study.loss(rows)], parameters, vector)  # noqa: E731, B023
             timed(f"{name}, difference", difference)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     step = medians["training step"]
@@ -183,7 +182,10 @@ def difference(study: Study, step: int) -> dict[str, Any]:
                 vector = vector / vector.norm()
                 exact = graph.product(name, vector)
                 errors[f"step {step}, {name}, {kind} direction"] = [
-                    float((Space(parameters).product([study.loss(rows)], vector, h) - exact).norm() / exact.norm())
+                    float(
+                        (eigen.difference_product([study.loss(rows)], parameters, vector, h) - exact).norm()
+                        / exact.norm()
+                    )
                     for h in (change / float(vector.abs().max()) for change in changes)
                 ]
     return {"largest_change_of_a_weight": changes, "errors": errors}

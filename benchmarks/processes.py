@@ -40,11 +40,11 @@ ACCELERATE = (
 LAUNCHES = [
     (TORCHRUN, "ddp", [*TRAINER, RESUME, *EIGENVALUES, "error/config", "error/bits", "error/skipped"]),
     (ACCELERATE, "ddp", ["nearest", "stochastic", "accumulate", *EIGENVALUES, RESUME]),
-    (TORCHRUN, "fsdp2", [*TRAINER, "packed", RESUME, *EIGENVALUES, "budget", "budget_trace"]),
+    (TORCHRUN, "fsdp2", [*TRAINER, "packed", RESUME, "budget"]),
     (TORCHRUN, "stock", ["nearest", "stochastic", RESUME]),
     (TORCHRUN, "hand", [*FEATURES, "packed"]),
     (TORCHRUN, "offload", FEATURES),
-    (FOUR, "fsdp2", [*FEATURES, "packed", RESUME, *EIGENVALUES, "budget", "budget_trace"]),
+    (FOUR, "fsdp2", [*FEATURES, "packed", RESUME, "budget"]),
     (FOUR, "hsdp", [*FEATURES, "packed"]),
     (FOUR, "reshard", FEATURES),
 ]

@@ -66,7 +66,7 @@ Gather = Literal["values", "packed"]
 # Who is to run what is delivered.
 ServerName = Literal["transformers", "vllm", "sglang", "llama.cpp", "onnxruntime"]
 # How the sensitivity of a block is measured.
-Measure = Literal["eigenvalue", "trace", "loss", "divergence"]
+Measure = Literal["eigenvalue", "divergence"]
 
 
 def key(meaning: str, *names: str, **more: Any) -> Any:
@@ -174,9 +174,8 @@ class SensitivityConfig:
     measure: Annotated[
         Measure | None,
         key(
-            "`eigenvalue`: the top one of a block's Hessian, as published; `trace`: the Hessian's mean diagonal, times "
-            "the squared change of the weights at the next bits; `loss`: its rise with the block at those bits; "
-            "`divergence`: that of the answers from those without; null: `divergence` with a budget, else `eigenvalue`"
+            "`eigenvalue`: the top one of a block's Hessian, as published; `divergence`: how far the predictions move "
+            "with the block at its next bits; null: `divergence` with a budget, else `eigenvalue`"
         ),
     ] = None
 
@@ -857,6 +856,8 @@ def _value_fault(path: str, value: Any, schema: Mapping[str, Any]) -> str:
     near = _nearest(word, words)
     if near:
         hint = f" (did you mean {json.dumps(near)}?)"
+    if path == "sensitivity.measure" and value in ("trace", "loss"):
+        hint = '; that measure is gone, use "divergence"'
     return f"{path}: {show(value)} is not legal; it must be {_legal(schema)}{hint}"
 
 

@@ -1,20 +1,34 @@
 """The eigenvalue of largest magnitude of each block of a loss's Hessian: how sensitive the loss is to each layer.
 
 A product of a block with a vector is that of a second differentiation, or a difference of two gradients. `Lanczos`
-turns products into an eigenvalue; `PowerIteration` is the way of DeepSpeed (`runtime/eigenvalue.py` up to 0.16).
+turns products into an eigenvalue; `PowerIteration` is the way of DeepSpeed (`runtime/eigenvalue.py` up to 0.16). A
+vector has a number for each element of a block's parameters, flat and in float32.
 """
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from .errors import MoQError
-from .spaces import DIFFERENCE, Loss, ShardedSpace, Space, evaluate, explained, flat, space_of
+from .processes import is_apart
+
+Loss = Callable[[], Tensor]
+
+# The largest change of a weight in a difference of gradients. Of 1e-5 to 1e-1 this one had the least error over blocks
+# and directions, at most 1e-3 of the product: truncation grows with its square, float32's rounding with its inverse.
+# See benchmarks/eigen.py.
+DIFFERENCE = 2e-4
+
+# Why a run stops before its first step.
+NOT_UNDER_ENGINES = (
+    "eigenvalues cannot be measured where FSDP2 or ZeRO-3 takes the weights apart: set "
+    '"sensitivity": {"measure": "divergence"}, which needs forward passes alone'
+)
 
 
 @dataclass(frozen=True)
@@ -33,9 +47,6 @@ class Eigenvalue:
     converged: bool
     reason: str
     num_products: int
-
-
-Products = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def block_eigenvalues(
@@ -63,18 +74,17 @@ def block_eigenvalues(
         max_iter: Products per block, at most.
         tol: Relative error of an eigenvalue; for "power" the relative change at which to end.
         stability: Added to norms before dividing by them ("power").
-        finite_difference: Take differences of gradients, for a loss that cannot be differentiated twice, whose graph
-            does not fit into memory, or whose parameters FSDP2 shards (then all processes must call, and gradients are
-            left behind). Parameters must be float32 or float64.
+        finite_difference: Take differences of gradients, for a loss that cannot be differentiated twice, or whose graph
+            does not fit into memory. Parameters must be float32 or float64.
         seed: Of the start vectors.
 
     Returns:
         The blocks' results, in the order of `blocks`.
 
     Raises:
-        MoQError: No blocks or losses, a block without parameters, a parameter that requires no gradient, a loss that
-            is not a scalar or depends on no parameter, an argument out of its range, or a loss that cannot be
-            differentiated twice.
+        MoQError: No blocks or losses, a block without parameters, a parameter that requires no gradient or that FSDP2
+            or ZeRO-3 takes apart, a loss that is not a scalar or depends on no parameter, an argument out of its range,
+            or a loss that cannot be differentiated twice.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> found = block_eigenvalues(lambda: (torch.tensor([1.0, -3.0]) * x**2).sum() / 2, {"x": [x]})["x"]
@@ -89,19 +99,41 @@ def block_eigenvalues(
         raise MoQError(
             f"max_iter must be at least 1, tol above 0 and stability at least 0; got {max_iter}, {tol}, {stability}"
         )
-    check_blocks(losses, parameters, finite_difference)
+    _check_blocks(losses, parameters, finite_difference)
 
     def solver(name: str) -> Solver:
-        start, space = _start(parameters[name], seed)
+        start = _random_vector(parameters[name], seed)
         if method == "lanczos":
-            return Lanczos(start, tol, max_iter, space)
-        return PowerIteration(start, tol, max_iter, stability, space)
+            return Lanczos(start, tol, max_iter)
+        return PowerIteration(start, tol, max_iter, stability)
 
-    return _search(parameters, solver, losses, finite_difference)
+    found: dict[str, Eigenvalue] = {}
+    if finite_difference:
+        for name, own in parameters.items():
+            found |= solve({name: solver(name)}, lambda v: {n: difference_product(losses, own, v[n]) for n in v})  # noqa: B023
+        return found
+    if len(losses) == 1:
+        # One block after the other: the graph is kept, and only one block's vectors are in memory.
+        with Graph(losses[0], parameters) as graph:
+            for name in parameters:
+                found |= solve({name: solver(name)}, lambda v: {n: graph.product(n, v[n]) for n in v})
+        return found
+
+    def products(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        sums = {name: torch.zeros_like(vector) for name, vector in vectors.items()}
+        for one in losses:
+            with Graph(one, {name: parameters[name] for name in vectors}) as graph:
+                for name, vector in vectors.items():
+                    sums[name] += graph.product(name, vector).div_(len(losses))
+        return sums
+
+    return solve({name: solver(name) for name in parameters}, products)
 
 
-def solve(solvers: Mapping[str, "Solver"], products: Products) -> dict[str, Eigenvalue]:
-    """The core: find an eigenvalue of each of several matrices, of which only products with vectors are known.
+def solve(
+    solvers: "Mapping[str, Solver]", products: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+) -> dict[str, Eigenvalue]:
+    """Find an eigenvalue of each of several matrices, of which only products with vectors are known.
 
     Args:
         solvers: Name of a matrix to what searches it.
@@ -121,59 +153,6 @@ def solve(solvers: Mapping[str, "Solver"], products: Products) -> dict[str, Eige
     return {name: cast(Eigenvalue, solver.result) for name, solver in solvers.items()}
 
 
-def _search(
-    blocks: Mapping[str, list[Tensor]],
-    solver: "Callable[[str], Solver]",
-    losses: Sequence[Loss],
-    finite_difference: bool,
-) -> dict[str, Eigenvalue]:
-    """Solve for all blocks with the products that the losses allow."""
-    found: dict[str, Eigenvalue] = {}
-    if finite_difference:
-        for name in blocks:
-            space = space_of(blocks[name])
-            found |= solve({name: solver(name)}, lambda v: {n: space.product(losses, v[n]) for n in v})  # noqa: B023
-        return found
-    if len(losses) == 1:
-        # One block after the other: the graph is kept, and only one block's vectors are in memory.
-        with Graph(losses[0], blocks) as graph:
-            for name in blocks:
-                found |= solve({name: solver(name)}, lambda v: {n: graph.product(n, v[n]) for n in v})
-        return found
-
-    def products(vectors: dict[str, Tensor]) -> dict[str, Tensor]:
-        sums: dict[str, Tensor] = {}
-        for one in losses:
-            with Graph(one, {name: blocks[name] for name in vectors}) as graph:
-                for name, vector in vectors.items():
-                    product = graph.product(name, vector).div_(len(losses))
-                    sums[name] = sums[name].add_(product) if name in sums else product
-        return sums
-
-    return solve({name: solver(name) for name in blocks}, products)
-
-
-def _start(parameters: list[Tensor], seed: int) -> tuple[Tensor, Space]:
-    """A random vector with a number for each of the parameters' elements, the same wherever they are; and its space."""
-    space, generator = space_of(parameters), torch.Generator().manual_seed(seed)
-    return space.own(torch.randn(space.size, generator=generator, dtype=torch.float32, device="cpu")), space
-
-
-class Solver(Protocol):
-    """Finds an eigenvalue from products: asks for that of `vector`, gets it through `update`, until `result` is set.
-
-    Attributes:
-        vector: `[n]`, float32: what to multiply with the matrix.
-        result: What was found; None as long as more products are needed.
-    """
-
-    vector: Tensor
-    result: Eigenvalue | None
-
-    def update(self, product: Tensor) -> None:
-        """Take the product of the matrix with `vector`."""
-
-
 class Lanczos:
     """Lanczos iteration on a symmetric matrix, for the eigenvalue of largest magnitude.
 
@@ -190,7 +169,6 @@ class Lanczos:
         start: `[n]`, float32; not zero.
         tol: Relative error.
         max_iter: Products, at most.
-        space: In which `start` is, where a process has a part of a vector.
     """
 
     # Ritz values of fewer steps may look settled before the largest eigenvalue shows: benchmarks/eigen.py.
@@ -198,12 +176,11 @@ class Lanczos:
     # Searching all of so many dimensions costs less than thinking about them.
     SMALL = 64
 
-    def __init__(self, start: Tensor, tol: float, max_iter: int, space: Space | None = None) -> None:
-        self._space = space or Space()
-        self.vector = start / self._space.norm(start)
+    def __init__(self, start: Tensor, tol: float, max_iter: int) -> None:
+        self.vector = start / start.norm()
         self.result: Eigenvalue | None = None
         self._tol, self._max_iter = tol, max_iter
-        self._size = self._space.length(start)
+        self._size = start.numel()
         self._min_steps = self._size if self._size <= self.SMALL else self.MIN_STEPS
         self._before: Tensor | None = None
         self._diagonal: list[float] = []
@@ -211,11 +188,11 @@ class Lanczos:
 
     def update(self, product: Tensor) -> None:
         """Take the product `[n]` of the matrix with `vector`, whose memory is used."""
-        alpha = self._space.dot(self.vector, product)
+        alpha = float(self.vector @ product)
         product.sub_(self.vector, alpha=alpha)
         if self._before is not None:
             product.sub_(self._before, alpha=self._off[-1])
-        beta = float(self._space.norm(product))
+        beta = float(product.norm())
         self._diagonal.append(alpha)
         steps = len(self._diagonal)
         if not math.isfinite(alpha + beta):
@@ -269,11 +246,9 @@ class PowerIteration:
         tol: Relative change of the value at which to end.
         max_iter: Products, at most.
         stability: Added to the norm before dividing by it.
-        space: In which `start` is, where a process has a part of a vector.
     """
 
-    def __init__(self, start: Tensor, tol: float, max_iter: int, stability: float, space: Space | None = None) -> None:
-        self._space = space or Space()
+    def __init__(self, start: Tensor, tol: float, max_iter: int, stability: float) -> None:
         self._stability, self._tol, self._max_iter = stability, tol, max_iter
         self.vector = self._normalized(start)
         self.result: Eigenvalue | None = None
@@ -282,7 +257,7 @@ class PowerIteration:
 
     def update(self, product: Tensor) -> None:
         """Take the product `[n]` of the matrix with `vector`, whose memory is used."""
-        before, self._value = self._value, self._space.dot(self.vector, product)
+        before, self._value = self._value, float(self.vector @ product)
         self._steps += 1
         if not math.isfinite(self._value):
             self.result = Eigenvalue(math.nan, False, "not finite", self._steps)
@@ -298,8 +273,12 @@ class PowerIteration:
         self.vector = self.vector[:0]
 
     def _normalized(self, vector: Tensor) -> Tensor:
-        size = self._space.norm(vector) + self._stability
+        size: Tensor = vector.norm() + self._stability
         return vector / size
+
+
+# Asks for the product of its matrix with `vector`, gets it through `update`, until `result` is set.
+Solver = Lanczos | PowerIteration
 
 
 class Graph(contextlib.AbstractContextManager["Graph"]):
@@ -308,8 +287,8 @@ class Graph(contextlib.AbstractContextManager["Graph"]):
     def __init__(self, loss: Loss, blocks: Mapping[str, list[Tensor]]) -> None:
         self._blocks = blocks
         unique = list({id(p): p for parameters in blocks.values() for p in parameters}.values())
-        with explained():
-            gradients = torch.autograd.grad(evaluate(loss), unique, create_graph=True, allow_unused=True)
+        with _explained():
+            gradients = torch.autograd.grad(_evaluate(loss), unique, create_graph=True, allow_unused=True)
         self._gradients = dict(zip(map(id, unique), gradients, strict=True))
 
     def __exit__(self, *exception: object) -> None:
@@ -319,7 +298,7 @@ class Graph(contextlib.AbstractContextManager["Graph"]):
         """H v `[n]` of a block and a vector `[n]` with a number for each of its parameters' elements, float32."""
         parameters = self._blocks[name]
         outputs, weights = [], []
-        for parameter, part in zip(parameters, Space(parameters).split(vector), strict=True):
+        for parameter, part in zip(parameters, _split(vector, parameters), strict=True):
             gradient = self._gradients[id(parameter)]
             # A gradient that depends on nothing adds nothing to the Hessian.
             if gradient is not None and gradient.requires_grad:
@@ -327,9 +306,38 @@ class Graph(contextlib.AbstractContextManager["Graph"]):
                 weights.append(part)
         if not outputs:
             return torch.zeros_like(vector)
-        with explained():
+        with _explained():
             found = torch.autograd.grad(outputs, parameters, weights, retain_graph=True, allow_unused=True)
-        return flat(found, parameters)
+        return _flat(found, parameters)
+
+
+def difference_product(
+    losses: Sequence[Loss], parameters: Sequence[Tensor], vector: Tensor, step: float | None = None
+) -> Tensor:
+    """The product of the mean loss's Hessian with a vector, by central differences of gradients.
+
+    Args:
+        losses: Their mean counts.
+        parameters: Of one block.
+        vector: `[n]`, over these parameters.
+        step: (g(x + step v) - g(x - step v)) / 2 step; by default no parameter moves by more than `DIFFERENCE`.
+    """
+    step = DIFFERENCE / float(vector.abs().max()) if step is None else step
+    total = torch.zeros_like(vector)
+    values = [parameter.data for parameter in parameters]
+    moves = _split(vector, parameters)
+    try:
+        for sign in (1.0, -1.0):
+            for parameter, value, move in zip(parameters, values, moves, strict=True):
+                parameter.data = value.add(move, alpha=sign * step)
+            for loss in losses:
+                with _explained():
+                    gradient = torch.autograd.grad(_evaluate(loss), parameters, allow_unused=True)
+                total.add_(_flat(gradient, parameters), alpha=sign / (2 * step * len(losses)))
+    finally:
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.data = value
+    return total
 
 
 def check_second_derivative(
@@ -350,18 +358,18 @@ def check_second_derivative(
             do not agree with each other.
     """
     parameters = list(parameters)
-    vector, space = _start(parameters, 0)
-    vector /= space.norm(vector)
-    step = DIFFERENCE / space.largest(vector)
-    wide, narrow = (space.product(losses, vector, h) for h in (step, step / 2))
+    vector = _random_vector(parameters, 0)
+    vector /= vector.norm()
+    step = DIFFERENCE / float(vector.abs().max())
+    wide, narrow = (difference_product(losses, parameters, vector, h) for h in (step, step / 2))
     # Gradients below 1e-6 are rounding; among themselves differences agree to 1 %, with the product to 2 %.
-    apart, length = float(space.norm(wide - narrow)), float(space.norm(narrow))
+    apart, length = float((wide - narrow).norm()), float(narrow.norm())
     if finite_difference:
         if apart > 0.2 * length + 1e-6:
             raise MoQError(
                 "eigenvalue.finite_difference: the loss is not smooth (ReLU, top-k routing), so that differences of "
                 f"gradients mean nothing: two steps give products {apart:.3g} apart of length {length:.3g}; "
-                'take second derivatives, or of sharded weights a sensitivity.measure without any: "loss", "divergence"'
+                'take second derivatives, or set sensitivity.measure to "divergence", which needs none'
             )
         return
     exact = torch.zeros_like(vector)
@@ -377,12 +385,12 @@ def check_second_derivative(
         )
 
 
-def check_blocks(losses: Sequence[Loss], blocks: Mapping[str, Sequence[Tensor]], finite_difference: bool) -> None:
+def _check_blocks(losses: Sequence[Loss], blocks: Mapping[str, Sequence[Tensor]], finite_difference: bool) -> None:
     """Check what is to be measured.
 
     Raises:
-        MoQError: No losses or blocks, a block without parameters, with one that requires no gradient or is sharded,
-            whole blocks beside sharded ones, or for differences of gradients one of fewer bits than float32.
+        MoQError: No losses or blocks, a block without parameters, with one that requires no gradient or that an engine
+            takes apart, or for differences of gradients one of fewer bits than float32.
     """
     if not losses:
         raise MoQError("no loss: give one, or one per batch")
@@ -394,16 +402,72 @@ def check_blocks(losses: Sequence[Loss], blocks: Mapping[str, Sequence[Tensor]],
         frozen = sum(not p.requires_grad for p in parameters)
         if frozen:
             raise MoQError(f"block {name!r} has {frozen} parameters that require no gradient; see `measuring`")
-        if isinstance(space_of(parameters), ShardedSpace) and not finite_difference:
-            raise MoQError(f"block {name!r} has sharded parameters (FSDP2): take differences of gradients")
-    in_whole = [name for name, parameters in blocks.items() if not isinstance(space_of(parameters), ShardedSpace)]
-    if 0 < len(in_whole) < len(blocks):
-        raise MoQError(
-            f"blocks {', '.join(in_whole)} are whole in each process, and others are sharded (FSDP2): their gradients "
-            "are of one process alone; give all blocks to fully_shard, or none"
-        )
+        if any(map(is_apart, parameters)):
+            raise MoQError(NOT_UNDER_ENGINES)
     half = [name for name, parameters in blocks.items() if any(p.dtype.itemsize < 4 for p in parameters)]
     if finite_difference and half:
         raise MoQError(
             f"differences of gradients need float32 parameters; these blocks have fewer bits: {', '.join(half)}"
         )
+
+
+def _random_vector(parameters: Sequence[Tensor], seed: int) -> Tensor:
+    """A random vector `[n]` over some parameters, the same wherever they are."""
+    size = sum(p.numel() for p in parameters)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(parameters[0].device)
+
+
+def _split(vector: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """A vector cut into the shapes of the parameters, in their dtypes."""
+    pieces = torch.split(vector, [p.numel() for p in parameters])
+    return [piece.view(p.shape).to(p.dtype) for piece, p in zip(pieces, parameters, strict=True)]
+
+
+def _flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
+    """One float32 vector of tensors of the shapes of `like`, None being zeros."""
+    pairs = zip(tensors, like, strict=True)
+    return torch.cat([(torch.zeros_like(p) if t is None else t).detach().float().flatten() for t, p in pairs])
+
+
+def _evaluate(loss: Loss) -> Tensor:
+    """The loss with its graph.
+
+    Raises:
+        MoQError: It is no scalar, or depends on no parameter.
+    """
+    with torch.enable_grad():
+        value = loss()
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise MoQError(f"the loss must be a scalar tensor, got {shape}")
+    if not value.requires_grad:
+        raise MoQError("the loss depends on no parameter that requires a gradient")
+    return value.reshape(())
+
+
+_NOT_TWICE = ("derivative for", "double backward", "once_differentiable")
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Explains what to do about a loss that cannot be differentiated twice.
+
+    Raises:
+        MoQError: It cannot, or memory ran out.
+        RuntimeError: Whatever else PyTorch raised.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as err:
+        raise MoQError(
+            "measuring eigenvalues ran out of memory: give fewer rows per loss, or take differences of gradients "
+            "(eigenvalue.finite_difference), which need no graph of the gradient"
+        ) from err
+    except RuntimeError as err:
+        if not any(sign in str(err) for sign in _NOT_TWICE):
+            raise
+        raise MoQError(
+            f"the loss cannot be differentiated twice ({err}): load the model with "
+            'attn_implementation="eager", or take differences of gradients (eigenvalue.finite_difference)'
+        ) from err

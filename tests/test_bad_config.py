@@ -144,10 +144,18 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ),
     (
         "a measure that nothing asks for",
-        bits(8, 4) | {"sensitivity": {"measure": "loss"}},
-        ['sensitivity.measure: nothing asks for "loss"', "eigenvalue.enabled", "a budget"],
+        bits(8, 4) | {"sensitivity": {"measure": "divergence"}},
+        ['sensitivity.measure: nothing asks for "divergence"', "eigenvalue.enabled", "a budget"],
     ),
-    ("no such measure", bits(8, 4) | {"sensitivity": {"measure": "trac"}}, ["sensitivity.measure", 'mean "trace"?']),
+    (
+        "no such measure",
+        bits(8, 4) | {"sensitivity": {"measure": "eigenvalu"}},
+        ["sensitivity.measure", 'mean "eigenvalue"?'],
+    ),
+    *(
+        (f"the measure {gone}", bits(8, 4) | {"sensitivity": {"measure": gone}}, ['gone, use "divergence"'])
+        for gone in ("trace", "loss")
+    ),
     ("half a bit", bits(12, 7.5), ["quantize_bits.target_bits: 7.5 is not legal", "a whole number from 1 to 16"]),
     ("number for a switch", with_bits(enabled=1), ["enabled: 1 is not legal; it must be true or false"]),
     ("text for a switch", with_bits(quantize_verbose="yes"), ['quantize_verbose: "yes"', "true or false"]),

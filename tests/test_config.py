@@ -237,7 +237,7 @@ OTHERS: dict[str, Any] = {
     "schedule": ScheduleConfig("auto", 0),
     "blend": BlendConfig(True, 0.25),
     "eigenvalue": EigenvalueConfig(enabled=True, layer_name="a.b", layer_num=3, method="power"),
-    "sensitivity": SensitivityConfig("trace"),
+    "sensitivity": SensitivityConfig("divergence"),
     "distillation": DistillationConfig("x", 2.0, 0.5, 0.0),
     "activation": ActivationConfig(True, 7, "per_tensor", 5),
     "modules_to_not_convert": ("a", "b.*"),
@@ -278,7 +278,7 @@ WRITTEN = [
         'true, "quantize_change_ratio": 0.25}, "eigenvalue": {"enabled": true, "verbose": false, "max_iter": 100, '
         '"tol": 0.01, "stability": 1e-06, "gas_boundary_resolution": 1, "layer_name": "a.b", "layer_num": 3, '
         '"method": "power", "max_overhead": 0.05, "num_samples": 64, "finite_difference": false}, '
-        '"sensitivity": {"measure": "trace"}, "distillation": '
+        '"sensitivity": {"measure": "divergence"}, "distillation": '
         '{"teacher": "x", "logits": 2.0, "hidden": 0.5, "labels": 0.0}, "activation_quantization": {"enabled": '
         'true, "bits": 7, "scale": "per_tensor", "start_step": 5}, "modules_to_not_convert": ["a", "b.*"], '
         '"quantize_embeddings": 4, '
@@ -715,4 +715,6 @@ def test_a_number_is_no_budget_and_the_measure_has_its_default() -> None:
         "8 bits",
     )
     assert budget.measure == "divergence"
-    assert MoQConfig(target_bits=BitBudget(mean=3.0), sensitivity=SensitivityConfig("loss")).measure == "loss"
+    assert (
+        MoQConfig(target_bits=BitBudget(mean=3.0), sensitivity=SensitivityConfig("eigenvalue")).measure == "eigenvalue"
+    )

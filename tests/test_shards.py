@@ -1,6 +1,5 @@
 """Weights that engines take apart are quantized as whole ones are: in parts, or where they are whole."""
 
-import contextlib
 import copy
 import gc
 import weakref
@@ -19,12 +18,13 @@ from moq_hf.eigen import block_eigenvalues
 from moq_hf.engine_seams import ZERO_3, ZERO_3_SHAPE
 from moq_hf.gathering import gather_quantized
 from moq_hf.model.convert import quant_layers
+from moq_hf.model.selection import take_inventory
 from moq_hf.processes import whole
 from moq_hf.quant_linear import QuantLayer
 from moq_hf.schedule import FLOAT_BITS
 from moq_hf.training.controller import MoQController
-from moq_hf.training.measurable import check_measurable
 from moq_hf.training.measuring import measuring
+from moq_hf.training.sensitivity import Sensitivity
 
 
 def test_parts_are_quantized_as_the_whole_is(tmp_path: Path) -> None:
@@ -189,63 +189,41 @@ def test_whole_weights_beside_shards_are_measured_as_they_are(alone: None) -> No
     inputs = torch.randn(4, 6)
     plain, wrapped = (quantize_model(model, config) for model in sharded_pair(only_first=True))
     weights = [whole(p).clone() for p in wrapped.parameters()]
-    with measuring(wrapped, {}):
+    with measuring(wrapped):
         assert torch.equal(wrapped(inputs), plain(inputs))
     assert all(torch.equal(whole(p), before) for p, before in zip(wrapped.parameters(), weights, strict=True))
     assert torch.equal(wrapped(inputs), plain(inputs))
 
 
-def test_whole_blocks_beside_sharded_ones_have_no_common_gradient(alone: None) -> None:
-    model = sharded_pair(only_first=True)[1]
-    blocks = {name: list(layer.parameters()) for name, layer in model.named_children()}
-    with pytest.raises(MoQError, match=r"^blocks 1, 2 are whole in each process, and others are sharded"):
-        block_eigenvalues(lambda: model(torch.ones(1, 6)).square().sum(), blocks, finite_difference=True)
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda model: None, None),
-        (lambda model: model[1].weight.requires_grad_(False), "1 are not trained"),
-        (lambda model: model.to(torch.bfloat16), "have fewer bits"),
-    ],
-)
-def test_what_cannot_be_measured_in_shards_is_known_before_training(change: Any, text: str | None, alone: None) -> None:
+def test_eigenvalues_of_what_engines_take_apart_are_one_error_before_training(alone: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    change(model)
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    blocks = {name: list(layer.parameters()) for name, layer in model.named_children()}
-    for measure, derived in (("eigenvalues", True), ("losses", False)):
-        with contextlib.nullcontext() if text is None or not derived else pytest.raises(MoQError, match=text):
-            check_measurable(model, blocks, measure, derived)
-    with pytest.raises(MoQError, match=r"for a wrapper of the model, that of torch_compile"):
-        check_measurable(nn.Sequential(), blocks, "losses", derived=False)
-
-
-def test_tokens_that_are_routed_to_experts_have_no_differences(alone: None) -> None:
-    from experts import mixture
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = mixture()
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(MoQError, match=r"traces: .* where tokens are routed to experts: set sensitivity.measure"):
-        check_measurable(model, {"all": list(model.parameters())}, "traces", derived=True)
-    check_measurable(model, {"all": list(model.parameters())}, "divergences", derived=False)
-
-
-def test_parameters_of_before_are_not_measured(alone: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    before = list(model.parameters())
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(MoQError, match="make the controller after fully_shard"), measuring(model, {"all": before}):
-        pass
+    for engine in ("FSDP2", "ZeRO-3"):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+        model.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        if engine == "FSDP2":
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        else:
+            for layer in model.layers:
+                Parted(layer)
+        blocks = {"layers.0": list(model.layers[0].parameters())}
+        with pytest.raises(MoQError, match=r'^eigenvalues cannot be measured where .*"measure": "divergence"'):
+            block_eigenvalues(lambda: torch.zeros(()), blocks)
+        for measure in ("eigenvalue", "divergence"):
+            config = MoQConfig.from_dict(
+                {
+                    "quantize_bits": {"start_bits": 8, "target_bits": 4},
+                    "eigenvalue": {"enabled": True},
+                    "sensitivity": {"measure": measure},
+                }
+            )
+            sensitivity = Sensitivity(take_inventory(model, config), config)
+            if measure == "divergence":
+                sensitivity.plan(100, 8)
+            else:
+                with pytest.raises(MoQError, match=r'^eigenvalues cannot be measured where .*"measure": "divergence"'):
+                    sensitivity.plan(100, 8)
 
 
 def test_what_cannot_be_trained_in_parts_is_one_error(alone: None) -> None:

@@ -11,7 +11,7 @@ from ..errors import MoQError
 from ..model.file_size import FileSize
 from ..reading import Entry
 from ..text import table
-from .measures import Costs
+from .divergence import Costs
 
 # What a choice may fall short of its budget without a warning.
 SHORT = 0.01

@@ -27,7 +27,7 @@ from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..version import __version__
 from . import messages
 from .choice import Choice, Chooser
-from .measuring import gather_again
+from .measuring import reshard
 from .ratios import decode, encode
 from .resume import STATE_VERSION, changes, check_state, load_schedule, what_counts
 from .sensitivity import Sensitivity
@@ -98,7 +98,7 @@ class MoQController:
         units = None if config.budget is None else inventory.units(inventory.scheduled)
         self.sensitivity = None
         if config.eigenvalue.enabled or units is not None:
-            self.sensitivity = Sensitivity(inventory, config.eigenvalue, config.seed, config.measure, units)
+            self.sensitivity = Sensitivity(inventory, config, units)
         measured = () if self.sensitivity is None else self.sensitivity.blocks
         self.blocks = inventory.blocks(inventory.scheduled, measured) if units is None else units
         self.schedule = PrecisionSchedule(self.config, self.blocks, total_steps)
@@ -265,7 +265,7 @@ class MoQController:
                     layer.moq.inputs.active = rounds_inputs
         if any(layer.moq.sharded is not None for layer in self.layers.values()):
             # What a forward pass without a backward pass has left gathered is of before.
-            gather_again(self.root)
+            reshard(self.root)
         self._refresher.refresh()
         gather_quantized(self.model, {**self.layers, **self.embeddings}.values())
         self._refresher.check_finite(wait=wait)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import MoQError
 
-Inputs = dict[str, Any]
+Batch = dict[str, Any]
 
 # Rows whose graph is in memory at one time.
 CHUNK = 16
@@ -35,7 +35,7 @@ class Samples:
 
     def __init__(self, num_samples: int, across_steps: bool) -> None:
         self.num_samples, self.across_steps = num_samples, across_steps
-        self._batches: list[Inputs] = []
+        self._batches: list[Batch] = []
 
     def add(self, inputs: Mapping[str, Any]) -> None:
         """Take a micro-batch. Its tensors are kept, not copied."""
@@ -45,7 +45,7 @@ class Samples:
 
     def end_step(self) -> None:
         """Forget what the next optimizer step may not use."""
-        kept: list[Inputs] = []
+        kept: list[Batch] = []
         left = KEPT_BYTES if self.across_steps else 0
         for batch in reversed(self._batches):
             left -= sum(value.nbytes for value in batch.values() if isinstance(value, Tensor))
@@ -58,9 +58,9 @@ class Samples:
         """Forget everything."""
         self._batches = []
 
-    def batches(self, rows: int) -> list[Inputs]:
+    def batches(self, rows: int) -> list[Batch]:
         """The latest `rows` examples, as far as there are that many, in batches of at most `CHUNK`."""
-        found: list[Inputs] = []
+        found: list[Batch] = []
         for batch in reversed(self._batches):
             if rows <= 0:
                 break
@@ -93,7 +93,7 @@ class Samples:
         self._batches = kept
 
 
-def rows_of(inputs: Inputs) -> int:
+def rows_of(inputs: Batch) -> int:
     """How many examples a batch has.
 
     >>> rows_of({"input_ids": torch.zeros(4, 7), "return_dict": True})
@@ -102,7 +102,7 @@ def rows_of(inputs: Inputs) -> int:
     return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()), 1)
 
 
-def part_of(inputs: Inputs, start: int, end: int) -> Inputs:
+def part_of(inputs: Batch, start: int, end: int) -> Batch:
     """Some of the examples; all of them where they cannot be separated.
 
     >>> part_of({"labels": torch.tensor([5, 6, 7])}, 0, 2)
@@ -113,7 +113,7 @@ def part_of(inputs: Inputs, start: int, end: int) -> Inputs:
     return {key: value[start:end] if isinstance(value, Tensor) else value for key, value in inputs.items()}
 
 
-def can_split(inputs: Inputs) -> bool:
+def can_split(inputs: Batch) -> bool:
     """Whether every entry is a tensor with the examples along its first dimension, or a plain value."""
     rows = rows_of(inputs)
     return all(

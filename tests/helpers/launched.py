@@ -83,9 +83,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "float_first": (AT_ONCE, {"float_first": True}),
     "float_first_adamw": (AT_ONCE, {"float_first": True, "optim": "adamw_torch_fused", "learning_rate": 2e-3}),
     "budget": (BUDGET, {}),
-    "budget_trace": ({**BUDGET, "sensitivity": {"measure": "trace"}}, {}),
     "eigenvalues": ({**BASE, "eigenvalue": EIGENVALUE}, {}),
-    "eigenvalues_bf16": ({**BASE, "eigenvalue": EIGENVALUE}, {"bf16": True}),
     "eigenvalues_stochastic": ({**STOCHASTIC, "eigenvalue": EIGENVALUE}, {}),
 }
 

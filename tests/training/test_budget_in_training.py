@@ -28,10 +28,12 @@ from moq_hf.schedule import FLOAT_BITS
 from moq_hf.training import sensitivity
 from moq_hf.training.choice import Chooser
 from moq_hf.training.controller import MoQController
-from moq_hf.training.measures import loss_rises
+from moq_hf.training.divergence import divergences
 
 
-def config(target: Any, start: int = 2, offset: int = 3, measure: str | None = "trace", **more: Any) -> dict[str, Any]:
+def config(
+    target: Any, start: int = 2, offset: int = 3, measure: str | None = "divergence", **more: Any
+) -> dict[str, Any]:
     return {
         "quantize_bits": {"start_bits": start, "target_bits": target},
         "quantize_groups": "per_channel",
@@ -65,7 +67,7 @@ def mean_of(found: Any) -> float:
     return sum(size * layer.bits for size, layer in zip(sizes, layers, strict=True)) / sum(sizes)
 
 
-@pytest.mark.parametrize("measure", ["trace", "eigenvalue", "loss", "divergence"])
+@pytest.mark.parametrize("measure", ["eigenvalue", "divergence"])
 def test_a_mean_is_met_and_delivered(
     measure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,7 +136,7 @@ class Broken(BertForSequenceClassification):
         return found
 
 
-@pytest.mark.parametrize("measure", ["loss", "divergence", "trace"])
+@pytest.mark.parametrize("measure", ["eigenvalue", "divergence"])
 def test_bits_are_not_chosen_by_what_is_not_finite(measure: str, tmp_path: Path) -> None:
     args = arguments(tmp_path, remove_unused_columns=False)
     trainer = MoQTrainer(
@@ -148,11 +150,11 @@ def test_a_block_whose_cost_is_not_finite_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def rises(*args: Any) -> Any:
-        found = loss_rises(*args)
+        found = divergences(*args)
         found["bert.pooler.dense"][2] = math.inf
         return found
 
-    monkeypatch.setattr(sensitivity, "loss_rises", rises)
+    monkeypatch.setattr(sensitivity, "divergences", rises)
     trainer = trained(moq(tmp_path, config({"mean": 3.3}, measure="divergence")))
     (note,) = (r.message for r in caplog.records if "is not finite" in r.message)
     assert "the divergence of bert.pooler.dense is not finite: the largest finite one is used" in note
@@ -214,13 +216,12 @@ def test_another_budget_after_the_choice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MoQError, match=r"target_bits: .*3.3.* -> .*3.0.*chosen once, at the offset"):
         moq(tmp_path / "b", config({"mean": 3.0}), **more).train(resume_from_checkpoint=folder)
     # Limits on measuring, and what measures, are of no use any more.
-    moq(tmp_path / "c", config({"mean": 3.3}, measure="loss"), **more).train(resume_from_checkpoint=folder)
+    moq(tmp_path / "c", config({"mean": 3.3}, measure="eigenvalue"), **more).train(resume_from_checkpoint=folder)
 
 
-@pytest.mark.parametrize("measure", ["trace", "loss"])
-def test_the_pace_goes_by_the_measure(measure: str, tmp_path: Path) -> None:
+def test_the_pace_goes_by_the_measure(tmp_path: Path) -> None:
     settings = {
-        **config(4, start=6, measure=measure),
+        **config(4, start=6),
         "eigenvalue": {"enabled": True, "max_overhead": 1.0, "num_samples": 8},
     }
     controller = callback_of(trained(moq(tmp_path, settings))).controller
@@ -234,7 +235,7 @@ def test_the_pace_goes_by_the_measure(measure: str, tmp_path: Path) -> None:
 
 def test_a_pace_and_a_budget_together(tmp_path: Path) -> None:
     settings = {
-        **config({"mean": 3.3}, start=5, measure="loss"),
+        **config({"mean": 3.3}, start=5),
         "eigenvalue": {"enabled": True, "max_overhead": 1.0, "num_samples": 8},
     }
     controller = callback_of(trained(moq(tmp_path, settings))).controller
@@ -293,7 +294,7 @@ def test_the_forecast_says_what_it_cannot_know() -> None:
     planned = plan(config({"mean": 3.0}, start=8, offset=0), 100)
     text = str(planned)
     assert "8 to 2, 3, 4 or 8 bits, 3 in the mean, offset 1" in text
-    assert "after step 1, on the float model, the measure 'trace' chooses the bits of each block" in text
+    assert "after step 1, on the float model, the measure 'divergence' chooses the bits of each block" in text
     assert [(block.name, block.target_bits) for block in planned.blocks] == [
         (f"a block, {bits} bits", bits) for bits in (2, 3, 4, 8)
     ]
@@ -356,7 +357,7 @@ def test_a_mean_is_the_decimal_fraction_that_was_written(monkeypatch: pytest.Mon
 
 
 def test_a_loss_that_cannot_be_measured_is_told_at_once(tmp_path: Path) -> None:
-    trainer = stock(tmp_path, config({"mean": 3.0}, offset=8, measure="loss"), label_smoothing_factor=0.1)
+    trainer = stock(tmp_path, config({"mean": 3.0}, offset=8, measure="eigenvalue"), label_smoothing_factor=0.1)
     with pytest.raises(MoQError, match="the model's output has no loss"):
         trainer.train()
     assert trainer.state.global_step == 0
