@@ -21,7 +21,7 @@ Loss = Callable[[], Tensor]
 
 # The largest change of a weight in a difference of gradients. Of 1e-5 to 1e-1 this one had the least error over blocks
 # and directions, at most 1e-3 of the product: truncation grows with its square, float32's rounding with its inverse.
-# See benchmarks/eigen.py.
+# See docs/evidence/eigenvalues.md.
 DIFFERENCE = 2e-4
 
 # Why a run stops before its first step.
@@ -171,7 +171,7 @@ class Lanczos:
         max_iter: Products, at most.
     """
 
-    # Ritz values of fewer steps may look settled before the largest eigenvalue shows: benchmarks/eigen.py.
+    # Ritz values of fewer steps may look settled before the largest eigenvalue shows: docs/evidence/eigenvalues.md.
     MIN_STEPS = 6
     # Searching all of so many dimensions costs less than thinking about them.
     SMALL = 64

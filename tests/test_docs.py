@@ -90,7 +90,6 @@ RUN_BY = {
 ADDED = {
     "docs/make_figures.py": ["--out", "img"],
     "examples/demo/make_corpus.py": ["--out", "corpus"],
-    "benchmarks/eigen.py": ["--parts", "golden", "--threads", "1", "--out", "eigen.json"],
     "benchmarks/proof.py": shlex.split("--batch 2 --sequence 16 --steps 2 --runs 1 --threads 1 --out proof.json"),
     "benchmarks/step_time.py": shlex.split("--batch 2 --sequence 16 --repeats 1 --group_size 8 --out step_time.json"),
     "benchmarks/peers.py": [
@@ -103,10 +102,6 @@ ADDED = {
     "benchmarks/perplexity.py": ["--report"],
     "benchmarks/tasks_study.py": ["--report"],
     "benchmarks/trl_variants.py": ["--report"],
-    "benchmarks/checkpoint_size.py": shlex.split("--base_layers 1 --base_vocabulary 1000 --out size.json"),
-    "benchmarks/pack_memory.py": shlex.split(
-        "--processes 2 --layers 1 --hidden 64 --vocabulary 64 --tables 8 --out pack_memory.json"
-    ),
     "benchmarks/processes.py": ["--kinds", "--out", "processes.json"],
 }
 

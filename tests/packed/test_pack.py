@@ -469,19 +469,6 @@ def test_packing_holds_one_layer_at_a_time(
     assert len(held) == len(sizes) and max(held) <= max(sizes) < sum(sizes) / 5
 
 
-def test_what_the_docs_say_of_the_memory_was_measured() -> None:
-    measured = json.loads((ROOT / "benchmarks" / "results" / "pack_memory.json").read_text())
-    text = (ROOT / "docs" / "guide" / "checkpoints.md").read_text()
-    assert f"{measured['parameters'] / 1e9:.2f} billion weights took, from the shards of four processes" in text
-    assert measured["processes"] == 4 and len(measured["runs"]) == 2
-    for run in measured["runs"]:
-        table = "float" if run["table"] is None else f"{run['table']} bits"
-        sizes = (measured["checkpoint_bytes"], run["file_bytes"], run["peak_bytes"])
-        cells = [table, *(f"{size / 1e9:.2f} GB" for size in sizes), f"{run['cpu_seconds']:.0f}"]
-        assert f"| {' | '.join(cells)} |" in text
-        assert run["peak_bytes"] < 4e9
-
-
 def test_a_stock_trainer_describes_what_fsdp_saved_in_shards(tmp_path: Path) -> None:
     """Accelerate writes no config beside its shards; the run that does so is in test_processes.py."""
 
