@@ -296,9 +296,6 @@ class MoQCallback(TrainerCallback, ExportableState):
             logger.info("%s", controller.sensitivity.summary(choices))
         tqdm.write(f"moq_hf plan: {self._plan.table()}\nin quantized layers: {controller.coverage()}")
         notes = [*controller.warnings(), *self._plan.notes]
-        # A MoQTrainer measures how the loss is scaled.
-        if self.trainer is None:
-            notes += messages.notes_on_loss_scale(controller.model, args)
         notes += messages.notes_on_length(schedule, steps, state.max_steps)
         for note in notes:
             logger.warning("moq_hf: %s", note)

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 from transformers import PreTrainedModel, Trainer
 
 from .callback import MoQCallback, write_result
@@ -25,7 +25,7 @@ from .packed.state import STATE_NAME, record_metrics
 from .processes import is_apart
 from .training.checkpoints import check_whole, complete_beside, fault_of, last_checkpoint, last_metrics
 from .training.distillation import check_hidden, distillation_loss, fingerprint, labels_at_logits, load_teacher
-from .training.float_first import FloatPhase, after_float, restarted, share_of
+from .training.float_first import FloatPhase, after_float, share_of
 from .training.resume import saved_state
 from .transformers_seams import (
     UPLOAD_ERRORS,
@@ -135,12 +135,8 @@ class MoQTrainer(Trainer):
         self._scaled_for_ga = self.loss_is_scaled_for_ga
         self._float_phase: FloatPhase | None = None
         if share is not None:
-            if self.lr_scheduler is not None:
-                raise MoQError(
-                    "float_first begins the learning rate's schedule anew: leave the scheduler to the Trainer"
-                )
             student = self.accelerator.unwrap_model(self.model)
-            self._float_phase = FloatPhase(share, student)
+            self._float_phase = FloatPhase(self, share, student)
             check_hidden(student, cast(MoQCallback, self.moq).config.distillation)
         self._follow(self._find_teacher(teacher, teacher_init_kwargs))
 
@@ -194,17 +190,15 @@ class MoQTrainer(Trainer):
     def _find_teacher(
         self, given: PreTrainedModel | None, init_kwargs: Mapping[str, Any] | None
     ) -> PreTrainedModel | None:
-        config = self.moq.config if self.moq is not None else None
-        named = None if config is None else config.distillation.teacher
-        if init_kwargs and (given is not None or named is None):
-            raise MoQError("teacher_init_kwargs are for the teacher that distillation.teacher names; there is none")
-        source: str | PreTrainedModel | None = given
-        if given is None and config is not None and config.enabled:
-            source = named
-        if source is None:
-            return None
-        if config is None or not config.enabled:
+        config = None if self.moq is None or not self.moq.config.enabled else self.moq.config
+        if given is not None and config is None:
             raise MoQError("a teacher is for quantized training: give a moq_config that is enabled")
+        named = None if config is None or given is not None else config.distillation.teacher
+        if init_kwargs and named is None:
+            raise MoQError("teacher_init_kwargs are for the teacher that distillation.teacher names; there is none")
+        source = given or named
+        if source is None or config is None:
+            return None
         student = self.accelerator.unwrap_model(self.model)
         check_hidden(student, config.distillation)
         return load_teacher(source, student, config.distillation, self.args.device, init_kwargs)
@@ -225,20 +219,30 @@ class MoQTrainer(Trainer):
         if self._float_phase is None:
             return super().create_scheduler(num_training_steps, optimizer)
         if self.lr_scheduler is not None:
-            raise MoQError("float_first begins the learning rate's schedule anew: take it out of the DeepSpeed config")
+            raise MoQError(
+                "float_first begins the learning rate's schedule anew: leave the scheduler to the Trainer, and out of "
+                "a DeepSpeed config"
+            )
         step = cast(MoQCallback, self._live_moq()).offset(self.state)
         if not 0 < step < num_training_steps:
             raise MoQError(
                 f"float_first {self._float_phase.share:g} of {num_training_steps} optimizer steps is step {step}: it "
                 "leaves a phase without a step; train for more steps (max_steps, num_train_epochs)"
             )
-        made = []
+        phases = []
         for steps in (step, num_training_steps - step):
-            made.append(super().create_scheduler(steps, optimizer))
+            phases.append(super().create_scheduler(steps, optimizer))
             self.lr_scheduler = None
-        self.lr_scheduler = restarted(made[0], made[1], cast(Optimizer, optimizer or self.optimizer), step)
+        try:
+            scheduler = SequentialLR(phases[0].optimizer, phases, [step])
+        except ValueError as error:
+            raise MoQError(
+                f"float_first: lr_scheduler_type makes a {type(phases[0]).__name__}, which cannot start again after "
+                "the float phase; take one that depends on the step alone, linear for instance"
+            ) from error
         self._rates_restart = True
-        return self.lr_scheduler
+        self.lr_scheduler = cast(Any, scheduler)
+        return scheduler
 
     def begin_phase(self, has_begun: bool, taught_by: int | None) -> None:
         """Begin or go on with a run: `has_begun` is whether a float phase is over. Called by the `MoQCallback`.
@@ -255,13 +259,13 @@ class MoQTrainer(Trainer):
                 "does not call that of MoQTrainer: call super().create_scheduler, or leave it out"
             )
         if has_begun:
-            phase.go_on(self)
+            phase.go_on()
         else:
-            phase.begin(self)
+            phase.begin()
         self._take(phase if has_begun else None)
         if has_begun and taught_by != self.teacher_fingerprint:
             raise MoQError(
-                f"cannot resume: the model in {phase.folder(self)} is not the float model of this run: it was written "
+                f"cannot resume: the model in {phase.folder} is not the float model of this run: it was written "
                 "by another one. Put the right one there, or start a new run"
             )
 
@@ -271,7 +275,7 @@ class MoQTrainer(Trainer):
             # As a checkpoint: with the float weights.
             self._saving_checkpoint = True
             try:
-                self._float_phase.end(self)
+                self._float_phase.end()
             finally:
                 self._saving_checkpoint = False
             self._take(self._float_phase)
@@ -279,13 +283,13 @@ class MoQTrainer(Trainer):
     def begin_quantized_phase(self) -> None:
         """Begin anew what the float phase has used. Called by the `MoQCallback` before the first quantized step."""
         if self._float_phase is not None:
-            self._float_phase.begin_quantized(self)
+            self._float_phase.begin_quantized()
 
     def _take(self, phase: FloatPhase | None) -> None:
         """Take the metrics and the teacher of a float phase that is over; None: it is to come."""
         config = cast(MoQCallback, self.moq).config
         self.float_metrics = None if phase is None else phase.metrics
-        self._follow(None if phase is None else phase.teacher(self, config))
+        self._follow(None if phase is None else phase.teacher(config))
 
     def mean_loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """The scalar mean loss over one batch by itself, by `compute_loss`; sensitivity is measured on it."""

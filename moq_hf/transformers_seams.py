@@ -9,7 +9,6 @@ What cannot be called from here is listed in `OVERRIDDEN` and `IN_PLACE`. Docume
 `device_mesh` and `placements`.
 """
 
-import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -186,23 +185,6 @@ def average_loss(trainer: transformers.Trainer) -> None:
     Breaks: BERT and other classifiers would train with a loss multiplied by accumulation steps and processes.
     """
     trainer.model_accepts_loss_kwargs = False
-
-
-def ignores_loss_count(model: nn.Module) -> bool:
-    """Whether the Trainer takes the model's loss to be scaled while it is a mean: read off the source of `forward`.
-
-    Relies on: Models with a loss of their own make a `...Loss()`, the others call `loss_function`; the Trainer's rule.
-    Breaks: `MoQCallback` would not warn of a loss that the stock Trainer multiplies, or warn in vain.
-    """
-    if not getattr(model, "accepts_loss_kwargs", True):
-        return False
-    forward = type(model).forward
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(forward).parameters.values())
-    try:
-        source = inspect.getsource(forward)
-    except (OSError, TypeError):
-        return False
-    return takes_any and "Loss(" in source and "loss_function" not in source
 
 
 # What accelerate makes of optimizer and model.

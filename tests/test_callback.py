@@ -1,5 +1,4 @@
 import json
-import logging
 import shutil
 import signal
 from contextlib import suppress
@@ -153,16 +152,6 @@ def test_a_loss_that_counts_its_items_is_left_to_the_trainer(tmp_path: Path) -> 
     trainer = moq(tmp_path, gradient_accumulation_steps=2, label_smoothing_factor=0.1, max_steps=3)
     trainer.train()
     assert trainer.model_accepts_loss_kwargs
-
-
-def test_the_callback_warns_of_the_stock_loss_scale(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for make, warned in ((stock, True), (moq, False)):
-        caplog.clear()
-        make(tmp_path, gradient_accumulation_steps=2).train()
-        assert (
-            any("ignores num_items_in_batch" in r.message and r.levelno == logging.WARNING for r in caplog.records)
-            == warned
-        )
 
 
 def test_a_step_that_the_scaler_skipped_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

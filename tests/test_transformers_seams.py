@@ -297,18 +297,6 @@ def test_average_loss(finished: Spied, tmp_path: Path) -> None:
     assert logged(average=False) == pytest.approx(4 * logged(average=True), rel=1e-3)
 
 
-def test_ignores_loss_count(tiny_bert: BertForSequenceClassification, tmp_path: Path) -> None:
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=8, n_embd=4, n_layer=1, n_head=1))
-    assert seams.ignores_loss_count(tiny_bert) and not seams.ignores_loss_count(gpt2)
-    assert trainer_of(tmp_path, model=tiny_bert).model_accepts_loss_kwargs
-    tiny_bert.accepts_loss_kwargs = False
-    assert not seams.ignores_loss_count(tiny_bert)
-    assert not trainer_of(tmp_path, model=tiny_bert).model_accepts_loss_kwargs
-
-
-# Accelerate.
-
-
 def test_loss_scale(tmp_path: Path) -> None:
     accelerator = trainer_of(tmp_path).accelerator
     weight = nn.Parameter(torch.ones(1))
@@ -464,7 +452,6 @@ def test_is_scaled_table() -> None:
 
 
 def test_tied_parameters(tiny_bert: BertForSequenceClassification) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
 
     assert seams.tied_parameters(tiny_bert) == {}
     config = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=1, eos_token_id=1)

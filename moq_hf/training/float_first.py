@@ -13,8 +13,6 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, Trainer
 
 from ..config import MoQConfig, ScheduleConfig
@@ -79,24 +77,6 @@ def after_float(config: MoQConfig, share: float) -> MoQConfig:
     return dataclasses.replace(config, schedule=dataclasses.replace(schedule, offset=share, deadline=deadline))
 
 
-def restarted(first: LRScheduler, second: LRScheduler, optimizer: Optimizer, step: int) -> LambdaLR:
-    """One schedule of learning rates: the first one for `step` steps, then the second from its beginning.
-
-    Raises:
-        MoQError: One of them is not a factor by the number of the step.
-    """
-    if not isinstance(first, LambdaLR) or not isinstance(second, LambdaLR):
-        raise MoQError(
-            f"float_first: lr_scheduler_type makes a {type(first).__name__}, which cannot start again after the float "
-            "phase; take one that depends on the step alone, linear for instance"
-        )
-
-    def joined(before: Any, after: Any) -> Any:
-        return lambda now: before(now) if now < step else after(now - step)
-
-    return LambdaLR(optimizer, [joined(*pair) for pair in zip(first.lr_lambdas, second.lr_lambdas, strict=True)])
-
-
 class FloatPhase:
     """The float part of a `MoQTrainer`'s run.
 
@@ -105,6 +85,7 @@ class FloatPhase:
     the rest is what a second run from the saved model would be.
 
     Args:
+        trainer: Whose run it is.
         share: Of the run.
         model: The one to train.
 
@@ -115,7 +96,7 @@ class FloatPhase:
         metrics: The evaluation at the end of the phase; None before, and without an evaluation set.
     """
 
-    def __init__(self, share: float, model: Any) -> None:
+    def __init__(self, trainer: Trainer, share: float, model: Any) -> None:
         if hasattr(model, "peft_config"):
             raise MoQError(
                 "float_first: a model with PEFT's adapters cannot be its own teacher in one run; train it in float "
@@ -124,53 +105,53 @@ class FloatPhase:
         if not isinstance(model, PreTrainedModel):
             raise MoQError(f"float_first: needs a transformers model, got {type(model).__name__}")
         _check_class(model)
-        self.share = share
+        self.trainer, self.share = trainer, share
         self.metrics: Mapping[str, Any] | None = None
         self._unlogged: Mapping[str, Any] | None = None
 
-    def begin(self, trainer: Trainer) -> None:
+    def begin(self) -> None:
         """Make the folder of the float model, before the first step.
 
         Raises:
             MoQError: It cannot be made, or the optimizer cannot begin anew.
         """
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
         if callable(getattr(optimizer, "eval", None)):
             raise MoQError(
                 f"float_first: {type(optimizer).__name__} averages its steps and cannot begin anew after the float "
                 "phase; take another optimizer, or train in float first and give MoQTrainer(teacher=) that model"
             )
-        folder = self.folder(trainer)
-        if trainer.args.should_save:
+        folder = self.folder
+        if self.trainer.args.should_save:
             with _saving_in(folder):
                 folder.mkdir(parents=True, exist_ok=True)
 
-    def end(self, trainer: Trainer) -> None:
+    def end(self) -> None:
         """Save and evaluate the model; in every process, before anything is quantized.
 
         Raises:
             MoQError: The model cannot be saved.
         """
-        folder = self.folder(trainer)
-        logger.info("step %d: the float phase ends", trainer.state.global_step + 1)
+        folder = self.folder
+        logger.info("step %d: the float phase ends", self.trainer.state.global_step + 1)
         with _saving_in(folder):
             # First: what an evaluation raises shall not lose it.
-            trainer.save_model(str(folder), _internal_call=True)
-        metrics = _evaluated(trainer)
-        if trainer.args.should_save:
+            self.trainer.save_model(str(folder), _internal_call=True)
+        metrics = _evaluated(self.trainer)
+        if self.trainer.args.should_save:
             with _saving_in(folder):
                 text = json.dumps(metrics, indent=4, default=str) + "\n"
                 (folder / METRICS).write_text(text, encoding="utf-8")
-        trainer.accelerator.wait_for_everyone()
+        self.trainer.accelerator.wait_for_everyone()
         self.metrics = self._unlogged = metrics or None
 
-    def go_on(self, trainer: Trainer) -> None:
+    def go_on(self) -> None:
         """Take what an earlier process evaluated.
 
         Raises:
             MoQError: The folder of the float model is not there.
         """
-        folder = self.folder(trainer)
+        folder = self.folder
         try:
             metrics = json.loads((folder / METRICS).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -179,26 +160,27 @@ class FloatPhase:
             ) from error
         self.metrics = self._unlogged = metrics or None
 
-    def teacher(self, trainer: Trainer, config: MoQConfig) -> PreTrainedModel:
+    def teacher(self, config: MoQConfig) -> PreTrainedModel:
         """The model that was saved, as the teacher of the one in training.
 
         Raises:
             MoQError: It cannot be loaded.
         """
-        student = trainer.accelerator.unwrap_model(trainer.model)
-        return load_teacher(str(self.folder(trainer)), student, config.distillation, trainer.args.device)
+        student = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        return load_teacher(str(self.folder), student, config.distillation, self.trainer.args.device)
 
-    def begin_quantized(self, trainer: Trainer) -> None:
+    def begin_quantized(self) -> None:
         """Log the evaluation, and clear the optimizer's state; before the first quantized step."""
         if self._unlogged is not None:
             figures = {name: value for name, value in self._unlogged.items() if isinstance(value, (int, float))}
-            trainer.log({f"float_{name}": value for name, value in figures.items()})
+            self.trainer.log({f"float_{name}": value for name, value in figures.items()})
             self._unlogged = None
-        cast(Any, trainer.optimizer).state.clear()
+        cast(Any, self.trainer.optimizer).state.clear()
 
-    def folder(self, trainer: Trainer) -> Path:
+    @property
+    def folder(self) -> Path:
         """Where the float model is: beside the checkpoints, of which a trial of a search has its own."""
-        return checkpoint_folder(trainer).parent / FOLDER
+        return checkpoint_folder(self.trainer).parent / FOLDER
 
 
 @contextlib.contextmanager

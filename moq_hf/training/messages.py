@@ -5,9 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from tqdm.auto import tqdm
-from transformers import TrainingArguments
 
 from ..config import MoQConfig
 from ..kernels.backend import triton_wanted
@@ -17,7 +15,6 @@ from ..model.sizes import ModelSizes, covered, in_words, last_part
 from ..processes import shape_of
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..serving import planned
-from ..transformers_seams import ignores_loss_count
 from .choice import Choice
 from .resume import describe
 
@@ -112,24 +109,9 @@ def warnings(inventory: Inventory, config: MoQConfig, measured: int | None, size
     return [*notes, *planned.notes(inventory, config)]
 
 
-def notes_on_loss_scale(model: nn.Module, args: TrainingArguments) -> list[str]:
-    """What to say if a stock Trainer scales the loss of the model wrongly."""
-    if args.gradient_accumulation_steps * args.world_size == 1 or not ignores_loss_count(model):
-        return []
-    return [
-        "this model's loss ignores num_items_in_batch, so the stock Trainer multiplies loss and gradients by "
-        f"{args.gradient_accumulation_steps} accumulation steps times {args.world_size} processes; set "
-        "model.accepts_loss_kwargs = False before making the Trainer, or use MoQTrainer"
-    ]
-
-
 def _what_stays_in_float(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> str:
     others = sizes.largest_others()
-    shown = [group for group, count in others.items() if count >= 0.01 * sum(others.values())][:4]
-    parts = [f"{in_words(others[group])} in {group}" for group in shown]
-    rest = sum(others.values()) - sum(others[group] for group in shown)
-    if rest:
-        parts.append(f"{in_words(rest)} elsewhere")
+    parts = [f"{in_words(count)} in {group}" for group, count in list(others.items())[:4]]
     known = {*inventory.embeddings, *inventory.tied}
     tables = {name: table for name, table in embeddings_to_quantize(inventory, config).items() if name not in known}
     # A table that is shared with what cannot be quantized is an error there.

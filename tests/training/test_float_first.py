@@ -255,10 +255,9 @@ def test_a_scheduler_must_be_one_that_can_start_again(tmp_path: Path) -> None:
     model = calm_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mine = (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+    given: dict[str, Any] = {"train_dataset": rows(32), "moq_config": CONFIG, "float_first": True}
     with pytest.raises(MoQError, match="leave the scheduler to the Trainer"):
-        MoQTrainer(
-            model, arguments(tmp_path), train_dataset=rows(32), moq_config=CONFIG, float_first=True, optimizers=mine
-        )
+        MoQTrainer(model, arguments(tmp_path), optimizers=mine, **given).train()
     more = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}
     with pytest.raises(MoQError, match="makes a ReduceLROnPlateau, which cannot start again"):
         float_first(tmp_path, **more).train()
@@ -479,7 +478,7 @@ def test_each_trial_of_a_search_keeps_its_float_model(tmp_path: Path) -> None:
     trainer._trial = SimpleNamespace(number=3)  # type: ignore[assignment]
     phase = trainer._float_phase
     assert phase is not None
-    phase.begin(trainer)
+    phase.begin()
     assert (tmp_path / "run-3" / "float").is_dir() and not (tmp_path / "float").exists()
 
 
