@@ -37,7 +37,7 @@ KERNELS = ("torch", "triton", "numpy")
 TRAINING = (*KERNELS, "transformers", "accelerate", "safetensors", "pydantic", "psutil")
 # Names of imports, where they are not those of the packages.
 MODULES = {"pytest-xdist": "xdist", "compressed-tensors": "compressed_tensors"}
-OPTIONAL = ("pytest", "hypothesis", "pytest-xdist", "compressed-tensors", "numba", "scipy")
+OPTIONAL = ("pytest", "hypothesis", "pytest-xdist", "compressed-tensors", "scipy")
 # A section with less time than this is not begun.
 LEAST = 10.0
 # Lines of an error that are kept.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from timing import encoder_weights, interleaved, seconds
 from torch import Tensor
-from triton_quant import encoder_weights, interleaved, seconds
 
 from moq_hf import quantizer, triton_quant
 from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks

@@ -36,7 +36,7 @@ from peer_arms import Arm, DeepSpeedForward, DeepSpeedStep, MoQ, Quanto, TorchAO
 from short_runs import Batch, Lines, Task, digest, fixed_batch, new_model, new_optimizer, table, train
 from torch import nn
 
-PACKAGES = ("torchao", "optimum-quanto", "deepspeed", "numba")
+PACKAGES = ("torchao", "optimum-quanto", "deepspeed")
 
 
 @dataclass(frozen=True)

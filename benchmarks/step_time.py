@@ -189,7 +189,7 @@ def main() -> None:
                 flush=True,
             )
     shape = {"batch": args.batch, "sequence": args.sequence, "repeats": args.repeats, "seed": 0}
-    write({**environment("numba"), **shape, "results": results}, args.out)
+    write({**environment(), **shape, "results": results}, args.out)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from .gathering import Gathering
 from .grid import Grid, InputGrid, PerChannel, PerGroup, RowBlocks
 from .inputs import Inputs, new_inputs
 from .model.staleness import Key
-from .quantizer import Draw
+from .quantizer import RoundingSeed
 from .schedule import FLOAT_BITS
 
 # What a copy of a layer does not take along.
@@ -54,7 +54,7 @@ class LayerState:
     bits: int = FLOAT_BITS
     ratio: Tensor | None = None
     blend: float = 0.0
-    draw: Draw = field(default_factory=Draw)
+    draw: RoundingSeed = field(default_factory=RoundingSeed)
     dtype: torch.dtype | None = None
     kernel: bool | None = None
     sharded: Tensor | None = field(default=None, repr=False)
@@ -100,5 +100,5 @@ def _of_0_1_0(state: dict[str, Any]) -> dict[str, Any]:
     grid = Grid(grouping, options.get("symmetric", True), options.get("rounding") == "stochastic")
     if config is not None:
         grid = replace(grid, search=config.scale)
-    draw = Draw(options.get("seed", 0), options.get("layer", 0), step)
+    draw = RoundingSeed(options.get("seed", 0), options.get("layer", 0), step)
     return {**old, "grid": grid, "draw": draw, "kernel": False if plain else None}

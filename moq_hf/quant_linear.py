@@ -23,15 +23,14 @@ from transformers.pytorch_utils import Conv1D
 from . import quantizer
 from .errors import MoQError
 from .inputs import take_step
-from .kernels import columns
-from .kernels.backend import choose, takes_columns
 from .layer_state import LayerState
 from .model.staleness import key_of, stale, watch
 from .processes import is_apart, is_sharded, local_part, shape_of, sharded_like, whole
-from .rows import Kind, from_rows, lies_in_columns, lies_in_rows, matrices, matrix_shape, parameter_of, to_rows
+from .rows import Kind, from_rows, matrices, matrix_shape, parameter_of, to_rows
 from .schedule import FLOAT_BITS
 from .shards import Shard
 from .transformers_seams import is_scaled_table, is_transformed
+from .triton_quant import backend
 
 # Every call of a module runs this code, whatever the module's class is.
 _MODULE_CALL = nn.Module._call_impl.__code__
@@ -379,8 +378,7 @@ class QuantLayer(nn.Module):
             state.ratio = shard.least_squares_ratio(part, bits, state.grid, state.kernel)
             return
         weight = to_rows(whole(parameter), self.kind).contiguous()
-        path = choose("search", weight, torch.float32, state.kernel)
-        state.ratio = path.least_squares_ratio(weight, bits, state.grid)
+        state.ratio = quantizer.least_squares_ratio(weight, bits, state.grid)
 
     def search_ratios(self) -> None:
         """Search the clipping ratios again, where the layer has some: for weights that are others now."""
@@ -443,22 +441,13 @@ class QuantLayer(nn.Module):
         state = self.moq
         # Leaving inference mode makes a result that training can use later.
         with torch.inference_mode(False), torch.no_grad():
-            wanted = dtype or weight.dtype
             # A compiler traces PyTorch alone.
             kernel = False if torch.compiler.is_compiling() else state.kernel
-            how: dict[str, Any] = {"ratio": state.ratio, "blend": state.blend, "dtype": dtype}
-            if lies_in_columns(weight, self.kind) and takes_columns(weight, state.bits, state.grid, wanted, kernel):
-                target = out if out is not None and out.is_contiguous() else None
-                values = columns.fake_quantize(weight, state.bits, state.grid, out=target, **how)
-                return values if out is None or target is not None else out.copy_(values)
-            matrix = to_rows(weight, self.kind).contiguous()
-            path = choose("weight", matrix, wanted, kernel)
-            in_place = out is not None and out.is_contiguous() and lies_in_rows(out, self.kind)
-            target = to_rows(out, self.kind) if out is not None and in_place else None
-            values = path.fake_quantize(matrix, state.bits, state.grid, draw=state.draw, out=target, **how)
-            if out is not None:
-                return out if target is not None else out.copy_(from_rows(values, self.kind, out.shape))
-            return from_rows(values, self.kind, weight.shape).contiguous()
+            matrix = to_rows(weight, self.kind)
+            how: dict[str, Any] = {"ratio": state.ratio, "seed": state.draw, "blend": state.blend, "dtype": dtype}
+            values = backend(matrix, kernel).fake_quantize(matrix, state.bits, state.grid, **how)
+            values = from_rows(values, self.kind, weight.shape)
+            return values.contiguous() if out is None else out.copy_(values)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantLayer":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

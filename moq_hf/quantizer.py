@@ -1,4 +1,4 @@
-"""The numerics of moq_hf in plain PyTorch: the definition that every faster path is tested against.
+"""The formula of moq_hf in plain PyTorch: the definition that the Triton kernel is tested against.
 
 A weight `[rows, columns]` is cut into groups that share one scale, as its `Grid` says: consecutive blocks of whole rows,
 one per channel, or runs of consecutive weights within a row. All arithmetic is float32 whatever the weight's dtype,
@@ -12,10 +12,9 @@ rounding is half to even, and the result is cast once. With b bits:
 | ternary (symmetric, b = 2) | mean of abs(x) above t = 0.7 mean abs(x) | sign(x) where abs(x) > t, else 0 |
 | binary (b = 1) | mean abs(x) | sign(x), sign(0) = +1 |
 
-r is the clipping ratio of the group, 1 unless given. Sums (ternary, binary, squared errors) are exact and so do not depend
-on the order of summation: each of the n terms, of which none exceeds m, is first rounded to a multiple of the float64
-spacing at 2 n m, which is relative to m about n / 2^52. A group whose scale would be below the smallest normal float32
-in magnitude (all zeros, or too small to matter) becomes zeros.
+r is the clipping ratio of the group, 1 unless given. Stochastic rounding replaces round(y) by floor(y + u), u uniform in
+[0, 1). Sums (ternary, binary, squared errors) are in float64, in PyTorch's order, and then rounded to float32. A group
+whose scale would be below the smallest normal float32 in magnitude (all zeros, or too small to matter) becomes zeros.
 
 A full range puts its extra code where the largest weight is: m > 0 makes a negative scale. Of +m and -m in one group
 +m counts. It is ggml's rule for Q4_0; there the first of the two counts, and a half rounds to the larger code.
@@ -27,12 +26,11 @@ sign. So float16 clips weights beyond 65504 (2^(b-1) - 1), and makes zeros of a 
 A scale that is zero, NaN or Inf stays.
 
 Sources: uniform grids as in DeepSpeed's MoQ; ternary from Li et al. 2016, "Ternary Weight Networks" (0.7 is their
-threshold factor); binary from Rastegari et al. 2016, "XNOR-Net"; Philox4x32-10 from Salmon et al. 2011, "Parallel
-Random Numbers: As Easy as 1, 2, 3".
+threshold factor); binary from Rastegari et al. 2016, "XNOR-Net".
 """  # noqa: E501 - a table row cannot be broken
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -44,20 +42,19 @@ from .grid import Grid, ScaleDtype
 # The clipping ratios that a search tries. Saved states hold their indices.
 RATIOS = tuple((100 - 5 * k) / 100 for k in range(17))
 _TINY = torch.finfo(torch.float32).tiny
-_MASK32 = 0xFFFFFFFF
-# Weights that a search on a CPU takes at once.
-_PART = 2**16
-_DEFAULT = Grid()
+# Weights that a CPU takes at once where one pass over all of them would leave its caches: 384 KB of float32.
+_BLOCK = 98_304
 _SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_DEFAULT = Grid()
 
 
-class Draw(NamedTuple):
+class RoundingSeed(NamedTuple):
     """Which random numbers stochastic rounding takes: the same in every process, and after a resume.
 
     Attributes:
         seed: Key of the generator, 0 to 2^63 - 1.
-        layer: Number of the layer in its model, 0 to 2^32 - 1.
-        step: Optimizer steps taken, 0 to 2^32 - 1.
+        layer: Number of the layer in its model.
+        step: Optimizer steps taken.
     """
 
     seed: int = 0
@@ -65,30 +62,7 @@ class Draw(NamedTuple):
     step: int = 0
 
 
-_FIRST = Draw()
-
-
-class Groups:
-    """How the numbers of a group come together, which may lie in several rows and in several processes.
-
-    Here a group is a row. What takes numbers takes `[rows, elements]`, and gives a number for each row, `[rows, 1]`,
-    the same in all rows of a group.
-    """
-
-    def count(self, x: Tensor) -> int:
-        """How many elements a group has."""
-        return x.shape[1]
-
-    def range(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The smallest and the largest element; zero may count as one."""
-        return x.amin(1, keepdim=True), x.amax(1, keepdim=True)
-
-    def total(self, x: Tensor) -> Tensor:
-        """The sum, of float64 numbers that any order of summation gives the same sum, or of booleans."""
-        return x.sum(1, keepdim=True)
-
-
-_ROWS = Groups()
+_FIRST = RoundingSeed()
 
 
 class Quantized(NamedTuple):
@@ -112,8 +86,7 @@ def quantize(
     grid: Grid = _DEFAULT,
     *,
     ratio: Tensor | None = None,
-    draw: Draw = _FIRST,
-    first: int = 0,
+    seed: RoundingSeed = _FIRST,
 ) -> Quantized:
     """Quantize a weight to integer codes.
 
@@ -122,8 +95,7 @@ def quantize(
         bits: Bit width, 1 to 16.
         grid: Which weights share a scale, and how codes are rounded.
         ratio: Clipping ratios, float32 of the scale's shape, in (0, 1]. None is 1 everywhere (absmax).
-        draw: The random numbers of stochastic rounding.
-        first: Of a part of a weight: which of the weight's random numbers its first element gets.
+        seed: The random numbers of stochastic rounding.
 
     Raises:
         ValueError: Bits, grid or ratio do not fit the weight, or the weight holds NaN or Inf.
@@ -131,29 +103,12 @@ def quantize(
     >>> quantize(torch.tensor([[0.5, -1.0, 0.25]]), 3).codes
     tensor([[ 2, -3,  1]], dtype=torch.int32)
     """
-    found = quantize_unchecked(weight, bits, grid, ratio=ratio, draw=draw, first=first)
-    if not bool(torch.isfinite(found.scale).all()):
-        raise ValueError("weight holds NaN or Inf (or spans more than float32 can hold)")
-    return found
-
-
-def quantize_unchecked(
-    weight: Tensor,
-    bits: int,
-    grid: Grid = _DEFAULT,
-    *,
-    ratio: Tensor | None = None,
-    draw: Draw = _FIRST,
-    first: int = 0,
-) -> Quantized:
-    """`quantize` without a look at the scales, for which it waits for the device: of NaN or Inf they are not finite.
-
-    Raises:
-        ValueError: Bits, grid or ratio do not fit the weight.
-    """
     shape = check(weight, bits, grid, ratio)
-    x = _grouped(weight, shape)
-    codes, scale, zero = codes_of(x, bits, grid, ratio, _noise(x, grid, draw, first), torch.empty_like(x))
+    x = _groups(weight, shape).to(torch.float32)
+    noise = uniform(x, seed) if grid.stochastic else None
+    codes, scale, zero = _codes(x, bits, grid, _column(ratio), noise)
+    if not bool(torch.isfinite(scale).all()):
+        raise ValueError("weight holds NaN or Inf (or spans more than float32 can hold)")
     return Quantized(
         codes.to(torch.int32).reshape(weight.shape),
         scale.reshape(shape),
@@ -193,27 +148,25 @@ def fake_quantize(
     grid: Grid = _DEFAULT,
     *,
     ratio: Tensor | None = None,
-    draw: Draw = _FIRST,
+    seed: RoundingSeed = _FIRST,
     blend: float = 0.0,
     dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    first: int = 0,
 ) -> Tensor:
     """Exactly `dequantize(*quantize(weight, ...))`, in fewer passes over memory and without the codes.
 
-    A group that holds NaN or Inf comes out as NaN or Inf in its first element at least (see `nonfinite`): nothing is
-    raised here, so that a GPU need not wait for the host.
+    Nothing is raised for NaN or Inf, so that a GPU need not wait for the host; see `fake_quantize_with_scale`.
 
     Args:
-        weight: Floating-point `[rows, columns]`, any dtype and device.
+        weight: Floating-point `[rows, columns]`, any dtype, device and strides.
         bits: Bit width, 1 to 16.
         grid: Which weights share a scale, and how codes are rounded.
         ratio: Clipping ratios, float32 of the scale's shape, in (0, 1]. None is 1 everywhere (absmax).
-        draw: The random numbers of stochastic rounding.
+        seed: The random numbers of stochastic rounding.
         blend: Share b of the float weight in the result b * w + (1 - b) * Q(w), 0 to 1.
         dtype: Dtype of the result; None is the weight's.
-        out: Where to write the result: `weight`'s shape, contiguous, of the dtype wanted.
-        first: Of a part of a weight: which of the weight's random numbers its first element gets.
+
+    Returns:
+        A contiguous tensor of the weight's shape, without a graph.
 
     Raises:
         ValueError: Bits, grid or ratio do not fit the weight.
@@ -221,15 +174,37 @@ def fake_quantize(
     >>> fake_quantize(torch.tensor([[0.5, -1.0, 0.25]]), 2)
     tensor([[ 0.7500, -0.7500,  0.0000]])
     """
-    x = _grouped(weight, check(weight, bits, grid, ratio))
-    dtype = dtype or (weight.dtype if out is None else out.dtype)
-    in_place = out is not None and out.dtype == torch.float32
-    buffer = out.view(x.shape) if out is not None and in_place else torch.empty_like(x)
-    values = blended(x, values_of(*codes_of(x, bits, grid, ratio, _noise(x, grid, draw, first), buffer)), blend)
-    if in_place and out is not None:
-        return out
-    values = values.view(weight.shape)
-    return values.to(dtype) if out is None else out.copy_(values)
+    return fake_quantize_with_scale(weight, bits, grid, ratio=ratio, seed=seed, blend=blend, dtype=dtype)[0]
+
+
+def fake_quantize_with_scale(
+    weight: Tensor,
+    bits: int,
+    grid: Grid = _DEFAULT,
+    *,
+    ratio: Tensor | None = None,
+    seed: RoundingSeed = _FIRST,
+    blend: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`fake_quantize` and the scale that it found, float32 `[groups, 1]`.
+
+    The scale of a group is not finite exactly if the group holds NaN or Inf, or spans more than float32 can hold: to
+    look at the scales is to look at the weight without a second pass over it.
+    """
+    shape = check(weight, bits, grid, ratio)
+    x, dtype, ratio = _groups(weight, shape), dtype or weight.dtype, _column(ratio)
+    noise = uniform(x, seed) if grid.stochastic else None
+    size = len(x) if dtype == x.dtype == torch.float32 else _rows_at_once(x)
+    if size >= len(x):
+        values, scale = _values(x, bits, grid, ratio, noise, blend)
+        return values.view(weight.shape).to(dtype), scale
+    out, scales = torch.empty(x.shape, dtype=dtype, device=x.device), []
+    for rows in _blocks(len(x), size):
+        values, scale = _values(x[rows], bits, grid, _part(ratio, rows), _part(noise, rows), blend)
+        out[rows] = values
+        scales.append(scale)
+    return out.view(weight.shape), torch.cat(scales)
 
 
 def nonfinite(values: Tensor, grid: Grid = _DEFAULT) -> Tensor:
@@ -252,7 +227,7 @@ def nonfinite(values: Tensor, grid: Grid = _DEFAULT) -> Tensor:
 def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
     """The clipping ratio of each group, out of 1.00, 0.95, ... 0.20, with the least sum of squared errors.
 
-    Errors are those of nearest rounding, squared in float32; ties go to the larger ratio.
+    Errors are those of nearest rounding, squared in float32 and added in float64; ties go to the larger ratio.
 
     Args:
         weight: Floating-point `[rows, columns]`, any dtype and device.
@@ -268,59 +243,39 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
     >>> least_squares_ratio(torch.tensor([[0.1, 0.2, 0.1, 1.0]]), 3)
     tensor([[0.9500]])
     """
-    shape = check_search(weight, bits, grid)
-    x = _grouped(weight, shape)
-    # What fits the caches of a CPU; any other device is given all at once.
-    size = _PART if x.device.type == "cpu" else x.numel()
-    best = [
-        best_ratio(torch.split(groups, size, 1), bits, grid) for groups in torch.split(x, max(size // x.shape[1], 1))
-    ]
-    return torch.cat(best).reshape(shape)
+    shape = check(weight, bits, replace(grid, stochastic=False))
+    if not grid.is_uniform(bits):
+        raise ValueError(f"{bits} bits symmetric sets its own scale: there is no clipping ratio to search")
+    x = _groups(weight, shape)
+    best = [_best_ratio(x[rows].to(torch.float32), bits, grid) for rows in _blocks(len(x), _rows_at_once(x))]
+    return torch.cat(best).view(shape)
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Philox4x32-10: four streams of 32 random bits.
+def uniform(like: Tensor, seed: RoundingSeed = _FIRST) -> Tensor:
+    """Uniform float32 numbers in [0, 1) of the shape and on the device of a tensor, by `torch.rand`.
+
+    The generator is seeded with seed, layer and step, mixed to 63 bits by the finalizer of SplitMix64 (Steele et al.
+    2014, "Fast Splittable Pseudorandom Number Generators"). So numbers are the same on one kind of device.
 
     Args:
-        counter: Four int64 tensors of one shape holding 32-bit words.
-        key: Two 32-bit words.
-
-    Returns:
-        Four int64 tensors holding 32-bit words.
+        like: Gives shape and device.
+        seed: The three numbers.
     """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        # A product of two 32-bit words wraps in int64 without losing a bit of its low 64.
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0 = (p1 >> 32).bitwise_and_(_MASK32).bitwise_xor_(c1).bitwise_xor_(k0)
-        c2 = (p0 >> 32).bitwise_and_(_MASK32).bitwise_xor_(c3).bitwise_xor_(k1)
-        c1, c3 = p1.bitwise_and_(_MASK32), p0.bitwise_and_(_MASK32)
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
-    return c0, c1, c2, c3
-
-
-def uniform(count: int, draw: Draw = _FIRST, *, first: int = 0, device: torch.device | str = "cpu") -> Tensor:
-    """`count` float32 numbers in (0, 1): element i is (w + 1/2) / 2^23, w the top 23 bits of a Philox word.
-
-    The word is number i % 4 of block i // 4. The key is the seed's two halves, the counter (low half of i // 4, high
-    half, step, layer). Neither 0 nor 1 occurs, so that stochastic rounding leaves zeros alone. The first of them is
-    element `first`.
-    """
-    block = torch.arange(first // 4, (first + count + 3) // 4, dtype=torch.int64, device=device)
-    words = philox(
-        (block & _MASK32, block >> 32, torch.full_like(block, draw.step), torch.full_like(block, draw.layer)),
-        (draw.seed & _MASK32, draw.seed >> 32),
-    )
-    words_in_order = torch.stack(words, 1).view(-1)[first % 4 : first % 4 + count]
-    return ((words_in_order >> 9).to(torch.float32) + 0.5) * 2.0**-23
+    mixed = 0
+    for word in seed:
+        mixed = (mixed + word + 0x9E3779B97F4A7C15) % 2**64
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+        mixed ^= mixed >> 31
+    generator = torch.Generator(like.device).manual_seed(mixed >> 1)
+    return torch.rand(like.shape, generator=generator, dtype=torch.float32, device=like.device)
 
 
 def check(weight: Tensor, bits: int, grid: Grid = _DEFAULT, ratio: Tensor | None = None) -> tuple[int, int]:
-    """The shape of the scale, once all arguments are found right.
+    """The shape of the scale, once all arguments are found right, short of what only the weight's values would show.
 
     Raises:
-        ValueError: They are not, short of what only the values of the weight would show.
+        ValueError: Bits, grid or ratio do not fit the weight.
     """
     if weight.dim() != 2 or weight.numel() == 0 or not weight.is_floating_point():
         raise ValueError(
@@ -335,59 +290,110 @@ def check(weight: Tensor, bits: int, grid: Grid = _DEFAULT, ratio: Tensor | None
     return shape
 
 
-def check_search(weight: Tensor, bits: int, grid: Grid) -> tuple[int, int]:
-    """The shape of the scale, once a search for clipping ratios is found possible.
+def _groups(weight: Tensor, shape: tuple[int, int]) -> Tensor:
+    """A row for each group, a view where the weight is contiguous."""
+    return weight.detach().contiguous().view(shape[0] * shape[1], -1)
 
-    Raises:
-        ValueError: It is not; see `least_squares_ratio`.
-    """
-    shape = check(weight, bits, replace(grid, stochastic=False))
+
+def _column(ratio: Tensor | None) -> Tensor | None:
+    return None if ratio is None else ratio.reshape(-1, 1)
+
+
+def _part(tensor: Tensor | None, rows: slice) -> Tensor | None:
+    return None if tensor is None else tensor[rows]
+
+
+def _rows_at_once(x: Tensor) -> int:
+    """How many groups a pass takes: on a CPU what fits its caches, elsewhere all."""
+    return max(1, _BLOCK // x.shape[1]) if x.device.type == "cpu" else len(x)
+
+
+def _blocks(rows: int, size: int) -> Iterator[slice]:
+    for first in range(0, rows, size):
+        yield slice(first, first + size)
+
+
+def _values(
+    x: Tensor, bits: int, grid: Grid, ratio: Tensor | None, noise: Tensor | None, blend: float
+) -> tuple[Tensor, Tensor]:
+    """The fake-quantized values of groups, in float32, and their scale."""
+    x = x.to(torch.float32)
+    values, scale, zero = _codes(x, bits, grid, ratio, noise)
+    if zero is not None:
+        values.sub_(zero)
+    values.mul_(scale)
+    if blend:
+        values.mul_(1.0 - blend).add_(x * blend)
+    return values, scale
+
+
+def _codes(
+    x: Tensor, bits: int, grid: Grid, ratio: Tensor | None, noise: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes of float32 groups `[groups, elements]`, their scale and zero point `[groups, 1]`, all held in float32."""
     if not grid.is_uniform(bits):
-        raise ValueError(f"{bits} bits symmetric sets its own scale: there is no clipping ratio to search")
-    return shape
+        return *_few_codes(x, bits, grid), None
+    least, most = grid.limits(bits)
+    buffer, low, high = _range(x, grid)
+    scale, zero = _uniform_scale(low, high, bits, grid, ratio)
+    torch.div(x, scale, out=buffer)
+    if noise is None:
+        buffer.round_()
+    else:
+        buffer.add_(noise).floor_()
+    if zero is not None:
+        buffer.add_(zero)
+    # Without a ratio, the largest magnitude of a narrow range is at the last code.
+    is_inside = noise is None and ratio is None and _is_narrow(grid) and grid.scale_dtype == "float32"
+    return (buffer if is_inside else buffer.clamp_(least, most)), scale, zero
 
 
-def _sizes(weight: Tensor, shape: tuple[int, int]) -> tuple[int, int]:
-    """Groups and elements of each."""
-    groups = shape[0] * shape[1]
-    return groups, weight.numel() // groups
+def _few_codes(x: Tensor, bits: int, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Binary or ternary codes, and their scale."""
+    magnitude = x.abs()
+    mean = _mean(magnitude, x.shape[1])
+    is_zero = mean < _TINY
+    if bits == 1:
+        scale = torch.where(is_zero, 0.0, mean)
+        return torch.ge(x, 0.0, out=magnitude).mul_(2.0).sub_(1.0), _as_stored(scale, grid.scale_dtype)
+    # A group that is too small to matter has nothing above its threshold.
+    above = magnitude.gt(torch.where(is_zero, torch.inf, mean * 0.7)).to(torch.float32)
+    count = above.sum(1, keepdim=True)
+    scale = torch.where(is_zero, 1.0, _mean(magnitude.mul_(above), count))
+    return above.copysign_(x), _as_stored(scale, grid.scale_dtype)
 
 
-def _grouped(weight: Tensor, shape: tuple[int, int]) -> Tensor:
-    """A row for each group, in float32."""
-    return weight.detach().to(torch.float32).contiguous().view(*_sizes(weight, shape))
+def _mean(magnitude: Tensor, count: int | Tensor) -> Tensor:
+    return magnitude.sum(1, keepdim=True, dtype=torch.float64).div_(count).to(torch.float32)
 
 
-def _noise(x: Tensor, grid: Grid, draw: Draw, first: int) -> Tensor | None:
-    return uniform(x.numel(), draw, first=first, device=x.device).view(x.shape) if grid.stochastic else None
+def _is_narrow(grid: Grid) -> bool:
+    return grid.symmetric and not grid.full
 
 
-def _exact(terms: Tensor, bound: Tensor, count: int) -> Tensor:
-    """Some of the `count` terms of each group, in float64, so rounded that any order gives the same, exact sum."""
-    large = bound.to(torch.float64) * (2.0 * count)
-    return (terms + large).sub_(large)
+def _range(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    """A buffer of the shape of `x`, and the lower and upper end: of a narrow range mirrored, else with 0 in between."""
+    if _is_narrow(grid):
+        magnitude = x.abs()
+        high = magnitude.amax(1, keepdim=True)
+        return magnitude, -high, high
+    return torch.empty_like(x), x.amin(1, keepdim=True).clamp_(max=0.0), x.amax(1, keepdim=True).clamp_(min=0.0)
 
 
-def _range(x: Tensor, grid: Grid, groups: Groups) -> tuple[Tensor, Tensor]:
-    """Lower and upper end: of narrow codes mirrored at zero, else with zero between them."""
-    lo, hi = groups.range(x)
-    if grid.symmetric and not grid.full:
-        hi = torch.maximum(hi, -lo)
-        return -hi, hi
-    return lo.clamp_(max=0.0), hi.clamp_(min=0.0)
-
-
-def _uniform_scale(lo: Tensor, hi: Tensor, bits: int, grid: Grid, ratio: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _uniform_scale(
+    low: Tensor, high: Tensor, bits: int, grid: Grid, ratio: Tensor | float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point of groups with these ends, each `[groups, 1]`."""
     least, most = grid.limits(bits)
     if grid.full:
-        hi = torch.where(hi >= -lo, hi, lo)
+        high = torch.where(high >= -low, high, low)
     if ratio is not None:
-        lo, hi = lo * ratio, hi * ratio
-    span, steps = hi if grid.symmetric else hi - lo, least if grid.full else most
+        low, high = low * ratio, high * ratio
+    span = high if grid.symmetric else high - low
     # Division by a number would be a multiplication by its reciprocal on CUDA.
-    scale = span / torch.full_like(span, steps)
+    scale = span / torch.full_like(span, least if grid.full else most)
     scale = _as_stored(torch.where(scale.abs() < _TINY, 1.0, scale), grid.scale_dtype)
-    return scale, None if grid.symmetric else (-lo / scale).round_().clamp_(0, most)
+    return scale, None if grid.symmetric else (-low / scale).round_().clamp_(least, most)
 
 
 def _as_stored(scale: Tensor, dtype: ScaleDtype) -> Tensor:
@@ -401,87 +407,20 @@ def _as_stored(scale: Tensor, dtype: ScaleDtype) -> Tensor:
     return torch.where((scale == 0) | scale.isinf(), scale, size.copysign_(scale))
 
 
-def best_ratio(parts: Sequence[Tensor], bits: int, grid: Grid, groups: Groups = _ROWS) -> Tensor:
-    """`least_squares_ratio`, `[rows, 1]`, of rows that lie side by side in `parts`, float32 `[rows, elements]`."""
-    ends = [_range(part, grid, groups) for part in parts]
-    lo, hi = torch.stack([lo for lo, _ in ends]).amin(0), torch.stack([hi for _, hi in ends]).amax(0)
-    best = torch.ones_like(hi)
-    least = torch.full_like(hi, torch.inf, dtype=torch.float64)
-    bound, count = (hi - lo).to(torch.float64).square(), sum(groups.count(part) for part in parts)
+def _best_ratio(x: Tensor, bits: int, grid: Grid) -> Tensor:
+    """`least_squares_ratio` of float32 groups `[groups, elements]`, as `[groups, 1]`."""
+    least, most = grid.limits(bits)
+    buffer, low, high = _range(x, grid)
+    best, best_error = torch.ones_like(high), torch.full_like(high, torch.inf, dtype=torch.float64)
     for value in RATIOS:
-        scale, zero = _uniform_scale(lo, hi, bits, grid, torch.full_like(hi, value))
-        total = torch.zeros_like(least)
-        for part in parts:
-            codes = _uniform_codes(part, bits, grid, scale, zero, None, torch.empty_like(part))
-            error = values_of(codes, scale, zero).sub_(part).square_()
-            total += groups.total(_exact(error, bound, count))
-        better = total < least
-        best = torch.where(better, value, best)
-        least = torch.where(better, total, least)
+        # As a tensor: PyTorch multiplies with a number in another precision on some devices.
+        scale, zero = _uniform_scale(low, high, bits, grid, torch.full_like(high, value))
+        torch.div(x, scale, out=buffer).round_()
+        if zero is None:
+            buffer.clamp_(least, most)
+        else:
+            buffer.add_(zero).clamp_(least, most).sub_(zero)
+        error = buffer.mul_(scale).sub_(x).square_().sum(1, keepdim=True, dtype=torch.float64)
+        best = torch.where(error < best_error, value, best)
+        best_error = torch.fmin(best_error, error)
     return best
-
-
-def _uniform_codes(
-    x: Tensor, bits: int, grid: Grid, scale: Tensor, zero: Tensor | None, noise: Tensor | None, out: Tensor
-) -> Tensor:
-    torch.div(x, scale, out=out)
-    if noise is None:
-        out.round_()
-    else:
-        out.add_(noise).floor_()
-    if zero is not None:
-        out.add_(zero)
-    return out.clamp_(*grid.limits(bits))
-
-
-def codes_of(
-    x: Tensor,
-    bits: int,
-    grid: Grid,
-    ratio: Tensor | None,
-    noise: Tensor | None,
-    out: Tensor,
-    groups: Groups = _ROWS,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What `quantize` computes of rows of groups.
-
-    Args:
-        x: float32 `[rows, elements]`.
-        bits: Bit width, which the grid has.
-        grid: How codes are rounded; which weights share a scale is for `groups` to say.
-        ratio: A clipping ratio for each row.
-        noise: Numbers of stochastic rounding, of the shape of `x`; None rounds to nearest.
-        out: Memory for the codes, of the shape of `x`.
-        groups: How the numbers of a group come together.
-
-    Returns:
-        Codes in `out`, scale and zero point `[rows, 1]`: integers, all held in float32.
-    """
-    if grid.is_uniform(bits):
-        ratio = None if ratio is None else ratio.reshape(-1, 1)
-        scale, zero = _uniform_scale(*_range(x, grid, groups), bits, grid, ratio)
-        return _uniform_codes(x, bits, grid, scale, zero, noise, out), scale, zero
-    magnitude, count = torch.abs(x, out=out), groups.count(x)
-    terms = _exact(magnitude, groups.range(magnitude)[1], count)
-    total = groups.total(terms)
-    mean = (total / torch.full_like(total, count)).to(torch.float32)
-    if bits == 1:
-        scale = _as_stored(torch.where(mean < _TINY, 0.0, mean), grid.scale_dtype)
-        return torch.ge(x, 0.0, out=out).mul_(2.0).sub_(1.0), scale, None
-    above = magnitude > mean * 0.7
-    total = groups.total(terms.mul_(above))
-    scale = torch.where(mean < _TINY, 1.0, (total / groups.total(above)).to(torch.float32))
-    scale = _as_stored(scale, grid.scale_dtype)
-    return torch.sign(x, out=out).mul_(above.logical_and_(mean >= _TINY)), scale, None
-
-
-def blended(x: Tensor, values: Tensor, blend: float) -> Tensor:
-    """The blend of floats and their quantized values, blend * x + (1 - blend) * values, in the memory of `values`."""
-    return values.mul_(1.0 - blend).add_(x * blend) if blend else values
-
-
-def values_of(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """The weights that codes in float32 stand for, in their memory."""
-    if zero is not None:
-        codes.sub_(zero)
-    return codes.mul_(scale)

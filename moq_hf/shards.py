@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import quantizer
+from . import shard_numerics as quantizer
 from .grid import Grid, RowBlocks
-from .kernels.backend import choose
-from .quantizer import Draw, Groups
+from .quantizer import Quantized
+from .quantizer import RoundingSeed as Draw
 from .rows import Kind, from_rows, matrix_shape, to_rows
+from .shard_numerics import Groups
+from .triton_quant import backend
 
 
 @dataclass(frozen=True)
@@ -141,10 +143,10 @@ class Shard:
             # Which numbers an element gets depends on its place in the whole, which the kernels are not told.
             values = quantizer.fake_quantize(matrix, bits, own, draw=draw, first=self._first_element, **how)
         else:
-            values = choose("weight", matrix, dtype, kernel).fake_quantize(matrix, bits, own, **how)
+            values = backend(matrix, kernel).fake_quantize(matrix, bits, own, **how)
         return from_rows(values, self.kind, weight.shape).contiguous()
 
-    def quantize(self, weight: Tensor, bits: int, grid: Grid, ratio: Tensor | None, draw: Draw) -> quantizer.Quantized:
+    def quantize(self, weight: Tensor, bits: int, grid: Grid, ratio: Tensor | None, draw: Draw) -> Quantized:
         """The part of what `quantizer.quantize` makes of the whole, where no group lies across a border.
 
         A part that holds NaN or Inf has scales that are not finite: an error in one process would leave the others
@@ -181,7 +183,7 @@ class Shard:
             best = quantizer.best_ratio((pieces,), bits, grid, groups)
             found.view(-1).index_copy_(0, groups.ids, best.view(-1))
         elif matrix.numel():
-            path = choose("search", matrix, torch.float32, kernel)
+            path = backend(matrix, kernel)
             self.part_of(found, grid).copy_(path.least_squares_ratio(matrix, bits, own))
         # Ratios are above zero: where a process has none of a group, another one has its ratio.
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)

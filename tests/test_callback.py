@@ -43,7 +43,6 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from moq_hf import MoQCallback, MoQError, QuantLinear
 from moq_hf import quantizer as q
 from moq_hf.grid import Grid, RowBlocks
-from moq_hf.kernels import cpu as cpu_quant
 from moq_hf.model.convert import quant_layers
 from moq_hf.training.sensitivity import model_loss
 
@@ -77,8 +76,6 @@ def test_one_quantization_per_layer_and_optimizer_step(
                   optim=optimizer, gradient_accumulation_steps=2, max_steps=6, eval_strategy="no")  # fmt: skip
     trainer.eval_dataset = rows(8)
     monkeypatch.setattr(q, "fake_quantize", lambda *a, **k: calls.append(1) or real(*a, **k))
-    # Numba's loops, where it is installed, are another way to the same.
-    monkeypatch.setattr(cpu_quant, "available", lambda: False)
     trainer.train()
     trainer.evaluate()
     layers = len(quant_layers(trainer.model))

@@ -40,7 +40,7 @@ def by_hand(model: nn.Module, plain: Any) -> Any:
     for name, layer in quant_layers(model).items():
         own, state = parameters[parameter_of(name, layer.kind)], layer.moq
         matrix = to_rows(own.detach(), layer.kind)
-        values = quantizer.fake_quantize(matrix, state.bits, state.grid, ratio=state.ratio, draw=state.draw)
+        values = quantizer.fake_quantize(matrix, state.bits, state.grid, ratio=state.ratio, seed=state.draw)
         own.data.copy_(from_rows(values, layer.kind, own.shape))
     return plain
 

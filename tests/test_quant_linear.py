@@ -15,7 +15,6 @@ from moq_hf import MoQError, QuantLinear, dequantize_model, quantize_model
 from moq_hf import quantizer as q
 from moq_hf.config import MoQConfig
 from moq_hf.grid import Grid, RowBlocks
-from moq_hf.kernels import cpu as cpu_quant
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
@@ -68,8 +67,6 @@ def count_quantizations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return real(*args, **kwargs)
 
     monkeypatch.setattr(q, "fake_quantize", counting)
-    # Numba's loops, where it is installed, are another way to the same.
-    monkeypatch.setattr(cpu_quant, "available", lambda: False)
     return calls
 
 

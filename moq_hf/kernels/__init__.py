@@ -1,1 +1,1 @@
-"""Who computes: Triton, numba and the CPU path, and the one place that picks."""
+"""The Triton kernels, which `triton_quant` launches."""

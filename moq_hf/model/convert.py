@@ -150,7 +150,7 @@ def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, Qu
                 restore(layer)
     for index, (name, module) in enumerate(chosen.items()):
         layer = _quantized_layer(module)
-        grid, draw = grid_of(module, config), quantizer.Draw(config.seed, index)
+        grid, draw = grid_of(module, config), quantizer.RoundingSeed(config.seed, index)
         layer.moq = LayerState(grid, draw=draw, kernel=config.kernel, config=config, name=name)
         rounded = config.activation.grid
         if rounded is not None and layer.kind in ("linear", "conv1d"):
@@ -179,7 +179,7 @@ def _prepare_experts(experts: Mapping[str, nn.Module], config: MoQConfig, first:
     """As `prepare_model`, for parameters of experts; `first` is the number of their first draw."""
     states: dict[nn.Module, dict[str, LayerState]] = {}
     for index, (name, module) in enumerate(experts.items(), first):
-        attribute, draw = name.rpartition(".")[2], quantizer.Draw(config.seed, index)
+        attribute, draw = name.rpartition(".")[2], quantizer.RoundingSeed(config.seed, index)
         grid = grid_of_experts(module, attribute, config)
         state = LayerState(grid, draw=draw, kernel=config.kernel, config=config, name=name)
         states.setdefault(module, {})[attribute] = state

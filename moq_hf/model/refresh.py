@@ -1,19 +1,13 @@
 """When weights are quantized anew: all layers after each optimizer step, and the checks that go with it."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
 
-from .. import quantizer, triton_quant
 from ..errors import MoQError
-from ..kernels import cpu
-from ..kernels.backend import Backend, choose
-from ..processes import any_over_ranks, device_of, is_apart, local_part
+from ..processes import any_over_ranks, device_of, local_part
 from ..quant_linear import QuantLayer
-from ..rows import lies_in_rows, parameter_of, to_rows
-from ..schedule import FLOAT_BITS
+from ..rows import parameter_of
 
 
 def check_readers(layers: Mapping[str, QuantLayer]) -> None:
@@ -45,16 +39,9 @@ def check_readers(layers: Mapping[str, QuantLayer]) -> None:
 
 
 def set_bits(layers: Iterable[tuple[QuantLayer, int]]) -> None:
-    """Give layers their bits; those whose ratios numba searches, in as many threads as torch uses."""
-    in_threads = []
+    """Give layers their bits."""
     for layer, bits in layers:
-        weight = layer.float_weight
-        # All processes gather shards in the same order.
-        if not is_apart(weight) and choose("search", weight, torch.float32, layer.moq.kernel) is cpu:
-            in_threads.append((layer, bits))
-        else:
-            layer.set_bits(bits)
-    cpu.each(lambda item: item[0].set_bits(item[1]), in_threads)
+        layer.set_bits(bits)
 
 
 def check_finite(layers: Mapping[str, QuantLayer]) -> None:
@@ -87,7 +74,7 @@ def _refuse_nonfinite(layers: Mapping[str, QuantLayer]) -> None:
 
 
 class Refresher:
-    """Quantizes many layers after each optimizer step: all at once where the kernels run, else one by one.
+    """Quantizes many layers after each optimizer step.
 
     Args:
         layers: Quantized layers by name.
@@ -95,93 +82,20 @@ class Refresher:
 
     def __init__(self, layers: Mapping[str, QuantLayer]) -> None:
         self._layers = dict(layers)
-        self._batches: list[tuple[triton_quant.Batch, list[str]]] = []
-        self._single = self._layers
-        self._made_for: list[tuple[Any, ...]] = []
 
     def refresh(self) -> None:
         """Quantize every layer's weight once, from what it is now."""
-        if self._identities() != self._made_for:
-            self._make_batches()
-        for batch, names in self._batches:
-            layers = [self._layers[name] for name in names]
-            for layer in layers:
-                layer.check_unwritten()
-            batch.update([layer.moq.draw.step for layer in layers], [layer.moq.blend for layer in layers])
-            try:
-                batch.run()
-            except triton_quant.Unusable:
-                # From now on they are not available: what is left, and what was cut off, is for the other paths.
-                self._make_batches()
-                self.refresh()
-                return
-            for layer in layers:
-                layer.mark_fresh()
-                layer.keep(cast(Tensor, layer.moq.weight))
-        fast = []
-        for layer in self._single.values():
-            if _path(layer) is cpu:
-                fast.append(layer)
-            else:
-                layer.refresh()
-        cpu.each(QuantLayer.refresh, fast)
+        for layer in self._layers.values():
+            layer.refresh()
 
     def check_finite(self, *, wait: bool = True, shards: bool = True) -> None:
         """Stop if a weight held NaN or Inf.
 
         Args:
-            wait: For the device. Otherwise weights that a kernel quantized are judged as they were a step or more ago.
+            wait: Without effect.
             shards: Sharded weights too, which all processes must ask for.
 
         Raises:
             MoQError: Names the parameters.
         """
-        bad = [names[index] for batch, names in self._batches for index in batch.nonfinite(wait=wait)]
-        if bad:
-            _refuse_nonfinite({name: self._layers[name] for name in bad})
-        check_finite({n: layer for n, layer in self._single.items() if shards or layer.moq.sharded is None})
-
-    def _identities(self) -> list[tuple[Any, ...]]:
-        """What the batches depend on: they hold pointers."""
-        found: list[tuple[Any, ...]] = []
-        for layer in self._layers.values():
-            state, weight = layer.moq, layer.float_weight
-            pointer = 0 if weight.is_meta or is_apart(weight) else weight.data_ptr()
-            tensors = (pointer, id(state.weight), id(state.ratio))
-            found.append((*tensors, weight.device, weight.dtype, state.bits, state.dtype))
-        return found
-
-    def _make_batches(self) -> None:
-        self._single = {}
-        jobs: dict[torch.device, dict[str, triton_quant.Job]] = {}
-        for name, layer in self._layers.items():
-            if layer.moq.bits != FLOAT_BITS and _path(layer) is triton_quant:
-                jobs.setdefault(layer.float_weight.device, {})[name] = _job(layer)
-            else:
-                self._single[name] = layer
-        self._batches = [(triton_quant.Batch(list(named.values())), list(named)) for named in jobs.values()]
-        self._made_for = self._identities()
-
-
-def _path(layer: QuantLayer) -> Backend:
-    """Who quantizes a layer's weight after a step."""
-    weight = layer.float_weight
-    if is_apart(weight):
-        # All processes gather in the same order.
-        return quantizer
-    # A batch cannot point to rows that do not lie one after the other.
-    in_rows = weight.is_contiguous() and lies_in_rows(weight, layer.kind)
-    task: Literal["weight", "model"] = "model" if in_rows else "weight"
-    return choose(task, weight, layer.moq.dtype or weight.dtype, layer.moq.kernel)
-
-
-def _job(layer: QuantLayer) -> triton_quant.Job:
-    state, weight = layer.moq, layer.float_weight.detach()
-    dtype, kept = state.dtype or weight.dtype, state.weight
-    if kept is None or kept.device != weight.device or kept.dtype != dtype or kept.shape != weight.shape:
-        with torch.inference_mode(False), torch.no_grad():
-            layer.keep(torch.empty_like(weight, dtype=dtype))
-    out = to_rows(cast(Tensor, state.weight), layer.kind)
-    return triton_quant.Job(
-        to_rows(weight, layer.kind), out, state.bits, state.grid, state.ratio, state.draw, state.blend
-    )
+        check_finite({n: layer for n, layer in self._layers.items() if shards or layer.moq.sharded is None})

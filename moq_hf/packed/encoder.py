@@ -148,7 +148,7 @@ class Encoder:
         scales, max_error, symmetric = (0, 0), 0.0, state.grid.symmetric
         if stored == "float":
             if state.bits != FLOAT_BITS:
-                how: dict[str, Any] = {"ratio": ratio, "draw": state.draw, "blend": state.blend}
+                how: dict[str, Any] = {"ratio": ratio, "seed": state.draw, "blend": state.blend}
                 weight = quantizer.fake_quantize(weight, state.bits, state.grid, **how)
             encoded = Encoded({"weight": from_rows(weight, kind, parameter.shape).contiguous()})
         else:
@@ -275,7 +275,7 @@ def _tensor_name(layer: str, parameter: str, part: str) -> str:
 
 
 def _quantize(
-    weight: Tensor, bits: int, grid: Grid, ratio: Tensor | None, draw: quantizer.Draw
+    weight: Tensor, bits: int, grid: Grid, ratio: Tensor | None, draw: quantizer.RoundingSeed
 ) -> tuple[quantizer.Quantized, float]:
     """What `quantizer.quantize` gives, on the CPU, and the largest distance of a weight from it, in steps of its scale.
 
@@ -295,7 +295,7 @@ def _quantize(
         scaled = slice(None) if grid.stochastic else slice(piece.start // block, piece.stop // block)
         blocks = isinstance(grid.grouping, RowBlocks)
         among = replace(grid, grouping=RowBlocks(len(own) // block)) if blocks else grid
-        values = quantizer.quantize(own, bits, among, ratio=None if ratio is None else ratio[scaled], draw=draw)
+        values = quantizer.quantize(own, bits, among, ratio=None if ratio is None else ratio[scaled], seed=draw)
         max_error = max(max_error, _max_error(own, values))
         codes[piece] = values.codes.cpu()
         scales.append(values.scale)

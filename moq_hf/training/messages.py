@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from .. import triton_quant
 from ..config import MoQConfig
-from ..kernels.backend import triton_wanted
 from ..model.inventory import Inventory, is_convolution, is_linear
 from ..model.selection import embeddings_to_quantize, output_heads, tied_to
 from ..model.sizes import ModelSizes, covered, in_words, last_part
@@ -83,7 +83,7 @@ def warnings(inventory: Inventory, config: MoQConfig, measured: int | None, size
         notes.append(_what_stays_in_float(inventory, config, sizes))
     devices: set[torch.device] = {layer.weight.device for layer in inventory.layers.values()}
     # On a CUDA device the kernels say themselves what keeps them from running.
-    if config.kernel and not all(device.type == "cuda" or triton_wanted(device, True) for device in devices):
+    if config.kernel and not all(device.type == "cuda" or triton_quant.available(device) for device in devices):
         notes.append("quantizer_kernel: the Triton kernels need a CUDA device; plain PyTorch gives the same numbers")
     if measured == 1:
         notes.append("eigenvalue: there is only one block, so nothing to compare it with: its factor is always 5")

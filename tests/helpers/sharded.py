@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from moq_hf import quantizer
 from moq_hf.grid import Grid, PerChannel, PerGroup, RowBlocks
-from moq_hf.quantizer import Draw
+from moq_hf.quantizer import RoundingSeed
 from moq_hf.rows import KINDS, Kind, from_rows, to_rows
 from moq_hf.shards import Shard
 
@@ -51,7 +51,7 @@ def case(number: int) -> tuple[list[str], bool]:
     height = -(-shape[0] // world)
     first, last = (min(shape[0], place * height) for place in (rank, rank + 1))
     shard, part = Shard(kind, shape, first, last, dist.group.WORLD), whole[first:last].contiguous()
-    draw, blend = Draw(number, 3, 5), choose.choice([0.0, 0.0, 0.25])
+    draw, blend = RoundingSeed(number, 3, 5), choose.choice([0.0, 0.0, 0.25])
     dtype = choose.choice([torch.float32, torch.bfloat16])
     finite = bool(whole.isfinite().all())
     wrong: list[str] = []
@@ -60,9 +60,9 @@ def case(number: int) -> tuple[list[str], bool]:
         ratio = quantizer.least_squares_ratio(matrix, bits, grid)
         found = shard.least_squares_ratio(part, bits, grid)
         wrong += ["ratio"] * (not torch.equal(found, ratio))
-    how: dict[str, Any] = {"ratio": ratio, "draw": draw, "blend": blend, "dtype": dtype}
-    expected = from_rows(quantizer.fake_quantize(matrix, bits, grid, **how), kind, shape)[first:last]
-    values = shard.fake_quantize(part, bits, grid, **how)
+    how: dict[str, Any] = {"ratio": ratio, "blend": blend, "dtype": dtype}
+    expected = from_rows(quantizer.fake_quantize(matrix, bits, grid, seed=draw, **how), kind, shape)[first:last]
+    values = shard.fake_quantize(part, bits, grid, draw=draw, **how)
     if finite:
         wrong += ["values"] * (not torch.equal(values, expected))
     else:

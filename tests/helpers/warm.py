@@ -8,7 +8,6 @@ import datasets
 import evaluate
 import matplotlib.backends.backend_agg  # noqa: F401
 import matplotlib.figure
-import numba
 import pytest
 import torch.distributed.run
 from transformers import (
@@ -33,7 +32,6 @@ __all__ = [
     "evaluate",
     "matplotlib",
     "moq_hf",
-    "numba",
     "pytest",
     "torch",
 ]

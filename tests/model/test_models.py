@@ -39,7 +39,6 @@ from moq_hf import (
     save_quantized,
     verify_quantized,
 )
-from moq_hf.kernels import cpu as cpu_quant
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.verify import stored_weights
 from moq_hf.quant_linear import QuantConv1D
@@ -131,14 +130,11 @@ def twins() -> tuple[nn.Module, nn.Module]:
     return nn.Sequential(conv1d, head), nn.Sequential(linear, head)
 
 
-@pytest.mark.parametrize("with_numba", [True, False])
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=str)
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
 def test_conv1d_is_quantized_as_the_linear_layer_that_it_is(
-    algorithm: dict[str, Any], grouping: dict[str, Any], with_numba: bool, monkeypatch: pytest.MonkeyPatch
+    algorithm: dict[str, Any], grouping: dict[str, Any]
 ) -> None:
-    if not with_numba:
-        monkeypatch.setattr(cpu_quant, "available", lambda: False)
     one, two = twins()
     config = config_of(4, algorithm, grouping)
     quantize_model(one, config)

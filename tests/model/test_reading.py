@@ -87,7 +87,7 @@ def parameter(layer: nn.Module) -> nn.Parameter:
 def quantized(layer: Any) -> Tensor:
     """By the definition."""
     state = layer.moq
-    return q.fake_quantize(parameter(layer).detach(), state.bits, state.grid, ratio=state.ratio, draw=state.draw)
+    return q.fake_quantize(parameter(layer).detach(), state.bits, state.grid, ratio=state.ratio, seed=state.draw)
 
 
 def words(rows: int = 4) -> list[dict[str, Tensor]]:

@@ -46,7 +46,7 @@ def weight_of(layer: nn.Module) -> nn.Parameter:
 def expected(layer: Any, **more: Any) -> Tensor:
     """By the definition, of the weight as it is now."""
     state = layer.moq
-    options = {"ratio": state.ratio, "draw": state.draw, **more}
+    options = {"ratio": state.ratio, "seed": state.draw, **more}
     return q.fake_quantize(weight_of(layer).detach(), state.bits, state.grid, **options)
 
 

@@ -7,7 +7,7 @@ from numerics import GROUPINGS, MODES, same_bits
 from moq_hf import quantizer
 from moq_hf.grid import Grid, Grouping, RowBlocks
 from moq_hf.packed import encoder, words
-from moq_hf.quantizer import Draw
+from moq_hf.quantizer import RoundingSeed
 from moq_hf.transformers_seams import pack_to_int32
 
 
@@ -40,12 +40,12 @@ def test_a_big_endian_machine_has_the_library_pack(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("grouping", [*GROUPINGS, RowBlocks(6)], ids=str)
 def test_a_weight_is_quantized_by_pieces_as_a_whole(grouping: Grouping, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "PIECE", 70)
-    w, draw = torch.randn(12, 33), Draw(5, 2, 7)
+    w, draw = torch.randn(12, 33), RoundingSeed(5, 2, 7)
     for bits, mode in MODES:
         grid = Grid(grouping, mode.symmetric, mode.stochastic, full=mode.full)
         ratio = torch.tensor(quantizer.RATIOS)[torch.randint(17, grid.shape(12, 33))] if grid.is_uniform(bits) else None
         values, error = encoder._quantize(w, bits, grid, ratio, draw)
-        exact = quantizer.quantize(w, bits, grid, ratio=ratio, draw=draw)
+        exact = quantizer.quantize(w, bits, grid, ratio=ratio, seed=draw)
         assert torch.equal(values.codes, exact.codes) and same_bits(values.scale, exact.scale)
         assert values.zero_point is exact.zero_point or torch.equal(values.zero_point, exact.zero_point)
         assert error == encoder._max_error(w, exact)
@@ -57,4 +57,4 @@ def test_nonfinite_weights_are_refused_in_any_piece(monkeypatch: pytest.MonkeyPa
         w = torch.randn(6, 33)
         w[row, 5] = torch.inf
         with pytest.raises(ValueError, match="NaN or Inf"):
-            encoder._quantize(w, 4, Grid(), None, Draw())
+            encoder._quantize(w, 4, Grid(), None, RoundingSeed())
