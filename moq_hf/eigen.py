@@ -1,15 +1,15 @@
 """The eigenvalue of largest magnitude of each block of a loss's Hessian: how sensitive the loss is to each layer.
 
-A product of a block with a vector is that of a second differentiation, or a difference of two gradients. `Lanczos`
-turns products into an eigenvalue; `PowerIteration` is the way of DeepSpeed (`runtime/eigenvalue.py` up to 0.16). A
+A product of a block with a vector is that of a second differentiation, or a difference of two gradients. `lanczos`
+turns products into an eigenvalue; `power_iteration` is the way of DeepSpeed (`runtime/eigenvalue.py` up to 0.16). A
 vector has a number for each element of a block's parameters, flat and in float32.
 """
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ Loss = Callable[[], Tensor]
 # and directions, at most 1e-3 of the product: truncation grows with its square, float32's rounding with its inverse.
 # See docs/evidence/eigenvalues.md.
 DIFFERENCE = 2e-4
+
+# Ritz values of fewer steps of Lanczos may look settled before the largest eigenvalue shows: docs/evidence/eigenvalues.md.
+MIN_STEPS = 6
+# Searching all of so many dimensions costs less than thinking about them.
+SMALL = 64
 
 # Why a run stops before its first step.
 NOT_UNDER_ENGINES = (
@@ -49,6 +54,10 @@ class Eigenvalue:
     num_products: int
 
 
+# Searches a symmetric matrix for its eigenvalue: yields vectors `[n]` to be multiplied with it, is sent the products.
+Search = Generator[Tensor, Tensor, Eigenvalue]
+
+
 def block_eigenvalues(
     loss: Loss | Sequence[Loss],
     blocks: Mapping[str, Iterable[Tensor]],
@@ -69,8 +78,8 @@ def block_eigenvalues(
         loss: Gives the loss, a scalar, each time the same for the same parameters. Several of them (one per batch)
             stand for their mean, and only one batch's graph is in memory at a time.
         blocks: Block name to the parameters of the block, of any shape, all of which require a gradient.
-        method: "lanczos" (see `Lanczos`) or "power" (see `PowerIteration`), which is DeepSpeed's and may end on a wrong
-            value where the ends of the spectrum are nearly equal in magnitude.
+        method: "lanczos" (see `lanczos`) or "power" (see `power_iteration`), which is DeepSpeed's and may end on a
+            wrong value where the ends of the spectrum are nearly equal in magnitude.
         max_iter: Products per block, at most.
         tol: Relative error of an eigenvalue; for "power" the relative change at which to end.
         stability: Added to norms before dividing by them ("power").
@@ -100,60 +109,59 @@ def block_eigenvalues(
             f"max_iter must be at least 1, tol above 0 and stability at least 0; got {max_iter}, {tol}, {stability}"
         )
     _check_blocks(losses, parameters, finite_difference)
-
-    def solver(name: str) -> Solver:
-        start = _random_vector(parameters[name], seed)
+    searches: dict[str, Search] = {}
+    for name, own in parameters.items():
+        start = _random_vector(own, seed)
         if method == "lanczos":
-            return Lanczos(start, tol, max_iter)
-        return PowerIteration(start, tol, max_iter, stability)
+            searches[name] = lanczos(start, tol, max_iter)
+        else:
+            searches[name] = power_iteration(start, tol, max_iter, stability)
+    # Of one loss the graph is kept for all products; of several, only one graph is in memory at a time.
+    kept = gradients_of(losses[0], parameters) if len(losses) == 1 and not finite_difference else None
 
-    found: dict[str, Eigenvalue] = {}
-    if finite_difference:
-        for name, own in parameters.items():
-            found |= solve({name: solver(name)}, lambda v: {n: difference_product(losses, own, v[n]) for n in v})  # noqa: B023
-        return found
-    if len(losses) == 1:
-        # One block after the other: the graph is kept, and only one block's vectors are in memory.
-        with Graph(losses[0], parameters) as graph:
-            for name in parameters:
-                found |= solve({name: solver(name)}, lambda v: {n: graph.product(n, v[n]) for n in v})
-        return found
+    def products(vectors: Mapping[str, Tensor], one: Loss) -> dict[str, Tensor]:
+        if finite_difference:
+            return {name: difference_product([one], parameters[name], vector) for name, vector in vectors.items()}
+        gradients = kept or gradients_of(one, {name: parameters[name] for name in vectors})
+        return {name: hessian_product(gradients, parameters[name], vector) for name, vector in vectors.items()}
 
-    def products(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def mean_products(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         sums = {name: torch.zeros_like(vector) for name, vector in vectors.items()}
         for one in losses:
-            with Graph(one, {name: parameters[name] for name in vectors}) as graph:
-                for name, vector in vectors.items():
-                    sums[name] += graph.product(name, vector).div_(len(losses))
+            for name, product in products(vectors, one).items():
+                sums[name] += product.div_(len(losses))
         return sums
 
-    return solve({name: solver(name) for name in parameters}, products)
+    return solve(searches, mean_products)
 
 
 def solve(
-    solvers: "Mapping[str, Solver]", products: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    searches: Mapping[str, Search], products: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 ) -> dict[str, Eigenvalue]:
     """Find an eigenvalue of each of several matrices, of which only products with vectors are known.
 
     Args:
-        solvers: Name of a matrix to what searches it.
-        products: Takes vectors v `[n]` by the names of their matrices, and gives the products H v.
+        searches: Name of a matrix to its search.
+        products: Takes vectors v `[n]` by the names of their matrices, and gives the products H v, which it leaves.
 
     >>> matrix = torch.diag(torch.tensor([1.0, -3.0, 2.0]))
-    >>> solver = Lanczos(torch.ones(3), tol=1e-2, max_iter=10)
-    >>> round(solve({"H": solver}, lambda v: {"H": matrix @ v["H"]})["H"].value, 3)
+    >>> search = lanczos(torch.ones(3), tol=1e-2, max_iter=10)
+    >>> round(solve({"H": search}, lambda v: {"H": matrix @ v["H"]})["H"].value, 3)
     -3.0
     """
-    active = dict(solvers)
-    while active:
-        found = products({name: solver.vector for name, solver in active.items()})
-        for name, solver in active.items():
-            solver.update(found[name])
-        active = {name: solver for name, solver in active.items() if solver.result is None}
-    return {name: cast(Eigenvalue, solver.result) for name, solver in solvers.items()}
+    vectors = {name: next(search) for name, search in searches.items()}
+    found: dict[str, Eigenvalue] = {}
+    while vectors:
+        for name, product in products(vectors).items():
+            try:
+                vectors[name] = searches[name].send(product)
+            except StopIteration as end:
+                found[name] = end.value
+                del vectors[name]
+    return {name: found[name] for name in searches}
 
 
-class Lanczos:
+def lanczos(start: Tensor, tol: float, max_iter: int) -> Search:
     """Lanczos iteration on a symmetric matrix, for the eigenvalue of largest magnitude.
 
     With T the tridiagonal matrix of j steps and (t, s) an eigenpair of it (t a Ritz value), some eigenvalue lies
@@ -170,75 +178,57 @@ class Lanczos:
         tol: Relative error.
         max_iter: Products, at most.
     """
-
-    # Ritz values of fewer steps may look settled before the largest eigenvalue shows: docs/evidence/eigenvalues.md.
-    MIN_STEPS = 6
-    # Searching all of so many dimensions costs less than thinking about them.
-    SMALL = 64
-
-    def __init__(self, start: Tensor, tol: float, max_iter: int) -> None:
-        self.vector = start / start.norm()
-        self.result: Eigenvalue | None = None
-        self._tol, self._max_iter = tol, max_iter
-        self._size = start.numel()
-        self._min_steps = self._size if self._size <= self.SMALL else self.MIN_STEPS
-        self._before: Tensor | None = None
-        self._diagonal: list[float] = []
-        self._off: list[float] = []
-
-    def update(self, product: Tensor) -> None:
-        """Take the product `[n]` of the matrix with `vector`, whose memory is used."""
-        alpha = float(self.vector @ product)
-        product.sub_(self.vector, alpha=alpha)
-        if self._before is not None:
-            product.sub_(self._before, alpha=self._off[-1])
+    size = start.numel()
+    min_steps = size if size <= SMALL else MIN_STEPS
+    before, vector = None, start / start.norm()
+    diagonal: list[float] = []
+    off: list[float] = []
+    while True:
+        product = yield vector
+        alpha = float(vector @ product)
+        product.sub_(vector, alpha=alpha)
+        if before is not None:
+            product.sub_(before, alpha=off[-1])
         beta = float(product.norm())
-        self._diagonal.append(alpha)
-        steps = len(self._diagonal)
+        diagonal.append(alpha)
+        steps = len(diagonal)
         if not math.isfinite(alpha + beta):
-            self.result = Eigenvalue(math.nan, False, "not finite", steps)
-            return
-        low, high = self._ends(beta)
-        first, second = (high, low) if abs(high[0]) >= abs(low[0]) else (low, high)
-        size = abs(first[0])
-        scale = max(size, max(map(abs, [*self._diagonal, *self._off])))
+            return Eigenvalue(math.nan, False, "not finite", steps)
+        (other, other_error), (value, error) = sorted(_extremes(diagonal, off, beta), key=lambda end: abs(end[0]))
+        scale = max(abs(value), *map(abs, diagonal), *map(abs, off))
         # Rounding leaves that much of a vector that is zero in exact arithmetic.
-        if beta <= 1e-6 * scale or steps == self._size:
-            self.result = Eigenvalue(first[0], True, "exact" if scale else "zero", steps)
-        elif steps >= self._min_steps and first[1] <= self._tol * size and self._is_smaller(second, size):
-            self.result = Eigenvalue(first[0], True, "tolerance", steps)
-        elif steps == self._max_iter:
-            self.result = Eigenvalue(first[0], False, "max_iter", steps)
-        else:
-            self._off.append(beta)
-            self._before, self.vector = self.vector, product.div_(beta)
-            return
-        self._before = None
-        self.vector = self.vector[:0]
-
-    def _is_smaller(self, end: tuple[float, float], size: float) -> bool:
-        return abs(end[0]) + end[1] <= (1 + self._tol) * size
-
-    def _ends(self, beta: float) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Lowest and highest Ritz value, each with the estimate of its error."""
-        off = torch.tensor(self._off, dtype=torch.float64, device="cpu")
-        matrix = torch.diag(torch.tensor(self._diagonal, dtype=torch.float64, device="cpu"))
-        if len(self._off):
-            matrix += torch.diag(off, 1) + torch.diag(off, -1)
-        values, vectors = torch.linalg.eigh(matrix)
-        residuals = (beta * vectors[-1].abs()).tolist()
-        ritz = values.tolist()
-
-        def error(index: int, neighbor: int) -> float:
-            residual: float = residuals[index]
-            # The neighbor is itself uncertain by its residual.
-            gap = abs(ritz[index] - ritz[neighbor]) - residuals[neighbor] if len(ritz) > 1 else 0.0
-            return residual**2 / gap if gap > residual else residual
-
-        return (ritz[0], error(0, min(1, len(ritz) - 1))), (ritz[-1], error(-1, max(-2, -len(ritz))))
+        if beta <= 1e-6 * scale or steps == size:
+            return Eigenvalue(value, True, "exact" if scale else "zero", steps)
+        is_largest = abs(other) + other_error <= (1 + tol) * abs(value)
+        if steps >= min_steps and error <= tol * abs(value) and is_largest:
+            return Eigenvalue(value, True, "tolerance", steps)
+        if steps == max_iter:
+            return Eigenvalue(value, False, "max_iter", steps)
+        off.append(beta)
+        before, vector = vector, product.div_(beta)
 
 
-class PowerIteration:
+def _extremes(diagonal: Sequence[float], off: Sequence[float], beta: float) -> list[tuple[float, float]]:
+    """Lowest and highest Ritz value of a tridiagonal matrix, each with the estimate of its error."""
+    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64, device="cpu"))
+    if off:
+        beside = torch.tensor(off, dtype=torch.float64, device="cpu")
+        matrix += torch.diag(beside, 1) + torch.diag(beside, -1)
+    values, vectors = torch.linalg.eigh(matrix)
+    ritz: list[float] = values.tolist()
+    residuals: list[float] = (beta * vectors[-1].abs()).tolist()
+    if len(ritz) == 1:
+        return [(ritz[0], residuals[0])] * 2
+    found = []
+    for end, neighbor in ((0, 1), (-1, -2)):
+        # The neighbor is itself uncertain by its residual.
+        gap = abs(ritz[end] - ritz[neighbor]) - residuals[neighbor]
+        error = residuals[end] ** 2 / gap if gap > residuals[end] else residuals[end]
+        found.append((ritz[end], error))
+    return found
+
+
+def power_iteration(start: Tensor, tol: float, max_iter: int, stability: float) -> Search:
     """Power iteration as DeepSpeed published it: ends when the Rayleigh quotient changed by less than `tol`.
 
     Args:
@@ -247,68 +237,44 @@ class PowerIteration:
         max_iter: Products, at most.
         stability: Added to the norm before dividing by it.
     """
-
-    def __init__(self, start: Tensor, tol: float, max_iter: int, stability: float) -> None:
-        self._stability, self._tol, self._max_iter = stability, tol, max_iter
-        self.vector = self._normalized(start)
-        self.result: Eigenvalue | None = None
-        # As published: the first comparison is with 0, the change then is 1.
-        self._value, self._steps = 0.0, 0
-
-    def update(self, product: Tensor) -> None:
-        """Take the product `[n]` of the matrix with `vector`, whose memory is used."""
-        before, self._value = self._value, float(self.vector @ product)
-        self._steps += 1
-        if not math.isfinite(self._value):
-            self.result = Eigenvalue(math.nan, False, "not finite", self._steps)
-        elif self._value == 0.0:
-            self.result = Eigenvalue(0.0, True, "zero", self._steps)
-        elif abs(self._value - before) < self._tol * abs(self._value):
-            self.result = Eigenvalue(self._value, True, "tolerance", self._steps)
-        elif self._steps == self._max_iter:
-            self.result = Eigenvalue(self._value, False, "max_iter", self._steps)
-        else:
-            self.vector = self._normalized(product)
-            return
-        self.vector = self.vector[:0]
-
-    def _normalized(self, vector: Tensor) -> Tensor:
-        size: Tensor = vector.norm() + self._stability
-        return vector / size
+    product = start
+    # As published: the first comparison is with 0, the change then is 1.
+    value = 0.0
+    for steps in range(1, max_iter + 1):
+        vector = product / (product.norm() + stability)
+        product = yield vector
+        before, value = value, float(vector @ product)
+        if not math.isfinite(value):
+            return Eigenvalue(math.nan, False, "not finite", steps)
+        if value == 0.0:
+            return Eigenvalue(0.0, True, "zero", steps)
+        if abs(value - before) < tol * abs(value):
+            return Eigenvalue(value, True, "tolerance", steps)
+    return Eigenvalue(value, False, "max_iter", max_iter)
 
 
-# Asks for the product of its matrix with `vector`, gets it through `update`, until `result` is set.
-Solver = Lanczos | PowerIteration
+def gradients_of(loss: Loss, blocks: Mapping[str, Sequence[Tensor]]) -> dict[int, Tensor | None]:
+    """The gradients of a loss with their own graph, by the ids of the blocks' parameters."""
+    unique = list({id(p): p for parameters in blocks.values() for p in parameters}.values())
+    with _explained():
+        found = torch.autograd.grad(_evaluate(loss), unique, create_graph=True, allow_unused=True)
+    return dict(zip(map(id, unique), found, strict=True))
 
 
-class Graph(contextlib.AbstractContextManager["Graph"]):
-    """The gradients of a loss with their own graph, for exact products; freed at the end whatever happens."""
-
-    def __init__(self, loss: Loss, blocks: Mapping[str, list[Tensor]]) -> None:
-        self._blocks = blocks
-        unique = list({id(p): p for parameters in blocks.values() for p in parameters}.values())
-        with _explained():
-            gradients = torch.autograd.grad(_evaluate(loss), unique, create_graph=True, allow_unused=True)
-        self._gradients = dict(zip(map(id, unique), gradients, strict=True))
-
-    def __exit__(self, *exception: object) -> None:
-        self._gradients.clear()
-
-    def product(self, name: str, vector: Tensor) -> Tensor:
-        """H v `[n]` of a block and a vector `[n]` with a number for each of its parameters' elements, float32."""
-        parameters = self._blocks[name]
-        outputs, weights = [], []
-        for parameter, part in zip(parameters, _split(vector, parameters), strict=True):
-            gradient = self._gradients[id(parameter)]
-            # A gradient that depends on nothing adds nothing to the Hessian.
-            if gradient is not None and gradient.requires_grad:
-                outputs.append(gradient)
-                weights.append(part)
-        if not outputs:
-            return torch.zeros_like(vector)
-        with _explained():
-            found = torch.autograd.grad(outputs, parameters, weights, retain_graph=True, allow_unused=True)
-        return _flat(found, parameters)
+def hessian_product(gradients: Mapping[int, Tensor | None], parameters: Sequence[Tensor], vector: Tensor) -> Tensor:
+    """H v `[n]` of a block with a vector `[n]`, float32, from what `gradients_of` gives."""
+    outputs, weights = [], []
+    for parameter, part in zip(parameters, _split(vector, parameters), strict=True):
+        gradient = gradients[id(parameter)]
+        # A gradient that depends on nothing adds nothing to the Hessian.
+        if gradient is not None and gradient.requires_grad:
+            outputs.append(gradient)
+            weights.append(part)
+    if not outputs:
+        return torch.zeros_like(vector)
+    with _explained():
+        found = torch.autograd.grad(outputs, parameters, weights, retain_graph=True, allow_unused=True)
+    return _flat(found, parameters)
 
 
 def difference_product(
@@ -374,8 +340,7 @@ def check_second_derivative(
         return
     exact = torch.zeros_like(vector)
     for one in losses:
-        with Graph(one, {"": parameters}) as graph:
-            exact += graph.product("", vector) / len(losses)
+        exact += hessian_product(gradients_of(one, {"": parameters}), parameters, vector) / len(losses)
     error, length = float((wide - exact).norm()), float(exact.norm())
     if error > 0.05 * length + 1e-6 and apart < 0.1 * error:
         raise MoQError(

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # The scalar mean loss of a model over a batch, given as the keyword arguments of its forward pass.
 Loss = Callable[[nn.Module, Batch], Tensor]
 
-# In units of the forward and backward pass of one training example; benchmarks/eigen.py measures them. They decide what
+# In units of the forward and backward pass of one training example; docs/evidence/eigenvalues.md. They decide what
 # the budget allows: the clock would let two runs of the same seed differ.
 GRAPH_COST, PRODUCT_COST, DIFFERENCE_COST, FORWARD_COST = 1.0, 0.6, 1.1, 0.4
 # Differences that try out whether they mean something.
