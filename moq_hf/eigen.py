@@ -24,7 +24,8 @@ Loss = Callable[[], Tensor]
 # See docs/evidence/eigenvalues.md.
 DIFFERENCE = 2e-4
 
-# Ritz values of fewer steps of Lanczos may look settled before the largest eigenvalue shows: docs/evidence/eigenvalues.md.
+# Ritz values of fewer steps of Lanczos may look settled before the largest eigenvalue shows; see
+# docs/evidence/eigenvalues.md.
 MIN_STEPS = 6
 # Searching all of so many dimensions costs less than thinking about them.
 SMALL = 64
