@@ -9,10 +9,9 @@ from tqdm.auto import tqdm
 
 from .. import triton_quant
 from ..config import MoQConfig
-from ..model.inventory import Inventory, is_convolution, is_linear
+from ..model.inventory import Inventory, is_convolution
 from ..model.selection import embeddings_to_quantize, output_heads, tied_to
 from ..model.sizes import ModelSizes, covered, in_words, last_part
-from ..processes import shape_of
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..serving import planned
 from .choice import Choice
@@ -40,18 +39,14 @@ def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSi
         left.setdefault(f"left in float, {reason}" if reason else "left in full precision", []).append(name)
     if inventory.adapters:
         left.setdefault("left in full precision", []).append("PEFT's adapters")
-    parameters = dict(inventory.parameters())
-    weights = sum(shape_of(layer.weight).numel() for layer in inventory.layers.values())
-    weights += sum(shape_of(parameters[name]).numel() for name in inventory.experts)
-    linears = sum(map(is_linear, inventory.layers.values()))
-    convolutions, experts = len(inventory.layers) - linears, len(inventory.experts)
-    counts = [f"{linears} linear layers"] if linears else []
-    counts += [f"{convolutions} convolution{'s' * (convolutions > 1)}"] if convolutions else []
-    counts += [f"{experts} parameters of experts"] if experts else []
-    parts = [
-        f"{' and '.join(counts)} in {blocks} blocks ({in_words(weights)} weights) go "
-        f"{'from' if config.falls else 'to'} {config.span_in_words}"
-    ]
+    convolutions = sum(map(is_convolution, inventory.layers.values()))
+    counts = {
+        "linear layers": len(inventory.layers) - convolutions,
+        "convolution" if convolutions == 1 else "convolutions": convolutions,
+        "parameters of experts": len(inventory.experts),
+    }
+    what = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    parts = [f"{what} in {blocks} blocks go {'from' if config.falls else 'to'} {config.span_in_words}"]
     if convolutions and config.grouping.row_size is not None:
         parts.append("convolutions have one scale per channel")
     if inventory.embeddings:
@@ -59,13 +54,12 @@ def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSi
     parts += [f"{name} shares the weight of {owner}" for name, owner in inventory.tied.items()]
     activation = config.activation
     if activation.enabled:
-        whose = "the linear layers'" if convolutions else "their"
         parts.append(
-            f"{whose} inputs to {activation.bits} bits ({activation.scale}) after {activation.start_step} steps"
+            f"the inputs of linear layers to {activation.bits} bits ({activation.scale}) after "
+            f"{activation.start_step} steps"
         )
     parts.append(f"quantized: {coverage(sizes)}")
-    none = "no layer is left out" if convolutions else "no linear layer is left out"
-    parts += [f"{why}: {', '.join(names)}" for why, names in left.items()] or [none]
+    parts += [f"{why}: {', '.join(names)}" for why, names in left.items()] or ["no layer is left out"]
     return "; ".join(parts)
 
 

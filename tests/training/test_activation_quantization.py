@@ -82,7 +82,7 @@ def test_wrong_values_are_told() -> None:
 
 def test_summary_names_it(tiny_bert: nn.Module) -> None:
     controller = MoQController(tiny_bert, MoQConfig.from_dict(config_of(bits=7, start_step=3)), total_steps=9)
-    assert "inputs to 7 bits (static) after 3 steps" in controller.summary()
+    assert "the inputs of linear layers to 7 bits (static) after 3 steps" in controller.summary()
 
 
 def test_groups_in_a_row_keep_the_export_from_multiplying_integers(tiny_bert: Any) -> None:
