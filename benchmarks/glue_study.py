@@ -127,8 +127,7 @@ def _start(model: str, data: Path, models: Path) -> None:
 def execute(run: Run) -> list[dict[str, Any]]:
     """Train and evaluate; the lines to write: one, or for a float arm also those of its quantized copies."""
     import torch
-
-    from moq_hf.export.environment import machine, versions
+    from environment import machine, versions
 
     here = _machine
     assert here is not None

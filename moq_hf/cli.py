@@ -283,7 +283,7 @@ def _add_data(parser: Any, does: str) -> None:
 
 def _data(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[str, Any]:
     """Replace the options of the evaluation data by the data."""
-    from .export.data import read_data
+    from .export.compare import read_data
 
     file, task = options.pop("validation_file", None), options.pop("task_name", None)
     if file is None and task is not None:

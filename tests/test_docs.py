@@ -296,7 +296,7 @@ def test_bench_command(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     result = SimpleNamespace(table=lambda: "")
     monkeypatch.setattr("moq_hf.export.bench.benchmark", lambda *args, **kwargs: asked.append((args, kwargs)) or result)
-    monkeypatch.setattr("moq_hf.export.data.read_data", lambda *args: args)
+    monkeypatch.setattr("moq_hf.export.compare.read_data", lambda *args: args)
     assert cli.main(shlex.split(BENCH)[1:]) == 0
     assert asked == [(("runs/mrpc",), {"data": ("data/mrpc.jsonl", "mrpc"), "max_loss": 0.01})]
 

@@ -22,7 +22,7 @@ from transformers import (
 
 from moq_hf import MoQCallback, MoQConfig, dequantize_model, quantize_model, save_quantized, verify_quantized
 from moq_hf import quantizer as q
-from moq_hf.export.loading import load_model
+from moq_hf.export.compare import load_model
 from moq_hf.grid import Grid, PerChannel
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.verify import stored_weights

@@ -17,12 +17,9 @@ from torch import Tensor
 
 from ..errors import MoQError, one_line
 from ..text import table
-from .data import SENTENCES, Data
-from .loading import load_checkpoint, takes_pictures
+from .compare import SENTENCES, Data, Proof, Reference, load_checkpoint, takes_pictures
 from .onnx import export_onnx, onnx_runtime
-from .onnx_integers import target_here
-from .onnx_layers import Flavor
-from .proof import Proof, Reference
+from .onnx_layers import Flavor, target_here
 
 MAX_LOSS = 0.01
 # Runs a model on a batch and gives its first output.
@@ -86,12 +83,20 @@ class Benchmark:
     def table(self) -> str:
         """A line per engine, and what to deploy."""
         torch_engine = self.engines["PyTorch"]
-        metrics = list(torch_engine.proof.metrics)
-        rows = [["", "MB", *(f"{shape}, ms" for shape in torch_engine.milliseconds), "speed", "difference", *metrics]]
+        rows = [
+            [
+                "",
+                "MB",
+                *(f"{shape}, ms" for shape in torch_engine.milliseconds),
+                "speed",
+                "difference",
+                "agreement",
+                *torch_engine.proof.metrics,
+            ]
+        ]
         for name, one in self.engines.items():
             times = [f"{time:.1f}" for time in one.milliseconds.values()]
-            answers = [f"{one.proof.largest_difference:.2e}", *(f"{one.proof.metrics[key]:.4f}" for key in metrics)]
-            rows.append([name, f"{one.bytes / 1e6:.2f}", *times, f"{one.speed:.2f}", *answers])
+            rows.append([name, f"{one.bytes / 1e6:.2f}", *times, f"{one.speed:.2f}", *one.proof.cells()])
         missing = [f"{name}: {reason}" for name, reason in self.missing.items()]
         return "\n".join([table(rows), *missing, f"threads: {self.threads}", "", self._sentence()])
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import transformers
 
-from ..errors import MoQError, one_line
+from ..errors import MoQError
 from ..model.convert import dequantize_model
 from ..model.inventory import is_packed
-from ..packed.files import ADAPTER, CONFIG, WEIGHTS
+from ..packed.files import ADAPTER, CONFIG, WEIGHTS, new_path, staged
 from ..packed.load_check import quiet
 from ..packed.state import STATE_NAME
 from ..packed.verify import verify_quantized
@@ -56,29 +56,18 @@ def export_floats(directory: str | os.PathLike[str], out: str | os.PathLike[str]
         MoQError: The checkpoint is damaged, transformers cannot load it, it has adapters beside it, or `out` is not
             empty.
     """
-    folder, target = Path(directory), Path(out)
+    folder, target = Path(directory), new_path(out)
     packed_bytes = verify_quantized(folder).file_bytes
     if (folder / ADAPTER).exists():
         raise MoQError(f"{folder} has adapters in {ADAPTER}/, which floats of the base model would leave out")
-    if target.exists() and (target.is_file() or any(target.iterdir())):
-        raise MoQError(f"{target} is not empty: give a new folder")
     with quiet():
         model = _load(folder)
-        staging = target.parent / f".{target.name}.exporting"
-        try:
-            shutil.rmtree(staging, ignore_errors=True)
+        with staged(target) as staging:
             model.save_pretrained(staging)
             for path in folder.iterdir():
                 if path.is_file() and path.suffix != ".png" and path.name not in _LEFT and not WEIGHTS.match(path.name):
                     shutil.copy(path, staging)
-            if target.exists():
-                target.rmdir()
-            staging.rename(target)
-        except OSError as error:
-            raise MoQError(f"cannot write {target}: {one_line(error)}") from error
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-    return FloatExport(target, sum(path.stat().st_size for path in target.glob("*.safetensors")), packed_bytes)
+    return FloatExport(Path(out), sum(path.stat().st_size for path in target.glob("*.safetensors")), packed_bytes)
 
 
 def _load(folder: Path) -> Any:

@@ -1,28 +1,49 @@
 """`export_onnx`: a packed checkpoint as ONNX models with integer weights, and the proof that they answer the same."""
 
+import contextlib
+import copy
+import importlib
+import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, cast, get_args
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import MoQConfig
-from ..errors import MoQError
+from ..errors import MoQError, one_line
 from ..grid import InputGrid, InputScale
-from .data import SENTENCES, Data
-from .environment import versions
-from .folder import Export, staged, target_of, write_rest
-from .loading import Checkpoint, load_checkpoint
-from .onnx_graph import may_saturate, multiplies_integers, prepare, weights_beside, write_model
-from .onnx_integers import TARGETS, OnnxInt8Linear, OnnxQdqLinear, Rounding, Target, target_here
-from .onnx_layers import FLAVORS, OPSET, Flavor
-from .proof import TOLERANCE, Proof, Reference
+from ..packed.files import new_path, staged
+from ..quantizer import Quantized
+from ..text import table
+from .compare import SENTENCES, TOLERANCE, Checkpoint, Data, Proof, Reference, load_checkpoint
+from .onnx_layers import (
+    FLAVORS,
+    GUARD,
+    OPSET,
+    TARGETS,
+    Flavor,
+    OnnxConvolution,
+    OnnxEmbedding,
+    OnnxInt8Linear,
+    OnnxLinear,
+    OnnxQdqLinear,
+    Rounding,
+    Target,
+    is_exact_signed,
+    target_here,
+)
 
 logger = logging.getLogger(__name__)
 
+REPORT_NAME = "moq_export.json"
 FILE_NAMES: dict[Flavor, str] = {
     "float": "model_float.onnx",
     "weight-only": "model.onnx",
@@ -30,19 +51,49 @@ FILE_NAMES: dict[Flavor, str] = {
     "int8": "model_int8.onnx",
     "qdq": "model_qdq.onnx",
 }
-ALL_FILES = [*FILE_NAMES.values(), *map(weights_beside, FILE_NAMES.values())]
-# Flavors that compute what the checkpoint does, so that a large difference is a fault.
-_SAME_ARITHMETIC = ("float", "weight-only")
 # One file may not have 2 GB; what comes near is loaded faster from a file that is mapped.
 EXTERNAL_DATA_ABOVE = 10**9
 
 
-class _Written(NamedTuple):
-    """One flavor: the bytes of its files, what each layer became, and how it answers."""
+@dataclass(frozen=True)
+class Export:
+    """What `export_onnx` wrote.
 
-    bytes: int
-    layers: dict[str, str]
-    proof: Proof
+    Attributes:
+        directory: Where.
+        compared: What the models answered: "sentences" or "pictures".
+        sentences: How many of them.
+        activation_bits: Of the int8 flavor.
+        checkpoint_metrics: Of the checkpoint in PyTorch.
+        bytes: Of each flavor's files; "float checkpoint" is what the float weights take.
+        files: The file of each flavor.
+        layers: How each quantized layer is stored in each flavor: "int4", "int8", "uint8", "float".
+        proofs: By flavor.
+        activations: Of the flavors that round them: how, and for which CPUs.
+    """
+
+    directory: Path
+    compared: str
+    sentences: int
+    activation_bits: int
+    checkpoint_metrics: Mapping[str, float]
+    bytes: dict[str, int]
+    files: dict[str, str] = field(default_factory=dict)
+    layers: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    proofs: dict[str, Proof] = field(default_factory=dict)
+    activations: dict[str, str] = field(default_factory=dict)
+
+    def table(self) -> str:
+        """A line per flavor, for a terminal."""
+        metrics = self.checkpoint_metrics
+        rows = [["flavor", "file", "bytes", "of float", "largest difference", "agreement", *metrics]]
+        rows.append(["checkpoint", *[""] * 5, *(f"{value:.4f}" for value in metrics.values())])
+        for flavor, proof in self.proofs.items():
+            size = self.bytes[flavor]
+            share = size / self.bytes["float checkpoint"]
+            rows.append([flavor, self.files[flavor], f"{size:,}", f"{share:.3f}", *proof.cells()])
+        lines = [f"{flavor}: activations {words}" for flavor, words in self.activations.items()]
+        return "\n".join([table(rows), "", *lines, f"{self.sentences} {self.compared} compared; {self.directory}"])
 
 
 def export_onnx(
@@ -65,7 +116,7 @@ def export_onnx(
 
     Args:
         directory: What `save_quantized` wrote: a classifier of sequences, tokens or images, or a base model.
-        out: The folder to make, an empty one, or that of an earlier export, which is replaced.
+        out: The folder to make, or an empty one.
         flavors: Some of "float", "weight-only", "dequantize-linear", "int8" and "qdq".
         activation_bits: Of the int8 flavor, 2 to 8; None is what the model was trained for, else 8. qdq has 8.
         activation_scale: Of the int8 flavor; None is what the model was trained for, else "per_tensor". qdq has
@@ -80,31 +131,48 @@ def export_onnx(
         Sizes, and the proof of each flavor.
 
     Raises:
-        MoQError: The checkpoint is damaged or of another kind, `out` holds something else, the differences are too
-            large, the data does not fit, or onnx, onnxscript or onnxruntime are not installed.
+        MoQError: The checkpoint is damaged or of another kind, `out` holds something, the differences are too large,
+            the data does not fit, or onnx, onnxscript or onnxruntime are not installed.
     """
     _check_installed()
-    for_cpu = _check_options(flavors, activation_bits, activation_scale, cpu)
-    target = target_of(Path(directory), out, FLAVORS)
+    target = _check_options(flavors, activation_bits, activation_scale, cpu)
+    place = new_path(out)
     checkpoint = load_checkpoint(Path(directory))
     reference = Reference(checkpoint, data, max_length)
     trained = _trained(checkpoint.verified.state) or InputGrid(8, "per_tensor")
-    asked = InputGrid(activation_bits or trained.bits, activation_scale or trained.scale)
-    roundings = _roundings(checkpoint, reference, flavors, asked, for_cpu)
-    with staged(target, ALL_FILES) as staging:
-        written: dict[str, _Written] = {}
+    grid = InputGrid(activation_bits or trained.bits, activation_scale or trained.scale)
+    found = Export(
+        directory=Path(out),
+        compared=reference.compared,
+        sentences=reference.size,
+        activation_bits=grid.bits,
+        checkpoint_metrics=reference.metrics,
+        bytes={"float checkpoint": checkpoint.verified.float_bytes},
+    )
+    grids: dict[Flavor, InputGrid] = {"int8": grid, "qdq": InputGrid(8, "static")}
+    with staged(place) as folder:
+        folder.mkdir()
         for flavor in dict.fromkeys(flavors):
-            one = _write(staging, checkpoint, reference, flavor, roundings.get(flavor), external_data_above)
-            written[flavor], difference = one, one.proof.largest_difference
-            if flavor in _SAME_ARITHMETIC and not difference <= tolerance:
+            rounding = None
+            if flavor in grids:
+                rounding = _rounding(checkpoint, reference, grids[flavor], target)
+                found.activations[flavor] = str(rounding)
+            path = folder / FILE_NAMES[flavor]
+            prepared = prepare(checkpoint, flavor, rounding)
+            found.files[flavor], found.layers[flavor] = path.name, prepared.stored
+            found.bytes[flavor] = write_model(prepared, reference.batches[0], path, external_data_above)
+            run = onnx_runtime(path)
+            simulated = None if rounding is None else _simulated(prepared, reference, flavor, rounding)
+            proof = reference.prove([run(batch) for batch in reference.batches], simulated)
+            found.proofs[flavor] = proof
+            # These compute what the checkpoint does, so that a large difference is a fault.
+            if flavor in ("float", "weight-only") and not proof.largest_difference <= tolerance:
                 raise MoQError(
-                    f"the {flavor} model's outputs differ by {difference:.3g} from the checkpoint's, more than the "
-                    f"tolerance of {tolerance:g}: nothing is written to {out}"
+                    f"the {flavor} model's outputs differ by {proof.largest_difference:.3g} from the checkpoint's, "
+                    f"more than the tolerance of {tolerance:g}: nothing is written to {out}"
                 )
-        export = _export(Path(out), checkpoint, reference, written, roundings, asked)
-        made_by = {"opset": OPSET, "versions": versions("moq_hf", "torch", "onnx", "onnxruntime")}
-        write_rest(staging, checkpoint, {**export.report(), **made_by, "tolerance": tolerance})
-    return export
+        _write_rest(folder, checkpoint, found, tolerance)
+    return found
 
 
 def _check_installed() -> None:
@@ -147,22 +215,16 @@ def _trained(state: Mapping[str, Any]) -> InputGrid | None:
     return None if config is None else MoQConfig.from_dict(config).activation.grid
 
 
-def _roundings(
-    checkpoint: Checkpoint, reference: Reference, flavors: Sequence[Flavor], asked: InputGrid, target: Target
-) -> dict[Flavor, Rounding]:
-    """How inputs are rounded in the flavors that do."""
-    grids: dict[Flavor, InputGrid] = {"int8": asked, "qdq": InputGrid(8, "static")}
-    return {
-        flavor: _rounding(checkpoint, reference, grid, target) for flavor, grid in grids.items() if flavor in flavors
-    }
-
-
 def _rounding(checkpoint: Checkpoint, reference: Reference, grid: InputGrid, target: Target) -> Rounding:
     """How inputs are rounded: with the ranges of training, where a layer has one."""
     if grid.scale != "static":
         return Rounding(grid, {}, "", target)
-    model, saved = checkpoint.model, checkpoint.verified.state.get("input_ranges") or {}
-    names = [n for n, weight in checkpoint.weights.items() if multiplies_integers(model.get_submodule(n), weight)]
+    saved = checkpoint.verified.state.get("input_ranges") or {}
+    names = [
+        name
+        for name, weight in checkpoint.weights.items()
+        if multiplies_integers(checkpoint.model.get_submodule(name), weight)
+    ]
     trained = {name: saved[name] for name in names if name in saved}
     unknown = [name for name in names if name not in saved]
     if not unknown:
@@ -177,31 +239,20 @@ def _rounding(checkpoint: Checkpoint, reference: Reference, grid: InputGrid, tar
     return Rounding(grid, trained | reference.largest_inputs(unknown), source, target)
 
 
-def _write(
-    folder: Path,
-    checkpoint: Checkpoint,
-    reference: Reference,
-    flavor: Flavor,
-    rounding: Rounding | None,
-    external_above: int,
-) -> _Written:
-    """Write one flavor and prove it."""
-    path = folder / FILE_NAMES[flavor]
-    prepared, stored = prepare(checkpoint, flavor, rounding)
-    guarded = rounding is not None and may_saturate(checkpoint, stored, rounding)
-    size = write_model(prepared, reference.batches[0], path, stored, external_above, guarded=guarded)
-    simulated = None
-    if rounding is not None:
-        rounded = [n for n in stored if isinstance(prepared.get_submodule(n), OnnxInt8Linear | OnnxQdqLinear)]
-        if not rounded:
-            logger.warning(
-                "moq_hf: the %s model multiplies no integers: all layers have several scales in a row "
-                "(quantize_group_size) or more than 8 bits, or are convolutions",
-                flavor,
-            )
-        simulated = reference.rounded(rounded, rounding.grid, rounding.ranges)
-    run = onnx_runtime(path)
-    return _Written(size, stored, reference.prove([run(batch) for batch in reference.batches], simulated))
+def _simulated(prepared: "Prepared", reference: Reference, flavor: Flavor, rounding: Rounding) -> list[Tensor]:
+    """What PyTorch answers with the inputs of those layers rounded that multiply integers."""
+    rounded = [
+        name
+        for name in prepared.stored
+        if isinstance(prepared.model.get_submodule(name), OnnxInt8Linear | OnnxQdqLinear)
+    ]
+    if not rounded:
+        logger.warning(
+            "moq_hf: the %s model multiplies no integers: all layers have several scales in a row "
+            "(quantize_group_size) or more than 8 bits, or are convolutions",
+            flavor,
+        )
+    return reference.rounded(rounded, rounding.grid, rounding.ranges)
 
 
 def onnx_runtime(path: Path, threads: int = 0) -> Callable[[Mapping[str, Tensor]], Tensor]:
@@ -228,28 +279,230 @@ def onnx_runtime(path: Path, threads: int = 0) -> Callable[[Mapping[str, Tensor]
     return run
 
 
-def _export(
-    out: Path,
-    checkpoint: Checkpoint,
-    reference: Reference,
-    written: Mapping[str, _Written],
-    roundings: Mapping[Flavor, Rounding],
-    asked: InputGrid,
-) -> Export:
-    return Export(
-        directory=out,
-        files={flavor: name for flavor, name in FILE_NAMES.items() if flavor in written},
-        bytes={"float checkpoint": checkpoint.verified.float_bytes} | {f: one.bytes for f, one in written.items()},
-        layers={flavor: one.layers for flavor, one in written.items()},
-        sentences=sum(len(next(iter(batch.values()))) for batch in reference.batches),
-        checkpoint_metrics=reference.metrics,
-        proofs={flavor: one.proof for flavor, one in written.items()},
-        activation_bits=asked.bits,
-        compared=reference.compared,
-        activations={flavor: _in_words(rounding) for flavor, rounding in roundings.items()},
-    )
+def _write_rest(folder: Path, checkpoint: Checkpoint, found: Export, tolerance: float) -> None:
+    """Write the model's config, without its quantization, what prepares its inputs, and the report."""
+    config = copy.deepcopy(checkpoint.model.config)
+    config.__dict__.pop("quantization_config", None)
+    config.save_pretrained(folder)
+    if checkpoint.tokenizer is not None:
+        checkpoint.tokenizer.save_pretrained(folder)
+    elif checkpoint.processor is not None:
+        shutil.copy(checkpoint.processor, folder)
+    report = asdict(found)
+    del report["directory"]
+    names = ("moq_hf", "torch", "onnx", "onnxruntime")
+    versions = {name: str(importlib.import_module(name).__version__) for name in names}
+    report |= {"opset": OPSET, "versions": versions, "tolerance": tolerance}
+    (folder / REPORT_NAME).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def _in_words(rounding: Rounding) -> str:
-    ranges = f", ranges {rounding.source}" if rounding.source else ""
-    return f"{rounding.grid.scale}, {rounding.grid.bits} bits{ranges}, for {rounding.target}"
+@dataclass(frozen=True)
+class Prepared:
+    """A model whose quantized layers emit integers while torch.onnx.export traces it.
+
+    Attributes:
+        model: The model.
+        stored: What each quantized layer becomes in the file: "int4", "int8", "uint8" or "float".
+        guarded: Whether signed weights have products with activations of 8 bits that may saturate.
+    """
+
+    model: Any
+    stored: Mapping[str, str]
+    guarded: bool
+
+
+def multiplies_integers(module: nn.Module, weight: Quantized) -> bool:
+    """Whether a layer can multiply integers: a linear one with one scale in a row."""
+    return isinstance(module, nn.Linear) and weight.scale.shape[1] == 1
+
+
+def prepare(checkpoint: Checkpoint, flavor: Flavor, rounding: Rounding | None = None) -> Prepared:
+    """Put layers that emit integers into a copy of the model.
+
+    Args:
+        checkpoint: Its model is not changed.
+        flavor: What the layers compute.
+        rounding: Of the int8 and the qdq flavor: how inputs are rounded.
+    """
+    model, weights = checkpoint.model, checkpoint.weights
+    if flavor == "float":
+        return Prepared(model, {}, False)
+    # The floats that the integers replace are not worth copying.
+    copied = copy.deepcopy(model, {id(model.get_submodule(name).weight): None for name in weights})
+    stored = dict.fromkeys(checkpoint.verified.layers, "float")
+    folded = flavor != "dequantize-linear"
+    guarded = False
+    for name, weight in weights.items():
+        module, bits = copied.get_submodule(name), checkpoint.verified.layers[name].bits
+        stored[name] = "int4" if bits <= 4 else "int8"
+        if isinstance(module, nn.Embedding):
+            layer: nn.Module = OnnxEmbedding(weight, bits)
+            stored[name] = "int4" if layer.halved else "int8"
+        elif isinstance(module, nn.Conv1d | nn.Conv2d):
+            layer = OnnxConvolution(weight, module, folded)
+        elif rounding is None or not multiplies_integers(module, weight):
+            layer = OnnxLinear(weight, module.bias, folded)
+        else:
+            largest, exact = rounding.range_of(name), is_exact_signed(weight.codes, rounding.grid.bits)
+            signed = rounding.target == "vnni" or exact
+            guarded |= signed and not exact
+            stored[name] = "int8" if signed else "uint8"
+            if flavor == "int8":
+                layer = OnnxInt8Linear(weight, module.bias, rounding.grid, largest, signed)
+            else:
+                assert largest is not None
+                layer = OnnxQdqLinear(weight, module.bias, largest)
+        copied.set_submodule(name, layer)
+    return Prepared(copied.eval(), stored, guarded)
+
+
+def write_model(prepared: Prepared, example: Mapping[str, Tensor], path: Path, external_above: int) -> int:
+    """Export a prepared model.
+
+    Args:
+        prepared: The model.
+        example: Inputs, int64 `[examples, tokens]`, or float32 `[examples, channels, height, width]`.
+        path: The file.
+        external_above: Bytes above which the weights are put into a file beside the model.
+
+    Returns:
+        The bytes of its files.
+
+    Raises:
+        MoQError: torch.onnx.export cannot export it.
+    """
+    import onnx_ir as ir
+
+    with torch.no_grad(), quiet():
+        few = {name: tensor[:2] if tensor.dim() > 2 else tensor[:2, :16] for name, tensor in example.items()}
+        exported = _traced(prepared.model, {name: tensor.contiguous() for name, tensor in few.items()})
+        _pack(exported, prepared)
+        _optimize(exported, {f"{name}.{part}" for name in prepared.stored for part in ("codes", "zero_point")})
+        # The float flavor is left as PyTorch exports it.
+        if prepared.stored:
+            _keep_sums(exported)
+        if prepared.guarded:
+            _guard(exported)
+    size = sum(value.const_value.nbytes for value in exported.graph.initializers.values())
+    beside = path.with_name(f"{path.name}.data")
+    ir.save(exported, path, external_data=beside.name if size > external_above else None)
+    return sum(file.stat().st_size for file in (path, beside) if file.exists())
+
+
+def _traced(model: Any, inputs: dict[str, Tensor]) -> Any:
+    """The graph of a model whose examples and tokens may be any number; pictures keep their size.
+
+    Raises:
+        MoQError: The exporter of PyTorch cannot export the model.
+    """
+    dynamic = {
+        name: {0: "batch"} if tensor.dim() > 2 else {0: "batch", 1: "sequence"} for name, tensor in inputs.items()
+    }
+    try:
+        program = torch.onnx.export(
+            model,
+            (),
+            kwargs=inputs,
+            dynamic_shapes=dynamic,
+            input_names=list(inputs),
+            output_names=list(model(**inputs)),
+            opset_version=OPSET,
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+        )
+    except torch.onnx.errors.OnnxExporterError as error:
+        reason = one_line(error.__cause__ or error)[:300]
+        raise MoQError(f"torch.onnx.export cannot export {type(model).__name__}: {reason}") from error
+    return cast(Any, program).model
+
+
+def _pack(exported: Any, prepared: Prepared) -> None:
+    """Make the codes of linear layers and convolutions of up to 4 bits, and zero points beside them, INT4."""
+    for name, kind in prepared.stored.items():
+        layer = prepared.model.get_submodule(name)
+        if kind == "int4" and isinstance(layer, OnnxLinear | OnnxConvolution):
+            _narrow(exported.graph.initializers[f"{name}.codes"])
+            if not layer.folded and layer.zero_point is not None:
+                _narrow(exported.graph.initializers[f"{name}.zero_point"])
+
+
+def _narrow(value: Any) -> None:
+    """Make an int8 initializer one of INT4, two to a byte."""
+    import ml_dtypes
+    import onnx_ir as ir
+
+    codes = value.const_value.numpy().astype(ml_dtypes.int4)
+    value.const_value = ir.Tensor(codes, dtype=ir.DataType.INT4, name=value.name)
+    value.type = ir.TensorType(ir.DataType.INT4)
+
+
+def _optimize(exported: Any, integers: set[str]) -> None:
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass, CommonSubexpressionEliminationPass
+    from onnxscript.optimizer import optimize_ir
+
+    # The default would fold small integer weights into float ones.
+    optimize_ir(exported, should_fold=lambda node: False if integers & {v.name for v in node.inputs if v} else None)
+    CommonSubexpressionEliminationPass()(exported)
+    # Stack traces, with the paths of this machine.
+    ClearMetadataAndDocStringPass()(exported)
+
+
+def _keep_sums(exported: Any) -> None:
+    """Write the sum before a LayerNormalization as Sum.
+
+    ONNX Runtime (1.31) fuses Add with it to SkipLayerNormalization, which takes longer on a CPU than both.
+    """
+    constants = exported.graph.initializers
+    for node in exported.graph:
+        if node.op_type == "LayerNormalization":
+            before = node.inputs[0].producer()
+            if before is not None and before.op_type == "Add" and not any(v.name in constants for v in before.inputs):
+                before.op_type = "Sum"
+
+
+def _guard(exported: Any) -> None:
+    """Let the model fail where four products 255 * 127 do not sum to 129,540, which is where pairs saturate.
+
+    ONNX Runtime computes it once, when the model is loaded, with the kernel that multiplies the layers.
+    """
+    import onnx_ir as ir
+
+    graph, output = exported.graph, exported.graph.outputs[0]
+
+    def constant(name: str, array: Any) -> Any:
+        value = ir.val(f"guard.{name}", const_value=ir.tensor(array, name=f"guard.{name}"))
+        graph.register_initializer(value)
+        return value
+
+    def add(op: str, *inputs: Any, **attributes: Any) -> Any:
+        node = ir.node(op, list(inputs), attributes, name=f"{GUARD} ({op})")
+        graph.append(node)
+        return node.outputs[0]
+
+    codes = constant("activations", np.full((1, 4), 255, np.uint8))
+    weights = constant("weights", np.full((4, 1), 127, np.int8))
+    expected = constant("sum", np.array([[129540]], np.int32))
+    wrong = add("Not", add("Equal", add("MatMulInteger", codes, weights), expected))
+    # A gather of element 0 of one, or of element 1, which fails.
+    index = add("Cast", add("Reshape", wrong, constant("shape", np.array([1]))), to=int(ir.DataType.INT64))
+    checked = add("Add", output, add("Gather", constant("zero", np.zeros(1, np.float32)), index))
+    checked.name, output.name = output.name, f"{output.name}.unguarded"
+    checked.shape, checked.type = output.shape, output.type
+    graph.outputs[0] = checked
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep back what the exporter warns of that it decides by itself, and its progress."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -4,56 +4,133 @@
 | --- | --- | --- |
 | weight-only | x times Cast(codes) * scale, which a runtime folds into a float weight when it loads | Gather, Cast, Mul |
 | dequantize-linear | x times DequantizeLinear(codes), in blocks where the scales are | the same |
-| int8, qdq | see `onnx_integers` | Gather, Cast, Mul |
+| int8, static inputs | QuantizeLinear, MatMulIntegerToFloat | the same |
+| int8, per_tensor | DynamicQuantizeLinear, MatMulIntegerToFloat | the same |
+| int8, per_token | x / s, QuantizeLinear, MatMulIntegerToFloat, Mul | the same |
+| qdq, static | QuantizeLinear, DequantizeLinear, MatMul with DequantizeLinear(codes), Add | the same |
 
 A convolution is Conv with a weight of Cast(codes) * scale, or of DequantizeLinear(codes) along its output channels; in
 the int8 and qdq flavors it is as in the weight-only one.
 
 ONNX Runtime turns DequantizeLinear before MatMul into MatMulNBits with accuracy level 4, which rounds activations to 8
 bits: for the same answers as PyTorch the weight-only flavor spells the same formula as Cast and Mul.
+
+MatMulIntegerToFloat is ONNX Runtime's own operator: the integer product, both scales and the bias in one pass. The
+inputs of int8 are unsigned, since its fast kernels take unsigned activations and signed weights. Those of qdq are
+signed, as OpenVINO wants them, and all its operators are ONNX's.
+
+Instructions of x86 CPUs without VNNI add two products of unsigned activations and signed weights in 16 bits,
+saturating. A file for them has unsigned weights wherever two such products do not fit, which is exact, and slower. A
+file for CPUs with VNNI has signed weights, and `GUARD` at its output, which refuses to run where products saturate.
 """  # noqa: E501 - a table row cannot be broken
 
-from collections.abc import Sequence
-from typing import Literal
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import quantizer
+from ..grid import InputGrid
+from ..inputs import static_scale, tensor_scale, token_scale
+from ..quantizer import Quantized
 from ..transformers_seams import convolve
 
 Flavor = Literal["float", "weight-only", "dequantize-linear", "int8", "qdq"]
 FLAVORS: tuple[Flavor, ...] = ("float", "weight-only", "dequantize-linear", "int8", "qdq")
-
+# The CPUs that a file is made for.
+Target = Literal["vnni", "avx2"]
+TARGETS: tuple[Target, ...] = ("vnni", "avx2")
 OPSET = 21
-_Attributes = dict[str, int | float | str | bool | Sequence[int] | Sequence[float] | Sequence[str] | Sequence[bool]]
+# The name of the operator that fails where products saturate.
+GUARD = "made for CPUs with VNNI; export again with --cpu avx2"
+_INT16_MAX = 2**15 - 1
 
 
-class OnnxLinear(nn.Module):
+@dataclass(frozen=True)
+class Rounding:
+    """How the inputs of linear layers are rounded.
+
+    Attributes:
+        grid: Their grid.
+        ranges: Of a static scale: the range of each layer's inputs, by the layer's name.
+        source: Where the ranges are from: "trained", "measured", "partly trained", or "" where there are none.
+        target: The CPUs that the file is made for.
+    """
+
+    grid: InputGrid
+    ranges: Mapping[str, float]
+    source: str
+    target: Target
+
+    def __str__(self) -> str:
+        ranges = f", ranges {self.source}" if self.source else ""
+        return f"{self.grid.scale}, {self.grid.bits} bits{ranges}, for {self.target}"
+
+    def range_of(self, name: str) -> Tensor | None:
+        """The range of a layer's inputs, a float32 scalar; None where the inputs themselves say it."""
+        return torch.tensor(self.ranges[name], dtype=torch.float32) if self.grid.scale == "static" else None
+
+
+def target_of(cpu: str, architecture: str) -> Target:
+    """What suits a machine: "vnni" where products of 8 bits are exact, which they are on ARM too.
+
+    Args:
+        cpu: What Linux says of the processor in /proc/cpuinfo, its instructions among it.
+        architecture: As `platform.machine` gives it.
+    """
+    exact = {"avx_vnni", "avx512_vnni", "amx_int8"}.intersection(cpu.split())
+    return "vnni" if exact or architecture in ("aarch64", "arm64") else "avx2"
+
+
+def target_here() -> Target:
+    """What suits this machine."""
+    path = Path("/proc/cpuinfo")
+    return target_of(path.read_text(encoding="utf-8") if path.exists() else "", platform.machine())
+
+
+def is_exact_signed(codes: Tensor, bits: int) -> bool:
+    """Whether two products of these codes with unsigned activations of `bits` fit into 16 bits."""
+    return 2 * ((1 << bits) - 1) * int(codes.abs().max()) <= _INT16_MAX
+
+
+class _Stored(nn.Module):
+    """A layer whose buffers become the initializers of the file."""
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, **buffers: Tensor | None) -> None:
+        super().__init__()
+        for name, value in buffers.items():
+            # torch.export counts buffers that are None and then finds too few (2.13).
+            if value is None:
+                setattr(self, name, None)
+            else:
+                self.register_buffer(name, value.detach().contiguous())
+
+
+class OnnxLinear(_Stored):
     """A linear layer with float activations.
 
     Args:
         weight: Signed codes `[out_features, in_features]`, their scales and zero points.
         bias: `[out_features]`, or None.
-        folded: Cast and Mul in the place of DequantizeLinear.
+        folded: Cast and Mul instead of DequantizeLinear.
     """
 
-    def __init__(self, weight: quantizer.Quantized, bias: Tensor | None, folded: bool) -> None:
-        super().__init__()
+    def __init__(self, weight: Quantized, bias: Tensor | None, folded: bool) -> None:
         codes, scale, zero = per_row(weight)
-        codes, scale, zero = codes.T.contiguous(), scale.T.contiguous(), None if zero is None else zero.T.contiguous()
+        scale, zero = scale.T, None if zero is None else zero.T.to(torch.int8)
         if not folded and len(scale) == 1:
             scale, zero = scale[0], None if zero is None else zero[0]
+        super().__init__(codes=codes.T.to(torch.int8), scale=scale, zero_point=zero, bias=bias)
         self.folded = folded
-        self.codes: Tensor
-        self.scale: Tensor
-        self.zero_point: Tensor | None
-        self.bias: Tensor | None
-        self.register_buffer("codes", codes.to(torch.int8))
-        self.register_buffer("scale", scale)
-        set_buffer(self, "zero_point", None if zero is None else zero.to(torch.int8))
-        set_buffer(self, "bias", None if bias is None else bias.detach())
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the weight, plus the bias."""
@@ -64,71 +141,56 @@ class OnnxLinear(nn.Module):
         codes, scale, zero = self.codes.to(torch.float32), self.scale, self.zero_point
         groups, columns = scale.shape
         if groups > 1:
-            codes, scale, zero = (
-                codes.view(groups, -1, columns),
-                scale[:, None],
-                None if zero is None else zero[:, None],
-            )
+            codes, scale = codes.view(groups, -1, columns), scale[:, None]
+            zero = None if zero is None else zero[:, None]
         if zero is not None:
             codes = codes - zero.to(torch.float32)
         return (codes * scale).view(self.codes.shape)
 
     def _dequantized(self) -> Tensor:
-        rows, columns = self.codes.shape
-        blocks: _Attributes = {"axis": 1}
-        if self.scale.dim() == 2:
-            blocks = {"axis": 0, "block_size": rows // len(self.scale)}
-        parts = [self.codes, self.scale] if self.zero_point is None else [self.codes, self.scale, self.zero_point]
-        return torch.onnx.ops.symbolic(
-            "DequantizeLinear", parts, blocks, dtype=torch.float32, shape=(rows, columns), version=OPSET
-        )
+        if self.scale.dim() == 1:
+            return _dequantize_linear(self.codes, self.scale, self.zero_point, axis=1)
+        block_size = len(self.codes) // len(self.scale)
+        return _dequantize_linear(self.codes, self.scale, self.zero_point, axis=0, block_size=block_size)
 
 
-class OnnxConvolution(nn.Module):
+class OnnxConvolution(_Stored):
     """A convolution with float activations.
 
     Args:
         weight: Signed codes `[out_channels, in_channels / groups * kernel]`, their scales and zero points, one per row
             or row block.
         layer: The convolution: its own weight is not used.
-        folded: Cast and Mul in the place of DequantizeLinear.
+        folded: Cast and Mul instead of DequantizeLinear.
     """
 
-    def __init__(self, weight: quantizer.Quantized, layer: nn.Module, folded: bool) -> None:
-        super().__init__()
+    def __init__(self, weight: Quantized, layer: nn.Module, folded: bool) -> None:
         codes, scale, zero = per_row(weight)
         assert isinstance(layer, nn.Conv1d | nn.Conv2d)
-        self.layer = layer
-        self.folded = folded
         shape = (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
         # A scale for each output channel, in the shape that Mul or DequantizeLinear wants.
         each = [-1, *[1] * (len(shape) - 1)] if folded else [-1]
-        self.codes: Tensor
-        self.scale: Tensor
-        self.zero_point: Tensor | None
-        self.register_buffer("codes", codes.view(shape).to(torch.int8))
-        self.register_buffer("scale", scale.view(each))
-        set_buffer(self, "zero_point", None if zero is None else zero.view(each).to(torch.int8))
+        zero = None if zero is None else zero.view(each).to(torch.int8)
+        super().__init__(codes=codes.view(shape).to(torch.int8), scale=scale.view(each), zero_point=zero)
+        self.layer = layer
+        self.folded = folded
 
     @property
     def weight(self) -> Tensor:
         """The weight, float32, for the model's code that asks for its dtype too."""
-        codes, scale, zero = self.codes, self.scale, self.zero_point
-        if self.folded:
-            numbers = codes.to(torch.float32)
-            return (numbers if zero is None else numbers - zero.to(torch.float32)) * scale
-        parts = [codes, scale] if zero is None else [codes, scale, zero]
-        along: _Attributes = {"axis": 0}
-        return torch.onnx.ops.symbolic(
-            "DequantizeLinear", parts, along, dtype=torch.float32, shape=codes.shape, version=OPSET
-        )
+        if not self.folded:
+            return _dequantize_linear(self.codes, self.scale, self.zero_point, axis=0)
+        numbers = self.codes.to(torch.float32)
+        if self.zero_point is not None:
+            numbers = numbers - self.zero_point.to(torch.float32)
+        return numbers * self.scale
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` convolved with the weight, plus the bias."""
         return convolve(self.layer, input, self.weight)
 
 
-class OnnxEmbedding(nn.Module):
+class OnnxEmbedding(_Stored):
     """An embedding table of integers: rows are dequantized after they are looked up.
 
     Codes of up to 4 bits lie in the two halves of a byte, the first half of a row in the lower ones.
@@ -138,17 +200,14 @@ class OnnxEmbedding(nn.Module):
         bits: Of the codes.
     """
 
-    def __init__(self, weight: quantizer.Quantized, bits: int) -> None:
-        super().__init__()
+    def __init__(self, weight: Quantized, bits: int) -> None:
         codes = weight.codes
-        self.halved = bits <= 4 and codes.shape[1] % 2 == 0
-        if self.halved:
+        halved = bits <= 4 and codes.shape[1] % 2 == 0
+        if halved:
             low, high = (codes + 8).chunk(2, 1)
             codes = low + 16 * high
-        self.codes: Tensor
-        self.scale: Tensor
-        self.register_buffer("codes", codes.to(torch.uint8 if self.halved else torch.int8))
-        self.register_buffer("scale", weight.scale)
+        super().__init__(codes=codes.to(torch.uint8 if halved else torch.int8), scale=weight.scale)
+        self.halved = halved
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows `[..., columns]` for the indices `input` `[...]`."""
@@ -168,18 +227,131 @@ class OnnxEmbedding(nn.Module):
         return codes * scale
 
 
-def set_buffer(module: nn.Module, name: str, value: Tensor | None) -> None:
-    """Give a module a buffer, or None in its place."""
-    # torch.export counts buffers that are None and then finds too few (2.13).
-    if value is None:
-        setattr(module, name, None)
-    else:
-        module.register_buffer(name, value)
+class OnnxInt8Linear(_Stored):
+    """A linear layer that rounds its input, and multiplies unsigned activations with integer weights.
+
+    Args:
+        weight: Signed codes `[out_features, in_features]`, their scales and zero points, one per row or row block.
+        bias: `[out_features]`, or None.
+        grid: Of the input.
+        largest: The range of a static scale, a float32 scalar.
+        signed: Whether the weights are stored signed.
+    """
+
+    step: Tensor
+    middle: Tensor
+    least: Tensor
+    most: Tensor
+
+    def __init__(
+        self, weight: Quantized, bias: Tensor | None, grid: InputGrid, largest: Tensor | None, signed: bool
+    ) -> None:
+        codes, scale, zero = per_row(weight)
+        shift, dtype = (0, torch.int8) if signed else (128, torch.uint8)
+        zero = torch.zeros((), dtype=torch.int32) if zero is None else zero.flatten()
+        bits = grid.bits
+        super().__init__(
+            codes=(codes.T + shift).to(dtype),
+            scale=scale[:, 0],
+            zero_point=(zero + shift).to(dtype),
+            bias=bias,
+            # What a code of the input is worth: of a token's it is multiplied with later.
+            step=torch.ones(()) if largest is None else static_scale(largest, bits),
+            middle=torch.tensor(1 << bits - 1, dtype=torch.uint8),
+            least=torch.tensor(0, dtype=torch.uint8),
+            most=torch.tensor((1 << bits) - 1, dtype=torch.uint8),
+        )
+        self.grid = grid
+        self.signed = signed
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` `[..., in_features]`, rounded, times the weight, plus the bias."""
+        bits, step, zero = self.grid.bits, self.step, self.middle
+        if self.grid.scale == "per_token":
+            scale = token_scale(input, bits)
+            product = self._product(_quantize_linear(input / scale, step, zero), step, zero) * scale
+            return product if self.bias is None else product + self.bias
+        if self.grid.scale == "per_tensor" and bits == 8:
+            codes, step, zero = torch.onnx.ops.symbolic_multi_out(
+                "DynamicQuantizeLinear",
+                (input,),
+                dtypes=(torch.uint8, torch.float32, torch.uint8),
+                shapes=(input.shape, (), ()),
+                version=OPSET,
+            )
+            return self._product(codes, step, zero, self.bias)
+        if self.grid.scale == "per_tensor":
+            step, middle = tensor_scale(input, bits)
+            zero = middle.to(torch.uint8)
+        codes = _quantize_linear(input, step, zero)
+        if bits < 8:
+            codes = _emit("Clip", (codes, self.least, self.most), torch.uint8, codes.shape)
+        return self._product(codes, step, zero, self.bias)
+
+    def _product(self, codes: Tensor, step: Tensor, zero: Tensor, bias: Tensor | None = None) -> Tensor:
+        inputs = [codes, self.codes, step, self.scale, zero, self.zero_point]
+        if bias is not None:
+            inputs.append(bias)
+        shape = (*codes.shape[:-1], self.codes.shape[1])
+        return _emit("com.microsoft::MatMulIntegerToFloat", inputs, torch.float32, shape, version=1)
 
 
-def per_row(weight: quantizer.Quantized) -> quantizer.Quantized:
-    """The same with the scales and zero points of row blocks repeated for each row."""
+class OnnxQdqLinear(_Stored):
+    """A linear layer whose input and weight go through pairs of QuantizeLinear and DequantizeLinear.
+
+    Args:
+        weight: Signed codes `[out_features, in_features]`, their scales and zero points, one per row or row block.
+        bias: `[out_features]`, or None.
+        largest: The range of the input, a float32 scalar: codes have 8 bits.
+    """
+
+    step: Tensor
+    middle: Tensor
+
+    def __init__(self, weight: Quantized, bias: Tensor | None, largest: Tensor) -> None:
+        codes, scale, zero = per_row(weight)
+        zero = torch.zeros_like(scale, dtype=torch.int32) if zero is None else zero
+        super().__init__(
+            codes=codes.T.to(torch.int8),
+            scale=scale[:, 0],
+            zero_point=zero.flatten().to(torch.int8),
+            bias=bias,
+            step=static_scale(largest, 8),
+            middle=torch.tensor(0, dtype=torch.int8),
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` `[..., in_features]`, rounded, times the weight, plus the bias."""
+        codes = _quantize_linear(input, self.step, self.middle)
+        rounded = _dequantize_linear(codes, self.step, self.middle)
+        product = torch.matmul(rounded, _dequantize_linear(self.codes, self.scale, self.zero_point, axis=1))
+        return product if self.bias is None else product + self.bias
+
+
+def per_row(weight: Quantized) -> Quantized:
+    """Repeat the scales and zero points of row blocks for each row."""
     codes, scale, zero = weight
     repeats = codes.shape[0] // scale.shape[0]
     repeated = None if zero is None else zero.repeat_interleave(repeats, 0)
-    return quantizer.Quantized(codes, scale.repeat_interleave(repeats, 0), repeated)
+    return Quantized(codes, scale.repeat_interleave(repeats, 0), repeated)
+
+
+def _emit(
+    op: str,
+    inputs: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    version: int = OPSET,
+    **more: Any,
+) -> Tensor:
+    """Put an operator of ONNX into the graph that is traced."""
+    return torch.onnx.ops.symbolic(op, inputs, more, dtype=dtype, shape=shape, version=version)
+
+
+def _quantize_linear(input: Tensor, step: Tensor, zero: Tensor) -> Tensor:
+    return _emit("QuantizeLinear", (input, step, zero), zero.dtype, input.shape)
+
+
+def _dequantize_linear(codes: Tensor, scale: Tensor, zero: Tensor | None, **where: int) -> Tensor:
+    inputs = (codes, scale) if zero is None else (codes, scale, zero)
+    return _emit("DequantizeLinear", inputs, torch.float32, codes.shape, **where)

@@ -1,7 +1,10 @@
 """The files of a checkpoint folder: their names, tensors and digests."""
 
+import contextlib
 import hashlib
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..errors import MoQError
+from ..errors import MoQError, one_line
 from ..reading import Entry, read_json
 
 CONFIG = "config.json"
@@ -96,3 +99,45 @@ def read_document(path: Path) -> Entry:
         return read_json(path)
     except FileNotFoundError:
         raise MoQError(f"{path} is missing: {_UNFINISHED}") from None
+
+
+def new_path(out: str | os.PathLike[str]) -> Path:
+    """The absolute path of a file or folder to make.
+
+    Raises:
+        MoQError: Something is there, other than an empty folder.
+    """
+    target = Path(out).resolve()
+    if target.is_file():
+        raise MoQError(f"{out} exists already: give a new name")
+    if target.exists() and any(target.iterdir()):
+        raise MoQError(f"{out} is not empty: give a new folder")
+    return target
+
+
+@contextlib.contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """A path beside `target` to write a file or a folder to; where nothing is raised, it becomes `target` at the end.
+
+    Raises:
+        MoQError: Something cannot be written.
+    """
+    staging = target.with_name(f".{target.name}.writing")
+    try:
+        _remove(staging)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield staging
+        if target.is_dir():
+            target.rmdir()
+        staging.rename(target)
+    except OSError as error:
+        raise MoQError(f"cannot write {target}: {one_line(error)}") from error
+    finally:
+        _remove(staging)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -13,9 +13,7 @@ from moq_hf import MoQError
 from moq_hf.cli import main
 from moq_hf.export import bench
 from moq_hf.export.bench import Benchmark, Measured, benchmark
-from moq_hf.export.data import read_data
-from moq_hf.export.environment import instructions
-from moq_hf.export.proof import Proof
+from moq_hf.export.compare import Proof, read_data
 
 SMALL: dict[str, Any] = {"batches": [1], "sequences": [8], "threads": 1, "repeats": 1}
 
@@ -36,7 +34,7 @@ def test_every_engine_its_answers_and_the_file_to_deploy(packed: Path, capsys: p
     assert rows.keys() == {"PyTorch", "ONNX Runtime weight-only", "ONNX Runtime int8"}
     assert rows["PyTorch"][3:5] == ["1.00", "0.00e+00"]
     assert float(rows["ONNX Runtime weight-only"][4]) < 1e-5 < float(rows["ONNX Runtime int8"][4])
-    assert rows["ONNX Runtime weight-only"][5] == rows["PyTorch"][5]
+    assert rows["ONNX Runtime weight-only"][6] == rows["PyTorch"][6]
     assert float(rows["ONNX Runtime int8"][0]) < float(rows["PyTorch"][0])
     assert lines[-1].startswith("Deploy model") and "times as fast as PyTorch; accuracy 0." in lines[-1]
     assert torch.get_num_threads() == threads
@@ -117,17 +115,3 @@ def test_the_fastest_file_that_is_accurate_enough(
         assert "its accuracy was not measured: give sentences with labels (--validation_file)" in last
     elif best == "int8":
         assert last.startswith("Deploy model_int8.onnx: 6.00 times as fast as PyTorch; accuracy 0.")
-
-
-@pytest.mark.parametrize(
-    ("info", "expected"),
-    [
-        ("model name : x\nflags : fpu avx2 avx512f avx512_vnni avx512cd amx_tile\n", "avx2 avx512_vnni avx512f"),
-        ("flags\t\t: amx_bf16 amx_int8 avx_vnni avx512_bf16", "amx_bf16 amx_int8 avx512_bf16 avx_vnni"),
-        ("Features\t: fp asimd asimddp i8mm bf16", "bf16 dotprod i8mm"),
-        ("vendor_id : x\n", ""),
-        ("", ""),
-    ],
-)
-def test_instructions(info: str, expected: str) -> None:
-    assert " ".join(instructions(info)) == expected

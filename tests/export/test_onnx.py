@@ -34,12 +34,11 @@ from transformers import (
 
 from moq_hf import MoQError, quantize_model, quantizer, save_quantized
 from moq_hf.cli import main
+from moq_hf.export import onnx as onnx_module
 from moq_hf.export.bench import benchmark
-from moq_hf.export.data import Data, pictures_of, read_data
-from moq_hf.export.folder import Export, publish
-from moq_hf.export.onnx import ALL_FILES, export_onnx
-from moq_hf.export.onnx_integers import target_here
-from moq_hf.export.onnx_layers import OnnxConvolution, OnnxLinear
+from moq_hf.export.compare import Data, random_pictures, read_data
+from moq_hf.export.onnx import Export, export_onnx
+from moq_hf.export.onnx_layers import OnnxConvolution, OnnxLinear, target_here
 from moq_hf.grid import Grid, PerChannel, RowBlocks
 from moq_hf.packed.verify import stored_weights, verify_quantized
 
@@ -99,36 +98,14 @@ def test_the_proof(exported: Export) -> None:
     assert "weight-only" in exported.table()
 
 
-def test_an_export_killed_over_an_older_one_is_told_by_its_missing_report(
-    exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, names = tmp_path / "old", {path.name for path in exported.directory.iterdir()}
-    shutil.copytree(exported.directory, target)
-    move = Path.replace
+def test_a_killed_export_leaves_nothing(classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(*args: object) -> None:
+        raise KeyboardInterrupt
 
-    def killed_at(last: int) -> None:
-        staging = tmp_path / "new"
-        shutil.copytree(exported.directory, staging)
-        left = iter(range(last))
-
-        def replace(path: Path, place: Path) -> Path:
-            if next(left, None) is None:
-                raise KeyboardInterrupt
-            return move(path, place)
-
-        monkeypatch.setattr(Path, "replace", replace)
-        try:
-            publish(staging, target, ALL_FILES)
-        finally:
-            monkeypatch.setattr(Path, "replace", move)
-            shutil.rmtree(staging)
-
-    for moved in range(len(names)):
-        with pytest.raises(KeyboardInterrupt):
-            killed_at(moved)
-        assert not (target / "moq_export.json").exists()
-    killed_at(len(names))
-    assert {path.name for path in target.iterdir()} == names
+    monkeypatch.setattr(onnx_module, "_write_rest", kill)
+    with pytest.raises(KeyboardInterrupt):
+        export_onnx(classifier, tmp_path / "out", flavors=["weight-only"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_any_batch_and_length_in_plain_onnxruntime(classifier: Path, exported: Export) -> None:
@@ -154,19 +131,11 @@ def test_nothing_of_this_machine_is_in_the_files(exported: Export) -> None:
 def test_token_classes_asymmetric_groups_and_external_data(tmp_path: Path) -> None:
     config = config_of(quantize_type="asymmetric", quantize_group_size=16)
     source = checkpoint(tmp_path / "packed", BertForTokenClassification(BertConfig(**SHAPE)), config, [8, 3])
-    # On top of what an earlier export left.
-    (tmp_path / "onnx").mkdir()
-    (tmp_path / "onnx" / "model_int8.onnx").write_text("old")
-    (tmp_path / "onnx" / "model_int8.onnx.data").write_text("old")
-    (tmp_path / "onnx" / "model_int8.onnx.backup").write_text("mine")
-    (tmp_path / "onnx" / "moq_export.json").write_text('{"proofs": {"int8": {}}}')
     flavors = ("dequantize-linear", "weight-only")
     found = export_onnx(source, tmp_path / "onnx", flavors=flavors, external_data_above=1000)
     for proof in found.proofs.values():
         assert proof.largest_difference < 1e-5 and proof.agreement == 1.0
     assert (tmp_path / "onnx" / "model.onnx.data").stat().st_size > 100_000
-    left = {path.name for path in (tmp_path / "onnx").glob("model_int8*")}
-    assert left == {"model_int8.onnx.backup"}
     kinds = {v.data_type for v in initializers(tmp_path / "onnx" / "model_dequantize_linear.onnx").values()}
     assert {TensorProto.INT4, TensorProto.INT8} <= kinds
 
@@ -216,32 +185,14 @@ def test_features_row_blocks_and_8_bit_activations(tmp_path: Path) -> None:
     assert linears == ({"uint8", "int8"} if target_here() == "avx2" else {"int8"})
 
 
-@pytest.mark.parametrize(
-    "report",
-    [None, "", "{", "[1]", "null", "{}", '{"proofs": 1}', '{"proofs": {}}', '{"proofs": {"model": {}}}', "[" * 100_000],
-    ids=lambda text: str(text)[:30],
-)
-def test_a_folder_of_somebody_else_is_left_as_it_is(report: str | None, classifier: Path, tmp_path: Path) -> None:
+def test_a_folder_of_somebody_else_is_left_as_it_is(classifier: Path, tmp_path: Path) -> None:
     target = tmp_path / "mine"
     target.mkdir()
-    for name in ("pytorch_model.bin", "config.json", "model.onnx", "model.onnx_data", "model_int8.onnx.old"):
-        (target / name).write_text(f"my {name}")
-    if report is not None:
-        (target / "moq_export.json").write_text(report)
-    before = {path.name: path.read_bytes() for path in target.iterdir()}
-    with pytest.raises(
-        MoQError, match=r"mine is not empty and has no moq_export\.json .* give a new or an empty folder"
-    ):
+    (target / "config.json").write_text("my config")
+    with pytest.raises(MoQError, match="mine is not empty: give a new folder"):
         export_onnx(classifier, target, flavors=["weight-only"])
-    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_a_folder_of_ours_is_written_anew(classifier: Path, exported: Export, tmp_path: Path) -> None:
-    target = shutil.copytree(exported.directory, tmp_path / "onnx")
-    export_onnx(classifier, target, flavors=["float"])
-    assert json.loads((target / "moq_export.json").read_text())["proofs"].keys() == {"float"}
-    assert {path.name for path in target.glob("*.onnx*")} == {"model_float.onnx"}
+    assert [path.read_text() for path in target.iterdir()] == ["my config"]
 
 
 def test_a_difference_above_the_tolerance_is_refused(
@@ -252,9 +203,8 @@ def test_a_difference_above_the_tolerance_is_refused(
     assert main([*words, "--flavours", "weight-only", "--tolerance", "1e-12"]) == 2
     assert "more than the tolerance of 1e-12: nothing is written" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(SystemExit):
-        main([*words, "--flavors", "int4"])
-    assert "argument --flavors/--flavours: invalid choice: 'int4'" in capsys.readouterr().err
+    assert main([*words, "--flavors", "int4"]) == 2
+    assert "flavors: int4; legal are float, weight-only" in capsys.readouterr().err
 
 
 def test_linear_is_dequantize(tmp_path: Path) -> None:
@@ -331,9 +281,9 @@ def test_how_large_pictures_are(text: str | None, shape: tuple[int, int], tmp_pa
     path = tmp_path / "preprocessor_config.json"
     if text is not None:
         path.write_text(text)
-    (batch,) = pictures_of(picture_model("ResNet"), None if text is None else path)
+    batch = random_pictures(picture_model("ResNet"), None if text is None else path)
     assert batch["pixel_values"].shape == (8, 3, *shape)
-    (batch,) = pictures_of(picture_model("ViT"), None if text is None else path)
+    batch = random_pictures(picture_model("ViT"), None if text is None else path)
     assert batch["pixel_values"].shape == (8, 3, 16, 16)
 
 
@@ -361,8 +311,10 @@ def test_wrong_arguments(classifier: Path, tmp_path: Path, capsys: pytest.Captur
         read_data(VALIDATION, "sst3")
     with pytest.raises(MoQError, match="legal are float, weight-only"):
         export_onnx(classifier, tmp_path / "out", flavors=["int4"])  # type: ignore[list-item]
-    with pytest.raises(MoQError, match="another folder"):
+    with pytest.raises(MoQError, match="is not empty: give a new folder"):
         export_onnx(classifier, classifier)
+    with pytest.raises(MoQError, match="exists already: give a new name"):
+        export_onnx(classifier, classifier / "config.json")
     with pytest.raises(MoQError, match="2 to 8"):
         export_onnx(classifier, tmp_path / "out", activation_bits=1)
     with pytest.raises(MoQError, match="missing"):
@@ -378,14 +330,6 @@ def test_wrong_arguments(classifier: Path, tmp_path: Path, capsys: pytest.Captur
     for texts in ([("a",)], []):
         with pytest.raises(MoQError, match="at least two"):
             export_onnx(classifier, tmp_path / "out", data=Data(texts))
-    packed = tmp_path / "packed"
-    shutil.copytree(classifier, packed)
-    with pytest.raises(MoQError, match=r"packed is not empty and has no moq_export\.json"):
-        export_onnx(classifier, packed)
-    (packed / "moq_export.json").write_text('{"proofs": {"int8": {}}}')
-    with pytest.raises(MoQError, match="holds another model"):
-        export_onnx(classifier, packed)
-    verify_quantized(packed)
     assert main(["export", str(tmp_path), "--to", "onnx", str(tmp_path / "out")]) == 2
     assert "moq_state.json is missing" in capsys.readouterr().err
     bare = tmp_path / "bare"

@@ -15,17 +15,19 @@ from packed_bert import SHAPE, TOKENIZER, checkpoint, config_of
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, set_seed
 
 from moq_hf import MoQConfig, MoQError, quantizer, save_quantized
-from moq_hf.export import onnx_integers
-from moq_hf.export.onnx import export_onnx
-from moq_hf.export.onnx_integers import (
+from moq_hf.export.compare import load_checkpoint
+from moq_hf.export.onnx import export_onnx, prepare, write_model
+from moq_hf.export.onnx_layers import (
     GUARD,
+    OnnxEmbedding,
     OnnxInt8Linear,
     OnnxQdqLinear,
+    Rounding,
     Target,
     is_exact_signed,
     target_here,
+    target_of,
 )
-from moq_hf.export.onnx_layers import OnnxEmbedding
 from moq_hf.grid import Grid, InputGrid, InputScale, PerChannel, RowBlocks
 from moq_hf.inputs import fake_quantize_input
 from moq_hf.training.controller import MoQController
@@ -95,23 +97,20 @@ def test_which_sums_fit_into_16_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("instructions", "architecture", "target"),
+    ("cpu", "architecture", "target"),
     [
-        ("avx2", "x86_64", "avx2"),
-        ("avx2 avx512f", "x86_64", "avx2"),
-        ("avx2 avx_vnni", "x86_64", "vnni"),
-        ("avx2 avx512_vnni avx512f", "x86_64", "vnni"),
+        ("flags : fpu avx2", "x86_64", "avx2"),
+        ("model name : vnni\nflags : avx2 avx512f amx_tile", "x86_64", "avx2"),
+        ("flags\t\t: avx2 avx_vnni", "x86_64", "vnni"),
+        ("flags : avx2 avx512_vnni avx512f\nbugs : x", "x86_64", "vnni"),
+        ("flags : avx512f amx_int8", "x86_64", "vnni"),
         ("", "aarch64", "vnni"),
         ("", "arm64", "vnni"),
         ("", "AMD64", "avx2"),
     ],
 )
-def test_what_suits_a_machine(
-    instructions: str, architecture: str, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = {"instructions": instructions, "architecture": architecture}
-    monkeypatch.setattr(onnx_integers, "machine", lambda: known)
-    assert target_here() == target
+def test_what_suits_a_machine(cpu: str, architecture: str, target: Target) -> None:
+    assert target_of(cpu, architecture) == target
 
 
 def train_and_save(folder: Path, *without: str) -> tuple[Path, dict[str, float]]:
@@ -202,7 +201,7 @@ def test_without_training_a_static_range_is_measured_and_said(tmp_path: Path, ca
     source = checkpoint(tmp_path / "packed", BertForSequenceClassification(BertConfig(**SHAPE)), config_of())
     found = export_onnx(source, tmp_path / "out", flavors=["int8"], cpu="avx2")
     assert found.activations == {"int8": "per_tensor, 8 bits, for avx2"} and not caplog.messages
-    found = export_onnx(source, tmp_path / "out", flavors=["int8"], cpu="avx2", activation_scale="static")
+    found = export_onnx(source, tmp_path / "static", flavors=["int8"], cpu="avx2", activation_scale="static")
     assert found.activations == {"int8": "static, 8 bits, ranges measured, for avx2"}
     (message,) = caplog.messages
     assert "no ranges of the activations were trained" in message and "of the sentences compared" in message
@@ -238,18 +237,13 @@ def test_a_file_with_signed_weights_refuses_where_products_saturate(
 
 def guarded(folder: Path, tmp_path: Path) -> onnx.ModelProto:
     """A file with signed weights, made on any CPU."""
-    from moq_hf.export.loading import load_checkpoint
-    from moq_hf.export.onnx_graph import may_saturate, prepare, write_model
-    from moq_hf.export.onnx_integers import Rounding
-
     loaded = load_checkpoint(folder)
-    rounding = Rounding(InputGrid(8, "per_tensor"), {}, "", "vnni")
-    prepared, stored = prepare(loaded, "int8", rounding)
-    assert may_saturate(loaded, stored, rounding) and "uint8" not in stored.values()
-    assert not may_saturate(loaded, stored, Rounding(InputGrid(7, "per_tensor"), {}, "", "vnni"))
+    prepared = prepare(loaded, "int8", Rounding(InputGrid(8, "per_tensor"), {}, "", "vnni"))
+    assert prepared.guarded and "uint8" not in prepared.stored.values()
+    assert not prepare(loaded, "int8", Rounding(InputGrid(7, "per_tensor"), {}, "", "vnni")).guarded
     ids = torch.ones(2, 8, dtype=torch.int64)
     example = {"input_ids": ids, "attention_mask": ids, "token_type_ids": 0 * ids}
-    write_model(prepared, example, tmp_path / "guarded.onnx", stored, 10**9, guarded=True)
+    write_model(prepared, example, tmp_path / "guarded.onnx", 10**9)
     return onnx.load(tmp_path / "guarded.onnx")
 
 

@@ -6,7 +6,7 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from moq_hf.export.onnx_graph import quiet
+from moq_hf.export.onnx import quiet
 
 
 def export_layer(layer: nn.Module, input: Tensor, path: Path) -> Tensor:

@@ -1,0 +1,404 @@
+"""The proof that an exported model answers as the checkpoint does: the data, the checkpoint's answers, the metrics."""
+
+import inspect
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from .. import quantizer
+from ..errors import MoQError
+from ..grid import InputGrid
+from ..inputs import fake_quantize_input
+from ..model.convert import dequantize_model
+from ..model.inventory import is_packed
+from ..packed.verification import Verification
+from ..packed.verify import stored_weights, verify_quantized
+
+TOLERANCE = 1e-4
+GLUE = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
+PROCESSOR = "preprocessor_config.json"
+_KINDS = ("ForSequenceClassification", "ForTokenClassification", "ForImageClassification", "Model")
+_BATCH = 16
+# Pictures that are compared, and their side where neither the model nor its processor says it.
+_PICTURES, _SIDE = 8, 224
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the models are compared on.
+
+    Attributes:
+        texts: One or two texts per example.
+        labels: Class ids or scores; None if there are none.
+        task: GLUE's name, for the metric.
+
+    >>> Data([("A good film.",), ("A bad one.",)], [1, 0], "sst2").task
+    'sst2'
+    """
+
+    texts: Sequence[tuple[str, ...]]
+    labels: Sequence[float] | None = None
+    task: str | None = None
+
+
+# Where the caller brings none: of several lengths, so that the padding is tested too.
+SENTENCES = Data(
+    [
+        ("A quiet film that stays with you.",),
+        ("The plot makes no sense and the actors seem to know it.",),
+        ("He said that the meeting had been moved to Thursday because two of the speakers were late.",),
+        ("Prices rose by three percent in March.",),
+        ("Who wrote this?",),
+        ("The committee, which had met twice since the spring, could not agree on a date, a place or an agenda.",),
+        ("I would not call it good, but I would watch it again.",),
+        ("No.",),
+        ("Rain fell on the hills all night, and in the morning the river was over its banks.",),
+        ("The company said that its new engine uses a third less fuel than the one it replaces.",),
+        ("It was the best and the worst of their ideas.",),
+        ("Please send the report by noon.",),
+    ]
+)
+
+
+def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
+    """Read JSON lines: one or two texts under any names, in their order, and `label`, a class id or a score.
+
+    Args:
+        path: The file.
+        task: GLUE's name, which chooses the metric.
+
+    Raises:
+        MoQError: There is no such file, or a line is no such row; names the line.
+    """
+    if task is not None and task not in GLUE:
+        raise MoQError(f"task {task!r} is none of GLUE's: {', '.join(GLUE)}")
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise MoQError(f"cannot read {os.fspath(path)}: {error}") from error
+    texts, labels = [], []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            text, label = _row(f"{os.fspath(path)}, line {number}", line)
+            texts.append(text)
+            labels.append(label)
+    if not texts:
+        raise MoQError(f"{os.fspath(path)} holds no rows")
+    if len({len(text) for text in texts}) > 1 or len({label is None for label in labels}) > 1:
+        raise MoQError(f"{os.fspath(path)}: all rows must have as many texts, and all a label or none")
+    return Data(texts, None if labels[0] is None else cast(list[float], labels), task)
+
+
+def _row(where: str, line: str) -> tuple[tuple[str, ...], float | None]:
+    fault = MoQError(f'{where}: must be a JSON object with one or two texts and a number "label"')
+    try:
+        row = json.loads(line)
+    except ValueError:
+        raise fault from None
+    if not isinstance(row, dict):
+        raise fault
+    label = row.pop("label", None)
+    text = tuple(value for value in row.values() if isinstance(value, str))
+    is_number = isinstance(label, int) or (isinstance(label, float) and math.isfinite(label))
+    if not 1 <= len(text) <= 2 or not (label is None or is_number):
+        raise fault
+    return text, label
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A packed checkpoint that is exported.
+
+    Attributes:
+        model: With float weights on their grid, in eval mode.
+        tokenizer: The one beside it; None of a model of pictures.
+        processor: The file that says how its pictures are prepared, if there is one.
+        verified: What `verify_quantized` found.
+        weights: The integers of each quantized layer, by its name.
+    """
+
+    model: Any
+    tokenizer: Any
+    processor: Path | None
+    verified: Verification
+    weights: Mapping[str, quantizer.Quantized]
+
+
+def load_checkpoint(directory: Path) -> Checkpoint:
+    """Verify and load a packed checkpoint.
+
+    Raises:
+        MoQError: It is damaged, is of a kind that is not exported, or has no tokenizer.
+    """
+    verified = verify_quantized(directory)
+    model, tokenizer = load_model(directory)
+    kinds = nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d
+    # Experts are a parameter of their module, which has no submodule of that name.
+    modules = dict(model.named_modules())
+    odd = [name for name in verified.layers if not isinstance(modules.get(name), kinds)]
+    if odd:
+        raise MoQError(f"{directory}: only nn.Linear, nn.Embedding and convolutions are exported, not {', '.join(odd)}")
+    processor = directory / PROCESSOR
+    return Checkpoint(model, tokenizer, processor if processor.is_file() else None, verified, stored_weights(directory))
+
+
+def takes_pictures(model: Any) -> bool:
+    """Whether a model's input is pictures."""
+    return str(getattr(model, "main_input_name", "")) == "pixel_values"
+
+
+def load_model(directory: Path) -> tuple[Any, Any]:
+    """Load a packed checkpoint with float weights on their grid, in eval mode, and its tokenizer.
+
+    A model of pictures has none.
+
+    Raises:
+        MoQError: It is of a kind that is not exported, or one of texts without a tokenizer.
+    """
+    config = transformers.AutoConfig.from_pretrained(directory)
+    name = (config.architectures or ["none"])[0]
+    architecture = getattr(transformers, name, None)
+    if architecture is None or not name.endswith(_KINDS) or "Head" in name or config.is_encoder_decoder:
+        raise MoQError(
+            f"{directory}: {name} is not exported; classifiers of sequences, tokens and images and base models are "
+            "(ForSequenceClassification, ForTokenClassification, ForImageClassification, Model), without a decoder "
+            "beside the encoder"
+        )
+    tokenizer = None if takes_pictures(architecture) else _tokenizer(directory)
+    model = architecture.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
+    if is_packed(model):
+        dequantize_model(model)
+    model.config.use_cache = False
+    return model.float().eval(), tokenizer
+
+
+def _tokenizer(directory: Path) -> Any:
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError, KeyError):
+        tokenizer = None
+    # transformers makes one without words of a folder without a vocabulary.
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise MoQError(
+            f"{directory} has no tokenizer, which the comparison on sentences needs: save it there with "
+            "tokenizer.save_pretrained"
+        )
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How the answers of one exported model compare with those of the checkpoint in PyTorch.
+
+    Attributes:
+        largest_difference: Of the outputs, over all pictures, or sentences and their tokens that are not padding.
+        from_same_arithmetic: The same against PyTorch with the activations rounded as the exported model rounds them;
+            None where it rounds none.
+        agreement: Share of equal predictions; None where the model predicts no class.
+        metrics: GLUE metrics, where the data has labels.
+    """
+
+    largest_difference: float
+    from_same_arithmetic: float | None
+    agreement: float | None
+    metrics: dict[str, float]
+
+    def cells(self) -> list[str]:
+        """The difference, the agreement and the metrics, for a table."""
+        agreement = "-" if self.agreement is None else f"{self.agreement:.4f}"
+        return [f"{self.largest_difference:.2e}", agreement, *(f"{value:.4f}" for value in self.metrics.values())]
+
+
+class Reference:
+    """The checkpoint's own answers in PyTorch, which those of exported models are compared with.
+
+    Args:
+        checkpoint: The checkpoint.
+        data: What it answers; a model of pictures answers random ones instead.
+        max_length: Tokens of an example, at most.
+
+    Attributes:
+        batches: The inputs.
+        compared: What they are: "sentences" or "pictures".
+        metrics: GLUE metrics, where the data has labels.
+
+    Raises:
+        MoQError: The data does not fit the model.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, data: Data, max_length: int) -> None:
+        self._model, self._data = checkpoint.model, data
+        self.compared = "pictures" if takes_pictures(checkpoint.model) else "sentences"
+        if self.compared == "pictures":
+            if data is not SENTENCES:
+                raise MoQError("a model of pictures is compared on random ones: leave the texts out")
+            self.batches = [random_pictures(checkpoint.model, checkpoint.processor)]
+        else:
+            self.batches = _tokenized(checkpoint, data, max_length)
+        self._answers = self._run()
+        self.metrics = self._metrics(self._answers)
+
+    @property
+    def size(self) -> int:
+        """How many sentences or pictures are compared."""
+        return sum(len(next(iter(batch.values()))) for batch in self.batches)
+
+    def rounded(self, layers: Sequence[str], grid: InputGrid, ranges: Mapping[str, float]) -> list[Tensor]:
+        """Give the answers with the inputs of these layers rounded; `ranges` are those of a static scale."""
+
+        def round_input(name: str, value: Tensor) -> Tensor:
+            largest = torch.tensor(ranges[name], dtype=torch.float32) if name in ranges else None
+            return fake_quantize_input(value, grid, largest)
+
+        return self._run(layers, round_input)
+
+    def largest_inputs(self, layers: Sequence[str]) -> dict[str, float]:
+        """Give the largest magnitude of the inputs of each of these layers, padding included."""
+        found = dict.fromkeys(layers, 0.0)
+
+        def note(name: str, value: Tensor) -> Tensor:
+            found[name] = max(found[name], float(value.abs().amax()))
+            return value
+
+        self._run(layers, note)
+        return found
+
+    def prove(self, found: Sequence[Tensor], simulated: Sequence[Tensor] | None = None) -> Proof:
+        """Compare the answers of an exported model.
+
+        Args:
+            found: Its first output for each of `batches`.
+            simulated: What PyTorch answers with the exported model's arithmetic, if that is another.
+        """
+        one, other = self._rows(found), self._rows(self._answers)
+        agreement = None
+        if self._predicts and one.shape[-1] > 1:
+            agreement = float((one.argmax(-1) == other.argmax(-1)).double().mean())
+        same = None if simulated is None else float((one - self._rows(simulated)).abs().max())
+        return Proof(float((one - other).abs().max()), same, agreement, self._metrics(found))
+
+    def _run(
+        self, layers: Sequence[str] = (), change: Callable[[str, Tensor], Tensor] = lambda name, value: value
+    ) -> list[Tensor]:
+        """Run the model on all batches; the inputs of `layers` go through `change`."""
+
+        def hook(name: str) -> Callable[..., Any]:
+            return lambda module, args: (change(name, args[0]), *args[1:])
+
+        handles = [self._model.get_submodule(name).register_forward_pre_hook(hook(name)) for name in layers]
+        try:
+            with torch.inference_mode():
+                outputs = [self._model(**batch) for batch in self.batches]
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._predicts = "logits" in outputs[0]
+        return [output[0] for output in outputs]
+
+    def _metrics(self, outputs: Sequence[Tensor]) -> dict[str, float]:
+        if self._data.labels is None or outputs[0].dim() != 2:
+            return {}
+        return metrics_of(outputs, self._data.labels, self._data.task)
+
+    def _rows(self, outputs: Sequence[Tensor]) -> Tensor:
+        """All answers `[rows, classes]`, without those for padding."""
+        rows = []
+        for output, batch in zip(outputs, self.batches, strict=True):
+            if output.dim() == 3 and "attention_mask" in batch:
+                output = output[batch["attention_mask"].bool()]
+            rows.append(output.reshape(-1, output.shape[-1]))
+        return torch.cat(rows)
+
+
+def random_pictures(model: Any, processor: Path | None) -> dict[str, Tensor]:
+    """Make a batch of random pictures, float32 `[8, channels, height, width]`, normally distributed.
+
+    Args:
+        model: Whose config may say how large a picture is.
+        processor: The file that says how pictures are prepared, which may say it too; else they are of 224 pixels.
+    """
+    size = getattr(model.config, "image_size", None)
+    if size is None and processor is not None:
+        settings = json.loads(processor.read_text(encoding="utf-8"))
+        size = settings.get("crop_size") or settings.get("size")
+    if isinstance(size, dict):
+        edge = size.get("shortest_edge")
+        size = [size.get("height", edge), size.get("width", edge)]
+    if isinstance(size, int):
+        size = [size, size]
+    if not size or None in size:
+        size = [_SIDE, _SIDE]
+    shape = (_PICTURES, getattr(model.config, "num_channels", 3), *size)
+    return {"pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(0))}
+
+
+def _tokenized(checkpoint: Checkpoint, data: Data, max_length: int) -> list[dict[str, Tensor]]:
+    """Batches of the model's inputs, int64 `[examples, tokens]`.
+
+    Raises:
+        MoQError: There are too few examples or tokens, or not as many labels as texts.
+    """
+    model, tokenizer, texts = checkpoint.model, checkpoint.tokenizer, data.texts
+    if data.labels is not None and len(data.labels) != len(texts):
+        raise MoQError(f"{len(texts)} texts need as many labels, not {len(data.labels)}")
+    if len(texts) < 2:
+        raise MoQError("the comparison needs at least two sentences")
+    accepted = inspect.signature(type(model).forward).parameters
+    names = [name for name in tokenizer.model_input_names if name in accepted]
+    positions = getattr(model.config, "max_position_embeddings", max_length)
+    limit = min(max_length, positions, tokenizer.model_max_length)
+    batches = []
+    for start in range(0, len(texts), _BATCH):
+        columns = [list(column) for column in zip(*texts[start : start + _BATCH], strict=True)]
+        encoded = tokenizer(*columns, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+        batches.append({name: encoded[name] for name in names})
+    if batches[0]["input_ids"].shape[1] < 2:
+        raise MoQError("the comparison needs sentences of two tokens or more")
+    return batches
+
+
+def metrics_of(outputs: Sequence[Tensor], labels: Sequence[float], task: str | None) -> dict[str, float]:
+    """The metrics of a classifier's outputs.
+
+    Args:
+        outputs: Logits `[examples, classes]` of each batch, float; one column is a score.
+        labels: Class ids, or scores.
+        task: GLUE's name; None is accuracy, or correlations for scores.
+
+    Raises:
+        MoQError: The labels or the task do not fit the number of outputs; scipy or scikit-learn is missing.
+
+    >>> metrics_of([torch.tensor([[2.0, 1.0], [0.0, 3.0]])], [0, 0], "sst2")
+    {'accuracy': 0.5}
+    """
+    logits = torch.cat(list(outputs)).numpy()
+    classes = logits.shape[1]
+    if classes > 1 and any(label != int(label) for label in labels):
+        raise MoQError(f"labels must be class ids for a model with {classes} outputs")
+    if (task is not None and (task == "stsb") != (classes == 1)) or (classes > 2 and task in ("cola", "mrpc", "qqp")):
+        raise MoQError(f"the task {task} does not fit a model with {classes} outputs")
+    if classes > 1 and not all(0 <= label < classes for label in labels):
+        raise MoQError(f"labels must be 0 to {classes - 1} for a model with {classes} outputs")
+    try:
+        from scipy import stats
+        from sklearn import metrics
+    except ImportError as error:
+        raise MoQError(f"{error.name} is not installed: pip install 'moq_hf[glue]'") from None
+    if classes == 1:
+        scores = logits[:, 0]
+        found = {"pearson": stats.pearsonr(labels, scores)[0], "spearmanr": stats.spearmanr(labels, scores)[0]}
+    elif task == "cola":
+        found = {"matthews_correlation": metrics.matthews_corrcoef(labels, logits.argmax(1))}
+    else:
+        found = {"accuracy": metrics.accuracy_score(labels, logits.argmax(1))}
+        if task in ("mrpc", "qqp"):
+            found["f1"] = metrics.f1_score(labels, logits.argmax(1))
+    return {name: float(value) for name, value in found.items()}
