@@ -366,7 +366,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the bits to a training log: all of them to `trainer_state.json`, their mean to the progress bar."""
+        """Add the bits to a training log: all of them to `trainer_state.json`, their mean to what is printed."""
         if self.controller is None or logs is None or "loss" not in logs:
             return
         metrics = self.controller.metrics()

@@ -2,13 +2,11 @@
 
 import logging
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
@@ -16,25 +14,20 @@ from transformers import PreTrainedModel, Trainer
 
 from .callback import MoQCallback, write_result
 from .config import MoQConfig
-from .errors import MoQError, one_line
+from .errors import MoQError
 from .model.convert import is_quantized, quant_layers
 from .packed.card import About, write_card
 from .packed.delivery import base_model_of
 from .packed.files import bytes_in
 from .packed.state import STATE_NAME, record_metrics
 from .processes import is_apart
-from .training.checkpoints import check_whole, complete_beside, fault_of, last_checkpoint, last_metrics
+from .training.checkpoints import check_whole, last_checkpoint, last_metrics
 from .training.distillation import check_hidden, distillation_loss, fingerprint, labels_at_logits, load_teacher
 from .training.float_first import FloatPhase, after_float, share_of
-from .training.resume import saved_state
 from .transformers_seams import (
-    UPLOAD_ERRORS,
     average_loss,
-    callback_states,
     callbacks_of,
-    checkpoint_folder,
     prepared_inputs,
-    progress_bar,
     save_training_args,
     training_summary,
 )
@@ -47,8 +40,7 @@ class MoQTrainer(Trainer):
 
     Beyond what `MoQCallback` does for any Trainer:
 
-    - Bits, periods, eigenvalues and size reach every reporter (TensorBoard, W&B) with the loss; the progress bar has
-      the mean bits.
+    - Bits, periods, eigenvalues and size reach every reporter (TensorBoard, W&B) with the loss.
     - A loss that ignores `num_items_in_batch` is not multiplied by accumulation steps and processes, as the stock
       Trainer of transformers 5 does with BERT's and other classifiers'. Measured on the first batch, not guessed.
     - Eigenvalues are measured with `compute_loss`, whatever it is.
@@ -126,7 +118,7 @@ class MoQTrainer(Trainer):
         self.final_metrics: Mapping[str, Any] | None = None
         self.float_metrics: Mapping[str, Any] | None = None
         self.teacher_fingerprint: int | None = None
-        self._loss_checked = self._loss_called = self._outputs_checked = self._rates_restart = False
+        self._loss_checked = self._loss_called = False
         self._saving_checkpoint = False
         if self.moq is not None:
             self.moq.trainer = self
@@ -161,10 +153,6 @@ class MoQTrainer(Trainer):
         moq = self._live_moq()
         if moq is not None and moq.controller is not None and "loss" in logs:
             logs = {**logs, **moq.controller.metrics()}
-            for callback in callbacks_of(self):
-                bar = progress_bar(callback)
-                if bar is not None:
-                    bar.set_postfix_str(f"{logs['moq/mean_bits']:.2f} bits per parameter")
         super().log(logs, *args, **kwargs)
 
     def training_step(
@@ -240,7 +228,6 @@ class MoQTrainer(Trainer):
                 f"float_first: lr_scheduler_type makes a {type(phases[0]).__name__}, which cannot start again after "
                 "the float phase; take one that depends on the step alone, linear for instance"
             ) from error
-        self._rates_restart = True
         self.lr_scheduler = cast(Any, scheduler)
         return scheduler
 
@@ -253,15 +240,8 @@ class MoQTrainer(Trainer):
         phase = self._float_phase
         if phase is None:
             return
-        if not self._rates_restart:
-            raise MoQError(
-                f"float_first begins the learning rate's schedule anew, but {type(self).__name__}.create_scheduler "
-                "does not call that of MoQTrainer: call super().create_scheduler, or leave it out"
-            )
         if has_begun:
             phase.go_on()
-        else:
-            phase.begin()
         self._take(phase if has_begun else None)
         if has_begun and taught_by != self.teacher_fingerprint:
             raise MoQError(
@@ -313,34 +293,20 @@ class MoQTrainer(Trainer):
     ) -> Any:
         """As `Trainer.compute_loss`; in training with a teacher, the distillation loss."""
         self._loss_called = True
-        if self.moq is None or not model.training or (self._teacher is None and not self._is_first_float_loss()):
+        if self.moq is None or self._teacher is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs = {**inputs, "output_hidden_states": True} if self.moq.config.distillation.hidden else dict(inputs)
-        count = num_items_in_batch if self._teacher is None else self._count_of(inputs)
         # The Trainer takes the labels out where it computes the loss itself.
-        loss, outputs = super().compute_loss(model, dict(inputs), True, count)
-        if self._teacher is None:
-            with torch.no_grad():
-                self._distilled(loss, outputs, outputs, inputs)
-        else:
-            # As the student, around whose forward pass Accelerate has put it.
-            with torch.no_grad(), self.accelerator.autocast():
-                taught = self._teacher(**inputs)
-            loss = self._distilled(loss, outputs, taught, inputs)
-        return (loss, outputs) if return_outputs else loss
-
-    def _is_first_float_loss(self) -> bool:
-        """Whether this is the loss by which a float phase finds out if its model can be a teacher."""
-        is_first = self._float_phase is not None and self.state.global_step == 0 and not self._outputs_checked
-        self._outputs_checked |= is_first
-        return is_first
-
-    def _distilled(self, task_loss: Tensor, outputs: Any, taught: Any, inputs: dict[str, Any]) -> Tensor:
-        config, student = cast(MoQCallback, self.moq).config.distillation, self.accelerator.unwrap_model(self.model)
+        loss, outputs = super().compute_loss(model, dict(inputs), True, self._count_of(inputs))
+        # As the student, around whose forward pass Accelerate has put it.
+        with torch.no_grad(), self.accelerator.autocast():
+            taught = self._teacher(**inputs)
+        student = self.accelerator.unwrap_model(self.model)
         # With labels a forward pass finds out what it is, if the config did not say it.
-        problem = getattr((self._teacher or student).config, "problem_type", None)
+        problem = getattr(self._teacher.config, "problem_type", None)
         inputs = {**inputs, "labels": labels_at_logits(student, inputs.get("labels"))}
-        return distillation_loss(task_loss, outputs, taught, inputs, config, problem)
+        loss = distillation_loss(loss, outputs, taught, inputs, self.moq.config.distillation, problem)
+        return (loss, outputs) if return_outputs else loss
 
     def _check_loss_scale(self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None) -> None:
         factor = self.args.gradient_accumulation_steps * self.args.world_size * max(1, self.args.n_gpu)
@@ -368,26 +334,12 @@ class MoQTrainer(Trainer):
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
-        entry = callback_states(self.state).get(MoQCallback.__name__)
-        if self._live_moq() is None and entry is not None and saved_state(entry) is not None:
-            logger.warning("moq_hf: the checkpoint was made with MoQ; without moq_config the run goes on in float")
+        self._live_moq()
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
         self._saving_checkpoint = True
         try:
             super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            folder = checkpoint_folder(self)
-            fault = fault_of(folder)
-            if fault is None:
-                raise
-            if self.args.should_save:
-                shutil.rmtree(folder, ignore_errors=True)
-            whole = complete_beside(folder)
-            raise MoQError(
-                f"{folder} could not be saved ({one_line(error)}), and what there was of it is removed; "
-                + ("there is no checkpoint to resume from" if whole is None else f"{whole} is whole: resume from it")
-            ) from error
         finally:
             self._saving_checkpoint = False
 
@@ -456,20 +408,6 @@ class MoQTrainer(Trainer):
             training=known.hyperparameters,
         )
         write_card(folder, about)
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Upload the packed model with its card, as `Trainer.push_to_hub`.
-
-        Raises:
-            MoQError: It failed. The files are safe in the output folder.
-        """
-        try:
-            return super().push_to_hub(*args, **kwargs)
-        except UPLOAD_ERRORS as error:
-            raise MoQError(
-                f"the upload to {self.hub_model_id or self.args.hub_model_id} failed: {one_line(error)}; the files are "
-                f"safe in {self.args.output_dir}"
-            ) from error
 
     def _live_moq(self) -> MoQCallback | None:
         """The callback of this Trainer, which it may share with others."""

@@ -17,9 +17,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 import transformers
-from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import modelcard, trainer_callback, trainer_utils
 
 CHECKED: Final = {
@@ -103,13 +101,6 @@ Relies on: `trainer_jit_checkpoint.CheckpointManager`, which names it in its cod
 Breaks: `last_checkpoint` might take a checkpoint that was cut off for a whole one.
 """
 
-UPLOAD_ERRORS: Final = cast(tuple[type[Exception], ...], (*HfHubHTTPError.__bases__, OSError))
-"""What a failing upload raises: errors of the Hub's answers, of the connection to it, and of the system.
-
-Relies on: `HfHubHTTPError` derives from the base class of all errors of the HTTP library.
-Breaks: `push_to_hub` would not try again after a lost connection.
-"""
-
 
 def callback_states(state: transformers.TrainerState) -> dict[str, Any]:
     """The states of a run's callbacks, by class name; may be written.
@@ -127,16 +118,6 @@ def callbacks_of(trainer: transformers.Trainer) -> list[transformers.TrainerCall
     Breaks: `MoQTrainer` would not find its callback again after `restore_callback_states_from_checkpoint`.
     """
     return cast(list[transformers.TrainerCallback], trainer.callback_handler.callbacks)
-
-
-def progress_bar(callback: transformers.TrainerCallback) -> "tqdm[Any] | None":
-    """The progress bar of training, of the callback that draws it; None of any other.
-
-    Relies on: `ProgressCallback.training_bar`.
-    Breaks: The bar would not show the bits.
-    """
-    bar = getattr(callback, "training_bar", None)
-    return bar if isinstance(bar, tqdm) else None
 
 
 def prepared_inputs(trainer: transformers.Trainer, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,10 +26,8 @@ from transformers import (
     CLIPConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    ProgressCallback,
     Trainer,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -232,13 +230,6 @@ def test_incomplete(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoint-3").iterdir()] == [seams.INCOMPLETE]
 
 
-def test_upload_errors() -> None:
-    client = next(error for error in seams.UPLOAD_ERRORS if not issubclass(error, OSError))
-    library = importlib.import_module(client.__module__.partition(".")[0])
-    for error in (library.ConnectError, library.ReadTimeout, library.RemoteProtocolError, ConnectionResetError):
-        assert issubclass(error, seams.UPLOAD_ERRORS), error
-
-
 def test_callback_states(finished: Spied) -> None:
     assert seams.callback_states(finished.state)["Counter"]["args"] == {"start": 5}
     assert seams.callback_states(TrainerState()) == {}
@@ -247,15 +238,6 @@ def test_callback_states(finished: Spied) -> None:
 def test_callbacks_of(finished: Spied) -> None:
     given = Counter()
     assert given in seams.callbacks_of(trainer_of(Path(finished.args.output_dir), given))
-
-
-def test_progress_bar(tmp_path: Path) -> None:
-    callback = ProgressCallback()
-    assert seams.progress_bar(callback) is None
-    callback.on_train_begin(TrainingArguments(str(tmp_path)), TrainerState(max_steps=2), TrainerControl())
-    bar = seams.progress_bar(callback)
-    assert bar is not None and bar.total == 2
-    bar.close()
 
 
 def test_prepared_inputs(finished: Spied) -> None:

@@ -1,18 +1,15 @@
 """Float first: a run whose first part is in float, and whose model of then is start and teacher of the rest."""
 
-import contextlib
 import copy
 import dataclasses
-import inspect
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedModel, Trainer
 
 from ..config import MoQConfig, ScheduleConfig
@@ -109,40 +106,17 @@ class FloatPhase:
         self.metrics: Mapping[str, Any] | None = None
         self._unlogged: Mapping[str, Any] | None = None
 
-    def begin(self) -> None:
-        """Make the folder of the float model, before the first step.
-
-        Raises:
-            MoQError: It cannot be made, or the optimizer cannot begin anew.
-        """
-        optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
-        if callable(getattr(optimizer, "eval", None)):
-            raise MoQError(
-                f"float_first: {type(optimizer).__name__} averages its steps and cannot begin anew after the float "
-                "phase; take another optimizer, or train in float first and give MoQTrainer(teacher=) that model"
-            )
-        folder = self.folder
-        if self.trainer.args.should_save:
-            with _saving_in(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-
     def end(self) -> None:
-        """Save and evaluate the model; in every process, before anything is quantized.
-
-        Raises:
-            MoQError: The model cannot be saved.
-        """
-        folder = self.folder
-        logger.info("step %d: the float phase ends", self.trainer.state.global_step + 1)
-        with _saving_in(folder):
-            # First: what an evaluation raises shall not lose it.
-            self.trainer.save_model(str(folder), _internal_call=True)
-        metrics = _evaluated(self.trainer)
-        if self.trainer.args.should_save:
-            with _saving_in(folder):
-                text = json.dumps(metrics, indent=4, default=str) + "\n"
-                (folder / METRICS).write_text(text, encoding="utf-8")
-        self.trainer.accelerator.wait_for_everyone()
+        """Save and evaluate the model; in every process, before anything is quantized."""
+        trainer = self.trainer
+        logger.info("step %d: the float phase ends", trainer.state.global_step + 1)
+        # First: what an evaluation raises shall not lose it.
+        trainer.save_model(str(self.folder), _internal_call=True)
+        metrics = _evaluated(trainer)
+        if trainer.args.should_save:
+            text = json.dumps(metrics, indent=4, default=str) + "\n"
+            (self.folder / METRICS).write_text(text, encoding="utf-8")
+        trainer.accelerator.wait_for_everyone()
         self.metrics = self._unlogged = metrics or None
 
     def go_on(self) -> None:
@@ -183,19 +157,6 @@ class FloatPhase:
         return checkpoint_folder(self.trainer).parent / FOLDER
 
 
-@contextlib.contextmanager
-def _saving_in(folder: Path) -> Iterator[None]:
-    """Say where nothing can be written.
-
-    Raises:
-        MoQError: Something could not be written inside.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise MoQError(f"float_first: the float model cannot be saved in {folder}: {one_line(error)}") from error
-
-
 def _check_class(model: PreTrainedModel) -> None:
     """Check that the model can be loaded once it is saved, as its own teacher.
 
@@ -203,44 +164,34 @@ def _check_class(model: PreTrainedModel) -> None:
         MoQError: Its class needs more than a config, or makes other weights of it: a part was put in by hand.
     """
     try:
-        inspect.signature(type(model)).bind(model.config)
-    except TypeError as error:
+        # As `from_pretrained` makes it.
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            again = type(model)(copy.deepcopy(model.config)).state_dict()
+    except Exception as error:
         raise MoQError(
             f"float_first: {type(model).__name__} cannot be made of its config alone ({error}), so it cannot be loaded "
-            "as its own teacher. Let its class take a config alone, or give MoQTrainer(teacher=) a copy of a float one"
-        ) from None
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            again = type(model)(copy.deepcopy(model.config))
-    # A class of anybody's, which may not know tensors without values: it is not known, then.
-    except Exception:
-        return
-    now, made = ({name: w.shape for name, w in one.state_dict().items()} for one in (model, again))
-    other = sorted(name for name in now.keys() | made.keys() if now.get(name) != made.get(name))
+            "as its own teacher: give MoQTrainer(teacher=) a copy of a float model"
+        ) from error
+    now = model.state_dict()
+    shapes = {name: [own[name].shape for own in (now, again) if name in own] for name in now | again}
+    other = sorted(name for name, found in shapes.items() if len(found) < 2 or found[0] != found[1])
     if other:
         raise MoQError(
-            f"float_first: {type(model).__name__} has other weights by its config, so it cannot be loaded as its own "
-            f"teacher: {', '.join(other)}. Write a class that makes them, or give MoQTrainer(teacher=) a copy of a "
-            "float model"
+            f"float_first: {type(model).__name__} has other weights by its config ({', '.join(other)}), so it cannot "
+            "be loaded as its own teacher: give MoQTrainer(teacher=) a copy of a float model"
         )
 
 
 def _evaluated(trainer: Trainer) -> dict[str, float]:
     """The metrics of `Trainer.evaluate`, by its names; without its events, which are of the quantized model."""
     data = trainer.eval_dataset
-    if data is None and type(trainer).get_eval_dataloader is not Trainer.get_eval_dataloader:
-        logger.warning(
-            "moq_hf: float_first: %s has a get_eval_dataloader but no eval_dataset: the float model is not evaluated",
-            type(trainer).__name__,
-        )
-    parts = data if isinstance(data, Mapping) else {} if data is None else {"": data}
+    names = [f"eval_{name}" for name in data] if isinstance(data, Mapping) else ["eval"]
     metrics: dict[str, float] = {}
-    args, loss_only = trainer.args, trainer.args.prediction_loss_only
-    # As `evaluate` does: nobody wants the logits, which may not fit into memory.
-    args.prediction_loss_only = loss_only or trainer.compute_metrics is None
-    try:
-        for name, part in parts.items():
-            metrics |= trainer.predict(part, metric_key_prefix=f"eval_{name}" if name else "eval").metrics or {}
-    finally:
-        args.prediction_loss_only = loss_only
+    for name in names if data is not None else ():
+        part = name.removeprefix("eval_") if isinstance(data, Mapping) else None
+        loader = trainer.get_eval_dataloader(part)
+        # Without metrics nobody wants the logits, which may not fit into memory.
+        loss_only = True if trainer.compute_metrics is None else None
+        found = trainer.evaluation_loop(loader, "Evaluation", loss_only, metric_key_prefix=name)
+        metrics |= found.metrics or {}
     return {name: value for name, value in metrics.items() if not isinstance(value, float) or math.isfinite(value)}

@@ -5,9 +5,7 @@
 Each run goes to a repository and a folder of its own name; what the user would read of failures is printed.
 """
 
-import os
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,10 @@ import torch
 from tiny_runs import CONFIG, moq, stock
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
 
-from moq_hf import MoQError, MoQTrainer, verify_quantized
+from moq_hf import MoQTrainer, verify_quantized
 
 IDS = torch.arange(5, 26).view(3, 7)
 STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
-
-
-def fail(count: int, status: int = 0) -> None:
-    """Let the coming commits fail."""
-    request = urllib.request.Request(f"{os.environ['HF_ENDPOINT']}/fail/{count}/{status}", b"", method="POST")
-    urllib.request.urlopen(request).close()
 
 
 def trained(folder: Path, **settings: Any) -> MoQTrainer:
@@ -55,23 +47,9 @@ def push_stock(folder: Path) -> None:
     verify_quantized(folder / "quantized", trainer.model)
 
 
-def push_in_vain(folder: Path, status: int) -> None:
-    """An upload that never gets through."""
-    trainer = trained(folder)
-    fail(1000, status)
-    try:
-        trainer.save_model()
-    except MoQError as error:
-        print(error)
-    fail(0)
-    verify_quantized(folder, trainer.model)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     root = Path(sys.argv[1])
     for name in STRATEGIES:
         push(root / name, name)
     push_stock(root / "stock")
-    for code in (0, 500, 403):
-        push_in_vain(root / f"vain-{code}", code)

@@ -13,14 +13,10 @@ ROLE = {"auth": {"type": "access_token", "accessToken": {"role": "write"}}}
 
 
 class Hub:
-    """The server; `repos` maps a repository's id to its files.
-
-    `POST /fail/COUNT/STATUS` makes the coming commits fail: with the status, or by a cut connection if that is 0.
-    """
+    """The server; `repos` maps a repository's id to its files."""
 
     def __init__(self) -> None:
         self.repos: dict[str, dict[str, bytes]] = {}
-        self.failing = self.status = 0
         hub = self
 
         class Handler(_Handler):
@@ -77,9 +73,6 @@ class _Handler(BaseHTTPRequestHandler):
             code = 409 if name in hub.repos else 200
             hub.repos.setdefault(name, {})
             return self.answer(code, {"url": f"{root}/{name}", "name": name, "id": name})
-        if found := re.match(r"/fail/(\d+)/(\d+)$", path):
-            hub.failing, hub.status = int(found[1]), int(found[2])
-            return self.answer(200)
         if path == "/api/validate-yaml":
             return self.answer(200, {"errors": [], "warnings": []})
         if found := re.match(r"/api/models/(.+?)/preupload/", path):
@@ -87,12 +80,6 @@ class _Handler(BaseHTTPRequestHandler):
             modes = [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in files]
             return self.answer(200, {"files": modes})
         if found := re.match(r"/api/models/(.+?)/commit/", path):
-            if hub.failing:
-                hub.failing -= 1
-                if hub.status:
-                    return self.answer(hub.status, {"error": "not today"})
-                self.close_connection = True
-                return self.connection.close()
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     hub.repos[found[1]][line["value"]["path"]] = base64.b64decode(line["value"]["content"])

@@ -79,10 +79,3 @@ def test_a_stock_trainer_uploads_it_in_a_folder(done: Done) -> None:
     files = done.repos["tester/stock"]
     assert b"pack-quantized" in files["quantized/config.json"] and b"pack-quantized" not in files["config.json"]
     assert {"quantized/moq_state.json", "quantized/README.md"} <= set(files)
-
-
-@pytest.mark.parametrize("status", [0, 500, 403])
-def test_an_upload_that_fails_says_where_the_files_are(status: int, done: Done) -> None:
-    (told,) = [line for line in done.stdout.splitlines() if f"tester/vain-{status} " in line]
-    assert f"the upload to tester/vain-{status} failed: " in told
-    assert f"the files are safe in {done.folder / f'vain-{status}'}" in told

@@ -322,15 +322,10 @@ def test_an_evaluation_that_fails_does_not_lose_the_float_model(tmp_path: Path) 
     assert_same(dict(saved.named_parameters()), weights(first))
 
 
-def test_what_would_fail_in_the_middle_fails_at_the_start(tmp_path: Path) -> None:
-    (tmp_path / "float").write_text("a file")
-    trainer = float_first(tmp_path)
-    with pytest.raises(MoQError, match=r"the float model cannot be saved in .*float"):
-        trainer.train()
-    assert trainer.state.global_step == 0 and not trainer.state.log_history
+def test_a_part_that_was_put_in_by_hand_is_named(tmp_path: Path) -> None:
     model = calm_model()
     model.classifier = torch.nn.Linear(16, 5)
-    with pytest.raises(MoQError, match=r"other weights by its config.*: classifier\.bias, classifier\.weight\."):
+    with pytest.raises(MoQError, match=r"other weights by its config \(classifier\.bias, classifier\.weight\)"):
         float_first(tmp_path, model=model)
 
 
@@ -339,11 +334,6 @@ class Bare(BertForSequenceClassification):
 
     def forward(self, input_ids: Any, labels: Any = None) -> Any:
         return super().forward(input_ids, labels=labels)
-
-
-class Unnamed(BertForSequenceClassification):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs).to_tuple()
 
 
 class Demanding(BertForSequenceClassification):
@@ -356,25 +346,14 @@ class Lonely(BertForSequenceClassification):
         super().__init__(calm_model().config)
 
 
-class NoLogits(BertForSequenceClassification):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().forward(*args, **kwargs)
-        return {"loss": found.loss, "hidden_states": found.hidden_states}
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (Bare, "takes no output_hidden_states; set distillation.hidden to 0"),
-        (Unnamed, "the model's output has no names"),
-        (
-            lambda config: Demanding(config, 1.0),
-            r"cannot be made of its config alone \(missing a required argument: 'weight'\)",
-        ),
-        (lambda config: Lonely(), r"cannot be made of its config alone \(too many positional arguments\)"),
-        (NoLogits, "the model's output has no logits"),
+        (lambda config: Demanding(config, 1.0), r"cannot be made of its config alone \(.*missing 1 required"),
+        (lambda config: Lonely(), r"cannot be made of its config alone \(.*takes 1 positional argument"),
     ],
-    ids=["no hidden states", "tuple", "class", "class without a config", "no logits"],
+    ids=["no hidden states", "class", "class without a config"],
 )
 def test_a_model_that_cannot_be_its_own_teacher_is_refused_before_the_first_step(
     make: Any, words: str, tmp_path: Path
@@ -429,37 +408,6 @@ def test_an_error_in_an_evaluation_is_not_one_of_saving(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_a_scheduler_of_ones_own_does_not_slip_through(tmp_path: Path) -> None:
-    class Own(MoQTrainer):
-        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-            return Trainer.create_scheduler(self, num_training_steps, optimizer)
-
-    trainer = Own(calm_model(), arguments(tmp_path), None, rows(32), moq_config=CONFIG, float_first=True)
-    with pytest.raises(MoQError, match=r"Own\.create_scheduler does not call that of MoQTrainer"):
-        trainer.train()
-    assert trainer.state.global_step == 0
-
-
-def test_an_optimizer_that_averages_its_steps_is_refused(tmp_path: Path) -> None:
-    class Free(torch.optim.SGD):
-        def eval(self) -> None: ...
-
-        def train(self) -> None: ...
-
-    model = calm_model()
-    trainer = MoQTrainer(
-        model,
-        arguments(tmp_path),
-        None,
-        rows(32),
-        moq_config=CONFIG,
-        float_first=True,
-        optimizers=(Free(model.parameters(), lr=1e-3), None),
-    )
-    with pytest.raises(MoQError, match="Free averages its steps and cannot begin anew"):
-        trainer.train()
-
-
 def test_a_float_model_of_another_run_is_refused(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     other = calm_model()
@@ -477,9 +425,7 @@ def test_each_trial_of_a_search_keeps_its_float_model(tmp_path: Path) -> None:
     # As `Trainer._hp_search_setup` does.
     trainer._trial = SimpleNamespace(number=3)  # type: ignore[assignment]
     phase = trainer._float_phase
-    assert phase is not None
-    phase.begin()
-    assert (tmp_path / "run-3" / "float").is_dir() and not (tmp_path / "float").exists()
+    assert phase is not None and phase.folder == tmp_path / "run-3" / "float"
 
 
 def test_a_loss_that_leaves_the_teacher_out_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
