@@ -215,7 +215,7 @@ def report(folder: Path, names: list[str], out: Path) -> None:
     """Ask our rules about each folder, and write what servers and rules say side by side."""
     from environment import environment, write
 
-    from moq_hf.packed.served import served_by
+    from moq_hf.packed.state_check import served_by
 
     cases: dict[str, Any] = {}
     versions: dict[str, str] = {}
@@ -226,12 +226,15 @@ def report(folder: Path, names: list[str], out: Path) -> None:
         found = json.loads(served.read_text(encoding="utf-8"))
         if "error" in json.loads(reference.read_text(encoding="utf-8")):
             continue
-        rules = {verdict.server.key: verdict.to_dict() for verdict in served_by(folder / name)}
+        rules = {
+            one.server.key: {"answer": one.answer, "reasons": [*map(str, one.reasons)], "notes": list(one.notes)}
+            for one in served_by(folder / name)
+        }
         cases[name] = {"config": CASES[name][0], "model": CASES[name][1], "rules": rules, "servers": found["servers"]}
         cases[name]["agree"] = {
             key: rules[key]["answer"] == ("yes" if server["serves"] else "no")
             for key, server in found["servers"].items()
-            if key in rules and rules[key]["answer"] != "unknown" and server["serves"] is not None
+            if key in rules and rules[key]["answer"] != "not tried" and server["serves"] is not None
         }
         wrong = [key for key, agree in cases[name]["agree"].items() if not agree]
         said = {key: server["serves"] for key, server in found["servers"].items()}

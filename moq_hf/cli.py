@@ -150,11 +150,12 @@ def add_inspect(subparsers: Any) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    from .packed.served import served_by, table
+    from .packed.state_check import served_by
     from .packed.verify import verify_quantized
+    from .serving import served_table
 
     print(verify_quantized(args.directory).table())
-    print("\n" + table(served_by(args.directory)))
+    print("\n" + served_table(served_by(args.directory)))
 
 
 def add_export(subparsers: Any) -> None:

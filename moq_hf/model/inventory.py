@@ -10,7 +10,6 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import MoQError
 from ..names import adapters_among, is_below, named_modules, unwrapped, without_peft
-from ..serving.rules import FUSED
 from ..transformers_seams import is_scaled_table
 
 # What has bits of its own by the schedule.
@@ -18,6 +17,9 @@ Layer = nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d
 # The list that DeepSpeed's default names: taken alone where it exists.
 BERT_LAYERS = "bert.encoder.layer"
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+# Layers that vLLM and SGLang make one layer of.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ..grid import Grid, PerChannel, RowBlocks
 from ..names import is_below
 from ..processes import check_supported
 from ..quant_experts import experts_parameters, matrix_of
-from ..serving.planned import check_served
+from ..serving import check_served
 from ..transformers_seams import ADAPTED, has_dora
 from .inventory import Inventory, Layer, is_convolution, is_packed, misfit
 

@@ -1,16 +1,20 @@
 """`moq_state.json` read back: each value is of the type and in the range of what is written, or one error names it."""
 
 import math
+import os
 import re
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from ..config import MoQConfig
 from ..errors import MoQError
 from ..inputs import LARGEST_RANGE
 from ..reading import Entry
 from ..rows import KINDS, is_experts
 from ..schedule import FLOAT_BITS
+from ..serving import SERVERS, WHOLE_EXPERTS, Description, Verdict, Weight, verdict
+from .files import CONFIG, read_document
 from .load_check import Proof
 from .state import MAX_PACKED_BITS, STATE_NAME, StoredLayer, read_state
 
@@ -120,3 +124,48 @@ def _layer_of_json(entry: Entry) -> StoredLayer:
         ):
             raise part.fault(f"{math.prod(scales)} values of 4 bytes in base64")
     return StoredLayer(**values)
+
+
+def served_by(directory: str | os.PathLike[str]) -> list[Verdict]:
+    """What each server makes of a packed checkpoint; its weights are not looked at.
+
+    Args:
+        directory: What `save_quantized` wrote.
+
+    Raises:
+        MoQError: The state or the config is missing or damaged; names the file and the key.
+    """
+    folder = Path(directory)
+    state, layers = read_layers(folder)
+    config = Entry({}, "") if state["config_json"] is None else read_document(folder / CONFIG)
+    classes = config.get("architectures")
+    saved = Entry(state, str(folder / STATE_NAME)).get("proof")
+    proof = None if saved.is_null else proof_of(saved)
+    unserved = proof.reason if proof is not None and proof.agrees is False else None
+    if state.get("by_hand") and (proof is None or not proof.agrees):
+        unserved = "no save_pretrained wrote it; load_state_dict takes its weights"
+    scales, row_size = "float32", None
+    if state["config"] is not None:
+        trained = MoQConfig.from_dict(state["config"])
+        scales = trained.grid_of(str(config.get("dtype").value or "float32")).scale_dtype
+        row_size = trained.grouping.row_size
+    weights: dict[str, Weight] = {}
+    for name, layer in layers.items():
+        # Packed experts lie in the files matrix by matrix.
+        names = layer.matrices or (name,)
+        rows, columns = layer.shape[0] // len(names), layer.shape[1]
+        # One group may fill a row.
+        size = columns // layer.scales[1] if layer.scales[1] > 1 or row_size == columns else None
+        kind = "linear" if layer.matrices else layer.kind
+        packed = layer.stored in ("packed", "int8")
+        weights |= dict.fromkeys(names, Weight(kind, rows, columns, layer.bits, size, layer.symmetric, packed))
+    floats = [name for name in state["tensors"] if name.endswith(".weight") or WHOLE_EXPERTS.search(name)]
+    model = Description(
+        architecture="" if classes.is_null else classes.items()[0].text(),
+        weights=weights,
+        floats={name.removesuffix(".weight") for name in floats} - weights.keys(),
+        is_encoder_decoder=config.get("is_encoder_decoder").value is True,
+        unserved=unserved,
+        scales=scales,
+    )
+    return [verdict(model, server) for server in SERVERS]

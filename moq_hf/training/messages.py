@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from .. import triton_quant
+from .. import serving, triton_quant
 from ..config import MoQConfig
 from ..model.inventory import Inventory, is_convolution
 from ..model.selection import embeddings_to_quantize, output_heads, tied_to
 from ..model.sizes import ModelSizes, covered, in_words, last_part
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
-from ..serving import planned
 from .choice import Choice
 from .resume import describe
 
@@ -100,7 +99,7 @@ def warnings(inventory: Inventory, config: MoQConfig, measured: int | None, size
             "activation_quantization: integer products need one scale per channel, so the int8 export keeps layers "
             "with a quantize_group_size weight-only; set quantize_groups instead, for instance per_channel"
         )
-    return [*notes, *planned.notes(inventory, config)]
+    return [*notes, *serving.notes(inventory, config)]
 
 
 def _what_stays_in_float(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> str:

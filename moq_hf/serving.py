@@ -1,0 +1,488 @@
+"""Who can serve a model: what each server takes, asked before training and of a folder.
+
+A server is a row of `SERVERS`, a model whose class was tried with one is a row of `TRIED`. What a row says is compared
+with a description of the model, which is made of its inventory before training and of a folder's files after it.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import nn
+
+from .config import MoQConfig
+from .errors import MoQError
+from .model.inventory import FUSED, Inventory, is_convolution
+from .names import plain_name, without_fsdp, without_peft
+from .processes import shape_of
+from .quant_experts import experts_parameters, matrix_of
+from .rows import matrix_shape
+from .schedule import FLOAT_BITS
+from .text import table
+from .transformers_seams import experts_transposed
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A quantized weight as a server meets it.
+
+    Attributes:
+        kind: "linear", "conv1d", "conv" or "embedding".
+        rows: Of the weight as it is quantized: `out_features`.
+        columns: `in_features`.
+        bits: 1 to 16, or 32 for one that is not quantized.
+        group_size: Weights of a row that share a scale; None if whole rows share one.
+        symmetric: Whether the grid is.
+        packed: Whether codes are in the file; otherwise floats are, or bytes.
+
+    >>> Weight("linear", 8, 64, 4, 32, symmetric=False).grid()
+    '4 bits asymmetric in groups of 32'
+    """
+
+    kind: str
+    rows: int
+    columns: int
+    bits: int
+    group_size: int | None = None
+    symmetric: bool = True
+    packed: bool = True
+
+    @property
+    def is_float(self) -> bool:
+        """Whether a server meets floats."""
+        return self.bits == FLOAT_BITS or (not self.packed and self.kind != "embedding")
+
+    def grid(self) -> str:
+        """The grid in words."""
+        if self.is_float:
+            return "floats"
+        kind = "" if self.symmetric else " asymmetric"
+        return f"{self.bits} bits{kind} " + (f"in groups of {self.group_size}" if self.group_size else "per channel")
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model as a server meets it.
+
+    Attributes:
+        architecture: The name of the model's class.
+        weights: Quantized weights by the name of their module.
+        floats: Names of other modules with weights.
+        is_encoder_decoder: Whether there is an encoder beside the decoder.
+        unserved: Why plain transformers does not compute what was evaluated; None if it does, or nobody tried.
+        scales: Dtype of the scales in the file.
+    """
+
+    architecture: str
+    weights: Mapping[str, Weight]
+    floats: Collection[str] = ()
+    is_encoder_decoder: bool = False
+    unserved: str | None = None
+    scales: str = "float32"
+
+
+@dataclass(frozen=True)
+class Server:
+    """What a server takes.
+
+    Attributes:
+        key: Its name in results, and in `serve` if it can be named there.
+        title: Its name for people.
+        version: That for which this row was checked.
+        symmetric: Bits of a symmetric grid.
+        asymmetric: Bits of a grid with zero points.
+        groups: Sizes of groups; empty for all.
+        multiple: What a size of groups must be a multiple of.
+        columns: What the columns of a weight must be a multiple of.
+        rows: What the rows of a layer must be a multiple of, those of a fused layer together.
+        fuses: Whether it makes one layer of those in `FUSED` and of the experts of a block, which need one grid then.
+        tables: Whether it takes embedding tables that are not floats.
+        conv1d: Whether it takes layers of transformers' `Conv1D`.
+        experts: Whether it takes packed experts.
+        repacks: Whether moq_hf writes its file, where all that is on a grid becomes codes.
+        classes: What the name of a model's class must be like.
+        one_stack: Whether there may be no decoder beside an encoder.
+        in_float: Names of layers that it takes as floats alone, after the name of the model's class and a space.
+        half_scales: Whether it computes with scales in half precision.
+    """
+
+    key: str
+    title: str
+    version: str
+    symmetric: Collection[int]
+    asymmetric: Collection[int]
+    groups: tuple[int, ...] = ()
+    multiple: int = 1
+    columns: int = 1
+    rows: int = 1
+    fuses: bool = False
+    tables: bool = True
+    conv1d: bool = False
+    experts: bool = True
+    repacks: bool = False
+    classes: str = ""
+    one_stack: bool = False
+    in_float: str = "$^"
+    half_scales: bool = True
+
+    @property
+    def name(self) -> str:
+        """Title and version."""
+        return f"{self.title} {self.version}"
+
+
+# A base model's pooler is not loaded at all.
+_HEADS = (
+    r"(?<!Model) (.*\.)?(pooler\.dense|classifier|classifier\.(dense|out_proj)|head\.dense|lm_head\.dense|"
+    r"predictions\.transform\.dense|pre_classifier)$"
+)
+TRANSFORMERS = Server(
+    "transformers", "transformers", "5.23.0", range(1, 17), range(2, 17), conv1d=True, half_scales=False
+)
+# Groups other than 32, 64 and 128, and bits other than 4 and 8, run on its Humming kernels.
+VLLM = Server(
+    "vllm",
+    "vLLM, CUDA",
+    "0.32.0",
+    range(2, 9),
+    range(2, 9),
+    multiple=16,
+    fuses=True,
+    tables=False,
+    in_float=_HEADS,
+)
+VLLM_CPU = replace(
+    VLLM,
+    key="vllm-cpu",
+    title="vLLM, CPU",
+    symmetric=(4,),
+    asymmetric=(4,),
+    multiple=2,
+    columns=32,
+    rows=32,
+    experts=False,
+)
+# Its Marlin kernels.
+SGLANG = replace(
+    VLLM,
+    key="sglang",
+    title="SGLang",
+    version="0.5.23",
+    symmetric=(4, 8),
+    asymmetric=(4,),
+    groups=(32, 64, 128),
+    multiple=1,
+    columns=128,
+    rows=64,
+)
+# Blocks of 32 in Q4_0, Q4_1 and Q8_0; llama.cpp's converter, whose names the file has, drops BERT's pooler.
+GGUF = Server(
+    "llama.cpp",
+    "llama.cpp by moq-hf export",
+    "gguf 0.19.0",
+    range(1, 9),
+    range(2, 5),
+    multiple=32,
+    columns=32,
+    conv1d=True,
+    repacks=True,
+    in_float=r"(\.| )pooler\.dense$",
+)
+ONNX = Server(
+    "onnxruntime",
+    "ONNX Runtime by moq-hf export",
+    "1.31.1",
+    range(1, 17),
+    range(2, 17),
+    experts=False,
+    classes=r"(ForSequenceClassification|ForTokenClassification|(?<!Heads)Model)$",
+    one_stack=True,
+    half_scales=False,
+)
+SERVERS = (TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF, ONNX)
+REQUIRED = {server.key: server for server in SERVERS}
+
+# Experts in one tensor, which the checkpoints of GPT-OSS and Llama 4 always had.
+WHOLE_EXPERTS = re.compile(r"^(?!GptOss|Llama4).*\.experts\.(gate_up_proj|down_proj)$")
+_CAUSAL = "LlamaForCausalLM Qwen3ForCausalLM Gemma3ForCausalLM"
+_BERT = "BertModel BertForSequenceClassification"
+_ENCODERS = f"{_BERT} BertForTokenClassification ModernBertModel ModernBertForSequenceClassification"
+# Classes of which a model was served, by server, in the version that its row says: benchmarks/results/served.json and
+# llamacpp.json, and the tests of the ONNX export.
+TRIED: dict[str, str] = {
+    "vllm": f"{_CAUSAL} Qwen2ForCausalLM MixtralForCausalLM {_ENCODERS}",
+    "vllm-cpu": f"{_CAUSAL} Qwen2ForCausalLM {_ENCODERS}",
+    "sglang": f"{_CAUSAL} Qwen2ForCausalLM MixtralForCausalLM {_BERT}",
+    "llama.cpp": f"{_CAUSAL}",
+    "onnxruntime": f"{_ENCODERS} DistilBertForSequenceClassification RobertaForSequenceClassification",
+}
+# Classes that were refused whatever their grid is, and why.
+REFUSED: dict[tuple[str, str], str] = {
+    ("llama.cpp", "BertForSequenceClassification"): "llama.cpp's converter drops the pooler, which this class needs",
+    ("llama.cpp", "BloomForCausalLM"): "llama.cpp's converter has the rows of query_key_value in another order",
+    ("llama.cpp", "GPTNeoXForCausalLM"): "llama.cpp's converter has the rows of query_key_value in another order",
+}
+
+Answer = Literal["yes", "no", "not tried"]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a server does not take a model.
+
+    Attributes:
+        text: A sentence without its full stop.
+        instead: What would be served.
+        layers: Whom it is about.
+        is_of_class: Whether it is about the whole model.
+    """
+
+    text: str
+    instead: str
+    layers: tuple[str, ...] = ()
+    is_of_class: bool = False
+
+    def __str__(self) -> str:
+        about = f" ({shortened(self.layers)})" if self.layers else ""
+        return f"{self.text}{about}; {self.instead}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a server makes of a model.
+
+    Attributes:
+        server: Which one.
+        answer: Whether it takes the model; what fits but was never tried with this class is "not tried".
+        reasons: Why it does not take it.
+        notes: What to know if it does.
+    """
+
+    server: Server
+    answer: Answer
+    reasons: tuple[Reason, ...]
+    notes: tuple[str, ...] = ()
+
+
+def shortened(layers: Sequence[str], most: int = 3) -> str:
+    """Names of layers, with numbers of blocks left out where they differ in nothing else.
+
+    >>> shortened(["layers.0.q", "layers.1.q", "layers.2.q", "head"])
+    'layers.*.q (3), head'
+    """
+    groups: dict[str, list[str]] = {}
+    for name in layers:
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
+    shown = [names[0] if len(names) == 1 else f"{alike} ({len(names)})" for alike, names in groups.items()]
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return ", ".join(shown[:most]) + more
+
+
+def verdict(model: Description, server: Server) -> Verdict:
+    """What a server makes of a model.
+
+    >>> model = Description("LlamaForCausalLM", {"model.layers.0.mlp.down_proj": Weight("linear", 64, 128, 3, 32)})
+    >>> print(verdict(model, SGLANG).reasons[0])
+    its kernels take 4 or 8 bits, not 3 (model.layers.0.mlp.down_proj); 4 or 8 bits are served
+    """
+    reasons = tuple(reason for reason in _reasons(model, server) if reason.layers or reason.is_of_class)
+    notes = []
+    is_tried = server is TRANSFORMERS or model.architecture in TRIED[server.key].split()
+    if not is_tried:
+        notes.append(f"no {model.architecture} was tried with it")
+    if server.half_scales and model.scales == "float32" and any(not w.is_float for w in model.weights.values()):
+        notes.append("scales are rounded to half precision there")
+    answer: Answer = "no" if reasons else "yes" if is_tried else "not tried"
+    return Verdict(server, answer, reasons, tuple(notes))
+
+
+def _reasons(model: Description, server: Server) -> Iterator[Reason]:
+    """Compare a model with a server's row; a reason that is about no layer does not hold."""
+    refused = REFUSED.get((server.key, model.architecture))
+    if refused is not None:
+        yield Reason(refused, "other classes are served", is_of_class=True)
+    if not re.search(server.classes, model.architecture) or (server.one_stack and model.is_encoder_decoder):
+        instead = "classifiers of sequences and tokens and base models of one stack are served"
+        yield Reason(f"{model.architecture} is not exported", instead, is_of_class=True)
+    if server is TRANSFORMERS and model.unserved is not None:
+        text = f"it does not answer as the model did: {model.unserved}"
+        yield Reason(text, "see the proof in moq_state.json", is_of_class=True)
+
+    codes = {name: weight for name, weight in model.weights.items() if not weight.is_float}
+    tables = [name for name, weight in codes.items() if weight.kind == "embedding" and not server.tables]
+    yield Reason("embedding tables must be floats", "quantize_embeddings: null is served", tuple(tables))
+    turned = [n for n, weight in model.weights.items() if weight.kind == "conv1d" and weight.bits <= 8]
+    if not server.conv1d:
+        yield Reason("it takes no Conv1D layers on a grid", "models of nn.Linear are served", tuple(turned))
+    experts = [name for name in codes if ".experts." in name and not server.experts]
+    yield Reason("it takes no packed experts", "name them in modules_to_not_convert", tuple(experts))
+    if server.fuses:
+        whole = [name for name in model.floats if WHOLE_EXPERTS.search(f"{model.architecture} {name}")]
+        instead = "experts on symmetric grids of up to 8 bits are served"
+        yield Reason("it looks for each expert by its own name", instead, tuple(whole))
+    floats = [name for name in codes if re.search(server.in_float, f"{model.architecture} {name}")]
+    yield Reason(
+        "it takes these layers in float, whatever the checkpoint holds",
+        "name them in modules_to_not_convert, beside the output heads",
+        tuple(floats),
+    )
+    if server.fuses:
+        for what, names in _unlike_siblings(model).items():
+            instead = "all of them on the same grid, or all of them in float, are served"
+            yield Reason(f"it makes one layer of {what}", instead, tuple(names))
+    if server.repacks:
+        codes = {name: weight for name, weight in model.weights.items() if weight.bits != FLOAT_BITS}
+    else:
+        codes = {name: weight for name, weight in codes.items() if weight.kind != "embedding"}
+    yield from _misfits(codes, server)
+
+
+def _unlike_siblings(model: Description) -> dict[str, list[str]]:
+    """Find layers of which servers make one, and which are on several grids, by what they are."""
+    grids = {**dict.fromkeys(model.floats, "floats"), **{name: w.grid() for name, w in model.weights.items()}}
+    families: dict[tuple[str, str], list[str]] = {}
+    for name in grids:
+        block, is_expert, _ = name.partition(".experts.")
+        parent, _, own = name.rpartition(".")
+        what = ", ".join(_fused_with(own))
+        family = (block, "all experts of a block") if is_expert else (parent, what)
+        families.setdefault(family, []).append(name)
+    found: dict[str, list[str]] = {}
+    for (_, what), names in families.items():
+        different = sorted({grids[name] for name in names})
+        if len(different) > 1:
+            found.setdefault(f"{what} ({' and '.join(different)})", []).extend(names)
+    return found
+
+
+def _fused_with(name: str) -> tuple[str, ...]:
+    return next((names for names in FUSED if name in names), (name,))
+
+
+def _misfits(codes: Mapping[str, Weight], server: Server) -> Iterator[Reason]:
+    """Compare bits, sizes of groups, and sizes of weights."""
+    for symmetric, legal in ((True, server.symmetric), (False, server.asymmetric)):
+        bits = {n: w.bits for n, w in codes.items() if w.symmetric == symmetric and w.bits not in legal}
+        taken = f"{_or(legal)} bits" + ("" if symmetric else " with zero points")
+        yield Reason(f"its kernels take {taken}, not {_or(bits.values())}", f"{taken} are served", tuple(bits))
+    sizes = {name: weight.group_size for name, weight in codes.items() if weight.group_size is not None}
+    unfit = {n: s for n, s in sizes.items() if s % server.multiple or s not in (server.groups or [s])}
+    legal_sizes = _or(server.groups) or f"a multiple of {server.multiple}"
+    instead = f"quantize_group_size {legal_sizes}, or per channel, is served"
+    yield Reason(f"its groups are {legal_sizes}, not {_or(unfit.values())}", instead, tuple(unfit))
+    odd = {name: weight.columns for name, weight in codes.items() if weight.columns % server.columns}
+    text = f"its kernels take a multiple of {server.columns} columns (in_features), not {_or(odd.values())}"
+    yield Reason(text, "name these in modules_to_not_convert", tuple(odd))
+    rows: dict[str, int] = {}
+    layers = {name: name for name in codes}
+    if server.fuses:
+        layers = {name: f"{name.rpartition('.')[0]}.{_fused_with(name.rpartition('.')[2])}" for name in codes}
+    for name, layer in layers.items():
+        rows[layer] = rows.get(layer, 0) + codes[name].rows
+    short = [name for name, layer in layers.items() if rows[layer] % server.rows]
+    text = f"its kernels take a multiple of {server.rows} rows (out_features)"
+    yield Reason(text, "name these in modules_to_not_convert", tuple(short))
+
+
+def _or(values: Collection[int]) -> str:
+    words = list(map(str, sorted(set(values))))
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+# ---- before training
+
+
+def check_served(inventory: Inventory, config: MoQConfig) -> None:
+    """Check that the servers in `serve` will take what a run delivers at its target precision.
+
+    Args:
+        inventory: With the layers that the config quantizes.
+        config: What will be done to them.
+
+    Raises:
+        MoQError: One will not: each reason with its layers, and what would be served.
+    """
+    lines = []
+    for bits in config.targets:
+        model = describe(inventory, config, bits)
+        for name in config.serve:
+            server = REQUIRED[name]
+            lines += [f"  - {server.name}: {reason}" for reason in verdict(model, server).reasons]
+    if lines:
+        raise MoQError("\n".join(["serve: what these servers cannot take", *dict.fromkeys(lines)]))
+
+
+def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
+    """What a user of these servers should know before the first step."""
+    model, found = describe(inventory, config, config.targets[0]), []
+    for name in dict.fromkeys(config.serve):
+        server = REQUIRED[name]
+        found += [f"serve: {server.name}: {note}" for note in verdict(model, server).notes]
+    if "vllm" in config.serve:
+        reasons = verdict(model, VLLM_CPU).reasons
+        found += [f"serve: {VLLM_CPU.name} does not take it: {reason}" for reason in reasons]
+    if config.activation.enabled and {"vllm", "sglang", "llama.cpp"} & set(config.serve):
+        found.append("serve: vllm, sglang and llama.cpp do not round inputs as activation_quantization trains for")
+    return found
+
+
+def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
+    """Describe the model as it will be delivered, where each layer of the schedule ends with so many bits."""
+    model, size = without_peft(inventory.model), config.grouping.row_size
+    path = next(name for name, module in inventory.named if module is model)
+
+    def saved(name: str) -> str:
+        plain = plain_name(name, inventory.adapters)
+        return "" if plain is None else plain.removeprefix(f"{path}.")
+
+    weights, whole = {}, set()
+    for name, layer in inventory.layers.items():
+        if is_convolution(layer):
+            # Convolutions are not packed, and have no groups.
+            rows, columns = matrix_shape(shape_of(layer.weight), "conv")
+            weights[saved(name)] = Weight("conv", rows, columns, bits, None, config.symmetric, packed=False)
+            continue
+        kind = "linear" if isinstance(layer, nn.Linear) else "conv1d"
+        rows, columns = matrix_shape(shape_of(layer.weight), kind)
+        weights[saved(name)] = Weight(kind, rows, columns, bits, size, config.symmetric, bits <= 8)
+    for name, module in inventory.modules.items():
+        for own in experts_parameters(module):
+            experts, rows, columns = matrix_of(module, own)
+            if (
+                f"{name}.{own}" in inventory.scheduled
+                and bits <= 8
+                and config.symmetric
+                and not experts_transposed(module)
+            ):
+                matrix = Weight("linear", rows, columns, bits, size)
+                weights |= {f"{saved(name)}.{index}.{own}": matrix for index in range(experts)}
+            else:
+                whole.add(saved(f"{name}.{own}"))
+    for name, embedding in inventory.embeddings.items():
+        rows, columns = shape_of(embedding.weight)
+        weights[saved(name)] = Weight("embedding", rows, columns, config.quantize_embeddings or 0)
+    for name, owner in inventory.tied.items():
+        # What a head shares with tables is in the files as a table.
+        if owner in inventory.layers and isinstance(inventory.modules[name], nn.Embedding):
+            head = weights.pop(saved(owner), None)
+            if head is not None:
+                weights[saved(name)] = replace(head, kind="embedding")
+    others = {saved(name) for name, module in inventory.modules.items() if hasattr(module, "weight")}
+    return Description(
+        architecture=without_fsdp(type(model)).__name__,
+        weights=weights,
+        # Beside packed layers, experts that are not taken apart keep their name.
+        floats=(others | whole if weights else others) - weights.keys(),
+        is_encoder_decoder=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
+        scales=config.grid.scale_dtype,
+    )
+
+
+def served_table(verdicts: Sequence[Verdict]) -> str:
+    """A line per server, and a line for each reason, for a terminal."""
+    rows = []
+    for one in verdicts:
+        said = [*map(str, one.reasons)] or list(one.notes) or [""]
+        rows += [(one.server.name, one.answer, said[0]), *(("", "", more) for more in said[1:])]
+    return "\n".join(["served by", table(rows, left=(0, 1, 2))])

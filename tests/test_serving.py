@@ -1,0 +1,541 @@
+"""What each server takes: its row against a description, the check before the first step, and a folder."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from repo import ROOT
+from tiny_runs import arguments
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, quantize_model, quantizer, save_quantized, serving
+from moq_hf.cli import main
+from moq_hf.config import served_scale_dtype
+from moq_hf.model.convert import quant_layers
+from moq_hf.model.inventory import Inventory
+from moq_hf.model.selection import take_inventory
+from moq_hf.packed.state_check import served_by
+from moq_hf.rows import to_rows
+from moq_hf.serving import (
+    GGUF,
+    ONNX,
+    REFUSED,
+    REQUIRED,
+    SERVERS,
+    SGLANG,
+    TRANSFORMERS,
+    TRIED,
+    VLLM,
+    VLLM_CPU,
+    Description,
+    Server,
+    Weight,
+    served_table,
+    shortened,
+    verdict,
+)
+
+WEIGHT = Weight("linear", 256, 256, 4, 128)
+ATTENTION = "model.layers.0.self_attn"
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def described(architecture: str = "LlamaForCausalLM", **more: Any) -> Description:
+    weights = {f"{ATTENTION}.{name}": WEIGHT for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    return Description(architecture, weights, floats=["model.embed_tokens", "lm_head"], **more)
+
+
+def with_grid(**changes: Any) -> Description:
+    model = described()
+    return replace(model, weights={name: replace(weight, **changes) for name, weight in model.weights.items()})
+
+
+def with_layer(name: str, weight: Weight, architecture: str = "LlamaForCausalLM") -> Description:
+    model = described(architecture)
+    return replace(model, weights={**model.weights, name: weight})
+
+
+def reasons(model: Description, server: Server) -> str:
+    return " | ".join(map(str, verdict(model, server).reasons))
+
+
+@pytest.mark.parametrize("server", [server for server in SERVERS if server is not ONNX])
+def test_the_common_grid_is_served(server: Server) -> None:
+    found = verdict(described(), server)
+    assert (found.answer, found.reasons) == ("yes", ())
+
+
+@pytest.mark.parametrize(
+    ("bits", "symmetric", "servers"),
+    [
+        (1, True, {TRANSFORMERS, GGUF}),
+        (2, True, {TRANSFORMERS, VLLM, GGUF}),
+        (3, True, {TRANSFORMERS, VLLM, GGUF}),
+        (4, True, {TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF}),
+        (6, True, {TRANSFORMERS, VLLM, GGUF}),
+        (8, True, {TRANSFORMERS, VLLM, SGLANG, GGUF}),
+        (4, False, {TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF}),
+        (3, False, {TRANSFORMERS, VLLM, GGUF}),
+        (8, False, {TRANSFORMERS, VLLM}),
+    ],
+)
+def test_bits(bits: int, symmetric: bool, servers: set[Server]) -> None:
+    model = with_grid(bits=bits, symmetric=symmetric)
+    assert {server.key for server in SERVERS if verdict(model, server).answer == "yes"} == {s.key for s in servers}
+
+
+def test_a_reason_says_what_is_served() -> None:
+    assert reasons(with_grid(bits=3), SGLANG) == (
+        "its kernels take 4 or 8 bits, not 3 (model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj, "
+        "model.layers.0.self_attn.v_proj and 1 more); 4 or 8 bits are served"
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "refused"),
+    [
+        (8, {VLLM, SGLANG, GGUF}),
+        (16, {SGLANG, GGUF}),
+        (32, set()),
+        (256, {SGLANG}),
+        (None, set()),
+    ],
+)
+def test_groups(size: int | None, refused: set[Server]) -> None:
+    model = with_grid(group_size=size)
+    assert {s.key for s in SERVERS if s is not ONNX and verdict(model, s).reasons} == {s.key for s in refused}
+
+
+def test_columns_and_rows() -> None:
+    name = "model.layers.0.mlp.down_proj"
+    for columns, refused in ((4096, set()), (4128, {"sglang"}), (4112, {"vllm-cpu", "sglang", "llama.cpp"})):
+        model = with_layer(name, Weight("linear", 256, columns, 4))
+        found = {s.key for s in (VLLM, VLLM_CPU, SGLANG, GGUF) if "(in_features)" in reasons(model, s)}
+        assert found == refused, columns
+    for rows, refused in ((256, set()), (288, {"sglang"}), (264, {"vllm-cpu", "sglang"})):
+        model = with_layer(name, Weight("linear", rows, 256, 4, 128))
+        found = {s.key for s in (VLLM, VLLM_CPU, SGLANG, GGUF) if "(out_features)" in reasons(model, s)}
+        assert found == refused, rows
+
+
+def test_rows_of_a_fused_layer_count_together() -> None:
+    model = described()
+    rows = {"q_proj": 256, "k_proj": 24, "v_proj": 40}
+    weights = {f"{ATTENTION}.{name}": replace(WEIGHT, rows=count) for name, count in rows.items()}
+    assert reasons(replace(model, weights=weights), VLLM_CPU) == ""
+    weights[f"{ATTENTION}.v_proj"] = replace(WEIGHT, rows=48)
+    assert "(out_features)" in reasons(replace(model, weights=weights), VLLM_CPU)
+
+
+@pytest.mark.parametrize("server", [VLLM, VLLM_CPU, SGLANG])
+def test_fused_layers_have_one_grid(server: Server) -> None:
+    name = f"{ATTENTION}.q_proj"
+    other = with_layer(name, replace(WEIGHT, group_size=64))
+    assert "one layer of q_proj, k_proj, v_proj (4 bits in groups of 128 and 4 bits in groups of 64)" in reasons(
+        other, server
+    )
+    model = described()
+    left = {layer: weight for layer, weight in model.weights.items() if layer != name}
+    left_out = replace(model, weights=left, floats=[*model.floats, name])
+    assert "(4 bits in groups of 128 and floats)" in reasons(left_out, server)
+    assert reasons(replace(model, weights={f"{ATTENTION}.o_proj": WEIGHT}, floats=list(model.weights)), server) == ""
+    assert reasons(left_out, GGUF) == ""
+
+
+def test_a_dense_grid_counts_as_floats_beside_the_others() -> None:
+    model = with_layer(f"{ATTENTION}.q_proj", replace(WEIGHT, bits=12, packed=False))
+    assert "and floats" in reasons(model, VLLM)
+    assert "its kernels take 1, 2, 3, 4, 5, 6, 7 or 8 bits, not 12" in reasons(model, GGUF)
+
+
+def test_other_bits_in_another_layer() -> None:
+    model = with_layer("model.layers.1.mlp.down_proj", replace(WEIGHT, bits=8))
+    assert not reasons(model, VLLM) and not reasons(model, SGLANG) and not reasons(model, GGUF)
+
+
+def test_tables_and_heads() -> None:
+    table = with_layer("model.embed_tokens", Weight("embedding", 512, 256, 8, packed=False))
+    for server in (VLLM, VLLM_CPU, SGLANG):
+        assert "embedding tables must be floats (model.embed_tokens)" in reasons(table, server)
+    assert not reasons(table, GGUF) and not reasons(table, TRANSFORMERS)
+    head = with_layer("lm_head", replace(WEIGHT, rows=512))
+    assert not reasons(head, VLLM) and not reasons(head, SGLANG)
+
+
+def test_poolers_and_classifiers() -> None:
+    for name in ("bert.pooler.dense", "classifier", "head.dense", "classifier.out_proj"):
+        found = reasons(with_layer(name, WEIGHT), VLLM)
+        assert f"it takes these layers in float, whatever the checkpoint holds ({name})" in found
+    # vLLM does not load the pooler of a base model at all; llama.cpp's converter drops it.
+    assert reasons(with_layer("pooler.dense", WEIGHT, "BertModel"), VLLM) == ""
+    assert "(pooler.dense)" in reasons(with_layer("pooler.dense", WEIGHT, "BertModel"), GGUF)
+    assert reasons(described("BertModel"), GGUF) == ""
+
+
+def test_what_was_refused_is_refused() -> None:
+    found = verdict(described("BertForSequenceClassification"), GGUF)
+    assert found.answer == "no" and "which this class needs" in str(found.reasons[0])
+    assert "in another order" in reasons(described("BloomForCausalLM"), GGUF)
+
+
+def test_conv1d() -> None:
+    model = with_layer("transformer.h.0.attn.c_attn", replace(WEIGHT, kind="conv1d"))
+    for server in (VLLM, SGLANG, ONNX):
+        assert "Conv1D" in reasons(model, server)
+    assert not reasons(model, GGUF)
+
+
+def test_experts_are_alike_and_called_by_their_own_names() -> None:
+    experts = [f"model.layers.0.block_sparse_moe.experts.{index}.w1" for index in range(2)]
+    model = described("MixtralForCausalLM")
+    alike = replace(model, weights={**model.weights, **dict.fromkeys(experts, WEIGHT)})
+    assert reasons(alike, VLLM) == "" and "it takes no packed experts" in reasons(alike, VLLM_CPU)
+    other = replace(alike, weights={**alike.weights, experts[1]: replace(WEIGHT, bits=8)})
+    assert "one layer of all experts of a block (4 bits in groups of 128 and 8 bits" in reasons(other, VLLM)
+    whole = replace(model, floats=["model.layers.0.mlp.experts.gate_up_proj"])
+    assert "it looks for each expert by its own name" in reasons(whole, VLLM)
+    assert reasons(replace(whole, architecture="GptOssForCausalLM"), VLLM) == ""
+
+
+def test_kinds_of_models_for_onnx() -> None:
+    for name in ("BertForSequenceClassification", "BertForTokenClassification", "BertModel"):
+        assert verdict(described(name), ONNX).answer == "yes"
+    assert "LlamaForCausalLM is not exported" in reasons(described(), ONNX)
+    assert "BartModel is not exported" in reasons(described("BartModel", is_encoder_decoder=True), ONNX)
+
+
+def test_a_class_that_was_never_tried() -> None:
+    found = verdict(described("DebertaV2ForSequenceClassification"), VLLM)
+    assert (found.answer, found.notes[0]) == ("not tried", "no DebertaV2ForSequenceClassification was tried with it")
+    # What does not fit is refused all the same.
+    assert verdict(described("DebertaV2ForSequenceClassification"), SGLANG).answer == "not tried"
+    assert verdict(replace(with_grid(bits=3), architecture="DebertaV2Model"), SGLANG).answer == "no"
+
+
+def test_what_was_proven_counts_for_transformers() -> None:
+    assert "it does not answer as the model did: logits differ" in reasons(
+        described(unserved="logits differ"), TRANSFORMERS
+    )
+
+
+def test_scales_in_half_precision() -> None:
+    for model, rounded in ((described(), True), (described(scales="bfloat16"), False)):
+        assert any("half precision" in note for note in verdict(model, VLLM).notes) == rounded
+
+
+def test_names_are_shortened() -> None:
+    layers = [f"layers.{index}.{name}" for index in range(3) for name in "abcd"]
+    assert shortened(layers) == "layers.*.a (3), layers.*.b (3), layers.*.c (3) and 1 more"
+
+
+# ---- before training
+
+
+def llama() -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
+
+
+def moq(serve: list[str], bits: int = 4, **more: Any) -> dict[str, Any]:
+    more.setdefault("quantize_group_size", 64)
+    return {"quantize_bits": {"start_bits": 8, "target_bits": bits}, "serve": serve, **more}
+
+
+@pytest.mark.parametrize("serve", [["transformers"], ["vllm", "sglang"], ["llama.cpp", "vllm"]])
+def test_the_common_grid_passes(serve: list[str]) -> None:
+    quantize_model(llama(), moq(serve))
+
+
+def test_all_reasons_are_one_error() -> None:
+    config = moq(["vllm", "sglang", "llama.cpp"], 3, modules_to_not_convert=["lm_head", "q_proj"])
+    with pytest.raises(MoQError) as caught:
+        quantize_model(llama(), config)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "serve: what these servers cannot take"
+    assert [line.split(":")[0] for line in lines[1:]] == ["  - vLLM, CUDA 0.32.0"] + 2 * ["  - SGLang 0.5.23"]
+    assert lines[1] == (
+        "  - vLLM, CUDA 0.32.0: it makes one layer of q_proj, k_proj, v_proj (3 bits in groups of 64 and floats) "
+        "(model.layers.*.self_attn.q_proj (2), model.layers.*.self_attn.k_proj (2), model.layers.*.self_attn.v_proj "
+        "(2)); all of them on the same grid, or all of them in float, are served"
+    )
+    assert "its kernels take 4 or 8 bits, not 3" in lines[3]
+
+
+def test_the_target_counts_and_not_the_start() -> None:
+    quantize_model(llama(), {**moq(["sglang"]), "quantize_bits": {"start_bits": 7, "target_bits": 4}})
+    with pytest.raises(MoQError, match="not 7"):
+        quantize_model(llama(), moq(["sglang"], 7))
+
+
+@pytest.mark.parametrize(
+    ("serve", "more", "message"),
+    [
+        ("vllm", {"quantize_embeddings": 8}, "embedding tables must be floats .model.embed_tokens."),
+        ("llama.cpp", {"quantize_group_size": 16}, "its groups are a multiple of 32, not 16"),
+        ("sglang", {"quantize_group_size": 16}, "its groups are 32, 64 or 128, not 16"),
+        ("onnxruntime", {}, "LlamaForCausalLM is not exported"),
+    ],
+)
+def test_one_reason(serve: str, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(MoQError, match=message):
+        take_inventory(llama(), MoQConfig.from_dict(moq([serve], **more)))
+
+
+def test_conv1d_is_described_by_its_transpose() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2))
+    config = MoQConfig.from_dict(moq(["transformers"], quantize_group_size=32))
+    found = serving.describe(take_inventory(model, config), config, 4).weights["transformer.h.0.attn.c_attn"]
+    assert (found.kind, found.rows, found.columns) == ("conv1d", 96, 32)
+    with pytest.raises(MoQError, match="it takes no Conv1D layers"):
+        quantize_model(model, moq(["vllm"], quantize_group_size=32))
+
+
+def test_convolutions_are_described_by_their_matrices_as_floats() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes))
+    config = MoQConfig.from_dict(moq(["transformers"], quantize_group_size=32, quantize_convolutions=True))
+    inventory = take_inventory(model, config)
+    name = next(name for name in inventory.layers if name.endswith("projection"))
+    found = serving.describe(inventory, config, 4).weights[name]
+    assert (found.kind, found.rows, found.columns, found.group_size) == ("conv", 32, 192, None)
+    assert found.is_float
+
+
+def test_a_head_that_is_a_table_too_is_described_as_a_table() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    config = moq(["vllm"], modules_to_not_convert=[])
+    with pytest.raises(MoQError, match=r"embedding tables must be floats \(model.embed_tokens\)"):
+        quantize_model(model, config)
+    quantize_model(model, {**config, "serve": ["llama.cpp"]})
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_peft_s_names_are_not_the_server_s() -> None:
+    model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    config = MoQConfig.from_dict(moq(["vllm"]))
+    found = serving.describe(take_inventory(model, config), config, 4)
+    assert found.architecture == "LlamaForCausalLM"
+    assert "model.layers.0.self_attn.q_proj" in found.weights and "lm_head" in found.floats
+    assert not any("base_model" in name or "lora" in name for name in (*found.weights, *found.floats))
+
+
+def test_a_stock_trainer_stops_before_the_first_step(tmp_path: Path) -> None:
+    data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
+    callback = MoQCallback(moq(["vllm"], modules_to_not_convert=["lm_head", "up_proj"]))
+    with pytest.raises(MoQError, match="it makes one layer of gate_proj, up_proj"):
+        Trainer(model=llama(), args=arguments(tmp_path), train_dataset=data, callbacks=[callback])
+
+
+def test_what_vllm_lacks_on_the_cpu_is_a_warning() -> None:
+    config = MoQConfig.from_dict(moq(["vllm"], 8, activation_quantization={"enabled": True}))
+    notes = serving.notes(take_inventory(llama(), config), config)
+    assert any(note.startswith("serve: vLLM, CPU 0.32.0 does not take it: its kernels take 4 bits") for note in notes)
+    assert any("do not round inputs" in note for note in notes)
+    # They are trained in half precision, unless the config says otherwise.
+    assert not any("scales are rounded to half precision there" in note for note in notes)
+    algo = {"quantize_algo": {"scale_dtype": "float32"}}
+    config = MoQConfig.from_dict(moq(["vllm"], **algo))
+    notes = serving.notes(take_inventory(llama(), config), config)
+    assert any("scales are rounded to half precision there" in note for note in notes)
+    assert serving.notes(take_inventory(llama(), config), MoQConfig.from_dict(moq(["transformers"]))) == []
+
+
+def test_fused_layers_drop_together() -> None:
+    # So whatever a run ends with, they have the same bits.
+    inventory = Inventory.of(llama())
+    blocks = inventory.blocks(inventory.linears)
+    assert {block.count(".") for block in blocks if block != "lm_head"} == {2} and len(blocks) == 3
+
+
+def test_words_of_the_config() -> None:
+    assert MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}}).serve == ("transformers",)
+    config = MoQConfig.from_dict(moq(["vllm", "llama.cpp"]))
+    assert MoQConfig.from_dict(config.to_dict()) == config and config.to_dict()["serve"] == ["vllm", "llama.cpp"]
+    with pytest.raises(MoQConfigError) as caught:
+        MoQConfig.from_dict(moq(["vlm"]))
+    assert str(caught.value) == (
+        'MoQ config: serve: ["vlm"] is not legal; it must be a list of "transformers" or "vllm" or "sglang" or '
+        '"llama.cpp" or "onnxruntime" (did you mean "vllm"?)'
+    )
+    assert set(REQUIRED) <= {server.key for server in SERVERS}
+
+
+@pytest.mark.parametrize(
+    ("serve", "dtype", "expected"),
+    [
+        (["transformers"], "bfloat16", "float32"),
+        (["vllm"], "bfloat16", "bfloat16"),
+        (["vllm"], "float16", "float16"),
+        (["sglang", "llama.cpp"], "float32", "bfloat16"),
+        (["llama.cpp"], "bfloat16", "float16"),
+        (["onnxruntime", "transformers"], "float32", "float32"),
+        ([], "float32", "float32"),
+    ],
+)
+def test_dtypes_of_scales(serve: Any, dtype: str, expected: str) -> None:
+    assert served_scale_dtype(serve, dtype) == expected
+
+
+@pytest.mark.parametrize(
+    ("serve", "dtype", "scales"),
+    [
+        ("vllm", "float32", "bfloat16"),
+        ("vllm", "float16", "float16"),
+        ("llama.cpp", "float32", "float16"),
+        ("transformers", "bfloat16", "float32"),
+    ],
+)
+def test_scales_are_trained_in_the_dtype_that_the_server_loads(serve: str, dtype: str, scales: str) -> None:
+    config = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_group_size": 32, "serve": [serve]}
+    model = quantize_model(llama().to(getattr(torch, dtype)), config)
+    layers = quant_layers(model).values()
+    assert {layer.moq.grid.scale_dtype for layer in layers} == {scales}
+    for layer in layers:
+        stored = quantizer.quantize(
+            to_rows(layer.float_weight, layer.kind), 4, layer.moq.grid, ratio=layer.moq.ratio
+        ).scale
+        assert torch.equal(stored.to(getattr(torch, scales)).float(), stored)
+
+
+def test_experts_are_asked_about_one_by_one() -> None:
+    def mixture() -> MixtralForCausalLM:
+        return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False))
+
+    config = MoQConfig.from_dict(moq(["vllm", "sglang", "llama.cpp"]))
+    found = serving.describe(take_inventory(mixture(), config), config, 4)
+    weight = found.weights["model.layers.1.mlp.experts.3.gate_up_proj"]
+    assert (weight.rows, weight.columns, weight.grid()) == (512, 128, "4 bits in groups of 64")
+    assert not any("proj" in name and "experts" in name for name in found.floats)
+    assert sum(".experts." in name for name in found.weights) == 16
+    with pytest.raises(MoQError, match=r"looks for each expert by its own name .*gate_up_proj"):
+        quantize_model(mixture(), moq(["vllm"], modules_to_not_convert=["experts", "lm_head"]))
+    with pytest.raises(MoQError, match=r"looks for each expert by its own name .*down_proj"):
+        quantize_model(mixture(), moq(["vllm"], quantize_type="asymmetric"))
+
+
+def test_convolutions_are_floats_to_servers() -> None:
+    config = MoQConfig.from_dict(moq([], quantize_convolutions=True, quantize_group_size=16))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(32, 16), nn.Linear(16, 2))
+    found = serving.describe(take_inventory(model, config), config, 4).weights["0"]
+    assert (found.rows, found.columns, found.grid()) == (8, 27, "floats")
+
+
+# ---- a folder
+
+
+def written(folder: Path, model: Any, bits: int = 4, **config: Any) -> dict[str, Any]:
+    """What each server makes of a folder with the model, by the server's key."""
+    config.setdefault("quantize_group_size", 64)
+    quantize_model(model, {"quantize_bits": {"start_bits": bits, "target_bits": bits}, **config})
+    save_quantized(model, folder)
+    return {verdict.server.key: verdict for verdict in served_by(folder)}
+
+
+def answers(found: dict[str, Any]) -> dict[str, str]:
+    return {key: verdict.answer for key, verdict in found.items()}
+
+
+def test_four_bits_in_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = written(tmp_path, llama())
+    expected = dict.fromkeys(found, "yes") | {"onnxruntime": "no"}
+    assert answers(found) == expected
+    assert main(["inspect", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.partition("served by\n")[2].splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        "transformers 5.23.0",
+        "vLLM, CUDA 0.32.0",
+        "vLLM, CPU 0.32.0",
+        "SGLang 0.5.23",
+        "llama.cpp by moq-hf export gguf 0.19.0",
+        "ONNX Runtime by moq-hf export 1.31.1",
+    ]
+    assert lines[1].split("  ")[-1].strip() == "scales are rounded to half precision there"
+
+
+def test_other_bits(tmp_path: Path) -> None:
+    found = written(tmp_path, llama(), 3)
+    assert [key for key, answer in answers(found).items() if answer == "yes"] == ["transformers", "vllm", "llama.cpp"]
+    lines = served_table(list(found.values())).splitlines()
+    assert lines[3].startswith("vLLM, CPU 0.32.0") and "its kernels take 4 bits, not 3" in lines[3]
+
+
+def test_floats_on_their_grid(tmp_path: Path) -> None:
+    found = answers(written(tmp_path, llama(), 12))
+    assert (found["vllm"], found["sglang"], found["llama.cpp"]) == ("yes", "yes", "no")
+
+
+def test_a_left_out_layer_is_seen_in_the_files(tmp_path: Path) -> None:
+    found = written(tmp_path, llama(), modules_to_not_convert=["lm_head", "gate_proj"])
+    assert "it makes one layer of gate_proj, up_proj" in str(found["vllm"].reasons[0])
+    assert answers(found)["llama.cpp"] == "yes"
+
+
+def test_experts_by_the_names_of_transformers_5(tmp_path: Path) -> None:
+    model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2)).eval()
+    found = written(tmp_path, model)
+    names = json.loads((tmp_path / "moq_state.json").read_text(encoding="utf-8"))["tensors"]
+    fused = any(name.endswith(".experts.gate_up_proj") for name in names)
+    assert (answers(found)["vllm"] == "no") == fused
+
+
+def test_a_damaged_config_is_an_error_that_names_the_key(tmp_path: Path) -> None:
+    written(tmp_path, llama())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), "architectures": 3}), encoding="utf-8")
+    with pytest.raises(MoQError, match=r"config\.json: architectures must be"):
+        served_by(tmp_path)
+
+
+# ---- the guide
+
+HEAD = "| server | version | bits | with zero points | groups | columns | rows |"
+
+
+def row(server: Server) -> str:
+    any_of = ["-" if size == 1 else f"multiples of {size}" for size in (server.multiple, server.columns, server.rows)]
+    groups = ", ".join(map(str, server.groups)) or any_of[0]
+    bits = [", ".join(map(str, sorted(legal))) for legal in (server.symmetric, server.asymmetric)]
+    bits = [re.sub(r"^(\d+), .* (\d+)$", r"\1 to \2", text) if text.count(",") > 3 else text for text in bits]
+    return f"| {' | '.join([server.title, server.version, *bits, groups, *any_of[1:]])} |"
+
+
+def table_of_servers() -> str:
+    return "\n".join([HEAD, "|" + " --- |" * HEAD.count(" | ") + " --- |", *map(row, SERVERS)])
+
+
+def test_the_guide_has_the_servers() -> None:
+    page = (ROOT / "docs" / "guide" / "serving.md").read_text(encoding="utf-8")
+    assert page.partition("<!-- servers -->\n")[2].partition("\n<!-- end of servers -->")[0] == table_of_servers()
+
+
+def test_rows_are_sound() -> None:
+    assert len({server.key for server in SERVERS}) == len(SERVERS) and all(server.version for server in SERVERS)
+    # A legal group fits the multiple as well.
+    assert all(size % server.multiple == 0 for server in SERVERS for size in server.groups)
+    assert {key for key, _ in REFUSED} | {*TRIED} <= {server.key for server in SERVERS}
+
+
+def test_transformers_takes_everything() -> None:
+    assert all(verdict(with_grid(bits=bits), TRANSFORMERS).answer == "yes" for bits in range(1, 17))
