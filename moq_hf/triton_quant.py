@@ -1,58 +1,88 @@
-"""The functions of `quantizer` as Triton kernels, a whole model at once, and products with packed weights.
+"""`quantizer.fake_quantize` as one launch of a Triton kernel, with the same numbers, bit for bit.
 
-Importable without Triton and without a GPU; `available` says whether the kernels can run on a device, and each other
-function needs that. Results are those of `quantizer` on the same device, bit for bit. The kernels are in
-`kernels.triton`.
+Importable without Triton and without a GPU: where the kernel does not run, `quantizer` computes. The kernel takes equal
+steps in groups of up to `LONGEST` weights; ternary and binary grids, longer groups and float64 are for `quantizer`.
 """
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from . import quantizer
+from .grid import Grid, PerChannel
+from .quantizer import RoundingSeed
 
 logger = logging.getLogger(__name__)
 
-
-class Unusable(RuntimeError):
-    """A kernel could not be launched. The reason is logged, and plain PyTorch computes from then on."""
-
-
+# One program reads a whole group: longer ones would leave most of a GPU idle.
+LONGEST = 65_536
+# Elements of a tile and warps of a program, so that a thread holds 16 elements: not measured on a GPU.
+_TILE, _WARPS = 4096, 8
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+_DEFAULT, _FIRST = Grid(), RoundingSeed()
 # Devices on which something went wrong.
 _given_up: set[torch.device] = set()
 
 
+def backend(weight: Tensor, kernel: bool | None = None) -> ModuleType:
+    """Who quantizes a weight: plain PyTorch where the config's `quantizer_kernel` is false, else this module."""
+    return quantizer if kernel is False else sys.modules[__name__]
+
+
+def fake_quantize(weight: Tensor, bits: int, grid: Grid = _DEFAULT, **how: Any) -> Tensor:
+    """`quantizer.fake_quantize`, with the same arguments and results."""
+    return fake_quantize_with_scale(weight, bits, grid, **how)[0]
+
+
+def fake_quantize_with_scale(
+    weight: Tensor,
+    bits: int,
+    grid: Grid = _DEFAULT,
+    *,
+    ratio: Tensor | None = None,
+    seed: RoundingSeed = _FIRST,
+    blend: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`quantizer.fake_quantize_with_scale`, with the same arguments and results.
+
+    Raises:
+        ValueError: Bits, grid or ratio do not fit the weight.
+    """
+    dtype = dtype or weight.dtype
+    if {dtype, weight.dtype} <= _DTYPES and grid.is_uniform(bits) and available(weight.device):
+        rows, columns = quantizer.check(weight, bits, grid, ratio)
+        if weight.numel() <= LONGEST * rows * columns:
+            try:
+                return _launch(weight, bits, grid, rows * columns, ratio, seed, blend, dtype)
+            except Exception as error:
+                # Triton raises what its compiler, the C compiler that it calls, or the driver raise.
+                _give_up(weight.device, f"{type(error).__name__}: {error}")
+    return quantizer.fake_quantize_with_scale(weight, bits, grid, ratio=ratio, seed=seed, blend=blend, dtype=dtype)
+
+
 def available(device: torch.device) -> bool:
-    """Whether the kernels run on `device`, with the numbers of `quantizer`: tried out once in each process.
+    """Whether the kernel runs on a device, with the numbers of `quantizer`: tried out once in each process.
 
     True for CUDA devices with a working Triton, and for the CPU in Triton's interpreter (TRITON_INTERPRET=1 in the
-    environment before Triton is imported). Where a kernel cannot be launched, or gives another number, one warning says
-    so, and this is False from then on. While torch.compile traces, it is False: plain PyTorch is what can be compiled.
+    environment before Triton is imported). Where the kernel cannot be launched, or gives another number, one warning
+    says so, and this is False from then on. It is False while torch.compile traces: plain PyTorch can be compiled.
     """
-    if torch.compiler.is_compiling():
+    if device.type not in ("cpu", "cuda") or torch.compiler.is_compiling():
         return False
-    device = with_index(device)
     return device not in _given_up and _is_right(device)
-
-
-def with_index(device: torch.device) -> torch.device:
-    """The device with its number, of which "cuda" alone means the current one: it is tried out and given up once."""
-    if device.type != "cuda" or device.index is not None:
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 @functools.cache
 def _is_right(device: torch.device) -> bool:
-    if device.type not in ("cpu", "cuda"):
-        return False
     try:
         import triton
 
@@ -60,86 +90,82 @@ def _is_right(device: torch.device) -> bool:
     except (ImportError, AttributeError) as error:
         # There is none, or a broken one, or one without the knobs.
         if device.type == "cuda":
-            _give_up(device, f"they need Triton 3.4 or later ({error})")
+            _give_up(device, f"it needs Triton 3.4 or later ({error})")
         return False
-    return interpreted == (device.type == "cpu") and passes(device, _differences)
-
-
-def passes(device: torch.device, differences: Callable[[torch.device], Iterable[str]]) -> bool:
-    """Whether a test of kernels finds nothing; if it does, they are given up on the device.
-
-    Args:
-        device: Where to run it.
-        differences: The test: says where a kernel is not what defines its numbers.
-    """
-    try:
-        # Where a GPU computes NaN in silence, NumPy in the interpreter warns.
-        with np.errstate(all="ignore"):
-            found = list(differences(device))
-    except Unusable:
+    if interpreted != (device.type == "cpu"):
         return False
-    if found:
-        _give_up(device, f"they give other numbers than plain PyTorch: {'; '.join(found)}")
-    return not found
-
-
-@contextlib.contextmanager
-def launching(device: torch.device) -> Iterator[None]:
-    """Where kernels are launched on a device.
-
-    Raises:
-        Unusable: One could not be. The kernels are given up on the device.
-    """
     try:
-        # Triton launches on the current device.
-        with torch.cuda.device(device if device.type == "cuda" else -1):
-            yield
+        wrong = list(_differences(device))
     except Exception as error:
-        # Triton raises what its compiler, the C compiler that it calls, or the driver raise.
-        _give_up(device, f"{type(error).__name__}: {error}")
-        raise Unusable(str(error)) from error
+        wrong = [f"{type(error).__name__}: {error}"]
+    if wrong:
+        _give_up(device, f"at first use, it does not compute what plain PyTorch does: {'; '.join(wrong)}")
+    return not wrong
 
 
 def _give_up(device: torch.device, reason: str) -> None:
-    if device not in _given_up:
-        _given_up.add(device)
-        logger.warning(
-            "moq_hf: the Triton kernels are not used on %s, plain PyTorch computes in their place: %s", device, reason
-        )
-
-
-def same_bits(found: Tensor, expected: Tensor, name: str) -> Iterator[str]:
-    """Says how a kernel's numbers differ from those that define them, if they do: bits count, but of NaN and zero."""
-    wrong = (found != expected) & ~(found.isnan() & expected.isnan())
-    if found.is_floating_point():
-        wrong |= (found == 0) & (expected == 0) & (found.signbit() != expected.signbit())
-    if bool(wrong.any()):
-        largest = (found.double() - expected.double()).abs()[wrong].max()
-        yield f"{name}: {int(wrong.sum())} of {found.numel()}, the largest by {float(largest):.3g}"
-
-
-def backend(weight: Tensor, kernel: bool | None = None) -> ModuleType:
-    """Who quantizes a weight: this module where its kernels run, else `quantizer`, with the same functions.
-
-    Args:
-        weight: The float weight.
-        kernel: `quantizer_kernel` of the config; false keeps to plain PyTorch.
-    """
-    return quantizer
+    _given_up.add(device)
+    logger.warning(
+        "moq_hf: the Triton kernel is not used on %s, plain PyTorch computes in its place: %s", device, reason
+    )
 
 
 def _differences(device: torch.device) -> Iterator[str]:
-    """Where a kernel is not `quantizer`."""
-    return iter(())
+    """Say where the kernel's numbers are not those of `quantizer`, on rows that are hard to round."""
+    halves = torch.arange(-63.5, 64.5, 1.0, device=device)
+    weight = torch.stack([halves, halves.exp2() * 1e-3, halves * 0.0, halves / 3])
+    ratio = torch.tensor([[1.0], [0.85], [1.0], [0.2]], device=device)
+    for grid in (Grid(), Grid(full=True, scale_dtype="bfloat16"), Grid(symmetric=False), Grid(stochastic=True)):
+        grid = replace(grid, grouping=PerChannel())
+        blend = 0.25 if grid.stochastic else 0.0
+        found, _ = _launch(weight, 7, grid, len(weight), ratio, _FIRST, blend, torch.bfloat16)
+        expected = quantizer.fake_quantize(weight, 7, grid, ratio=ratio, blend=blend, dtype=torch.bfloat16)
+        count = int((found != expected).sum())
+        if count:
+            yield f"{count} of {found.numel()} weights differ ({grid})"
 
 
-def load_kernels() -> Any:
-    """The kernels' module, which needs Triton."""
-    from .kernels import triton
+def _launch(
+    weight: Tensor,
+    bits: int,
+    grid: Grid,
+    groups: int,
+    ratio: Tensor | None,
+    seed: RoundingSeed,
+    blend: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    import triton
 
-    return triton
+    from .kernels.triton import fake_quantize_kernel
 
-
-def power_of_two(number: int) -> int:
-    """The least power of two from a number on."""
-    return 1 << (number - 1).bit_length()
+    x = weight.detach().contiguous()
+    y = torch.empty_like(x, dtype=dtype)
+    scale = torch.empty(groups, 1, dtype=torch.float32, device=x.device)
+    n_cols = x.numel() // groups
+    block_size = min(triton.next_power_of_2(n_cols), _TILE // 4)
+    block_rows = _TILE // block_size
+    low, high = grid.limits(bits)
+    # Triton launches on the current device.
+    with torch.cuda.device(x.device if x.is_cuda else -1):
+        fake_quantize_kernel[(math.ceil(groups / block_rows),)](
+            x,
+            y,
+            scale,
+            None if ratio is None else ratio.contiguous(),
+            quantizer.uniform(x, seed) if grid.stochastic else None,
+            groups,
+            n_cols,
+            float(low),
+            float(high),
+            blend or None,
+            1.0 - blend,
+            SYMMETRIC=grid.symmetric,
+            FULL=grid.full,
+            SCALE_DTYPE=getattr(triton.language, grid.scale_dtype),
+            BLOCK_ROWS=block_rows,
+            BLOCK_SIZE=block_size,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+        )
+    return y, scale
