@@ -72,7 +72,7 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
     planned = plan(args.moq_config, _steps(parser, args))
     if args.plot is not None:
-        from .report.figures import draw_plan
+        from .report import draw_plan
 
         draw_plan(planned, args.plot)
     print(json.dumps(planned.to_dict(), indent=2) if args.json else planned)
@@ -111,7 +111,7 @@ def add_report(subparsers: Any) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from .report.page import write_report
+    from .report import write_report
 
     print(write_report(args.directory, args.out, args.float))
 

@@ -9,7 +9,6 @@ from transformers import BertConfig, BertForSequenceClassification
 from moq_hf.metrics import is_metric, metrics_in
 from moq_hf.packed.card import write_card
 from moq_hf.packed.state import read_state, record_metrics, write_state
-from moq_hf.report.run import read_run
 
 
 @pytest.mark.parametrize(
@@ -43,11 +42,10 @@ def test_values_are_finite_numbers() -> None:
     assert metrics_in(logged) == {"a": 1, "b": 0.5}
 
 
-def test_card_and_report_have_the_same(tmp_path: Path) -> None:
+def test_the_card_has_metrics_alone(tmp_path: Path) -> None:
     folder = tmp_path / "quantized"
     checkpoint(folder, BertForSequenceClassification(BertConfig(**SHAPE)), config_of())
     write_state(folder, {**read_state(folder), "step": 4})
     record_metrics(folder, {"eval_lead_time": 2.5, "eval_f1": 0.75, "eval_model_preparation_time": 0.125})
     card = write_card(folder, picture=False).read_text(encoding="utf-8")
     assert "| lead_time |  | 2.5000 |  |" in card and "preparation" not in card
-    assert read_run(tmp_path).quantized == {"lead_time": 2.5, "f1": 0.75}

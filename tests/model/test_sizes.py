@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from made_run import make_run
 from tiny_runs import over_the_model, stock, trained
 from torch import nn
 from transformers import (
@@ -25,8 +24,6 @@ from moq_hf import MoQConfig, save_quantized, verify_quantized
 from moq_hf.model.sizes import in_words, last_part
 from moq_hf.packed.card import write_card
 from moq_hf.packed.state import STATE_NAME, write_state
-from moq_hf.report import page as report
-from moq_hf.report import run as run_module
 from moq_hf.training.controller import MoQController
 
 CONFIG = {
@@ -251,26 +248,6 @@ def test_adapters_are_counted_in_the_folder_of_their_base(
     found = verify_quantized(tmp_path / "packed", model)
     assert found.parameters == (controller.sizes.quantized, numbers_of(model))
     assert found.mean_bits == pytest.approx(controller.mean_bits)
-
-
-def facts_of(page: str) -> dict[str, str]:
-    return dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page))
-
-
-def test_the_report_tells_the_share_and_reads_older_logs(tmp_path: Path) -> None:
-    state = make_run(tmp_path, steps=60, evaluations=False)
-    page = report.write_report(tmp_path).read_text()
-    assert facts_of(page)["mean bits of the quantized layers"] == "4.00" and "quantized" not in facts_of(page)
-
-    # As a run that was begun with an earlier version and resumed: bits per quantized weight are no part of the curve.
-    entries = [entry for entry in state["log_history"] if "moq/mean_bits" in entry]
-    for entry in entries[3:]:
-        entry |= {"moq/mean_bits": 32 - 0.25 * (32 - entry["moq/mean_bits"]), "moq/quantized_share": 0.25}
-    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
-    facts = facts_of(report.write_report(tmp_path).read_text())
-    assert facts["mean bits of the whole model"] == "25.00" and facts["quantized"] == "25.0 % of the parameters"
-    steps, bits = run_module.read_run(tmp_path).mean_bits()
-    assert steps == [entry["step"] for entry in entries[3:]] and min(bits) == 25
 
 
 def test_a_convolution_takes_what_it_takes_in_float() -> None:

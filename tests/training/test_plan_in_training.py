@@ -25,7 +25,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from moq_hf import MoQCallback, MoQError, MoQTrainer, plan
 from moq_hf.model.convert import quant_layers
 from moq_hf.plan import outcome
-from moq_hf.report.page import write_report
+from moq_hf.report import write_report
 from moq_hf.schedule import Switch
 from moq_hf.training.controller import MoQController
 

@@ -1,0 +1,465 @@
+"""What a run did, as one page, from the Trainer's own log; and the drawing of a plan. matplotlib draws.
+
+Nothing is measured here. A run is read from its folder: `trainer_state.json`, there or in its newest checkpoint, and
+`eval_results.json`.
+"""
+
+import html
+import io
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, ValidationError
+
+from .config import MoQConfig
+from .errors import MoQConfigError, MoQError, one_line
+from .metrics import metrics_in
+from .model.sizes import percent
+from .plan import Plan
+from .reading import Entry
+from .schedule import FLOAT_BITS, begins_in_float
+from .training.choice import Choice
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PAGE = "moq_report.html"
+ACCENT, GRAY = "#2563c9", "#8a929b"
+_TITLES = {"bits": "Bits", "eigenvalues": "Sensitivity", "loss": "Loss", "metrics": "Metrics"}
+# Steps and values.
+Series = tuple[list[int], list[float]]
+
+
+class _Saved(BaseModel):
+    float_size_mb: FiniteFloat | None = None
+    choice: dict[str, Any] | None = None
+
+
+class _Attributes(BaseModel):
+    saved: _Saved | None
+
+
+class _Arguments(BaseModel):
+    config: dict[str, Any]
+
+
+class _Callback(BaseModel):
+    """What the callback says of itself: its arguments, and what it saved."""
+
+    args: _Arguments
+    attributes: _Attributes
+
+
+class _Callbacks(BaseModel):
+    MoQCallback: _Callback | None = None
+
+
+class _Line(BaseModel):
+    """A line of the Trainer's log; its other values are checked where they are drawn."""
+
+    model_config = ConfigDict(extra="allow")
+    step: NonNegativeInt
+
+
+class _State(BaseModel):
+    """What is read of a `trainer_state.json`."""
+
+    global_step: NonNegativeInt
+    log_history: list[_Line] = []
+    stateful_callbacks: _Callbacks = _Callbacks()
+
+    @classmethod
+    def read(cls, path: Path) -> "_State":
+        """Read a file.
+
+        Raises:
+            MoQError: It is not as the Trainer wrote it; names the key.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes(), strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"])
+            raise MoQError(f"{path} is not as the Trainer wrote it: {key}: {first['msg']}") from None
+
+    def log(self) -> list[dict[str, Any]]:
+        """The log, line by line."""
+        return [line.model_dump() for line in self.log_history]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        directory: Where it was read from.
+        config: What it followed.
+        steps: Optimizer steps taken.
+        log: The Trainer's log, line by line.
+        float_size_mb: Size of the parameters before anything was quantized, in megabytes; None if it is not recorded.
+        quantized: Name to value of the last evaluation's metrics, without `eval_`.
+        in_float: The same of the float run beside it; empty if there is none.
+        choice: The bits that a budget gave the blocks; None without one.
+    """
+
+    directory: Path
+    config: MoQConfig
+    steps: int
+    log: Sequence[Mapping[str, Any]]
+    float_size_mb: float | None
+    quantized: Mapping[str, float]
+    in_float: Mapping[str, float]
+    choice: Choice | None
+
+    def series(self, name: str) -> Series:
+        """The steps at which a number was logged, and its values; what is not finite is left out."""
+        steps, values = [], []
+        for line in self.log:
+            for value in metrics_in({"value": line.get(name)}).values():
+                steps.append(line["step"])
+                values.append(value)
+        return steps, values
+
+    def by_block(self, kind: str) -> dict[str, Series]:
+        """Block name to the series of `moq/<kind>/<block>`, layer.2 before layer.10."""
+        start = f"moq/{kind}/"
+        names = {key for line in self.log for key in line if key.startswith(start)}
+        return {name.removeprefix(start): self.series(name) for name in sorted(names, key=_natural)}
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLike[str] | None = None) -> Run:
+    """Read the folder of a finished run.
+
+    Args:
+        directory: The run's `output_dir`, or one of its checkpoints.
+        float_directory: Of the float run to compare with; by default the folder `float` in `directory`, where
+            `run_glue_moq.py --float_baseline` puts it, if it is there.
+
+    Raises:
+        MoQError: There is no trainer_state.json, it is not a run with MoQ, `float_directory`
+            has no metrics, or a file is not as it was written; names the file and the key.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise MoQError(f"{directory} is not a folder; give the output_dir of a finished run")
+    float_run = directory / "float" if float_directory is None else Path(float_directory)
+    in_float = _metrics(float_run)
+    if float_directory is not None and not in_float:
+        raise MoQError(f"{float_directory} has neither eval_results.json nor an evaluation in a trainer_state.json")
+    path = _state_of(directory)
+    if path is None:
+        raise MoQError(
+            f"{directory} has no trainer_state.json, nor has a checkpoint in it: call trainer.save_state() after "
+            "training, or let the Trainer save checkpoints"
+        )
+    state = _State.read(path)
+    callback, log = state.stateful_callbacks.MoQCallback, state.log()
+    if callback is None or not any("moq/mean_bits" in line for line in log):
+        raise MoQError(f"{directory} is not a run with MoQ: its trainer_state.json has no bits")
+    saved = callback.attributes.saved or _Saved()
+    return Run(
+        directory,
+        _config(callback.args.config, path),
+        state.global_step,
+        log,
+        saved.float_size_mb,
+        _metrics(directory),
+        in_float,
+        Choice.read(Entry(saved.choice, str(path), "choice")),
+    )
+
+
+def _config(saved: dict[str, Any], path: Path) -> MoQConfig:
+    try:
+        return MoQConfig.from_dict(saved)
+    except MoQConfigError as error:
+        raise MoQError(f"{path}: {error}") from error
+
+
+def _state_of(directory: Path) -> Path | None:
+    """The trainer_state.json of a run, or of its newest checkpoint."""
+    checkpoints = sorted(directory.glob("checkpoint-*/trainer_state.json"), key=lambda path: _natural(str(path)))
+    return next((path for path in (directory / "trainer_state.json", *reversed(checkpoints)) if path.is_file()), None)
+
+
+def _metrics(directory: Path) -> dict[str, float]:
+    """Those of eval_results.json, else of the last evaluation in the log.
+
+    Raises:
+        MoQError: A file is damaged.
+    """
+    path, state = directory / "eval_results.json", _state_of(directory)
+    logged: Mapping[str, Any] = {}
+    if path.is_file():
+        try:
+            logged = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise MoQError(f"{path} cannot be read: {one_line(error)}") from error
+    elif state is not None:
+        for line in _State.read(state).log():
+            if any(key.startswith("eval_") for key in line):
+                logged = line
+    return metrics_in({key: value for key, value in logged.items() if key.startswith("eval_")})
+
+
+def write_report(
+    directory: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    float_directory: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Write `moq_report.html`, which needs no other file, and its figures as PNG.
+
+    Args:
+        directory: The run's `output_dir`, or one of its checkpoints.
+        out: Folder to write to; by default `directory`.
+        float_directory: A float run to compare with; by default the folder `float` in `directory`, if it is there.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        MoQError: There is no finished run with MoQ, a file of it is damaged, or matplotlib is not installed.
+    """
+    run = read_run(directory, float_directory)
+    folder = run.directory if out is None else Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = []
+    with drawing():
+        for name, title in _TITLES.items():
+            figure, caption = _DRAW[name](run)
+            if figure is not None:
+                figure.savefig(folder / f"moq_{name}.png", dpi=150, facecolor="white", metadata={"Software": None})
+                stream = io.StringIO()
+                figure.savefig(stream, format="svg", metadata={"Date": None})
+                svg = stream.getvalue()
+                svg = svg[svg.index("<svg") :]
+                parts.append(f"<h2>{title}</h2><figure>{svg}<figcaption>{caption}</figcaption></figure>")
+    page = folder / PAGE
+    page.write_text(_page(run, parts), encoding="utf-8")
+    return page
+
+
+def _page(run: Run, figures: Sequence[str]) -> str:
+    title = html.escape(run.directory.resolve().name)
+    facts = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in _facts(run).items())
+    parts = [
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+        f"<title>moq_hf: {title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1><dl>{facts}</dl>",
+        *figures,
+    ]
+    if run.quantized:
+        rows = [("metric", "float", "quantized", "difference")]
+        for name, value in run.quantized.items():
+            before = run.in_float.get(name)
+            both = ("", "") if before is None else (f"{before:.4f}", f"{value - before:+.4f}")
+            rows.append((name, both[0], f"{value:.4f}", both[1]))
+        parts.append(f"<h2>Last evaluation</h2>{_table(rows)}")
+    if run.choice is not None:
+        parts.append(f"<h2>Bits under a budget</h2><p>{html.escape(run.choice.outcome())}</p>")
+        parts.append(_table(run.choice.rows()))
+    parts.append(_missing(run))
+    config = html.escape(json.dumps(run.config.to_dict(), indent=2))
+    parts.append(f"<details><summary>Configuration</summary><pre>{config}</pre></details></body></html>\n")
+    return "\n".join(parts)
+
+
+def _facts(run: Run) -> dict[str, str]:
+    """Names and values below the title."""
+    facts = {"mean bits": f"{run.series('moq/mean_bits')[1][-1]:.2f}", "precision": run.config.span_in_words}
+    shares, sizes = run.series("moq/quantized_share")[1], run.series("moq/size_mb")[1]
+    if shares:
+        facts["quantized"] = f"{percent(shares[-1])} of the parameters"
+    facts["optimizer steps"] = f"{run.steps:,}"
+    if isinstance(run.config.schedule.offset, float):
+        facts["of them in float first"] = percent(run.config.schedule.offset)
+    if run.float_size_mb and sizes:
+        facts["size"] = f"{run.float_size_mb:,.2f} to {sizes[-1]:,.2f} MB"
+    return facts
+
+
+def _missing(run: Run) -> str:
+    """Say what the page lacks, and why."""
+    missing = []
+    if not run.by_block("bits"):
+        missing.append("no block changed its bits")
+    if not run.by_block("eigenvalue"):
+        missing.append("no eigenvalues were measured")
+    if not run.quantized:
+        missing.append("there was no evaluation")
+    elif not run.in_float:
+        missing.append("there is no float run to compare with")
+    return f"<p class=note>Not shown: {'; '.join(missing)}.</p>" if missing else ""
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
+    return f"<table>{''.join(lines)}</table>"
+
+
+def draw_plan(planned: Plan, path: str | os.PathLike[str]) -> None:
+    """Draw the bits of each block of a plan over the steps of the run, to a PNG or whatever the ending says.
+
+    Raises:
+        MoQError: matplotlib is not installed, or does not know the ending.
+    """
+    with drawing():
+        figure, axes = _new_figure("bits")
+        series: dict[str, Series] = {
+            block.name: ([s.step for s in block.switches], [float(s.bits) for s in block.switches])
+            for block in planned.blocks
+        }
+        _draw_bits(axes, series, planned.config, planned.total_steps)
+        axes.set_title(f"{planned.config.span_in_words} in {planned.total_steps:,} optimizer steps", fontsize="medium")
+        if planned.deadline_step is not None:
+            axes.axvline(planned.deadline_step, color=GRAY, linestyle="--", linewidth=1, label="deadline")
+        _legend(axes)
+        try:
+            figure.savefig(path, dpi=150, facecolor="white")
+        except ValueError as error:
+            raise MoQError(f"cannot draw to {os.fspath(path)}: {error}") from error
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Set matplotlib to the report's look while figures are made and saved.
+
+    Raises:
+        MoQError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise MoQError("matplotlib is not installed: pip install 'moq_hf[report]'") from None
+    settings: dict[Any, Any] = {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+        # Names of blocks are not formulas.
+        "text.parse_math": False,
+        "font.size": 9.5,
+        # Text stays text, and the same figure gives the same file.
+        "svg.fonttype": "none",
+        "svg.hashsalt": "moq_hf",
+    }
+    with matplotlib.rc_context(settings):
+        yield
+
+
+def _new_figure(ylabel: str) -> tuple["Figure", "Axes"]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 3.6), layout="constrained")
+    axes = figure.add_subplot(xlabel="optimizer steps", ylabel=ylabel)
+    axes.grid(axis="y", linewidth=0.6)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    return figure, axes
+
+
+def _legend(axes: "Axes") -> None:
+    handles, names = axes.get_legend_handles_labels()
+    # A model without a list of layers has a block for each linear layer.
+    every = math.ceil(len(names) / 20)
+    axes.legend(handles[::every], names[::every], loc="upper left", bbox_to_anchor=(1.0, 1.02), fontsize="small")
+
+
+def _color(index: int, count: int) -> Any:
+    """A color in an order that shows depth."""
+    from matplotlib import colormaps
+
+    return colormaps["viridis"](0.05 + 0.75 * index / max(1, count - 1))
+
+
+def _draw_bits(axes: "Axes", series: Mapping[str, Series], config: MoQConfig, total: int) -> None:
+    """Draw a line for each block, side by side where they would cover each other."""
+    in_float = begins_in_float(config)
+    highest = max(config.start_bits, config.targets[-1]) + in_float
+    lowest = min(min(bits) for _, bits in series.values())
+    start = FLOAT_BITS if in_float else config.start_bits
+    for index, (name, (steps, bits)) in enumerate(series.items()):
+        shift = 0.4 * (index + 0.5) / len(series) - 0.2
+        heights = [min(value, highest) - shift for value in (start, *bits, bits[-1])]
+        color = _color(index, len(series))
+        axes.step([0, *steps, total], heights, where="post", color=color, label=name, linewidth=1.5)
+    ticks = range(int(lowest), highest + 1)
+    axes.set_yticks(ticks, ["float" if in_float and tick == highest else str(tick) for tick in ticks])
+
+
+Drawn = tuple["Figure | None", str]
+
+
+def _bits(run: Run) -> Drawn:
+    bits = run.by_block("bits")
+    if not bits:
+        return None, ""
+    figure, axes = _new_figure("bits")
+    _draw_bits(axes, bits, run.config, run.steps)
+    _legend(axes)
+    return figure, "Bits of each block over optimizer steps. Lines are drawn side by side."
+
+
+def _eigenvalues(run: Run) -> Drawn:
+    eigenvalues = run.by_block("eigenvalue")
+    if not eigenvalues:
+        return None, ""
+    figure, axes = _new_figure("eigenvalue over the largest")
+    for index, (name, (steps, values)) in enumerate(eigenvalues.items()):
+        axes.plot(steps, values, color=_color(index, len(eigenvalues)), marker="o", markersize=4, label=name)
+    _legend(axes)
+    return figure, (
+        "Eigenvalue of each block over the largest of all, at the steps at which bits fell; a block that was not "
+        "measured again keeps its last one."
+    )
+
+
+def _loss(run: Run) -> Drawn:
+    figure, axes = _new_figure("loss")
+    axes.plot(*run.series("loss"), color=GRAY, label="training")
+    axes.plot(*run.series("eval_loss"), color=ACCENT, marker=".", label="evaluation")
+    _with_mean_bits(axes, run)
+    distilled = any(name.startswith("float_eval_") for line in run.log for name in line)
+    more = " After the float phase the training loss has the teacher's parts too." if distilled else ""
+    return figure, f"Loss over optimizer steps; dotted: the mean bits.{more}"
+
+
+def _metric_curves(run: Run) -> Drawn:
+    names = [name for name in run.quantized if name != "loss" and len(run.series(f"eval_{name}")[0]) > 1]
+    if not names:
+        return None, ""
+    figure, axes = _new_figure("metric")
+    for index, name in enumerate(names):
+        color = _color(index, len(names))
+        axes.plot(*run.series(f"eval_{name}"), color=color, marker=".", label=name)
+    _with_mean_bits(axes, run)
+    return figure, "Metrics of the evaluations on the way; dotted: the mean bits."
+
+
+def _with_mean_bits(axes: "Axes", run: Run) -> None:
+    """Draw the mean bits over the same steps, on the right."""
+    _legend(axes)
+    right = axes.twinx()
+    right.step(*run.series("moq/mean_bits"), where="post", color=GRAY, linestyle=":")
+    right.set_ylabel("mean bits")
+
+
+_DRAW = {"bits": _bits, "eigenvalues": _eigenvalues, "loss": _loss, "metrics": _metric_curves}
+_STYLE = """
+body { max-width: 52rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
+dl { display: flex; flex-wrap: wrap; gap: 0.6rem 2.4rem; }
+dt, figcaption, .note { color: #666; font-size: 0.85rem; }
+dd, figure { margin: 0; }
+svg { width: 100%; height: auto; }
+td { text-align: right; padding: 0.2rem 0.9rem; border-bottom: 1px solid #ccc; }
+td:first-child { text-align: left; padding-left: 0; }
+"""

@@ -1,1 +1,0 @@
-"""A finished run as a page."""
