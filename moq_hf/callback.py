@@ -94,11 +94,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         self.controller: MoQController | None = None
         self.trainer: Any = None
         self.loss = loss
-        # The Trainer can make a new callback from the saved state, which holds no functions.
-        self.loss_was_given = loss is not None
         self._state: TrainerState | None = None
         self._began = 0.0
-        self._switched = self._arrived = False
         self._loss_scale = 0.0
         self._plan: Plan | None = None
         self._hook: RemovableHandle | None = None
@@ -113,7 +110,6 @@ class MoQCallback(TrainerCallback, ExportableState):
             "attributes": {
                 "saved": None if self.controller is None else self.controller.state_dict(),
                 "saved_at": None if self._state is None else self._state.global_step,
-                "loss_was_given": self.loss_was_given,
                 "teacher": self._teacher,
             },
         }
@@ -166,10 +162,9 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._find_trainer(state)
         inventory = take_inventory(kwargs["model"], self.config)
         if is_quantized(inventory.modules.values()):
-            # By an earlier run: evaluating it must give what that run delivered.
+            # By an earlier run: until training begins, evaluating it must give what that run delivered.
             if self.controller is not None and self.controller.model is not inventory.model:
                 self.controller = None
-            logger.info("the model is quantized already, and stays as it is until training begins")
             return
         # How long the run is will be known when it begins; none of its steps is taken before.
         self.controller = MoQController(inventory, self.config, sys.maxsize, _dtype(args))
@@ -183,7 +178,7 @@ class MoQCallback(TrainerCallback, ExportableState):
 
         Raises:
             MoQError: The run is too short for anything to be quantized or for the deadline, there are two MoQCallbacks,
-                the checkpoint is of another config, the `loss` that was given is lost, or the processes disagree.
+                the checkpoint is of another config, or the processes disagree.
         """
         self._state = state
         resumed = resumed_state(state, self._name)
@@ -205,7 +200,6 @@ class MoQCallback(TrainerCallback, ExportableState):
         checkpoints_as_modules(without_peft(controller.model), bool(controller.inventory.experts))
         self._began = time.perf_counter()
         self._loss_scale = loss_scale(kwargs.get("optimizer"))
-        self._switched = self._arrived = False
         self._prepare_measuring(controller, args, state)
         self._listen(controller, _is_compiled(model, controller, args))
         before = callback_states(state).get(self._name, {}).get("attributes", {})
@@ -234,12 +228,7 @@ class MoQCallback(TrainerCallback, ExportableState):
     ) -> MoQController:
         """The controller of this run, at its beginning: the one from before, if the model is still the same."""
         controller = self.controller
-        is_prepared = controller is not None and controller.schedule.steps == 0
         inventory = take_inventory(model, self.config)
-        if resumed is None and not is_prepared and is_quantized(inventory.modules.values()):
-            logger.warning(
-                "moq_hf: the model was quantized before this run, which begins its schedule anew, from float"
-            )
         if resumed is None:
             check_start(self.config, state.global_step, state.max_steps)
             length = state.max_steps - state.global_step
@@ -254,15 +243,9 @@ class MoQCallback(TrainerCallback, ExportableState):
     def _prepare_measuring(self, controller: MoQController, args: TrainingArguments, state: TrainerState) -> None:
         if controller.sensitivity is None:
             return
-        if self.loss_was_given and self.loss is None:
-            raise MoQError(
-                "restore_callback_states_from_checkpoint makes a new MoQCallback, which lacks the loss that was "
-                "given to the first one; MoQCallback restores its state without that flag: leave it out"
-            )
         rows = (state.train_batch_size or args.train_batch_size) * args.gradient_accumulation_steps
         controller.sensitivity.plan(state.max_steps, rows, args.bf16 or args.fp16)
-        own_loss = model_loss if self.trainer is None else self.trainer.mean_loss
-        controller.sensitivity.loss = self.loss or own_loss
+        controller.sensitivity.loss = self.loss or (model_loss if self.trainer is None else self.trainer.mean_loss)
 
     def _go_on(
         self,
@@ -300,16 +283,6 @@ class MoQCallback(TrainerCallback, ExportableState):
         for note in notes:
             logger.warning("moq_hf: %s", note)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Tell a MoQTrainer of the first step with quantized weights, if there was one without."""
-        if self.trainer is None or self.controller is None:
-            return
-        schedule = self.controller.schedule
-        if 0 < schedule.offset == schedule.steps:
-            self.trainer.begin_quantized_phase()
-
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -336,8 +309,12 @@ class MoQCallback(TrainerCallback, ExportableState):
         if not was_chosen and controller.choice is not None and state.is_world_process_zero:
             messages.tell(controller.choice)
         if controller.step(eigenvalues):
-            self._switched = True
-        self._arrived = controller.has_arrived and not had_arrived
+            control.should_log = True
+        if not had_arrived:
+            # What was evaluated so far is not a candidate for the best quantized model.
+            forget_best(state)
+        if controller.has_arrived and not had_arrived:
+            logger.info("step %d: %s", state.global_step + 1, messages.arrival(self.config, controller.sizes))
 
     def _was_skipped(self, optimizer: Any) -> bool:
         """Whether the gradient scaler skipped the optimizer step just taken."""
@@ -347,16 +324,9 @@ class MoQCallback(TrainerCallback, ExportableState):
         return bool(getattr(optimizer, "step_was_skipped", False)) or self._loss_scale < before
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Log a step at which bits changed; let the best metric start afresh when the last block arrives."""
-        if self.controller is None:
-            return
-        if self._switched:
-            control.should_log = True
-        if self._arrived:
-            logger.info("step %d: %s", state.global_step, messages.arrival(self.config, self.controller.sizes))
-        if self._arrived or not self.controller.has_arrived:
-            forget_best(state)
-        self._switched = self._arrived = False
+        """Let a MoQTrainer log the evaluation of its float phase."""
+        if self.trainer is not None:
+            self.trainer.log_float_phase()
 
     def on_log(
         self,
@@ -475,14 +445,13 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     def _take(self, inputs: Mapping[str, Any]) -> None:
         """Take what went through the model in training: keep the first batch, measure sensitivity on some."""
-        controller = self.controller
-        if self._kept is None and self.config.prove:
-            self._kept = kept_batch(inputs, None if controller is None else controller.model)
+        if self._kept is None and self.config.prove and self.controller is not None:
+            self._kept = kept_batch(inputs, self.controller.model)
         # A MoQTrainer hands its batches to `observe`, with what the loss needs and the model does not see.
-        if self.trainer is not None or controller is None or controller.sensitivity is None:
-            self._stop_listening()
-        else:
+        if self.trainer is None and self.controller is not None and self.controller.sensitivity is not None:
             self.observe(inputs)
+        else:
+            self._stop_listening()
 
 
 def write_result(

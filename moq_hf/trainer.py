@@ -260,10 +260,10 @@ class MoQTrainer(Trainer):
                 self._saving_checkpoint = False
             self._take(self._float_phase)
 
-    def begin_quantized_phase(self) -> None:
-        """Begin anew what the float phase has used. Called by the `MoQCallback` before the first quantized step."""
+    def log_float_phase(self) -> None:
+        """Log the evaluation of the float model, once. Called by the `MoQCallback` at the end of a step."""
         if self._float_phase is not None:
-            self._float_phase.begin_quantized()
+            self._float_phase.log()
 
     def _take(self, phase: FloatPhase | None) -> None:
         """Take the metrics and the teacher of a float phase that is over; None: it is to come."""

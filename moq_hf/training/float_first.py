@@ -107,7 +107,7 @@ class FloatPhase:
         self._unlogged: Mapping[str, Any] | None = None
 
     def end(self) -> None:
-        """Save and evaluate the model; in every process, before anything is quantized."""
+        """Save and evaluate the model, and clear the optimizer's state; in every process, after the last float step."""
         trainer = self.trainer
         logger.info("step %d: the float phase ends", trainer.state.global_step + 1)
         # First: what an evaluation raises shall not lose it.
@@ -117,6 +117,7 @@ class FloatPhase:
             text = json.dumps(metrics, indent=4, default=str) + "\n"
             (self.folder / METRICS).write_text(text, encoding="utf-8")
         trainer.accelerator.wait_for_everyone()
+        cast(Any, trainer.optimizer).state.clear()
         self.metrics = self._unlogged = metrics or None
 
     def go_on(self) -> None:
@@ -132,7 +133,7 @@ class FloatPhase:
             raise MoQError(
                 f"cannot resume: the float model of this run should be in {folder}, with {METRICS}: {one_line(error)}"
             ) from error
-        self.metrics = self._unlogged = metrics or None
+        self.metrics = metrics or None
 
     def teacher(self, config: MoQConfig) -> PreTrainedModel:
         """The model that was saved, as the teacher of the one in training.
@@ -143,13 +144,12 @@ class FloatPhase:
         student = self.trainer.accelerator.unwrap_model(self.trainer.model)
         return load_teacher(str(self.folder), student, config.distillation, self.trainer.args.device)
 
-    def begin_quantized(self) -> None:
-        """Log the evaluation, and clear the optimizer's state; before the first quantized step."""
+    def log(self) -> None:
+        """Log the evaluation, once it is there."""
         if self._unlogged is not None:
             figures = {name: value for name, value in self._unlogged.items() if isinstance(value, (int, float))}
             self.trainer.log({f"float_{name}": value for name, value in figures.items()})
             self._unlogged = None
-        cast(Any, self.trainer.optimizer).state.clear()
 
     @property
     def folder(self) -> Path:

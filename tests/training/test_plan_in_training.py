@@ -15,14 +15,13 @@ from tiny_runs import (
     moq,
     new_model,
     over_the_model,
-    rows,
     stock,
     trained,
     weights,
 )
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from moq_hf import MoQCallback, MoQError, MoQTrainer, plan
+from moq_hf import MoQCallback, MoQError, plan
 from moq_hf.model.convert import quant_layers
 from moq_hf.plan import outcome
 from moq_hf.report import write_report
@@ -172,24 +171,6 @@ def test_tensorboard_has_the_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert series["train/moq/bits/bert.pooler.dense"] == [(2, 6), (4, 5), (6, 4), (10, 3)]
     assert series["train/moq/period/bert.encoder.layer.0"] == [(2, 2), (4, 4), (6, 8), (10, 16)]
     assert len(series["train/moq/size_mb"]) == 6
-
-
-def test_the_progress_bar_has_the_mean_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    class Watch(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            bars = [getattr(c, "training_bar", None) for c in trainer.callback_handler.callbacks]
-            seen.append(next(bar for bar in bars if bar is not None).postfix)
-
-    trainer = MoQTrainer(
-        new_model(), arguments(tmp_path, disable_tqdm=False), train_dataset=rows(), moq_config=CONFIG,
-        callbacks=[Watch()],
-    )  # fmt: skip
-    trainer.train()
-    bits = [6] * 2 + [5] * 2 + [4] * 4 + [3] * 6
-    told = [f"{over_the_model(now, trainer.model):.2f} bits per parameter" for now in bits]
-    assert seen == [None] * 2 + told
 
 
 @pytest.mark.parametrize(

@@ -522,17 +522,6 @@ def test_a_resumed_run_may_measure_otherwise(tmp_path: Path, caplog: pytest.LogC
         assert trainer.moq.controller.sensitivity.state_dict()["rows"] == asked  # type: ignore[union-attr]
 
 
-def test_a_given_loss_is_not_lost_in_silence(tmp_path: Path) -> None:
-    settings = {"save_strategy": "steps", "save_steps": 3, "restore_callback_states_from_checkpoint": True}
-
-    def loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        return model(**inputs).loss
-
-    build(tmp_path, Trainer, [MoQCallback(EIGEN, loss=loss), Stop(3)], **settings).train()
-    with pytest.raises(MoQError, match="lacks the loss that was given"):
-        build(tmp_path, Trainer, [MoQCallback(EIGEN, loss=loss)], **settings).train(resume_from_checkpoint=True)
-
-
 def test_wrong_layer_names_are_told_before_training(tmp_path: Path) -> None:
     wrong = {**EIGEN, "eigenvalue": {**EIGEN["eigenvalue"], "layer_name": "bert.encoder.layers"}}
     with pytest.raises(MoQError, match=r"has: bert.encoder.layer \(2\)"):
