@@ -38,7 +38,7 @@ needs_vnni = pytest.mark.skipif(target_here() != "vnni", reason="products of 8 b
 
 @pytest.mark.parametrize("grid", [Grid(PerChannel()), Grid(RowBlocks(2), symmetric=False)], ids=["symmetric", "not"])
 @pytest.mark.parametrize("signed", [pytest.param(True, marks=needs_vnni), False], ids=["signed", "unsigned"])
-@pytest.mark.parametrize("bits", [8, 7, 3])
+@pytest.mark.parametrize("bits", [8, 3])
 @pytest.mark.parametrize("scale", SCALES)
 def test_a_layer_computes_what_training_does(
     scale: InputScale, bits: int, signed: bool, grid: Grid, tmp_path: Path
@@ -183,7 +183,6 @@ def test_trained_ranges_are_those_of_the_files(trained: tuple[Path, dict[str, fl
     ("asked", "words"),
     [
         ({"activation_scale": "per_token"}, "per_token, 8 bits, for avx2"),
-        ({"activation_scale": "per_tensor"}, "per_tensor, 8 bits, for avx2"),
         ({"activation_bits": 7}, "static, 7 bits, ranges trained, for avx2"),
     ],
 )
