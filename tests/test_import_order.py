@@ -51,8 +51,7 @@ def faults(files: dict[str, str]) -> list[str]:
         own = {name.removeprefix("moq_hf.") for name in names if name.startswith("moq_hf.")}
         by_module[module] = own
         if folder := module.rpartition(".")[0]:
-            # serving/ is about to be one file, after which it is no folder.
-            others = {name.rpartition(".")[0] for name in own} - {"", folder, "serving"}
+            others = {name.rpartition(".")[0] for name in own} - {"", folder}
             by_folder.setdefault(folder, set()).update(others)
         if "moq_hf" in names:
             found.append(f"{module} imports the package root")
