@@ -61,7 +61,7 @@ LEGAL: dict[str, list[Any]] = {
     "eigenvalue.max_iter": WHOLE, "eigenvalue.tol": [*SHARES, 1e299], "eigenvalue.stability": [0, *SHARES, 1e299],
     "eigenvalue.gas_boundary_resolution": WHOLE, "eigenvalue.layer_name": [None, "layer", "layer.0", "é"],
     "eigenvalue.layer_num": [None, 0, *WHOLE], "eigenvalue.method": ["lanczos", "power"],
-    "eigenvalue.max_overhead": SHARES, "eigenvalue.num_samples": WHOLE, "eigenvalue.finite_difference": [True, False],
+    "eigenvalue.max_overhead": SHARES, "eigenvalue.num_samples": WHOLE,
     "distillation.teacher": [None, None, "nobody/nothing", "é", "\x00"], "distillation.logits": [0, *SHARES, 1e299],
     "distillation.hidden": [0, *SHARES, 1e299], "distillation.labels": [0, *SHARES],
     "activation_quantization.enabled": [True, False], "activation_quantization.bits": [2, 8],

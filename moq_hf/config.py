@@ -162,9 +162,6 @@ class EigenvalueConfig:
     method: Annotated[Literal["lanczos", "power"], key("`power` is the published method")] = "lanczos"
     max_overhead: Annotated[Share, key("share of the run's time that measuring may take")] = 0.05
     num_samples: Annotated[Positive, key("training examples a measurement uses")] = 64
-    finite_difference: Annotated[
-        Flag, key("differences of gradients, where the loss has no second derivative or its graph does not fit")
-    ] = False
 
 
 @checked

@@ -67,7 +67,6 @@ def block_eigenvalues(
     max_iter: int = 100,
     tol: float = 1e-2,
     stability: float = 1e-6,
-    finite_difference: bool = False,
     seed: int = 0,
 ) -> dict[str, Eigenvalue]:
     """The eigenvalue of largest magnitude of each block on the diagonal of the Hessian of a loss.
@@ -84,8 +83,6 @@ def block_eigenvalues(
         max_iter: Products per block, at most.
         tol: Relative error of an eigenvalue; for "power" the relative change at which to end.
         stability: Added to norms before dividing by them ("power").
-        finite_difference: Take differences of gradients, for a loss that cannot be differentiated twice, or whose graph
-            does not fit into memory. Parameters must be float32 or float64.
         seed: Of the start vectors.
 
     Returns:
@@ -109,7 +106,7 @@ def block_eigenvalues(
         raise MoQError(
             f"max_iter must be at least 1, tol above 0 and stability at least 0; got {max_iter}, {tol}, {stability}"
         )
-    _check_blocks(losses, parameters, finite_difference)
+    _check_blocks(losses, parameters)
     searches: dict[str, Search] = {}
     for name, own in parameters.items():
         start = _random_vector(own, seed)
@@ -118,11 +115,9 @@ def block_eigenvalues(
         else:
             searches[name] = power_iteration(start, tol, max_iter, stability)
     # Of one loss the graph is kept for all products; of several, only one graph is in memory at a time.
-    kept = gradients_of(losses[0], parameters) if len(losses) == 1 and not finite_difference else None
+    kept = gradients_of(losses[0], parameters) if len(losses) == 1 else None
 
     def products(vectors: Mapping[str, Tensor], one: Loss) -> dict[str, Tensor]:
-        if finite_difference:
-            return {name: difference_product([one], parameters[name], vector) for name, vector in vectors.items()}
         gradients = kept or gradients_of(one, {name: parameters[name] for name in vectors})
         return {name: hessian_product(gradients, parameters[name], vector) for name, vector in vectors.items()}
 
@@ -278,85 +273,54 @@ def hessian_product(gradients: Mapping[int, Tensor | None], parameters: Sequence
     return _flat(found, parameters)
 
 
-def difference_product(
-    losses: Sequence[Loss], parameters: Sequence[Tensor], vector: Tensor, step: float | None = None
-) -> Tensor:
-    """The product of the mean loss's Hessian with a vector, by central differences of gradients.
-
-    Args:
-        losses: Their mean counts.
-        parameters: Of one block.
-        vector: `[n]`, over these parameters.
-        step: (g(x + step v) - g(x - step v)) / 2 step; by default no parameter moves by more than `DIFFERENCE`.
-    """
-    step = DIFFERENCE / float(vector.abs().max()) if step is None else step
-    total = torch.zeros_like(vector)
-    values = [parameter.data for parameter in parameters]
-    moves = _split(vector, parameters)
-    try:
-        for sign in (1.0, -1.0):
-            for parameter, value, move in zip(parameters, values, moves, strict=True):
-                parameter.data = value.add(move, alpha=sign * step)
-            for loss in losses:
-                with _explained():
-                    gradient = torch.autograd.grad(_evaluate(loss), parameters, allow_unused=True)
-                total.add_(_flat(gradient, parameters), alpha=sign / (2 * step * len(losses)))
-    finally:
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.data = value
-    return total
-
-
-def check_second_derivative(
-    losses: Sequence[Loss], parameters: Iterable[Tensor], *, finite_difference: bool = False
-) -> None:
+def check_second_derivative(loss: Loss, parameters: Sequence[Tensor]) -> None:
     """Compare a product along a random direction with differences of gradients, taken over two steps.
 
     A kernel whose gradient autograd does not record (Liger's, some attention kernels) makes products wrong in silence.
     At the kinks of a loss (ReLU, top-k routing) it is the differences that are wrong, and depend on their step.
 
     Args:
-        losses: Give the loss, a scalar, each time the same for the same parameters; their mean counts.
-        parameters: Of one block.
-        finite_difference: Check only that differences mean something.
+        loss: Gives the loss, a scalar, each time the same for the same parameters.
+        parameters: Of one block, in float32.
 
     Raises:
-        MoQError: The differences agree with each other but not with the product; or, with `finite_difference`, they
-            do not agree with each other.
+        MoQError: The differences agree with each other but not with the product.
     """
-    parameters = list(parameters)
     vector = _random_vector(parameters, 0)
     vector /= vector.norm()
     step = DIFFERENCE / float(vector.abs().max())
-    wide, narrow = (difference_product(losses, parameters, vector, h) for h in (step, step / 2))
-    # Gradients below 1e-6 are rounding; among themselves differences agree to 1 %, with the product to 2 %.
-    apart, length = float((wide - narrow).norm()), float(narrow.norm())
-    if finite_difference:
-        if apart > 0.2 * length + 1e-6:
-            raise MoQError(
-                "eigenvalue.finite_difference: the loss is not smooth (ReLU, top-k routing), so that differences of "
-                f"gradients mean nothing: two steps give products {apart:.3g} apart of length {length:.3g}; "
-                'take second derivatives, or set sensitivity.measure to "divergence", which needs none'
-            )
-        return
-    exact = torch.zeros_like(vector)
-    for one in losses:
-        exact += hessian_product(gradients_of(one, {"": parameters}), parameters, vector) / len(losses)
+    wide, narrow = (_difference(loss, parameters, vector, h) for h in (step, step / 2))
+    exact = hessian_product(gradients_of(loss, {"": parameters}), parameters, vector)
     error, length = float((wide - exact).norm()), float(exact.norm())
-    if error > 0.05 * length + 1e-6 and apart < 0.1 * error:
+    # Gradients below 1e-6 are rounding; among themselves differences agree to 1 %, with the product to 2 %.
+    if error > 0.05 * length + 1e-6 and float((wide - narrow).norm()) < 0.1 * error:
         raise MoQError(
             f"the loss has no right second derivative: a product with its Hessian is off by {error:.3g} where its norm "
-            f"is {length:.3g}, so some kernel in the model cannot be differentiated twice; "
-            "take differences of gradients (eigenvalue.finite_difference)"
+            f"is {length:.3g}, so some kernel in the model cannot be differentiated twice; set sensitivity.measure to "
+            '"divergence", which needs no derivative'
         )
 
 
-def _check_blocks(losses: Sequence[Loss], blocks: Mapping[str, Sequence[Tensor]], finite_difference: bool) -> None:
+def _difference(loss: Loss, parameters: Sequence[Tensor], vector: Tensor, step: float) -> Tensor:
+    """(g(x + step v) - g(x - step v)) / 2 step: the product of the loss's Hessian with v, by gradients g."""
+    values = [parameter.data for parameter in parameters]
+    gradients = []
+    for signed in (step, -step):
+        for parameter, value, move in zip(parameters, values, _split(vector, parameters), strict=True):
+            parameter.data = value.add(move, alpha=signed)
+        gradients.append(torch.autograd.grad(_evaluate(loss), parameters, allow_unused=True))
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.data = value
+    ahead, behind = (_flat(found, parameters) for found in gradients)
+    return (ahead - behind) / (2 * step)
+
+
+def _check_blocks(losses: Sequence[Loss], blocks: Mapping[str, Sequence[Tensor]]) -> None:
     """Check what is to be measured.
 
     Raises:
         MoQError: No losses or blocks, a block without parameters, with one that requires no gradient or that an engine
-            takes apart, or for differences of gradients one of fewer bits than float32.
+            takes apart.
     """
     if not losses:
         raise MoQError("no loss: give one, or one per batch")
@@ -370,11 +334,6 @@ def _check_blocks(losses: Sequence[Loss], blocks: Mapping[str, Sequence[Tensor]]
             raise MoQError(f"block {name!r} has {frozen} parameters that require no gradient; see `measuring`")
         if any(map(is_apart, parameters)):
             raise MoQError(NOT_UNDER_ENGINES)
-    half = [name for name, parameters in blocks.items() if any(p.dtype.itemsize < 4 for p in parameters)]
-    if finite_difference and half:
-        raise MoQError(
-            f"differences of gradients need float32 parameters; these blocks have fewer bits: {', '.join(half)}"
-        )
 
 
 def _random_vector(parameters: Sequence[Tensor], seed: int) -> Tensor:
@@ -427,13 +386,13 @@ def _explained() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as err:
         raise MoQError(
-            "measuring eigenvalues ran out of memory: give fewer rows per loss, or take differences of gradients "
-            "(eigenvalue.finite_difference), which need no graph of the gradient"
+            "measuring eigenvalues ran out of memory: give fewer rows per loss, or set sensitivity.measure to "
+            '"divergence", which needs no gradient'
         ) from err
     except RuntimeError as err:
         if not any(sign in str(err) for sign in _NOT_TWICE):
             raise
         raise MoQError(
             f"the loss cannot be differentiated twice ({err}): load the model with "
-            'attn_implementation="eager", or take differences of gradients (eigenvalue.finite_difference)'
+            'attn_implementation="eager", or set sensitivity.measure to "divergence"'
         ) from err

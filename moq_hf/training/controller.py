@@ -243,7 +243,7 @@ class MoQController:
         if self._chooser is None or self.config.budget is None:
             return
         step = self.schedule.steps + 1
-        self.choice = self._chooser.choose(sensitivity.costs(step, self.config.budget.choices), step)
+        self.choice = self._chooser.choose(sensitivity.costs(self.config.budget.choices), step)
         self.schedule.choose(self.choice.targets)
 
     def refresh(self, *, wait: bool = True) -> None:

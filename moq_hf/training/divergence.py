@@ -61,7 +61,7 @@ def logits_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     Raises:
         MoQError: It has none.
     """
-    with repeatable(model), torch.no_grad():
+    with repeatable(), torch.no_grad():
         output = model(**{name: value for name, value in batch.items() if takes(model, name)})
     found = logits_in(output) if isinstance(output, Mapping) else {}
     if not found:

@@ -27,7 +27,7 @@ _HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel", "eigenvalue.verbo
 _FROM_NOW_ON = frozenset(
     {"quantize_algo.scale_refresh", "quantize_gather", "seed"}
     | {f"eigenvalue.{name}" for name in ("max_iter", "tol", "stability", "gas_boundary_resolution", "method")}
-    | {f"eigenvalue.{name}" for name in ("max_overhead", "num_samples", "finite_difference")}
+    | {f"eigenvalue.{name}" for name in ("max_overhead", "num_samples")}
     | {"sensitivity.measure"}
     | {f"distillation.{name}" for name in ("teacher", "logits", "hidden", "labels")}
 )
@@ -123,8 +123,7 @@ def _check_sensitivity(state: Entry, blocks: Mapping[str, Entry]) -> None:
             entry.number(0.0)
     for name in ("spent", "products"):
         state[name].number(0.0)
-    for name in ("rows", "measured_at"):
-        state[name].whole()
+    state["rows"].whole()
     state["samples"].text()
 
 

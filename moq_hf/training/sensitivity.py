@@ -1,10 +1,10 @@
 """When a run measures the sensitivity of its blocks, on which training examples, and at what share of its time."""
 
-import contextlib
+import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,19 +28,15 @@ logger = logging.getLogger(__name__)
 # The scalar mean loss of a model over a batch, given as the keyword arguments of its forward pass.
 Loss = Callable[[nn.Module, Batch], Tensor]
 
-# In units of the forward and backward pass of one training example; docs/evidence/eigenvalues.md. They decide what
+# In units of the forward and backward pass of one training example; see docs/evidence/eigenvalues.md. They decide what
 # the budget allows: the clock would let two runs of the same seed differ.
-GRAPH_COST, PRODUCT_COST, DIFFERENCE_COST, FORWARD_COST = 1.0, 0.6, 1.1, 0.4
-# Differences that try out whether they mean something.
-TRIED = 2
+GRAPH_COST, PRODUCT_COST, FORWARD_COST = 1.0, 0.6, 0.4
 # Products a block takes early in training, where it takes most.
 FIRST_PRODUCTS = {"lanczos": 11, "power": 23}
 # However small the budget is, fewer examples would say nothing.
 MIN_ROWS = 8
 # A half-precision training step is that much faster than the same in float32, in which sensitivity is measured.
 HALF_PRECISION = 4.0
-
-_NOT_FINITE = "is not finite: the largest finite one is used, 1 for all if there is none"
 
 
 def normalize(eigenvalues: Mapping[str, float]) -> dict[str, float]:
@@ -98,14 +94,12 @@ class Sensitivity:
     def __init__(
         self, inventory: Inventory, config: MoQConfig, units: Mapping[str, Sequence[str]] | None = None
     ) -> None:
-        self.model, self.config, self.seed, self.measure = (
-            inventory.model,
-            config.eigenvalue,
-            config.seed,
-            config.measure,
-        )
+        self.model, self.config = inventory.model, config.eigenvalue
+        self.seed, self.measure = config.seed, config.measure
         self.loss: Loss = model_loss
         self.blocks, self.layers = _blocks_of(inventory, config, units)
+        self.is_apart = any(is_apart(p) for own in self.blocks.values() for p in own)
+        self.device = device_of(next(self.model.parameters()))
         self.values: dict[str, float] = {}
         self.eigenvalues: dict[str, float] = {}
         self.seconds = 0.0
@@ -113,26 +107,12 @@ class Sensitivity:
         # In units of one training example; without `plan` there is no limit.
         self._per_step, self._total = math.inf, math.inf
         self._spent = 0.0
+        # Products that a block takes, as in the last measurement.
         self._products = float(min(self.config.max_iter, FIRST_PRODUCTS[self.config.method]))
         # The examples that a measurement of this run asks for.
-        self._rows, self._measured_at = 0, 0
+        self._rows = 0
         self._checked = False
         self._warned: set[str] = set()
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-        return device_of(next(self.model.parameters()))
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether FSDP2 or ZeRO-3 takes apart what is measured."""
-        return any(is_apart(p) for own in self.blocks.values() for p in own)
-
-    @property
-    def _named(self) -> str:
-        """What is measured, in words."""
-        return f"{self.measure}s"
 
     def plan(self, total_steps: int, rows_per_step: float, half_precision: bool = False) -> None:
         """Set how long the run is, so that the budget can be kept.
@@ -150,7 +130,7 @@ class Sensitivity:
         gathered = {id(p) for module in self.model.modules() if is_fsdp2(module) for p in module.parameters()}
         if any(is_sharded(p) and id(p) not in gathered for own in self.blocks.values() for p in own):
             raise MoQError(
-                f"{self._named}: FSDP2 gathers the weights for a wrapper of the model, that of torch_compile: "
+                f"{self.measure}: FSDP2 gathers the weights for a wrapper of the model, that of torch_compile: "
                 "leave torch_compile out, or call model.compile() yourself"
             )
         self._per_step = rows_per_step / (HALF_PRECISION if half_precision else 1.0)
@@ -162,14 +142,13 @@ class Sensitivity:
         Args:
             choices: How many numbers of bits a block may have, where they are chosen first.
         """
-        levels = 1 if choices is None else choices
-        rows = self._first_rows(levels)
-        share = self._cost(rows, rows <= CHUNK, levels) / self._total * self.config.max_overhead
+        rows = self._first_rows(choices or 1)
+        share = self._cost(rows, choices or 1) / self._total * self.config.max_overhead
         when = "when a drop is due" if choices is None else "when the bits are chosen"
         return (
-            f"{self._named} of {len(self.blocks)} blocks ({next(iter(self.blocks))}, ...) over up to "
-            f"{rows} examples {when}: about {share:.3f} of the run's time for the first measurement, "
-            f"more of them while max_overhead {self.config.max_overhead:.3g} allows"
+            f"{self.measure}s of {len(self.blocks)} blocks over up to {rows} examples {when}: about {share:.3f} of the "
+            f"run's time for the first measurement, more of them while max_overhead "
+            f"{self.config.max_overhead:.3g} allows"
         )
 
     def is_due(self, schedule: PrecisionSchedule) -> bool:
@@ -188,17 +167,18 @@ class Sensitivity:
         Raises:
             MoQError: It cannot; see `check_second_derivative` and `logits_of`.
         """
-        few = [] if self._checked else [part_of(batch, 0, 2) for batch in self._batches(1)]
-        if not few:
+        batches = [] if self._checked else self._batches(1)[0]
+        if not batches:
             return
         self._checked = True
+        few = part_of(batches[0], 0, 2)
         if self.measure == "divergence":
             with measuring(self.model):
-                logits_of(self.model, few[0])
+                logits_of(self.model, few)
             return
         with measuring(self.model, self.blocks) as blocks:
             first = next(iter(blocks.values()))
-            check_second_derivative(self._losses(few[:1]), first, finite_difference=self.config.finite_difference)
+            check_second_derivative(self._losses([few])[0], first)
 
     def update(self, schedule: PrecisionSchedule) -> None:
         """Measure, or keep the values of before where the budget is spent, and say which.
@@ -211,45 +191,29 @@ class Sensitivity:
         """
         step = schedule.steps + 1
         self._rows = self._rows or self._first_rows()
-        batches = self._batches(self._rows)
-        rows = sum(map(rows_of, batches))
-        allowed = step * self._per_step * self.config.max_overhead
-        # Ranks, which may hold unequal batches, must agree on whether to measure, on what it cost, and on the values.
-        (cost,) = mean_over_ranks([self._cost(rows, len(batches) == 1)], self.device)
-        if self.values and self._spent + cost > allowed:
+        batches, rows = self._batches(self._rows)
+        if self.values and self._spent + self._cost(rows) > step * self._per_step * self.config.max_overhead:
             logger.info(
-                "step %d: %s of step %d used again, measuring would exceed max_overhead %.3g",
+                "step %d: the last %ss are used again, measuring would exceed max_overhead %.3g",
                 step,
-                self._named,
-                self._measured_at,
+                self.measure,
                 self.config.max_overhead,
             )
             return
-        if not batches:
-            raise MoQError(f"{self._named}: no training example was seen before the first drop")
-        self._warn_of_few(rows, self._rows, step)
-        before, products = self.seconds, 0
-        with self._counted(batches):
-            if self.measure == "eigenvalue":
-                self.eigenvalues, products = self._eigenvalues(batches)
-            else:
-                levels = {name: [bits] for name, bits in schedule.next_bits.items() if name in self.blocks}
-                found = self._divergences(batches, levels)
-                self.eigenvalues = {name: cost for name, own in found.items() for cost in own.values()}
+        start = time.perf_counter()
+        if self.measure == "eigenvalue":
+            self.eigenvalues = self._eigenvalues(batches)
+        else:
+            levels = {name: [bits] for name, bits in schedule.next_bits.items() if name in self.blocks}
+            found = self._divergences(batches, levels)
+            self.eigenvalues = {name: cost for name, own in found.items() for cost in own.values()}
         self.values = normalize(self.eigenvalues)
-        self._measured_at = step
-        log = logger.info if self.config.verbose else logger.debug
-        log(
-            "step %d: %s over %d examples, %d products, %.1f s: %s",
-            step,
-            self._named,
-            rows,
-            products,
-            self.seconds - before,
-            ", ".join(f"{name} {value:.2f} ({self.eigenvalues[name]:.3g})" for name, value in self.values.items()),
-        )
+        self._count(rows, start)
+        words = ", ".join(f"{name} {value:.2f} ({self.eigenvalues[name]:.3g})" for name, value in self.values.items())
+        level = logging.INFO if self.config.verbose else logging.DEBUG
+        logger.log(level, "step %d: %ss over %d examples: %s", step, self.measure, rows, words)
 
-    def costs(self, step: int, choices: Sequence[int]) -> Costs:
+    def costs(self, choices: Sequence[int]) -> Costs:
         """What each block costs at each of some bits, with all others as they are now.
 
         By `divergence` that is measured. By `eigenvalue` it is predicted to second order, for the worst change of the
@@ -257,33 +221,20 @@ class Sensitivity:
 
         It counts for the budget of time, with fewer examples where that is small.
 
-        Args:
-            step: Optimizer steps taken, for messages.
-            choices: Bits.
-
         Raises:
             MoQError: There are no samples, the model cannot be measured, or no cost is finite.
         """
-        wanted = self._first_rows(len(choices))
-        batches = self._batches(wanted)
-        rows = sum(map(rows_of, batches))
-        if not batches:
-            raise MoQError("quantize_bits.target_bits: no training example was seen before the bits are chosen")
-        self._warn_of_few(rows, wanted, step)
-        with self._counted(batches, len(choices)):
-            if self.measure == "eigenvalue":
-                values = self._eigenvalues(batches)[0]
-                largest = max(filter(math.isfinite, values.values()), default=math.nan)
-                finite = {name: value if math.isfinite(value) else largest for name, value in values.items()}
-                changes = self._squared_changes(choices)
-                found = {name: {b: finite[name] * own[b] / 2 for b in choices} for name, own in changes.items()}
-            else:
-                found = self._divergences(batches, dict.fromkeys(self.blocks, choices))
+        start = time.perf_counter()
+        batches, rows = self._batches(self._first_rows(len(choices)))
+        if self.measure == "eigenvalue":
+            found = self._predicted(self._eigenvalues(batches), choices)
+        else:
+            found = self._divergences(batches, dict.fromkeys(self.blocks, choices))
+        self._count(rows, start, len(choices))
         if not any(math.isfinite(cost) for own in found.values() for cost in own.values()):
             raise MoQError(
-                f"quantize_bits.target_bits: the {self.measure} of no block is finite (NaN or Inf) over {rows} "
-                "training examples, so the bits cannot be chosen by it; look at the model's loss in evaluation mode, "
-                "or set sensitivity.measure to another one"
+                f"quantize_bits.target_bits: the {self.measure} of no block is finite (NaN or Inf), so the bits cannot "
+                "be chosen by it; look at the model's loss in evaluation mode, or set another sensitivity.measure"
             )
         return finite_costs(found)
 
@@ -293,9 +244,9 @@ class Sensitivity:
         over = share > self.config.max_overhead
         logger.log(
             logging.WARNING if over else logging.INFO,
-            "%s%s took %.1f of %.1f s, %.3f of the run's time%s",
+            "%s%ss took %.1f of %.1f s, %.3f of the run's time%s",
             "moq_hf: " if over else "",
-            self._named,
+            self.measure,
             self.seconds,
             elapsed,
             share,
@@ -309,7 +260,6 @@ class Sensitivity:
             "spent": self._spent,
             "products": self._products,
             "rows": self._rows,
-            "measured_at": self._measured_at,
             "samples": self.samples.state_dict(),
         }
 
@@ -322,73 +272,56 @@ class Sensitivity:
         self.eigenvalues = {k: math.nan if v is None else v for k, v in state["eigenvalues"].items()}
         self.values = normalize(self.eigenvalues) if self.eigenvalues else {}
         self._spent, self._products = state["spent"], state["products"]
-        self._rows, self._measured_at = state["rows"], state["measured_at"]
+        self._rows = state["rows"]
         self.samples.load_state_dict(state["samples"], self.device)
 
     def _first_rows(self, levels: int = 1) -> int:
-        wanted, left = self.config.num_samples, self._total - self._spent
-        while wanted > MIN_ROWS and self._cost(wanted, wanted <= CHUNK, levels) > left:
-            wanted -= 1
-        return wanted
+        rows = self.config.num_samples
+        while rows > MIN_ROWS and self._cost(rows, levels) > self._total - self._spent:
+            rows -= 1
+        return rows
 
-    def _cost(self, rows: int, one_batch: bool, levels: int = 1) -> float:
-        """What one measurement takes, in training examples.
-
-        Args:
-            rows: Training examples that it looks at.
-            one_batch: Whether they are one batch, whose graph serves all products.
-            levels: Numbers of bits that are tried for each block.
-        """
+    def _cost(self, rows: float, levels: int = 1) -> float:
+        """What one measurement takes, in training examples, with so many numbers of bits tried for each block."""
         blocks, products = len(self.blocks), self._products
         if self.measure == "divergence":
             return rows * FORWARD_COST * (1 + levels * blocks)
-        if self.config.finite_difference:
-            return rows * DIFFERENCE_COST * (products + TRIED) * blocks
-        # Graphs of several batches are made again for each round of products.
-        graphs = 1.0 if one_batch else products
+        # The graph of one batch serves all products, those of several are made again for each round of them.
+        graphs = 1.0 if rows <= CHUNK else products
         return rows * (GRAPH_COST * graphs + PRODUCT_COST * products * blocks)
 
-    @contextlib.contextmanager
-    def _counted(self, batches: Sequence[Batch], levels: int = 1) -> Iterator[None]:
-        """Count what is measured inside for the budget, and its time."""
-        start = time.perf_counter()
-        yield
-        cost = self._cost(sum(map(rows_of, batches)), len(batches) == 1, levels)
-        self._spent += mean_over_ranks([cost], self.device)[0]
+    def _count(self, rows: float, start: float, levels: int = 1) -> None:
+        """Count a measurement that began at `start`."""
+        self._spent += self._cost(rows, levels)
         self.seconds += time.perf_counter() - start
 
-    def _batches(self, rows: int) -> list[Batch]:
-        """The latest `rows` examples on the model's device, in float32 unless an engine has its own precision.
+    def _batches(self, rows: int) -> tuple[list[Batch], float]:
+        """The latest `rows` examples on the model's device, and how many there are, in the mean over the ranks.
 
-        There are as many batches in each process where an engine gathers weights for each.
+        They are in float32 unless an engine has its own precision; it gathers weights for each batch, so that all ranks
+        must have as many of them.
         """
-        found = [_moved(batch, self.device, not self.is_apart) for batch in self.samples.batches(rows)]
-        if not self.is_apart:
-            return found
-        least = -largest_over_ranks(torch.tensor([-len(found)], device=self.device))
-        return found[: int(least)]
+        batches = [_moved(batch, self.device, not self.is_apart) for batch in self.samples.batches(rows)]
+        if self.is_apart:
+            least = -largest_over_ranks(torch.tensor([-len(batches)], device=self.device))
+            batches = batches[: int(least)]
+        # Ranks must agree on whether to measure, and on what it cost.
+        return batches, mean_over_ranks([float(sum(map(rows_of, batches)))], self.device)[0]
 
     def _losses(self, batches: Sequence[Batch]) -> list[Callable[[], Tensor]]:
         """The loss over each batch, weighted so that their mean is that over examples."""
-        total = sum(map(rows_of, batches))
+        weight = len(batches) / sum(map(rows_of, batches))
+        return [functools.partial(self._loss, batch, weight * rows_of(batch)) for batch in batches]
 
-        def closure(batch: Batch) -> Callable[[], Tensor]:
-            weight = rows_of(batch) * len(batches) / total
+    def _loss(self, batch: Batch, weight: float) -> Tensor:
+        with repeatable():
+            return self.loss(self.model, batch) * weight
 
-            def evaluate() -> Tensor:
-                with repeatable(self.model):
-                    return self.loss(self.model, batch) * weight
-
-            return evaluate
-
-        return [closure(batch) for batch in batches]
-
-    def _eigenvalues(self, batches: Sequence[Batch]) -> tuple[dict[str, float], int]:
-        """The magnitude of each block's eigenvalue, the same in all ranks, and the products that they took."""
+    def _eigenvalues(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """The magnitude of each block's eigenvalue, the same in all ranks."""
+        self._check_seen(batches)
         config, losses = self.config, self._losses(batches)
         with measuring(self.model, self.blocks) as blocks:
-            for parameters in blocks.values() if config.finite_difference else ():
-                check_second_derivative(losses, parameters, finite_difference=True)
             found = block_eigenvalues(
                 losses,
                 blocks,
@@ -396,58 +329,54 @@ class Sensitivity:
                 max_iter=config.max_iter,
                 tol=config.tol,
                 stability=config.stability,
-                finite_difference=config.finite_difference,
                 seed=self.seed,
             )
-        unfinished = {name for name, one in found.items() if one.reason == "max_iter"}
+        unfinished = [name for name, one in found.items() if one.reason == "max_iter"]
         self._warn(f"is not within tol after max_iter {config.max_iter} products", unfinished)
-        products = sum(one.num_products for one in found.values())
-        numbers = [products / len(found), *(abs(one.value) for one in found.values())]
-        self._products, *values = mean_over_ranks(numbers, self.device)
-        self._warn(_NOT_FINITE, {name for name, value in zip(found, values, strict=True) if not math.isfinite(value)})
-        return dict(zip(found, values, strict=True)), products
-
-    def _divergences(self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]) -> Costs:
-        """The divergence of each block at each of its levels of bits, the same in all ranks."""
-        layers = self._quantized_layers()
-        with measuring(self.model):
-            found = divergences(self.model, batches, layers, levels)
-        values = iter(mean_over_ranks([cost for own in found.values() for cost in own.values()], self.device))
-        agreed = {name: {bits: next(values) for bits in own} for name, own in found.items()}
-        odd = {name for name, own in agreed.items() if not all(map(math.isfinite, own.values()))}
-        if odd != set(agreed):
-            self._warn(_NOT_FINITE, odd)
+        products = sum(one.num_products for one in found.values()) / len(found)
+        magnitudes = [abs(one.value) for one in found.values()]
+        self._products, *values = mean_over_ranks([products, *magnitudes], self.device)
+        agreed = dict(zip(found, values, strict=True))
+        self._warn_of_infinite(agreed)
         return agreed
 
-    def _squared_changes(self, choices: Iterable[int]) -> Costs:
-        """The squared length of the change of each block's weights at each of some bits."""
+    def _predicted(self, values: Mapping[str, float], choices: Sequence[int]) -> Costs:
+        """Each block's eigenvalue times the squared change of its weights at each of some bits, halved."""
+        largest = max(filter(math.isfinite, values.values()), default=math.nan)
         found: Costs = {}
         for name, layers in self._quantized_layers().items():
+            value = values[name] if math.isfinite(values[name]) else largest
             found[name] = {}
             for bits in choices:
                 with at_bits(layers, bits), torch.no_grad():
-                    found[name][bits] = sum(map(_squared_change, layers))
+                    found[name][bits] = value * sum(map(_squared_change, layers)) / 2
         return found
+
+    def _divergences(self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]) -> Costs:
+        """The divergence of each block at each of its levels of bits, the same in all ranks."""
+        self._check_seen(batches)
+        with measuring(self.model):
+            found = divergences(self.model, batches, self._quantized_layers(), levels)
+        values = iter(mean_over_ranks([cost for own in found.values() for cost in own.values()], self.device))
+        agreed = {name: {bits: next(values) for bits in own} for name, own in found.items()}
+        self._warn_of_infinite({name: sum(own.values()) for name, own in agreed.items()})
+        return agreed
 
     def _quantized_layers(self) -> dict[str, list[QuantLayer]]:
         layers = quant_layers(self.model)
         return {name: [layers[layer] for layer in own] for name, own in self.layers.items()}
 
-    def _warn_of_few(self, rows: int, wanted: int, step: int) -> None:
-        if 2 * rows < wanted and "few" not in self._warned:
-            self._warned.add("few")
-            logger.warning(
-                "moq_hf: step %d: %s over %d examples, where %d were wanted: there were no more yet, or those "
-                "of earlier steps could not be kept (several processes, more than 1 MiB, batches that cannot be cut)",
-                step,
-                self._named,
-                rows,
-                wanted,
-            )
+    def _check_seen(self, batches: Sequence[Batch]) -> None:
+        if not batches:
+            raise MoQError(f"{self.measure}s: no training example was seen before they are measured")
 
-    def _warn(self, what: str, blocks: set[str]) -> None:
-        new = [name for name in self.blocks if name in blocks and f"{what} {name}" not in self._warned]
-        self._warned |= {f"{what} {name}" for name in new}
+    def _warn_of_infinite(self, values: Mapping[str, float]) -> None:
+        odd = [name for name, value in values.items() if not math.isfinite(value)]
+        self._warn("is not finite: the largest finite one is used, 1 for all if there is none", odd)
+
+    def _warn(self, what: str, blocks: Sequence[str]) -> None:
+        new = [name for name in blocks if f"{name} {what}" not in self._warned]
+        self._warned.update(f"{name} {what}" for name in new)
         if new:
             logger.warning("moq_hf: the %s of %s %s", self.measure, ", ".join(new), what)
 

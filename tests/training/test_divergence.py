@@ -38,7 +38,7 @@ def test_a_divergence_is_that_of_the_quantized_model(
     for part in (slice(0, 1), slice(1, None)):
         sensitivity.samples.add({name: value[part] for name, value in tiny_batch.items()})
     sensitivity.samples.end_step()
-    found = sensitivity.costs(1, [2, 3])
+    found = sensitivity.costs([2, 3])
     assert [unit for unit, own in found.items() if own[2] <= own[3]] == []
     unit, own = next((unit, own) for unit, own in found.items() if "layer.1" in unit)
     others = [name for name in controller.layers if name not in controller.blocks[unit]]
@@ -88,7 +88,7 @@ def test_a_predicted_cost_is_an_eigenvalue_times_the_squared_change(bits: int, t
     sensitivity = controller.sensitivity
     assert sensitivity is not None
     sensitivity.samples.add(tiny_batch)
-    found = sensitivity.costs(1, [bits])["bert.pooler.dense"][bits]
+    found = sensitivity.costs([bits])["bert.pooler.dense"][bits]
     with measuring(tiny_bert, sensitivity.blocks) as blocks:
         value = block_eigenvalues(lambda: tiny_bert(**tiny_batch).loss, blocks)["bert.pooler.dense"].value
     x = tiny_bert.bert.pooler.dense.weight.detach().double().numpy()

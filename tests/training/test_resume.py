@@ -453,7 +453,6 @@ def test_a_change_that_would_corrupt_a_run_is_refused(
         ("eigenvalue", {"method": "power"}),
         ("eigenvalue", {"max_overhead": 0.5}),
         ("eigenvalue", {"num_samples": 8}),
-        ("eigenvalue", {"finite_difference": True}),
         ("distillation", {"teacher": "org/other"}),
         ("distillation", {"logits": 0.5}),
         ("distillation", {"hidden": 0.5}),

@@ -173,7 +173,7 @@ def test_the_budget_makes_a_value_last_and_says_so(caplog: pytest.LogCaptureFixt
         caplog.clear()
     assert not told[0]
     assert len(told[1]) == len(steps) - 1 >= 3
-    assert all(re.fullmatch(r"step \d+: eigenvalues of step 1 used again, .* max_overhead 0.05", m) for m in told[1])
+    assert all(re.fullmatch(r"step \d+: the last eigenvalues are used again, .* max_overhead 0.05", m) for m in told[1])
 
 
 def test_a_small_budget_takes_fewer_examples() -> None:
@@ -262,36 +262,18 @@ def test_a_kernel_without_a_second_derivative_stops_the_run() -> None:
                 x = Once.apply(layer(x))
             return (self.head(x).flatten() - labels).square().mean(), x
 
-    for difference in (False, True):
-        made = MoQController(Fused(), config(period=1, finite_difference=difference))
-        if difference:
-            assert run(made, 2)
-        else:
-            with pytest.raises(MoQError, match=r"no right second derivative.*eigenvalue.finite_difference"):
-                run(made, 2)
+    with pytest.raises(MoQError, match=r"no right second derivative.*divergence"):
+        run(MoQController(Fused(), config(period=1)), 2)
 
 
-def test_a_loss_with_kinks_is_measured_and_its_differences_are_refused() -> None:
+def test_a_loss_with_kinks_is_measured() -> None:
     class Relu(Blocks):
-        """Weights so large that differences of gradients cross kinks."""
-
         def forward(self, x: Tensor, labels: Tensor) -> Any:
-            x = x.repeat(1, 64)
             for layer in self.layers:
                 x = layer(x).relu()
             return (self.head(x).flatten() - labels).square().mean(), x
 
-    def wide(**more: Any) -> MoQController:
-        model = Relu()
-        model.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
-        model.head = nn.Linear(256, 1)
-        with torch.no_grad():
-            model.layers[0].bias.copy_(-model.layers[0](batch(8)["x"][:1].repeat(1, 64))[0])
-        return MoQController(model, config(period=1, **more))
-
-    assert run(wide(), 2)
-    with pytest.raises(MoQError, match=r"not smooth .*take second derivatives"):
-        run(wide(finite_difference=True), 2)
+    assert run(MoQController(Relu(), config(period=1)), 2)
 
 
 def test_each_measurement_takes_as_many_examples_as_there_are(caplog: pytest.LogCaptureFixture) -> None:
@@ -302,12 +284,11 @@ def test_each_measurement_takes_as_many_examples_as_there_are(caplog: pytest.Log
         made.sensitivity.samples.add(batch(1 if step == 0 else 8, step))  # type: ignore[union-attr]
         made.step(made.measure())
     found = [
-        int(re.search(r"over (\d+) examples, \d+ products", r.message)[1])  # type: ignore[index]
+        int(re.search(r"over (\d+) examples: ", r.message)[1])  # type: ignore[index]
         for r in caplog.records
-        if "products" in r.message
+        if "examples: " in r.message
     ]
     assert found[0] == 1 and found[-1] == 32
-    assert len([r for r in caplog.records if "where 32 were wanted" in r.message]) == 1
 
 
 def test_double_precision_models() -> None:
