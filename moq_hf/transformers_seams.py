@@ -402,43 +402,33 @@ def unpack(model: nn.Module) -> None:
     cast(Any, model).tie_weights()
 
 
-def pack_to_int32(codes: Tensor, bits: int, packed_dim: int = 1) -> Tensor:
-    """Signed codes, int8 `[rows, columns]`, in words of 32 bits without gaps.
+def compress(tensors: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors in the files of a weight on its grid: `weight`, `weight_scale` and `weight_zero_point` in one format.
 
-    Relies on: `compressed_tensors.compressors.pack_quantized.helpers.pack_to_int32`.
+    Relies on: `BaseCompressor.compress` of the class for the format, and the fields of `QuantizationScheme`.
     Breaks: Nothing could be saved packed; or files would hold other codes, which `verify_quantized` reports.
-
-    Example:
-        >>> pack_to_int32(torch.tensor([[-2, -1, 0, 1]], dtype=torch.int8), 2)
-        tensor([[228]], dtype=torch.int32)
     """
-    from compressed_tensors.compressors.pack_quantized import helpers
+    compressor, scheme = _compressor_of(group)
+    return cast(dict[str, Tensor], compressor.compress(dict(tensors), scheme))
 
-    return cast(Tensor, helpers.pack_to_int32(codes, bits, packed_dim))
 
+def decompress(tensors: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """`weight` as transformers will compute with it, and its scales and zero points, of the tensors in the files.
 
-def unpack_from_int32(words: Tensor, bits: int, shape: torch.Size, packed_dim: int = 1) -> Tensor:
-    """The codes that `pack_to_int32` packed, int8 of `shape`.
-
-    Relies on: `compressed_tensors.compressors.pack_quantized.helpers.unpack_from_int32`.
-    Breaks: `verify_quantized` and the exports would fail, or report damage in a folder that has none.
+    Relies on: `BaseCompressor.decompress` of the class for the format, and the fields of `QuantizationScheme`.
+    Breaks: `verify_quantized` and the exports would fail, or prove something else than what is loaded.
     """
-    from compressed_tensors.compressors.pack_quantized import helpers
+    compressor, scheme = _compressor_of(group)
+    return cast(dict[str, Tensor], compressor.decompress(dict(tensors), scheme))
 
-    return cast(Tensor, helpers.unpack_from_int32(words, bits, shape, packed_dim))
 
-
-def unpacked_weight(tensors: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
-    """The weight that transformers will compute with, of a layer's tensors in the file and its config group.
-
-    Relies on: `PackedQuantizationCompressor.decompress`, and the fields of `QuantizationScheme`.
-    Breaks: `verify_quantized` would fail, or prove something else than what is loaded.
-    """
-    from compressed_tensors.compressors import PackedQuantizationCompressor
+def _compressor_of(group: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The compressor for a config group's format, and its scheme."""
+    from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
     scheme = QuantizationScheme.model_validate({**group, "targets": []})
-    return cast(Tensor, PackedQuantizationCompressor.decompress(dict(tensors), scheme)["weight"])
+    return BaseCompressor.get_value_from_registry(group["format"]), scheme
 
 
 def write_packing_config(folder: Path, config: Mapping[str, Any]) -> None:

@@ -1,0 +1,91 @@
+"""What the forms of compressed-tensors share: its own compressor writes them and reads them."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MoQError
+from ..quantizer import Quantized, dequantize
+from ..transformers_seams import compress, decompress
+from .stored import EncodedWeight, EncodeSpec, StoredWeight
+
+
+def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
+    """The tensors of a weight in a format of compressed-tensors, and the config group that describes them.
+
+    The library's grid is (code - zero) * scale with codes from -2^(bits-1), so zero points are shifted by that.
+
+    | grid | strategy | zero point |
+    | --- | --- | --- |
+    | symmetric, per channel or row blocks | channel, the scale of a block repeated for each of its rows | none |
+    | symmetric, a scale per group in a row | group | none |
+    | asymmetric | block, whatever the groups | int8, one per scale |
+    | asymmetric, unpacked while loading | channel or group | packed |
+
+    Channel and group are what servers take.
+    """
+    rows, columns = values.codes.shape
+    scale, zero, size = values.scale, values.zero_point, spec.row_size
+    half = 2 ** (spec.width - 1)
+    symmetric = zero is None if spec.shared is None else spec.shared.symmetric
+    args: dict[str, Any] = {"num_bits": spec.width, "type": "int", "symmetric": symmetric, "dynamic": False}
+    in_blocks = format == "int-quantized" and size is None and len(scale) < rows
+    if (symmetric or spec.shared is not None) and not in_blocks:
+        # Servers know a scale for each channel or group, none for a block of rows.
+        repeats = rows // len(scale)
+        scale = scale.repeat_interleave(repeats, 0)
+        zero = None if zero is None else zero.repeat_interleave(repeats, 0)
+        if size is not None:
+            # A table may have fewer scales than the layers whose scheme it takes.
+            scale = scale.expand(rows, columns // size) if scale.shape[1] == 1 else scale
+            zero = zero.expand(scale.shape) if zero is not None else None
+        args |= {"strategy": "channel"} if size is None else {"strategy": "group", "group_size": size}
+    else:
+        args |= {"strategy": "block", "block_structure": [rows // scale.shape[0], columns // scale.shape[1]]}
+    parts = {"weight": dequantize(*values), "weight_scale": scale.to(spec.scale_dtype).contiguous()}
+    if not symmetric:
+        shifted = torch.zeros_like(scale) if zero is None else zero - half
+        parts["weight_zero_point"] = shifted.to(torch.int8).contiguous()
+    scheme = {"weights": args, "format": format}
+    if spec.matrices is None:
+        return EncodedWeight(compress(parts, scheme), scheme)
+    found: dict[str, Tensor] = {}
+    count = rows // len(spec.matrices)
+    for index, name in enumerate(spec.matrices):
+        piece = {part: tensor[index * count : (index + 1) * count].clone() for part, tensor in parts.items()}
+        found |= {f"{name}.{part}": tensor for part, tensor in compress(piece, scheme).items()}
+    return EncodedWeight(found, scheme)
+
+
+def read(stored: StoredWeight) -> Quantized:
+    """Codes, scale and zero point, as `quantizer.quantize` gives them.
+
+    Raises:
+        MoQError: The tensors are of another shape.
+    """
+    assert stored.scheme is not None
+    pieces = [_read_piece(stored, parts) for parts in stored.pieces.values()]
+    codes, scales, zeros = zip(*pieces, strict=True)
+    zero = None if zeros[0] is None else torch.cat(zeros)
+    return Quantized(torch.cat(codes), torch.cat(scales), zero)
+
+
+def _read_piece(stored: StoredWeight, parts: dict[str, Tensor]) -> Quantized:
+    assert stored.scheme is not None
+    shape = [stored.shape[0] // len(stored.pieces), stored.shape[1]]
+    found = decompress({**parts, "weight_scale": parts["weight_scale"].float()}, stored.scheme)
+    weight, scale, zero = found["weight"], found["weight_scale"], found.get("weight_zero_point")
+    if list(weight.shape) != shape or parts.get("weight_shape", torch.tensor(shape)).tolist() != shape:
+        raise MoQError(f"{stored.where}: the codes are not those of a weight {shape}")
+    repeats = [size // count for size, count in zip(shape, scale.shape, strict=True)]
+    steps = weight / scale.repeat_interleave(repeats[0], 0).repeat_interleave(repeats[1], 1)
+    codes = steps.round().int()
+    # Of a table that was given the groups of the linear layers.
+    own = slice(None, None, scale.shape[1] // stored.scales[1])
+    if stored.grid.symmetric or zero is None:
+        return Quantized(codes, scale[:, own], None)
+    zero = zero.int() + 2 ** (stored.scheme["weights"]["num_bits"] - 1)
+    codes += zero.repeat_interleave(repeats[0], 0).repeat_interleave(repeats[1], 1)
+    return Quantized(codes, scale[:, own], zero[:, own])

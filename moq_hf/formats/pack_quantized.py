@@ -1,0 +1,38 @@
+"""Codes packed into words of 32 bits: compressed-tensors' `pack-quantized`, what servers take."""
+
+from ..quantizer import Quantized
+from ..rows import is_experts
+from . import compressed
+from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
+
+# Bits of a word of packed codes.
+_WORD = 32
+
+
+def fits(spec: EncodeSpec) -> bool:
+    """Whether a layer can be packed: an `nn.Linear` or experts of 2 to 8 bits; a table where all have one scheme.
+
+    Tables by themselves cannot: transformers initializes and ties them by the name `weight`.
+    """
+    if not 2 <= spec.bits <= MAX_PACKED_BITS:
+        return False
+    if is_experts(spec.kind):
+        return spec.matrices is not None and spec.grid.symmetric
+    if spec.kind not in ("linear", "embedding"):
+        return False
+    if spec.shared is None:
+        return not spec.is_table
+    if spec.is_table and not spec.shared.takes_tables:
+        return False
+    rows, columns = spec.matrix_shape
+    # compressed-tensors 0.20 cannot read zero points back that are packed into one word.
+    one_word = not spec.shared.symmetric and rows * spec.bits <= _WORD
+    return not one_word and (spec.row_size is None or columns % spec.row_size == 0)
+
+
+def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
+    """Words, scales and packed or plain zero points."""
+    return compressed.write(values, spec, "pack-quantized")
+
+
+read = compressed.read

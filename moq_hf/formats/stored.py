@@ -1,0 +1,158 @@
+"""A weight on its way into the files, and one that is read from them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import MoQError
+from ..grid import Grid
+from ..quantizer import Quantized
+from ..rows import is_experts
+
+MAX_PACKED_BITS = 8
+
+
+@dataclass(frozen=True)
+class SharedScheme:
+    """The scheme that all layers of a folder have which is unpacked while loading.
+
+    Attributes:
+        row_size: Weights of a row that share a scale; None if whole rows share one.
+        symmetric: Whether there are no zero points.
+        takes_tables: Whether embedding tables are packed too, at the widest bits of all.
+    """
+
+    row_size: int | None
+    symmetric: bool
+    takes_tables: bool
+
+
+@dataclass(frozen=True)
+class EncodeSpec:
+    """What the encoding of one layer depends on, beside its codes.
+
+    Attributes:
+        kind: What the layer is; see `rows`.
+        shape: Of the weight in the model.
+        matrix_shape: Rows and columns of the weight as it is quantized.
+        dtype: Of the float weight.
+        bits: Of a code.
+        grid: Which weights share a scale, and how codes are rounded.
+        is_table: Whether it is an embedding table, or is tied to another module.
+        matrices: Names of the matrices of experts in the files, as the rows come; None where they have no place there.
+        shared: The scheme that all layers must have; None where each has its own.
+        width: Bits that a packed code takes in the file; `bits` or more.
+    """
+
+    kind: str
+    shape: Sequence[int]
+    matrix_shape: tuple[int, int]
+    dtype: torch.dtype
+    bits: int
+    grid: Grid
+    is_table: bool = False
+    matrices: tuple[str, ...] | None = None
+    shared: SharedScheme | None = None
+    width: int = 0
+
+    @property
+    def row_size(self) -> int | None:
+        """Weights of a row that share a scale in the files."""
+        return self.grid.grouping.row_size if self.shared is None else self.shared.row_size
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Of the scales in the file."""
+        return torch.float32 if self.shared is not None else getattr(torch, self.grid.scale_dtype)
+
+
+class EncodedWeight(NamedTuple):
+    """A weight as it goes into the files.
+
+    Attributes:
+        parts: Tensors by the last part of their name; those of experts by the whole name.
+        scheme: The config group of compressed-tensors but for its targets; None for floats.
+        grid: Scales and zero points for `moq_state.json`, where no tensor holds them.
+    """
+
+    parts: dict[str, Tensor]
+    scheme: dict[str, Any] | None = None
+    grid: tuple[str, str | None] | None = None
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight that is read from the files, tensor by tensor.
+
+    Attributes:
+        where: What an error names.
+        kind: What the layer is; see `rows`.
+        bits: That its state declares.
+        grid: Of its codes.
+        shape: Rows and columns of the weight as it is quantized.
+        scales: Rows and columns of the scale.
+        scheme: Its config group; None for floats.
+        saved_grid: Scales and zero points in `moq_state.json`, of floats on their grid.
+        pieces: Its tensors so far by the last part of their name: those of each matrix of experts, as the rows come;
+            of any other layer one piece.
+    """
+
+    where: str
+    kind: str
+    bits: int
+    grid: Grid
+    shape: tuple[int, int]
+    scales: tuple[int, int]
+    scheme: Mapping[str, Any] | None
+    saved_grid: tuple[str, str | None] | None
+    pieces: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the tensors are all there."""
+        wanted = {"weight"}
+        if self.scheme is not None:
+            packed = self.scheme["format"] == "pack-quantized"
+            wanted = {"weight_packed", "weight_shape"} if packed else wanted
+            wanted |= {"weight_scale"} | (set() if self.scheme["weights"]["symmetric"] else {"weight_zero_point"})
+        return all(wanted <= parts.keys() for parts in self.pieces.values())
+
+    def check(self, values: Quantized) -> None:
+        """Check that codes, scales and zero points are of the grid that the layer declares, and need its bits.
+
+        Some code needs them, as that of a group's largest weight does: stochastic rounding may leave it one short, an
+        asymmetric grid two. Ternary and binary grids have other codes.
+
+        Raises:
+            MoQError: They are not, or do not; names the layer.
+        """
+        codes, scale, zero = values
+        if self.grid.symmetric != (zero is None):
+            raise MoQError(f"{self.where}: an asymmetric grid has zero points, and a symmetric one has none")
+        is_legal = scale >= 0 if self.bits == 1 else scale != 0 if self.grid.full else scale > 0
+        if not bool(torch.isfinite(scale).all() and is_legal.all()):
+            legal = "finite number but 0" if self.grid.is_full(self.bits) else "positive number"
+            raise MoQError(f"{self.where}: a scale is not a {legal}")
+        if self.bits == 1:
+            return
+        low, high = self.grid.limits(self.bits)
+        lowest, highest = 0, 0
+        for what, integers in (("codes", codes), ("zero points", zero)):
+            if integers is not None:
+                least, most = (int(value) for value in torch.aminmax(integers))
+                if least < low or most > high:
+                    raise MoQError(f"{self.where}: {what} beyond {high} at {self.bits} bits")
+                lowest, highest = min(lowest, least), max(highest, most)
+        low, high = self.grid.limits(self.bits - 1)
+        # A group of zeros has the scale 1, and one that is too small for float16 has its least value.
+        shows_bits = bool(((scale != 1) & (scale.abs() > 2.0**-24)).any())
+        if self.bits > 2 and shows_bits and lowest < highest and low <= lowest and highest <= high:
+            raise MoQError(f"{self.where}: no code is beyond {high}, so they are of fewer than {self.bits} bits")
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether it holds the matrices of several experts."""
+        return is_experts(self.kind)

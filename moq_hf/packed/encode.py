@@ -1,0 +1,318 @@
+"""The layers of one model on their way into the files: the form that each is stored in, and the config groups."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .. import quantizer
+from ..errors import MoQError
+from ..formats import FORMS, EncodedWeight, EncodeSpec, Layout, SharedScheme, form_of
+from ..grid import Grid, RowBlocks
+from ..model.inventory import Inventory, is_linear
+from ..names import plain_name
+from ..processes import shape_of
+from ..quant_linear import QuantLayer
+from ..rows import from_rows, is_experts, parameter_of, to_rows
+from ..schedule import FLOAT_BITS
+from ..transformers_seams import matrices_in_files, original_format
+from .state import MAX_PACKED_BITS, StoredLayer
+from .targets import Patterns
+
+_Value = TypeVar("_Value")
+# The config group of packed experts.
+_EXPERTS = "experts"
+# What the files call the matrix of an expert.
+_MATRIX = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
+# Numbers that are quantized at a time.
+PIECE = 1 << 18
+
+
+class Encoder:
+    """How the layers of one model are stored; collects the config groups of compressed-tensors as they come up.
+
+    Args:
+        inventory: Of the model.
+        layers: Those whose weights go into the files, by name.
+        layout: Which forms they may have.
+        tied: Layer to the layers that share its weight and that `from_pretrained` ties to it.
+
+    Attributes:
+        forms: Each layer's form: one of `FORMS`, or "float" for one that is not quantized yet.
+        packed: The layers whose modules hold packed weights after loading.
+        groups: The config groups so far.
+        stored: What `moq_state.json` says of each layer that was stored.
+        names: What layers are called in the files, where that is not their own name.
+        dtypes: Of the packed layers' float weights.
+        dtype: That the packed model will have.
+    """
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        layers: Mapping[str, QuantLayer],
+        layout: Layout,
+        tied: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self.layout = layout
+        self.layers = layers
+        self.tied = tied or {}
+        self.groups: dict[str, dict[str, Any]] = {}
+        self.stored: dict[str, StoredLayer] = {}
+        self.names: dict[str, str] | None = None
+        model, modules = inventory.model, plain(inventory.modules, inventory.adapters)
+        self._linears = [name for name, module in modules.items() if is_linear(module)]
+        matched = [name for name, module in modules.items() if is_linear(module) or isinstance(module, nn.Embedding)]
+        lists = {name: len(entries) for name, entries in inventory.lists.items()}
+        self._patterns = Patterns(matched, lists, str(getattr(model, "base_model_prefix", "")))
+        self.tables = {name for name, layer in layers.items() if layer.kind == "embedding" or self.tied.get(name)}
+        shared = self._shared_scheme() if layout == "unpacked" else None
+        self._specs = {name: self._spec(model, name, layer, shared) for name, layer in layers.items()}
+        self.forms = {name: self._form(name) for name in layers}
+        packed = [name for name, form in self.forms.items() if form == "packed"]
+        self._matrices = {name: self._specs[name].matrices or () for name in packed if is_experts(layers[name].kind)}
+        self.packed = [name for name in packed if name not in self._matrices]
+        # Unpacked while loading, all layers have codes as wide as the widest; experts always do.
+        alike = packed if shared is not None else list(self._matrices)
+        width = max([2, *(layers[name].moq.bits for name in alike)])
+        for name in alike:
+            self._specs[name] = replace(self._specs[name], width=width)
+        self.dtypes = {str(layers[name].weight.dtype).removeprefix("torch.") for name in packed}
+        scales = {layer.moq.grid.scale_dtype for layer in layers.values()}
+        # Scales are loaded in the model's dtype: a narrower one than theirs would round them.
+        self.dtype = next(iter(scales)) if layout == "packed" and self.dtypes == scales else "float32"
+
+    @property
+    def is_asymmetric(self) -> bool:
+        """Whether packed layers have zero points."""
+        return any(not self.layers[name].moq.grid.symmetric for name in self.packed)
+
+    def _shared_scheme(self) -> SharedScheme:
+        linears = [n for n, layer in self.layers.items() if layer.kind == "linear" and n not in self.tables]
+        grid = self.layers[linears[0]].moq.grid if linears else Grid()
+        sizes = {True: 0, False: 0}
+        widths = {True: 0, False: 0}
+        for name, layer in self.layers.items():
+            if layer.moq.bits <= MAX_PACKED_BITS:
+                is_table = name in self.tables
+                sizes[is_table] += shape_of(layer.float_weight).numel()
+                widths[is_table] = max(layer.moq.bits, widths[is_table])
+        # Tables stay floats where the files would grow by giving all other codes their bits.
+        growth = max(0, widths[True] - widths[False]) * sizes[False]
+        saved = (8 * torch.float32.itemsize - max(widths.values())) * sizes[True]
+        row_size = grid.grouping.row_size
+        if not linears:
+            row_size = next(iter(self.layers.values())).moq.grid.grouping.row_size
+        return SharedScheme(row_size, grid.symmetric, growth <= saved)
+
+    def _spec(self, model: nn.Module, name: str, layer: QuantLayer, shared: SharedScheme | None) -> EncodeSpec:
+        shape = shape_of(layer.float_weight)
+        return EncodeSpec(
+            kind=layer.kind,
+            shape=shape,
+            matrix_shape=layer.matrix_shape,
+            dtype=layer.weight.dtype,
+            bits=layer.moq.bits,
+            grid=layer.moq.grid,
+            is_table=name in self.tables,
+            matrices=matrix_names(model, name, shape) if layer.kind == "experts" else None,
+            shared=shared,
+            width=layer.moq.bits,
+        )
+
+    def _form(self, name: str) -> str:
+        state = self.layers[name].moq
+        return "float" if state.bits == FLOAT_BITS or state.blend else form_of(self._specs[name], self.layout)
+
+    def replaced_names(self) -> set[str]:
+        """The names of the float weights instead of which the files hold something else, or nothing."""
+        own = {parameter_of(name, layer.kind) for name, layer in self.layers.items()}
+        return own | {f"{other}.weight" for others in self.tied.values() for other in others}
+
+    def store(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+        """What stands for a layer's weight in the files, by the names of tensors.
+
+        Args:
+            name: The layer's.
+            parameter: Its float weight, on any device.
+
+        Raises:
+            MoQError: The weight holds NaN or Inf.
+        """
+        state, spec, form = self.layers[name].moq, self._specs[name], self.forms[name]
+        own, tied = parameter_of(name, spec.kind), self.tied.get(name, ())
+        weight = to_rows(parameter.detach(), spec.kind).contiguous()
+        spec = replace(spec, shape=parameter.shape, dtype=weight.dtype)
+        ratio = None if state.ratio is None else state.ratio.to(weight.device)
+        scales, max_error = (0, 0), 0.0
+        if form == "float":
+            if state.bits != FLOAT_BITS:
+                how: dict[str, Any] = {"ratio": ratio, "seed": state.draw, "blend": state.blend}
+                weight = quantizer.fake_quantize(weight, state.bits, state.grid, **how)
+            encoded = EncodedWeight({"weight": from_rows(weight, spec.kind, parameter.shape).contiguous()})
+        else:
+            try:
+                values, max_error = _quantize(weight, state.bits, state.grid, ratio, state.draw)
+            except ValueError as error:
+                raise MoQError(f"{own} cannot be quantized: {error}") from error
+            scales = (values.scale.shape[0], values.scale.shape[1])
+            encoded = FORMS[form].write(values, spec)
+        parts = encoded.parts
+        matrices = self._matrices.get(name)
+        if not matrices:
+            parts = {own if part == "weight" else f"{name}.{part}": tensor for part, tensor in parts.items()}
+        if form == "int8":
+            # Modules that are tied to the table have scales and zero points of their own.
+            again = {part: tensor for part, tensor in encoded.parts.items() if part != "weight"}
+            parts |= {f"{other}.{part}": tensor.clone() for other in tied for part, tensor in again.items()}
+        self.stored[name] = StoredLayer(
+            kind=spec.kind,
+            bits=state.bits,
+            stored=form,
+            shape=(weight.shape[0], weight.shape[1]),
+            scales=scales,
+            symmetric=state.grid.symmetric,
+            full=state.grid.full,
+            bytes=sum(tensor.nbytes for tensor in parts.values()),
+            bytes_before=weight.nbytes,
+            max_error=max_error,
+            group=None if encoded.scheme is None else self._group(name, encoded.scheme),
+            grid=encoded.grid,
+            tied=tuple(tied),
+            matrices=matrices,
+        )
+        return parts
+
+    def _group(self, name: str, scheme: dict[str, Any]) -> str:
+        """The config group with a layer's scheme, to which the layer is added."""
+        if name in self._matrices:
+            # A group of their own, which stands first: loaders take the first one that names experts.
+            self.groups = {_EXPERTS: {"targets": [], **scheme}, **self.groups}
+            return _EXPERTS
+        others = {group: config for group, config in self.groups.items() if group != _EXPERTS}
+        same = [group for group, config in others.items() if {**config, "targets": []} == {"targets": [], **scheme}]
+        group = same[0] if same else f"group_{len(others)}"
+        self.groups.setdefault(group, {"targets": [], **scheme})
+        self.groups[group]["targets"] += [name, *self.tied.get(name, ())]
+        return group
+
+    def rename(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors under the names that the model's files have; notes in `names` what layers are called there.
+
+        If transformers merges or splits weights of these layers, all tensors keep the names of the modules. Other
+        weights that it splits keep theirs beside packed ones: loading puts only packed pieces together then.
+        """
+        handed_on = {id(tensor) for tensor in original_format(model, tensors).values()}
+        kept = {n: t for n, t in tensors.items() if id(t) not in handed_on and (self.groups or n in self.stored)}
+        renamed = original_format(model, {n: t for n, t in tensors.items() if n not in kept}) | kept
+        called = {id(tensor): name for name, tensor in renamed.items()}
+        layers = {*self.stored, *(module for modules in self.tied.values() for module in modules)}
+        self.names = {}
+        for name, tensor in tensors.items():
+            layer = name.rpartition(".")[0]
+            there = called.get(id(tensor), name).rpartition(".")[0]
+            if layer in layers and there != layer:
+                self.names[layer] = there
+        return renamed
+
+    def config(self) -> dict[str, Any] | None:
+        """The quantization config for `config.json`; None if every layer is dense."""
+        if not self.groups:
+            return None
+        formats = {group["format"] for group in self.groups.values()}
+        members = {name: group["targets"] for name, group in self.groups.items() if name != _EXPERTS}
+        packed = {name for names in members.values() for name in names}
+        targets, ignore = self._patterns.of(members, [name for name in self._linears if name not in packed])
+        if _EXPERTS in self.groups:
+            targets[_EXPERTS] = [matrix_pattern(name for names in self._matrices.values() for name in names)]
+        return {
+            "config_groups": {name: {**group, "targets": targets[name]} for name, group in self.groups.items()},
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "ignore": ignore,
+        }
+
+
+def matrix_names(model: nn.Module, parameter: str, shape: Sequence[int]) -> tuple[str, ...] | None:
+    """The names in the files of the matrices of a parameter of experts, as its rows come; None if it has no such place.
+
+    One parameter is many matrices in the files, which servers know by their own names; in the parameter of a gated
+    layer those of the gate and of the other half take turns. They must all be of as many rows, each in one piece.
+
+    Args:
+        model: Of transformers.
+        parameter: Its name.
+        shape: Its shape `[experts, rows, columns]`.
+    """
+    found = matrices_in_files(model, parameter, shape[0], shape[1])
+    pieces = sorted(found.items(), key=lambda item: int(item[1].flatten()[0]))
+    rows = torch.cat([numbers.flatten() for _, numbers in pieces])
+    in_order = torch.equal(rows, torch.arange(len(rows), device="cpu"))
+    same_size = len({tuple(numbers.shape) for _, numbers in pieces}) == 1
+    if not (in_order and same_size and all(_MATRIX.fullmatch(name) for name in found)):
+        return None
+    return tuple(name.removesuffix(".weight") for name, _ in pieces)
+
+
+def matrix_pattern(names: Iterable[str]) -> str:
+    r"""A pattern for matrices of experts, in any block and model around it.
+
+    >>> matrix_pattern(["model.layers.0.mlp.experts.0.gate_proj", "model.layers.0.mlp.experts.0.up_proj"])
+    're:.*\\.experts\\.\\d+\\.(?:gate_proj|up_proj)$'
+    """
+    ends = sorted({name.rpartition(".")[2] for name in names})
+    return rf"re:.*\.experts\.\d+\.(?:{'|'.join(ends)})$"
+
+
+def plain(named: Mapping[str, _Value], added: Iterable[str]) -> dict[str, _Value]:
+    """By the names that modules and tensors had before PEFT came, without its adapters."""
+    renamed = {plain_name(name, added): value for name, value in named.items()} if added else named
+    return {name: value for name, value in renamed.items() if name is not None}
+
+
+def _quantize(
+    weight: Tensor, bits: int, grid: Grid, ratio: Tensor | None, seed: quantizer.RoundingSeed
+) -> tuple[quantizer.Quantized, float]:
+    """What `quantizer.quantize` gives, on the CPU, and the largest distance of a weight from it, in steps of its scale.
+
+    It goes piece by piece, which takes little memory. Stochastic rounding draws for a whole weight.
+
+    Raises:
+        ValueError: As `quantizer.quantize`.
+    """
+    groups = quantizer.check(weight, bits, grid, ratio)[0]
+    block = len(weight) // groups
+    max_error = 0.0
+    found: list[quantizer.Quantized] = []
+    for piece in [slice(0, len(weight))] if grid.stochastic else _pieces(*weight.shape, block):
+        own = weight[piece]
+        count = len(own) // block
+        among = replace(grid, grouping=RowBlocks(count)) if isinstance(grid.grouping, RowBlocks) else grid
+        own_ratio = None if ratio is None else ratio[piece.start // block :][:count]
+        values = quantizer.quantize(own, bits, among, ratio=own_ratio, seed=seed)
+        max_error = max(max_error, _max_error(own, values))
+        found.append(quantizer.Quantized(*(None if part is None else part.cpu() for part in values)))
+    codes, scales, zeros = zip(*found, strict=True)
+    zero = None if zeros[0] is None else torch.cat(zeros)
+    return quantizer.Quantized(torch.cat(codes), torch.cat(scales), zero), max_error
+
+
+def _pieces(rows: int, columns: int, block: int) -> Iterator[slice]:
+    """Rows of about `PIECE` numbers, at multiples of `block` rows.
+
+    >>> list(_pieces(5, PIECE // 2, 1))
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    step = max(1, PIECE // (columns * block)) * block
+    return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
+
+
+def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:
+    """The largest distance of a weight from its stored value, in steps of its scale."""
+    rows, columns = values.scale.shape
+    error = (weight.float() - quantizer.dequantize(*values)).abs()
+    tiles = error.view(rows, weight.shape[0] // rows, columns, -1).amax((1, 3))
+    return float((tiles / values.scale.abs()).nan_to_num(0.0).max())
