@@ -5,7 +5,7 @@ from .config import MoQConfig
 from .eigen import block_eigenvalues
 from .errors import MoQConfigError, MoQError
 from .model.convert import dequantize_model, quantize_model
-from .packed.delivery import save_quantized
+from .packed.save import save_quantized
 from .packed.verify import verify_quantized
 from .plan import plan
 from .quant_linear import QuantLinear

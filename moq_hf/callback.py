@@ -19,10 +19,9 @@ from .errors import MoQError, one_line
 from .model.convert import is_quantized
 from .model.selection import take_inventory
 from .names import uncompiled, without_peft
-from .packed.delivery import deliver
 from .packed.files import bytes_in
 from .packed.load_check import ReferenceOutputs, kept_batch
-from .packed.save import SaveOptions
+from .packed.save import SaveOptions, deliver
 from .packed.state import shareable
 from .plan import Plan, outcome, plan
 from .processes import is_apart, tensor_by_tensor

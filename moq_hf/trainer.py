@@ -17,8 +17,8 @@ from .config import MoQConfig
 from .errors import MoQError
 from .model.convert import is_quantized, quant_layers
 from .packed.card import About, write_card
-from .packed.delivery import base_model_of
 from .packed.files import bytes_in
+from .packed.save import base_model_of
 from .packed.state import STATE_NAME, record_metrics
 from .processes import is_apart
 from .training.checkpoints import check_whole, last_checkpoint, last_metrics

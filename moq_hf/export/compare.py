@@ -19,8 +19,7 @@ from ..grid import InputGrid
 from ..inputs import fake_quantize_input
 from ..model.convert import dequantize_model
 from ..model.inventory import is_packed
-from ..packed.verification import Verification
-from ..packed.verify import stored_weights, verify_quantized
+from ..packed.verify import Verification, stored_weights, verify_quantized
 
 TOLERANCE = 1e-4
 GLUE = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")

@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MoQError, listed, one_line
-from ..packed.matrices import by_matrix, split
 from ..packed.state import StoredLayer
-from ..packed.verify import recorded, stored_weights
+from ..packed.verify import by_matrix, recorded, split, stored_weights
 from ..quantizer import Quantized, dequantize
 from .gguf_blocks import Blocks, Rounding, blocks_of, kind_of, rounding
 

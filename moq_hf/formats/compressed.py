@@ -1,6 +1,5 @@
 """What the forms of compressed-tensors share: its own compressor writes them and reads them."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch

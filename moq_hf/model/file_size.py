@@ -1,6 +1,6 @@
 """The size that the delivered `model.safetensors` will have, by the bits of its layers: before anything is written.
 
-The layout is the one called "packed" in `packed/layout.py`, which writes these files; tests compare with files.
+The layout is the one called "packed" in `formats`; tests compare with files.
 """
 
 import json

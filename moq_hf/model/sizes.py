@@ -27,9 +27,9 @@ class _Weight(NamedTuple):
     def saved(self, width: int | None) -> int:
         """Bits of a code in the files, where all that can be packed have one width, or each its own and tables 8."""
         bits = self.layer.moq.bits
-        # What the packed format has no place for; see `packed.layout`.
+        # What the packed format has no place for; see `formats`.
         kind, symmetric = self.layer.kind, self.layer.moq.grid.symmetric
-        if kind in ("conv", "experts_t") or (kind == "experts" and not symmetric):
+        if bits == 1 or kind in ("conv", "conv1d", "experts_t") or (kind == "experts" and not symmetric):
             return self.full
         if bits > _BYTE:
             return bits

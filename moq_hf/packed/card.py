@@ -16,8 +16,7 @@ from ..metrics import metrics_in
 from ..schedule import FLOAT_BITS
 from ..text import markdown_table
 from .state import StoredLayer
-from .verification import Verification
-from .verify import verify_quantized
+from .verify import Verification, verify_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -157,8 +156,11 @@ def _stored(found: Verification) -> str:
     """How the quantized weights lie in the files, in words."""
     dense = "floats on the grid of their integers"
     if found.state.get("layout") == "floats":
-        others = any(layer.kind != "conv" for layer in found.layers.values())
-        why = "transformers could not load them packed" if others else "the packed format has no place for convolutions"
+        why = "transformers could not load them packed"
+        if not found.state["reason"]:
+            kinds = {layer.kind for layer in found.layers.values()}
+            what = "convolutions" if kinds == {"conv"} else "them"
+            why = f"the packed format has no place for {what}"
         return f"{dense}, since {why}"
     stored = "packed integers in the format of compressed-tensors"
     return f"{stored}, those of convolutions {dense}, at full size" if found.has_convolutions else stored

@@ -287,14 +287,15 @@ def _quantize(
     block = len(weight) // groups
     max_error = 0.0
     found: list[quantizer.Quantized] = []
-    for piece in [slice(0, len(weight))] if grid.stochastic else _pieces(*weight.shape, block):
+    for piece in [slice(0, len(weight))] if grid.stochastic else _pieces(len(weight), weight.shape[1], block):
         own = weight[piece]
         count = len(own) // block
         among = replace(grid, grouping=RowBlocks(count)) if isinstance(grid.grouping, RowBlocks) else grid
         own_ratio = None if ratio is None else ratio[piece.start // block :][:count]
         values = quantizer.quantize(own, bits, among, ratio=own_ratio, seed=seed)
         max_error = max(max_error, _max_error(own, values))
-        found.append(quantizer.Quantized(*(None if part is None else part.cpu() for part in values)))
+        zero = None if values.zero_point is None else values.zero_point.cpu()
+        found.append(quantizer.Quantized(values.codes.cpu(), values.scale.cpu(), zero))
     codes, scales, zeros = zip(*found, strict=True)
     zero = None if zeros[0] is None else torch.cat(zeros)
     return quantizer.Quantized(torch.cat(codes), torch.cat(scales), zero), max_error

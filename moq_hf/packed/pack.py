@@ -23,11 +23,9 @@ from ..training.controller import MoQController
 from ..training.float_first import FOLDER, METRICS
 from ..training.resume import has_begun
 from ..transformers_seams import never_saved, original_format, tied_parameters
-from .delivery import deliver
 from .files import CONFIG, INDEX, SINGLE, bytes_in
-from .save import SaveOptions
-from .sources import DistributedWeights, SafetensorsWeights, Weights
-from .tensors import Renamed
+from .save import SaveOptions, deliver
+from .sources import DistributedWeights, Renamed, SafetensorsWeights, Weights
 from .zero_files import zero_folder, zero_weights
 
 logger = logging.getLogger(__name__)

@@ -1,19 +1,24 @@
-"""`save_quantized`'s work: one model on its way into a folder."""
+"""`save_quantized`, and at the end of training a result whatever the model is: one model on its way into a folder."""
 
+import contextlib
 import copy
+import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import MoQError, one_line
+from ..formats import Layout
 from ..model.inventory import Inventory
 from ..model.refresh import check_finite
 from ..model.sizes import ModelSizes
@@ -22,19 +27,21 @@ from ..processes import is_apart
 from ..quant_experts import quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..rows import is_experts, parameter_of
+from ..schedule import FLOAT_BITS
 from ..training.controller import MoQController
-from ..transformers_seams import has_adapter, initialize_again, tied_parameters
-from .encoder import Encoder, plain
-from .files import ADAPTER, CONFIG, bytes_in, digest_of, tensors_in
-from .layout import Layout
+from ..transformers_seams import has_adapter, initialize_again, tied_parameters, write_packing_config
+from .card import About, write_card
+from .encode import Encoder, plain
+from .files import ADAPTER, CONFIG, INDEX, SINGLE, WEIGHTS, bytes_in, digest_of, tensors_in
 from .load_check import Proof, ReferenceOutputs, quiet
-from .state import MAX_PACKED_BITS, StoredLayer, clean_metrics, sha256, state_of, without_paths, write_state
-from .tensors import Renamed, Waiting
-from .verification import Verification
-from .verify import verify_quantized
-from .write import publish, write_adapter, write_by_hand, write_packed_files
+from .state import MAX_PACKED_BITS, StoredLayer, clean_metrics, hub_id, sha256, state_of, without_paths, write_state
+from .verify import Verification, verify_quantized
 
 logger = logging.getLogger(__name__)
+# What would make transformers load an older model, or put its adapters, into a new one.
+_OF_ANOTHER = ("config.json", "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+# Tensors below that many bytes wait in memory: a file for each would take longer than it saves.
+_SMALL = 2**16
 
 
 @dataclass(frozen=True)
@@ -59,45 +66,144 @@ class SaveOptions:
     max_shard_size: int | str = "50GB"
 
 
-def write_packed(
+def save_quantized(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    processing_class: Any = None,
+    controller: MoQController | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    float_metrics: Mapping[str, Any] | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    max_shard_size: int | str = "50GB",
+    inputs: Mapping[str, Any] | ReferenceOutputs | None = None,
+    layout: Layout | None = None,
+) -> Path:
+    """Write `model` as a packed checkpoint that plain `from_pretrained` loads, with the same logits bit for bit.
+
+    The model stays as it is. A directory that is not there appears whole or not at all. One that is there keeps its
+    other files; its old model is gone before the first new file comes, and nothing loads before the last one is there.
+    A `README.md` that is not moq_hf's own stays.
+
+    Of a `PeftModel` the base model is packed; its adapters are saved by `save_pretrained` into the folder `adapter`.
+
+    With `inputs` the files are loaded by plain `from_pretrained` and compared with the model before they appear; a
+    layout that does not agree is given up for the next one, at last for floats on the grid, with a warning.
+
+    Args:
+        model: A transformers model with quantized layers, or a `PeftModel` around one.
+        directory: Where to; made if missing.
+        processing_class: Tokenizer or processor to save along.
+        controller: The run's, for its history; without one the state holds the config and the bits alone.
+        metrics: Figures to keep in `moq_state.json`.
+        float_metrics: Those of a model that was trained in float.
+        state_dict: The model's float tensors, where they are not in the model itself: a dict, or a mapping that makes
+            each when it is asked for. Then no more than one of them is held at a time.
+        max_shard_size: The largest size of a weight file: bytes, or a text such as "5GB".
+        inputs: A batch as the model's forward pass takes it, to prove the files on; None: they are not loaded.
+        layout: How the weights lie in the files: "packed", "unpacked" (unpacked while loading) or "floats"; None is the
+            first of them that transformers can load.
+
+    Returns:
+        The directory.
+
+    Raises:
+        MoQError: The model is not one of transformers or has no quantized layer, a quantized weight is shared, sharded
+            or holds NaN or Inf, transformers cannot make a model of its class, or the files cannot be written.
+
+    >>> import tempfile
+    >>> from moq_hf import quantize_model, verify_quantized
+    >>> from transformers import BertConfig, BertForSequenceClassification
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **sizes))
+    >>> model = quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     found = verify_quantized(save_quantized(model, folder), model)
+    >>> found.layers["bert.pooler.dense"].stored, found.layers["bert.pooler.dense"].bits
+    ('packed', 4)
+    """
+    options = SaveOptions(processing_class, controller, metrics, float_metrics, state_dict, max_shard_size)
+    reference = inputs if isinstance(inputs, ReferenceOutputs) or inputs is None else ReferenceOutputs(model, inputs)
+    found = _write_packed(model, directory, options, reference, layout)
+    _write_card(Path(directory), model, found, picture=False)
+    return Path(directory)
+
+
+def deliver(
     model: nn.Module,
     directory: str | os.PathLike[str],
     options: SaveOptions,
+    reference: ReferenceOutputs | None,
     *,
-    inputs: Mapping[str, Any] | ReferenceOutputs | None = None,
-    layout: Layout | None = None,
-) -> Verification:
-    """What `save_quantized` does, but for the model card; raises the same errors. Gives what was written."""
-    answers = inputs if isinstance(inputs, ReferenceOutputs) or inputs is None else ReferenceOutputs(model, inputs)
-    saving = _Saving(model, directory, options)
-    saving.check()
-    layouts = [layout] if layout is not None else saving.layouts()
-    if answers is None:
-        del layouts[1:]
-    return saving.save(layouts, answers)
-
-
-def write_floats(
-    model: nn.Module, directory: str | os.PathLike[str], options: SaveOptions, reason: str
-) -> Verification:
-    """Write any model as floats on their grid: what is left to do for one that cannot be packed.
-
-    The tensors lie in `model.safetensors` under their names in the state dict, for `load_state_dict`. A model of
-    transformers has its `config.json` beside them; where its class allows it, `from_pretrained` loads the folder.
+    picture: bool = True,
+) -> str:
+    """Write the result of a run: packed if that can be loaded, else floats on the grid, with a warning that says why.
 
     Args:
         model: With quantized layers.
         directory: Where to.
         options: What goes with the model.
-        reason: Why it is not packed, for `moq_state.json`.
+        reference: The model's outputs, to prove the files on; None: they are not loaded.
+        picture: Draw the bits for the model card.
 
     Returns:
-        What was written.
+        What was written, in a line.
 
     Raises:
         MoQError: The files cannot be written, or a weight holds NaN or Inf.
     """
-    return _Saving(model, directory, options).save(["floats"], None, reason=reason, by_hand=True)
+    folder = Path(directory)
+    try:
+        found = _write_packed(model, folder, options, reference)
+    # Training is done: whatever a model's own code raises here must not lose its result.
+    except Exception as error:
+        reason = one_line(error, named=not isinstance(error, MoQError))
+        # The tensors under their names in the state dict, for `load_state_dict`; a model of transformers has its
+        # `config.json` beside them, and where its class allows it, `from_pretrained` loads the folder.
+        found = _Saving(model, folder, options).save(["floats"], None, reason=reason, by_hand=True)
+    try:
+        _write_card(folder, model, found, picture)
+    except Exception as error:
+        logger.warning("moq_hf: %s has no model card: %s", folder, one_line(error, named=True))
+    return _summary(folder, found)
+
+
+def _write_packed(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    options: SaveOptions,
+    reference: ReferenceOutputs | None,
+    layout: Layout | None = None,
+) -> Verification:
+    saving = _Saving(model, directory, options)
+    saving.check()
+    layouts = [layout] if layout is not None else saving.layouts()
+    # Without a proof the first one is taken.
+    return saving.save(layouts if reference is not None else layouts[:1], reference)
+
+
+def base_model_of(model: nn.Module) -> str | None:
+    """The Hub id of the model that was fine-tuned, or None."""
+    return hub_id(getattr(getattr(model, "config", None), "name_or_path", None))
+
+
+def _write_card(folder: Path, model: nn.Module, found: Verification, picture: bool) -> None:
+    path = folder / "README.md"
+    if path.exists() and "Mixture-of-Quantization (moq_hf)" not in path.read_text(encoding="utf-8", errors="replace"):
+        logger.info("%s is not moq_hf's: it stays", path)
+        return
+    write_card(folder, About(base_model=base_model_of(without_peft(model))), found=found, picture=picture)
+
+
+def _summary(folder: Path, found: Verification) -> str:
+    what = {"packed": "packed", "unpacked": "packed, unpacked while loading", "floats": "floats on the grid"}
+    proof = "" if found.proof is None else f"; {found.proof}"
+    if found.state["by_hand"]:
+        proof = "; not proven: only load_state_dict loads it"
+    return (
+        f"{folder}: {what[found.state['layout']]}, {found.file_bytes / 1e6:,.2f} MB "
+        f"({found.float_bytes / 1e6:,.2f} in float){proof}"
+    )
 
 
 class _Saving:
@@ -124,10 +230,10 @@ class _Saving:
 
     def layouts(self) -> list[Layout]:
         """Those that transformers can load, the best one first; the last one is right for every model."""
-        encoder = Encoder(self.inventory, self._stored(self.tied), "packed", self.tied)
-        if all(layer.kind == "conv" for layer in self.layers.values()):
+        encoder = self._encoder("packed")
+        if not {"packed", "int8"} & set(encoder.forms.values()):
             return ["floats"]
-        if encoder.has_conv1d or _parts_are_called(self.model) or _init_reaches_into(self.model, encoder.packed):
+        if _parts_are_called(self.model) or _init_reaches_into(self.model, encoder.packed):
             return ["unpacked", "floats"]
         # Servers take asymmetric grids as they are unpacked while loading; tables of more bits would be dense there.
         served = encoder.is_asymmetric and not encoder.tables
@@ -137,13 +243,13 @@ class _Saving:
 
     def save(
         self,
-        layouts: list[Layout],
-        answers: ReferenceOutputs | None,
+        layouts: Sequence[Layout],
+        reference: ReferenceOutputs | None,
         *,
         reason: str | None = None,
         by_hand: bool = False,
     ) -> Verification:
-        """Write the first layout that agrees with the answers, if there are any, and else the last one.
+        """Write the first layout that agrees with the reference, if there is one, and else the last one.
 
         Raises:
             MoQError: The files cannot be written.
@@ -158,7 +264,7 @@ class _Saving:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir()
                 encoder = self._write(staging, layout, by_hand)
-                proof = None if answers is None else answers.prove(staging)
+                proof = None if reference is None else reference.prove(staging)
                 if proof is None or proof.agrees is not False:
                     break
                 # What is wrong with every layout is said once.
@@ -167,7 +273,7 @@ class _Saving:
                 elif str(proof.reason) not in reason:
                     reason = f"{reason}; {layout}: {proof.reason}"
             found = self._write_state(staging, encoder, proof, reason, by_hand)
-            publish(staging, target)
+            _publish(staging, target)
         except (OSError, SafetensorError) as error:
             raise MoQError(f"cannot write the packed model to {target}: {one_line(error)}") from error
         finally:
@@ -175,48 +281,52 @@ class _Saving:
         _warn(target, encoder, proof, reason)
         return found
 
-    def _stored(self, tied: Mapping[str, Sequence[str]]) -> dict[str, QuantLayer]:
-        """The layers whose weights go into the files: without those that are tied to another one."""
-        again = {other for others in tied.values() for other in others}
-        return {name: layer for name, layer in self.layers.items() if name not in again}
-
-    def _tensors(self) -> Mapping[str, Tensor]:
-        """The model's float tensors by the names that they had before PEFT came."""
-        path = next(name for name, module in self.whole.modules.items() if module is self.model)
-        given = self.options.state_dict or self.model.state_dict()
-        return Renamed(given, plain({name.removeprefix(f"{path}."): name for name in given}, self.inventory.adapters))
-
-    def _write(self, folder: Path, layout: Layout, by_hand: bool) -> Encoder:
-        beside = self.options
+    def _encoder(self, layout: Layout, by_hand: bool = False) -> Encoder:
+        """An encoder for the layers whose weights go into the files: without those that are tied to another one."""
         # Nothing ties again what `load_state_dict` loads.
         tied = {} if by_hand else self.tied
-        encoder = Encoder(self.inventory, self._stored(tied), layout, tied)
-        with Waiting(folder) as waiting, quiet():
-            tensors = self._encode(encoder, waiting)
+        again = {other for others in tied.values() for other in others}
+        layers = {name: layer for name, layer in self.layers.items() if name not in again}
+        return Encoder(self.inventory, layers, layout, tied)
+
+    def _source(self) -> tuple[Mapping[str, Tensor], dict[str, str]]:
+        """The model's float tensors, and what they are called there by the names that they had before PEFT came."""
+        path = next(name for name, module in self.whole.modules.items() if module is self.model)
+        given = self.options.state_dict or self.model.state_dict()
+        return given, plain({name.removeprefix(f"{path}."): name for name in given}, self.inventory.adapters)
+
+    def _write(self, folder: Path, layout: Layout, by_hand: bool) -> Encoder:
+        options = self.options
+        encoder = self._encoder(layout, by_hand)
+        with _waiting(folder) as wait, quiet():
+            # What a dict holds is in memory anyway.
+            lazy = options.state_dict is not None and not isinstance(options.state_dict, dict)
+            tensors = self._encode(encoder, wait if lazy else lambda tensor: tensor)
             if by_hand:
-                write_by_hand(folder, self.whole_model, self.model, tensors, beside.processing_class)
+                _write_by_hand(folder, self.whole_model, self.model, tensors, options.processing_class)
                 return encoder
             tensors = encoder.rename(self.model, tensors)
-            write_packed_files(folder, self.model, tensors, encoder, beside.processing_class, beside.max_shard_size)
+            _write_packed_files(folder, self.model, tensors, encoder, options)
             if self.whole_model is not self.model:
-                write_adapter(folder / ADAPTER, self.whole_model, beside.state_dict)
+                _write_adapter(folder / ADAPTER, self.whole_model, options.state_dict)
         return encoder
 
-    def _encode(self, encoder: Encoder, waiting: Waiting) -> dict[str, Tensor]:
+    def _encode(self, encoder: Encoder, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """What goes into the files, by the names of tensors; of float weights no more than one is held at a time."""
-        source, replaced = self._tensors(), encoder.stands_in()
-        # What a dict holds is in memory anyway.
-        keep = (lambda tensor: tensor) if isinstance(self.options.state_dict, dict | None) else waiting.keep
+        source, names = self._source()
+        replaced = encoder.replaced_names()
         # Names that share a tensor go on sharing it.
         values = plain(self.model.state_dict(keep_vars=True), self.inventory.adapters)
         kept: dict[int | str, Tensor] = {}
         tensors: dict[str, Tensor] = {}
-        for name in source:
+        for name, there in names.items():
             if name not in replaced:
                 key = id(values[name]) if name in values else name
-                kept[key] = tensors[name] = kept[key] if key in kept else keep(source[name])
+                if key not in kept:
+                    kept[key] = keep(source[there])
+                tensors[name] = kept[key]
         for name, layer in encoder.layers.items():
-            parts = encoder.store(name, source[parameter_of(name, layer.kind)])
+            parts = encoder.store(name, source[names[parameter_of(name, layer.kind)]])
             tensors |= {part: keep(tensor) for part, tensor in parts.items()}
         return tensors
 
@@ -224,20 +334,23 @@ class _Saving:
         self, folder: Path, encoder: Encoder, proof: Proof | None, reason: str | None, by_hand: bool
     ) -> Verification:
         state = state_of(self.layers, encoder.stored, self.options.controller)
-        state["metrics"] = clean_metrics(self.options.metrics or {})
-        state["float_metrics"] = clean_metrics(self.options.float_metrics or {})
         if proof is not None and proof.reason is not None:
             proof = replace(proof, reason=without_paths(proof.reason))
-        state["names"] = encoder.names
-        state |= {"layout": encoder.layout, "reason": None if reason is None else without_paths(reason)}
-        state["proof"] = None if proof is None else proof.to_dict()
-        # Nobody's `save_pretrained` wrote it.
-        state["by_hand"] = by_hand
         sizes = ModelSizes(self.whole, self.quantized)
-        state["parameters"] = {"total": sizes.total, "quantized": sizes.quantized}
-        state["tensors"] = {name: digest_of(tensor) for name, tensor in tensors_in(folder)}
         config = folder / CONFIG
-        state["config_json"] = sha256(config.read_bytes()) if config.exists() else None
+        state |= {
+            "metrics": clean_metrics(self.options.metrics or {}),
+            "float_metrics": clean_metrics(self.options.float_metrics or {}),
+            "names": encoder.names,
+            "layout": encoder.layout,
+            "reason": None if reason is None else without_paths(reason),
+            "proof": None if proof is None else proof.to_dict(),
+            # Nobody's `save_pretrained` wrote it.
+            "by_hand": by_hand,
+            "parameters": {"total": sizes.total, "quantized": sizes.quantized},
+            "tensors": {name: digest_of(tensor) for name, tensor in tensors_in(folder)},
+            "config_json": sha256(config.read_bytes()) if config.exists() else None,
+        }
         write_state(folder, state)
         return verify_quantized(folder)
 
@@ -324,40 +437,156 @@ def _how(layer: QuantLayer) -> tuple[Any, ...]:
     return turned, state.bits, state.grid, state.draw, state.blend
 
 
+@contextlib.contextmanager
+def _waiting(folder: Path) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Gives what puts a tensor on the disk until it is written, so that memory holds one layer at a time.
+
+    The tensors that it gives back are mapped from files, which take memory only while they are read. They are gone at
+    the end.
+
+    Args:
+        folder: Where to make a folder for the files, on the disk that the result is written to.
+    """
+    with tempfile.TemporaryDirectory(prefix=".waiting-", dir=folder) as own:
+
+        def wait(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach().cpu().contiguous()
+            if tensor.nbytes < _SMALL:
+                # Not a view of something larger, which would stay.
+                return tensor.clone()
+            descriptor, path = tempfile.mkstemp(dir=own)
+            os.close(descriptor)
+            tensor.view(-1).view(torch.uint8).numpy().tofile(path)
+            return torch.from_file(path, shared=False, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+
+        yield wait
+
+
+def _write_packed_files(
+    folder: Path, model: Any, tensors: Mapping[str, Tensor], encoder: Encoder, options: SaveOptions
+) -> None:
+    """The tensors, `config.json` with the quantization config, and the tokenizer or processor."""
+    # They have the names that the files shall have.
+    shards = bytes_in(options.max_shard_size)
+    model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=shards, save_original_format=False)
+    if options.processing_class is not None:
+        options.processing_class.save_pretrained(folder)
+    config = encoder.config()
+    if config is None:
+        return
+    write_packing_config(folder, config)
+    path = folder / CONFIG
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document["dtype"] = encoder.dtype
+    if encoder.layout == "unpacked":
+        document["quantization_config"]["dequantize"] = True
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if encoder.dtypes - {encoder.dtype}:
+        logger.warning(
+            "moq_hf: the weights are %s; the packed model is a float32 one, so its results differ by the rounding of "
+            "that dtype; with quantize_algo.scale_dtype of the same dtype it would have it",
+            ", ".join(sorted(encoder.dtypes)),
+        )
+
+
+def _write_by_hand(
+    folder: Path, whole_model: nn.Module, model: Any, tensors: Mapping[str, Tensor], processing_class: Any
+) -> None:
+    """The state dict in a file, whatever the model is: each tensor by itself, as no two may share memory there."""
+    apart = _apart(tensors)
+    save_file(apart, folder / SINGLE, metadata={"format": "pt"})
+    left = [f"{name} (no tensor)" for name in tensors.keys() - apart.keys()]
+    if whole_model is not model:
+        _write_adapter(folder / ADAPTER, whole_model, None)
+    for part in (getattr(model, "config", None), processing_class):
+        try:
+            if part is not None and hasattr(part, "save_pretrained"):
+                part.save_pretrained(folder)
+        # The weights are what must not be lost.
+        except Exception as error:
+            left.append(f"{type(part).__name__} ({one_line(error)})")
+            if part is not processing_class:
+                (folder / CONFIG).unlink(missing_ok=True)
+    if left:
+        logger.warning("moq_hf: not saved beside the weights: %s", ", ".join(left))
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU; of those that share memory each but the first is a copy."""
+    found: dict[str, Tensor] = {}
+    taken = set[int]()
+    for name, value in tensors.items():
+        if isinstance(value, Tensor):
+            tensor = value.detach().cpu().contiguous()
+            place = tensor.untyped_storage().data_ptr()
+            found[name] = tensor.clone() if place in taken else tensor
+            taken.add(place)
+    return found
+
+
+def _write_adapter(folder: Path, model: Any, state_dict: Mapping[str, Tensor] | None) -> None:
+    """PEFT's own files, but for a path on this machine and the card that has it."""
+    model.save_pretrained(folder, state_dict=state_dict)
+    (folder / "README.md").unlink(missing_ok=True)
+    path = folder / "adapter_config.json"
+    if path.exists():
+        document = json.loads(path.read_text(encoding="utf-8"))
+        document["base_model_name_or_path"] = hub_id(document.get("base_model_name_or_path"))
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _publish(staging: Path, target: Path) -> None:
+    """Put what was written into its place, so that at no moment half of it loads."""
+    if not target.exists():
+        staging.rename(target)
+        return
+    # Nothing loads without one of these, while a class of transformers makes do without a config. So they go first, and
+    # that of the new model comes last.
+    entries = (SINGLE, INDEX)
+    for name in entries:
+        (target / name).unlink(missing_ok=True)
+    for path in list(target.iterdir()):
+        if path.is_file() and (WEIGHTS.fullmatch(path.name) or path.name in _OF_ANOTHER):
+            path.unlink()
+    shutil.rmtree(target / ADAPTER, ignore_errors=True)
+    for path in sorted(staging.rglob("*"), key=lambda path: path.name in entries):
+        if path.is_file():
+            place = target / path.relative_to(staging)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(place)
+
+
 def _warn(target: Path, encoder: Encoder, proof: Proof | None, reason: str | None) -> None:
     """Say what of the model is not packed, and whether it does not compute what was evaluated."""
-    convolutions = [name for name, layer in encoder.stored.items() if layer.kind == "conv"]
-    if convolutions:
-        logger.warning(
-            "moq_hf: convolutions are saved as floats on the grid, at full size: the packed format has no place for "
-            "them: %s",
-            ", ".join(convolutions),
-        )
-    if encoder.layout != "floats":
-        _warn_of_dense({name: layer for name, layer in encoder.stored.items() if layer.kind != "conv"})
+    for kind, what in (("conv", "convolutions"), ("conv1d", "Conv1D layers")):
+        names = [name for name, layer in encoder.stored.items() if layer.kind == kind and layer.bits != FLOAT_BITS]
+        if names:
+            logger.warning(
+                "moq_hf: %s are saved as floats on the grid, at full size: the packed format has no place for them: %s",
+                what,
+                ", ".join(names),
+            )
+    # One reason is enough: a folder of floats has its own.
+    if reason is None or encoder.layout != "floats":
+        _warn_of_dense({n: layer for n, layer in encoder.stored.items() if layer.kind not in ("conv", "conv1d")})
     if proof is not None and proof.agrees is False:
         logger.warning("moq_hf: %s: what is written does not compute what was evaluated: %s", target, proof.reason)
     elif reason is not None:
-        how = (
-            "floats on the grid, not packed"
-            if encoder.layout == "floats"
-            else "weights that are unpacked while loading"
-        )
-        logger.warning("moq_hf: %s holds %s: %s", target, how, reason)
+        held = "weights that are unpacked while loading"
+        if encoder.layout == "floats":
+            held = "floats on the grid, not packed"
+        logger.warning("moq_hf: %s holds %s: %s", target, held, reason)
 
 
 def _warn_of_dense(stored: Mapping[str, StoredLayer]) -> None:
-    dense = {name: layer for name, layer in stored.items() if layer.stored in ("dense", "float")}
-    experts = {n for n, c in dense.items() if is_experts(c.kind) and c.stored == "dense" and c.bits <= MAX_PACKED_BITS}
-    reasons = {
-        f"only 1 to {MAX_PACKED_BITS} bits can be packed": dense.keys() - experts,
-        "these are experts that have no place in the format: transposed ones, and asymmetric grids": experts,
-    }
+    reasons: dict[str, list[str]] = {}
+    for name, layer in stored.items():
+        if layer.stored not in ("dense", "float"):
+            continue
+        reason = f"only 2 to {MAX_PACKED_BITS} bits can be packed"
+        if is_experts(layer.kind) and layer.stored == "dense" and 2 <= layer.bits <= MAX_PACKED_BITS:
+            reason = "these are experts that have no place in the format: transposed ones, and asymmetric grids"
+        bits = "float" if layer.stored == "float" else f"{layer.bits} bits"
+        reasons.setdefault(reason, []).append(f"{name} ({bits})")
     for reason, names in reasons.items():
-        if names:
-            named = ", ".join(
-                f"{name} ({'float' if layer.stored == 'float' else f'{layer.bits} bits'})"
-                for name, layer in dense.items()
-                if name in names
-            )
-            logger.warning("moq_hf: these layers are saved as floats, at full size, since %s: %s", reason, named)
+        logger.warning("moq_hf: these layers are saved as floats, at full size, since %s: %s", reason, ", ".join(names))

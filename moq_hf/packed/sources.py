@@ -71,6 +71,31 @@ class Weights(Mapping[str, Tensor]):
         """Where it is, for messages."""
 
 
+class Renamed(Mapping[str, Tensor]):
+    """Tensors under other names; each is looked up when it is asked for.
+
+    Args:
+        tensors: Where they are: in a dict, or in shards that are gathered or read at each look.
+        names: The name of each as it is to be, to the one that it has there.
+
+    >>> found = Renamed({"model.weight": torch.ones(2)}, {"weight": "model.weight"})
+    >>> list(found), found["weight"]
+    (['weight'], tensor([1., 1.]))
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+        self._tensors, self._names = tensors, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 class SafetensorsWeights(Weights):
     """`model.safetensors`, or several files with an index.
 

@@ -4,35 +4,110 @@ import contextlib
 import copy
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from .. import quantizer
 from ..errors import MoQError, one_line
+from ..formats import FORMS, StoredWeight
+from ..grid import Grid
 from ..model.convert import dequantize_model, quant_embeddings, quant_layers
 from ..model.inventory import is_packed
+from ..model.sizes import covered
 from ..names import adapters, uncompiled, without_peft
+from ..quantizer import Quantized, dequantize
 from ..reading import Entry
-from ..rows import parameter_of
+from ..rows import is_experts, parameter_of
+from ..schedule import FLOAT_BITS
+from ..text import table
 from ..transformers_seams import original_format
-from .encoder import groups_of, plain
+from .encode import plain
 from .files import CONFIG, digest_of, read_document, size_of, tensors_in, weight_files
-from .layout import InFiles
 from .load_check import Proof, ReferenceOutputs
-from .matrices import Stacked
 from .state import MAX_PACKED_BITS, STATE_NAME, Places, StoredLayer, sha256
 from .state_check import proof_of, read_layers
-from .verification import Verification
 
 _ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
-# What a module has of its own where it shares the codes of another one.
-_OF_GRID = ("weight_scale", "weight_zero_point")
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify_quantized` found in a directory without fault.
+
+    Attributes:
+        layers: Each quantized layer by name.
+        file_bytes: Size of the weight files together.
+        float_bytes: Size of the same tensors in float.
+        state: The content of `moq_state.json`.
+        others: Count and bytes of the floating-point numbers beside the quantized layers' weights.
+        proof: How the folder answered beside the model, when it was saved or now, with `inputs`; None: not tried.
+    """
+
+    layers: dict[str, StoredLayer]
+    file_bytes: int
+    float_bytes: int
+    state: dict[str, Any]
+    others: tuple[int, int] = (0, 0)
+    proof: Proof | None = None
+
+    def table(self) -> str:
+        """A line per layer and the totals, for a terminal."""
+        rows = [("module", "bits", "scales", "stored", "bytes", "before", "max error (steps)")]
+        for name, layer in self.layers.items():
+            bits = "float" if layer.bits == FLOAT_BITS else str(layer.bits)
+            scales = str(math.prod(layer.scales) or "-")
+            sizes = (f"{layer.bytes:,}", f"{layer.bytes_before:,}")
+            rows.append((name, bits, scales, layer.stored, *sizes, f"{layer.max_error:.3f}"))
+        after, before = self.quantized_bytes
+        weights = sum(math.prod(layer.shape) for layer in self.layers.values())
+        lines = [
+            table(rows, left=(0, 3)),
+            "",
+            f"{len(self.layers)} quantized layers: {after:,} bytes, {before:,} before ({after / before:.3f}); "
+            f"{8 * after / weights:.3f} bits a weight",
+            f"all weights: {self.file_bytes:,} bytes, {self.float_bytes:,} before "
+            f"({self.file_bytes / self.float_bytes:.3f})",
+            f"quantized: {self.coverage()}; mean {self.mean_bits:.2f} bits over the whole model",
+        ]
+        return "\n".join(lines)
+
+    def coverage(self) -> str:
+        """What share of the model's parameters is quantized, in words."""
+        return covered(*self.parameters)
+
+    @property
+    def has_convolutions(self) -> bool:
+        """Whether some of the quantized layers are convolutions, which are not packed."""
+        return any(layer.kind == "conv" for layer in self.layers.values())
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """How many parameters of the model are quantized, and how many there are, each counted once."""
+        counted = self.state["parameters"]
+        return counted["quantized"], counted["total"]
+
+    @property
+    def mean_bits(self) -> float:
+        """Bits per parameter of the whole model; a parameter that is not quantized has those of its dtype."""
+        quantized, total = self.parameters
+        bits = 0
+        for layer in self.layers.values():
+            bits += 8 * layer.bytes_before if layer.stored == "float" else math.prod(layer.shape) * layer.bits
+        # Without the weight files nothing says what their dtype is: float32 then.
+        count, size = self.others if self.others[0] else (1, 4)
+        return (bits + (total - quantized) * 8 * size / count) / total
+
+    @property
+    def quantized_bytes(self) -> tuple[int, int]:
+        """Bytes of the quantized layers' weights, and what they took in float."""
+        layers = self.layers.values()
+        return sum(layer.bytes for layer in layers), sum(layer.bytes_before for layer in layers)
 
 
 def verify_quantized(
@@ -66,96 +141,249 @@ def verify_quantized(
         raise MoQError("inputs are for the comparison with a model: give the model too")
     folder = Path(directory)
     state, layers = read_layers(folder)
-    weights = _weights_in_files(folder, _config_of(folder, state), layers)
     tied = {module: name for name, layer in layers.items() for module in layer.tied}
-    sharing, grids, places = {*tied, *tied.values()}, dict[str, Tensor](), Places(layers, state)
-    compared = None if model is None else _named_as_in_files(model, state)
+    expected = None if model is None else _named_as_in_files(model, state)
     float_bytes = sum(layer.bytes_before for layer in layers.values())
     others = others_bytes = 0
+    # The scales and zero points of each table, and of the modules that are tied to it.
+    scales: dict[str, dict[str, Tensor]] = {module: {} for module in (*tied, *tied.values())}
     with _explained(folder):
-        for name, tensor in _tensors_as_saved(folder, state["tensors"]):
-            owner, matrix, part = places.of(name)
-            if owner in sharing and part in _OF_GRID:
-                grids[f"{owner}.{part}"] = tensor
-                if owner in tied:
-                    continue
-            if part == "weight_packed" and owner not in layers:
-                raise MoQError(f"{folder / STATE_NAME}: layers.{owner} is missing, whose packed weight there is")
-            if owner not in weights or not part.startswith("weight"):
-                float_bytes += tensor.nbytes
-                if tensor.is_floating_point():
-                    others, others_bytes = others + tensor.numel(), others_bytes + tensor.nbytes
-                _compare(folder, name, tensor, compared, "tensor ")
+        for name, found in _read_weights(folder, state, layers, _tensors_as_saved(folder, state["tensors"])):
+            if isinstance(found, StoredWeight):
+                weight = _checked(found, layers[name])
+                if name in scales:
+                    scales[name] = {p: t for p, t in found.pieces[name].items() if p in _OF_GRID}
+                _compare(folder, parameter_of(name, layers[name].kind), weight, expected)
                 continue
-            _parts(weights[owner], matrix)[part] = tensor
-            if weights[owner].is_complete:
-                _check(folder, parameter_of(owner, layers[owner].kind), weights.pop(owner), compared)
-    if weights:
-        raise MoQError(f"{folder}: missing from the weights: {', '.join(weights)}")
-    _check_tied(folder, tied, grids)
-    proof = _proof(folder, state, None if inputs is None or model is None else ReferenceOutputs(model, inputs))
+            owner, _, part = Places(layers, state).of(name)
+            if owner in tied and part in _OF_GRID:
+                scales[owner][part] = found
+                continue
+            if part == "weight_packed":
+                raise MoQError(f"{folder / STATE_NAME}: layers.{owner} is missing, whose packed weight there is")
+            float_bytes += found.nbytes
+            if found.is_floating_point():
+                others, others_bytes = others + found.numel(), others_bytes + found.nbytes
+            _compare(folder, name, found, expected, "tensor ")
+    _check_tied(folder, tied, scales)
+    if inputs is None or model is None:
+        saved = state["proof"]
+        proof = None if saved is None else proof_of(Entry(state, str(folder / STATE_NAME))["proof"])
+    else:
+        proof = ReferenceOutputs(model, inputs).prove(folder)
+        if not proof.agrees:
+            raise MoQError(f"{folder}: {proof}")
     return Verification(layers, size_of(folder), float_bytes, state, (others, others_bytes), proof)
 
 
-def _proof(folder: Path, state: Mapping[str, Any], answers: ReferenceOutputs | None) -> Proof | None:
-    """How the folder answers beside a model; without one, what was found when it was saved.
+# What a module has of its own where it shares the codes of another one.
+_OF_GRID = ("weight_scale", "weight_zero_point")
+
+
+def recorded(directory: str | os.PathLike[str]) -> Verification:
+    """What `moq_state.json` says of a packed checkpoint; its weights are not looked at.
+
+    Args:
+        directory: What `save_quantized` wrote.
+
+    Returns:
+        As `verify_quantized`; both sizes are 0 where there are no weight files.
 
     Raises:
-        MoQError: It answers otherwise.
+        MoQError: The state is missing, or it or a weight file is damaged; names the file and the key.
     """
-    if answers is None:
-        saved = Entry(state, str(folder / STATE_NAME)).get("proof")
-        return None if saved.is_null else proof_of(saved)
-    proof = answers.prove(folder)
-    if not proof.agrees:
-        raise MoQError(f"{folder}: {proof}")
-    return proof
+    folder = Path(directory)
+    state, layers = read_layers(folder)
+    files = [path for path in weight_files(folder) if path.is_file()]
+    if not files:
+        return Verification(layers, 0, 0, state)
+    places = Places(layers, state)
+    quantized = {*layers, *(module for layer in layers.values() for module in layer.tied)}
+    saved = sum(layer.bytes_before - layer.bytes for layer in layers.values())
+    size = count = count_bytes = heads = 0
+    for path in files:
+        try:
+            # Opening compares the size of the file with its table of contents.
+            with safe_open(path, "pt") as weights, path.open("rb") as file:
+                for name in weights.keys():  # noqa: SIM118
+                    owner, _, part = places.of(name)
+                    tensor = weights.get_slice(name)
+                    dtype = _FLOATS.get(tensor.get_dtype())
+                    if dtype is not None and (owner not in quantized or not part.startswith("weight")):
+                        numbers = math.prod(tensor.get_shape())
+                        count, count_bytes = count + numbers, count_bytes + numbers * dtype.itemsize
+                heads += 8 + int.from_bytes(file.read(8), "little")
+        except (OSError, SafetensorError) as error:
+            raise MoQError(f"{path} cannot be read: {one_line(error)}") from error
+        size += path.stat().st_size
+    return Verification(layers, size, size - heads + saved, state, (count, count_bytes))
 
 
-def _check_tied(folder: Path, tied: Mapping[str, str], grids: Mapping[str, Tensor]) -> None:
+def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
+    """The codes, scales and zero points of a packed checkpoint's layers of up to 8 bits, by layer.
+
+    Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those of `quantizer`. Those of floats
+    on their grid are found again; where a half dtype rounded the floats, the layer is left out.
+
+    Args:
+        directory: What `save_quantized` wrote.
+
+    Raises:
+        MoQError: Something is damaged or missing; names the file and the tensor.
+    """
+    folder = Path(directory)
+    verified = verify_quantized(folder)
+    layers = {n: s for n, s in verified.layers.items() if s.stored != "float" and s.bits <= MAX_PACKED_BITS}
+    weights: dict[str, Quantized] = {}
+    for name, found in _read_weights(folder, verified.state, layers, tensors_in(folder)):
+        if not isinstance(found, StoredWeight):
+            continue
+        if found.scheme is None and found.pieces[name]["weight"].dtype != torch.float32:
+            continue
+        codes, scale, zero = FORMS[layers[name].stored].read(found)
+        half = 0 if zero is None else 2 ** (found.bits - 1)
+        weights[name] = Quantized(codes - half, scale, None if zero is None else zero - half)
+    return weights
+
+
+def by_matrix(layers: Mapping[str, StoredLayer]) -> dict[str, StoredLayer]:
+    """The layers as the files have them: each matrix of packed experts is a layer of its own."""
+    found: dict[str, StoredLayer] = {}
+    for name, layer in layers.items():
+        if not layer.matrices:
+            found[name] = layer
+            continue
+        rows = layer.shape[0] // len(layer.matrices)
+        shape, scales = (rows, layer.shape[1]), (rows, layer.scales[1])
+        own = replace(layer, kind="linear", matrices=None, shape=shape, scales=scales)
+        found |= dict.fromkeys(layer.matrices, own)
+    return found
+
+
+def split(weights: Mapping[str, Quantized], layers: Mapping[str, StoredLayer]) -> dict[str, Quantized]:
+    """What `stored_weights` gives, by the names of `by_matrix`."""
+    found: dict[str, Quantized] = {}
+    for name, values in weights.items():
+        names = layers[name].matrices or (name,)
+        codes, scales = values.codes.chunk(len(names)), values.scale.chunk(len(names))
+        # Experts with zero points are not packed.
+        for matrix, own_codes, own_scale in zip(names, codes, scales, strict=True):
+            found[matrix] = Quantized(own_codes, own_scale, values.zero_point)
+    return found
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model as its forward pass uses them, on the CPU."""
+    if is_packed(model):
+        model = dequantize_model(copy.deepcopy(model))
+    model = without_peft(model)
+    tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
+        tensors[parameter_of(name, layer.kind)] = layer.quantized_weight().detach().cpu()
+    return plain(tensors, adapters(model))
+
+
+def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A model's tensors by their names in the files; weights of quantized layers by those of the modules too."""
+    tensors = weights_of(model)
+    if state["names"] is None:
+        return tensors
+    # Layers have their own names here, and so have weights that would be taken apart.
+    return tensors | original_format(without_peft(uncompiled(model)), tensors)
+
+
+def _read_weights(
+    folder: Path, state: Mapping[str, Any], layers: Mapping[str, StoredLayer], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, StoredWeight | Tensor]]:
+    """Each layer's weight as soon as its tensors are all there, and every other tensor, by name.
+
+    Raises:
+        MoQError: Tensors of a layer are missing, or the config says otherwise than the state.
+    """
+    groups = _groups_of(folder, state, layers)
+    places = Places(layers, state)
+    weights: dict[str, StoredWeight] = {}
+    for name, layer in layers.items():
+        weights[name] = StoredWeight(
+            where=f"{folder}: {name}",
+            kind=layer.kind,
+            bits=layer.bits,
+            grid=Grid(symmetric=layer.symmetric, full=layer.full),
+            shape=layer.shape,
+            scales=layer.scales,
+            scheme=None if layer.group is None else groups[layer.group],
+            saved_grid=layer.grid,
+            pieces={matrix: {} for matrix in layer.matrices or (name,)},
+        )
+    for name, tensor in tensors:
+        owner, matrix, part = places.of(name)
+        if owner not in weights or not part.startswith("weight"):
+            yield name, tensor
+            continue
+        weights[owner].pieces[matrix][part] = tensor
+        if weights[owner].is_complete:
+            yield owner, weights.pop(owner)
+    if weights:
+        raise MoQError(f"{folder}: missing from the weights: {', '.join(weights)}")
+
+
+def _groups_of(folder: Path, state: Mapping[str, Any], layers: Mapping[str, StoredLayer]) -> Mapping[str, Any]:
+    """The config groups, after each layer was found to have the bits that its group declares.
+
+    Raises:
+        MoQError: The config is not as it was saved, or it says otherwise than the state.
+    """
+    path = folder / CONFIG
+    # A model of a class of its own has no config.
+    if state["config_json"] is None:
+        return {}
+    config = read_document(path)
+    if sha256(path.read_bytes()) != state["config_json"]:
+        raise MoQError(f"{path} is not as it was saved")
+    packed = {name: layer for name, layer in layers.items() if layer.group is not None}
+    if not packed:
+        return {}
+    quantization = config["quantization_config"]
+    groups = quantization["config_groups"]
+    # Unpacked while loading, all layers have codes as wide as the widest; experts always do.
+    at_load = quantization.get("dequantize").value is True
+    for name, layer in packed.items():
+        weights = groups[cast(str, layer.group)]["weights"]
+        weights["symmetric"].flag()
+        width = weights["num_bits"].whole(1, MAX_PACKED_BITS)
+        shared = layer.stored == "packed" and (at_load or is_experts(layer.kind))
+        if layer.bits > width or (layer.bits < width and not shared):
+            raise MoQError(
+                f"{folder / STATE_NAME}: layers.{name}.bits is {layer.bits}, but its codes have "
+                f"{width} bits ({weights.key}.num_bits in {CONFIG})"
+            )
+    return cast(Mapping[str, Any], groups.value)
+
+
+def _checked(found: StoredWeight, layer: StoredLayer) -> Tensor:
+    """A layer's weight, once it is found on its grid.
+
+    Raises:
+        MoQError: It is not.
+    """
+    if layer.stored == "float":
+        return next(iter(found.pieces.values()))["weight"]
+    values = FORMS[layer.stored].read(found)
+    found.check(values)
+    return dequantize(*values) if found.scheme is not None else next(iter(found.pieces.values()))["weight"]
+
+
+def _check_tied(folder: Path, tied: Mapping[str, str], scales: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Compare the scales and zero points of modules that share a weight: what is unpacked of it must be the same.
 
     Raises:
         MoQError: They differ.
     """
-    for name, tensor in grids.items():
-        module, _, part = name.rpartition(".")
-        own = grids.get(f"{tied.get(module, module)}.{part}")
-        if own is None or not torch.equal(own, tensor):
-            raise MoQError(f"{folder}: {name} differs from {tied[module]}.{part}, to whose weight it is tied")
-
-
-def _config_of(folder: Path, state: Mapping[str, Any]) -> Entry:
-    """The folder's config, as it was saved; empty for a model of a class of its own, which has none.
-
-    Raises:
-        MoQError: It is not as it was saved.
-    """
-    path = folder / CONFIG
-    if state["config_json"] is None:
-        return Entry({}, str(path))
-    config = read_document(path)
-    if sha256(path.read_bytes()) != state["config_json"]:
-        raise MoQError(f"{path} is not as it was saved")
-    return config
-
-
-def _weights_in_files(folder: Path, config: Entry, layers: Mapping[str, StoredLayer]) -> dict[str, InFiles | Stacked]:
-    """The layers, to be filled with their tensors."""
-    groups = groups_of(config, layers)
-    half = config.get("dtype").value in ("bfloat16", "float16")
-    dtype = getattr(torch, config["dtype"].text()) if half else torch.float32
-    found: dict[str, InFiles | Stacked] = {}
-    for name, layer in layers.items():
-        group = groups[layer.group] if layer.group is not None else {}
-        whole = InFiles(f"{folder}: {name}", layer, group, dtype)
-        found[name] = Stacked.of(whole, layer.matrices) if layer.matrices else whole
-    return found
-
-
-def _parts(weight: InFiles | Stacked, matrix: str) -> dict[str, Tensor]:
-    """What there is of a layer's tensors, or of those of one of its matrices."""
-    return weight.matrices[matrix].parts if isinstance(weight, Stacked) else weight.parts
+    for module, name in tied.items():
+        for part, tensor in scales[module].items():
+            own = scales[name].get(part)
+            if own is None or not torch.equal(own, tensor):
+                raise MoQError(f"{folder}: {module}.{part} differs from {name}.{part}, to whose weight it is tied")
 
 
 def _tensors_as_saved(folder: Path, digests: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
@@ -176,28 +404,19 @@ def _tensors_as_saved(folder: Path, digests: Mapping[str, str]) -> Iterator[tupl
         raise MoQError(f"{folder}: missing from the weights: {', '.join(sorted(missing))}")
 
 
-def _check(folder: Path, name: str, weight: InFiles | Stacked, model: Mapping[str, Tensor] | None) -> None:
-    """Find a weight on its grid, and compare it with the model's, if there is one.
-
-    Raises:
-        MoQError: It is not on the grid, or differs.
-    """
-    weight.check()
-    if model is not None:
-        _compare(folder, name, weight.weight(), model)
-
-
 def _compare(folder: Path, name: str, tensor: Tensor, model: Mapping[str, Tensor] | None, kind: str = "") -> None:
     """Compare a tensor with the model's in the model's dtype, if there is one.
 
     Raises:
         MoQError: They differ.
     """
-    other = None if model is None else model.get(name)
-    if other is not None and tensor.dim() == 2 and other.dim() == 3 and tensor.numel() == other.numel():
+    if model is None:
+        return
+    expected = model.get(name)
+    if expected is not None and tensor.dim() == 2 and expected.dim() == 3 and tensor.numel() == expected.numel():
         # The matrices of experts, one below the other.
-        tensor = tensor.view(other.shape)
-    if model is not None and (name not in model or not torch.equal(tensor.to(model[name].dtype), model[name])):
+        tensor = tensor.view(expected.shape)
+    if expected is None or not torch.equal(tensor.to(expected.dtype), expected):
         raise MoQError(f"{folder}: {kind}{name} differs from the model's")
 
 
@@ -209,101 +428,3 @@ def _explained(folder: Path) -> Iterator[None]:
         raise
     except _ERRORS as error:
         raise MoQError(f"{folder}: the weights cannot be read: {one_line(error)}") from error
-
-
-def recorded(directory: str | os.PathLike[str]) -> Verification:
-    """What `moq_state.json` says of a packed checkpoint; its weights are not looked at.
-
-    Args:
-        directory: What `save_quantized` wrote.
-
-    Returns:
-        As `verify_quantized`; both sizes are 0 where there are no weight files.
-
-    Raises:
-        MoQError: The state is missing, or it or a weight file is damaged; names the file and the key.
-    """
-    folder = Path(directory)
-    state, layers = read_layers(folder)
-    files = [path for path in weight_files(folder) if path.is_file()]
-    if not files:
-        return Verification(layers, 0, 0, state)
-    saved = sum(layer.bytes_before - layer.bytes for layer in layers.values())
-    size = sum(path.stat().st_size for path in files)
-    found = [_head(path, layers, Places(layers, state)) for path in files]
-    others = (sum(count for _, count, _ in found), sum(size for _, _, size in found))
-    return Verification(layers, size, size - sum(head for head, _, _ in found) + saved, state, others)
-
-
-def _head(path: Path, layers: Mapping[str, StoredLayer], places: Places) -> tuple[int, int, int]:
-    """What of a weight file is its table of contents, and count and bytes of the numbers beside quantized weights.
-
-    Raises:
-        MoQError: The file cannot be read.
-    """
-    count = size = 0
-    quantized = {*layers, *(module for layer in layers.values() for module in layer.tied)}
-    try:
-        # Opening compares the size of the file with the table.
-        with safe_open(path, "pt") as weights, path.open("rb") as file:
-            for name in weights.keys():  # noqa: SIM118
-                owner, _, part = places.of(name)
-                dtype = _FLOATS.get(weights.get_slice(name).get_dtype())
-                if dtype is not None and not (owner in quantized and part.startswith("weight")):
-                    numbers = math.prod(weights.get_slice(name).get_shape())
-                    count, size = count + numbers, size + numbers * dtype.itemsize
-            return 8 + int.from_bytes(file.read(8), "little"), count, size
-    except (OSError, SafetensorError) as error:
-        raise MoQError(f"{path} cannot be read: {one_line(error)}") from error
-
-
-def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A model's tensors by their names in the files; weights of quantized layers by those of the modules too."""
-    tensors = weights_of(model)
-    if state.get("names") is None:
-        return tensors
-    # Layers have their own names here, and so have weights that would be taken apart.
-    return tensors | original_format(without_peft(uncompiled(model)), tensors)
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model as its forward pass uses them, on the CPU."""
-    if is_packed(model):
-        model = dequantize_model(copy.deepcopy(model))
-    model = without_peft(model)
-    tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
-    for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
-        tensors[parameter_of(name, layer.kind)] = layer.quantized_weight().detach().cpu()
-    return plain(tensors, adapters(model))
-
-
-def stored_weights(directory: str | os.PathLike[str]) -> dict[str, quantizer.Quantized]:
-    """The codes, scales and zero points of a packed checkpoint's layers of up to 8 bits, by layer.
-
-    Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those of `quantizer`. Those of floats
-    on their grid are found again; where a half dtype rounded the floats, the layer is left out.
-
-    Args:
-        directory: What `save_quantized` wrote.
-
-    Raises:
-        MoQError: Something is damaged or missing; names the file and the tensor.
-    """
-    folder = Path(directory)
-    found = verify_quantized(folder)
-    layers = {n: s for n, s in found.layers.items() if s.stored != "float" and s.bits <= MAX_PACKED_BITS}
-    weights = _weights_in_files(folder, _config_of(folder, found.state), layers)
-    places = Places(layers, found.state)
-    for name, tensor in tensors_in(folder):
-        owner, matrix, part = places.of(name)
-        if owner in weights and (layers[owner].stored != "dense" or tensor.dtype == torch.float32):
-            _parts(weights[owner], matrix)[part] = tensor
-    complete = {name: weight for name, weight in weights.items() if weight.is_complete}
-    return {name: _signed(weight.decode(), weight.layer.bits) for name, weight in complete.items()}
-
-
-def _signed(values: quantizer.Quantized, bits: int) -> quantizer.Quantized:
-    codes, scale, zero = values
-    if zero is None:
-        return values
-    return quantizer.Quantized(codes - 2 ** (bits - 1), scale, zero - 2 ** (bits - 1))

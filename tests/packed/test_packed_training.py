@@ -15,7 +15,7 @@ from moq_hf import MoQCallback, MoQTrainer, quantize_model, verify_quantized
 from moq_hf.callback import last_metrics
 from moq_hf.model.convert import quant_embeddings, quant_layers
 from moq_hf.packed.card import write_card
-from moq_hf.packed.delivery import base_model_of
+from moq_hf.packed.save import base_model_of
 from moq_hf.packed.state import STATE_NAME, record_metrics
 
 IDS = torch.arange(5, 26).view(3, 7)
