@@ -479,35 +479,47 @@ def test_unpack(loaded: BertForSequenceClassification, packed: tuple[Path, dict[
         assert loaded.get_submodule(name).weight.equal(weight), name
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_pack_to_int32(bits: int) -> None:
+def group_of(bits: int, symmetric: bool = True) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False, "strategy": "channel"}
+    return {"weights": weights, "format": "pack-quantized"}
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_compress(bits: int) -> None:
     low = -(2 ** (bits - 1))
-    codes = torch.randint(low, low + 2**bits, (3, 37), dtype=torch.int8)
+    codes = torch.randint(low, low + 2**bits, (3, 37))
+    scale = torch.tensor([[0.3], [-0.7], [1.1]])
+    parts = seams.compress({"weight": codes * scale, "weight_scale": scale}, group_of(bits))
     words = -(-37 * bits // 32)
-    for row, packed_row in zip(codes, seams.pack_to_int32(codes, bits), strict=True):
+    assert parts["weight_shape"].tolist() == [3, 37] and parts["weight_scale"].equal(scale)
+    for row, packed_row in zip(codes, parts["weight_packed"], strict=True):
         number = sum((int(code) - low) << (bits * place) for place, code in enumerate(row))
         made = [(number >> (32 * place)) & 0xFFFFFFFF for place in range(words)]
         assert [int(word) & 0xFFFFFFFF for word in packed_row] == made
-    assert seams.pack_to_int32(codes.T.contiguous(), bits, packed_dim=0).equal(seams.pack_to_int32(codes, bits).T)
+    assert seams.decompress(parts, group_of(bits))["weight"].equal(codes * scale)
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_unpack_from_int32(bits: int) -> None:
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_decompress(bits: int) -> None:
     low = -(2 ** (bits - 1))
-    for axis, shape in enumerate([(37, 3), (3, 37)]):
-        codes = torch.randint(low, low + 2**bits, shape, dtype=torch.int8)
-        packed = seams.pack_to_int32(codes, bits, packed_dim=axis)
-        assert seams.unpack_from_int32(packed, bits, codes.shape, packed_dim=axis).equal(codes)
+    codes, zero = torch.randint(low, low + 2**bits, (37, 5)), torch.randint(low, low + 2**bits, (37, 1))
+    scale = torch.rand(37, 1) + 0.1
+    weight = (codes - zero) * scale
+    tensors = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
+    parts = seams.compress(tensors, group_of(bits, False))
+    assert parts["weight_zero_point"].dtype == torch.int32
+    found = seams.decompress(parts, group_of(bits, False))
+    assert found["weight"].equal(weight) and found["weight_zero_point"].equal(zero.to(torch.int8))
 
 
-def test_unpacked_weight(packed: tuple[Path, dict[str, Tensor]]) -> None:
+def test_what_is_loaded_is_what_decompress_gives(packed: tuple[Path, dict[str, Tensor]]) -> None:
     folder, weights = packed
     tensors = load_file(folder / "model.safetensors")
     (group,) = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values()
     for name, weight in weights.items():
         prefix = f"{name}.weight_"
         parts = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(prefix)}
-        assert seams.unpacked_weight(parts, group).equal(weight), name
+        assert seams.decompress(parts, group)["weight"].equal(weight), name
 
 
 def test_write_packing_config(packed: tuple[Path, Any], tmp_path: Path) -> None:

@@ -5,53 +5,6 @@
 - `read(stored)`: those tensors as codes, scales and zero points again.
 
 A packed checkpoint is an ordinary transformers folder in the format of compressed-tensors, written with that library,
-so that a process which never heard of moq_hf computes the same, bit for bit. `LAYOUTS` says which forms a folder may
-have, the best one first; a layer takes the first that fits it. A new form is a module here and a line in each table.
+so that a process which never heard of moq_hf computes the same, bit for bit. `table` says which forms a folder may
+have, the best one first; a layer takes the first that fits it. A new form is a module here and a line in that table.
 """
-
-from typing import Literal, Protocol
-
-from ..quantizer import Quantized
-from . import floats, int_quantized, pack_quantized
-from .stored import EncodedWeight, EncodeSpec, SharedScheme, StoredWeight
-
-__all__ = ["FORMS", "LAYOUTS", "EncodeSpec", "EncodedWeight", "Layout", "SharedScheme", "StoredWeight", "form_of"]
-
-Layout = Literal["packed", "unpacked", "floats"]
-
-
-class Form(Protocol):
-    """What each module here has."""
-
-    def fits(self, spec: EncodeSpec) -> bool:
-        """Whether a layer can be stored so."""
-
-    def write(self, values: Quantized, spec: EncodeSpec) -> EncodedWeight:
-        """The tensors that stand for a quantized weight."""
-
-    def read(self, stored: StoredWeight) -> Quantized:
-        """Codes, scale and zero point as `quantizer.quantize` gives them."""
-
-
-FORMS: dict[str, Form] = {"packed": pack_quantized, "int8": int_quantized, "dense": floats}
-"""Each form by the name that `moq_state.json` has for it."""
-
-LAYOUTS: dict[Layout, tuple[str, ...]] = {
-    "packed": ("packed", "int8", "dense"),
-    "unpacked": ("packed", "dense"),
-    "floats": ("dense",),
-}
-"""The forms that may stand in one folder.
-
-"packed" is what servers take: the modules hold packed weights after loading, and the model's first forward pass unpacks
-them. It does not fit models whose `_init_weights` reaches into other weights (T5), nor those whose parts are called by
-themselves (the encoder by `generate` of BART, the towers of CLIP). Nor can transformers load packed zero points so,
-which is how servers take asymmetric grids. These models are "unpacked": unpacked while loading (`dequantize`), which
-knows one scheme for all layers, with as many bits as the largest layer has. Where neither computes what the model did,
-the layout is "floats": ordinary weights on their grid.
-"""
-
-
-def form_of(spec: EncodeSpec, layout: Layout) -> str:
-    """The first form of a layout that fits a layer; floats fit every layer."""
-    return next(name for name in LAYOUTS[layout] if FORMS[name].fits(spec))

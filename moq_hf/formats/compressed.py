@@ -1,5 +1,6 @@
 """What the forms of compressed-tensors share: its own compressor writes them and reads them."""
 
+import math
 from typing import Any
 
 import torch
@@ -74,10 +75,13 @@ def read(stored: StoredWeight) -> Quantized:
 def _read_piece(stored: StoredWeight, parts: dict[str, Tensor]) -> Quantized:
     assert stored.scheme is not None
     shape = [stored.shape[0] // len(stored.pieces), stored.shape[1]]
+    width = stored.scheme["weights"]["num_bits"]
+    if "weight_packed" in parts:
+        words = [shape[0], math.ceil(shape[1] * width / 32)]
+        if list(parts["weight_packed"].shape) != words or parts["weight_shape"].tolist() != shape:
+            raise MoQError(f"{stored.where}: the packed codes are not those of a weight {shape} at {width} bits")
     found = decompress({**parts, "weight_scale": parts["weight_scale"].float()}, stored.scheme)
     weight, scale, zero = found["weight"], found["weight_scale"], found.get("weight_zero_point")
-    if list(weight.shape) != shape or parts.get("weight_shape", torch.tensor(shape)).tolist() != shape:
-        raise MoQError(f"{stored.where}: the codes are not those of a weight {shape}")
     repeats = [size // count for size, count in zip(shape, scale.shape, strict=True)]
     steps = weight / scale.repeat_interleave(repeats[0], 0).repeat_interleave(repeats[1], 1)
     codes = steps.round().int()
@@ -85,6 +89,6 @@ def _read_piece(stored: StoredWeight, parts: dict[str, Tensor]) -> Quantized:
     own = slice(None, None, scale.shape[1] // stored.scales[1])
     if stored.grid.symmetric or zero is None:
         return Quantized(codes, scale[:, own], None)
-    zero = zero.int() + 2 ** (stored.scheme["weights"]["num_bits"] - 1)
+    zero = zero.int() + 2 ** (width - 1)
     codes += zero.repeat_interleave(repeats[0], 0).repeat_interleave(repeats[1], 1)
     return Quantized(codes, scale[:, own], zero[:, own])

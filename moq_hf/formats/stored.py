@@ -137,6 +137,8 @@ class StoredWeight:
             legal = "finite number but 0" if self.grid.is_full(self.bits) else "positive number"
             raise MoQError(f"{self.where}: a scale is not a {legal}")
         if self.bits == 1:
+            if bool((codes.abs() != 1).any()):
+                raise MoQError(f"{self.where}: binary codes must be -1 and 1")
             return
         low, high = self.grid.limits(self.bits)
         lowest, highest = 0, 0

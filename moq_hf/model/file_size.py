@@ -79,7 +79,9 @@ class FileSize:
             return "only models of transformers are packed"
         kinds = {layer.kind for layer in self._layers.values()}
         config = model.config
-        if "conv1d" in kinds or getattr(config, "is_encoder_decoder", False) or getattr(config, "sub_configs", None):
+        if "conv1d" in kinds:
+            return "Conv1D layers are saved as floats on the grid, at full size"
+        if getattr(config, "is_encoder_decoder", False) or getattr(config, "sub_configs", None):
             return "a model of its kind is unpacked while loading, with all codes as wide as the widest"
         if any(map(is_experts, kinds)):
             return "packed experts are all as wide as the widest"
@@ -106,14 +108,14 @@ class FileSize:
     def _parts(self, name: str, bits: int) -> list[_Tensor]:
         layer = self._layers[name]
         own = parameter_of(name, layer.kind)
-        if layer.kind == "conv":
+        if layer.kind == "conv" or bits == 1:
             return [_of(own, layer.float_weight)]
         if name in self._inventory.tied.values():
             return self._bytes_of(name, layer)
         rows, columns = layer.matrix_shape
         grid = layer.moq.grid
         shape = grid.shape(rows, columns)
-        if grid.grouping.row_size is None and grid.symmetric and bits > 1:
+        if grid.grouping.row_size is None and grid.symmetric:
             shape = (rows, 1)
 
         def part(what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> _Tensor:
@@ -124,9 +126,8 @@ class FileSize:
             part("scale", getattr(torch, grid.scale_dtype), shape),
             part("shape", torch.int64, (2,)),
         ]
-        if bits == 1 or not grid.symmetric:
-            dtype = torch.int8 if bits > 1 else torch.float32
-            parts.append(part("zero_point", dtype, shape))
+        if not grid.symmetric:
+            parts.append(part("zero_point", torch.int8, shape))
         return parts
 
     def _bytes_of(self, name: str, layer: QuantLayer) -> list[_Tensor]:

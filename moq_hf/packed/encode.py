@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from .. import quantizer
 from ..errors import MoQError
-from ..formats import FORMS, EncodedWeight, EncodeSpec, Layout, SharedScheme, form_of
+from ..formats.stored import EncodedWeight, EncodeSpec, SharedScheme
+from ..formats.table import FORMS, Layout, form_of
 from ..grid import Grid, RowBlocks
 from ..model.inventory import Inventory, is_linear
 from ..names import plain_name

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import MoQError, one_line
-from ..formats import Layout
+from ..formats.table import Layout
 from ..model.inventory import Inventory
 from ..model.refresh import check_finite
 from ..model.sizes import ModelSizes

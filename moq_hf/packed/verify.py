@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..errors import MoQError, one_line
-from ..formats import FORMS, StoredWeight
+from ..formats.stored import StoredWeight
+from ..formats.table import FORMS
 from ..grid import Grid
 from ..model.convert import dequantize_model, quant_embeddings, quant_layers
 from ..model.inventory import is_packed

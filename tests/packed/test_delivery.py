@@ -129,10 +129,10 @@ def test_a_forward_pass_that_a_trainer_put_in_place_is_not_asked_of_the_folder(t
 
 def broken(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> None:
     """Make the writing of these layouts leave another weight in the files, with matching digests."""
-    real = checkpoint.write_packed_files
+    real = checkpoint._write_packed_files
 
-    def writing(folder: Path, model: Any, tensors: Any, plan: Any, *rest: Any) -> None:
-        real(folder, model, tensors, plan, *rest)
+    def writing(folder: Path, model: Any, tensors: Any, plan: Any, options: Any) -> None:
+        real(folder, model, tensors, plan, options)
         if plan.layout in layouts:
             path = folder / "model.safetensors"
             stored = load_file(path)
@@ -140,7 +140,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> None:
             stored[name] = stored[name] * 2
             save_file(stored, path, metadata={"format": "pt"})
 
-    monkeypatch.setattr(checkpoint, "write_packed_files", writing)
+    monkeypatch.setattr(checkpoint, "_write_packed_files", writing)
 
 
 def test_a_layout_that_does_not_agree_is_given_up(
@@ -494,15 +494,19 @@ def test_a_config_that_is_no_json_loses_no_result(tmp_path: Path, caplog: pytest
     verify_quantized(tmp_path / "quantized", model)
 
 
-def test_nothing_of_an_older_model_stays(tmp_path: Path) -> None:
+def test_nothing_of_an_older_model_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantize_model(bert(), FIXED)
     save_quantized(model, tmp_path)
     (tmp_path / "adapter").mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors", "adapter/adapter_config.json", "notes.txt"):
         (tmp_path / name).write_text("{}")
     tower = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    reason = "a reason with /home/somebody/a/path in it"
-    checkpoint.write_floats(quantize_model(tower, FIXED), tmp_path, SaveOptions(), reason)
+
+    def failing(*args: Any) -> None:
+        raise MoQError("a reason with /home/somebody/a/path in it")
+
+    monkeypatch.setattr(checkpoint, "_write_packed", failing)
+    checkpoint.deliver(quantize_model(tower, FIXED), tmp_path, SaveOptions(), None)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     assert left == {"README.md", "model.safetensors", "moq_state.json", "notes.txt"}
     assert state_of(tmp_path)["reason"] == "a reason with ... in it"

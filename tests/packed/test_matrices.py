@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, GraniteMoeConfig, GraniteMoeForCa
 
 from moq_hf import MoQCallback, MoQError, dequantize_model, quantize_model, save_quantized, verify_quantized
 from moq_hf.model.convert import quant_layers
-from moq_hf.packed.matrices import by_matrix, names_of, split
+from moq_hf.packed.encode import matrix_names
 from moq_hf.packed.state import STATE_NAME, read_state, write_state
 from moq_hf.packed.state_check import served_by
-from moq_hf.packed.verify import recorded, stored_weights
+from moq_hf.packed.verify import by_matrix, recorded, split, stored_weights
 from moq_hf.quantizer import dequantize
 
 GROUPS = {"quantize_group_size": 16}
@@ -81,7 +81,7 @@ def test_transformers_computes_the_same_from_the_files(
 @pytest.mark.parametrize(
     ("config", "stored"),
     [
-        (at_bits(1, quantize_groups=1), "packed"),
+        (at_bits(1, quantize_groups=1), "dense"),
         (at_bits(2, quantize_groups=2), "packed"),
         (at_bits(3, quantize_groups="per_channel"), "packed"),
         (at_bits(8, **GROUPS), "packed"),
@@ -161,12 +161,12 @@ def test_damage_is_named(tmp_path: Path) -> None:
 
 
 def test_matrices_that_are_not_in_one_piece_have_no_place() -> None:
-    assert names_of(mixture(), PARAMETER, (4, 128, 32)) is not None
-    assert names_of(mixture("GPT-OSS"), PARAMETER, (4, 64, 32)) is None
+    assert matrix_names(mixture(), PARAMETER, (4, 128, 32)) is not None
+    assert matrix_names(mixture("GPT-OSS"), PARAMETER, (4, 64, 32)) is None
     sizes = {**SHAPE, **PAIR, "intermediate_size": 32, "num_local_experts": 4}
     granite = GraniteMoeForCausalLM(GraniteMoeConfig(**sizes)).eval()
     name = "model.layers.0.block_sparse_moe.experts.gate_up_proj"
-    assert names_of(granite, name, granite.get_parameter(name).shape) is None
+    assert matrix_names(granite, name, granite.get_parameter(name).shape) is None
 
 
 def run(folder: Path, callback: MoQCallback, steps: int, **more: Any) -> Trainer:

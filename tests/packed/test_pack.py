@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, Trainer, TrainerCallback
 
 from moq_hf import MoQCallback, MoQTrainer, cli, quantize_model, save_quantized, verify_quantized
-from moq_hf.packed import sources
+from moq_hf.packed import save, sources
 from moq_hf.packed.pack import pack_checkpoint
-from moq_hf.packed.tensors import Waiting
 from moq_hf.packed.zero_files import zero_folder, zero_weights
 
 AT = 8
@@ -388,8 +387,8 @@ class Lazy(Mapping[str, Tensor]):
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Bytes of the tensors that are alive, but for those that were there before and those that wait on the disk."""
-    monkeypatch.setattr("moq_hf.packed.tensors._SMALL", 1)
-    keep, there = Waiting.keep, set[int]()
+    monkeypatch.setattr("moq_hf.packed.save._SMALL", 1)
+    waiting, there = save._waiting, set[int]()
 
     def storages() -> dict[int, int]:
         gc.collect()
@@ -401,12 +400,18 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
                     found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
         return found
 
-    def kept(self: Waiting, tensor: Tensor) -> Tensor:
-        found = keep(self, tensor)
-        there.add(found.untyped_storage().data_ptr())
-        return found
+    @contextlib.contextmanager
+    def noting(folder: Path) -> Iterator[Callable[[Tensor], Tensor]]:
+        with waiting(folder) as wait:
 
-    monkeypatch.setattr(Waiting, "keep", kept)
+            def kept(tensor: Tensor) -> Tensor:
+                found = wait(tensor)
+                there.add(found.untyped_storage().data_ptr())
+                return found
+
+            yield kept
+
+    monkeypatch.setattr(save, "_waiting", noting)
     before = set(storages())
     return lambda: sum(size for place, size in storages().items() if place not in before | there)
 
