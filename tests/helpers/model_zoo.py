@@ -193,7 +193,7 @@ class Outcome(NamedTuple):
     losses: list[float]
     unmoved: list[str]
     stored: set[str]
-    unpacked_while_loading: bool
+    layout: str
     reply: dict[str, Any]
 
     def faults(self) -> list[str]:
@@ -203,10 +203,14 @@ class Outcome(NamedTuple):
             f"quantized weights that never changed: {self.unmoved}": not self.unmoved,
             f"bits {self.bits} after training": self.bits == {CONFIG["quantize_bits"]["target_bits"]},
             f"tied weights: {self.tied_after}, before {self.tied}": self.tied_after == self.tied,
-            f"stored as {self.stored}": self.stored == {"packed"},
+            f"stored as {self.stored}": self.stored == {"dense" if self.layout == "floats" else "packed"},
             f"loaded: {self.reply}": self.reply == {"equal": True, "tied": self.tied},
         }
         return [fault for fault, is_right in checks.items() if not is_right]
+
+    def on_disk(self) -> str:
+        """For the table: how the quantized weights are stored."""
+        return {"packed": "packed", "unpacked": "packed, unpacked while loading"}.get(self.layout, "floats on the grid")
 
     def cell(self) -> str:
         """For the table: how many of the model's linear layers are quantized."""
@@ -228,7 +232,7 @@ def outcome(family: str, task: str, folder: Path, stranger: Stranger) -> Outcome
     trainer.train()
     layers = quant_layers(model)
     saved = folder / "quantized"
-    config = json.loads((saved / "config.json").read_text(encoding="utf-8"))
+    found = verify_quantized(saved, model)
     return Outcome(
         quantized=list(layers),
         in_float=[name for name, module in model.named_modules() if is_linear(module) and name not in layers],
@@ -237,8 +241,8 @@ def outcome(family: str, task: str, folder: Path, stranger: Stranger) -> Outcome
         bits={layer.moq.bits for layer in layers.values()},
         losses=[log["loss"] for log in trainer.state.log_history if "loss" in log],
         unmoved=[name for name in layers if torch.equal(before[f"{name}.weight"], layers[name].weight)],
-        stored={layer.stored for layer in verify_quantized(saved, model).layers.values()},
-        unpacked_while_loading=config["quantization_config"].get("dequantize", False),
+        stored={layer.stored for layer in found.layers.values()},
+        layout=found.state["layout"],
         reply=stranger.load(saved, model, inputs_of(task, model)),
     )
 
@@ -254,8 +258,7 @@ def table(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
         of_family = [found for (name, _), found in outcomes.items() if name == family]
         heads = dict.fromkeys(head for found in of_family for head in found.in_float)
         tied = dict.fromkeys(tie for found in of_family for tie in ties(found))
-        unpacked = any(found.unpacked_while_loading for found in of_family)
-        disk = "packed, unpacked while loading" if unpacked else "packed"
+        disk = "; ".join(dict.fromkeys(found.on_disk() for found in of_family)) or "-"
         lines.append(f"| {family} | {', '.join(f'`{head}`' for head in heads)} | {'; '.join(tied) or '-'} | {disk} |")
     return "\n".join(lines) + "\n"
 
