@@ -244,7 +244,7 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
         codes, scale, zero = FORMS[layers[name].stored].read(found)
         half = 0 if zero is None else 2 ** (found.bits - 1)
         weights[name] = Quantized(codes - half, scale, None if zero is None else zero - half)
-    return weights
+    return {name: weights[name] for name in layers if name in weights}
 
 
 def by_matrix(layers: Mapping[str, StoredLayer]) -> dict[str, StoredLayer]:
