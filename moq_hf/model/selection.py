@@ -198,20 +198,6 @@ def select_tied(inventory: Inventory, chosen: Mapping[str, nn.Module], config: M
     Raises:
         MoQError: One of them cannot be quantized, or the config leaves it in float by name.
     """
-    found, wrong = tied_to(inventory, chosen, config)
-    if wrong:
-        instead = "set quantize_embeddings to null" if config.quantize_embeddings else "leave the layers in float"
-        raise MoQError(
-            f"{'; '.join(wrong)}: a shared weight is quantized for all that use it or for none: {instead}, or name all "
-            "of them in modules_to_not_convert"
-        )
-    return found
-
-
-def tied_to(
-    inventory: Inventory, chosen: Mapping[str, nn.Module], config: MoQConfig
-) -> tuple[dict[str, str], list[str]]:
-    """As `select_tied`, with a line on each module that stands in the way in place of an error."""
     owners: dict[int, str] = {}
     for name, module in chosen.items():
         owners.setdefault(id(module._parameters["weight"]), name)
@@ -220,14 +206,18 @@ def tied_to(
     for name, module in inventory.modules.items():
         for own, parameter in module._parameters.items():
             owner = owners.get(id(parameter), name)
-            if owner == name:
-                continue
-            reason = _why_not_tied(inventory, name, own, config)
-            if reason is None:
-                found[name] = owner
-            else:
+            reason = None if owner == name else _why_not_tied(inventory, name, own, config)
+            if reason is not None:
                 wrong.append(f"{owner}.weight is also {name}.{own}, {reason}")
-    return found, wrong
+            elif owner != name:
+                found[name] = owner
+    if wrong:
+        instead = "set quantize_embeddings to null" if config.quantize_embeddings else "leave the layers in float"
+        raise MoQError(
+            f"{'; '.join(wrong)}: a shared weight is quantized for all that use it or for none: {instead}, or name all "
+            "of them in modules_to_not_convert"
+        )
+    return found
 
 
 def _why_not_tied(inventory: Inventory, name: str, own: str, config: MoQConfig) -> str | None:

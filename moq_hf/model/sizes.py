@@ -1,11 +1,11 @@
 """How much of a model is quantized, at how many bits, and how large that makes it: of the whole model, always."""
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import nn
 
-from ..names import plain_name
 from ..processes import shape_of
 from ..quant_linear import QuantLayer
 from ..schedule import FLOAT_BITS
@@ -76,7 +76,6 @@ class ModelSizes:
                 self._others_bits += count * full
         self.quantized = sum(weight.numbers for weight in self._weights)
         self.total = self.quantized + sum(self.others.values())
-        self._added = inventory.adapters
 
     @property
     def share(self) -> float:
@@ -123,26 +122,12 @@ class ModelSizes:
         return max((w.layer.moq.bits for w in self._weights if w.layer.moq.bits <= _BYTE), default=0)
 
     def largest_others(self) -> dict[str, int]:
-        """Parameters that stay in float, by the last part of their names, the largest first.
-
-        Those of all blocks are one: `experts.down_proj`, `word_embeddings`, `LayerNorm`.
-        """
+        """Parameters that stay in float, the largest first; those of all blocks are one: `layer.*.key.bias`."""
         found: dict[str, int] = {}
         for name, count in self.others.items():
-            plain = plain_name(name, self._added)
-            group = "PEFT's adapters" if plain is None else last_part(plain)
+            group = re.sub(r"\b\d+\b", "*", name)
             found[group] = found.get(group, 0) + count
         return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def last_part(parameter: str) -> str:
-    """What to call a parameter wherever it stands: its module; with its own name unless that is weight or bias.
-
-    >>> last_part("bert.encoder.layer.1.attention.query.weight"), last_part("mlp.experts.0.down_proj")
-    ('query', 'experts.down_proj')
-    """
-    words = [word for word in parameter.split(".") if not word.isdigit()]
-    return words[-2] if words[-1] in ("weight", "bias") and len(words) > 1 else ".".join(words[-2:])
 
 
 def covered(quantized: int, total: int) -> str:

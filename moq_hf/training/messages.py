@@ -10,8 +10,8 @@ from tqdm.auto import tqdm
 from .. import serving, triton_quant
 from ..config import MoQConfig
 from ..model.inventory import Inventory, is_convolution
-from ..model.selection import embeddings_to_quantize, output_heads, tied_to
-from ..model.sizes import ModelSizes, covered, in_words, last_part
+from ..model.selection import embeddings_to_quantize, output_heads
+from ..model.sizes import ModelSizes, covered, in_words
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from .choice import Choice
 from .resume import describe
@@ -106,11 +106,9 @@ def _what_stays_in_float(inventory: Inventory, config: MoQConfig, sizes: ModelSi
     others = sizes.largest_others()
     parts = [f"{in_words(count)} in {group}" for group, count in list(others.items())[:4]]
     known = {*inventory.embeddings, *inventory.tied}
-    tables = {name: table for name, table in embeddings_to_quantize(inventory, config).items() if name not in known}
-    # A table that is shared with what cannot be quantized is an error there.
-    if tables and not tied_to(inventory, tables, config)[1]:
-        names = dict.fromkeys(last_part(f"{name}.weight") for name in tables)
-        parts[-1] += f"; quantize_embeddings would take {', '.join(names)}"
+    tables = [name for name in embeddings_to_quantize(inventory, config) if name not in known]
+    if tables:
+        parts[-1] += f"; quantize_embeddings would take {', '.join(tables)}"
     return f"only {coverage(sizes)} are in quantized layers; the others: {', '.join(parts)}"
 
 
