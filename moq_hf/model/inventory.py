@@ -131,11 +131,14 @@ class Inventory:
             layer: Its name.
             measured: Blocks of the list that `eigenvalue.layer_name` names: they go before others.
         """
-        own = next((block for block in measured if is_below(layer, block)), None)
-        outer = next((name for name in self.lists if layer.startswith(f"{name}.")), None)
-        if own is not None or outer is None:
-            return own or layer
-        return ".".join(layer.split(".")[: outer.count(".") + 2])
+        for block in measured:
+            if is_below(layer, block):
+                return block
+        for outer in self.lists:
+            if layer.startswith(f"{outer}."):
+                entry = layer.removeprefix(f"{outer}.").partition(".")[0]
+                return f"{outer}.{entry}"
+        return layer
 
     def blocks(self, layers: Iterable[str], measured: Iterable[str] = ()) -> dict[str, list[str]]:
         """The layers by their blocks, both in model order; `measured` as `block_of` takes it."""
@@ -152,20 +155,14 @@ class Inventory:
         >>> inventory.units(inventory.linears)
         {'q_proj-k_proj-v_proj': ['q_proj', 'k_proj', 'v_proj'], 'o_proj': ['o_proj']}
         """
-        groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        units: dict[str, list[str]] = {}
         for layer in layers:
             parent, _, own = layer.rpartition(".")
             around, among, _ = f"{layer}.".partition(".experts.")
-            if among:
-                groups.setdefault((around, ("experts",)), []).append(layer)
-                continue
             fused = next((names for names in FUSED if own in names), (own,))
-            groups.setdefault((parent, fused), []).append(layer)
-        found = {}
-        for (parent, names), members in groups.items():
-            there = [name for name in names if f"{parent}.{name}".lstrip(".") in members]
-            found[f"{parent}.{'-'.join(there or names)}".lstrip(".")] = members
-        return found
+            unit = f"{around}.experts" if among else f"{parent}.{'-'.join(fused)}"
+            units.setdefault(unit.lstrip("."), []).append(layer)
+        return units
 
     def layer_blocks(
         self, layer_name: str | None = None, layer_num: int | None = None
@@ -184,7 +181,19 @@ class Inventory:
         Raises:
             MoQError: No such list, with those that there are; or `layer_num` is more than a list has.
         """
-        lists = self._layer_lists(layer_name)
+        full = {name: entries for name, entries in self.lists.items() if entries and all(map(_has_weights, entries))}
+        alike = {name: entries for name, entries in full.items() if len({type(entry) for entry in entries}) == 1}
+        lists = alike or full
+        if layer_name is not None:
+            entries = dict(self.named).get(layer_name)
+            if not isinstance(entries, nn.ModuleList) or not _has_weights(entries):
+                there = ", ".join(f"{name} ({len(entries)})" for name, entries in lists.items()) or "none"
+                raise MoQError(
+                    f"eigenvalue.layer_name: {layer_name!r} is no list of layers (a ModuleList); the model has: {there}"
+                )
+            lists = {layer_name: entries}
+        elif BERT_LAYERS in lists:
+            lists = {BERT_LAYERS: lists[BERT_LAYERS]}
         if not lists:
             raise MoQError("the model has no list of layers (a ModuleList of modules with parameters) to measure")
         short = [f"{name} has {len(entries)}" for name, entries in lists.items() if len(entries) < (layer_num or 0)]
@@ -195,22 +204,6 @@ class Inventory:
             for name, entries in lists.items()
             for index, entry in enumerate(list(entries)[:layer_num])
         }
-
-    def _layer_lists(self, layer_name: str | None) -> dict[str, nn.ModuleList]:
-        full = {name: entries for name, entries in self.lists.items() if entries and all(map(_has_weights, entries))}
-        alike = {name: entries for name, entries in full.items() if len({type(entry) for entry in entries}) == 1}
-        lists = alike or full
-        if layer_name is None:
-            return {BERT_LAYERS: lists[BERT_LAYERS]} if BERT_LAYERS in lists else lists
-        try:
-            entries = self.model.get_submodule(layer_name)
-        except AttributeError:
-            entries = None
-        if isinstance(entries, nn.ModuleList) and _has_weights(entries):
-            return {layer_name: entries}
-        what = "no module" if entries is None else f"a {type(entries).__name__}"
-        there = ", ".join(f"{name} ({len(entries)})" for name, entries in lists.items()) or "none"
-        raise MoQError(f"eigenvalue.layer_name: {layer_name!r} is {what}, not a list of layers; the model has: {there}")
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:

@@ -86,16 +86,15 @@ def select_layers(
     reasons = {name: "routes to experts" if name in routers else misfit(layer) for name, layer in every.items()}
     chosen = {name: layer for name, layer in asked.items() if reasons[name] is None}
     if not chosen and not has_experts:
-        proposal = ""
-        if not config.quantize_convolutions and any(misfit(m) is None for m in inventory.convolutions.values()):
-            proposal = "; quantize_convolutions: true would quantize convolutions"
+        unasked = inventory.convolutions and not config.quantize_convolutions
+        hint = "; quantize_convolutions: true would quantize convolutions" if unasked else ""
         if not every:
             leaves = {type(module).__name__ for module in inventory.modules.values() if not list(module.children())}
             listed = ", ".join(sorted(leaves)) or "none"
-            raise MoQError(f"the model has no {what} to quantize; its layers are {listed}{proposal}")
+            raise MoQError(f"the model has no {what} to quantize; its layers are {listed}{hint}")
         place = "is an output head" if config.modules_to_not_convert is None else "is in modules_to_not_convert"
         listed = ", ".join(f"{name} has {reasons[name]}" if name in asked else f"{name} {place}" for name in every)
-        raise MoQError(f"no {what} is left to quantize: {listed}{proposal}")
+        raise MoQError(f"no {what} is left to quantize: {listed}{hint}")
     _check_groups({name: _features(layer) for name, layer in chosen.items()}, config)
     _check_adapters(inventory, chosen)
     left_out = {name: reasons[name] for name in every if name not in chosen}
