@@ -214,7 +214,7 @@ def measure(family: str, grid: str, llama: Path, folder: Path) -> dict[str, Any]
     files = {"float32": f32, "float16": f16, f"llama-quantize {kind}": requantize(f16, folder / "theirs.gguf", kind)}
     if config is not None:
         made = export_gguf(packed, folder / "ours.gguf", f16)
-        case |= {"types": dict(made.types), "scale_error": made.scale_error, "weight_error": made.weight_error}
+        case |= {"types": dict(made.types), "weight_error": made.weight_error}
         files["moq-hf export"] = made.path
     return case | {"ways": {name: reference.compare(path) for name, path in files.items()}}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moq_hf import MoQError, quantizer
-from moq_hf.export.gguf_blocks import blocks_of, kind_of, rounding
+from moq_hf.export.gguf_blocks import blocks_of, kind_of
 from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
 from moq_hf.packed.state import StoredLayer
 from moq_hf.quantizer import Quantized
@@ -46,8 +46,8 @@ def test_every_grid_reads_back_as_codes_times_half_scales(bits: int, grouping: G
     halves = stored.scale.half().float()
     if symmetric:
         assert np.array_equal(found, quantizer.dequantize(stored.codes, halves).numpy())
-    scale, steps = rounding(stored, layer, blocks)
-    assert 0 < scale <= 2**-11 and 0 < steps <= 2**-11 * 2**bits
+    steps = blocks.error
+    assert 0 < steps <= 2**-11 * 2**bits
     exact = quantizer.dequantize(*stored).numpy()
     step = stored.scale.numpy().repeat(8 // layer.scales[0], 0).repeat(128 // layer.scales[1], 1)
     assert np.abs(found - exact).max() <= (steps * step).max()
@@ -60,9 +60,7 @@ def test_the_whole_range_with_scales_of_any_sign(bits: int, least: int) -> None:
     stored = Quantized(codes, torch.tensor([[-0.5], [0.25]]), None)
     blocks = blocks_of(stored, layer_of(stored, bits), "x")
     found = gguf.quants.dequantize(blocks.raw(), gguf.GGMLQuantizationType[blocks.kind])
-    assert np.array_equal(found, quantizer.dequantize(*stored).numpy()) and rounding(
-        stored, layer_of(stored, bits), blocks
-    ) == (0, 0)
+    assert np.array_equal(found, quantizer.dequantize(*stored).numpy()) and blocks.error == 0
 
 
 def test_scales_that_float16_cannot_hold() -> None:
@@ -74,7 +72,7 @@ def test_scales_that_float16_cannot_hold() -> None:
     # The scale of zeros does not matter.
     stored = Quantized(codes * torch.tensor([[1], [0]]), torch.tensor([[1.0], [1e-9]]), None)
     blocks = blocks_of(stored, layer_of(stored, 4), "blk")
-    assert np.array_equal(blocks.values()[1], np.zeros(32)) and rounding(stored, layer_of(stored, 4), blocks).scale == 0
+    assert np.array_equal(blocks.values()[1], np.zeros(32)) and blocks.error == 0
     zero = torch.full((2, 1), -8, dtype=torch.int32)
     stored = Quantized(codes, torch.tensor([[1.0], [6e4]]), zero)
     assert np.isfinite(blocks_of(stored, layer_of(stored, 4), "blk").values()).all()
