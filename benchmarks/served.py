@@ -215,7 +215,7 @@ def report(folder: Path, names: list[str], out: Path) -> None:
     """Ask our rules about each folder, and write what servers and rules say side by side."""
     from environment import environment, write
 
-    from moq_hf.packed.state_check import served_by
+    from moq_hf.packed.state import served_by
 
     cases: dict[str, Any] = {}
     versions: dict[str, str] = {}

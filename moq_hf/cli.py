@@ -150,7 +150,7 @@ def add_inspect(subparsers: Any) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    from .packed.state_check import served_by
+    from .packed.state import served_by
     from .packed.verify import verify_quantized
     from .serving import served_table
 

@@ -23,7 +23,7 @@ from .errors import MoQConfigError, MoQError, one_line
 from .metrics import metrics_in
 from .model.sizes import percent
 from .plan import Plan
-from .reading import Entry
+from .reading import checked
 from .schedule import FLOAT_BITS, begins_in_float
 from .training.choice import Choice
 
@@ -177,7 +177,7 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
         saved.float_size_mb,
         _metrics(directory),
         in_float,
-        Choice.read(Entry(saved.choice, str(path), "choice")),
+        checked(Choice | None, saved.choice, str(path), "choice"),
     )
 
 

@@ -30,7 +30,7 @@ from moq_hf.config import served_scale_dtype
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
-from moq_hf.packed.state_check import served_by
+from moq_hf.packed.state import served_by
 from moq_hf.rows import to_rows
 from moq_hf.serving import (
     GGUF,

@@ -7,13 +7,15 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import MoQError, one_line
-from ..reading import Entry, read_json
+from ..reading import checked, read_json
 
 CONFIG = "config.json"
 # Holds the adapters of a `PeftModel`, in the folder of its base model.
@@ -34,12 +36,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    files = read_document(folder / INDEX)["weight_map"].mapping()
-    for entry in files.values():
-        # A name with a path would have files read that are not the model's.
-        if not WEIGHTS.fullmatch(entry.text()):
-            raise entry.fault("the name of a file of weights in this folder")
-    return {name: entry.text() for name, entry in files.items()}
+    # A name with a path would have files read that are not the model's.
+    kind = dict[str, Annotated[str, Field(pattern=f"^{WEIGHTS.pattern}$")]]
+    files = read_document(folder / INDEX).get("weight_map")
+    found: dict[str, str] = checked(kind, files, str(folder / INDEX), "weight_map")
+    return found
 
 
 def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -89,7 +90,7 @@ def digest_of(tensor: Tensor) -> str:
     return found.hexdigest()
 
 
-def read_document(path: Path) -> Entry:
+def read_document(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a packed checkpoint.
 
     Raises:

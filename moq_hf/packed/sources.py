@@ -4,14 +4,16 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..engine_seams import checkpoint_chunks
 from ..errors import MoQError, one_line
+from ..reading import checked
 from .files import INDEX, SINGLE, read_document
 
 # What safetensors calls the dtypes of PyTorch.
@@ -188,11 +190,9 @@ _MODEL = "model."
 
 def _index_of(path: Path) -> dict[str, str]:
     """File of each tensor by an index, whose files lie beside it."""
-    files = read_document(path)["weight_map"].mapping()
-    for entry in files.values():
-        if Path(entry.text()).name != entry.text():
-            raise entry.fault("the name of a file in this folder")
-    return {name: entry.text() for name, entry in files.items()}
+    kind = dict[str, Annotated[str, Field(pattern=r"^[^/\\]+$")]]
+    found: dict[str, str] = checked(kind, read_document(path).get("weight_map"), str(path), "weight_map")
+    return found
 
 
 def _table_of(path: Path) -> dict[str, Spec]:

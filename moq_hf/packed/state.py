@@ -9,20 +9,36 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import torch
+from pydantic import ConfigDict, Field
+from typing_extensions import TypedDict
 
+from .. import serving
+from ..config import Count, Flag, MoQConfig, Positive, Weight
 from ..errors import MoQError, show
-from ..inputs import ranges_of
+from ..inputs import LARGEST_RANGE, ranges_of
 from ..quant_linear import QuantLayer
-from ..rows import parameter_of
+from ..reading import checked
+from ..rows import is_experts, parameter_of
+from ..schedule import FLOAT_BITS
 from ..training.controller import MoQController
 from ..version import __version__
-from .files import read_document
+from .files import CONFIG, read_document
+from .load_check import Proof
 
 STATE_NAME = "moq_state.json"
+# 1 is 0.1.0's.
+STATE_FORMAT = 2
 MAX_PACKED_BITS = 8
+
+# Types of what the file holds.
+Bits = Annotated[int, Field(strict=True, ge=1, le=FLOAT_BITS)]
+Size = Annotated[int, Field(strict=True, ge=1, le=2**31)]
+Part = Annotated[float, Field(strict=True, ge=0, le=1)]
+Range = Annotated[float, Field(strict=True, ge=0, le=LARGEST_RANGE)]
+Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$")]
 
 
 @dataclass(frozen=True)
@@ -46,20 +62,85 @@ class StoredLayer:
         matrices: Names of packed experts' matrices in the files, as the rows of `shape` come; None for any other layer.
     """
 
-    kind: str
-    bits: int
-    stored: str
-    shape: tuple[int, int]
-    scales: tuple[int, int]
-    symmetric: bool
-    bytes: int
-    bytes_before: int
-    max_error: float
+    # A file with other keys is damaged.
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    kind: Annotated[str, Field(pattern=r"^(linear|conv1d|embedding|conv|experts|experts_t)$")]
+    bits: Bits
+    stored: Annotated[str, Field(pattern=r"^(packed|int8|dense|float)$")]
+    shape: tuple[Size, Size]
+    scales: tuple[Count, Count]
+    symmetric: Flag
+    bytes: Count
+    bytes_before: Count
+    max_error: Weight
     group: str | None = None
-    grid: tuple[str, str | None] | None = None
-    full: bool = False
+    grid: tuple[Base64, Base64 | None] | None = None
+    full: Flag = False
     tied: tuple[str, ...] = ()
     matrices: tuple[str, ...] | None = None
+
+    def fault(self) -> tuple[str, str] | None:
+        """The name of a value that does not go with the others, and what it must be."""
+        if self.full and not self.symmetric:
+            return "full", "false where symmetric is"
+        is_apart = self.stored == "packed" and is_experts(self.kind)
+        if (self.matrices is not None) != is_apart:
+            return "matrices", "the names of packed experts, and null for any other layer"
+        if self.stored == "float":
+            return None
+        most = 16 if self.stored == "dense" else MAX_PACKED_BITS
+        if self.bits > most:
+            return "bits", f"a whole number from 1 to {most}"
+        if any(count == 0 or size % count for size, count in zip(self.shape, self.scales, strict=True)):
+            return "scales", f"divisors of the shape {list(self.shape)}"
+        if self.matrices is not None:
+            names = len(set(self.matrices))
+            if names != len(self.matrices) or self.shape[0] % max(1, names):
+                return "matrices", f"different names, so many that they divide {self.shape[0]} rows"
+        if self.stored != "dense":
+            return None if self.group is not None else ("group", "text")
+        # 4 bytes each, as text of 4 letters for 3 bytes.
+        length = -(-math.prod(self.scales) * 4 // 3) * 4
+        parts = (self.grid or ("", ""))[: 1 if self.symmetric else 2]
+        if any(part is None or len(part) != length for part in parts):
+            return "grid", f"{math.prod(self.scales)} values of 4 bytes in base64"
+        return None
+
+
+class Switched(TypedDict):
+    """A block's change of precision."""
+
+    step: Positive
+    block: str
+    before: Bits
+    bits: Bits
+    eigenvalue: Part | None
+
+
+class Counted(TypedDict):
+    """How many parameters are quantized, and how many there are."""
+
+    quantized: Positive
+    total: Positive
+
+
+class State(TypedDict):
+    """What of `moq_state.json` is read again; the digest proves integrity against accident alone."""
+
+    tensors: dict[str, str]
+    config_json: str | None
+    versions: dict[str, Any]
+    config: dict[str, Any] | None
+    step: Count | None
+    history: list[Switched]
+    layers: Annotated[dict[str, StoredLayer], Field(min_length=1)]
+    names: NotRequired[dict[str, str] | None]
+    input_ranges: NotRequired[dict[str, Range] | None]
+    metrics: NotRequired[dict[str, Any] | None]
+    float_metrics: NotRequired[dict[str, Any] | None]
+    parameters: NotRequired[Counted | None]
+    proof: NotRequired[Proof | None]
 
 
 def state_of(
@@ -80,7 +161,7 @@ def state_of(
     }
     config = next(iter(layers.values())).moq.config
     return {
-        "format": 1,
+        "format": STATE_FORMAT,
         "versions": versions,
         "config": None if config is None else shareable(config.to_dict()),
         "input_ranges": ranges_of({n: layer.moq.inputs for n, layer in layers.items() if layer.moq.inputs is not None}),
@@ -216,20 +297,88 @@ def read_state(folder: Path) -> dict[str, Any]:
     """The content of `moq_state.json`, its digest and format checked.
 
     Raises:
-        MoQError: It is missing, damaged, or of another format.
+        MoQError: It is missing, damaged, or of another version of moq_hf.
     """
     if not folder.is_dir():
         raise MoQError(f"{folder} is not a directory")
     path = folder / STATE_NAME
-    state: dict[str, Any] = read_document(path).value
+    state = read_document(path)
     try:
         digest = sha256(_canonical(state))
     except RecursionError:
         digest = None
     if digest is None or state.get("digest") != digest:
         raise MoQError(f"{path} is damaged: its digest does not fit its content")
-    if state.get("format") != 1:
+    if state.get("format") != STATE_FORMAT:
         versions = state.get("versions")
         writer = versions.get("moq_hf") if isinstance(versions, dict) else None
-        raise MoQError(f"{path} is of format {show(state.get('format'))}, written by moq_hf {show(writer)}: update")
+        raise MoQError(
+            f"{path} is of format {show(state.get('format'))}, written by moq_hf {show(writer)}, and this is moq_hf "
+            f"{__version__}, which reads format {STATE_FORMAT}; plain transformers loads the folder all the same"
+        )
     return state
+
+
+def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
+    """The state of a packed checkpoint, and its layers.
+
+    Raises:
+        MoQError: A value is not of the type or in the range of what is written; names the file and the key.
+    """
+    state, where = read_state(folder), str(folder / STATE_NAME)
+    layers: dict[str, StoredLayer] = checked(State, state, where)["layers"]
+    for name, layer in layers.items():
+        fault = layer.fault()
+        if fault is not None:
+            key, legal = fault
+            raise MoQError(f"{where}: layers.{name}.{key} must be {legal}, not {show(getattr(layer, key))}")
+    return state, layers
+
+
+def proof_in(state: Mapping[str, Any]) -> Proof | None:
+    """The proof in a state that was read; None if nothing was tried."""
+    return Proof(**state["proof"]) if state.get("proof") else None
+
+
+def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
+    """What each server makes of a packed checkpoint; its weights are not looked at.
+
+    Args:
+        directory: What `save_quantized` wrote.
+
+    Raises:
+        MoQError: The state or the config is missing or damaged; names the file and the key.
+    """
+    folder = Path(directory)
+    state, layers = read_layers(folder)
+    config = {} if state["config_json"] is None else read_document(folder / CONFIG)
+    classes = checked(list[str] | None, config.get("architectures"), str(folder / CONFIG), "architectures")
+    proof = proof_in(state)
+    unserved = proof.reason if proof is not None and proof.agrees is False else None
+    if state.get("by_hand") and (proof is None or not proof.agrees):
+        unserved = "no save_pretrained wrote it; load_state_dict takes its weights"
+    scales, row_size = "float32", None
+    if state["config"] is not None:
+        trained = MoQConfig.from_dict(state["config"])
+        scales = trained.grid_of(str(config.get("dtype") or "float32")).scale_dtype
+        row_size = trained.grouping.row_size
+    weights: dict[str, serving.Weight] = {}
+    for name, layer in layers.items():
+        # Packed experts lie in the files matrix by matrix.
+        names = layer.matrices or (name,)
+        rows, columns = layer.shape[0] // len(names), layer.shape[1]
+        # One group may fill a row.
+        size = columns // layer.scales[1] if layer.scales[1] > 1 or row_size == columns else None
+        kind = "linear" if layer.matrices else layer.kind
+        packed = layer.stored in ("packed", "int8")
+        weights |= dict.fromkeys(names, serving.Weight(kind, rows, columns, layer.bits, size, layer.symmetric, packed))
+    floats = [name for name in state["tensors"] if name.endswith(".weight") or serving.WHOLE_EXPERTS.search(name)]
+    model = serving.Description(
+        architecture=classes[0] if classes else "",
+        weights=weights,
+        floats={name.removesuffix(".weight") for name in floats} - weights.keys(),
+        is_encoder_decoder=config.get("is_encoder_decoder") is True,
+        unserved=unserved,
+        scales=scales,
+    )
+    return [serving.verdict(model, server) for server in serving.SERVERS]

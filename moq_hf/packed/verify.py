@@ -7,12 +7,14 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NotRequired
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from typing_extensions import TypedDict
 
+from ..config import Flag, PackedBits
 from ..errors import MoQError, one_line
 from ..formats.stored import StoredWeight
 from ..formats.table import FORMS
@@ -22,7 +24,7 @@ from ..model.inventory import is_packed
 from ..model.sizes import covered
 from ..names import adapters, uncompiled, without_peft
 from ..quantizer import Quantized, dequantize
-from ..reading import Entry
+from ..reading import checked
 from ..rows import is_experts, parameter_of
 from ..schedule import FLOAT_BITS
 from ..text import table
@@ -30,8 +32,7 @@ from ..transformers_seams import original_format
 from .encode import plain
 from .files import CONFIG, digest_of, read_document, size_of, tensors_in, weight_files
 from .load_check import Proof, ReferenceOutputs
-from .state import MAX_PACKED_BITS, STATE_NAME, Places, StoredLayer, sha256
-from .state_check import proof_of, read_layers
+from .state import MAX_PACKED_BITS, STATE_NAME, Places, StoredLayer, proof_in, read_layers, sha256
 
 _ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -168,8 +169,7 @@ def verify_quantized(
             _compare(folder, name, found, expected, "tensor ")
     _check_tied(folder, tied, scales)
     if inputs is None or model is None:
-        saved = state["proof"]
-        proof = None if saved is None else proof_of(Entry(state, str(folder / STATE_NAME))["proof"])
+        proof = proof_in(state)
     else:
         proof = ReferenceOutputs(model, inputs).prove(folder)
         if not proof.agrees:
@@ -328,6 +328,26 @@ def _read_weights(
         raise MoQError(f"{folder}: missing from the weights: {', '.join(weights)}")
 
 
+class _Weights(TypedDict):
+    symmetric: Flag
+    num_bits: PackedBits
+
+
+class _Group(TypedDict):
+    weights: _Weights
+
+
+class _Quantization(TypedDict):
+    config_groups: dict[str, _Group]
+    dequantize: NotRequired[Any]
+
+
+class _Config(TypedDict):
+    """What of a folder's config.json is read."""
+
+    quantization_config: _Quantization
+
+
 def _groups_of(folder: Path, state: Mapping[str, Any], layers: Mapping[str, StoredLayer]) -> Mapping[str, Any]:
     """The config groups, after each layer was found to have the bits that its group declares.
 
@@ -344,21 +364,22 @@ def _groups_of(folder: Path, state: Mapping[str, Any], layers: Mapping[str, Stor
     packed = {name: layer for name, layer in layers.items() if layer.group is not None}
     if not packed:
         return {}
-    quantization = config["quantization_config"]
-    groups = quantization["config_groups"]
+    quantization = checked(_Config, config, str(path))["quantization_config"]
     # Unpacked while loading, all layers have codes as wide as the widest; experts always do.
-    at_load = quantization.get("dequantize").value is True
+    at_load = quantization.get("dequantize") is True
     for name, layer in packed.items():
-        weights = groups[cast(str, layer.group)]["weights"]
-        weights["symmetric"].flag()
-        width = weights["num_bits"].whole(1, MAX_PACKED_BITS)
+        group = f"quantization_config.config_groups.{layer.group}"
+        if layer.group not in quantization["config_groups"]:
+            raise MoQError(f"{path}: {group} is missing")
+        width = quantization["config_groups"][layer.group]["weights"]["num_bits"]
         shared = layer.stored == "packed" and (at_load or is_experts(layer.kind))
         if layer.bits > width or (layer.bits < width and not shared):
             raise MoQError(
-                f"{folder / STATE_NAME}: layers.{name}.bits is {layer.bits}, but its codes have "
-                f"{width} bits ({weights.key}.num_bits in {CONFIG})"
+                f"{folder / STATE_NAME}: layers.{name}.bits is {layer.bits}, but its codes have {width} bits "
+                f"({group}.weights.num_bits in {CONFIG})"
             )
-    return cast(Mapping[str, Any], groups.value)
+    groups: Mapping[str, Any] = config["quantization_config"]["config_groups"]
+    return groups
 
 
 def _checked(found: StoredWeight, layer: StoredLayer) -> Tensor:

@@ -6,10 +6,9 @@ from fractions import Fraction
 from typing import Any
 
 from ..budget import Option, choose
-from ..config import BitBudget, MoQConfig
+from ..config import BitBudget, Count, Flag, MoQConfig, PackedBits, Positive, Weight
 from ..errors import MoQError
 from ..model.file_size import FileSize
-from ..reading import Entry
 from ..text import table
 from .divergence import Costs
 
@@ -28,10 +27,10 @@ class Chosen:
         saved: Megabytes (10^6 bytes) that they save against the most bits that it could have.
     """
 
-    bits: int
-    weights: int
-    cost: float
-    saved: float
+    bits: PackedBits
+    weights: Count
+    cost: Weight
+    saved: Weight
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,11 @@ class Choice:
     """
 
     measure: str
-    step: int
+    step: Positive
     blocks: dict[str, Chosen]
-    limit: float
-    reached: float
-    in_file: bool
+    limit: Weight
+    reached: Weight
+    in_file: Flag
 
     @property
     def targets(self) -> dict[str, int]:
@@ -62,27 +61,6 @@ class Choice:
     def to_dict(self) -> dict[str, Any]:
         """The choice in JSON types."""
         return asdict(self)
-
-    @classmethod
-    def read(cls, saved: Entry) -> "Choice | None":
-        """What `to_dict` gave and a file may have changed; None where there is none.
-
-        Raises:
-            MoQError: It is not as it was written; names the key.
-        """
-        if saved.is_null:
-            return None
-        blocks = {
-            name: Chosen(
-                entry["bits"].whole(1, 8),
-                entry["weights"].whole(),
-                entry["cost"].number(0.0),
-                entry["saved"].number(0.0),
-            )
-            for name, entry in saved["blocks"].mapping().items()
-        }
-        limit, reached = saved["limit"].number(0.0), saved["reached"].number(0.0)
-        return cls(saved["measure"].text(), saved["step"].whole(1), blocks, limit, reached, saved["in_file"].flag())
 
     def rows(self) -> list[tuple[str, ...]]:
         """The words of a table: a head, and a row for each block."""

@@ -21,7 +21,6 @@ from ..model.sizes import ModelSizes
 from ..model.staleness import lead_copies, take_over
 from ..processes import agree, device_of, is_distributed, shape_of
 from ..quant_linear import QuantEmbedding, QuantLayer
-from ..reading import Entry
 from ..rows import is_experts
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..version import __version__
@@ -29,7 +28,7 @@ from . import messages
 from .choice import Choice, Chooser
 from .measuring import reshard
 from .ratios import decode, encode
-from .resume import STATE_VERSION, changes, check_state, load_schedule, what_counts
+from .resume import STATE_VERSION, changes, check_state, choice_in, load_schedule, what_counts
 from .sensitivity import Sensitivity
 
 logger = logging.getLogger(__name__)
@@ -334,8 +333,7 @@ class MoQController:
         changed = changes(MoQConfig.from_dict(state["config"]), self.config)
         load_schedule(self.schedule, state, changed)
         self.history = [Switch(*switch) for switch in state["history"]]
-        saved = Entry(state.get("choice"), "the checkpoint's MoQ state is damaged", "choice")
-        self.choice = None if self.config.budget is None else Choice.read(saved)
+        self.choice = None if self.config.budget is None else choice_in(state)
         self._write_bits(self.blocks, state["ratios"])
         load_ranges(self._inputs(), state.get("input_ranges", {}))
         # Before the offset a changed config may have made other blocks of the layers.

@@ -2,22 +2,24 @@
 
 import json
 import logging
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, NotRequired
 
-from ..config import MoQConfig
-from ..errors import MoQConfigError, MoQError
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from ..config import Count, MoQConfig, Positive, Weight
+from ..errors import MoQConfigError, MoQError, show
 from ..inputs import LARGEST_RANGE
-from ..reading import Entry
+from ..reading import checked
 from ..schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch, offset_step_of
 from ..version import __version__
 from .choice import Choice
 
 logger = logging.getLogger(__name__)
 
-# Of `MoQController.state_dict`. 1, that of 0.1.0, had no number.
-STATE_VERSION = 2
+# Of `MoQController.state_dict`. 0.1.0 wrote 1 and 2.
+STATE_VERSION = 3
 # Of a period: 15 drops from the largest one of a config.
 _LONGEST = 2**128
 
@@ -39,92 +41,122 @@ SCHEDULE_KEYS = frozenset(
 )
 
 
+# What `MoQController.state_dict` gives, as its parts give it.
+Bits = Annotated[int, Field(strict=True, ge=1, le=FLOAT_BITS)]
+Period = Annotated[int, Field(strict=True, ge=1, le=_LONGEST)]
+Factor = Annotated[int, Field(strict=True, ge=1, le=MAX_FACTOR)]
+Unit = Annotated[float, Field(strict=True, ge=0, le=1)]
+Range = Annotated[float, Field(strict=True, ge=0, le=LARGEST_RANGE)]
+# An eigenvalue may be infinite, and one that is not a number is null.
+Eigenvalue = Annotated[float, Field(strict=True, ge=0)]
+
+
+class SavedSchedule(TypedDict):
+    """A schedule's bits, period and step of the last change by block."""
+
+    steps: Count
+    total_steps: Positive | None
+    blocks: dict[str, tuple[Bits, Period, Count]]
+    targets: NotRequired[dict[str, Bits] | None]
+
+
+class SavedSensitivity(TypedDict):
+    """What was measured, and what that took."""
+
+    eigenvalues: dict[str, Eigenvalue | None]
+    spent: Weight
+    products: Weight
+    rows: Count
+    samples: str
+
+
+class SavedState(TypedDict):
+    """The state of a run."""
+
+    config: dict[str, Any]
+    schedule: SavedSchedule
+    ratios: dict[str, str]
+    input_ranges: dict[str, Range]
+    history: list[tuple[Count, str, Bits, Bits, Period, Factor, Unit | None]]
+    sensitivity: SavedSensitivity | None
+    choice: NotRequired[Choice | None]
+
+
+class SavedAttributes(TypedDict):
+    """What a callback saves of itself."""
+
+    saved: dict[str, Any] | None
+
+
+class SavedCallback(TypedDict):
+    """A callback in `trainer_state.json`."""
+
+    attributes: SavedAttributes
+
+
 def saved_state(entry: Any) -> Mapping[str, Any] | None:
     """The controller's state in a callback's entry in `trainer_state.json`; None where it had no controller.
 
     Raises:
         MoQError: The entry, or the state, is not as it was written; names the key.
     """
-    saved = Entry(entry, "the checkpoint's trainer_state.json is damaged", "stateful_callbacks.MoQCallback")
-    saved = saved["attributes"]["saved"]
-    if not saved.is_null:
-        _check_state(saved)
-    found: Mapping[str, Any] | None = saved.value
+    where, key = "the checkpoint's trainer_state.json is damaged", "stateful_callbacks.MoQCallback"
+    found: Mapping[str, Any] | None = checked(SavedCallback, entry, where, key)["attributes"]["saved"]
+    if found is not None:
+        check_state(found, where, f"{key}.attributes.saved")
     return found
 
 
-def check_state(state: Mapping[str, Any]) -> None:
+def check_state(state: Mapping[str, Any], where: str = "the checkpoint's MoQ state is damaged", key: str = "") -> None:
     """Check types and ranges of what `MoQController.state_dict` gave and a file may have changed.
 
     Raises:
-        MoQError: Something is not as it was written, or written by a newer moq_hf; names the key.
+        MoQError: Something is not as it was written, or by another version of moq_hf; names the key.
     """
-    _check_state(Entry(state, "the checkpoint's MoQ state is damaged"))
-
-
-def _check_state(state: Entry) -> None:
-    version = state.mapping().get("version", Entry(1, "")).value
-    if not isinstance(version, int) or version > STATE_VERSION:
+    if state.get("version") != STATE_VERSION:
         raise MoQError(
-            f"the checkpoint's MoQ state has version {version}, written by moq_hf {state.get('moq_hf').value}; this is "
-            f"moq_hf {__version__}, which reads versions up to {STATE_VERSION}: install that moq_hf or a newer one"
+            f"the checkpoint's MoQ state has version {show(state.get('version'))}, written by moq_hf "
+            f"{show(state.get('moq_hf'))}; this is moq_hf {__version__}, which reads version {STATE_VERSION}: a run "
+            "goes on with the moq_hf that began it"
         )
+    checked(SavedState, state, where, key)
     try:
-        config = MoQConfig.from_dict({name: entry.value for name, entry in state["config"].mapping().items()})
+        config = MoQConfig.from_dict(state["config"])
     except MoQConfigError as error:
-        raise MoQError(f"{state.where}: {state['config'].key}: {error}") from error
-    schedule = state["schedule"]
-    steps = schedule["steps"].whole()
-    if config.schedule.depends_on_length:
-        schedule["total_steps"].whole(1)
-    blocks = schedule["blocks"].mapping()
-    for entry in blocks.values():
-        bits, period, changed = entry.items(3)
-        if bits.value != FLOAT_BITS:
-            bits.whole(config.targets[0], max(config.start_bits, config.targets[-1]))
-        period.whole(1, _LONGEST)
-        changed.whole(0, steps)
-    if config.budget is not None:
-        _check_choice(state, blocks)
-    for entry in state["ratios"].mapping().values():
-        entry.text()
-    # Checkpoints of earlier versions have no such key.
-    for entry in state.get("input_ranges").mapping().values() if "input_ranges" in state.mapping() else ():
-        entry.number(0.0, LARGEST_RANGE)
-    for entry in state["history"].items():
-        step, block, before, bits, period, factor, eigenvalue = entry.items(len(Switch._fields))
-        step.whole(0, steps)
-        block.text()
-        before.whole(1, FLOAT_BITS)
-        bits.whole(1, FLOAT_BITS)
-        period.whole(1, _LONGEST)
-        factor.whole(1, MAX_FACTOR)
-        if not eigenvalue.is_null:
-            eigenvalue.number(0.0, 1.0)
-    if config.eigenvalue.enabled or config.budget is not None:
-        _check_sensitivity(state["sensitivity"], blocks)
+        raise MoQError(f"{where}: {f'{key}.' if key else ''}config: {error}") from error
+    for fault in _conflicts(config, state):
+        raise MoQError(f"{where}: {f'{key}.' if key else ''}{fault}")
 
 
-def _check_choice(state: Entry, blocks: Mapping[str, Entry]) -> None:
-    targets, choice = state["schedule"]["targets"], Choice.read(state["choice"])
-    begun = any(entry.items(3)[0].value != FLOAT_BITS for entry in blocks.values())
-    if choice is None and targets.is_null and not begun:
-        return
-    if choice is None or choice.targets != targets.value or choice.targets.keys() != blocks.keys():
-        raise MoQError(f"{state.where}: {targets.key}: not the bits that were chosen for the blocks")
+def _conflicts(config: MoQConfig, state: Mapping[str, Any]) -> Iterator[str]:
+    """Find values that do not go together."""
+    schedule, sensitivity = state["schedule"], state["sensitivity"]
+    blocks, steps = schedule["blocks"], schedule["steps"]
+    if config.schedule.depends_on_length and schedule["total_steps"] is None:
+        yield "schedule.total_steps must be a whole number from 1, not null"
+    least, most = config.targets[0], max(config.start_bits, config.targets[-1])
+    for name, (bits, _, changed) in blocks.items():
+        if bits != FLOAT_BITS and not least <= bits <= most:
+            yield f"schedule.blocks.{name}.0 must be a whole number from {least} to {most}, not {bits}"
+        if changed > steps:
+            yield f"schedule.blocks.{name}.2 must be a whole number from 0 to {steps}, not {changed}"
+    if any(switch[0] > steps for switch in state["history"]):
+        yield f"history has a step after {steps}, the last one"
+    is_measured = config.eigenvalue.enabled or config.budget is not None
+    if is_measured and (sensitivity is None or not sensitivity["eigenvalues"].keys() <= blocks.keys()):
+        yield "sensitivity must be that of the blocks"
+    choice, targets = choice_in(state), schedule.get("targets")
+    chosen = None if choice is None else choice.targets
+    if config.budget is not None and (chosen != targets or (has_begun(state) and chosen is None)):
+        yield "schedule.targets: not the bits that were chosen for the blocks"
+    if chosen is not None and chosen.keys() != blocks.keys():
+        yield "choice.blocks: there is no such block"
 
 
-def _check_sensitivity(state: Entry, blocks: Mapping[str, Entry]) -> None:
-    for name, entry in state["eigenvalues"].mapping().items():
-        if name not in blocks:
-            raise MoQError(f"{state.where}: {entry.key}: there is no such block")
-        # One that was infinite is a float of Python's JSON, NaN is null.
-        if not entry.is_null and entry.value != math.inf:
-            entry.number(0.0)
-    for name in ("spent", "products"):
-        state[name].number(0.0)
-    state["rows"].whole()
-    state["samples"].text()
+def choice_in(state: Mapping[str, Any]) -> Choice | None:
+    """The bits that were chosen under a budget, of a state that was checked."""
+    found: Choice | None = checked(Choice | None, state.get("choice"), "the checkpoint's MoQ state", "choice")
+    return found
 
 
 def what_counts(config: MoQConfig) -> dict[str, Any]:

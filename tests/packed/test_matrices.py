@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, GraniteMoeConfig, GraniteMoeForCa
 from moq_hf import MoQCallback, MoQError, dequantize_model, quantize_model, save_quantized, verify_quantized
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.encode import matrix_names
-from moq_hf.packed.state import STATE_NAME, read_state, write_state
-from moq_hf.packed.state_check import served_by
+from moq_hf.packed.state import STATE_NAME, read_state, served_by, write_state
 from moq_hf.packed.verify import by_matrix, recorded, split, stored_weights
 from moq_hf.quantizer import dequantize
 
