@@ -23,8 +23,7 @@ from transformers import (
     set_seed,
 )
 
-from moq_hf import MoQConfig, MoQTrainer, block_eigenvalues, gathering, quantizer, verify_quantized
-from moq_hf.grid import Grid, PerChannel
+from moq_hf import MoQConfig, MoQTrainer, block_eigenvalues, verify_quantized
 from moq_hf.model.inventory import Inventory
 from moq_hf.training.controller import MoQController
 from moq_hf.training.measuring import measuring
@@ -343,7 +342,7 @@ def one_rank(report: "Report") -> None:
         dist.init_process_group("gloo" if report.small else "nccl", **where)
         try:
             ends = {}
-            for way in ("unsharded", "values", "packed"):
+            for way in ("unsharded", "sharded"):
                 model = bert(report, 4).to(device).eval()
                 document = config(8, 4, quantize_period=2)
                 if way != "unsharded":
@@ -351,14 +350,10 @@ def one_rank(report: "Report") -> None:
                     for block in model.bert.encoder.layer:
                         fully_shard(block, mesh=mesh)
                     fully_shard(model, mesh=mesh)
-                    document["quantize_gather"] = way
                 ends[way] = sharded_run(report, model, document)
                 if way != "unsharded":
                     apart = max(float((a - b).abs().max()) for a, b in zip(ends["unsharded"], ends[way], strict=True))
-                    report.figure(
-                        f"gathering {way}: largest difference of a weight from unsharded", apart, at_most=1e-5
-                    )
-            report.figure("packed codes that are gathered are the quantized weight", gathered(device), equal=True)
+                    report.figure("FSDP2: largest difference of a weight from unsharded", apart, at_most=1e-5)
         finally:
             dist.destroy_process_group()
 
@@ -375,21 +370,6 @@ def sharded_run(report: "Report", model: Any, document: dict[str, Any]) -> list[
         controller.step()
     whole = [getattr(parameter, "full_tensor", lambda p=parameter: p)() for parameter in model.parameters()]
     return [each.detach().clone() for each in whole]
-
-
-def gathered(device: torch.device) -> bool:
-    """Whether packed codes that went through a collective are the quantized weight: FSDP2 packs for two and more."""
-    import torch.distributed as dist
-
-    weight, grid = torch.randn(64, 96, device=device), Grid(PerChannel())
-    codes = gathering._Codes.of(4, grid, 96)
-    outputs = []
-    for part in gathering._pack(quantizer.quantize(weight, 4, grid), codes):
-        outputs.append(torch.empty_like(part))
-        dist.all_gather_into_tensor(outputs[-1], part.contiguous())
-    out = torch.empty_like(weight)
-    gathering._unpack(tuple(outputs), codes, out)
-    return torch.equal(out, quantizer.fake_quantize(weight, 4, grid))
 
 
 def eigenvalues(report: "Report") -> None:

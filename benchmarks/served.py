@@ -162,7 +162,6 @@ def _make(folder: Path, config: dict[str, Any], kind: str, sizes: dict[str, Any]
         for name, layer in quant_layers(model).items():
             if part in name:
                 layer.set_bits(width)
-                layer.refresh()
     save_quantized(model, folder)
     _tokenizer().save_pretrained(folder)
     exact = _answers(cls, folder, "float32")

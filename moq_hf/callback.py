@@ -166,7 +166,7 @@ class MoQCallback(TrainerCallback, ExportableState):
                 self.controller = None
             return
         # How long the run is will be known when it begins; none of its steps is taken before.
-        self.controller = MoQController(inventory, self.config, sys.maxsize, _dtype(args))
+        self.controller = MoQController(inventory, self.config, sys.maxsize)
         if self.trainer is None and state.is_world_process_zero:
             warn_of_half_checkpoint(cast(str, args.output_dir))
 
@@ -234,9 +234,9 @@ class MoQCallback(TrainerCallback, ExportableState):
         else:
             length = planned_steps(self.config, resumed, state.max_steps)
         if controller is not None and controller.model is inventory.model:
-            controller.begin(inventory, length, _dtype(args))
+            controller.begin(inventory, length)
         else:
-            self.controller = controller = MoQController(inventory, self.config, length, _dtype(args))
+            self.controller = controller = MoQController(inventory, self.config, length)
         return controller
 
     def _prepare_measuring(self, controller: MoQController, args: TrainingArguments, state: TrainerState) -> None:

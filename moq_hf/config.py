@@ -61,8 +61,6 @@ Part = Annotated[float, Field(strict=True, gt=0, lt=1, title="a number above 0 a
 Ratio = Annotated[float, Field(strict=True, ge=1e-9, le=1, title="a number from 1e-9 up to 1")]
 Size = Annotated[float, Field(strict=True, gt=0, lt=UNBOUNDED, title="a number above 0")]
 Weight = Annotated[float, Field(strict=True, ge=0, lt=UNBOUNDED, title="a number from 0")]
-# What FSDP2 gathers of a quantized weight.
-Gather = Literal["values", "packed"]
 # Who is to run what is delivered.
 ServerName = Literal["transformers", "vllm", "sglang", "llama.cpp", "onnxruntime"]
 # How the sensitivity of a block is measured.
@@ -279,14 +277,6 @@ class MoQConfig:
             "quantizer_kernel",
         ),
     ] = None
-    gather: Annotated[
-        Gather,
-        key(
-            "what FSDP2 gathers for a forward pass: the quantized `values`, or their codes `packed`, which each "
-            "process unpacks",
-            "quantize_gather",
-        ),
-    ] = "values"
     q_type: Annotated[
         Literal["symmetric", "asymmetric"],
         key("also spelled `quantize_type` at the top, and `quantize-algo`", "quantize_algo.q_type", "quantize_type"),

@@ -119,10 +119,20 @@ class Inputs:
         moved = None if self.range is None else self.range.to(device)
         return Inputs(self.grid, self.observed.to(device), moved, self.active)
 
-    def copy(self) -> "Inputs":
-        """The same with tensors of its own."""
-        known = None if self.range is None else self.range.clone()
-        return Inputs(self.grid, self.observed.clone(), known, self.active)
+    def step(self, newest: Tensor) -> None:
+        """Bring the running range up to date after an optimizer step.
+
+        A pass whose inputs hold NaN or Inf does not count, nor does a step without a forward pass.
+
+        Args:
+            newest: The largest magnitude that the step saw, a float32 scalar.
+        """
+        counts = newest > 0
+        if self.range is not None:
+            self.range.copy_(torch.where(counts, self.range + _NEWEST * (newest - self.range), self.range))
+        elif bool(counts):
+            self.range = newest.clone()
+        self.observed.zero_()
 
 
 def new_inputs(grid: InputGrid, device: torch.device) -> Inputs:
@@ -134,20 +144,13 @@ def new_inputs(grid: InputGrid, device: torch.device) -> Inputs:
 def take_step(inputs: Iterable[Inputs]) -> None:
     """Bring the running ranges up to date after an optimizer step: in all processes, with the same layers.
 
-    A range follows the largest magnitude over all ranks. A pass whose inputs hold NaN or Inf does not count, nor does a
-    step without a forward pass.
+    A range follows the largest magnitude over all ranks.
     """
     static = [one for one in inputs if one.grid.scale == "static"]
-    if not static:
-        return
-    found = largest_over_ranks(torch.stack([one.observed for one in static]))
-    for one, newest in zip(static, found.unbind(), strict=True):
-        one.observed.zero_()
-        counts = newest > 0
-        if one.range is not None:
-            one.range.copy_(torch.where(counts, one.range + _NEWEST * (newest - one.range), one.range))
-        elif bool(counts):
-            one.range = newest.clone()
+    if static:
+        found = largest_over_ranks(torch.stack([one.observed for one in static]))
+        for one, newest in zip(static, found.unbind(), strict=True):
+            one.step(newest)
 
 
 def ranges_of(inputs: Mapping[str, Inputs]) -> dict[str, float]:

@@ -68,24 +68,14 @@ def memory_of(tensor: Tensor) -> Tensor:
         return cast(Tensor, cast(Any, tensor).to_local()).detach()
 
 
-def sharded_like(weight: Tensor, part: Tensor) -> Tensor:
-    """Parts of all processes as one sharded tensor.
-
-    Args:
-        weight: A sharded tensor.
-        part: What this process holds, in the place of its part of `weight`.
-    """
-    from torch.distributed.tensor import DTensor
+def sharded_as(weight: Tensor, values: Tensor) -> Tensor:
+    """Values that every process has whole, sharded as a weight is; of a weight that is whole as they are."""
+    if not is_sharded(weight):
+        return values
+    from torch.distributed.tensor import distribute_tensor
 
     like = cast(Any, weight)
-    return DTensor.from_local(
-        part.to(weight.device),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
+    return distribute_tensor(values.to(device_of(weight)), like.device_mesh, like.placements).to(weight.device)
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor] | None:

@@ -6,7 +6,7 @@ The input stays as it is: `activation_quantization` is of linear layers.
 
 from torch import Tensor, nn
 
-from .quant_linear import CLASSES, QuantLayer
+from .quant_linear import CLASSES, QuantLayer, recompute_in_backward
 from .transformers_seams import convolve
 
 
@@ -30,9 +30,8 @@ class QuantConv1d(QuantLayer, nn.Conv1d):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[examples, in_channels, length]`, or one example, with the layer's stride and padding."""
-        weight = self.quantized_weight(input.dtype)
-        with self.lean(weight):
-            return convolve(self, input, weight)
+        with recompute_in_backward([self]):
+            return convolve(self, input, self.quantized_weight())
 
 
 class QuantConv2d(QuantLayer, nn.Conv2d):
@@ -46,9 +45,8 @@ class QuantConv2d(QuantLayer, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[examples, in_channels, height, width]`, or one example, with the layer's stride and padding."""
-        weight = self.quantized_weight(input.dtype)
-        with self.lean(weight):
-            return convolve(self, input, weight)
+        with recompute_in_backward([self]):
+            return convolve(self, input, self.quantized_weight())
 
 
 CLASSES[nn.Conv1d] = QuantConv1d

@@ -13,9 +13,8 @@ from typing import Any, ClassVar, Self, cast
 from torch import Tensor, nn
 
 from .layer_state import LayerState
-from .model.staleness import unwatch, watch
 from .processes import shape_of
-from .quant_linear import QuantLayer
+from .quant_linear import QuantLayer, recompute_in_backward
 from .rows import Kind
 from .transformers_seams import experts_transposed
 
@@ -48,7 +47,6 @@ class ExpertsWeight(QuantLayer):
 
     def release(self) -> None:
         """Leave the parameter in float; the last one of a module gives it the class back that it had before."""
-        unwatch(self)
         experts = self._experts()
         if experts is None or experts.moq_weights.pop(self._attribute, None) is None or experts.moq_weights:
             return
@@ -76,6 +74,11 @@ class QuantExperts(nn.Module):
         value = self._parameters.get(name)
         return self.__dict__.get(name) if value is None else value
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the experts, which read the quantized weights."""
+        with recompute_in_backward(self.moq_weights.values()):
+            return super().forward(*args, **kwargs)
+
     def train(self, mode: bool = True) -> Self:
         """As `nn.Module.train`; the quantized weights follow."""
         super().train(mode)
@@ -86,24 +89,20 @@ class QuantExperts(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for weight in self.moq_weights.values():
-            weight._apply(fn, recurse)
+            weight.weight_changed()
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         for weight in self.moq_weights.values():
-            weight.search_ratios()
-            weight.refresh()
+            weight.weight_loaded()
 
     def __getstate__(self) -> dict[str, Any]:
-        states = {name: weight.__getstate__()["moq"] for name, weight in self.moq_weights.items()}
-        return {**self.__dict__, "moq_weights": states}
+        return {**self.__dict__, "moq_weights": {name: weight.moq for name, weight in self.moq_weights.items()}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        states = state["moq_weights"]
         super().__setstate__({**state, "moq_weights": {}})  # type: ignore[no-untyped-call]
-        for weight in _give(self, states):
-            weight.refresh()
+        _give(self, state["moq_weights"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As with layers, the base class stands for one that has no importable name.
@@ -173,10 +172,7 @@ def make_quantized(module: nn.Module, states: Mapping[str, LayerState]) -> dict[
     Returns:
         Parameter's name to its quantized weight.
     """
-    if isinstance(module, QuantExperts):
-        for weight in list(module.moq_weights.values()):
-            unwatch(weight)
-    else:
+    if not isinstance(module, QuantExperts):
         module.__class__ = _class_of(type(module), tuple(experts_parameters(module)))
     experts = cast(QuantExperts, module)
     experts.moq_weights = {}
@@ -205,12 +201,10 @@ def base_of(cls: type[QuantExperts]) -> type[nn.Module]:
     return cast(type[nn.Module], second)
 
 
-def _give(experts: QuantExperts, states: Mapping[str, LayerState]) -> Iterable[ExpertsWeight]:
+def _give(experts: QuantExperts, states: Mapping[str, LayerState]) -> None:
     made = _Transposed if experts_transposed(experts) else ExpertsWeight
     for name, state in states.items():
         experts.moq_weights[name] = made(experts, name, state)
-    watch(experts.moq_weights.values())
-    return experts.moq_weights.values()
 
 
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[QuantExperts]] = {}

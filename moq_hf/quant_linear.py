@@ -4,15 +4,17 @@
 row. Convolutions are in `quant_conv`.
 
 A model gets its quantized layers by a change of class, so that parameter objects, state-dict keys, hooks and wrappers
-(DDP, FSDP, PEFT, torch.compile) stay as they are. The quantized weight is kept from one optimizer step to the next and
-written in place, outside any compiled graph; the gradient passes straight through to the float weight.
+(DDP, FSDP, PEFT, torch.compile) stay as they are. In training, or where gradients flow, each forward pass quantizes the
+weight that it multiplies with; the gradient passes straight through to the float weight. Evaluation without gradients
+keeps a copy, which is dropped by `train()`, `eval()`, `.to()` and the like, and does not outlive a change of the weight
+or of its precision.
 """
 
 import contextlib
 import sys
-import weakref
+from collections.abc import Iterable
 from types import FrameType
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,17 +22,12 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.pytorch_utils import Conv1D
 
-from . import quantizer
 from .errors import MoQError
-from .inputs import take_step
-from .layer_state import LayerState
-from .model.staleness import key_of, stale, watch
-from .processes import is_apart, is_sharded, local_part, shape_of, sharded_like, whole
-from .rows import Kind, from_rows, matrices, matrix_shape, parameter_of, to_rows
+from .layer_state import LayerState, fake_quantize_in_graph
+from .processes import is_apart, is_sharded, shape_of, whole
+from .rows import Kind, matrix_shape, parameter_of
 from .schedule import FLOAT_BITS
-from .shards import Shard
 from .transformers_seams import is_scaled_table, is_transformed
-from .triton_quant import backend
 
 # Every call of a module runs this code, whatever the module's class is.
 _MODULE_CALL = nn.Module._call_impl.__code__
@@ -94,12 +91,11 @@ def _is_of_module(frame: FrameType) -> bool:
 
 
 class QuantLayer(nn.Module):
-    """What quantized layers share: a float `weight` that is trained and its quantized copy.
+    """What quantized layers share: a float `weight` that is trained, and quantized in the forward pass.
 
     Whoever reads `weight` inside a forward pass gets the quantized one, with the gradient straight through to the float
     one: the layer itself, a model that multiplies with `layer.weight`, a fused path of PyTorch. Anywhere else `weight`
-    is the float parameter, as in the state dict. Writing the quantized weight in place is an error, raised at the next
-    use; what a forward pass writes through `layer.weight.data` is not seen, and lost.
+    is the float parameter, as in the state dict. What a forward pass writes into the weight that it reads is lost.
 
     Attributes:
         moq: The layer's `LayerState`.
@@ -125,7 +121,7 @@ class QuantLayer(nn.Module):
         if is_sharded(weight) or not in_forward():
             return weight
         try:
-            return self.quantized_weight(weight.dtype, to_read=True)
+            return self.quantized_weight(weight.dtype)
         except AttributeError as error:
             # nn.Module would look on, and give the float weight.
             raise RuntimeError(f"{parameter_of(self.moq.name, self.kind)} cannot be quantized: {error}") from error
@@ -149,8 +145,6 @@ class QuantLayer(nn.Module):
             MoQError: There is no weight any more.
         """
         weight = self.parameter()
-        if self.moq.sharded is not None:
-            return self.moq.sharded if weight is None or not is_sharded(weight) else weight
         if weight is None:
             raise MoQError(
                 f"a quantized {type(self).__name__} has no weight any more: parametrize layers before they are "
@@ -168,122 +162,45 @@ class QuantLayer(nn.Module):
         """Rows and columns of the whole weight as groups and grids count it; see `to_rows`."""
         return matrix_shape(shape_of(self.float_weight), self.kind)
 
-    def is_stale(self) -> bool:
-        """Whether the quantized weight is not that of the float weight as it is now; see `stale`."""
-        return stale(self.moq, self.float_weight)
-
-    def quantized_weight(self, dtype: torch.dtype | None = None, *, to_read: bool = False) -> Tensor:
-        """What the forward pass multiplies with: of the shape of `weight`, gradient straight through to it.
+    def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """What a forward pass multiplies with: of the shape of `weight`, gradient straight through to it.
 
         Args:
-            dtype: Of the activations. Outside autocast a weight kept in another dtype is quantized afresh in its own.
-            to_read: Give it in `dtype` under autocast too, which does not cast what is not multiplied.
+            dtype: Of the result; None is what a matrix product takes: autocast's dtype, or the weight's own.
         """
-        state, weight = self.moq, self.parameter()
-        if state.sharded is not None and weight is not None:
-            is_whole = not is_sharded(weight) and weight.shape == shape_of(weight)
-            return self._of_gathered(weight) if is_whole else self.quantized_copy(weight.dtype)
-        weight = self.float_weight
-        if not torch.compiler.is_compiling():
-            state.used = True
-            if self.__dict__.get("_is_replica", False):
-                # Replicas share the state of the module they were copied from.
-                return _straight_through(weight, self._compute(state.dtype))
-            if self.is_stale():
-                self.refresh(in_place=False)
-            else:
-                self.check_unwritten()
-        quantized = state.weight
-        if quantized is None:
+        state, weight = self.moq, self.float_weight
+        if dtype is None:
+            dtype = _matmul_dtype(weight)
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            quantized = fake_quantize_in_graph(weight.detach(), state.number, dtype)
+            return _straight_through(weight, quantized)
+        state.used = True
+        if state.bits == FLOAT_BITS or weight.is_meta:
             return weight
-        autocast = torch.is_autocast_enabled(quantized.device.type)
-        kept_for_autocast = state.dtype is not None and dtype is not None and quantized.dtype != dtype
-        if kept_for_autocast and (to_read or not autocast):
-            quantized = self._in_own_dtype(quantized)
+        if state.handed_over:
+            state.handed_dtype = weight.dtype
+        if self.training or torch.is_grad_enabled() or state.handed_over or is_transformed():
+            state.copies.clear()
+            quantized = state.fake_quantize(weight, dtype)
+        else:
+            quantized = state.copy_of(weight, dtype)
+        if state.made is not None:
+            state.made.append(quantized)
         return _straight_through(weight, quantized)
 
-    def _of_gathered(self, weight: Tensor) -> Tensor:
-        """The quantized weight in a forward pass for which an engine has gathered `weight`."""
-        state = self.moq
-        if torch.compiler.is_compiling():
-            quantized = state.gathering is not None
-        else:
-            state.used = True
-            quantized = state.gathering is not None and state.gathering.holds(weight)
-        if quantized or state.bits == FLOAT_BITS:
-            return weight
-        return _straight_through(weight, self._of_engine(weight))
-
-    def _of_engine(self, weight: Tensor) -> Tensor:
-        """The same of a weight whose memory an engine frees."""
-        weight = weight.detach()
-        # NumPy's view of it would forbid that.
-        return self._quantized(weight.clone() if weight.device.type == "cpu" else weight, weight.dtype)
-
-    def lean(self, quantized: Tensor) -> contextlib.AbstractContextManager[Any]:
-        """In it autograd keeps of a weight that was quantized in this forward pass only how to quantize it again.
-
-        Else the quantized weights of a whole model would lie in memory from the forward to the backward pass, while an
-        engine frees the float ones.
-
-        Args:
-            quantized: From `quantized_weight`.
-        """
-        weight = self.moq.sharded is not None and self.parameter()
-        if weight is False or weight is None or torch.compiler.is_compiling() or quantized is weight:
-            return contextlib.nullcontext()
-        pointer = quantized.untyped_storage().data_ptr()
-
-        def keep(tensor: Tensor) -> Any:
-            own = tensor.untyped_storage().data_ptr() == pointer
-            return (tensor.size(), tensor.stride(), tensor.storage_offset()) if own else tensor
-
-        def make(kept: Any) -> Tensor:
-            if isinstance(kept, Tensor):
-                return kept
-            # The engine has gathered the weight again.
-            return self._of_engine(cast(Tensor, self.parameter())).as_strided(*kept)
-
-        return torch.autograd.graph.saved_tensors_hooks(keep, make)
-
-    def own_part(self, dtype: torch.dtype) -> Tensor:
-        """What this process holds of the quantized weight of a sharded layer; all processes must ask.
-
-        Args:
-            dtype: Of the result.
-        """
-        state, weight = self.moq, local_part(self.float_weight)
-        if state.bits == FLOAT_BITS:
-            return weight.to(dtype)
-        how: dict[str, Any] = {"ratio": state.ratio, "draw": state.draw, "blend": state.blend}
-        with torch.inference_mode(False), torch.no_grad():
-            shard = Shard.of(self.float_weight, self.kind)
-            return shard.fake_quantize(weight, state.bits, state.grid, **how, dtype=dtype, kernel=state.kernel)
-
     def quantized_copy(self, dtype: torch.dtype) -> Tensor:
-        """The quantized weight, computed afresh, without a graph; of a sharded layer sharded as its float weight.
-
-        All processes that share a weight must ask for it.
+        """The quantized weight, whole and without a graph; all processes that share a weight must ask for it.
 
         Args:
             dtype: Of the result.
         """
-        weight = self.float_weight
-        if is_sharded(weight):
-            return sharded_like(weight, self.own_part(dtype))
-        return whole(weight).to(dtype) if self.moq.bits == FLOAT_BITS else self._quantized(whole(weight), dtype)
+        weight = self._whole_weight()
+        return weight.to(dtype) if self.moq.bits == FLOAT_BITS else self.moq.fake_quantize(weight, dtype)
 
-    def _in_own_dtype(self, quantized: Tensor) -> Tensor:
-        """The quantized weight in the float weight's dtype, where it is kept in another."""
-        if torch.compiler.is_compiling():
-            return quantized.to(self.float_weight.dtype)
-        read = self.moq.read
-        if read is None:
-            read = self._compute(self.float_weight.dtype)
-            # Another thread may be looking: what it can see is complete.
-            self.moq.read_version = read._version
-            self.moq.read = read
-        return read
+    def _whole_weight(self) -> Tensor:
+        """The float weight, whole, rounded to the dtype in which an engine hands it over."""
+        weight = whole(self.float_weight)
+        return weight.to(self.moq.handed_dtype or weight.dtype)
 
     def quantized_input(self, input: Tensor) -> Tensor:
         """`input` `[..., features]` as the layer multiplies with it, gradient straight through."""
@@ -291,199 +208,138 @@ class QuantLayer(nn.Module):
         rounded = None if inputs is None else inputs.quantize(input, self.training)
         return input if rounded is None else _straight_through(input, rounded)
 
-    def refresh(self, *, in_place: bool = True) -> None:
-        """Quantize the weight again; called after each optimizer step, for a sharded weight in every process.
-
-        Args:
-            in_place: Write into the tensor that holds the last result, so that compiled graphs see the new one.
-        """
-        state, weight = self.moq, self.float_weight
-        self.check_unwritten()
-        state.version = None
-        self.mark_fresh()
-        state.sharded = weight if is_apart(weight) else None
-        if state.gathering is not None and state.gathering.parameter is weight:
-            state.gathering.forget()
-        else:
-            # What was wrapped in another way since then is gathered in another.
-            state.gathering = None
-        if state.bits == FLOAT_BITS or weight.is_meta or state.sharded is not None:
-            state.weight = None
-            return
-        old = state.weight
-        keep = in_place and old is not None and old.device == weight.device
-        keep = keep and old is not None and old.dtype == (state.dtype or weight.dtype)
-        self.keep(self._compute(state.dtype, out=old if keep else None))
-
-    def keep(self, quantized: Tensor) -> None:
-        """Hold a quantized weight that is complete."""
-        self.moq.weight, self.moq.version = quantized, _version_of(quantized)
-
-    def check_unwritten(self) -> None:
-        """Stop if code in a forward pass wrote into the quantized weight that it read: the float one never saw it.
-
-        Raises:
-            MoQError: Says what to do. The quantized weight is forgotten.
-        """
-        state = self.moq
-        weight, read = state.weight, state.read
-        known = state.version
-        is_written = weight is not None and known is not None and known[0] == id(weight) and known[1] != weight._version
-        # Another thread may just be quantizing: it takes the version away first, or has put another tensor here.
-        is_written = is_written and state.version == known and state.weight is weight
-        if not is_written and (read is None or read._version == state.read_version):
-            return
-        state.weight = state.read = state.source = None
-        raise MoQError(
-            f"{parameter_of(state.name, self.kind)} was written in place in a forward pass, where it is the quantized "
-            "copy of the one that is trained: write it outside of the forward pass, or leave the layer in full "
-            f'precision: add "{state.name}" to modules_to_not_convert'
-        )
-
-    def mark_fresh(self) -> None:
-        """Note that the quantized weight is that of the float weight as it is now."""
-        weight = self.float_weight
-        self.moq.source, self.moq.key, self.moq.read = weight, key_of(weight), None
-
-    def train(self, mode: bool = True) -> Self:
-        """As `nn.Module.train`; evaluation, and training after it, start from a weight that is quantized afresh."""
-        changes = mode != self.training
-        super().train(mode)
-        state = self.moq
-        if changes or not mode:
-            state.source = None
-        # Shards are quantized when they are gathered, which all processes take part in.
-        if not is_sharded(self.float_weight) and self.is_stale():
-            # A backward pass may still need the last result.
-            self.refresh(in_place=False)
-        return self
-
-    def forget(self) -> None:
-        """Take the quantized weight for stale, so that the next use quantizes afresh."""
-        self.moq.source = None
-
     def set_bits(self, bits: int) -> None:
-        """Change the precision, with the clipping ratios that the grid wants there; takes effect with `refresh`."""
-        state, parameter = self.moq, self.float_weight
-        # An optimizer need not count what it writes, so only a weight that none may own is known to be the same.
-        frozen = None if parameter.requires_grad or is_apart(parameter) else key_of(parameter)
-        if state.ratio is not None and bits == state.bits and frozen is not None and frozen == state.searched:
-            return
-        state.bits, state.ratio, state.searched = bits, None, frozen
-        # On the meta device there is nothing to search.
-        if bits == FLOAT_BITS or not state.grid.searches(bits) or parameter.is_meta:
-            return
-        if is_sharded(parameter):
-            shard, part = Shard.of(parameter, self.kind), local_part(parameter)
-            state.ratio = shard.least_squares_ratio(part, bits, state.grid, state.kernel)
-            return
-        weight = to_rows(whole(parameter), self.kind).contiguous()
-        state.ratio = quantizer.least_squares_ratio(weight, bits, state.grid)
+        """Change the precision, and search the clipping ratios that the grid wants there.
+
+        All processes that share a weight must do so: it is gathered.
+        """
+        self.moq.bits = bits
+        self.search_ratios()
 
     def search_ratios(self) -> None:
-        """Search the clipping ratios again, where the layer has some: for weights that are others now."""
-        if self.moq.ratio is not None:
-            self.set_bits(self.moq.bits)
+        """Search the clipping ratios for the weight as it is now, where the grid wants any."""
+        state = self.moq
+        searches = state.bits != FLOAT_BITS and state.grid.searches(state.bits)
+        state.search(self._whole_weight() if searches else self.float_weight)
 
-    def take_step(self) -> None:
-        """After an optimizer step that no controller follows: count it, search ratios if they are due, refresh."""
-        self.count_steps(self.moq.draw.step + 1)
-        if self.moq.inputs is not None:
-            take_step([self.moq.inputs])
-        if self.moq.config is not None and self.moq.draw.step % self.moq.config.scale_refresh == 0:
+    def invalidate(self) -> None:
+        """Drop the copies that evaluation has made, and see whether an engine has taken the weight over."""
+        self.moq.copies.clear()
+        self.moq.handed_over = is_apart(self.float_weight)
+
+    def train(self, mode: bool = True) -> Self:
+        """As `nn.Module.train`; drops the copy that evaluation has made, in either mode."""
+        super().train(mode)
+        self.invalidate()
+        # A head that shares the state of an embedding table leaves the counting to the table.
+        if not self.moq.has_controller and self.kind == self.moq.kind:
+            self._count_step(mode)
+        return self
+
+    def _count_step(self, mode: bool) -> None:
+        """Take a call of `train()` for an optimizer step; input ranges are brought up to date by `eval()` too."""
+        state = self.moq
+        if state.inputs is not None:
+            state.inputs.step(state.inputs.observed)
+        if not mode:
+            return
+        state.seed = state.seed._replace(step=state.seed.step + 1)
+        if state.config is not None and state.seed.step % state.config.scale_refresh == 0:
             self.search_ratios()
-        self.refresh()
-
-    def count_steps(self, steps: int) -> None:
-        """Note how many optimizer steps were taken."""
-        self.moq.draw = self.moq.draw._replace(step=steps)
-
-    def follow(self) -> None:
-        """Take over the precision of the layer that this one was copied from, once its own weights have changed.
-
-        So an EMA's copy, made before the first switch, is quantized as the model is. A copy that is kept as it was, a
-        float teacher for instance, stays as it was.
-        """
-        if self.moq.origin is None:
-            return
-        origin, kept = self.moq.origin[0](), self.moq.origin[1]
-        if not isinstance(origin, QuantLayer) or torch.equal(_some(self.float_weight), kept):
-            return
-        for name in ("bits", "ratio", "blend", "draw", "dtype"):
-            setattr(self.moq, name, getattr(origin.moq, name))
-        self.moq.inputs = None if origin.moq.inputs is None else origin.moq.inputs.copy()
-        self.moq.source = None
-
-    def nonfinite(self) -> Tensor:
-        """Whether the weight held NaN or Inf when it was quantized: a bool scalar on its device.
-
-        Of a sharded weight whether what this process holds of it does.
-        """
-        if self.moq.sharded is not None and self.moq.bits != FLOAT_BITS:
-            return local_part(self.moq.sharded).isfinite().all().logical_not()
-        if self.moq.weight is None:
-            device = "cpu" if self.float_weight.is_meta else self.float_weight.device
-            return torch.zeros((), dtype=torch.bool, device=device)
-        return quantizer.nonfinite(matrices(self.moq.weight, self.kind), self.moq.grid)
 
     def extra_repr(self) -> str:
         """The linear layer's own line and the bits."""
         bits = "float" if self.moq.bits == FLOAT_BITS else f"bits={self.moq.bits}"
         return f"{super().extra_repr()}, {bits}"
 
-    def _compute(self, dtype: torch.dtype | None, out: Tensor | None = None) -> Tensor:
-        if self.moq.bits == FLOAT_BITS:
-            return self.float_weight.detach()
-        return self._quantized(self.float_weight.detach(), dtype, out)
-
-    def _quantized(self, weight: Tensor, dtype: torch.dtype | None, out: Tensor | None = None) -> Tensor:
-        """What the layer makes of a whole weight, in `out` if it is given."""
-        state = self.moq
-        # Leaving inference mode makes a result that training can use later.
-        with torch.inference_mode(False), torch.no_grad():
-            # A compiler traces PyTorch alone.
-            kernel = False if torch.compiler.is_compiling() else state.kernel
-            matrix = to_rows(weight, self.kind)
-            how: dict[str, Any] = {"ratio": state.ratio, "seed": state.draw, "blend": state.blend, "dtype": dtype}
-            values = backend(matrix, kernel).fake_quantize(matrix, state.bits, state.grid, **how)
-            values = from_rows(values, self.kind, weight.shape)
-            return values.contiguous() if out is None else out.copy_(values)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "QuantLayer":
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.moq.ratio is not None:
-            self.moq.ratio = self.moq.ratio.to(self.float_weight.device)
-        self._move_inputs()
-        self.refresh(in_place=False)
+        self.weight_changed()
         return self
-
-    def _move_inputs(self) -> None:
-        if self.moq.inputs is not None and self.moq.inputs.observed.device != self.float_weight.device:
-            self.moq.inputs = self.moq.inputs.to(self.float_weight.device)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
+        self.weight_loaded()
+
+    def weight_loaded(self) -> None:
+        """After other values have come into the weight: search the clipping ratios for them."""
         # `assign` may have put the weight on another device.
-        self._move_inputs()
-        self.search_ratios()
-        self.refresh()
+        self.weight_changed()
+        if self.moq.ratio is not None:
+            self.search_ratios()
 
-    def __getstate__(self) -> dict[str, Any]:
-        weight = self.float_weight
-        me: weakref.ref[nn.Module] = weakref.ref(self)
-        kept = None if weight.is_meta or self.moq.sharded is not None else (me, _some(weight))
-        copied = LayerState(**self.moq.__getstate__())
-        copied.origin = kept
-        return {**self.__dict__, "moq": copied}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        watch([self])
-        self.refresh()
+    def weight_changed(self) -> None:
+        """After a change of the weight: bring what belongs to it to its device, and drop the copies."""
+        state, device = self.moq, self.float_weight.device
+        state.scale = None
+        self.invalidate()
+        if device.type != "meta":
+            state.ratio = None if state.ratio is None else state.ratio.to(device)
+            state.inputs = None if state.inputs is None else state.inputs.to(device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Classes made for subclasses of nn.Linear have no importable name: the base class stands for them.
-        return _new_layer, (base_class(type(self)),), self.__getstate__()
+        return _new_layer, (base_class(type(self)),), self.__getstate__()  # type: ignore[no-untyped-call]
+
+
+def _matmul_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype in which a weight is multiplied: that of autocast, which leaves float64 alone, or its own."""
+    device = weight.device.type
+    if weight.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+        return weight.dtype
+    return torch.get_autocast_dtype(device)
+
+
+class _Again(NamedTuple):
+    """How autograd gets a part of a quantized weight back: by quantizing the float weight once more."""
+
+    layer: QuantLayer
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def recompute_in_backward(layers: Iterable[QuantLayer]) -> contextlib.AbstractContextManager[Any]:
+    """In it autograd keeps, of weights that engines hand over, only how to quantize them again.
+
+    Else the quantized weights of a whole model would lie in memory from the forward to the backward pass, while the
+    engine frees the float ones, which it hands over once more for the backward pass.
+
+    Args:
+        layers: Whose weights a forward pass inside multiplies with.
+    """
+    handed = [layer for layer in layers if layer.moq.handed_over]
+    if not handed or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return _recomputing(handed)
+
+
+@contextlib.contextmanager
+def _recomputing(layers: list[QuantLayer]) -> Any:
+    def pack(tensor: Tensor) -> Any:
+        address = tensor.untyped_storage().data_ptr()
+        for layer in layers:
+            for made in layer.moq.made or ():
+                if made.untyped_storage().data_ptr() == address:
+                    return _Again(layer, made.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return tensor
+
+    def unpack(kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        again = cast(_Again, kept)
+        quantized = again.layer.moq.fake_quantize(again.layer.float_weight, again.dtype)
+        return quantized.as_strided(again.size, again.stride, again.offset)
+
+    for layer in layers:
+        layer.moq.made = []
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        for layer in layers:
+            layer.moq.made = None
 
 
 class QuantLinear(QuantLayer, nn.Linear):
@@ -506,9 +362,8 @@ class QuantLinear(QuantLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the quantized weight, plus the bias."""
-        weight = self.quantized_weight(input.dtype)
-        with self.lean(weight):
-            return F.linear(self.quantized_input(input), weight, self.bias)
+        with recompute_in_backward([self]):
+            return F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
 
 
 class QuantConv1D(QuantLayer, Conv1D):
@@ -527,9 +382,8 @@ class QuantConv1D(QuantLayer, Conv1D):
     def forward(self, x: Tensor) -> Tensor:
         """`x` `[..., in_features]` times the quantized weight, plus the bias."""
         rows = self.quantized_input(x).view(-1, x.size(-1))
-        weight = self.quantized_weight(x.dtype)
-        with self.lean(weight):
-            return torch.addmm(self.bias, rows, weight).view(*x.size()[:-1], self.nf)
+        with recompute_in_backward([self]):
+            return torch.addmm(self.bias, rows, self.quantized_weight()).view(*x.size()[:-1], self.nf)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}{self.extra_repr()})"
@@ -546,7 +400,8 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows `[..., embedding_dim]` of the quantized table for the indices `input` `[...]`."""
-        return F.embedding(input, self.quantized_weight(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        table = self.quantized_weight(self.float_weight.dtype)
+        return F.embedding(input, table, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
 
 # `quant_conv` adds the convolutions.
@@ -574,17 +429,6 @@ def base_class(cls: type[QuantLayer]) -> type[nn.Module]:
         # The class that fully_shard made of a quantized one.
         return type(cls.__name__.replace("Quant", "", 1), (first, base_class(second)), dict(cls.__dict__))
     return cast(type[nn.Module], second)
-
-
-def _version_of(weight: Tensor) -> tuple[int, int]:
-    """Which tensor it is, and how often it was written."""
-    return id(weight), weight._version
-
-
-def _some(weight: Tensor) -> Tensor:
-    """64 elements from all over the weight, or a few more."""
-    flat = weight.detach().reshape(-1)
-    return flat[:: max(1, len(flat) // 64)].clone()
 
 
 def _new_layer(base: type[nn.Module]) -> QuantLayer:

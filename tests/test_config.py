@@ -60,7 +60,6 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
             enabled=st.booleans(),
             quantize_verbose=st.booleans(),
             quantizer_kernel=st.none() | st.booleans(),
-            quantize_gather=st.sampled_from(["values", "packed"]),
             quantize_schedule=sections(
                 quantize_period=positive | st.just("auto"),
                 schedule_offset=st.integers(0, 10**6),
@@ -222,7 +221,6 @@ def test_configs_cannot_be_changed() -> None:
 
 # Attributes that differ from their defaults.
 OTHERS: dict[str, Any] = {
-    "gather": "packed",
     "enabled": False,
     "verbose": True,
     "kernel": True,
@@ -252,7 +250,7 @@ WRITTEN = [
     (
         MoQConfig(start_bits=12, target_bits=8),
         '{"enabled": true, "quantize_verbose": false, "quantizer_kernel": null, '
-        '"quantize_gather": "values", "quantize_algo": {"q_type": '
+        '"quantize_algo": {"q_type": '
         '"symmetric", "rounding": "nearest", "scale": "auto", "scale_refresh": 50, "range": "narrow", '
         '"scale_dtype": null}, "quantize_groups": 1, "quantize_group_size": null, '
         '"quantize_bits": {"start_bits": 12, "target_bits": 8}, "quantize_schedule": '
@@ -270,7 +268,7 @@ WRITTEN = [
     (
         MoQConfig(**OTHERS),
         '{"enabled": false, "quantize_verbose": true, "quantizer_kernel": true, '
-        '"quantize_gather": "packed", "quantize_algo": {"q_type": '
+        '"quantize_algo": {"q_type": '
         '"asymmetric", "rounding": "stochastic", "scale": "mse", "scale_refresh": 7, "range": "narrow", '
         '"scale_dtype": "bfloat16"}, "quantize_groups": 1, '
         '"quantize_group_size": 64, "quantize_bits": {"start_bits": 9, "target_bits": 3}, "quantize_schedule": '

@@ -31,7 +31,6 @@ JOBS = [
     "fsdp2/resume/float_first_adamw",
     "fsdp2/budget",
     "fsdp2/nearest",
-    "fsdp2/packed",
     "fsdp2/sharded",
     "stock/nearest",
     "fsdp2/resume/adamw_stochastic",
@@ -39,7 +38,7 @@ JOBS = [
     "offload/stochastic",
 ]
 # Of four processes.
-FOUR = ["hsdp/packed", "hsdp/stochastic", "reshard/nearest"]
+FOUR = ["hsdp/stochastic", "reshard/nearest"]
 
 
 def launched_once(factory: pytest.TempPathFactory, count: int, jobs: list[str]) -> Path:

@@ -4,40 +4,23 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import programs
 import pytest
 import torch
-from repo import HELPERS, ROOT
 from torch import Tensor, nn
 
-from moq_hf import MoQConfig, MoQError, processes, quantize_model
+from moq_hf import MoQConfig, MoQError, processes, quantize_model, quantizer
 from moq_hf.eigen import block_eigenvalues
 from moq_hf.engine_seams import ZERO_3, ZERO_3_SHAPE
-from moq_hf.gathering import gather_quantized
-from moq_hf.model.convert import quant_layers
+from moq_hf.layer_state import LayerState
+from moq_hf.model.convert import check_finite, quant_layers
 from moq_hf.model.selection import take_inventory
 from moq_hf.processes import whole
-from moq_hf.quant_linear import QuantLayer
 from moq_hf.schedule import FLOAT_BITS
 from moq_hf.training.controller import MoQController
 from moq_hf.training.measuring import measuring
 from moq_hf.training.sensitivity import Sensitivity
-
-
-def test_parts_are_quantized_as_the_whole_is(tmp_path: Path) -> None:
-    """Random weights, kinds, grids and bits in three processes; some hold nothing of a weight."""
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    words += ["--run-path", "--start-method", "fork", str(HELPERS / "sharded.py"), str(tmp_path / "wrong")]
-    done = programs.run(*words, cwd=ROOT, timeout=300, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    *wrong, counted = (tmp_path / "wrong").read_text().splitlines()
-    assert wrong == []
-    # With as many processes as these, groups lie across borders in many cases, and in many they do not.
-    cases, split = map(int, counted.split())
-    assert cases / 5 < split < cases * 4 / 5
 
 
 class Parted:
@@ -84,18 +67,19 @@ def test_a_weight_that_is_whole_in_passes_alone_is_quantized_in_them(
     monkeypatch.setattr(processes, "own_partition", lambda weight: engine.values.flatten())
     quantize_model(parted, config)
     layer: Any = parted[0]
-    assert layer.moq.weight is None and layer.matrix_shape == plain[0].matrix_shape
+    assert layer.matrix_shape == plain[0].matrix_shape
     shape = (4, 6) if isinstance(layer, nn.Linear) else (4, 4, 3)
     inputs, copies = [torch.randn(shape).requires_grad_()], []
     inputs.append(inputs[0].detach().clone().requires_grad_())
-    quantize = type(layer)._of_engine
+    quantize = LayerState.fake_quantize
 
-    def counted(self: Any, weight: Tensor) -> Tensor:
-        found: Tensor = quantize(self, weight)
-        copies.append(weakref.ref(found.untyped_storage()))
+    def counted(self: LayerState, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        found = quantize(self, weight, dtype)
+        if self is layer.moq:
+            copies.append(weakref.ref(found.untyped_storage()))
         return found
 
-    monkeypatch.setattr(type(layer), "_of_engine", counted)
+    monkeypatch.setattr(LayerState, "fake_quantize", counted)
     expected, found = plain(inputs[0]), parted(inputs[1])
     assert torch.equal(found, expected) and not layer.parameter().numel()
     # The graph holds no quantized copy from the forward pass to the backward pass.
@@ -110,47 +94,70 @@ def test_a_weight_that_is_whole_in_passes_alone_is_quantized_in_them(
     assert torch.equal(layer.quantized_copy(torch.float32), plain[0].quantized_weight())  # type: ignore[operator]
 
 
-def test_layers_that_were_tied_later_quantize_what_fsdp2_gathers_each_in_its_way(alone: None) -> None:
-    """Two states of one weight: gathered in either way it would be quantized twice in the other layer."""
+def test_layers_that_were_tied_later_quantize_what_fsdp2_hands_over_each_in_its_way(alone: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
     quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
-    first, second, third = quant_layers(model).values()
+    layers = quant_layers(model)
+    first, second = layers["0"], layers["1"]
     first.weight = second.weight
     first.set_bits(8)
-    first.refresh()
-    expected = [layer.quantized_weight().detach() for layer in (first, second, third)]
-    assert not torch.equal(expected[0], expected[1])
+    expected = {name: layer.quantized_weight().detach() for name, layer in layers.items()}
+    assert not torch.equal(expected["0"], expected["1"])
     inputs = torch.randn(4, 6)
     plain = model(inputs)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    for layer in (first, second, third):
-        layer.refresh()
-    gather_quantized(model, (first, second, third))
-    assert first.moq.gathering is None and second.moq.gathering is None and third.moq.gathering is not None
     for _ in range(2):
         assert torch.equal(model(inputs), plain)
-    for layer, values in zip((first, second, third), expected, strict=True):
-        assert torch.equal(whole(layer.quantized_copy(torch.float32)), values)
+    for name, layer in layers.items():
+        assert torch.equal(layer.quantized_copy(torch.float32), expected[name])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_policy_of_half_precision_hands_over_rounded_weights(training: bool, alone: None) -> None:
+    """What is quantized is the weight in the dtype in which it is handed over, in evaluation too."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(1)
+    model = quantize_model(
+        nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), {"quantize_bits": {"start_bits": 4, "target_bits": 4}}
+    )
+    layer: Any = model[0]
+    ratio, floats = layer.moq.ratio, layer.float_weight.detach().clone()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    model.train(training)
+    found: list[Tensor] = []
+    layer.register_forward_pre_hook(lambda *_: found.append(layer.quantized_weight()))
+    with torch.no_grad():
+        model(torch.randn(4, 6))
+    rounded = floats.to(torch.bfloat16)
+    assert torch.equal(found[0], quantizer.fake_quantize(rounded, 4, layer.moq.grid, ratio=ratio))
+    assert layer.moq.handed_dtype == torch.bfloat16 and not layer.moq.copies
+    # What is saved is rounded in the same way first.
+    assert torch.equal(layer.quantized_copy(torch.float32).to(torch.bfloat16), found[0])
 
 
 def test_nan_in_a_sharded_weight_is_found_where_it_is_quantized(alone: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    layer = nn.Linear(6, 6)
-    model = fully_shard(nn.Sequential(layer, nn.Linear(6, 6)), mesh=init_device_mesh("cpu", (1,)))
+    model = fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), mesh=init_device_mesh("cpu", (1,)))
     quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
-    quantized = cast(QuantLayer, layer)
+    layers = quant_layers(model)
     with torch.no_grad():
-        whole(quantized.float_weight)[0, 0] = torch.nan
-    assert quantized.nonfinite()
-    # As a weight that is whole: what is not quantized is not looked at.
-    quantized.set_bits(FLOAT_BITS)
-    assert not quantized.nonfinite()
+        whole(layers["0"].float_weight)[0, 0] = torch.nan
+    for look in (True, False):
+        model(torch.randn(4, 6))
+        with pytest.raises(MoQError, match=r"^NaN or Inf in 0.weight: training has diverged"):
+            check_finite(layers, look=look)
+    # What is not quantized is not looked at.
+    layers["0"].set_bits(FLOAT_BITS)
+    check_finite(layers)
 
 
 def sharded_pair(only_first: bool) -> tuple[nn.Sequential, nn.Sequential]:

@@ -13,14 +13,14 @@ from ..errors import MoQError
 from ..inputs import new_inputs
 from ..layer_state import LayerState
 from ..names import named_modules, unwrapped
+from ..processes import any_over_ranks, local_part, sharded_as
 from ..quant_experts import ExpertsWeight, make_quantized, quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer, base_class, quant_class
+from ..rows import Kind, parameter_of
 from ..schedule import FLOAT_BITS
-from ..transformers_seams import ADAPTED, is_peft, unpack
+from ..transformers_seams import ADAPTED, experts_transposed, is_peft, unpack
 from .inventory import Inventory, is_packed
-from .refresh import check_finite, set_bits
 from .selection import grid_of, grid_of_experts, take_inventory
-from .staleness import unwatch, watch
 
 
 def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str) -> nn.Module:
@@ -28,6 +28,10 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
 
     Changes the model in place. Layers that the config leaves out, and those of an earlier call that it does not name
     any more, are plain float layers afterwards. With `enabled: false` that is all of them.
+
+    In a loop without a callback each call of `model.train()` counts as an optimizer step, as before each step of a
+    Trainer: stochastic rounding draws anew, ranges of inputs take over what they saw, and every `scale_refresh` steps
+    the clipping ratios are searched again. `load_state_dict` searches them too, and so does calling this once more.
 
     Args:
         model: Any module.
@@ -39,7 +43,7 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     Raises:
         MoQError: Nothing to quantize, a budget (which only training can choose bits for), a name in
             `modules_to_not_convert` that matches nothing, groups that do not divide a layer's weight, weights that
-            ZeRO-3, FSDP1 or tensor parallelism took apart, or NaN or Inf in a weight. The model is a float one then.
+            FSDP1 or tensor parallelism took apart, or NaN or Inf in a weight. The model is a float one then.
         MoQConfigError: The config is wrong.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
@@ -55,12 +59,10 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
         )
     inventory = take_inventory(model, config)
     layers, embeddings = prepare_model(inventory, config)
-    set_bits((layer, config.start_bits) for layer in layers.values())
     for layer in layers.values():
-        layer.refresh()
+        layer.set_bits(config.start_bits)
     for table in embeddings.values():
         table.moq.bits = config.quantize_embeddings or FLOAT_BITS
-        table.refresh()
     try:
         check_finite({**layers, **embeddings})
     except MoQError:
@@ -109,9 +111,8 @@ def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"]
         # Layers may share it, and what is quantized twice may be something else.
         if weights == "quantized" and not weight.is_meta and id(weight) not in written:
             written.add(id(weight))
-            layer.check_unwritten()
             with torch.no_grad():
-                weight.copy_(layer.quantized_copy(weight.dtype))
+                weight.copy_(sharded_as(weight, layer.quantized_copy(weight.dtype)))
         restore(layer)
     _guard_merging(model.modules())
     return given
@@ -150,17 +151,16 @@ def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, Qu
                 restore(layer)
     for index, (name, module) in enumerate(chosen.items()):
         layer = _quantized_layer(module)
-        grid, draw = grid_of(module, config), quantizer.RoundingSeed(config.seed, index)
-        layer.moq = LayerState(grid, draw=draw, kernel=config.kernel, config=config, name=name)
+        grid, seed = grid_of(module, config), quantizer.RoundingSeed(config.seed, index)
+        layer.moq = LayerState(grid, layer.kind, seed=seed, kernel=config.kernel, config=config, name=name)
         rounded = config.activation.grid
         if rounded is not None and layer.kind in ("linear", "conv1d"):
             layer.moq.inputs = new_inputs(rounded, layer.float_weight.device)
-        watch([layer])
+        layer.invalidate()
     for name, owner in inventory.tied.items():
         layer = _quantized_layer(inventory.modules[name])
-        # One state for one weight: it is quantized once, and the module that was chosen follows the optimizer.
+        # One state for one weight.
         layer.moq = cast(QuantLayer, chosen[owner]).moq
-        unwatch(layer)
     _guard_merging(inventory.modules.values())
     layers = {name: cast(QuantLayer, layer) for name, layer in inventory.layers.items()}
     return (
@@ -179,9 +179,10 @@ def _prepare_experts(experts: Mapping[str, nn.Module], config: MoQConfig, first:
     """As `prepare_model`, for parameters of experts; `first` is the number of their first draw."""
     states: dict[nn.Module, dict[str, LayerState]] = {}
     for index, (name, module) in enumerate(experts.items(), first):
-        attribute, draw = name.rpartition(".")[2], quantizer.RoundingSeed(config.seed, index)
+        attribute, seed = name.rpartition(".")[2], quantizer.RoundingSeed(config.seed, index)
         grid = grid_of_experts(module, attribute, config)
-        state = LayerState(grid, draw=draw, kernel=config.kernel, config=config, name=name)
+        kind: Kind = "experts_t" if experts_transposed(module) else "experts"
+        state = LayerState(grid, kind, seed=seed, kernel=config.kernel, config=config, name=name)
         states.setdefault(module, {})[attribute] = state
     made = {module: make_quantized(module, own) for module, own in states.items()}
     return {name: made[module][name.rpartition(".")[2]] for name, module in experts.items()}
@@ -208,6 +209,65 @@ def restore(layer: QuantLayer) -> None:
     if isinstance(layer, ExpertsWeight):
         layer.release()
         return
-    unwatch(layer)
     del layer.moq
     cast(nn.Module, layer).__class__ = base_class(type(layer))
+
+
+def check_finite(layers: Mapping[str, QuantLayer], *, look: bool = True, together: bool = False) -> None:
+    """Stop if a quantized weight holds NaN or Inf; one wait for the device, not one per layer.
+
+    Args:
+        layers: By name.
+        look: At the weights, as far as this process holds them. Otherwise at what the last forward passes found in
+            them, which costs nothing and comes a step later.
+        together: What one process finds stops all of them; all must ask.
+
+    Raises:
+        MoQError: Names the parameters.
+    """
+    layers = {name: layer for name, layer in layers.items() if layer.moq.bits != FLOAT_BITS}
+    if look:
+        parts = {name: local_part(layer.float_weight) for name, layer in layers.items()}
+        found = {name: part.isfinite().all().logical_not() for name, part in parts.items() if not part.is_meta}
+    else:
+        scales = {name: layer.moq.scale for name, layer in layers.items()}
+        found = {name: scale.isfinite().all().logical_not() for name, scale in scales.items() if scale is not None}
+    if not found:
+        return
+    first = next(iter(found.values()))
+    flags = torch.stack([flag.to(first.device) for flag in found.values()])
+    known: list[bool] = flags.tolist()
+    if together:
+        known = any_over_ranks(known, next(iter(layers.values())).float_weight)
+    wrong = [name for name, flag in zip(found, known, strict=True) if flag]
+    if wrong:
+        names = ", ".join(parameter_of(name, layers[name].kind) for name in wrong)
+        raise MoQError(f"NaN or Inf in {names}: training has diverged or the checkpoint is damaged")
+
+
+def check_readers(layers: Mapping[str, QuantLayer]) -> None:
+    """Stop if a model used a float weight past its quantized layer: call it where gradients are, in all processes.
+
+    Whoever takes `layer.weight` in a forward pass gets the quantized one. A weight that was taken otherwise (from
+    `named_parameters()`, from `_parameters`) has a gradient while its layer was never used.
+
+    Raises:
+        MoQError: Names the layers.
+    """
+    weights = {name: layer.float_weight for name, layer in layers.items()}
+    used = {id(weights[name]) for name, layer in layers.items() if layer.moq.used}
+    first = next(iter(weights.values()))
+    # Elsewhere in the batch, in another process, the layer may have been used.
+    was_used = any_over_ranks([id(weight) in used for weight in weights.values()], first)
+    unused = [name for name, fine in zip(weights, was_used, strict=True) if not fine]
+    gradients = {name: weights[name].grad for name in unused}
+    wrong = [name for name, grad in gradients.items() if grad is not None and bool((local_part(grad) != 0).any())]
+    # Of shards this process may hold none that has a gradient.
+    differs = any_over_ranks([name in wrong for name in unused], first) if unused else []
+    wrong = [name for name, found in zip(unused, differs, strict=True) if found]
+    if wrong:
+        named = ", ".join(f'"{name}"' for name in wrong)
+        raise MoQError(
+            f"the weights of these layers are used without the layers, past their quantization: {', '.join(wrong)}; "
+            f"leave them in full precision: add {named} to modules_to_not_convert"
+        )

@@ -151,12 +151,12 @@ class Encoder:
         scales, max_error = (0, 0), 0.0
         if form == "float":
             if state.bits != FLOAT_BITS:
-                how: dict[str, Any] = {"ratio": ratio, "seed": state.draw, "blend": state.blend}
+                how: dict[str, Any] = {"ratio": ratio, "seed": state.seed, "blend": state.blend}
                 weight = quantizer.fake_quantize(weight, state.bits, state.grid, **how)
             encoded = EncodedWeight({"weight": from_rows(weight, spec.kind, parameter.shape).contiguous()})
         else:
             try:
-                values, max_error = _quantize(weight, state.bits, state.grid, ratio, state.draw)
+                values, max_error = _quantize(weight, state.bits, state.grid, ratio, state.seed)
             except ValueError as error:
                 raise MoQError(f"{own} cannot be quantized: {error}") from error
             scales = (values.scale.shape[0], values.scale.shape[1])

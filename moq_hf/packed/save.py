@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from ..errors import MoQError, one_line
 from ..formats.table import Layout
+from ..model.convert import check_finite
 from ..model.inventory import Inventory
-from ..model.refresh import check_finite
 from ..model.sizes import ModelSizes
 from ..names import uncompiled, without_fsdp, without_peft
 from ..processes import is_apart
@@ -425,8 +425,6 @@ def _check_model(inventory: Inventory, layers: Mapping[str, QuantLayer], target:
     if not is_here and has_weights:
         raise MoQError("the weights are on the meta device, which keeps none: give state_dict")
     if is_here and not sharded:
-        for layer in layers.values():
-            layer.quantized_weight()
         check_finite(layers)
 
 
@@ -434,7 +432,7 @@ def _how(layer: QuantLayer) -> tuple[Any, ...]:
     """All but the ratios, which follow from it and the weight."""
     state = layer.moq
     turned = layer.kind in ("conv1d", "experts_t")
-    return turned, state.bits, state.grid, state.draw, state.blend
+    return turned, state.bits, state.grid, state.seed, state.blend
 
 
 @contextlib.contextmanager

@@ -6,27 +6,21 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..config import MoQConfig
-from ..gathering import gather_quantized
 from ..inputs import Inputs, load_ranges, ranges_of, take_step
-from ..model.convert import prepare_model
+from ..model.convert import check_finite, check_readers, prepare_model
 from ..model.file_size import FileSize
 from ..model.inventory import Inventory
-from ..model.refresh import Refresher, check_readers, set_bits
 from ..model.selection import take_inventory
 from ..model.sizes import ModelSizes
-from ..model.staleness import lead_copies, take_over
 from ..processes import agree, device_of, is_distributed, shape_of
 from ..quant_linear import QuantEmbedding, QuantLayer
-from ..rows import is_experts
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..version import __version__
 from . import messages
 from .choice import Choice, Chooser
-from .measuring import reshard
 from .ratios import decode, encode
 from .resume import STATE_VERSION, changes, check_state, choice_in, load_schedule, what_counts
 from .sensitivity import Sensitivity
@@ -42,7 +36,6 @@ class MoQController:
             its place an `Inventory` of it, as `take_inventory` gives it with `config`.
         config: What to follow; `enabled` must be true.
         total_steps: Optimizer steps of the run, where the schedule needs them.
-        dtype: Of the quantized weights: the autocast dtype, or None for the weights' own.
 
     Raises:
         MoQError: The model and the config do not fit each other.
@@ -74,19 +67,17 @@ class MoQController:
         model: nn.Module | Inventory,
         config: MoQConfig,
         total_steps: int | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         inventory = model if isinstance(model, Inventory) else take_inventory(model, config)
         self.config = config
-        self.begin(inventory, total_steps, dtype)
+        self.begin(inventory, total_steps)
 
-    def begin(self, inventory: Inventory, total_steps: int | None, dtype: torch.dtype | None = None) -> None:
+    def begin(self, inventory: Inventory, total_steps: int | None) -> None:
         """Begin a run, from float, whatever was done to the layers before; also once its length is known.
 
         Args:
             inventory: Of the model, as it is now.
             total_steps: Optimizer steps of the run, where the schedule needs them.
-            dtype: Of the quantized weights: the autocast dtype, or None for the weights' own.
 
         Raises:
             MoQError: The run is too short for what the config asks for, there is nothing to measure eigenvalues of, a
@@ -103,20 +94,20 @@ class MoQController:
         self.schedule = PrecisionSchedule(self.config, self.blocks, total_steps)
         self.history, self.choice = [], None
         self.layers, self.embeddings = prepare_model(self.inventory, self.config)
-        for layer in self.layers.values():
-            # Experts are read, not multiplied with here: in their own dtype.
-            layer.moq.dtype = None if is_experts(layer.kind) else dtype
-        everything = {**self.layers, **self.embeddings}
-        take_over(everything.values())
-        self.sizes = ModelSizes(self.inventory, everything)
+        for layer in self._everything.values():
+            layer.moq.has_controller = True
+        self.sizes = ModelSizes(self.inventory, self._everything)
         self._chooser = None
         if config.budget is not None:
             file = FileSize(inventory, self.layers, self.embeddings, config.quantize_embeddings)
             weights = {name: shape_of(layer.float_weight).numel() for name, layer in self.layers.items()}
             self._chooser = Chooser(config, self.blocks, weights, file)
-        self._refresher = Refresher(everything)
         self._write_bits(self.blocks)
         self.refresh()
+
+    @property
+    def _everything(self) -> dict[str, QuantLayer]:
+        return {**self.layers, **self.embeddings}
 
     @property
     def has_arrived(self) -> bool:
@@ -159,7 +150,7 @@ class MoQController:
         return messages.coverage(self.sizes)
 
     def step(self, eigenvalues: Mapping[str, float] | None = None) -> tuple[Switch, ...]:
-        """After an optimizer step that was not skipped: advance the schedule and quantize every weight once.
+        """After an optimizer step that was not skipped: advance the schedule.
 
         Args:
             eigenvalues: Block name to eigenvalue over the largest, 0 to 1; a block that is missing has factor 1.
@@ -168,16 +159,17 @@ class MoQController:
             What changed.
 
         Raises:
-            MoQError: A weight holds NaN or Inf.
+            MoQError: A weight held NaN or Inf in the last forward pass.
         """
         switches = self.schedule.advance(eigenvalues)
         self.history += switches
         switched = {switch.block for switch in switches}
         due = self.schedule.steps % self.config.scale_refresh == 0
-        # In the same order in all processes, which gather shards for it.
+        # In the same order in all processes, which gather weights for it that an engine has taken apart.
         self._write_bits(block for block in self.blocks if due or block in switched)
         take_step(self._inputs().values())
-        self.refresh(wait=False)
+        self._write_progress()
+        check_finite(self._everything, look=False)
         self._log(switches)
         return switches
 
@@ -212,7 +204,7 @@ class MoQController:
         Raises:
             MoQError: Names the layers.
         """
-        check_readers({**self.layers, **self.embeddings})
+        check_readers(self._everything)
 
     def measure(self) -> dict[str, float] | None:
         """What the coming `step` needs: bits under a budget, which are chosen here if they are due, and eigenvalues.
@@ -231,8 +223,6 @@ class MoQController:
         if self.schedule.is_choosing:
             self._choose(self.sensitivity)
         if self.config.eigenvalue.enabled and self.sensitivity.is_due(self.schedule):
-            # The optimizer has just changed the weights: measured is what the next forward pass would see.
-            self.refresh()
             self.sensitivity.update(self.schedule)
         self.sensitivity.samples.end_step()
         return self.sensitivity.values if self.config.eigenvalue.enabled else None
@@ -245,30 +235,27 @@ class MoQController:
         self.choice = self._chooser.choose(sensitivity.costs(self.config.budget.choices), step)
         self.schedule.choose(self.choice.targets)
 
-    def refresh(self, *, wait: bool = True) -> None:
-        """Quantize every weight, each once, from what it is now.
-
-        Args:
-            wait: For a GPU's word on NaN and Inf. Otherwise an error may come a step or more late.
+    def refresh(self) -> None:
+        """Give the layers what the schedule says of the next forward pass, and look at their weights; in all processes.
 
         Raises:
             MoQError: A weight holds NaN or Inf.
         """
+        self._write_progress()
+        check_finite(self._everything, together=True)
+
+    def _write_progress(self) -> None:
+        """Give the layers what changes from step to step, and drop the copies that an evaluation has made."""
         blend, rounds_inputs = self.schedule.blend, self.rounds_inputs
         for block, names in self.blocks.items():
             for name in names:
                 layer = self.layers[name]
-                layer.count_steps(self.schedule.steps)
+                layer.moq.seed = layer.moq.seed._replace(step=self.schedule.steps)
                 layer.moq.blend = blend[block]
                 if layer.moq.inputs is not None:
                     layer.moq.inputs.active = rounds_inputs
-        if any(layer.moq.sharded is not None for layer in self.layers.values()):
-            # What a forward pass without a backward pass has left gathered is of before.
-            reshard(self.root)
-        self._refresher.refresh()
-        gather_quantized(self.model, {**self.layers, **self.embeddings}.values())
-        self._refresher.check_finite(wait=wait)
-        lead_copies()
+        for layer in self._everything.values():
+            layer.invalidate()
 
     def metrics(self) -> dict[str, float]:
         """Scalars for a Trainer's log.
@@ -299,8 +286,8 @@ class MoQController:
         Raises:
             MoQError: A weight holds NaN or Inf.
         """
-        # Of a run with many processes only the first one saves; shards were judged when they were refreshed.
-        self._refresher.check_finite(shards=False)
+        # Of a run with many processes only the first one saves.
+        check_finite(self._everything)
         state = {
             "version": STATE_VERSION,
             "moq_hf": __version__,
@@ -364,20 +351,20 @@ class MoQController:
         )
 
     def _write_bits(self, blocks: Iterable[str], saved: Mapping[str, str] | None = None) -> None:
-        """Give the layers the schedule's bits: the one place in a run that does. `refresh` makes them count.
+        """Give the layers the schedule's bits: the one place in a run that does.
 
         Args:
             blocks: Those that changed, or whose clipping ratios are due.
             saved: Layer name to its ratios as they were saved; None searches them.
         """
-        searched: list[tuple[QuantLayer, int]] = []
         bits = self.schedule.bits
         for block in blocks:
             for name in self.blocks[block]:
                 layer = self.layers[name]
-                # A checkpoint of an earlier version has no ratios of experts.
-                if saved is None or (is_experts(layer.kind) and name not in saved):
-                    searched.append((layer, bits[block]))
+                if saved is None:
+                    # A frozen weight has the ratios that it had.
+                    if bits[block] != layer.moq.bits or layer.float_weight.requires_grad:
+                        layer.set_bits(bits[block])
                     continue
                 layer.moq.bits = bits[block]
                 layer.moq.ratio = None
@@ -386,7 +373,6 @@ class MoQController:
                     ratio, weight = decode(name, saved[name], shape), layer.weight
                     # On the meta device it would be lost.
                     layer.moq.ratio = ratio if weight.is_meta else ratio.to(weight.device)
-        set_bits(searched)
         for table in self.embeddings.values():
             table.moq.bits = (self.config.quantize_embeddings if self.has_begun else None) or FLOAT_BITS
 

@@ -58,14 +58,11 @@ def measuring(
             _use_plain_attention(model, stack)
             for device in {p.device.type for p in model.parameters()} - {"meta"} | {"cpu"}:
                 stack.enter_context(torch.autocast(device, enabled=False))
-            for layer in layers:
-                layer.moq.dtype = None
         for layer in layers:
             layer.moq.inputs = None
             if blocks is not None:
                 # The stand-ins are on the grid already.
                 layer.moq.bits = FLOAT_BITS
-            layer.forget()
         yield {name: [p for one in own for p in stand_ins[id(one)]] for name, own in (blocks or {}).items()}
 
 
@@ -76,7 +73,6 @@ def at_bits(layers: Sequence[QuantLayer], bits: int) -> Iterator[None]:
         for layer in layers:
             layer.moq.blend = 0.0
             layer.set_bits(bits)
-            layer.forget()
         yield
 
 

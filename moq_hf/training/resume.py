@@ -25,9 +25,9 @@ _LONGEST = 2**128
 
 # They change no number.
 _HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel", "eigenvalue.verbose", "prove", "serve"})
-# They count from the next search for ratios, random number, gathering, measurement or loss on.
+# They count from the next search for ratios, random number, measurement or loss on.
 _FROM_NOW_ON = frozenset(
-    {"quantize_algo.scale_refresh", "quantize_gather", "seed"}
+    {"quantize_algo.scale_refresh", "seed"}
     | {f"eigenvalue.{name}" for name in ("max_iter", "tol", "stability", "gas_boundary_resolution", "method")}
     | {f"eigenvalue.{name}" for name in ("max_overhead", "num_samples")}
     | {"sensitivity.measure"}

@@ -50,7 +50,6 @@ def packed(folder: Path, model: Any, bits: list[int], **config: Any) -> Path:
     quantize_model(model.eval(), {"quantize_bits": {"start_bits": 8, "target_bits": 8}, **config})
     for index, layer in enumerate(quant_layers(model).values()):
         layer.set_bits(bits[index % len(bits)])
-        layer.refresh()
     return save_quantized(model, folder)
 
 

@@ -28,7 +28,6 @@ def checkpoint(folder: Path, model: Any, config: Mapping[str, Any], bits: list[i
     for index, layer in enumerate(quant_layers(model).values()):
         if bits is not None:
             layer.set_bits(bits[index % len(bits)])
-            layer.refresh()
     return save_quantized(model, folder, processing_class=AutoTokenizer.from_pretrained(TOKENIZER))
 
 

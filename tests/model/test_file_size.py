@@ -11,7 +11,6 @@ from transformers import LlamaForCausalLM as Llama
 from moq_hf import MoQConfig, save_quantized
 from moq_hf.model.convert import prepare_model
 from moq_hf.model.file_size import FileSize
-from moq_hf.model.refresh import set_bits
 from moq_hf.model.selection import take_inventory
 from moq_hf.training.controller import MoQController
 
@@ -54,11 +53,10 @@ def test_it_is_the_size_of_the_file(kind: str, more: dict[str, Any], choices: tu
         model = model.to(torch.bfloat16)
     config, inventory, layers, tables = prepared(model, **more)
     bits = {name: choices[k % len(choices)] for k, name in enumerate(layers)}
-    set_bits((layers[name], width) for name, width in bits.items())
+    for name, width in bits.items():
+        layers[name].set_bits(width)
     for table in tables.values():
         table.moq.bits = config.quantize_embeddings
-    for layer in (*layers.values(), *tables.values()):
-        layer.refresh()
     file = FileSize(inventory, layers, tables, config.quantize_embeddings)
     assert file.why_alike() is None
     found = file.of_rest() + sum(file.of_layer(name, width) for name, width in bits.items())

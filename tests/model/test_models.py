@@ -39,7 +39,7 @@ from moq_hf import (
     save_quantized,
     verify_quantized,
 )
-from moq_hf.model.convert import quant_layers
+from moq_hf.model.convert import check_finite, quant_layers
 from moq_hf.packed.verify import stored_weights
 from moq_hf.quant_linear import QuantConv1D
 from moq_hf.rows import to_rows
@@ -154,11 +154,13 @@ def test_conv1d_is_quantized_as_the_linear_layer_that_it_is(
         with torch.no_grad():
             linear.weight -= 0.1 * linear.weight.grad
             conv1d.weight.copy_(linear.weight.t())
-    assert not conv1d.nonfinite()
+    check_finite({"0": conv1d}, look=False)
     with torch.no_grad():
         conv1d.weight[-1, 0] = float("nan")
-    conv1d.refresh()
-    assert conv1d.nonfinite()
+    conv1d(x)
+    for look in (True, False):
+        with pytest.raises(MoQError, match=r"NaN or Inf in 0\.weight"):
+            check_finite({"0": conv1d}, look=look)
 
 
 def test_the_inputs_of_conv1d_are_quantized_too() -> None:
@@ -220,7 +222,6 @@ def test_models_that_are_unpacked_while_loading(
     bits = [8, 4, 3, 9, *{"asymmetric": [2], "symmetric": [2, 1]}.get(algorithm.get("q_type", ""), [])]
     for index, layer in enumerate(quant_layers(model).values()):
         layer.set_bits(bits[index % len(bits)])
-        layer.refresh()
     save_quantized(model, tmp_path / "packed")
     stored = {name: layer.stored for name, layer in verify_quantized(tmp_path / "packed", model).layers.items()}
     assert set(stored.values()) == {"packed", "dense"}
@@ -259,7 +260,6 @@ def test_conv1d_layers_are_floats_on_the_grid_and_damage_is_noticed(
     assert torch.equal(outputs_of(base, inputs)[0], outputs_of(model.transformer, inputs)[0])
     with torch.no_grad():
         model.transformer.h[1].mlp.c_proj.weight[0, 0] += 1
-    model.transformer.h[1].mlp.c_proj.refresh()
     with pytest.raises(MoQError, match=r"transformer\.h\.1\.mlp\.c_proj\.weight differs from the model's"):
         verify_quantized(tmp_path / "packed", model)
 

@@ -102,7 +102,6 @@ def test_mixed_bits_have_one_scheme_and_floats_keep_the_names_of_the_model(tmp_p
     layers = quant_layers(model)
     for name, layer in layers.items():
         layer.set_bits(2 if "experts" in name and "layers.0" in name else 3 if "layers.0" in name else 4)
-        layer.refresh()
     for layout in ("packed", "unpacked"):
         folder = save_quantized(model, tmp_path / layout, layout=layout)  # type: ignore[arg-type]
         found = verify_quantized(folder, model)
@@ -111,7 +110,6 @@ def test_mixed_bits_have_one_scheme_and_floats_keep_the_names_of_the_model(tmp_p
     codes = stored_weights(tmp_path / "packed")["model.layers.0.mlp.experts.down_proj"].codes
     assert codes.shape == (4 * 32, 64) and set(codes.unique().tolist()) == {-1, 0, 1}
     layers[PARAMETER].set_bits(32)
-    layers[PARAMETER].refresh()
     found = verify_quantized(save_quantized(model, tmp_path / "some"), model)
     assert found.layers[PARAMETER].stored == "float"
     assert torch.equal(logits(loaded(tmp_path / "some")), logits(model))
@@ -142,7 +140,6 @@ def test_damage_is_named(tmp_path: Path) -> None:
     model = quantize_model(mixture(), at_bits(4, **GROUPS))
     save_quantized(model, tmp_path)
     model.get_parameter(PARAMETER).data[3] *= -1
-    quant_layers(model)[PARAMETER].refresh()
     with pytest.raises(MoQError, match=f"{PARAMETER} differs from the model's"):
         verify_quantized(tmp_path, model)
     state = read_state(tmp_path)

@@ -176,7 +176,7 @@ def test_embedding_tables_are_quantized_from_the_offset_on(precision: dict[str, 
     trainer.train()
     assert seen == [{32}] * 2 + [{8}] * 14
     tables = quant_embeddings(trainer.model)
-    assert len(tables) == 3 and {table.moq.weight.dtype for table in tables.values()} == {torch.float32}
+    assert len(tables) == 3 and {table.quantized_weight().dtype for table in tables.values()} == {torch.float32}
     table = tables["bert.embeddings.word_embeddings"]
     assert len(table.quantized_weight()[7].unique()) <= 255
     # Tokens outside of the data keep the rows that they began with; those in it were trained.

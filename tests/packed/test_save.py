@@ -70,8 +70,7 @@ def mixed(model: Any, bits: list[int], config: dict[str, Any]) -> Any:
     quantize_model(model, config)
     for index, layer in enumerate(quant_layers(model).values()):
         layer.set_bits(bits[index % len(bits)])
-        layer.count_steps(7)
-        layer.refresh()
+        layer.moq.seed = layer.moq.seed._replace(step=7)
     return model
 
 
@@ -811,7 +810,6 @@ def test_a_blend_is_saved_as_it_was_evaluated(tmp_path: Path, caplog: pytest.Log
     model = quantize_model(bert(), config_of(4))
     layer = model.bert.pooler.dense
     layer.moq.blend = 0.25
-    layer.refresh()
     save_quantized(model, tmp_path)
     assert "bert.pooler.dense (float)" in caplog.text
     loaded = BertForSequenceClassification.from_pretrained(tmp_path).eval()

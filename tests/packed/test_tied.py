@@ -221,7 +221,7 @@ def test_training_quantizes_the_table_once_a_step_and_resumes(tmp_path: Path) ->
 
     model = run()
     table, head = model.model.embed_tokens, model.lm_head
-    assert table.moq is head.moq and table.moq.draw.step == 6 and table.float_weight is head.float_weight
+    assert table.moq is head.moq and table.moq.seed.step == 6 and table.float_weight is head.float_weight
     assert torch.equal(table.quantized_weight(), head.quantized_weight()) and table.moq.bits == 4
     assert not torch.equal(table.float_weight, made("Llama").lm_head.weight)
     found = verify_quantized(tmp_path / "run" / "quantized", model)
@@ -232,15 +232,15 @@ def test_training_quantizes_the_table_once_a_step_and_resumes(tmp_path: Path) ->
     assert torch.equal(again.lm_head.float_weight, head.float_weight)
 
 
-def test_a_loop_without_a_trainer_counts_a_step_once() -> None:
-    model = quantize_model(made("Llama"), config_of(quantize_embeddings=4)).train()
+def test_a_loop_without_a_trainer_counts_a_call_of_train_once() -> None:
+    model = quantize_model(made("Llama"), config_of(quantize_embeddings=4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     batch = batch_of(model)
     for _ in range(2):
-        model(**batch, labels=batch["input_ids"]).loss.backward()
+        model.train()(**batch, labels=batch["input_ids"]).loss.backward()
         optimizer.step()
     table, head = model.model.embed_tokens, model.lm_head
-    assert table.moq.draw.step == 2 and torch.equal(head.quantized_weight(), table.quantized_weight())
+    assert table.moq.seed.step == 2 and torch.equal(head.quantized_weight(), table.quantized_weight())
     plain = dequantize_model(copied := copy.deepcopy(model).eval())
     assert tied_weights(copied) == tied_weights(model) and type(plain.lm_head) is nn.Linear
     assert all(map(torch.equal, outputs_of(plain, batch), outputs_of(model, batch)))
@@ -279,6 +279,7 @@ def test_layers_that_were_tied_by_hand_are_stored_each(tmp_path: Path) -> None:
     assert all(map(torch.equal, outputs_of(loaded, batch_of(model)), outputs_of(model, batch_of(model))))
     model.model.embed_tokens.set_bits(3)
     copied = copy.deepcopy(model)
+    copied.lm_head.moq = copy.deepcopy(copied.lm_head.moq)
     copied.lm_head.set_bits(4)
     with pytest.raises(MoQError, match="and quantized in another way: call quantize_model"):
         save_quantized(copied, tmp_path)

@@ -1,0 +1,429 @@
+"""How long a quantized weight lives: in training a pass, in evaluation until something changes that it was made of."""
+
+import copy
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_zoo import arguments
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+from transformers import BertForSequenceClassification, Trainer, TrainerCallback
+
+from moq_hf import MoQCallback, dequantize_model, quantize_model
+from moq_hf import quantizer as q
+from moq_hf.grid import Grid, PerChannel
+from moq_hf.layer_state import LayerState
+from moq_hf.quant_linear import FLOAT_BITS
+
+CONFIG: dict[str, Any] = {"quantize_bits": {"start_bits": 3, "target_bits": 3}, "quantize_groups": "per_channel"}
+STEPWISE: dict[str, Any] = {
+    "quantize_bits": {"start_bits": 5, "target_bits": 3},
+    "quantize_schedule": {"quantize_period": 1, "schedule_offset": 2},
+    "quantize_groups": "per_channel",
+}
+ABSMAX = {**CONFIG, "quantize_algo": {"scale": "absmax"}}
+
+
+def net(config: dict[str, Any] = ABSMAX) -> Any:
+    return quantize_model(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)), config)
+
+
+def weight_of(layer: nn.Module) -> nn.Parameter:
+    return dict(layer.named_parameters(recurse=False))["weight"]
+
+
+def expected(layer: Any, **more: Any) -> Tensor:
+    """By the definition, of the weight as it is now."""
+    state = layer.moq
+    options = {"ratio": state.ratio, "seed": state.seed, **more}
+    return q.fake_quantize(weight_of(layer).detach(), state.bits, state.grid, **options)
+
+
+def is_fresh(model: Any) -> bool:
+    """Whether a forward pass computes with what the weight of the first layer gives now."""
+    layer = model[0]
+    x = torch.randn(3, 16)
+    return torch.equal(layer(x), nn.functional.linear(x, expected(layer), layer.bias))
+
+
+def in_place(layer: Any) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(1.5)
+
+
+def in_inference_mode(layer: Any) -> None:
+    with torch.inference_mode():
+        layer.weight.mul_(1.5)
+
+
+def swapped(layer: Any) -> None:
+    torch.utils.swap_tensors(layer.weight, nn.Parameter(torch.randn(16, 16)))
+
+
+def replaced(layer: Any) -> None:
+    layer.weight = nn.Parameter(torch.randn(16, 16))
+
+
+def replaced_by_the_same_id(layer: Any) -> None:
+    # Memory and id of the old one are free for the new one.
+    del layer.weight
+    layer.weight = nn.Parameter(torch.randn(16, 16))
+
+
+def other_data(layer: Any) -> None:
+    layer.weight.data = torch.randn(16, 16)
+
+
+def stepped(layer: Any) -> None:
+    layer.weight.grad = torch.randn(16, 16)
+    torch.optim.SGD([layer.weight], lr=0.5).step()
+
+
+def stepped_fused(layer: Any) -> None:
+    # It leaves the tensor's version as it was.
+    layer.weight.grad = torch.randn(16, 16)
+    torch.optim.AdamW([layer.weight], lr=0.5, fused=True).step()
+
+
+def loaded(layer: Any) -> None:
+    layer.load_state_dict({"weight": torch.randn(16, 16), "bias": layer.bias.detach()})
+
+
+def assigned(layer: Any) -> None:
+    layer.load_state_dict({"weight": torch.randn(16, 16), "bias": layer.bias.detach()}, assign=True)
+
+
+def converted(layer: Any) -> None:
+    layer.weight.data.mul_(1.5)
+    # There and back: neither dtype nor memory tells of it.
+    layer.double()
+    layer.float()
+
+
+def converted_by_swapping(layer: Any) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer.double()
+        layer.float()
+        layer.load_state_dict({"weight": torch.randn(16, 16), "bias": layer.bias.detach()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+SEEN: list[Callable[[Any], None]] = [
+    in_place, in_inference_mode, swapped, replaced, replaced_by_the_same_id, other_data, stepped, stepped_fused,
+    loaded, assigned, converted, converted_by_swapping,
+]  # fmt: skip
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with each weight that is quantized."""
+    calls: list[int] = []
+    real = LayerState.fake_quantize
+
+    def counting(self: LayerState, *args: Any) -> Tensor:
+        calls.append(1)
+        return real(self, *args)
+
+    monkeypatch.setattr(LayerState, "fake_quantize", counting)
+    return calls
+
+
+@pytest.mark.parametrize("change", SEEN)
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_what_changes_the_weight_is_seen_at_once(
+    change: Callable[[Any], None], gradients: bool, training: bool
+) -> None:
+    # Whether an id or an address is used again is a matter of luck.
+    for _ in range(20):
+        model = net().train(training)
+        with torch.set_grad_enabled(gradients):
+            assert is_fresh(model)
+            before = model[0].quantized_weight().detach().clone()
+        if change is stepped_fused:
+            # The one change that neither version nor address tells of has a pass with gradients before it.
+            model(torch.randn(3, 16)).sum().backward()
+        change(model[0])
+        assert not torch.equal(expected(model[0]), before)
+        with torch.set_grad_enabled(gradients):
+            assert is_fresh(model)
+
+
+def test_evaluation_makes_one_copy_and_training_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = net().train(), torch.randn(3, 16)
+    calls = counted(monkeypatch)
+    for _ in range(3):
+        model(x)
+        assert not model[0].moq.copies
+    assert len(calls) == 3
+    with torch.no_grad():
+        # Generation in the middle of training.
+        model(x)
+        assert len(calls) == 4
+        for _ in range(3):
+            model.eval()
+            for _ in range(3):
+                model(x)
+    # Each call of eval() begins anew.
+    assert len(calls) == 7
+    with torch.inference_mode():
+        model(x)
+    assert len(calls) == 7 and model[0].moq.copies
+    model(x)
+    assert len(calls) == 8 and not model[0].moq.copies
+    with torch.no_grad():
+        model(x)
+    assert model[0].moq.copies
+    copied = copy.deepcopy(model)
+    assert not copied[0].moq.copies and torch.equal(copied(x), model(x))
+    with torch.no_grad():
+        model(x)
+    model.train()
+    assert not model[0].moq.copies
+
+
+@pytest.mark.parametrize("change", ["bits", "ratio", "blend", "seed"])
+def test_another_precision_makes_another_copy(change: str) -> None:
+    model = net({**CONFIG, "quantize_algo": {"rounding": "stochastic"}}).eval()
+    state = model[0].moq
+    values = {"bits": 5, "ratio": None, "blend": 0.5, "seed": state.seed._replace(step=7)}
+    with torch.no_grad():
+        before = model[0].quantized_weight()
+        assert torch.equal(model[0].quantized_weight(), before)
+        setattr(state, change, values[change])
+        assert not torch.equal(model[0].quantized_weight(), before)
+
+
+def test_what_is_read_and_what_is_multiplied_are_two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net().eval()
+    calls = counted(monkeypatch)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            assert model[0].quantized_weight().dtype == torch.bfloat16
+            assert model[0].quantized_weight(torch.float32).dtype == torch.float32
+    assert len(calls) == 2
+
+
+def test_another_weight_of_torch_func_is_seen() -> None:
+    model = net()
+    x = torch.randn(3, 16)
+    for factor in (1.5, 2.5):
+        given = {name: (tensor * factor).detach() for name, tensor in model.named_parameters()}
+        out = torch.func.functional_call(model[0], {key[2:]: given[key] for key in ("0.weight", "0.bias")}, (x,))
+        wanted = q.fake_quantize(given["0.weight"], 3, model[0].moq.grid)
+        assert torch.equal(out, nn.functional.linear(x, wanted, given["0.bias"]))
+        assert is_fresh(model)
+
+
+def test_a_backward_pass_after_evaluation_uses_what_its_forward_pass_used() -> None:
+    model = net().train()
+    x = torch.randn(3, 16, requires_grad=True)
+    out = model(x)
+    wanted = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+    weight_of(model[0]).data.mul_(1.5)
+    model.eval()
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], wanted)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_checkpointing_with_a_fused_optimizer_trains_as_without(training: bool, reentrant: bool) -> None:
+    plain, checkpointed = (net().train(training) for _ in range(2))
+    checkpointed.load_state_dict(plain.state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, fused=True) for model in (plain, checkpointed)]
+    for _ in range(3):
+        x = torch.randn(5, 16, requires_grad=True)
+        outputs = plain(x), checkpoint(checkpointed, x, use_reentrant=reentrant)
+        assert torch.equal(*outputs)
+        for output, optimizer in zip(outputs, optimizers, strict=True):
+            output.pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Ema:
+    """Averages that are written into the model through `.data`, as torch_ema and diffusers do it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.averages = [p.detach().clone() for p in model.parameters()]
+        self.kept: list[Tensor] = []
+
+    def update(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for average, parameter in zip(self.averages, model.parameters(), strict=True):
+                average.lerp_(parameter, 0.3)
+
+    def copy_to(self, model: nn.Module) -> None:
+        self.kept = [p.data.clone() for p in model.parameters()]
+        for average, parameter in zip(self.averages, model.parameters(), strict=True):
+            parameter.data.copy_(average)
+
+    def restore(self, model: nn.Module) -> None:
+        for kept, parameter in zip(self.kept, model.parameters(), strict=True):
+            parameter.data.copy_(kept)
+
+
+class SwapIn(TrainerCallback):
+    """Evaluates the averages after each evaluation of the weights, as a user of such a class does."""
+
+    def on_train_begin(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+        self.ema = Ema(model)
+        self.found: list[tuple[float, float]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.ema.update(model)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        batch = {key: torch.stack([row[key] for row in self.data]) for key in self.data[0]}
+        self.ema.copy_to(model)
+        # What is written through .data nothing tells of.
+        model.eval()
+        with torch.no_grad():
+            self.found.append((float(model(**batch).loss), loss_of(model, batch)))
+        self.ema.restore(model)
+        model.eval()
+
+    data: list[dict[str, Tensor]]
+
+
+def rows(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    return [{key: value[index] for key, value in batch.items()} for index in range(8)]
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> float:
+    with torch.no_grad():
+        return float(dequantize_model(copy.deepcopy(model)).eval()(**batch).loss)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_an_ema_that_is_swapped_in_is_evaluated_quantized(
+    optim: str, tiny_bert: BertForSequenceClassification, tiny_batch: dict[str, Tensor], tmp_path: Path
+) -> None:
+    swap, data = SwapIn(), rows(tiny_batch)
+    swap.data = data
+    settings = arguments(tmp_path, max_steps=5, optim=optim, learning_rate=1e-2, eval_strategy="steps", eval_steps=1)
+    trainer = Trainer(
+        model=tiny_bert, args=settings, train_dataset=data, eval_dataset=data, callbacks=[MoQCallback(STEPWISE), swap]
+    )
+    trainer.train()
+    assert len(swap.found) == 5
+    for found, wanted in swap.found:
+        assert found == pytest.approx(wanted, rel=1e-5)
+    # Nothing of the averages is left.
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss_of(tiny_bert, tiny_batch), rel=1e-5)
+    assert swap.found[-1][0] != trainer.state.log_history[-1]["eval_loss"]
+
+
+def test_a_copy_of_a_model_has_the_precision_of_its_making() -> None:
+    model = net({**STEPWISE, "quantize_bits": {"start_bits": 5, "target_bits": 3}})
+    model[0].set_bits(FLOAT_BITS)
+    teacher = copy.deepcopy(model)
+    model[0].set_bits(5)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+    model[0].set_bits(3)
+    with torch.no_grad():
+        model[0].weight.mul_(1.5)
+    average.update_parameters(model)
+    assert [each[0].moq.bits for each in (teacher, average.module, model)] == [FLOAT_BITS, 5, 3]
+    assert is_fresh(average.module) and torch.equal(teacher[0].quantized_weight(), weight_of(teacher[0]))
+    # So its averages are evaluated in the model.
+    model.load_state_dict(average.module.state_dict())
+    assert torch.equal(weight_of(model[0]), weight_of(average.module[0])) and is_fresh(model)
+
+
+def heavy_tails(*shape: int) -> Tensor:
+    return torch.distributions.StudentT(3.0).sample(torch.Size(shape))
+
+
+def error(layer: Any) -> float:
+    return float((layer.quantized_weight().detach() - weight_of(layer).detach()).square().mean())
+
+
+def least_error(layer: Any) -> float:
+    weight = weight_of(layer).detach()
+    bits, grid = layer.moq.bits, Grid(PerChannel())
+    ratio = q.least_squares_ratio(weight, bits, grid)
+    return float((q.fake_quantize(weight, bits, grid, ratio=ratio) - weight).square().mean())
+
+
+@pytest.mark.parametrize("assign", [True, False])
+@pytest.mark.parametrize("bits", [3, 4, 5])
+def test_loaded_weights_get_clipping_ratios_of_their_own(bits: int, assign: bool) -> None:
+    config = {**CONFIG, "quantize_bits": {"start_bits": bits, "target_bits": bits}}
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(heavy_tails(64, 64))
+    quantize_model(model, config)
+    other = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
+    with torch.no_grad():
+        other[0].weight.uniform_(-1, 1)
+    model.load_state_dict(other.state_dict(), assign=assign)
+    assert error(model[0]) == least_error(model[0])
+
+
+def test_in_a_loop_without_a_trainer_train_counts_steps() -> None:
+    model = net({**CONFIG, "quantize_algo": {"scale_refresh": 3}})
+    layer = model[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    found = []
+    for step in range(1, 7):
+        layer.weight.grad = weight_of(layer).detach() - heavy_tails(16, 16)
+        optimizer.step()
+        model.train()
+        assert layer.moq.seed.step == step and is_fresh(model)
+        found.append(error(layer) == least_error(layer))
+    assert found == [False, False, True] * 2
+
+
+def test_in_a_loop_without_a_trainer_stochastic_rounding_draws_with_each_train() -> None:
+    model = net({**CONFIG, "quantize_algo": {"rounding": "stochastic", "scale": "absmax"}})
+    drawn = []
+    for _ in range(3):
+        model.train()
+        # Accumulation and checkpointing see one draw.
+        for _ in range(2):
+            assert torch.equal(model[0].quantized_weight(), expected(model[0]))
+        drawn.append(model[0].quantized_weight().detach())
+        model.eval()
+        assert torch.equal(model[0].quantized_weight(), drawn[-1])
+    assert not any(torch.equal(one, other) for one, other in itertools.pairwise(drawn))
+
+
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads take turns as often as can be."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("restless")
+def test_threads_may_evaluate_one_model() -> None:
+    model, x = net().eval(), torch.randn(3, 16)
+    wanted, wrong = model(x).detach(), list[str]()
+
+    def evaluate() -> None:
+        for _ in range(200):
+            try:
+                with torch.no_grad():
+                    if not torch.equal(model(x), wanted):
+                        wrong.append("another result")
+                model.eval()
+            except Exception as error:
+                wrong.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=evaluate) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
