@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import gpu
-import gpu_tests
 import pytest
 from gpu import Report, Run, Section
 from repo import ROOT
@@ -82,31 +81,6 @@ def test_a_section_may_be_ended_with_what_it_started(tmp_path: Path) -> None:
     pytest.fail("it lives")
 
 
-def test_an_interrupt_ends_the_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    children: list[int] = []
-    fork = os.fork
-
-    def forking() -> int:
-        children.append(fork())
-        return children[-1]
-
-    def interrupted(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fork", forking)
-    monkeypatch.setattr(time, "sleep", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, Section("a", (), 20.0, lambda report: signal.pause()))
-    (child,) = children
-    with pytest.raises(ProcessLookupError):
-        os.kill(child, 0)
-
-
-def test_what_no_longer_fits_is_noted(tmp_path: Path) -> None:
-    document = run(tmp_path, *(Section(name, (), 5.0, fine) for name in "ab"), seconds=gpu.LEAST - 1)
-    assert [each["reason"] for each in document["sections"].values()] == ["time", "time"]
-
-
 def test_a_missing_library_leaves_out_what_needs_it(tmp_path: Path) -> None:
     found = {**THERE, "pydantic": None, "scipy": None}
     sections = [Section("a", ("torch",), 20.0, fine), Section("b", ("torch", "pydantic"), 20.0, fine)]
@@ -120,23 +94,6 @@ def test_a_missing_library_leaves_out_what_needs_it(tmp_path: Path) -> None:
     assert document["missing"] == ["pydantic", "scipy"]
     assert document["sections"]["a"]["status"] == "ok"
     assert document["sections"]["b"] == {"status": "not run", "reason": "missing: pydantic"}
-
-
-def test_a_library_that_cannot_be_imported_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "for_another_python.py").write_text("raise ImportError('undefined symbol')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(gpu, "TRAINING", ("json", "for_another_python"))
-    assert gpu.libraries()["for_another_python"] is not None
-    assert gpu.broken() == {"for_another_python": "ImportError: undefined symbol"}
-
-
-def test_libraries_are_looked_for_by_what_they_are_imported_as(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "OPTIONAL", ("pytest", "pytest-xdist", "a library that is not there"))
-    found = gpu.libraries()
-    assert found["pytest"] == pytest.__version__ and found["torch"] and found["pytest-xdist"]
-    assert found["a library that is not there"] is None
-    # What the package cannot be imported without is among them.
-    assert set(gpu.TRAINING) <= found.keys()
 
 
 def test_the_table(tmp_path: Path) -> None:
@@ -167,14 +124,6 @@ def test_small_figures_do_not_pass_for_a_gpu_s(monkeypatch: pytest.MonkeyPatch) 
     done = script("--small", "--out", str(ROOT / "benchmarks" / "results" / "gpu.json"))
     assert done.returncode == 2 and "gpu.json is for what a GPU has run" in done.stderr
     assert not (ROOT / "benchmarks" / "results" / "gpu.json").exists()
-
-
-def test_a_part_does_not_take_the_place_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    for words, name in (([], "gpu.json"), (["--small"], "gpu_small.json")):
-        monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
-        assert gpu.arguments().out == gpu.RESULTS / name
-        monkeypatch.setattr(sys, "argv", ["gpu.py", *words, "--only", "memory"])
-        assert gpu.RESULTS not in gpu.arguments().out.parents
 
 
 @pytest.mark.slow
@@ -224,18 +173,3 @@ def test_a_run_of_everything_in_the_interpreter_was_fine() -> None:
     }
     rows = [row for section in document["sections"].values() for row in section["figures"]]
     assert len(rows) > 50 and [row["what"] for row in rows if row["reached"] is False] == []
-
-
-def test_tests_are_counted_while_they_run() -> None:
-    text = """collecting ... collected 4 items
-tests/a.py::one PASSED [ 25%]
-[gw1] [ 50%] PASSED tests/a.py::two[x]
-[gw0] [ 75%] FAILED tests/b.py::three
-ERROR tests/c.py
-FAILED tests/b.py::three - assert 1 == 2
-SKIPPED [1] tests/a.py:3: needs
-"""
-    assert gpu_tests.outcomes(text) == {"PASSED": 2, "FAILED": 1, "ERROR": 1}
-    every, fewer = ({Path(path).name for path in gpu_tests.files(there)} for there in (True, False))
-    assert {"test_precision.py"} <= every
-    assert every >= fewer
