@@ -234,17 +234,6 @@ class PrecisionSchedule:
         if self.config.budget is not None:
             self.targets = state["targets"] and dict(state["targets"])
 
-    def steps_to_target(self, factor: int = 1) -> int:
-        """Optimizer steps from the start of training to the last drop of a block with this factor at every drop.
-
-        Under a budget: of a block that ends with the fewest bits.
-        """
-        drops = most_drops(self.config)
-        last = self._first(drops) if drops else 0
-        for left in range(drops - 1, 0, -1):
-            last = self._following(last, left, factor, drops)
-        return self.offset + last
-
     def last_drop(self) -> int:
         """The optimizer step after which every block is at its target at the latest, blends included, from now on."""
         factor = MAX_FACTOR if self.config.eigenvalue.enabled else 1

@@ -79,12 +79,13 @@ def load_teacher(
         teacher = source
     else:
         raise MoQError(f"distillation: the teacher must be a transformers model, got {type(source).__name__}")
-    if teacher is model:
-        raise MoQError("distillation: the teacher is the model in training itself; give a copy, made before")
     shared = {id(parameter) for parameter in model.parameters()}
     both = [name for name, parameter in teacher.named_parameters() if id(parameter) in shared]
     if both:
-        raise MoQError(f"distillation: the teacher shares parameters with the model in training: {', '.join(both)}")
+        raise MoQError(
+            f"distillation: the teacher shares parameters with the model in training ({', '.join(both)}): give a copy, "
+            "made before"
+        )
     names = _COMMON + (_COMMON_HIDDEN if config.hidden else ())
     for name in names:
         ours, theirs = getattr(model.config, name, None), getattr(teacher.config, name, None)

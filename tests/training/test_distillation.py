@@ -333,7 +333,7 @@ def test_a_student_with_adapters(teacher: Path, tmp_path: Path) -> None:
     losses = [log["loss"] for log in run.state.log_history if "loss" in log]
     assert losses[-1] < losses[0]
     assert all(layer.moq.bits == 8 for layer in quant_layers(pupil).values())
-    with pytest.raises(MoQError, match="the teacher is the model in training itself"):
+    with pytest.raises(MoQError, match="the teacher shares parameters with the model in training"):
         MoQTrainer(pupil, arguments, None, rows(), moq_config=CONFIG, teacher=pupil.get_base_model())
 
 
@@ -344,11 +344,11 @@ def test_other_mistakes(teacher: Path, tmp_path: Path) -> None:
         new_trainer(tmp_path, None, new_model(2))
     model = new_model(1)
     arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
-    with pytest.raises(MoQError, match="the teacher is the model in training itself"):
+    with pytest.raises(MoQError, match="the teacher shares parameters with the model in training"):
         MoQTrainer(model, arguments, None, rows(), moq_config=CONFIG, teacher=model)
     partner = new_model(2)
     partner.bert.embeddings = model.bert.embeddings
-    with pytest.raises(MoQError, match="shares parameters with the model in training: bert"):
+    with pytest.raises(MoQError, match=r"shares parameters with the model in training \(bert"):
         MoQTrainer(model, arguments, None, rows(), moq_config=CONFIG, teacher=partner)
     stock = Trainer(new_model(1), arguments, None, rows(), callbacks=[MoQCallback(with_teacher(teacher))])
     with pytest.raises(MoQError, match="a callback cannot change the loss; use MoQTrainer"):
