@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import ModelCardData
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
@@ -16,7 +17,7 @@ from .callback import MoQCallback, write_result
 from .config import MoQConfig
 from .errors import MoQError
 from .model.convert import is_quantized, quant_layers
-from .packed.card import About, write_card
+from .packed.card import write_card
 from .packed.files import bytes_in
 from .packed.save import base_model_of
 from .packed.state import STATE_NAME, record_metrics
@@ -395,19 +396,19 @@ class MoQTrainer(Trainer):
         record_metrics(folder, self.final_metrics or last_metrics(self.state), self.float_metrics)
         # What the stock card knows: task, data and hyperparameters.
         known = training_summary(self, *args, **kwargs)
-        about = About(
+        dataset = _one(known.dataset_tags)
+        data = ModelCardData(
             model_name=self.hub_model_id or known.model_name,
             base_model=kwargs.get("finetuned_from") or base_model_of(self.accelerator.unwrap_model(self.model)),
-            task=_one(known.tasks),
-            dataset=_one(known.dataset_tags),
-            dataset_name=_one(known.dataset),
-            dataset_config=_one(known.dataset_args),
+            pipeline_tag=_one(known.tasks),
+            datasets=None if dataset is None else [dataset],
             language=known.language,
             license=known.license,
-            tags=known.tags,
-            training=known.hyperparameters,
+            tags=known.tags if isinstance(known.tags, list) else [known.tags] if known.tags else None,
         )
-        write_card(folder, about)
+        names = {"dataset_type": dataset, "dataset_name": _one(known.dataset) or dataset}
+        names["dataset_config"] = _one(known.dataset_args)
+        write_card(folder, data, dataset=names, training=known.hyperparameters)
 
     def _live_moq(self) -> MoQCallback | None:
         """The callback of this Trainer, which it may share with others."""

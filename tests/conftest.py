@@ -80,25 +80,6 @@ def deterministic() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_pictures() -> Iterator[Any]:
-    """Half of the time of so small a run would go into the picture in its model card; gives what draws it."""
-    from moq_hf.packed import card
-
-    with pytest.MonkeyPatch.context() as patch:
-        drawing = card._draw
-        patch.setattr(card, "_draw", lambda path, layers: False)
-        yield drawing
-
-
-@pytest.fixture
-def pictures(no_pictures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Model cards have their picture."""
-    from moq_hf.packed import card
-
-    monkeypatch.setattr(card, "_draw", no_pictures)
-
-
 @pytest.fixture(scope="session")
 def stranger() -> Iterator[Any]:
     """A `model_zoo.Stranger`; one process for all tests, since it takes seconds to start."""

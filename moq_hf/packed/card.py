@@ -1,13 +1,11 @@
 """The model card of a packed checkpoint: metadata for the Hub's model index, metrics, sizes, bits, how to load it."""
 
 import json
-import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -15,63 +13,46 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..metrics import metrics_in
 from ..schedule import FLOAT_BITS
 from ..text import markdown_table
-from .state import StoredLayer
 from .verify import Verification, verify_quantized
 
-logger = logging.getLogger(__name__)
-
 TAGS = ("moq", "quantization-aware-training", "compressed-tensors")
-PICTURE = "moq_bits.png"
 
+_BY_HAND = """`from_pretrained` alone does not make this model: make one as it was made for training, and load the
+weights into it.
 
-@dataclass(frozen=True)
-class About:
-    """What a packed checkpoint does not say of its model, for the card; all of it may be missing.
+```python
+from safetensors.torch import load_file
 
-    Attributes:
-        model_name: Where it will be found: a Hub id; None is the directory's name.
-        base_model: Hub id of the model that was fine-tuned.
-        task: As the Hub spells it, "text-classification" for instance.
-        dataset: Hub id of the data.
-        dataset_name: Its name for readers; None is the Hub id.
-        dataset_config: Its configuration, "mrpc" for instance.
-        language: Language codes.
-        license: As the Hub spells it.
-        tags: More tags.
-        training: Hyperparameters, for the section on reproducing the model.
-    """
+model.load_state_dict(load_file("model.safetensors"))
+```"""
+_BY_TRANSFORMERS = """```bash
+pip install transformers "compressed-tensors>=0.18"
+```
 
-    model_name: str | None = None
-    base_model: str | None = None
-    task: str | None = None
-    dataset: str | None = None
-    dataset_name: str | None = None
-    dataset_config: str | None = None
-    language: str | Iterable[str] | None = None
-    license: str | None = None
-    tags: Iterable[str] = ()
-    training: Mapping[str, Any] = field(default_factory=dict)
+```python
+from transformers import {cls}
 
-    @property
-    def data(self) -> str | None:
-        """What readers call the data."""
-        return self.dataset_name or self.dataset
+model = {cls}.from_pretrained("{name}")
+```"""
 
 
 def write_card(
     directory: str | os.PathLike[str],
-    about: About = About(),
+    data: ModelCardData | None = None,
     *,
+    dataset: Mapping[str, str | None] | None = None,
+    training: Mapping[str, Any] | None = None,
     found: Verification | None = None,
-    picture: bool = True,
 ) -> Path:
-    """Write `README.md` into a packed checkpoint, and the picture of its bits if matplotlib is installed.
+    """Write `README.md` into a packed checkpoint.
 
     Args:
         directory: What `save_quantized` wrote; its metrics, sizes and bits are those of the card.
-        about: What else is known of the model.
+        data: What else is known of the model; `model_name` is a Hub id, or the directory's name.
+        dataset: The `dataset_type`, `dataset_name` and `dataset_config` of an `EvalResult`; without a type and a
+            `pipeline_tag` the metadata has no results.
+        training: Hyperparameters, for the section on reproducing the model.
         found: What `verify_quantized` gives for it; None: it is verified now.
-        picture: Draw the bits too, if matplotlib is installed.
 
     Returns:
         The card's path.
@@ -80,90 +61,100 @@ def write_card(
         MoQError: The checkpoint is damaged.
     """
     folder = Path(directory)
+    data, dataset = data or ModelCardData(), dataset or {}
     found = found or verify_quantized(folder)
-    name = about.model_name or folder.resolve().name
+    name = data.model_name or folder.resolve().name
     metrics, before = (metrics_in(found.state.get(key) or {}) for key in ("metrics", "float_metrics"))
-    by_hand = found.state.get("by_hand") or (found.proof is not None and found.proof.agrees is False)
+    measured = {metric: value for metric, value in metrics.items() if metric != "loss"}
+    data.model_name = name.rpartition("/")[2]
+    data.library_name = "transformers"
+    data.tags = list(dict.fromkeys([*TAGS, *(data.tags or [])]))
+    if data.base_model:
+        data["base_model_relation"] = "finetune"
+    data.metrics = list(measured) or None
+    if data.pipeline_tag and dataset.get("dataset_type"):
+        data.eval_results = [
+            EvalResult(task_type=data.pipeline_tag, metric_type=metric, metric_value=value, **dataset)  # type: ignore[arg-type]
+            for metric, value in measured.items()
+        ]
+    origin = f" from [{data.base_model}](https://huggingface.co/{data.base_model})" if data.base_model else ""
+    source = dataset.get("dataset_name") or dataset.get("dataset_type")
     sections = [
-        _head(name, about, found),
-        _loading(name, folder, by_hand),
+        f"# {data.model_name}",
+        f"Fine-tuned{origin}{f' on {source}' if source else ''} with Mixture-of-Quantization (moq_hf): {_made(found)}",
+        f"## Use\n\n{_loading(name, folder, found)}",
         _results(metrics, before),
-        _sizes(found),
+        f"## Size\n\n{_sizes(found)}",
         _proof(found),
-        _bits(found.layers, picture and _draw(folder / PICTURE, found.layers)),
-        _making(found.state, about.training),
+        f"## Bits per layer\n\n<details><summary>The table</summary>\n\n{_bits(found)}\n\n</details>",
+        f"## How it was made\n\n{_making(found.state, training or {})}",
     ]
-    header = _metadata(name, about, metrics).to_yaml()
     path = folder / "README.md"
-    ModelCard(f"---\n{header}\n---\n\n" + "\n\n".join(part for part in sections if part) + "\n").save(path)
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n").save(path)
     return path
 
 
-def _metadata(name: str, about: About, metrics: Mapping[str, float]) -> ModelCardData:
-    """For the Hub's model index."""
-    measured = {metric: value for metric, value in metrics.items() if metric != "loss"}
-    results = [
-        EvalResult(
-            task_type=about.task,
-            dataset_type=about.dataset,
-            dataset_name=cast(str, about.data),
-            dataset_config=about.dataset_config,
-            metric_type=metric,
-            metric_value=value,
-        )
-        for metric, value in measured.items()
-        if about.task and about.dataset
-    ]
-    languages = [about.language] if isinstance(about.language, str) else list(about.language or [])
-    return ModelCardData(
-        language=languages or None,
-        license=about.license,
-        library_name="transformers",
-        pipeline_tag=about.task,
-        tags=list(dict.fromkeys([*TAGS, *about.tags])),
-        base_model=about.base_model,
-        base_model_relation="finetune" if about.base_model else None,
-        datasets=[about.dataset] if about.dataset else None,
-        metrics=list(measured) or None,
-        model_name=name.rpartition("/")[2],
-        eval_results=results or None,
-    )
-
-
-def _head(name: str, about: About, found: Verification) -> str:
-    every = found.layers.values()
-    # A head that is all that is quantized is in the files as the table that it shares.
-    bits = sorted({layer.bits for layer in every if layer.kind != "embedding"} or {layer.bits for layer in every})
-    words = [("float" if b == FLOAT_BITS else str(b)) for b in bits]
-    low = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-    base, data = about.base_model, about.data
-    origin = f" from [{base}](https://huggingface.co/{base})" if base else ""
-    trained = f"Fine-tuned{origin}{f' on {data}' if data else ''} with Mixture-of-Quantization"
-    what = "convolutions" if found.has_convolutions else "linear layers"
-    if all(layer.kind == "embedding" for layer in every):
-        what = "embedding tables"
-    if any(layer.kind in ("linear", "conv1d") for layer in every) and found.has_convolutions:
-        what = "linear layers and convolutions"
-    return (
-        f"# {name.rpartition('/')[2]}\n\n{trained} (moq_hf): the weights of its {what} were quantized "
-        f"while it trained, to {low} bits. {found.coverage()} are quantized, which makes {found.mean_bits:.2f} bits "
-        f"per parameter over the whole model. The quantized weights are {_stored(found)}: {_mb(found.file_bytes)} "
-        f"instead of {_mb(found.float_bytes)} in all."
-    )
-
-
-def _stored(found: Verification) -> str:
-    """How the quantized weights lie in the files, in words."""
+def _made(found: Verification) -> str:
+    """What was quantized, to how many bits, and how that is stored."""
+    kinds = {layer.kind for layer in found.layers.values()}
+    names = {"embedding": "embedding tables", "conv": "convolutions"}
+    what = sorted({names.get(kind, "linear layers") for kind in kinds}, reverse=True)
+    if len(what) > 1:
+        what = [word for word in what if word != "embedding tables"]
+    bits = sorted({layer.bits for layer in found.layers.values() if layer.kind != "embedding" or len(kinds) == 1})
     dense = "floats on the grid of their integers"
-    if found.state.get("layout") == "floats":
-        why = "transformers could not load them packed"
-        if not found.state["reason"]:
-            kinds = {layer.kind for layer in found.layers.values()}
-            what = "convolutions" if kinds == {"conv"} else "them"
-            why = f"the packed format has no place for {what}"
-        return f"{dense}, since {why}"
     stored = "packed integers in the format of compressed-tensors"
-    return f"{stored}, those of convolutions {dense}, at full size" if found.has_convolutions else stored
+    if found.state.get("layout") == "floats":
+        others = any(kind != "conv" for kind in kinds)
+        why = "transformers could not load them packed" if others else "the packed format has no place for convolutions"
+        stored = f"{dense}, since {why}"
+    elif found.has_convolutions:
+        stored += f", those of convolutions {dense}, at full size"
+    return (
+        f"the weights of its {' and '.join(what)} were quantized while it trained, to "
+        f"{' and '.join('float' if b == FLOAT_BITS else str(b) for b in bits)} bits. {found.coverage()} are quantized, "
+        f"which makes {found.mean_bits:.2f} bits per parameter over the whole model. The quantized weights are "
+        f"{stored}: {_mb(found.file_bytes)} instead of {_mb(found.float_bytes)} in all."
+    )
+
+
+def _loading(name: str, folder: Path, found: Verification) -> str:
+    if found.state.get("by_hand") or (found.proof is not None and found.proof.agrees is False):
+        return _BY_HAND
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    architecture = (config.get("architectures") or ["AutoModel"])[0]
+    head = re.search(r"For\w+$", architecture)
+    auto = f"AutoModel{head[0]}" if head else "AutoModel"
+    return _BY_TRANSFORMERS.format(cls=auto if hasattr(transformers, auto) else architecture, name=name)
+
+
+def _results(metrics: Mapping[str, float], before: Mapping[str, float]) -> str:
+    if not metrics:
+        return ""
+    rows = [["metric", "float", "quantized", "difference"]]
+    for metric, value in metrics.items():
+        was = before.get(metric)
+        first, last = ("", "") if was is None else (f"{was:.4f}", f"{value - was:+.4f}")
+        rows.append([metric, first, f"{value:.4f}", last])
+    note = "" if before else "\n\nNo float model was trained beside this one."
+    return f"## Evaluation\n\n{markdown_table(rows)}{note}"
+
+
+def _sizes(found: Verification) -> str:
+    rows = [["", "float", "packed", "ratio"]]
+    after, before = found.quantized_bytes
+    for what, was, now in (
+        (f"{len(found.layers)} quantized layers", before, after),
+        ("all weights", found.float_bytes, found.file_bytes),
+    ):
+        rows.append([what, _mb(was), _mb(now), f"{now / was:.3f}"])
+    lines = [markdown_table(rows), ""]
+    lines.append(f"Quantized: {found.coverage()}; mean {found.mean_bits:.2f} bits over the whole model.")
+    for name, layer in found.layers.items():
+        if layer.tied:
+            others = " and ".join(f"`{other}`" for other in layer.tied)
+            lines.append(f"- {others}: the weight of `{name}`, which is stored once.")
+    return "\n".join(lines)
 
 
 def _proof(found: Verification) -> str:
@@ -173,136 +164,24 @@ def _proof(found: Verification) -> str:
     return "\n\n".join(["## Proof", *lines]) if lines else ""
 
 
-def _loading(name: str, folder: Path, by_hand: bool) -> str:
-    if by_hand:
-        return (
-            "## Use\n\n`from_pretrained` alone does not make this model: make one as it was made for training, and "
-            "load the weights into it.\n\n"
-            "```python\nfrom safetensors.torch import load_file\n\n"
-            'model.load_state_dict(load_file("model.safetensors"))\n```'
-        )
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    architecture = (config.get("architectures") or ["AutoModel"])[0]
-    head = re.search(r"For\w+$", architecture)
-    auto = f"AutoModel{head[0]}" if head else "AutoModel"
-    cls = auto if hasattr(transformers, auto) else architecture
-    return (
-        '## Use\n\n```bash\npip install transformers "compressed-tensors>=0.18"\n```\n\n'
-        f"```python\nfrom transformers import {cls}\n\n"
-        f'model = {cls}.from_pretrained("{name}")\n```'
-    )
-
-
-def _results(metrics: Mapping[str, float], before: Mapping[str, float]) -> str:
-    if not metrics:
-        return ""
-    rows = [
-        [metric, f"{before[metric]:.4f}", f"{value:.4f}", f"{value - before[metric]:+.4f}"]
-        if metric in before
-        else [metric, "", f"{value:.4f}", ""]
-        for metric, value in metrics.items()
-    ]
-    head = ["metric", "float", "quantized", "difference"]
-    note = "" if before else "\n\nNo float model was trained beside this one."
-    return "## Evaluation\n\n" + markdown_table([head, *rows]) + note
-
-
-def _sizes(found: Verification) -> str:
-    after, before = found.quantized_bytes
-    table = markdown_table(
-        [
-            ["", "float", "packed", "ratio"],
-            [f"{len(found.layers)} quantized layers", _mb(before), _mb(after), f"{after / before:.3f}"],
-            [
-                "all weights",
-                _mb(found.float_bytes),
-                _mb(found.file_bytes),
-                f"{found.file_bytes / found.float_bytes:.3f}",
-            ],
-        ]
-    )
-    coverage = f"Quantized: {found.coverage()}; mean {found.mean_bits:.2f} bits over the whole model."
-    return "\n".join(["## Size", "", table, "", coverage, *_shared(found.layers)])
-
-
-def _shared(layers: Mapping[str, StoredLayer]) -> list[str]:
-    lines = [
-        f"- {' and '.join(f'`{other}`' for other in layer.tied)}: the weight of `{name}`, which is stored once."
-        for name, layer in layers.items()
-        if layer.tied
-    ]
-    return ["", *lines] if lines else []
-
-
-def _bits(layers: Mapping[str, StoredLayer], picture: bool) -> str:
-    rows = [
-        [
-            name,
-            "float" if layer.bits == FLOAT_BITS else layer.bits,
-            layer.stored,
-            f"{layer.bytes:,}",
-            f"{layer.bytes_before:,}",
-        ]
-        for name, layer in layers.items()
-    ]
-    head = ["layer", "bits", "stored", "bytes", "before"]
-    return "\n".join(
-        [
-            "## Bits per layer",
-            "",
-            *([f"![Bits of each layer]({PICTURE})", ""] if picture else []),
-            "<details><summary>The table</summary>",
-            "",
-            markdown_table([head, *rows]),
-            "",
-            "</details>",
-        ]
-    )
+def _bits(found: Verification) -> str:
+    rows: list[tuple[object, ...]] = [("layer", "bits", "stored", "bytes", "before")]
+    for name, layer in found.layers.items():
+        bits = "float" if layer.bits == FLOAT_BITS else layer.bits
+        rows.append((name, bits, layer.stored, f"{layer.bytes:,}", f"{layer.bytes_before:,}"))
+    return markdown_table(rows)
 
 
 def _making(state: Mapping[str, Any], training: Mapping[str, Any]) -> str:
-    settings = [f"- {name}: {value}" for name, value in training.items()]
     versions = ", ".join(f"{name} {version}" for name, version in state["versions"].items())
-    steps = [] if state["step"] is None else [f"- optimizer steps: {state['step']}"]
-    return "\n".join(
-        [
-            "## How it was made",
-            "",
-            "The quantization's configuration, `moq.json`:",
-            "",
-            "```json",
-            json.dumps(state["config"], indent=2),
-            "```",
-            "",
-            'Train with it: `MoQTrainer(..., moq_config="moq.json")`.',
-            "",
-            *steps,
-            *settings,
-            f"- versions: {versions}",
-            "",
-            "`moq_state.json` holds every switch of precision with its step; `moq-hf inspect` verifies the files.",
-        ]
+    steps = {} if state["step"] is None else {"optimizer steps": state["step"]}
+    settings = {**steps, **training, "versions": versions}
+    listed = "\n".join(f"- {name}: {value}" for name, value in settings.items())
+    return (
+        f"The quantization's configuration, `moq.json`:\n\n```json\n{json.dumps(state['config'], indent=2)}\n```\n\n"
+        f'Train with it: `MoQTrainer(..., moq_config="moq.json")`.\n\n{listed}\n\n'
+        "`moq_state.json` holds every switch of precision with its step; `moq-hf inspect` verifies the files."
     )
-
-
-def _draw(path: Path, layers: Mapping[str, StoredLayer]) -> bool:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        logger.info("no picture of the bits in the model card: matplotlib is not installed")
-        return False
-    names = list(layers)
-    bits = [min(layer.bits, 16) for layer in layers.values()]
-    figure = Figure(figsize=(7, 1 + 0.16 * len(names)), layout="constrained")
-    axes = figure.subplots()
-    axes.barh(range(len(names)), bits, color="#4477aa")
-    axes.set_yticks(range(len(names)), names, fontsize=6)
-    axes.invert_yaxis()
-    axes.margins(y=0.01)
-    axes.set_xlim(0, max(8, *bits))
-    axes.set_xlabel("bits (16: 16 or float)" if max(bits) == 16 else "bits")
-    figure.savefig(path, dpi=100)
-    return True
 
 
 def _mb(count: int) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import ModelCardData
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from ..rows import is_experts, parameter_of
 from ..schedule import FLOAT_BITS
 from ..training.controller import MoQController
 from ..transformers_seams import has_adapter, initialize_again, tied_parameters, write_packing_config
-from .card import About, write_card
+from .card import write_card
 from .encode import Encoder, plain
 from .files import ADAPTER, CONFIG, INDEX, SINGLE, WEIGHTS, bytes_in, digest_of, tensors_in
 from .load_check import Proof, ReferenceOutputs, quiet
@@ -125,7 +126,7 @@ def save_quantized(
     options = SaveOptions(processing_class, controller, metrics, float_metrics, state_dict, max_shard_size)
     reference = inputs if isinstance(inputs, ReferenceOutputs) or inputs is None else ReferenceOutputs(model, inputs)
     found = _write_packed(model, directory, options, reference, layout)
-    _write_card(Path(directory), model, found, picture=False)
+    _write_card(Path(directory), model, found)
     return Path(directory)
 
 
@@ -162,7 +163,7 @@ def deliver(
         # `config.json` beside them, and where its class allows it, `from_pretrained` loads the folder.
         found = _Saving(model, folder, options).save(["floats"], None, reason=reason, by_hand=True)
     try:
-        _write_card(folder, model, found, picture)
+        _write_card(folder, model, found)
     except Exception as error:
         logger.warning("moq_hf: %s has no model card: %s", folder, one_line(error, named=True))
     return _summary(folder, found)
@@ -187,12 +188,12 @@ def base_model_of(model: nn.Module) -> str | None:
     return hub_id(getattr(getattr(model, "config", None), "name_or_path", None))
 
 
-def _write_card(folder: Path, model: nn.Module, found: Verification, picture: bool) -> None:
+def _write_card(folder: Path, model: nn.Module, found: Verification) -> None:
     path = folder / "README.md"
     if path.exists() and "Mixture-of-Quantization (moq_hf)" not in path.read_text(encoding="utf-8", errors="replace"):
         logger.info("%s is not moq_hf's: it stays", path)
         return
-    write_card(folder, About(base_model=base_model_of(without_peft(model))), found=found, picture=picture)
+    write_card(folder, ModelCardData(base_model=base_model_of(without_peft(model))), found=found)
 
 
 def _summary(folder: Path, found: Verification) -> str:
