@@ -24,7 +24,7 @@ from .packed.load_check import ReferenceOutputs, kept_batch
 from .packed.save import SaveOptions, deliver
 from .packed.state import shareable
 from .plan import Plan, outcome, plan
-from .processes import is_apart, tensor_by_tensor
+from .processes import gathered_state_dict, is_apart
 from .schedule import offset_step_of
 from .training import messages
 from .training.batch_hook import first_batch, on_training_batch
@@ -475,7 +475,7 @@ def write_result(
     Raises:
         MoQError: The files cannot be written, or a weight holds NaN or Inf.
     """
-    with tensor_by_tensor(model, args.save_on_each_node) as gathered:
+    with gathered_state_dict(model, args.save_on_each_node) as gathered:
         if gathered is not None:
             options["state_dict"] = gathered
         if args.should_save:

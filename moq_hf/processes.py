@@ -1,6 +1,6 @@
 """What several training processes need: whole tensors from their shards, and the certainty that all ranks agree."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .engine_seams import FSDP1, FSDP2, ZERO_3, ZERO_3_SHAPE, is_offloaded, own_partition, whole_of_partitions
+from .engine_seams import FSDP1, FSDP2, ZERO_3, ZERO_3_SHAPE, is_offloaded, whole_of_partitions
 from .errors import MoQError
 
 
@@ -54,18 +54,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, without a graph, where it is computed with: of a plain one all of it."""
-    if is_partitioned(tensor):
-        return own_partition(tensor)
-    return memory_of(tensor).to(device_of(tensor))
-
-
-def memory_of(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, without a graph, in its own memory: of a plain one all of it."""
-    if not is_sharded(tensor):
-        return tensor.detach()
+    """What this process holds of a tensor, without a graph: of a plain one all of it, under ZeRO-3 nothing."""
     with torch.no_grad():
-        return cast(Tensor, cast(Any, tensor).to_local()).detach()
+        return (cast(Any, tensor).to_local() if is_sharded(tensor) else tensor).detach()
 
 
 def sharded_as(weight: Tensor, values: Tensor) -> Tensor:
@@ -78,104 +69,37 @@ def sharded_as(weight: Tensor, values: Tensor) -> Tensor:
     return distribute_tensor(values.to(device_of(weight)), like.device_mesh, like.placements).to(weight.device)
 
 
-def whole_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
-    """The state dict of a model with sharded parameters, gathered on the CPU; None for any other model.
-
-    Every process must ask for it; all get it.
-    """
-    if not any(map(is_apart, model.parameters())):
-        return None
-    gathered: dict[int, Tensor] = {}
-    names = model.state_dict(keep_vars=True)
-    for value in names.values():
-        # Names that share a parameter go on sharing it.
-        if id(value) not in gathered:
-            gathered[id(value)] = whole(value).cpu()
-    return {name: gathered[id(value)] for name, value in names.items()}
-
-
-# Of the messages that go before each tensor: rank 0 may take hours between two of them, to pack or to prove.
-_PATIENCE = timedelta(days=7)
-_OVER = -1
-
-
-# The world, and its processes as a group of their own for those messages; made once, since groups are dear.
-_group: tuple[Any, Any] | None = None
-
-
-def _messages() -> Any:
-    global _group
-    if _group is None or _group[0] is not dist.group.WORLD:
-        _group = dist.group.WORLD, dist.new_group(backend="gloo", timeout=_PATIENCE)
-    return _group[1]
-
-
-class _Shards(Mapping[str, Tensor]):
-    """The state dict of a model with sharded parameters: each tensor is gathered when rank 0 asks for it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._tensors = cast(dict[str, Tensor], model.state_dict(keep_vars=True))
-        self._names = list(self._tensors)
-        self._indices = {name: index for index, name in enumerate(self._names)}
-        self._group = _messages()
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        if not is_apart(tensor):
-            return tensor.detach().cpu()
-        self._tell(self._indices[name])
-        return whole(tensor).cpu()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def follow(self) -> None:
-        """Gather what rank 0 asks for, until it is done."""
-        while (index := self._tell(_OVER)) != _OVER:
-            whole(self._tensors[self._names[index]])
-
-    def close(self) -> None:
-        """Let the others go; only rank 0 does."""
-        if dist.get_rank() == 0:
-            self._tell(_OVER)
-
-    def _tell(self, index: int) -> int:
-        message = torch.tensor(index, device="cpu")
-        dist.broadcast(message, 0, group=self._group)
-        return int(message)
-
-
 @contextmanager
-def tensor_by_tensor(model: nn.Module, everywhere: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
-    """The state dict of a model with sharded parameters, for rank 0 to save; every process must enter.
+def gathered_state_dict(model: nn.Module, everywhere: bool = False) -> Iterator[dict[str, Tensor] | None]:
+    """The state dict of a model whose weights engines have taken apart, on the CPU of rank 0; every process must enter.
 
-    What rank 0 looks up inside is gathered there and then, by all processes: no more than one tensor is whole at a
-    time. The others wait at the door until rank 0 is out.
+    The other processes hold one tensor at a time, and all leave together.
 
     Args:
         model: Any model.
-        everywhere: Gather all of it in every process, where several of them save.
+        everywhere: Keep it in every process, where several of them save.
 
     Yields:
-        In rank 0 the tensors by name, on the CPU. None in the other processes, and for a model without shards.
+        The tensors by name. None in the other processes, and for a model with whole weights.
     """
     if not any(map(is_apart, model.parameters())):
         yield None
-    elif everywhere:
-        yield whole_state_dict(model)
-    else:
-        shards = _Shards(model)
-        try:
-            if dist.get_rank() == 0:
-                yield shards
-            else:
-                shards.follow()
-                yield None
-        finally:
-            shards.close()
+        return
+    keeps = everywhere or dist.get_rank() == 0
+    # Packing and proving may take longer than processes otherwise wait for each other.
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    names = model.state_dict(keep_vars=True)
+    gathered: dict[int, Tensor] = {}
+    for value in names.values():
+        # Names that share a parameter go on sharing it.
+        if id(value) not in gathered:
+            tensor = whole(value)
+            gathered[id(value)] = tensor.cpu() if keeps else torch.empty(0)
+    try:
+        yield {name: gathered[id(value)] for name, value in names.items()} if keeps else None
+    finally:
+        dist.barrier(patient)
+        dist.destroy_process_group(patient)
 
 
 def check_supported(modules: Iterable[nn.Module], parameters: Sequence[Tensor]) -> None:
@@ -234,15 +158,6 @@ def agree(number: int, device: torch.device, state: Callable[[], str]) -> None:
         f"the processes disagree: rank 0 has {first}, rank {other[0]} has {other[1]}; all must have the same config, "
         "checkpoint, length of the data and version of moq_hf"
     )
-
-
-def any_over_ranks(flags: list[bool], like: Tensor) -> list[bool]:
-    """Which of the flags is set in any process; all must ask, with the device of `like`."""
-    if not is_distributed():
-        return flags
-    counts = torch.tensor(flags, dtype=torch.int32, device=device_of(like))
-    dist.all_reduce(counts, dist.ReduceOp.MAX)
-    return [bool(count) for count in counts.tolist()]
 
 
 def largest_over_ranks(values: Tensor) -> Tensor:

@@ -64,7 +64,6 @@ def test_a_weight_that_is_whole_in_passes_alone_is_quantized_in_them(
     engine = Parted(layers[1])
     # What DeepSpeed would gather.
     monkeypatch.setattr(processes, "whole_of_partitions", lambda weight: engine.values.clone())
-    monkeypatch.setattr(processes, "own_partition", lambda weight: engine.values.flatten())
     quantize_model(parted, config)
     layer: Any = parted[0]
     assert layer.matrix_shape == plain[0].matrix_shape

@@ -564,50 +564,6 @@ def test_fsdp2(alone: None) -> None:
     assert [cls.__name__ for cls in type(layer).__bases__] == [engine_seams.FSDP2, "Linear"]
 
 
-def test_fsdp_parameters(alone: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    layer = nn.Linear(2, 3, bias=False)
-    assert engine_seams.fsdp_parameters(layer) == []
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
-    (found,) = engine_seams.fsdp_parameters(nn.Sequential(layer))
-    assert found.takes_extensions and found.parameter is layer.weight and found.dtype == torch.bfloat16
-    inputs = torch.ones(1, 2)
-    before = layer(inputs)
-    # FSDP2 asks the part from now on, also after a forward pass.
-    calls: list[str] = []
-
-    def pre(mesh: Any, size: Any, stride: Any, module: nn.Module, policy: Any) -> Any:
-        calls.append("pre")
-        return (2 * part.to(torch.bfloat16),), None
-
-    def post(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
-        calls.append("post")
-        return None if out is not None else (outputs[0], (outputs[0],))
-
-    part: Any = found.part
-    part.fsdp_pre_all_gather, part.fsdp_post_all_gather = pre, post
-    found.begin_again()
-    for _ in range(2):
-        layer.reshard()  # type: ignore[attr-defined]
-        assert torch.equal(layer(inputs), 2 * before)
-    assert calls == ["pre", "post"] * 2 and found.part is part
-
-
-def test_fsdp_states(alone: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert engine_seams.fsdp_states(model) == ([], [])
-    mesh = init_device_mesh("cpu", (1,))
-    fully_shard(model[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    assert [len(found) for found in engine_seams.fsdp_states(model)] == [2, 2]
-
-
 def test_is_offloaded() -> None:
     from accelerate import cpu_offload
 
@@ -615,25 +571,6 @@ def test_is_offloaded() -> None:
     assert not any(map(engine_seams.is_offloaded, model.modules()))
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert [engine_seams.is_offloaded(module) for module in model] == [True, False]
-
-
-def test_fsdp_in_own_dtype(alone: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    layer = nn.Linear(2, 3, bias=False)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16)
-    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
-    inputs = torch.ones(1, 2)
-    for _ in range(2):
-        assert layer(inputs).dtype == torch.bfloat16
-        # A forward pass without a backward pass leaves the weight in the other dtype.
-        with engine_seams.fsdp_in_own_dtype(nn.Sequential(layer)):
-            found = layer(inputs)
-            found.sum().backward()
-            weight: Any = layer.weight
-            assert found.dtype == weight.grad.dtype == torch.float32
-            assert torch.equal(found, inputs @ weight.full_tensor().T)
 
 
 def test_fsdp1() -> None:
@@ -662,11 +599,6 @@ def test_zero_3() -> None:
 
 def test_zero_3_shape(alone: None) -> None:
     assert shape_of(partitioned(torch.ones(3, 2))) == (3, 2)
-
-
-def test_own_partition(alone: None) -> None:
-    values = torch.arange(6.0).view(3, 2)
-    assert engine_seams.own_partition(partitioned(values)).tolist() == values.flatten().tolist()
 
 
 def test_whole_of_partitions(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:

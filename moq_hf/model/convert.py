@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # Its classes join those that `quant_class` knows.
 from .. import quant_conv, quantizer  # noqa: F401
@@ -13,7 +13,7 @@ from ..errors import MoQError
 from ..inputs import new_inputs
 from ..layer_state import LayerState
 from ..names import named_modules, unwrapped
-from ..processes import any_over_ranks, local_part, sharded_as
+from ..processes import device_of, largest_over_ranks, local_part, sharded_as, whole
 from ..quant_experts import ExpertsWeight, make_quantized, quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer, base_class, quant_class
 from ..rows import Kind, parameter_of
@@ -213,36 +213,32 @@ def restore(layer: QuantLayer) -> None:
     cast(nn.Module, layer).__class__ = base_class(type(layer))
 
 
-def check_finite(layers: Mapping[str, QuantLayer], *, look: bool = True, together: bool = False) -> None:
+def check_finite(layers: Mapping[str, QuantLayer], *, look: bool = True, gather: bool = False) -> None:
     """Stop if a quantized weight holds NaN or Inf; one wait for the device, not one per layer.
 
     Args:
         layers: By name.
-        look: At the weights, as far as this process holds them. Otherwise at what the last forward passes found in
-            them, which costs nothing and comes a step later.
-        together: What one process finds stops all of them; all must ask.
+        look: At the weights. Otherwise at the scales that the last forward passes found, which costs nothing and comes
+            a step later.
+        gather: Look at whole weights, which all processes must ask for; otherwise at what this process holds of them.
 
     Raises:
         MoQError: Names the parameters.
     """
-    layers = {name: layer for name, layer in layers.items() if layer.moq.bits != FLOAT_BITS}
-    if look:
-        parts = {name: local_part(layer.float_weight) for name, layer in layers.items()}
-        found = {name: part.isfinite().all().logical_not() for name, part in parts.items() if not part.is_meta}
-    else:
-        scales = {name: layer.moq.scale for name, layer in layers.items()}
-        found = {name: scale.isfinite().all().logical_not() for name, scale in scales.items() if scale is not None}
+    found: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        seen = layer.moq.scale
+        if look:
+            seen = whole(layer.float_weight) if gather else local_part(layer.float_weight)
+        if layer.moq.bits != FLOAT_BITS and seen is not None and not seen.is_meta:
+            found[name] = seen.isfinite().all()
     if not found:
         return
-    first = next(iter(found.values()))
-    flags = torch.stack([flag.to(first.device) for flag in found.values()])
-    known: list[bool] = flags.tolist()
-    if together:
-        known = any_over_ranks(known, next(iter(layers.values())).float_weight)
-    wrong = [name for name, flag in zip(found, known, strict=True) if flag]
+    device = next(iter(found.values())).device
+    fine = torch.stack([flag.to(device) for flag in found.values()]).tolist()
+    wrong = [parameter_of(name, layers[name].kind) for name, is_fine in zip(found, fine, strict=True) if not is_fine]
     if wrong:
-        names = ", ".join(parameter_of(name, layers[name].kind) for name in wrong)
-        raise MoQError(f"NaN or Inf in {names}: training has diverged or the checkpoint is damaged")
+        raise MoQError(f"NaN or Inf in {', '.join(wrong)}: training has diverged or the checkpoint is damaged")
 
 
 def check_readers(layers: Mapping[str, QuantLayer]) -> None:
@@ -254,17 +250,15 @@ def check_readers(layers: Mapping[str, QuantLayer]) -> None:
     Raises:
         MoQError: Names the layers.
     """
-    weights = {name: layer.float_weight for name, layer in layers.items()}
-    used = {id(weights[name]) for name, layer in layers.items() if layer.moq.used}
-    first = next(iter(weights.values()))
+    used = {id(layer.float_weight) for layer in layers.values() if layer.moq.used}
+    flags = []
+    for layer in layers.values():
+        is_used, grad = id(layer.float_weight) in used, layer.float_weight.grad
+        flags.append([is_used, not is_used and grad is not None and bool((local_part(grad) != 0).any())])
+    first = next(iter(layers.values())).float_weight
     # Elsewhere in the batch, in another process, the layer may have been used.
-    was_used = any_over_ranks([id(weight) in used for weight in weights.values()], first)
-    unused = [name for name, fine in zip(weights, was_used, strict=True) if not fine]
-    gradients = {name: weights[name].grad for name in unused}
-    wrong = [name for name, grad in gradients.items() if grad is not None and bool((local_part(grad) != 0).any())]
-    # Of shards this process may hold none that has a gradient.
-    differs = any_over_ranks([name in wrong for name in unused], first) if unused else []
-    wrong = [name for name, found in zip(unused, differs, strict=True) if found]
+    found = largest_over_ranks(torch.tensor(flags, dtype=torch.float32, device=device_of(first))).tolist()
+    wrong = [name for name, (is_used, has_grad) in zip(layers, found, strict=True) if has_grad and not is_used]
     if wrong:
         named = ", ".join(f'"{name}"' for name in wrong)
         raise MoQError(

@@ -242,7 +242,7 @@ class MoQController:
             MoQError: A weight holds NaN or Inf.
         """
         self._write_progress()
-        check_finite(self._everything, together=True)
+        check_finite(self._everything, gather=True)
 
     def _write_progress(self) -> None:
         """Give the layers what changes from step to step, and drop the copies that an evaluation has made."""

@@ -32,7 +32,7 @@ from transformers import (
 
 from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, last_checkpoint
 from moq_hf.model.convert import quant_layers
-from moq_hf.processes import whole_state_dict
+from moq_hf.processes import gathered_state_dict
 from moq_hf.training.controller import MoQController
 
 STEPS, GLOBAL_BATCH = 14, 8
@@ -220,7 +220,8 @@ def by_hand(folder: Path, kind: str, case: str) -> dict[str, Any]:
 def outcome(made: dict[str, Any]) -> dict[str, Any]:
     """What two runs are compared by."""
     model, controller = made["model"], made["controller"]
-    floats = whole_state_dict(model) or {name: value.detach().clone() for name, value in model.state_dict().items()}
+    with gathered_state_dict(model, everywhere=True) as gathered:
+        floats = gathered or {name: value.detach().clone() for name, value in model.state_dict().items()}
     layers = quant_layers(model)
     return {
         "weights": floats,
