@@ -24,7 +24,6 @@ _OPTIONS = {
         "task_name",
         "max_seq_length",
         "tolerance",
-        "external_data_above",
     },
     "gguf": {"base"},
     "float": set[str](),
@@ -200,12 +199,6 @@ def add_export(subparsers: Any) -> None:
         type=_positive_number,
         metavar="T",
         help="largest difference of weight-only's outputs; default: 0.0001",
-    )
-    add(
-        "--external_data_above",
-        type=_positive,
-        metavar="BYTES",
-        help="put larger weights into a file beside the model; default: 1000000000",
     )
     _add_data(onnx, "compare on these rows")
     parser.set_defaults(run=lambda args: _export(parser, args))

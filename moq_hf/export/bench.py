@@ -5,12 +5,12 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +24,6 @@ from .onnx_layers import Flavor, target_here
 MAX_LOSS = 0.01
 # Runs a model on a batch and gives its first output.
 Model = Callable[[Mapping[str, Tensor]], Tensor]
-
-
-class Candidate(NamedTuple):
-    """An engine to measure: its name, the bytes of what it loads, what to deploy ("" for PyTorch), and its loader."""
-
-    name: str
-    bytes: int
-    command: str
-    load: Callable[[], Model]
 
 
 @dataclass(frozen=True)
@@ -149,63 +140,52 @@ def benchmark(
     if max(sequences) > limit:
         raise MoQError(f"sequence {max(sequences)} is longer than the {limit} positions of the model")
     reference = Reference(checkpoint, data, max_length)
-    shapes = {
-        f"{examples} x {tokens}": _batch(reference.batches[0], examples, tokens)
-        for examples in batches
-        for tokens in sequences
-    }
+    shapes = {f"{batch} x {tokens}": _batch(reference, batch, tokens) for batch, tokens in product(batches, sequences)}
     engines: dict[str, Measured] = {}
     missing: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as temporary, _torch_threads(threads):
-        candidates = [Candidate("PyTorch", checkpoint.verified.float_bytes, "", lambda: _in_torch(model))]
-        candidates += _exported(folder, Path(temporary) / "onnx", threads, activation_bits, data, max_length)
-        for candidate in candidates:
-            try:
-                run = candidate.load()
-                times = {shape: _milliseconds(run, batch, repeats) for shape, batch in shapes.items()}
-                answers = [run(batch) for batch in reference.batches]
-                if not all(answer.isfinite().all() for answer in answers):
-                    raise MoQError("some of its answers are not finite")
-            # Whatever a runtime raises is a line of the table.
-            except Exception as error:
-                missing[candidate.name] = f"failed: {one_line(error, named=True)}"
-                continue
-            base = engines["PyTorch"].milliseconds if engines else times
-            speed = statistics.geometric_mean(base[shape] / times[shape] for shape in times)
-            proof = reference.prove(answers)
-            engines[candidate.name] = Measured(candidate.bytes, times, speed, proof, candidate.command)
-    return Benchmark(engines, missing, threads, max_loss)
 
+    def measure(name: str, size: int, command: str, load: Callable[[], Model]) -> None:
+        try:
+            run = load()
+            times = {shape: _milliseconds(run, batch, repeats) for shape, batch in shapes.items()}
+            answers = [run(batch) for batch in reference.batches]
+            if not all(answer.isfinite().all() for answer in answers):
+                raise MoQError("some of its answers are not finite")
+        # Whatever a runtime raises is a line of the table.
+        except Exception as error:
+            missing[name] = f"failed: {one_line(error, named=True)}"
+            return
+        base = engines["PyTorch"].milliseconds if engines else times
+        speed = statistics.geometric_mean(base[shape] / times[shape] for shape in times)
+        engines[name] = Measured(size, times, speed, reference.prove(answers), command)
 
-def _exported(
-    folder: Path, out: Path, threads: int, activation_bits: int | None, data: Data, max_length: int
-) -> list[Candidate]:
-    """Export the checkpoint to `out`, and list what each runtime loads of it."""
-    flavors: list[Flavor] = ["weight-only", "int8"]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        measure("PyTorch", checkpoint.verified.float_bytes, "", lambda: _in_torch(model))
+    finally:
+        torch.set_num_threads(before)
     # qdq multiplies signed integers of 8 bits, which other processors do not do exactly.
-    if target_here() == "vnni":
-        flavors.append("qdq")
-    found = export_onnx(
-        folder,
-        out,
-        flavors=flavors,
-        activation_bits=activation_bits,
-        data=data,
-        max_length=max_length,
-        tolerance=math.inf,
-    )
-    candidates = []
-    for runtime, load in (("ONNX Runtime", onnx_runtime), ("OpenVINO", _openvino)):
-        for flavor in flavors:
+    flavors: tuple[Flavor, ...] = ("weight-only", "int8", "qdq") if target_here() == "vnni" else ("weight-only", "int8")
+    runtimes = [("ONNX Runtime", onnx_runtime), ("OpenVINO", _openvino)]
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary) / "onnx"
+        found = export_onnx(
+            folder,
+            out,
+            flavors=flavors,
+            activation_bits=activation_bits,
+            data=data,
+            max_length=max_length,
+            tolerance=math.inf,
+        )
+        for (runtime, load), (flavor, file) in product(runtimes, found.files.items()):
             # qdq is slow in ONNX Runtime, which has int8.
-            if runtime == "ONNX Runtime" and flavor == "qdq":
-                continue
-            name = found.files[flavor]
-            options = f" --activation_bits {found.activation_bits}" if flavor == "int8" else ""
-            command = f"{name} with {runtime} (moq-hf export --to onnx --flavors {flavor}{options})"
-            loader = partial(load, out / name, threads)
-            candidates.append(Candidate(f"{runtime} {flavor}", found.bytes[flavor], command, loader))
-    return candidates
+            if (runtime, flavor) != ("ONNX Runtime", "qdq"):
+                bits = f" --activation_bits {found.activation_bits}" if flavor == "int8" else ""
+                command = f"{file} with {runtime} (moq-hf export --to onnx --flavors {flavor}{bits})"
+                measure(f"{runtime} {flavor}", found.bytes[flavor], command, partial(load, out / file, threads))
+    return Benchmark(engines, missing, threads, max_loss)
 
 
 def _in_torch(model: Any) -> Model:
@@ -236,22 +216,10 @@ def _openvino(path: Path, threads: int) -> Model:
     return run
 
 
-@contextmanager
-def _torch_threads(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _batch(like: Mapping[str, Tensor], examples: int, tokens: int) -> dict[str, Tensor]:
-    """Inputs `[examples, tokens]` without padding, with the names of another batch."""
-    batch = {name: torch.zeros(examples, tokens, dtype=torch.int64) for name in like}
-    batch["input_ids"] = torch.randint(1, 10, (examples, tokens), generator=torch.Generator().manual_seed(0))
-    if "attention_mask" in batch:
-        batch["attention_mask"] += 1
+def _batch(reference: Reference, examples: int, tokens: int) -> dict[str, Tensor]:
+    """Inputs `[examples, tokens]` without padding."""
+    batch = {name: torch.full((examples, tokens), int(name == "attention_mask")) for name in reference.batches[0]}
+    batch["input_ids"] = torch.arange(examples * tokens).view(examples, tokens) % 10
     return batch
 
 

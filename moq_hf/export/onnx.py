@@ -107,7 +107,6 @@ def export_onnx(
     data: Data = SENTENCES,
     max_length: int = 128,
     tolerance: float = TOLERANCE,
-    external_data_above: int = EXTERNAL_DATA_ABOVE,
 ) -> Export:
     """Write a packed checkpoint as ONNX models, after proving that they answer as it does.
 
@@ -125,7 +124,6 @@ def export_onnx(
         data: Compared on; a model of pictures answers random ones instead.
         max_length: Tokens of an example, at most.
         tolerance: Largest difference of the outputs that float and weight-only may have.
-        external_data_above: Bytes above which the weights are put into a file beside the model.
 
     Returns:
         Sizes, and the proof of each flavor.
@@ -139,7 +137,8 @@ def export_onnx(
     place = new_path(out)
     checkpoint = load_checkpoint(Path(directory))
     reference = Reference(checkpoint, data, max_length)
-    trained = _trained(checkpoint.verified.state) or InputGrid(8, "per_tensor")
+    config = checkpoint.verified.state.get("config")
+    trained = (config and MoQConfig.from_dict(config).activation.grid) or InputGrid(8, "per_tensor")
     grid = InputGrid(activation_bits or trained.bits, activation_scale or trained.scale)
     found = Export(
         directory=Path(out),
@@ -160,7 +159,7 @@ def export_onnx(
             path = folder / FILE_NAMES[flavor]
             prepared = prepare(checkpoint, flavor, rounding)
             found.files[flavor], found.layers[flavor] = path.name, prepared.stored
-            found.bytes[flavor] = write_model(prepared, reference.batches[0], path, external_data_above)
+            found.bytes[flavor] = write_model(prepared, reference.batches[0], path)
             run = onnx_runtime(path)
             simulated = None if rounding is None else _simulated(prepared, reference, flavor, rounding)
             proof = reference.prove([run(batch) for batch in reference.batches], simulated)
@@ -194,10 +193,10 @@ def _check_options(
     unknown = sorted(set(flavors) - set(FLAVORS))
     if unknown or not flavors:
         raise MoQError(f"flavors: {', '.join(unknown) or 'none'}; legal are {', '.join(FLAVORS)}")
-    if activation_bits is not None and not 2 <= activation_bits <= 8:
+    if activation_bits not in (None, *range(2, 9)):
         raise MoQError(f"activation_bits must be 2 to 8, got {activation_bits}")
     scales = get_args(InputScale)
-    if activation_scale is not None and activation_scale not in scales:
+    if activation_scale not in (None, *scales):
         raise MoQError(f"activation_scale must be one of {', '.join(scales)}, got {activation_scale!r}")
     if cpu not in ("auto", *TARGETS):
         raise MoQError(f"cpu must be one of auto, {', '.join(TARGETS)}, got {cpu!r}")
@@ -207,12 +206,6 @@ def _check_options(
             "qdq multiplies signed integers of 8 bits, which CPUs without VNNI do not do exactly: leave it out"
         )
     return target
-
-
-def _trained(state: Mapping[str, Any]) -> InputGrid | None:
-    """The grid of inputs that the model was trained with."""
-    config = state.get("config")
-    return None if config is None else MoQConfig.from_dict(config).activation.grid
 
 
 def _rounding(checkpoint: Checkpoint, reference: Reference, grid: InputGrid, target: Target) -> Rounding:
@@ -356,14 +349,13 @@ def prepare(checkpoint: Checkpoint, flavor: Flavor, rounding: Rounding | None = 
     return Prepared(copied.eval(), stored, guarded)
 
 
-def write_model(prepared: Prepared, example: Mapping[str, Tensor], path: Path, external_above: int) -> int:
+def write_model(prepared: Prepared, example: Mapping[str, Tensor], path: Path) -> int:
     """Export a prepared model.
 
     Args:
         prepared: The model.
         example: Inputs, int64 `[examples, tokens]`, or float32 `[examples, channels, height, width]`.
         path: The file.
-        external_above: Bytes above which the weights are put into a file beside the model.
 
     Returns:
         The bytes of its files.
@@ -385,7 +377,7 @@ def write_model(prepared: Prepared, example: Mapping[str, Tensor], path: Path, e
             _guard(exported)
     size = sum(value.const_value.nbytes for value in exported.graph.initializers.values())
     beside = path.with_name(f"{path.name}.data")
-    ir.save(exported, path, external_data=beside.name if size > external_above else None)
+    ir.save(exported, path, external_data=beside.name if size > EXTERNAL_DATA_ABOVE else None)
     return sum(file.stat().st_size for file in (path, beside) if file.exists())
 
 
@@ -495,14 +487,11 @@ def _guard(exported: Any) -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep back what the exporter warns of that it decides by itself, and its progress."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)

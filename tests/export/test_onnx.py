@@ -128,11 +128,12 @@ def test_nothing_of_this_machine_is_in_the_files(exported: Export) -> None:
     assert {p.name for p in exported.directory.iterdir()} >= {"model.onnx", "model_int8.onnx", "tokenizer.json"}
 
 
-def test_token_classes_asymmetric_groups_and_external_data(tmp_path: Path) -> None:
+def test_token_classes_asymmetric_groups_and_external_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(quantize_type="asymmetric", quantize_group_size=16)
     source = checkpoint(tmp_path / "packed", BertForTokenClassification(BertConfig(**SHAPE)), config, [8, 3])
     flavors = ("dequantize-linear", "weight-only")
-    found = export_onnx(source, tmp_path / "onnx", flavors=flavors, external_data_above=1000)
+    monkeypatch.setattr(onnx_module, "EXTERNAL_DATA_ABOVE", 1000)
+    found = export_onnx(source, tmp_path / "onnx", flavors=flavors)
     for proof in found.proofs.values():
         assert proof.largest_difference < 1e-5 and proof.agreement == 1.0
     assert (tmp_path / "onnx" / "model.onnx.data").stat().st_size > 100_000

@@ -242,7 +242,7 @@ def guarded(folder: Path, tmp_path: Path) -> onnx.ModelProto:
     assert not prepare(loaded, "int8", Rounding(InputGrid(7, "per_tensor"), {}, "", "vnni")).guarded
     ids = torch.ones(2, 8, dtype=torch.int64)
     example = {"input_ids": ids, "attention_mask": ids, "token_type_ids": 0 * ids}
-    write_model(prepared, example, tmp_path / "guarded.onnx", 10**9)
+    write_model(prepared, example, tmp_path / "guarded.onnx")
     return onnx.load(tmp_path / "guarded.onnx")
 
 
