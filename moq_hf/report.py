@@ -25,7 +25,7 @@ from .model.sizes import percent
 from .plan import Plan
 from .reading import checked
 from .schedule import FLOAT_BITS, begins_in_float
-from .training.choice import Choice
+from .training.budget import Choice
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

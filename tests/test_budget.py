@@ -6,7 +6,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moq_hf.budget import Option, choose
+from moq_hf.training.budget import Option, cheapest
 
 costs = st.floats(0, 100) | st.sampled_from([0.0, 1.0, 1e-12])
 options = st.lists(st.builds(Option, st.integers(0, 40), costs), min_size=1, max_size=4)
@@ -24,7 +24,7 @@ def brute_force(blocks: list[list[Option]], capacity: int) -> tuple[float, int] 
 
 @given(st.lists(options, min_size=1, max_size=5), st.integers(0, 200))
 def test_no_choice_that_fits_costs_less(blocks: list[list[Option]], capacity: int) -> None:
-    best, chosen = brute_force(blocks, capacity), choose(blocks, capacity)
+    best, chosen = brute_force(blocks, capacity), cheapest(blocks, capacity)
     if best is None:
         assert chosen is None
         return
@@ -38,7 +38,7 @@ def test_no_choice_that_fits_costs_less(blocks: list[list[Option]], capacity: in
 @given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=5), st.integers(0, 200))
 def test_of_equal_costs_the_largest_is_taken(sizes: list[list[int]], capacity: int) -> None:
     blocks = [[Option(size, 0.0) for size in block] for block in sizes]
-    best, chosen = brute_force(blocks, capacity), choose(blocks, capacity)
+    best, chosen = brute_force(blocks, capacity), cheapest(blocks, capacity)
     assert (best is None) == (chosen is None)
     if best is not None and chosen is not None:
         assert sum(block[index].size for block, index in zip(blocks, chosen, strict=True)) == -best[1]
@@ -52,7 +52,7 @@ def test_many_blocks_of_odd_sizes_take_no_time() -> None:
     ]
     capacity = int(3.3 * sum(block[0].size // 2 for block in blocks))
     began = time.process_time()
-    chosen = choose(blocks, capacity)
+    chosen = cheapest(blocks, capacity)
     assert time.process_time() - began < 5
     assert chosen is not None
     taken = sum(block[index].size for block, index in zip(blocks, chosen, strict=True))

@@ -20,7 +20,7 @@ from ..quant_linear import QuantEmbedding, QuantLayer
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..version import __version__
 from . import messages
-from .choice import Choice, Chooser
+from .budget import Choice, Chooser
 from .ratios import decode, encode
 from .resume import STATE_VERSION, changes, check_state, choice_in, load_schedule, what_counts
 from .sensitivity import Sensitivity
@@ -99,9 +99,12 @@ class MoQController:
         self.sizes = ModelSizes(self.inventory, self._everything)
         self._chooser = None
         if config.budget is not None:
-            file = FileSize(inventory, self.layers, self.embeddings, config.quantize_embeddings)
-            weights = {name: shape_of(layer.float_weight).numel() for name, layer in self.layers.items()}
-            self._chooser = Chooser(config, self.blocks, weights, file)
+            file = None
+            if config.budget.file_mb is not None:
+                file = FileSize(inventory, self.layers, self.embeddings, config.quantize_embeddings)
+            counts = {name: shape_of(layer.float_weight).numel() for name, layer in self.layers.items()}
+            weights = {block: sum(counts[layer] for layer in own) for block, own in self.blocks.items()}
+            self._chooser = Chooser(config, weights, self.blocks, file)
         self._write_bits(self.blocks)
         self.refresh()
 

@@ -13,7 +13,7 @@ from ..model.inventory import Inventory, is_convolution
 from ..model.selection import embeddings_to_quantize, output_heads
 from ..model.sizes import ModelSizes, covered, in_words
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
-from .choice import Choice
+from .budget import Choice
 from .resume import describe
 
 logger = logging.getLogger(__name__)

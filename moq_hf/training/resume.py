@@ -14,7 +14,7 @@ from ..inputs import LARGEST_RANGE
 from ..reading import checked
 from ..schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch, offset_step_of
 from ..version import __version__
-from .choice import Choice
+from .budget import Choice
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,11 @@ from transformers import (
 
 from moq_hf import MoQConfig, MoQError, MoQTrainer, PrecisionSchedule, last_checkpoint, plan, verify_quantized
 from moq_hf.config import BitBudget
-from moq_hf.model.file_size import FileSize
 from moq_hf.model.inventory import Inventory
 from moq_hf.report import read_run, write_report
 from moq_hf.schedule import FLOAT_BITS
 from moq_hf.training import sensitivity
-from moq_hf.training.choice import Chooser
+from moq_hf.training.budget import Chooser
 from moq_hf.training.controller import MoQController
 from moq_hf.training.divergence import divergences
 
@@ -337,18 +336,11 @@ def test_a_file_with_layers_of_one_bit_is_within_its_budget(tmp_path: Path) -> N
     assert 0.95 * 19_000 <= (tmp_path / "out" / "model.safetensors").stat().st_size <= 19_000
 
 
-def test_a_mean_is_the_decimal_fraction_that_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mean_is_the_decimal_fraction_that_was_written() -> None:
     # In floats 2.3 * 50 is 114.99999999999999.
-    monkeypatch.setattr("moq_hf.model.file_size.FileSize.of_layer", lambda self, name, bits: bits)
-    file = object.__new__(FileSize)
-    monkeypatch.setattr(FileSize, "of_rest", lambda self: 0)
     names = [f"layer.{k}" for k in range(50)]
-    chooser = Chooser(
-        MoQConfig.from_dict(config({"mean": 2.3, "choices": [2, 3]})),
-        {name: [name] for name in names},
-        dict.fromkeys(names, 1),
-        file,
-    )
+    budget = MoQConfig.from_dict(config({"mean": 2.3, "choices": [2, 3]}))
+    chooser = Chooser(budget, dict.fromkeys(names, 1), {name: [name] for name in names})
     assert chooser.choose({name: {2: 1.0, 3: 0.0} for name in names}, 1).reached == 2.3
 
 

@@ -13,7 +13,7 @@ from transformers import BertForSequenceClassification
 
 from moq_hf import MoQConfig, block_eigenvalues, quantize_model
 from moq_hf.schedule import FLOAT_BITS
-from moq_hf.training.choice import _falling
+from moq_hf.training.budget import _falling
 from moq_hf.training.controller import MoQController
 from moq_hf.training.divergence import compared_rows, divergences, finite_costs
 from moq_hf.training.measuring import measuring

@@ -1,0 +1,287 @@
+"""Bits under a budget: what they cost and take, which are chosen, and how the choice is shown, saved and read back.
+
+The choice of least cost is a multiple-choice knapsack: of each block one option, costs summed, sizes summed up to a
+capacity. It is exact. Partial choices are kept, block by block, that no other one beats in cost and size, and that can
+still become the best one: their cost and the least that the remaining blocks cost where bits may be mixed (the linear
+relaxation: the lower convex hull of a block's options, steepest piece first) is not above that of a known choice.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..config import Count, Flag, MoQConfig, PackedBits, Positive, Weight
+from ..errors import MoQError
+from ..model.file_size import FileSize
+from ..text import table
+from .divergence import Costs
+
+# What a choice may fall short of its budget without a warning.
+SHORT = 0.01
+# Relative cost difference below which the larger choice wins.
+_TIE = 1e-9
+# Sums in another order differ by rounding, which must not lose the best choice.
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One block of a choice.
+
+    Attributes:
+        bits: What it ends with.
+        weights: How many it has.
+        cost: What these bits cost by the measure.
+        saved: Megabytes (10^6 bytes) of codes that they save against the most bits that it could have.
+    """
+
+    bits: PackedBits
+    weights: Count
+    cost: Weight
+    saved: Weight
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Bits of all blocks.
+
+    Attributes:
+        measure: By what the blocks were compared.
+        step: Optimizer steps taken when it was made.
+        blocks: Block name to what was chosen.
+        limit: The budget: bits per weight, or megabytes of the file.
+        reached: The same of the choice.
+        in_file: Whether these are megabytes.
+    """
+
+    measure: str
+    step: Positive
+    blocks: dict[str, Chosen]
+    limit: Weight
+    reached: Weight
+    in_file: Flag
+
+    @property
+    def targets(self) -> dict[str, int]:
+        """Block name to bits."""
+        return {name: chosen.bits for name, chosen in self.blocks.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The choice in JSON types."""
+        return asdict(self)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The words of a table: a head, and a row for each block."""
+        return [
+            ("block", "weights", "bits", "costs", "saves MB"),
+            *(
+                (name, f"{own.weights:,}", str(own.bits), f"{own.cost:.3g}", f"{own.saved:,.3f}")
+                for name, own in self.blocks.items()
+            ),
+        ]
+
+    def outcome(self) -> str:
+        """A line on the budget."""
+        cost, saved = (sum(getattr(own, key) for own in self.blocks.values()) for key in ("cost", "saved"))
+        what = "MB in the file" if self.in_file else "bits per quantized weight"
+        return f"{self.reached:,.4g} of {self.limit:,.4g} {what}; rise of the loss {cost:.3g}, saved {saved:,.3f} MB"
+
+    def table(self) -> str:
+        """The rows, and what they are of."""
+        head = f"bits of {len(self.blocks)} blocks, chosen after step {self.step:,} by the measure {self.measure!r}:"
+        return "\n".join([head, table(self.rows()), self.outcome()])
+
+    def warning(self) -> str | None:
+        """What to say if the budget is not used to 1 %."""
+        if self.reached >= (1 - SHORT) * self.limit:
+            return None
+        return (
+            f"the bits chosen reach {self.reached:,.4g} of a budget of {self.limit:,.4g}, "
+            f"{1 - self.reached / self.limit:.1%} less: no block can have the next of its choices within it"
+        )
+
+
+class Chooser:
+    """Knows what the blocks of a model take at their bits, and chooses.
+
+    Args:
+        config: With a budget.
+        weights: Block name to the number of its weights.
+        blocks: Block name to its layers.
+        file: Of the model, for a budget of megabytes.
+
+    Raises:
+        MoQError: No choice is within the budget, or all are; the text has the possible range.
+    """
+
+    def __init__(
+        self,
+        config: MoQConfig,
+        weights: Mapping[str, int],
+        blocks: Mapping[str, Sequence[str]],
+        file: FileSize | None = None,
+    ) -> None:
+        budget = config.budget
+        assert budget is not None
+        self.choices, self.measure, self.in_file = budget.choices, config.measure, file is not None
+        self._weights = weights
+        # What a choice takes is the sum of its blocks' sizes and the rest, in units of 1 / unit.
+        if file is None:
+            self._sizes = {block: {bits: bits * count for bits in self.choices} for block, count in weights.items()}
+            self._rest, self._unit, limit = 0, sum(weights.values()), budget.mean
+        else:
+            self._sizes = {
+                block: {bits: sum(file.of_layer(layer, bits) for layer in own) for bits in self.choices}
+                for block, own in blocks.items()
+            }
+            self._rest, self._unit, limit = file.of_rest(), 10**6, budget.file_mb
+        assert limit is not None
+        self._limit = limit
+        if file is not None:
+            self._check_file(file)
+
+    def choose(self, costs: Costs, step: int) -> Choice:
+        """The bits of each block that cost the least within the budget.
+
+        Args:
+            costs: By block and bits; a cost that rises with the bits is taken for that of fewer ones.
+            step: Optimizer steps taken.
+        """
+        costs = {block: _falling(own) for block, own in costs.items()}
+        options = [
+            [Option(sizes[bits], costs[block][bits]) for bits in self.choices] for block, sizes in self._sizes.items()
+        ]
+        # As the decimal fraction that it was written as: 2.3 * 50 is 114.99999999999999.
+        capacity = int(Fraction(str(self._limit)) * self._unit) - self._rest
+        # The sizes at the fewest bits were found to fit.
+        picked = cheapest(options, capacity) or [0] * len(options)
+        chosen = {}
+        for block, index in zip(self._sizes, picked, strict=True):
+            bits, count = self.choices[index], self._weights[block]
+            chosen[block] = Chosen(bits, count, costs[block][bits], count * (self.choices[-1] - bits) / 8e6)
+        reached = self._reached([self._sizes[block][own.bits] for block, own in chosen.items()])
+        return Choice(self.measure, step, chosen, self._limit, reached, self.in_file)
+
+    def _reached(self, sizes: Sequence[int]) -> float:
+        return (sum(sizes) + self._rest) / self._unit
+
+    def _check_file(self, file: FileSize) -> None:
+        where, alike = "quantize_bits.target_bits.file_mb", file.why_alike()
+        if alike is not None:
+            raise MoQError(f"{where}: {alike}, so that no choice of bits meets it; give mean instead")
+        least, most = (self._reached([end(own.values()) for own in self._sizes.values()]) for end in (min, max))
+        if not least <= self._limit <= most:
+            stays = "the rest of the file stays" if self._limit < least else "more choices allow more"
+            raise MoQError(
+                f"{where}: {self._limit:g} MB is impossible: with {self.choices[0]} to {self.choices[-1]} bits the "
+                f"file of this model has {least:,.3f} to {most:,.3f} MB ({stays}: {self._rest / 1e6:,.3f} MB are no "
+                "layers of the schedule; quantize_embeddings makes tables smaller)"
+            )
+
+
+def _falling(costs: Mapping[int, float]) -> dict[int, float]:
+    """Costs by bits, where more bits never cost more: noise would make them do so.
+
+    >>> _falling({2: 3.0, 3: 0.5, 4: 1.0, 8: 0.0})
+    {2: 3.0, 3: 1.0, 4: 1.0, 8: 0.0}
+    """
+    found, most = {}, 0.0
+    for bits in sorted(costs, reverse=True):
+        most = found[bits] = max(most, costs[bits])
+    return {bits: found[bits] for bits in sorted(found)}
+
+
+class Option(NamedTuple):
+    """What a block may be.
+
+    Attributes:
+        size: What it takes of the capacity, a whole number.
+        cost: What it loses, from 0.
+    """
+
+    size: int
+    cost: float
+
+
+def cheapest(blocks: Sequence[Sequence[Option]], capacity: int) -> list[int] | None:
+    """The option of each block with the least sum of costs among those that fit; of equal ones (to 1e-9) the largest.
+
+    Args:
+        blocks: Options of each block.
+        capacity: The most that the sizes may sum up to.
+
+    Returns:
+        The index of the option of each block; None if even the smallest do not fit.
+
+    >>> blocks = [[Option(2, 5.0), Option(4, 1.0)], [Option(2, 3.0), Option(4, 2.5)]]
+    >>> cheapest(blocks, 6), cheapest(blocks, 8), cheapest(blocks, 3)
+    ([1, 0], [1, 1], None)
+    """
+    if sum(min(option.size for option in options) for options in blocks) > capacity:
+        return None
+    scale = sum(max(option.cost for option in options) for options in blocks) or 1.0
+    worth = _TIE * scale / max(capacity, 1)
+    blocks = [[Option(size, cost - worth * size) for size, cost in options] for options in blocks]
+    bounds = _bounds(blocks)
+    bound_sizes, bound_costs = bounds[0]
+    # Whole pieces of the hulls are a choice that fits.
+    known = bound_costs[np.searchsorted(bound_sizes, capacity, "right") - 1] + _ROUNDING * scale
+    cost, size = np.zeros(1), np.zeros(1, np.int64)
+    kept: list[np.ndarray] = []
+    for options, (bound_sizes, bound_costs) in zip(blocks, bounds[1:], strict=True):
+        sizes, costs = (np.array(column) for column in zip(*options, strict=True))
+        cost, size = (cost[:, None] + costs).ravel(), (size[:, None] + sizes).ravel()
+        room = capacity - size
+        hopeful = (room >= bound_sizes[0]) & (cost + np.interp(room, bound_sizes, bound_costs) <= known)
+        some = np.flatnonzero(hopeful)
+        some = some[np.lexsort((size[some], cost[some]))]
+        unbeaten = np.diff(np.minimum.accumulate(size[some]), prepend=np.iinfo(np.int64).max) < 0
+        kept.append(some[unbeaten])
+        cost, size = cost[kept[-1]], size[kept[-1]]
+    chosen, place = [], 0
+    for options, some in zip(reversed(blocks), reversed(kept), strict=True):
+        place, index = divmod(int(some[place]), len(options))
+        chosen.append(index)
+    return chosen[::-1]
+
+
+def _bounds(blocks: Sequence[Sequence[Option]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Sizes of the blocks from each one on, and of none, with the least costs where bits may be mixed.
+
+    Between these sizes the least cost is linear.
+    """
+    found = [(np.zeros(1), np.zeros(1))]
+    size, cost = 0, 0.0
+    pieces: list[Option] = []
+    for options in reversed(blocks):
+        corners = _hull(options)
+        size += corners[0].size
+        cost += corners[0].cost
+        pieces += [Option(b.size - a.size, b.cost - a.cost) for a, b in pairwise(corners)]
+        pieces.sort(key=lambda piece: piece.cost / piece.size)
+        sizes = np.cumsum([size, *(piece.size for piece in pieces)])
+        costs = np.cumsum([cost, *(piece.cost for piece in pieces)])
+        found.append((sizes, costs))
+    return found[::-1]
+
+
+def _hull(options: Sequence[Option]) -> list[Option]:
+    """The lower convex hull of a block's options, from the smallest one on: more size, less cost."""
+    corners: list[Option] = []
+    for option in sorted(options):
+        if corners and option.cost >= corners[-1].cost:
+            continue
+        # Slopes that differ by rounding alone would come in another order among those of all blocks.
+        while len(corners) > 1 and _slope(*corners[-2:]) <= _slope(corners[-2], option) * (1 + _ROUNDING):
+            corners.pop()
+        corners.append(option)
+    return corners
+
+
+def _slope(one: Option, other: Option) -> float:
+    """What size saves."""
+    return (one.cost - other.cost) / (other.size - one.size)
