@@ -26,6 +26,13 @@ from .packed.state import shareable
 from .plan import Plan, outcome, plan
 from .processes import gathered_state_dict, is_apart
 from .schedule import offset_step_of
+from .seams.transformers import (
+    ExportableState,
+    callback_states,
+    checkpoints_as_modules,
+    is_compiled_in_place,
+    loss_scale,
+)
 from .training import messages
 from .training.batch_hook import first_batch, on_training_batch
 from .training.checkpoints import (
@@ -39,13 +46,6 @@ from .training.checkpoints import (
 from .training.controller import MoQController
 from .training.resume import check_room, check_start, has_begun, planned_steps
 from .training.sensitivity import Loss, model_loss
-from .transformers_seams import (
-    ExportableState,
-    callback_states,
-    checkpoints_as_modules,
-    is_compiled_in_place,
-    loss_scale,
-)
 
 logger = logging.getLogger(__name__)
 

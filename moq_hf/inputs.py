@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .grid import InputGrid
 from .processes import largest_over_ranks
-from .transformers_seams import is_transformed
+from .seams.transformers import is_transformed
 
 _TINY = torch.finfo(torch.float32).tiny
 # The share of the newest step in the running range.

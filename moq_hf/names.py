@@ -5,9 +5,9 @@ from typing import Any, cast
 
 from torch import nn
 
-from .engine_seams import FSDP2
 from .errors import MoQError
-from .transformers_seams import ADAPTED, CHECKPOINTED, COMPILED, ORIGINAL, TRAINED_COPIES, is_peft
+from .seams.engines import FSDP2
+from .seams.transformers import ADAPTED, CHECKPOINTED, COMPILED, ORIGINAL, TRAINED_COPIES, is_peft
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .engine_seams import FSDP1, FSDP2, ZERO_3, ZERO_3_SHAPE, is_offloaded, whole_of_partitions
 from .errors import MoQError
+from .seams.engines import FSDP1, FSDP2, ZERO_3, ZERO_3_SHAPE, is_offloaded, whole_of_partitions
 
 
 def is_distributed() -> bool:

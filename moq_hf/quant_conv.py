@@ -7,7 +7,7 @@ The input stays as it is: `activation_quantization` is of linear layers.
 from torch import Tensor, nn
 
 from .quant_linear import CLASSES, QuantLayer, recompute_in_backward
-from .transformers_seams import convolve
+from .seams.transformers import convolve
 
 
 class QuantConv1d(QuantLayer, nn.Conv1d):

@@ -16,7 +16,7 @@ from .layer_state import LayerState
 from .processes import shape_of
 from .quant_linear import QuantLayer, recompute_in_backward
 from .rows import Kind
-from .transformers_seams import experts_transposed
+from .seams.transformers import experts_transposed
 
 
 class ExpertsWeight(QuantLayer):

@@ -19,8 +19,8 @@ from .processes import shape_of
 from .quant_experts import experts_parameters, matrix_of
 from .rows import matrix_shape
 from .schedule import FLOAT_BITS
+from .seams.transformers import experts_transposed
 from .text import table
-from .transformers_seams import experts_transposed
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,16 @@ from .packed.files import bytes_in
 from .packed.save import base_model_of
 from .packed.state import STATE_NAME, record_metrics
 from .processes import is_apart
-from .training.checkpoints import check_whole, last_checkpoint, last_metrics
-from .training.distillation import check_hidden, distillation_loss, fingerprint, labels_at_logits, load_teacher
-from .training.float_first import FloatPhase, after_float, share_of
-from .transformers_seams import (
+from .seams.transformers import (
     average_loss,
     callbacks_of,
     prepared_inputs,
     save_training_args,
     training_summary,
 )
+from .training.checkpoints import check_whole, last_checkpoint, last_metrics
+from .training.distillation import check_hidden, distillation_loss, fingerprint, labels_at_logits, load_teacher
+from .training.float_first import FloatPhase, after_float, share_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from moq_hf import MoQConfig, MoQError, processes, quantize_model, quantizer
 from moq_hf.eigen import block_eigenvalues
-from moq_hf.engine_seams import ZERO_3, ZERO_3_SHAPE
 from moq_hf.layer_state import LayerState
 from moq_hf.model.convert import check_finite, quant_layers
 from moq_hf.model.selection import take_inventory
 from moq_hf.processes import whole
 from moq_hf.schedule import FLOAT_BITS
+from moq_hf.seams.engines import ZERO_3, ZERO_3_SHAPE
 from moq_hf.training.controller import MoQController
 from moq_hf.training.measuring import measuring
 from moq_hf.training.sensitivity import Sensitivity

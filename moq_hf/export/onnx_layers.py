@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from ..grid import InputGrid
 from ..inputs import static_scale, tensor_scale, token_scale
 from ..quantizer import Quantized
-from ..transformers_seams import convolve
+from ..seams.transformers import convolve
 
 Flavor = Literal["float", "weight-only", "dequantize-linear", "int8", "qdq"]
 FLAVORS: tuple[Flavor, ...] = ("float", "weight-only", "dequantize-linear", "int8", "qdq")

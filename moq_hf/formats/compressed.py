@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import MoQError
 from ..quantizer import Quantized, dequantize
-from ..transformers_seams import compress, decompress
+from ..seams.transformers import compress, decompress
 from .stored import EncodedWeight, EncodeSpec, StoredWeight
 
 

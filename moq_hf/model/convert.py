@@ -18,7 +18,7 @@ from ..quant_experts import ExpertsWeight, make_quantized, quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer, base_class, quant_class
 from ..rows import Kind, parameter_of
 from ..schedule import FLOAT_BITS
-from ..transformers_seams import ADAPTED, experts_transposed, is_peft, unpack
+from ..seams.transformers import ADAPTED, experts_transposed, is_peft, unpack
 from .inventory import Inventory, is_packed
 from .selection import grid_of, grid_of_experts, take_inventory
 

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import MoQError
 from ..names import adapters_among, is_below, named_modules, unwrapped, without_peft
-from ..transformers_seams import is_scaled_table
+from ..seams.transformers import is_scaled_table
 
 # What has bits of its own by the schedule.
 Layer = nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d

@@ -15,8 +15,8 @@ from ..grid import Grid, PerChannel, RowBlocks
 from ..names import is_below
 from ..processes import check_supported
 from ..quant_experts import experts_parameters, matrix_of
+from ..seams.transformers import ADAPTED, has_dora
 from ..serving import check_served
-from ..transformers_seams import ADAPTED, has_dora
 from .inventory import Inventory, Layer, is_convolution, is_packed, misfit
 
 # How embedding tables are quantized, whatever the config says of the linear layers.

@@ -19,7 +19,7 @@ from ..processes import shape_of
 from ..quant_linear import QuantLayer
 from ..rows import from_rows, is_experts, parameter_of, to_rows
 from ..schedule import FLOAT_BITS
-from ..transformers_seams import matrices_in_files, original_format
+from ..seams.transformers import matrices_in_files, original_format
 from .state import MAX_PACKED_BITS, StoredLayer
 from .targets import Patterns
 

@@ -20,7 +20,7 @@ from ..names import named_modules, uncompiled, without_fsdp, without_peft
 from ..processes import is_apart
 from ..quant_experts import quantized_in
 from ..quant_linear import QuantLayer
-from ..transformers_seams import attention_of, modules_with_bars
+from ..seams.transformers import attention_of, modules_with_bars
 from .files import ADAPTER
 
 # Where all weights are equal, outputs may differ by the rounding of another kernel, relative to the largest output.

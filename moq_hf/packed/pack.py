@@ -15,14 +15,14 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerState
 
 from ..config import MoQConfig
-from ..engine_seams import FSDP_MODEL
 from ..errors import MoQError, one_line
 from ..names import plain_name
+from ..seams.engines import FSDP_MODEL
+from ..seams.transformers import never_saved, original_format, tied_parameters
 from ..training.checkpoints import STATE_FILE, fault_of, last_metrics, state_of_run
 from ..training.controller import MoQController
 from ..training.float_first import FOLDER, METRICS
 from ..training.resume import has_begun
-from ..transformers_seams import never_saved, original_format, tied_parameters
 from .files import CONFIG, INDEX, SINGLE, bytes_in
 from .save import SaveOptions, deliver
 from .sources import DistributedWeights, Renamed, SafetensorsWeights, Weights

@@ -29,8 +29,8 @@ from ..quant_experts import quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..rows import is_experts, parameter_of
 from ..schedule import FLOAT_BITS
+from ..seams.transformers import has_adapter, initialize_again, tied_parameters, write_packing_config
 from ..training.controller import MoQController
-from ..transformers_seams import has_adapter, initialize_again, tied_parameters, write_packing_config
 from .card import write_card
 from .encode import Encoder, plain
 from .files import ADAPTER, CONFIG, INDEX, SINGLE, WEIGHTS, bytes_in, digest_of, tensors_in

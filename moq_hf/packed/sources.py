@@ -11,9 +11,9 @@ from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..engine_seams import checkpoint_chunks
 from ..errors import MoQError, one_line
 from ..reading import checked
+from ..seams.engines import checkpoint_chunks
 from .files import INDEX, SINGLE, read_document
 
 # What safetensors calls the dtypes of PyTorch.

@@ -27,8 +27,8 @@ from ..quantizer import Quantized, dequantize
 from ..reading import checked
 from ..rows import is_experts, parameter_of
 from ..schedule import FLOAT_BITS
+from ..seams.transformers import original_format
 from ..text import table
-from ..transformers_seams import original_format
 from .encode import plain
 from .files import CONFIG, digest_of, read_document, size_of, tensors_in, weight_files
 from .load_check import Proof, ReferenceOutputs

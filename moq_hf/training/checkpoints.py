@@ -17,7 +17,7 @@ from transformers import TrainerState
 
 from ..errors import MoQError
 from ..names import without_fsdp, without_peft
-from ..transformers_seams import CALLBACKS_KEY, INCOMPLETE, callback_states
+from ..seams.transformers import CALLBACKS_KEY, INCOMPLETE, callback_states
 from .resume import saved_state
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ..config import MoQConfig, ScheduleConfig
 from ..errors import MoQError, one_line
-from ..transformers_seams import checkpoint_folder
+from ..seams.transformers import checkpoint_folder
 from .distillation import load_teacher
 
 logger = logging.getLogger(__name__)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..engine_seams import FSDP2
 from ..names import named_modules
 from ..processes import is_apart
 from ..quant_experts import quantized_in
 from ..quant_linear import QuantLayer
 from ..schedule import FLOAT_BITS
-from ..transformers_seams import attention_of, set_attention, undo_mixed_precision
+from ..seams.engines import FSDP2
+from ..seams.transformers import attention_of, set_attention, undo_mixed_precision
 
 
 @contextlib.contextmanager

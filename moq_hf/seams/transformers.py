@@ -2,7 +2,7 @@
 
 A public name is deprecated before it goes; these names are not. Each has its place here, which says what it relies on
 and what a user would see break, and a test of the same name. For a new version of a library: raise `CHECKED`, run
-`tests/test_transformers_seams.py`, mend in this module what fails.
+`tests/test_seams.py`, mend in this module what fails.
 
 What cannot be called from here is listed in `OVERRIDDEN` and `IN_PLACE`. Documented, and so not here:
 `base_model_prefix`, `loss_is_scaled_for_ga`, `step_was_skipped`, `save_original_format`, `Conv1D`, and of DTensor

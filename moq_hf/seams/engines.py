@@ -1,6 +1,6 @@
 """What moq_hf uses of the private surface of the engines that take weights apart: FSDP and DeepSpeed.
 
-As in `transformers_seams`, each name says what it relies on, and what would break; its test tells when that is gone.
+As in `seams.transformers`, each name says what it relies on, and what would break; its test tells when that is gone.
 """
 
 from typing import Any, Final

@@ -1,4 +1,4 @@
-"""Each seam still holds: one test per public name of `transformers_seams` and `engine_seams`, called after it."""
+"""Each seam still holds: one test per public name of `seams.transformers` and `seams.engines`, called after it."""
 
 import ast
 import copy
@@ -34,14 +34,15 @@ from transformers import (
 from transformers.trainer_jit_checkpoint import CheckpointManager
 
 import moq_hf
-from moq_hf import MoQTrainer, QuantLinear, engine_seams, quantize_model, save_quantized
-from moq_hf import transformers_seams as seams
+from moq_hf import MoQTrainer, QuantLinear, quantize_model, save_quantized
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.load_check import quiet
 from moq_hf.processes import is_apart, shape_of
+from moq_hf.seams import engines
+from moq_hf.seams import transformers as seams
 
 PACKAGE = Path(moq_hf.__file__).parent
-SEAMS = [Path(seams.__file__), Path(engine_seams.__file__)]
+SEAMS = [Path(seams.__file__), Path(engines.__file__)]
 # Private by their names, documented all the same.
 DOCUMENTED = {"_asdict", "_fields", "_getframe", "_replace"}
 
@@ -561,29 +562,29 @@ def test_fsdp2(alone: None) -> None:
 
     layer = nn.Linear(2, 2)
     fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
-    assert [cls.__name__ for cls in type(layer).__bases__] == [engine_seams.FSDP2, "Linear"]
+    assert [cls.__name__ for cls in type(layer).__bases__] == [engines.FSDP2, "Linear"]
 
 
 def test_is_offloaded() -> None:
     from accelerate import cpu_offload
 
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    assert not any(map(engine_seams.is_offloaded, model.modules()))
+    assert not any(map(engines.is_offloaded, model.modules()))
     cpu_offload(model, execution_device=torch.device("cpu"))
-    assert [engine_seams.is_offloaded(module) for module in model] == [True, False]
+    assert [engines.is_offloaded(module) for module in model] == [True, False]
 
 
 def test_fsdp1() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    assert FullyShardedDataParallel.__name__ == engine_seams.FSDP1
+    assert FullyShardedDataParallel.__name__ == engines.FSDP1
 
 
 def partitioned(values: Tensor) -> Any:
     """A parameter as ZeRO-3 leaves it in a process: DeepSpeed is not installed where this runs."""
     parameter: Any = nn.Parameter(torch.empty(0))
-    setattr(parameter, engine_seams.ZERO_3, 0)
-    setattr(parameter, engine_seams.ZERO_3_SHAPE, values.shape)
+    setattr(parameter, engines.ZERO_3, 0)
+    setattr(parameter, engines.ZERO_3_SHAPE, values.shape)
     parameter.ds_numel, parameter.ds_process_group = values.numel(), dist.group.WORLD
     # The last partition is filled up.
     parameter.ds_tensor = torch.cat([values.flatten(), torch.full((2,), torch.nan)])
@@ -593,7 +594,7 @@ def partitioned(values: Tensor) -> Any:
 def test_zero_3() -> None:
     layer = nn.Linear(2, 2)
     assert not is_apart(layer.weight)
-    setattr(layer.weight, engine_seams.ZERO_3, 0)
+    setattr(layer.weight, engines.ZERO_3, 0)
     assert is_apart(layer.weight)
 
 
@@ -619,13 +620,13 @@ def test_whole_of_partitions(alone: None, monkeypatch: pytest.MonkeyPatch) -> No
     engine = SimpleNamespace(zero=SimpleNamespace(GatheredParameters=GatheredParameters))
     monkeypatch.setitem(sys.modules, "deepspeed", engine)
     parameter = partitioned(values)
-    assert torch.equal(engine_seams.whole_of_partitions(parameter), values) and not parameter.numel()
+    assert torch.equal(engines.whole_of_partitions(parameter), values) and not parameter.numel()
 
 
 def test_fsdp_model() -> None:
     from accelerate.utils import constants
 
-    assert constants.FSDP_MODEL_NAME == engine_seams.FSDP_MODEL
+    assert constants.FSDP_MODEL_NAME == engines.FSDP_MODEL
 
 
 def test_checkpoint_chunks(tmp_path: Path) -> None:
@@ -637,7 +638,7 @@ def test_checkpoint_chunks(tmp_path: Path) -> None:
             {"model": {"a": torch.ones(9), "b": torch.ones(2)}}, storage_writer=FileSystemWriter(tmp_path), no_dist=True
         )
     (file,) = tmp_path.glob("*.distcp")
-    found = engine_seams.checkpoint_chunks(FileSystemReader(tmp_path).read_metadata())
+    found = engines.checkpoint_chunks(FileSystemReader(tmp_path).read_metadata())
     assert found == {file.name: file.stat().st_size}
 
 

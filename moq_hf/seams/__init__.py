@@ -1,0 +1,1 @@
+"""What moq_hf uses of the private surface of its libraries: each seam says what would break."""
