@@ -1,18 +1,26 @@
 """How much of a model is quantized, at how many bits, and how large that makes it: of the whole model, always."""
 
+import json
+import math
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from ..names import without_peft
 from ..processes import shape_of
-from ..quant_linear import QuantLayer
+from ..quant_linear import QuantEmbedding, QuantLayer
+from ..rows import is_experts, parameter_of
 from ..schedule import FLOAT_BITS
 from .inventory import Inventory
 
 # The most bits of a code in an integer's seat in the files; floats hold wider ones.
 _BYTE = 8
+# Of the names that safetensors has for dtypes, where they are not three.
+_LETTERS = {torch.bfloat16: 4, torch.bool: 4, torch.int8: 2, torch.uint8: 2}
 
 
 class _Weight(NamedTuple):
@@ -128,6 +136,105 @@ class ModelSizes:
             group = re.sub(r"\b\d+\b", "*", name)
             found[group] = found.get(group, 0) + count
         return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+class FileSize:
+    """The size that the delivered `model.safetensors` will have, for any bits of its layers, a few bytes too large.
+
+    The layout is that of packed folders; see `formats`.
+
+    Args:
+        inventory: Of the model.
+        layers: Its quantized layers by name.
+        embeddings: Its quantized embedding tables by name.
+        table_bits: Those of the tables.
+    """
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        layers: Mapping[str, QuantLayer],
+        embeddings: Mapping[str, QuantEmbedding],
+        table_bits: int | None,
+    ) -> None:
+        self._inventory, self._layers = inventory, layers
+        seen = {id(layer.float_weight) for layer in (*layers.values(), *embeddings.values())}
+        self._fixed: dict[str, Tensor] = {}
+        for name, tensor in inventory.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen and not inventory.is_added(name):
+                seen.add(id(tensor))
+                self._fixed[name] = tensor
+        for name, table in embeddings.items():
+            self._fixed |= {f"{name}.weight": table.float_weight} if table_bits == 1 else self._bytes_of(name, table)
+        # No offset in the file has more digits than all of it, with its layers at 8 bits.
+        self._end = 0
+        self._end = self.of_rest() + sum(self.of_layer(name, 8) for name in layers)
+
+    def why_alike(self) -> str | None:
+        """Why the bits of single layers make no difference to the file; None if they do."""
+        model = without_peft(self._inventory.model)
+        if not isinstance(model, PreTrainedModel):
+            return "only models of transformers are packed"
+        kinds = {layer.kind for layer in self._layers.values()}
+        config = model.config
+        if "conv1d" in kinds:
+            return "Conv1D layers are saved as floats on the grid, at full size"
+        if getattr(config, "is_encoder_decoder", False) or getattr(config, "sub_configs", None):
+            return "a model of its kind is unpacked while loading, with all codes as wide as the widest"
+        if any(map(is_experts, kinds)):
+            return "packed experts are all as wide as the widest"
+        symmetric = all(layer.moq.grid.symmetric for layer in self._layers.values())
+        if not symmetric and not any(isinstance(m, QuantEmbedding) for m in self._inventory.modules.values()):
+            return "asymmetric codes are unpacked while loading, all as wide as the widest"
+        return None
+
+    def of_layer(self, name: str, bits: int) -> int:
+        """Bytes that stand for the weight of a layer at `bits`, 1 to 8, with their entries in the file's header."""
+        layer = self._layers[name]
+        own, grid = parameter_of(name, layer.kind), layer.moq.grid
+        if bits == 1 or layer.kind == "conv":
+            return self._size({own: layer.float_weight})
+        if name in self._inventory.tied.values():
+            return self._size(self._bytes_of(name, layer))
+        rows, columns = layer.matrix_shape
+        by_row = grid.grouping.row_size is None and grid.symmetric
+        scales = (rows, 1) if by_row else grid.shape(rows, columns)
+        parts = {
+            f"{own}_packed": _empty((rows, math.ceil(columns * bits / 32)), torch.int32),
+            f"{own}_scale": _empty(scales, getattr(torch, grid.scale_dtype)),
+            f"{own}_shape": _empty((2,), torch.int64),
+        }
+        if not grid.symmetric:
+            parts[f"{own}_zero_point"] = _empty(scales, torch.int8)
+        return self._size(parts)
+
+    def of_rest(self) -> int:
+        """Bytes of everything else: what stays in float, tables, the rest of the header."""
+        # The header's length, its own entry, and spaces up to a multiple of 8.
+        return 8 + len('{"__metadata__":{"format":"pt"}}') + 14 + self._size(self._fixed)
+
+    def _size(self, tensors: Mapping[str, Tensor]) -> int:
+        """Bytes of tensors, and of their entries in the header."""
+        total = 0
+        for name, tensor in tensors.items():
+            shape, letters = shape_of(tensor), _LETTERS.get(tensor.dtype, 3)
+            entry = {name: {"dtype": "?" * letters, "shape": shape, "data_offsets": [self._end, self._end]}}
+            # A comma more, and two braces less.
+            total += shape.numel() * tensor.element_size() + len(json.dumps(entry, separators=(",", ":"))) - 1
+        return total
+
+    def _bytes_of(self, name: str, layer: QuantLayer) -> dict[str, Tensor]:
+        """A table, or what shares the weight of one: a byte for each weight."""
+        rows, columns = layer.matrix_shape
+        grid = layer.moq.grid
+        tensors = {f"{name}.weight": _empty((rows, columns), torch.int8)}
+        for one in (name, *(other for other, owner in self._inventory.tied.items() if owner == name)):
+            tensors[f"{one}.weight_scale"] = _empty(grid.shape(rows, columns), getattr(torch, grid.scale_dtype))
+        return tensors
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def covered(quantized: int, total: int) -> str:

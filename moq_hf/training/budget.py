@@ -16,7 +16,7 @@ import numpy as np
 
 from ..config import Count, Flag, MoQConfig, PackedBits, Positive, Weight
 from ..errors import MoQError
-from ..model.file_size import FileSize
+from ..model.sizes import FileSize
 from ..text import table
 from .divergence import Costs
 

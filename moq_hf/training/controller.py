@@ -11,10 +11,9 @@ from torch import nn
 from ..config import MoQConfig
 from ..inputs import Inputs, load_ranges, ranges_of, take_step
 from ..model.convert import check_finite, check_readers, prepare_model
-from ..model.file_size import FileSize
 from ..model.inventory import Inventory
 from ..model.selection import take_inventory
-from ..model.sizes import ModelSizes
+from ..model.sizes import FileSize, ModelSizes
 from ..processes import agree, device_of, is_distributed, shape_of
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch

@@ -10,8 +10,8 @@ from transformers import LlamaForCausalLM as Llama
 
 from moq_hf import MoQConfig, save_quantized
 from moq_hf.model.convert import prepare_model
-from moq_hf.model.file_size import FileSize
 from moq_hf.model.selection import take_inventory
+from moq_hf.model.sizes import FileSize
 from moq_hf.training.controller import MoQController
 
 
@@ -70,7 +70,7 @@ def test_it_is_the_size_of_the_file(kind: str, more: dict[str, Any], choices: tu
 def test_files_whose_codes_are_alike_are_named() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2))
     for model, more, words in (
-        (gpt2, {}, "a model of its kind is unpacked while loading"),
+        (gpt2, {}, "Conv1D layers are saved as floats on the grid"),
         (bert(), {"quantize_type": "asymmetric"}, "asymmetric codes are unpacked while loading"),
         (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), {}, "only models of transformers"),
     ):
