@@ -458,8 +458,6 @@ def write_result(
     folder: Path,
     args: TrainingArguments,
     answers: ReferenceOutputs | None,
-    *,
-    picture: bool = True,
     **options: Any,
 ) -> None:
     """Deliver a model at the end of its run, and print what was written; every process must call it.
@@ -469,7 +467,6 @@ def write_result(
         folder: Where to.
         args: The Trainer's.
         answers: The model's, to prove the files on; None: they are not loaded.
-        picture: Draw the bits for the model card.
         **options: What `SaveOptions` takes.
 
     Raises:
@@ -479,7 +476,7 @@ def write_result(
         if gathered is not None:
             options["state_dict"] = gathered
         if args.should_save:
-            tqdm.write(f"moq_hf: {deliver(model, folder, SaveOptions(**options), answers, picture=picture)}")
+            tqdm.write(f"moq_hf: {deliver(model, folder, SaveOptions(**options), answers)}")
 
 
 def _is_compiled(model: nn.Module, controller: MoQController, args: TrainingArguments) -> bool:

@@ -374,7 +374,6 @@ class MoQTrainer(Trainer):
             folder,
             self.args,
             None if moq is None else moq.answers(self.args),
-            picture=False,
             processing_class=self.processing_class or getattr(self.data_collator, "tokenizer", None),
             controller=None if moq is None else moq.controller,
             metrics=self.final_metrics or last_metrics(self.state),

@@ -5,13 +5,13 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import MoQError, one_line
@@ -117,22 +117,32 @@ def new_path(out: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
-def staged(target: Path) -> Iterator[Path]:
+def staged(target: Path, what: str = "", publish: Callable[[Path, Path], None] | None = None) -> Iterator[Path]:
     """A path beside `target` to write a file or a folder to; where nothing is raised, it becomes `target` at the end.
+
+    Args:
+        target: Where to.
+        what: What is written, for the error.
+        publish: Puts the files into a folder that is there and not empty; it is written inside that folder then, which
+            may be a file system of its own.
 
     Raises:
         MoQError: Something cannot be written.
     """
-    staging = target.with_name(f".{target.name}.writing")
+    is_there = publish is not None and target.is_dir()
+    staging = target / ".writing" if is_there else target.with_name(f".{target.name}.writing")
     try:
         _remove(staging)
         target.parent.mkdir(parents=True, exist_ok=True)
         yield staging
+        if is_there and publish is not None:
+            publish(staging, target)
+            return
         if target.is_dir():
             target.rmdir()
         staging.rename(target)
-    except OSError as error:
-        raise MoQError(f"cannot write {target}: {one_line(error)}") from error
+    except (OSError, SafetensorError) as error:
+        raise MoQError(f"cannot write {what}{target}: {one_line(error)}") from error
     finally:
         _remove(staging)
 
@@ -141,4 +151,5 @@ def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()

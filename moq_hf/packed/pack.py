@@ -90,7 +90,7 @@ def pack_checkpoint(
         Renamed(weights, names),
         shard_size,
     )
-    return deliver(shell, target, options, None, picture=False)
+    return deliver(shell, target, options, None)
 
 
 def _config_of(folder: Path, described: Path | str) -> PreTrainedConfig:

@@ -14,13 +14,12 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub import ModelCardData
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..errors import MoQError, one_line
 from ..formats.table import Layout
-from ..model.convert import check_finite
 from ..model.inventory import Inventory
 from ..model.sizes import ModelSizes
 from ..names import uncompiled, without_fsdp, without_peft
@@ -28,12 +27,11 @@ from ..processes import is_apart
 from ..quant_experts import quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..rows import is_experts, parameter_of
-from ..schedule import FLOAT_BITS
 from ..seams.transformers import has_adapter, initialize_again, tied_parameters, write_packing_config
 from ..training.controller import MoQController
 from .card import write_card
 from .encode import Encoder, plain
-from .files import ADAPTER, CONFIG, INDEX, SINGLE, WEIGHTS, bytes_in, digest_of, tensors_in
+from .files import ADAPTER, CONFIG, INDEX, SINGLE, WEIGHTS, bytes_in, digest_of, staged, tensors_in
 from .load_check import Proof, ReferenceOutputs, quiet
 from .state import MAX_PACKED_BITS, StoredLayer, clean_metrics, hub_id, sha256, state_of, without_paths, write_state
 from .verify import Verification, verify_quantized
@@ -43,6 +41,8 @@ logger = logging.getLogger(__name__)
 _OF_ANOTHER = ("config.json", "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 # Tensors below that many bytes wait in memory: a file for each would take longer than it saves.
 _SMALL = 2**16
+# How the layouts are called in a run's last line.
+_SAID = {"packed": "packed", "unpacked": "packed, unpacked while loading", "floats": "floats on the grid"}
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,7 @@ def save_quantized(
     """
     options = SaveOptions(processing_class, controller, metrics, float_metrics, state_dict, max_shard_size)
     reference = inputs if isinstance(inputs, ReferenceOutputs) or inputs is None else ReferenceOutputs(model, inputs)
-    found = _write_packed(model, directory, options, reference, layout)
-    _write_card(Path(directory), model, found)
+    _Saving(model, directory, options).save(reference, layout)
     return Path(directory)
 
 
@@ -135,8 +134,6 @@ def deliver(
     directory: str | os.PathLike[str],
     options: SaveOptions,
     reference: ReferenceOutputs | None,
-    *,
-    picture: bool = True,
 ) -> str:
     """Write the result of a run: packed if that can be loaded, else floats on the grid, with a warning that says why.
 
@@ -145,7 +142,6 @@ def deliver(
         directory: Where to.
         options: What goes with the model.
         reference: The model's outputs, to prove the files on; None: they are not loaded.
-        picture: Draw the bits for the model card.
 
     Returns:
         What was written, in a line.
@@ -153,34 +149,18 @@ def deliver(
     Raises:
         MoQError: The files cannot be written, or a weight holds NaN or Inf.
     """
-    folder = Path(directory)
+    saving = _Saving(model, directory, options)
     try:
-        found = _write_packed(model, folder, options, reference)
+        found = saving.save(reference)
     # Training is done: whatever a model's own code raises here must not lose its result.
     except Exception as error:
         reason = one_line(error, named=not isinstance(error, MoQError))
-        # The tensors under their names in the state dict, for `load_state_dict`; a model of transformers has its
-        # `config.json` beside them, and where its class allows it, `from_pretrained` loads the folder.
-        found = _Saving(model, folder, options).save(["floats"], None, reason=reason, by_hand=True)
-    try:
-        _write_card(folder, model, found)
-    except Exception as error:
-        logger.warning("moq_hf: %s has no model card: %s", folder, one_line(error, named=True))
-    return _summary(folder, found)
-
-
-def _write_packed(
-    model: nn.Module,
-    directory: str | os.PathLike[str],
-    options: SaveOptions,
-    reference: ReferenceOutputs | None,
-    layout: Layout | None = None,
-) -> Verification:
-    saving = _Saving(model, directory, options)
-    saving.check()
-    layouts = [layout] if layout is not None else saving.layouts()
-    # Without a proof the first one is taken.
-    return saving.save(layouts if reference is not None else layouts[:1], reference)
+        found = saving.save_by_hand(reason)
+    proof = "" if found.proof is None else f"; {found.proof}"
+    if found.state["by_hand"]:
+        proof = "; not proven: only load_state_dict loads it"
+    sizes = f"{found.file_bytes / 1e6:,.2f} MB ({found.float_bytes / 1e6:,.2f} in float)"
+    return f"{Path(directory)}: {_SAID[found.state['layout']]}, {sizes}{proof}"
 
 
 def base_model_of(model: nn.Module) -> str | None:
@@ -188,30 +168,11 @@ def base_model_of(model: nn.Module) -> str | None:
     return hub_id(getattr(getattr(model, "config", None), "name_or_path", None))
 
 
-def _write_card(folder: Path, model: nn.Module, found: Verification) -> None:
-    path = folder / "README.md"
-    if path.exists() and "Mixture-of-Quantization (moq_hf)" not in path.read_text(encoding="utf-8", errors="replace"):
-        logger.info("%s is not moq_hf's: it stays", path)
-        return
-    write_card(folder, ModelCardData(base_model=base_model_of(without_peft(model))), found=found)
-
-
-def _summary(folder: Path, found: Verification) -> str:
-    what = {"packed": "packed", "unpacked": "packed, unpacked while loading", "floats": "floats on the grid"}
-    proof = "" if found.proof is None else f"; {found.proof}"
-    if found.state["by_hand"]:
-        proof = "; not proven: only load_state_dict loads it"
-    return (
-        f"{folder}: {what[found.state['layout']]}, {found.file_bytes / 1e6:,.2f} MB "
-        f"({found.float_bytes / 1e6:,.2f} in float){proof}"
-    )
-
-
 class _Saving:
     """One model on its way into a folder."""
 
     def __init__(self, model: nn.Module, directory: str | os.PathLike[str], options: SaveOptions) -> None:
-        self.target = Path(directory).resolve()
+        self.target = Path(directory)
         self.options = options
         self.whole_model = uncompiled(model)
         self.model: Any = without_peft(self.whole_model)
@@ -223,15 +184,125 @@ class _Saving:
         # Embedding tables stand last in the files.
         self.quantized = dict(sorted(found.items(), key=lambda item: isinstance(item[1], QuantEmbedding)))
         self.layers = plain(self.quantized, self.inventory.adapters)
-        self.tied = _tied(self.model, self.layers)
 
-    def check(self) -> None:
+    def save(self, reference: ReferenceOutputs | None, layout: Layout | None = None) -> Verification:
+        """Write the layout that is asked for; else the first one that agrees with the reference, if there is one.
+
+        Raises:
+            MoQError: The model cannot be packed, or the files cannot be written.
+        """
+        self._check()
+        tied = _tied(self.model, self.layers)
+        layouts = self._layouts(tied) if layout is None else [layout]
+        reason: str | None = None
+        with self._staged() as staging:
+            for layout in layouts if reference is not None else layouts[:1]:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir()
+                encoder = Encoder(self.inventory, _without(self.layers, tied), layout, tied)
+                with _waiting(staging) as wait, quiet():
+                    tensors = self._encode(encoder, wait)
+                    renamed = encoder.rename(self.model, tensors)
+                    _write_packed_files(staging, self.model, renamed, encoder, self.options)
+                    if self.whole_model is not self.model:
+                        _write_adapter(staging / ADAPTER, self.whole_model, self.options.state_dict)
+                proof = None if reference is None else reference.prove(staging)
+                if proof is None or proof.agrees is not False:
+                    break
+                # What is wrong with every layout is said once.
+                if reason is None:
+                    reason = f"{layout}: {proof.reason}"
+                elif str(proof.reason) not in reason:
+                    reason = f"{reason}; {layout}: {proof.reason}"
+            found = self._write_state(staging, encoder, proof=proof, reason=reason)
+        _warn(self.target, encoder, proof, reason)
+        self._write_card(found)
+        return found
+
+    def save_by_hand(self, reason: str) -> Verification:
+        """Write any model as floats on their grid: what is left to do for one that cannot be packed.
+
+        The tensors lie in `model.safetensors` under their names in the state dict, for `load_state_dict`. A model of
+        transformers has its `config.json` beside them; where its class allows it, `from_pretrained` loads the folder.
+
+        Raises:
+            MoQError: The files cannot be written, or a weight holds NaN or Inf.
+        """
+        processing_class = self.options.processing_class
+        # Nothing ties again what `load_state_dict` loads.
+        encoder = Encoder(self.inventory, self.layers, "floats")
+        with self._staged() as staging, quiet():
+            staging.mkdir()
+            with _waiting(staging) as wait:
+                tensors = self._encode(encoder, wait)
+                # No two tensors may share memory in a file.
+                own = {n: t.detach().cpu().clone().contiguous() for n, t in tensors.items() if isinstance(t, Tensor)}
+                save_file(own, staging / SINGLE, metadata={"format": "pt"})
+            left = [f"{name} (no tensor)" for name in tensors.keys() - own.keys()]
+            if self.whole_model is not self.model:
+                _write_adapter(staging / ADAPTER, self.whole_model, None)
+            for part in (getattr(self.model, "config", None), processing_class):
+                try:
+                    if part is not None and hasattr(part, "save_pretrained"):
+                        part.save_pretrained(staging)
+                # The weights are what must not be lost.
+                except Exception as error:
+                    left.append(f"{type(part).__name__} ({one_line(error)})")
+                    if part is not processing_class:
+                        (staging / CONFIG).unlink(missing_ok=True)
+            found = self._write_state(staging, encoder, proof=None, reason=reason, by_hand=True)
+        if left:
+            logger.warning("moq_hf: not saved beside the weights: %s", ", ".join(left))
+        _warn(self.target, encoder, None, reason)
+        self._write_card(found)
+        return found
+
+    def _staged(self) -> contextlib.AbstractContextManager[Path]:
+        return staged(self.target.resolve(), what="the packed model to ", publish=_publish)
+
+    def _check(self) -> None:
+        """Check that transformers can save the model, and that its weights are here.
+
+        Raises:
+            MoQError: It cannot, or they are not.
+        """
         bytes_in(self.options.max_shard_size)
-        _check_model(self.inventory, self.quantized, self.target, self.options.state_dict is None)
+        if not isinstance(self.model, PreTrainedModel):
+            raise MoQError(f"only models of transformers can be saved packed, got {type(self.model).__name__}")
+        if has_adapter(self.model):
+            raise MoQError(
+                "a model with add_adapter saves its adapters alone: use peft.get_peft_model to have it packed"
+            )
+        if not self.quantized:
+            raise MoQError("the model has no quantized layer: call quantize_model first, or train it with MoQ")
+        if self.target.exists() and not self.target.is_dir():
+            raise MoQError(f"{self.target} is a file, not a directory")
+        sharing = self.inventory.shared(self.quantized)
+        if sharing:
+            raise MoQError(
+                f"{'; '.join(sharing)}: a shared weight cannot be packed; leave its layers in full precision"
+            )
+        first: dict[int, tuple[str, QuantLayer]] = {}
+        for name, layer in self.quantized.items():
+            other, same = first.setdefault(id(layer.float_weight), (name, layer))
+            if (layer.moq.bits, layer.moq.grid) != (same.moq.bits, same.moq.grid):
+                raise MoQError(
+                    f"{name}.weight is also {other}.weight, and quantized in another way: call quantize_model"
+                )
+        if self.options.state_dict is not None:
+            return
+        # FSDP2's tensors, and what ZeRO leaves of a weight.
+        sharded = [n for n, layer in self.quantized.items() if is_apart(layer.float_weight) or not layer.weight.numel()]
+        if sharded:
+            raise MoQError(
+                f"the weights of {', '.join(sharded)} are spread over processes: save with MoQTrainer.save_model"
+            )
+        if any(layer.float_weight.is_meta for layer in self.quantized.values()):
+            raise MoQError("the weights are on the meta device, which keeps none: give state_dict")
 
-    def layouts(self) -> list[Layout]:
+    def _layouts(self, tied: Mapping[str, Sequence[str]]) -> Sequence[Layout]:
         """Those that transformers can load, the best one first; the last one is right for every model."""
-        encoder = self._encoder("packed")
+        encoder = Encoder(self.inventory, _without(self.layers, tied), "packed", tied)
         if not {"packed", "int8"} & set(encoder.forms.values()):
             return ["floats"]
         if _parts_are_called(self.model) or _init_reaches_into(self.model, encoder.packed):
@@ -242,79 +313,14 @@ class _Saving:
             return ["unpacked", "packed", "floats"]
         return ["packed", "unpacked", "floats"]
 
-    def save(
-        self,
-        layouts: Sequence[Layout],
-        reference: ReferenceOutputs | None,
-        *,
-        reason: str | None = None,
-        by_hand: bool = False,
-    ) -> Verification:
-        """Write the first layout that agrees with the reference, if there is one, and else the last one.
-
-        Raises:
-            MoQError: The files cannot be written.
-        """
-        target = self.target
-        # Beside what does not exist yet, so that it appears whole; inside what does, perhaps a file system of its own.
-        staging = target / ".saving" if target.exists() else target.parent / f".{target.name}.saving"
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            for layout in layouts:
-                # Left by a save that was killed, or by the layout before.
-                shutil.rmtree(staging, ignore_errors=True)
-                staging.mkdir()
-                encoder = self._write(staging, layout, by_hand)
-                proof = None if reference is None else reference.prove(staging)
-                if proof is None or proof.agrees is not False:
-                    break
-                # What is wrong with every layout is said once.
-                if reason is None:
-                    reason = f"{layout}: {proof.reason}"
-                elif str(proof.reason) not in reason:
-                    reason = f"{reason}; {layout}: {proof.reason}"
-            found = self._write_state(staging, encoder, proof, reason, by_hand)
-            _publish(staging, target)
-        except (OSError, SafetensorError) as error:
-            raise MoQError(f"cannot write the packed model to {target}: {one_line(error)}") from error
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        _warn(target, encoder, proof, reason)
-        return found
-
-    def _encoder(self, layout: Layout, by_hand: bool = False) -> Encoder:
-        """An encoder for the layers whose weights go into the files: without those that are tied to another one."""
-        # Nothing ties again what `load_state_dict` loads.
-        tied = {} if by_hand else self.tied
-        again = {other for others in tied.values() for other in others}
-        layers = {name: layer for name, layer in self.layers.items() if name not in again}
-        return Encoder(self.inventory, layers, layout, tied)
-
-    def _source(self) -> tuple[Mapping[str, Tensor], dict[str, str]]:
-        """The model's float tensors, and what they are called there by the names that they had before PEFT came."""
-        path = next(name for name, module in self.whole.modules.items() if module is self.model)
-        given = self.options.state_dict or self.model.state_dict()
-        return given, plain({name.removeprefix(f"{path}."): name for name in given}, self.inventory.adapters)
-
-    def _write(self, folder: Path, layout: Layout, by_hand: bool) -> Encoder:
-        options = self.options
-        encoder = self._encoder(layout, by_hand)
-        with _waiting(folder) as wait, quiet():
-            # What a dict holds is in memory anyway.
-            lazy = options.state_dict is not None and not isinstance(options.state_dict, dict)
-            tensors = self._encode(encoder, wait if lazy else lambda tensor: tensor)
-            if by_hand:
-                _write_by_hand(folder, self.whole_model, self.model, tensors, options.processing_class)
-                return encoder
-            tensors = encoder.rename(self.model, tensors)
-            _write_packed_files(folder, self.model, tensors, encoder, options)
-            if self.whole_model is not self.model:
-                _write_adapter(folder / ADAPTER, self.whole_model, options.state_dict)
-        return encoder
-
-    def _encode(self, encoder: Encoder, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    def _encode(self, encoder: Encoder, wait: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """What goes into the files, by the names of tensors; of float weights no more than one is held at a time."""
-        source, names = self._source()
+        source = self.options.state_dict or self.model.state_dict()
+        # What a dict holds is in memory anyway.
+        keep = (lambda tensor: tensor) if isinstance(self.options.state_dict, dict | None) else wait
+        path = next(name for name, module in self.whole.modules.items() if module is self.model)
+        # The names in the source by those that the tensors had before PEFT came.
+        names = plain({name.removeprefix(f"{path}."): name for name in source}, self.inventory.adapters)
         replaced = encoder.replaced_names()
         # Names that share a tensor go on sharing it.
         values = plain(self.model.state_dict(keep_vars=True), self.inventory.adapters)
@@ -326,20 +332,22 @@ class _Saving:
                 if key not in kept:
                     kept[key] = keep(source[there])
                 tensors[name] = kept[key]
+        self.others = [tensor for tensor in kept.values() if isinstance(tensor, Tensor)]
         for name, layer in encoder.layers.items():
             parts = encoder.store(name, source[names[parameter_of(name, layer.kind)]])
             tensors |= {part: keep(tensor) for part, tensor in parts.items()}
         return tensors
 
     def _write_state(
-        self, folder: Path, encoder: Encoder, proof: Proof | None, reason: str | None, by_hand: bool
+        self, folder: Path, encoder: Encoder, *, proof: Proof | None, reason: str | None, by_hand: bool = False
     ) -> Verification:
-        state = state_of(self.layers, encoder.stored, self.options.controller)
         if proof is not None and proof.reason is not None:
             proof = replace(proof, reason=without_paths(proof.reason))
         sizes = ModelSizes(self.whole, self.quantized)
+        floats = [tensor for tensor in self.others if tensor.is_floating_point()]
+        saved = sum(layer.bytes_before for layer in encoder.stored.values())
         config = folder / CONFIG
-        state |= {
+        state = state_of(self.layers, encoder.stored, self.options.controller) | {
             "metrics": clean_metrics(self.options.metrics or {}),
             "float_metrics": clean_metrics(self.options.float_metrics or {}),
             "names": encoder.names,
@@ -349,11 +357,30 @@ class _Saving:
             # Nobody's `save_pretrained` wrote it.
             "by_hand": by_hand,
             "parameters": {"total": sizes.total, "quantized": sizes.quantized},
+            "float_bytes": saved + sum(tensor.nbytes for tensor in self.others),
+            # Floating-point numbers beside the quantized weights.
+            "others": {"count": sum(t.numel() for t in floats), "bytes": sum(t.nbytes for t in floats)},
             "tensors": {name: digest_of(tensor) for name, tensor in tensors_in(folder)},
             "config_json": sha256(config.read_bytes()) if config.exists() else None,
         }
         write_state(folder, state)
         return verify_quantized(folder)
+
+    def _write_card(self, found: Verification) -> None:
+        path = self.target / "README.md"
+        try:
+            if path.exists() and "Mixture-of-Quantization (moq_hf)" not in path.read_text(encoding="utf-8"):
+                logger.info("%s is not moq_hf's: it stays", path)
+                return
+            write_card(self.target, ModelCardData(base_model=base_model_of(self.model)), found=found)
+        except Exception as error:
+            logger.warning("moq_hf: %s has no model card: %s", self.target, one_line(error, named=True))
+
+
+def _without(layers: Mapping[str, QuantLayer], tied: Mapping[str, Sequence[str]]) -> dict[str, QuantLayer]:
+    """The layers whose weights go into the files: without those that are tied to another one."""
+    again = {other for others in tied.values() for other in others}
+    return {name: layer for name, layer in layers.items() if name not in again}
 
 
 def _tied(model: nn.Module, layers: Mapping[str, QuantLayer]) -> dict[str, list[str]]:
@@ -394,46 +421,6 @@ def _init_reaches_into(model: nn.Module, packed: Iterable[str]) -> bool:
     except AttributeError:
         return True
     return False
-
-
-def _check_model(inventory: Inventory, layers: Mapping[str, QuantLayer], target: Path, has_weights: bool) -> None:
-    from transformers import PreTrainedModel
-
-    model = inventory.model
-    if not isinstance(model, PreTrainedModel):
-        raise MoQError(f"only models of transformers can be saved packed, got {type(model).__name__}")
-    if has_adapter(model):
-        raise MoQError("a model with add_adapter saves its adapters alone: use peft.get_peft_model to have it packed")
-    if not layers:
-        raise MoQError("the model has no quantized layer: call quantize_model first, or train it with MoQ")
-    if target.exists() and not target.is_dir():
-        raise MoQError(f"{target} is a file, not a directory")
-    sharing = inventory.shared(layers)
-    if sharing:
-        raise MoQError(f"{'; '.join(sharing)}: a shared weight cannot be packed; leave its layers in full precision")
-    first: dict[int, tuple[str, QuantLayer]] = {}
-    for name, layer in layers.items():
-        other, same = first.setdefault(id(layer.float_weight), (name, layer))
-        if _how(layer) != _how(same):
-            raise MoQError(f"{name}.weight is also {other}.weight, and quantized in another way: call quantize_model")
-    # FSDP2's tensors, and what ZeRO leaves of a weight.
-    sharded = [n for n, layer in layers.items() if is_apart(layer.float_weight) or not layer.weight.numel()]
-    if sharded and has_weights:
-        raise MoQError(
-            f"the weights of {', '.join(sharded)} are spread over processes: save with MoQTrainer.save_model"
-        )
-    is_here = not any(layer.float_weight.is_meta for layer in layers.values())
-    if not is_here and has_weights:
-        raise MoQError("the weights are on the meta device, which keeps none: give state_dict")
-    if is_here and not sharded:
-        check_finite(layers)
-
-
-def _how(layer: QuantLayer) -> tuple[Any, ...]:
-    """All but the ratios, which follow from it and the weight."""
-    state = layer.moq
-    turned = layer.kind in ("conv1d", "experts_t")
-    return turned, state.bits, state.grid, state.seed, state.blend
 
 
 @contextlib.contextmanager
@@ -488,41 +475,6 @@ def _write_packed_files(
         )
 
 
-def _write_by_hand(
-    folder: Path, whole_model: nn.Module, model: Any, tensors: Mapping[str, Tensor], processing_class: Any
-) -> None:
-    """The state dict in a file, whatever the model is: each tensor by itself, as no two may share memory there."""
-    apart = _apart(tensors)
-    save_file(apart, folder / SINGLE, metadata={"format": "pt"})
-    left = [f"{name} (no tensor)" for name in tensors.keys() - apart.keys()]
-    if whole_model is not model:
-        _write_adapter(folder / ADAPTER, whole_model, None)
-    for part in (getattr(model, "config", None), processing_class):
-        try:
-            if part is not None and hasattr(part, "save_pretrained"):
-                part.save_pretrained(folder)
-        # The weights are what must not be lost.
-        except Exception as error:
-            left.append(f"{type(part).__name__} ({one_line(error)})")
-            if part is not processing_class:
-                (folder / CONFIG).unlink(missing_ok=True)
-    if left:
-        logger.warning("moq_hf: not saved beside the weights: %s", ", ".join(left))
-
-
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU; of those that share memory each but the first is a copy."""
-    found: dict[str, Tensor] = {}
-    taken = set[int]()
-    for name, value in tensors.items():
-        if isinstance(value, Tensor):
-            tensor = value.detach().cpu().contiguous()
-            place = tensor.untyped_storage().data_ptr()
-            found[name] = tensor.clone() if place in taken else tensor
-            taken.add(place)
-    return found
-
-
 def _write_adapter(folder: Path, model: Any, state_dict: Mapping[str, Tensor] | None) -> None:
     """PEFT's own files, but for a path on this machine and the card that has it."""
     model.save_pretrained(folder, state_dict=state_dict)
@@ -536,9 +488,6 @@ def _write_adapter(folder: Path, model: Any, state_dict: Mapping[str, Tensor] | 
 
 def _publish(staging: Path, target: Path) -> None:
     """Put what was written into its place, so that at no moment half of it loads."""
-    if not target.exists():
-        staging.rename(target)
-        return
     # Nothing loads without one of these, while a class of transformers makes do without a config. So they go first, and
     # that of the new model comes last.
     entries = (SINGLE, INDEX)
@@ -557,17 +506,17 @@ def _publish(staging: Path, target: Path) -> None:
 
 def _warn(target: Path, encoder: Encoder, proof: Proof | None, reason: str | None) -> None:
     """Say what of the model is not packed, and whether it does not compute what was evaluated."""
-    for kind, what in (("conv", "convolutions"), ("conv1d", "Conv1D layers")):
-        names = [name for name, layer in encoder.stored.items() if layer.kind == kind and layer.bits != FLOAT_BITS]
-        if names:
-            logger.warning(
-                "moq_hf: %s are saved as floats on the grid, at full size: the packed format has no place for them: %s",
-                what,
-                ", ".join(names),
-            )
-    # One reason is enough: a folder of floats has its own.
-    if reason is None or encoder.layout != "floats":
-        _warn_of_dense({n: layer for n, layer in encoder.stored.items() if layer.kind not in ("conv", "conv1d")})
+    unpacked: dict[str, list[str]] = {}
+    for name, layer in encoder.stored.items():
+        why = _why_floats(layer)
+        # One reason is enough: a folder of floats has its own.
+        if why is not None and (reason is None or encoder.layout != "floats" or layer.kind == "conv"):
+            bits = "float" if layer.stored == "float" else f"{layer.bits} bits"
+            unpacked.setdefault(why, []).append(f"{name} ({bits})")
+    for why, names in unpacked.items():
+        logger.warning(
+            "moq_hf: these layers are saved as floats on the grid, at full size, since %s: %s", why, ", ".join(names)
+        )
     if proof is not None and proof.agrees is False:
         logger.warning("moq_hf: %s: what is written does not compute what was evaluated: %s", target, proof.reason)
     elif reason is not None:
@@ -577,15 +526,13 @@ def _warn(target: Path, encoder: Encoder, proof: Proof | None, reason: str | Non
         logger.warning("moq_hf: %s holds %s: %s", target, held, reason)
 
 
-def _warn_of_dense(stored: Mapping[str, StoredLayer]) -> None:
-    reasons: dict[str, list[str]] = {}
-    for name, layer in stored.items():
-        if layer.stored not in ("dense", "float"):
-            continue
-        reason = f"only 2 to {MAX_PACKED_BITS} bits can be packed"
-        if is_experts(layer.kind) and layer.stored == "dense" and 2 <= layer.bits <= MAX_PACKED_BITS:
-            reason = "these are experts that have no place in the format: transposed ones, and asymmetric grids"
-        bits = "float" if layer.stored == "float" else f"{layer.bits} bits"
-        reasons.setdefault(reason, []).append(f"{name} ({bits})")
-    for reason, names in reasons.items():
-        logger.warning("moq_hf: these layers are saved as floats, at full size, since %s: %s", reason, ", ".join(names))
+def _why_floats(layer: StoredLayer) -> str | None:
+    """Why a layer is stored as floats, where the format has no place for it."""
+    if layer.stored not in ("dense", "float"):
+        return None
+    if layer.stored == "float" or not 2 <= layer.bits <= MAX_PACKED_BITS:
+        return f"only 2 to {MAX_PACKED_BITS} bits can be packed"
+    if is_experts(layer.kind):
+        return "the packed format has no place for transposed experts and asymmetric grids of experts"
+    what = {"conv": "convolutions", "conv1d": "Conv1D layers"}.get(layer.kind, "their groups beside the other layers'")
+    return f"the packed format has no place for {what}"

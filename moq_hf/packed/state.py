@@ -125,6 +125,13 @@ class Counted(TypedDict):
     total: Positive
 
 
+class Others(TypedDict):
+    """Floating-point numbers beside the quantized weights."""
+
+    count: Count
+    bytes: Count
+
+
 class State(TypedDict):
     """What of `moq_state.json` is read again; the digest proves integrity against accident alone."""
 
@@ -139,7 +146,9 @@ class State(TypedDict):
     input_ranges: NotRequired[dict[str, Range] | None]
     metrics: NotRequired[dict[str, Any] | None]
     float_metrics: NotRequired[dict[str, Any] | None]
-    parameters: NotRequired[Counted | None]
+    parameters: Counted
+    float_bytes: Positive
+    others: Others
     proof: NotRequired[Proof | None]
 
 

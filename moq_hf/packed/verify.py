@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any, NotRequired, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
@@ -35,7 +35,6 @@ from .load_check import Proof, ReferenceOutputs
 from .state import MAX_PACKED_BITS, STATE_NAME, Places, StoredLayer, proof_in, read_layers, sha256
 
 _ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -45,18 +44,19 @@ class Verification:
     Attributes:
         layers: Each quantized layer by name.
         file_bytes: Size of the weight files together.
-        float_bytes: Size of the same tensors in float.
         state: The content of `moq_state.json`.
-        others: Count and bytes of the floating-point numbers beside the quantized layers' weights.
         proof: How the folder answered beside the model, when it was saved or now, with `inputs`; None: not tried.
     """
 
     layers: dict[str, StoredLayer]
     file_bytes: int
-    float_bytes: int
     state: dict[str, Any]
-    others: tuple[int, int] = (0, 0)
     proof: Proof | None = None
+
+    @property
+    def float_bytes(self) -> int:
+        """Size of the same tensors in float."""
+        return cast(int, self.state["float_bytes"])
 
     def table(self) -> str:
         """A line per layer and the totals, for a terminal."""
@@ -101,9 +101,9 @@ class Verification:
         bits = 0
         for layer in self.layers.values():
             bits += 8 * layer.bytes_before if layer.stored == "float" else math.prod(layer.shape) * layer.bits
-        # Without the weight files nothing says what their dtype is: float32 then.
-        count, size = self.others if self.others[0] else (1, 4)
-        return (bits + (total - quantized) * 8 * size / count) / total
+        others = self.state["others"]
+        rest = 8 * others["bytes"] / max(1, others["count"])
+        return float(bits + (total - quantized) * rest) / total
 
     @property
     def quantized_bytes(self) -> tuple[int, int]:
@@ -145,8 +145,6 @@ def verify_quantized(
     state, layers = read_layers(folder)
     tied = {module: name for name, layer in layers.items() for module in layer.tied}
     expected = None if model is None else _named_as_in_files(model, state)
-    float_bytes = sum(layer.bytes_before for layer in layers.values())
-    others = others_bytes = 0
     # The scales and zero points of each table, and of the modules that are tied to it.
     scales: dict[str, dict[str, Tensor]] = {module: {} for module in (*tied, *tied.values())}
     with _explained(folder):
@@ -163,9 +161,6 @@ def verify_quantized(
                 continue
             if part == "weight_packed":
                 raise MoQError(f"{folder / STATE_NAME}: layers.{owner} is missing, whose packed weight there is")
-            float_bytes += found.nbytes
-            if found.is_floating_point():
-                others, others_bytes = others + found.numel(), others_bytes + found.nbytes
             _compare(folder, name, found, expected, "tensor ")
     _check_tied(folder, tied, scales)
     if inputs is None or model is None:
@@ -174,7 +169,7 @@ def verify_quantized(
         proof = ReferenceOutputs(model, inputs).prove(folder)
         if not proof.agrees:
             raise MoQError(f"{folder}: {proof}")
-    return Verification(layers, size_of(folder), float_bytes, state, (others, others_bytes), proof)
+    return Verification(layers, size_of(folder), state, proof)
 
 
 # What a module has of its own where it shares the codes of another one.
@@ -188,36 +183,14 @@ def recorded(directory: str | os.PathLike[str]) -> Verification:
         directory: What `save_quantized` wrote.
 
     Returns:
-        As `verify_quantized`; both sizes are 0 where there are no weight files.
+        As `verify_quantized`; the size of the files is 0 where there are none.
 
     Raises:
-        MoQError: The state is missing, or it or a weight file is damaged; names the file and the key.
+        MoQError: The state is missing or damaged; names the file and the key.
     """
     folder = Path(directory)
     state, layers = read_layers(folder)
-    files = [path for path in weight_files(folder) if path.is_file()]
-    if not files:
-        return Verification(layers, 0, 0, state)
-    places = Places(layers, state)
-    quantized = {*layers, *(module for layer in layers.values() for module in layer.tied)}
-    saved = sum(layer.bytes_before - layer.bytes for layer in layers.values())
-    size = count = count_bytes = heads = 0
-    for path in files:
-        try:
-            # Opening compares the size of the file with its table of contents.
-            with safe_open(path, "pt") as weights, path.open("rb") as file:
-                for name in weights.keys():  # noqa: SIM118
-                    owner, _, part = places.of(name)
-                    tensor = weights.get_slice(name)
-                    dtype = _FLOATS.get(tensor.get_dtype())
-                    if dtype is not None and (owner not in quantized or not part.startswith("weight")):
-                        numbers = math.prod(tensor.get_shape())
-                        count, count_bytes = count + numbers, count_bytes + numbers * dtype.itemsize
-                heads += 8 + int.from_bytes(file.read(8), "little")
-        except (OSError, SafetensorError) as error:
-            raise MoQError(f"{path} cannot be read: {one_line(error)}") from error
-        size += path.stat().st_size
-    return Verification(layers, size, size - heads + saved, state, (count, count_bytes))
+    return Verification(layers, sum(path.stat().st_size for path in weight_files(folder) if path.is_file()), state)
 
 
 def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:

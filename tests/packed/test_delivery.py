@@ -502,10 +502,10 @@ def test_nothing_of_an_older_model_stays(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / name).write_text("{}")
     tower = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
 
-    def failing(*args: Any) -> None:
+    def failing(*args: Any, **kwargs: Any) -> None:
         raise MoQError("a reason with /home/somebody/a/path in it")
 
-    monkeypatch.setattr(checkpoint, "_write_packed", failing)
+    monkeypatch.setattr(checkpoint._Saving, "save", failing)
     checkpoint.deliver(quantize_model(tower, FIXED), tmp_path, SaveOptions(), None)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     assert left == {"README.md", "model.safetensors", "moq_state.json", "notes.txt"}

@@ -127,7 +127,7 @@ def test_what_cannot_be_packed_does_not_cost_the_run(tmp_path: Path, caplog: pyt
     trainer.train()
     assert "holds floats on the grid, not packed: bert.encoder.layer.0.output.dense.weight is also" in caplog.text
     found = verify_quantized(tmp_path / "quantized", trainer.model)
-    assert {layer.stored for layer in found.layers.values()} == {"dense"} and not list(tmp_path.rglob("*.saving"))
+    assert {layer.stored for layer in found.layers.values()} == {"dense"} and not list(tmp_path.rglob("*.writing"))
     # A MoQTrainer saves what was evaluated, in float.
     trainer = MoQTrainer(twice(), arguments(tmp_path, max_steps=4), train_dataset=data, moq_config=shared)
     trainer.train()

@@ -445,10 +445,6 @@ def test_a_shard_index_points_nowhere_else(place: Any, tmp_path: Path, monkeypat
 def test_what_is_recorded_is_what_is_verified(tmp_path: Path) -> None:
     save_quantized(mixed(bert(), [8, 4, 12], config_of(8, quantize_embeddings=8)), tmp_path, max_shard_size="20KB")
     assert recorded(tmp_path) == verify_quantized(tmp_path)
-    shard = next(tmp_path.glob("model-*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(MoQError, match=f"{shard.name} cannot be read"):
-        recorded(tmp_path)
 
 
 def test_any_value_changed_by_hand_is_one_error_or_none(tmp_path: Path) -> None:
@@ -626,7 +622,7 @@ def test_a_killed_save_leaves_a_whole_model_or_none(kills: int, tmp_path: Path) 
     assert "whole" in outcomes and (kills < 10 or "none" in outcomes)
     torch.manual_seed(1)
     save_quantized(mixed(bert(), [8, 4, 1], config_of(8)), folder)
-    assert not list(folder.rglob("*.saving"))
+    assert not list(folder.rglob("*.writing"))
     verify_quantized(folder)
 
 
@@ -792,7 +788,7 @@ def test_wrong_use_is_told(tmp_path: Path) -> None:
         save_quantized(model, tmp_path / "file" / "inside")
     with torch.no_grad():
         model.bert.pooler.dense.weight[0, 0] = torch.nan
-    with pytest.raises(MoQError, match=r"NaN or Inf in bert\.pooler\.dense\.weight"):
+    with pytest.raises(MoQError, match=r"bert\.pooler\.dense\.weight cannot be quantized: weight holds NaN or Inf"):
         save_quantized(model, tmp_path / "packed")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
