@@ -5,9 +5,9 @@ with a description of the model, which is made of its inventory before training 
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import nn
 
@@ -227,21 +227,12 @@ REFUSED: dict[tuple[str, str], str] = {
 Answer = Literal["yes", "no", "not tried"]
 
 
-@dataclass(frozen=True)
-class Reason:
-    """Why a server does not take a model.
-
-    Attributes:
-        text: A sentence without its full stop.
-        instead: What would be served.
-        layers: Whom it is about.
-        is_of_class: Whether it is about the whole model.
-    """
+class Reason(NamedTuple):
+    """Why a server does not take a model: what would be served instead, and the layers that it is about, if any."""
 
     text: str
     instead: str
     layers: tuple[str, ...] = ()
-    is_of_class: bool = False
 
     def __str__(self) -> str:
         about = f" ({shortened(self.layers)})" if self.layers else ""
@@ -261,7 +252,7 @@ class Verdict:
 
     server: Server
     answer: Answer
-    reasons: tuple[Reason, ...]
+    reasons: list[Reason]
     notes: tuple[str, ...] = ()
 
 
@@ -286,7 +277,7 @@ def verdict(model: Description, server: Server) -> Verdict:
     >>> print(verdict(model, SGLANG).reasons[0])
     its kernels take 4 or 8 bits, not 3 (model.layers.0.mlp.down_proj); 4 or 8 bits are served
     """
-    reasons = tuple(reason for reason in _reasons(model, server) if reason.layers or reason.is_of_class)
+    reasons = _reasons(model, server)
     notes = []
     is_tried = server is TRANSFORMERS or model.architecture in TRIED[server.key].split()
     if not is_tried:
@@ -297,45 +288,72 @@ def verdict(model: Description, server: Server) -> Verdict:
     return Verdict(server, answer, reasons, tuple(notes))
 
 
-def _reasons(model: Description, server: Server) -> Iterator[Reason]:
-    """Compare a model with a server's row; a reason that is about no layer does not hold."""
-    refused = REFUSED.get((server.key, model.architecture))
-    if refused is not None:
-        yield Reason(refused, "other classes are served", is_of_class=True)
-    if not re.search(server.classes, model.architecture) or (server.one_stack and model.is_encoder_decoder):
+def _reasons(model: Description, server: Server) -> list[Reason]:
+    """Compare a model with a server's row."""
+    found = []
+
+    def refuse(layers: Iterable[str], text: str, instead: str) -> None:
+        if layers := tuple(layers):
+            found.append(Reason(text, instead, layers))
+
+    architecture = model.architecture
+    if (server.key, architecture) in REFUSED:
+        found.append(Reason(REFUSED[server.key, architecture], "other classes are served"))
+    if not re.search(server.classes, architecture) or (server.one_stack and model.is_encoder_decoder):
         instead = "classifiers of sequences and tokens and base models of one stack are served"
-        yield Reason(f"{model.architecture} is not exported", instead, is_of_class=True)
+        found.append(Reason(f"{architecture} is not exported", instead))
     if server is TRANSFORMERS and model.unserved is not None:
         text = f"it does not answer as the model did: {model.unserved}"
-        yield Reason(text, "see the proof in moq_state.json", is_of_class=True)
+        found.append(Reason(text, "see the proof in moq_state.json"))
 
     codes = {name: weight for name, weight in model.weights.items() if not weight.is_float}
-    tables = [name for name, weight in codes.items() if weight.kind == "embedding" and not server.tables]
-    yield Reason("embedding tables must be floats", "quantize_embeddings: null is served", tuple(tables))
-    turned = [n for n, weight in model.weights.items() if weight.kind == "conv1d" and weight.bits <= 8]
+    in_float = [name for name in codes if re.search(server.in_float, f"{architecture} {name}")]
+    instead = "name them in modules_to_not_convert, beside the output heads"
+    refuse(in_float, "it takes these layers in float, whatever the checkpoint holds", instead)
     if not server.conv1d:
-        yield Reason("it takes no Conv1D layers on a grid", "models of nn.Linear are served", tuple(turned))
-    experts = [name for name in codes if ".experts." in name and not server.experts]
-    yield Reason("it takes no packed experts", "name them in modules_to_not_convert", tuple(experts))
+        turned = [name for name, weight in model.weights.items() if weight.kind == "conv1d"]
+        refuse(turned, "it takes no Conv1D layers on a grid", "models of nn.Linear are served")
+    if not server.experts:
+        experts = [name for name in codes if ".experts." in name]
+        refuse(experts, "it takes no packed experts", "name them in modules_to_not_convert")
+    if not server.tables:
+        tables = [name for name, weight in codes.items() if weight.kind == "embedding"]
+        refuse(tables, "embedding tables must be floats", "quantize_embeddings: null is served")
     if server.fuses:
-        whole = [name for name in model.floats if WHOLE_EXPERTS.search(f"{model.architecture} {name}")]
+        whole = [name for name in model.floats if WHOLE_EXPERTS.search(f"{architecture} {name}")]
         instead = "experts on symmetric grids of up to 8 bits are served"
-        yield Reason("it looks for each expert by its own name", instead, tuple(whole))
-    floats = [name for name in codes if re.search(server.in_float, f"{model.architecture} {name}")]
-    yield Reason(
-        "it takes these layers in float, whatever the checkpoint holds",
-        "name them in modules_to_not_convert, beside the output heads",
-        tuple(floats),
-    )
-    if server.fuses:
+        refuse(whole, "it looks for each expert by its own name", instead)
         for what, names in _unlike_siblings(model).items():
             instead = "all of them on the same grid, or all of them in float, are served"
-            yield Reason(f"it makes one layer of {what}", instead, tuple(names))
+            refuse(names, f"it makes one layer of {what}", instead)
+
     if server.repacks:
         codes = {name: weight for name, weight in model.weights.items() if weight.bits != FLOAT_BITS}
     else:
         codes = {name: weight for name, weight in codes.items() if weight.kind != "embedding"}
-    yield from _misfits(codes, server)
+    return [*found, *_misfits(codes, server)]
+
+
+def _misfits(codes: Mapping[str, Weight], server: Server) -> list[Reason]:
+    """Compare bits, sizes of groups, and sizes of weights."""
+    found = []
+    for symmetric, legal in ((True, server.symmetric), (False, server.asymmetric)):
+        bits = {n: w.bits for n, w in codes.items() if w.symmetric == symmetric and w.bits not in legal}
+        taken = f"{_or(legal)} bits" + ("" if symmetric else " with zero points")
+        found.append(Reason(f"its kernels take {taken}, not {_or(bits.values())}", f"{taken} are served", tuple(bits)))
+    sizes = {name: weight.group_size for name, weight in codes.items() if weight.group_size is not None}
+    unfit = {n: s for n, s in sizes.items() if s % server.multiple or s not in (server.groups or [s])}
+    groups = _or(server.groups) or f"a multiple of {server.multiple}"
+    instead = f"quantize_group_size {groups}, or per channel, is served"
+    found.append(Reason(f"its groups are {groups}, not {_or(unfit.values())}", instead, tuple(unfit)))
+    for what, multiple, counts in (
+        ("columns (in_features)", server.columns, {name: weight.columns for name, weight in codes.items()}),
+        ("rows (out_features)", server.rows, {name: weight.rows for name, weight in codes.items()}),
+    ):
+        odd = {name: count for name, count in counts.items() if count % multiple}
+        text = f"its kernels take a multiple of {multiple} {what}, not {_or(odd.values())}"
+        found.append(Reason(text, "name these in modules_to_not_convert", tuple(odd)))
+    return [reason for reason in found if reason.layers]
 
 
 def _unlike_siblings(model: Description) -> dict[str, list[str]]:
@@ -345,8 +363,8 @@ def _unlike_siblings(model: Description) -> dict[str, list[str]]:
     for name in grids:
         block, is_expert, _ = name.partition(".experts.")
         parent, _, own = name.rpartition(".")
-        what = ", ".join(_fused_with(own))
-        family = (block, "all experts of a block") if is_expert else (parent, what)
+        fused = next((names for names in FUSED if own in names), (name,))
+        family = (block, "all experts of a block") if is_expert else (parent, ", ".join(fused))
         families.setdefault(family, []).append(name)
     found: dict[str, list[str]] = {}
     for (_, what), names in families.items():
@@ -354,35 +372,6 @@ def _unlike_siblings(model: Description) -> dict[str, list[str]]:
         if len(different) > 1:
             found.setdefault(f"{what} ({' and '.join(different)})", []).extend(names)
     return found
-
-
-def _fused_with(name: str) -> tuple[str, ...]:
-    return next((names for names in FUSED if name in names), (name,))
-
-
-def _misfits(codes: Mapping[str, Weight], server: Server) -> Iterator[Reason]:
-    """Compare bits, sizes of groups, and sizes of weights."""
-    for symmetric, legal in ((True, server.symmetric), (False, server.asymmetric)):
-        bits = {n: w.bits for n, w in codes.items() if w.symmetric == symmetric and w.bits not in legal}
-        taken = f"{_or(legal)} bits" + ("" if symmetric else " with zero points")
-        yield Reason(f"its kernels take {taken}, not {_or(bits.values())}", f"{taken} are served", tuple(bits))
-    sizes = {name: weight.group_size for name, weight in codes.items() if weight.group_size is not None}
-    unfit = {n: s for n, s in sizes.items() if s % server.multiple or s not in (server.groups or [s])}
-    legal_sizes = _or(server.groups) or f"a multiple of {server.multiple}"
-    instead = f"quantize_group_size {legal_sizes}, or per channel, is served"
-    yield Reason(f"its groups are {legal_sizes}, not {_or(unfit.values())}", instead, tuple(unfit))
-    odd = {name: weight.columns for name, weight in codes.items() if weight.columns % server.columns}
-    text = f"its kernels take a multiple of {server.columns} columns (in_features), not {_or(odd.values())}"
-    yield Reason(text, "name these in modules_to_not_convert", tuple(odd))
-    rows: dict[str, int] = {}
-    layers = {name: name for name in codes}
-    if server.fuses:
-        layers = {name: f"{name.rpartition('.')[0]}.{_fused_with(name.rpartition('.')[2])}" for name in codes}
-    for name, layer in layers.items():
-        rows[layer] = rows.get(layer, 0) + codes[name].rows
-    short = [name for name, layer in layers.items() if rows[layer] % server.rows]
-    text = f"its kernels take a multiple of {server.rows} rows (out_features)"
-    yield Reason(text, "name these in modules_to_not_convert", tuple(short))
 
 
 def _or(values: Collection[int]) -> str:
@@ -415,14 +404,13 @@ def check_served(inventory: Inventory, config: MoQConfig) -> None:
 
 def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
     """What a user of these servers should know before the first step."""
-    model, found = describe(inventory, config, config.targets[0]), []
-    for name in dict.fromkeys(config.serve):
-        server = REQUIRED[name]
-        found += [f"serve: {server.name}: {note}" for note in verdict(model, server).notes]
-    if "vllm" in config.serve:
+    model = describe(inventory, config, config.targets[0])
+    servers = [REQUIRED[name] for name in dict.fromkeys(config.serve)]
+    found = [f"serve: {server.name}: {note}" for server in servers for note in verdict(model, server).notes]
+    if VLLM in servers:
         reasons = verdict(model, VLLM_CPU).reasons
         found += [f"serve: {VLLM_CPU.name} does not take it: {reason}" for reason in reasons]
-    if config.activation.enabled and {"vllm", "sglang", "llama.cpp"} & set(config.serve):
+    if config.activation.enabled and any(server.half_scales for server in servers):
         found.append("serve: vllm, sglang and llama.cpp do not round inputs as activation_quantization trains for")
     return found
 
@@ -430,50 +418,40 @@ def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
 def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
     """Describe the model as it will be delivered, where each layer of the schedule ends with so many bits."""
     model, size = without_peft(inventory.model), config.grouping.row_size
-    path = next(name for name, module in inventory.named if module is model)
 
     def saved(name: str) -> str:
-        plain = plain_name(name, inventory.adapters)
-        return "" if plain is None else plain.removeprefix(f"{path}.")
+        return plain_name(name, inventory.adapters) or ""
 
-    weights, whole = {}, set()
+    weights, floats = {}, {saved(name) for name, module in inventory.modules.items() if hasattr(module, "weight")}
     for name, layer in inventory.layers.items():
-        if is_convolution(layer):
-            # Convolutions are not packed, and have no groups.
-            rows, columns = matrix_shape(shape_of(layer.weight), "conv")
-            weights[saved(name)] = Weight("conv", rows, columns, bits, None, config.symmetric, packed=False)
-            continue
-        kind = "linear" if isinstance(layer, nn.Linear) else "conv1d"
+        kind = "conv" if is_convolution(layer) else "linear" if isinstance(layer, nn.Linear) else "conv1d"
         rows, columns = matrix_shape(shape_of(layer.weight), kind)
-        weights[saved(name)] = Weight(kind, rows, columns, bits, size, config.symmetric, bits <= 8)
+        # Other layers are floats on the grid, and convolutions have no groups.
+        packed = kind == "linear" and 2 <= bits <= 8
+        weights[saved(name)] = Weight(
+            kind, rows, columns, bits, None if kind == "conv" else size, config.symmetric, packed
+        )
     for name, module in inventory.modules.items():
         for own in experts_parameters(module):
             experts, rows, columns = matrix_of(module, own)
-            if (
-                f"{name}.{own}" in inventory.scheduled
-                and bits <= 8
-                and config.symmetric
-                and not experts_transposed(module)
-            ):
+            is_packed = config.symmetric and 2 <= bits <= 8 and not experts_transposed(module)
+            if f"{name}.{own}" in inventory.scheduled and is_packed:
                 matrix = Weight("linear", rows, columns, bits, size)
                 weights |= {f"{saved(name)}.{index}.{own}": matrix for index in range(experts)}
-            else:
-                whole.add(saved(f"{name}.{own}"))
+            elif inventory.layers:
+                # Beside packed layers, experts that are not taken apart keep their name.
+                floats.add(saved(f"{name}.{own}"))
     for name, embedding in inventory.embeddings.items():
         rows, columns = shape_of(embedding.weight)
         weights[saved(name)] = Weight("embedding", rows, columns, config.quantize_embeddings or 0)
     for name, owner in inventory.tied.items():
         # What a head shares with tables is in the files as a table.
-        if owner in inventory.layers and isinstance(inventory.modules[name], nn.Embedding):
-            head = weights.pop(saved(owner), None)
-            if head is not None:
-                weights[saved(name)] = replace(head, kind="embedding")
-    others = {saved(name) for name, module in inventory.modules.items() if hasattr(module, "weight")}
+        if isinstance(inventory.modules[name], nn.Embedding) and saved(owner) in weights:
+            weights[saved(name)] = replace(weights.pop(saved(owner)), kind="embedding")
     return Description(
         architecture=without_fsdp(type(model)).__name__,
         weights=weights,
-        # Beside packed layers, experts that are not taken apart keep their name.
-        floats=(others | whole if weights else others) - weights.keys(),
+        floats=floats - weights.keys(),
         is_encoder_decoder=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
         scales=config.grid.scale_dtype,
     )

@@ -21,7 +21,7 @@ from ..errors import MoQError, show
 from ..inputs import LARGEST_RANGE, ranges_of
 from ..quant_linear import QuantLayer
 from ..reading import checked
-from ..rows import is_experts, parameter_of
+from ..rows import parameter_of
 from ..schedule import FLOAT_BITS
 from ..training.controller import MoQController
 from ..version import __version__
@@ -82,11 +82,6 @@ class StoredLayer:
 
     def fault(self) -> tuple[str, str] | None:
         """The name of a value that does not go with the others, and what it must be."""
-        if self.full and not self.symmetric:
-            return "full", "false where symmetric is"
-        is_apart = self.stored == "packed" and is_experts(self.kind)
-        if (self.matrices is not None) != is_apart:
-            return "matrices", "the names of packed experts, and null for any other layer"
         if self.stored == "float":
             return None
         most = 16 if self.stored == "dense" else MAX_PACKED_BITS
@@ -94,16 +89,11 @@ class StoredLayer:
             return "bits", f"a whole number from 1 to {most}"
         if any(count == 0 or size % count for size, count in zip(self.shape, self.scales, strict=True)):
             return "scales", f"divisors of the shape {list(self.shape)}"
-        if self.matrices is not None:
-            names = len(set(self.matrices))
-            if names != len(self.matrices) or self.shape[0] % max(1, names):
-                return "matrices", f"different names, so many that they divide {self.shape[0]} rows"
-        if self.stored != "dense":
-            return None if self.group is not None else ("group", "text")
+        if self.stored != "dense" and self.group is None:
+            return "group", "text"
         # 4 bytes each, as text of 4 letters for 3 bytes.
         length = -(-math.prod(self.scales) * 4 // 3) * 4
-        parts = (self.grid or ("", ""))[: 1 if self.symmetric else 2]
-        if any(part is None or len(part) != length for part in parts):
+        if self.stored == "dense" and (self.grid is None or len(self.grid[0]) != length):
             return "grid", f"{math.prod(self.scales)} values of 4 bytes in base64"
         return None
 

@@ -313,7 +313,6 @@ OUTPUT = "bert.encoder.layer.0.attention.output.dense"
         (lambda s: s["layers"][QUERY].update(max_error=10**400), "max_error must be "),
         (lambda s: s["layers"][QUERY].update(symmetric=1), "symmetric must be a valid boolean, not 1"),
         (lambda s: s["layers"][QUERY].update(full=None), "full must be a valid boolean, not null"),
-        (lambda s: s["layers"][QUERY].update(full=True, symmetric=False), "full must be false where symmetric is"),
         (lambda s: s["layers"][QUERY].update(group=None), "group must be text, not null"),
         (lambda s: s["layers"][QUERY].update(group="none"), "config.json: quantization_config.config_groups.none is"),
         (lambda s: s["layers"][QUERY].update(bits=0), f"layers.{QUERY}.bits must be greater than or equal to 1, not 0"),
