@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAGE = "moq_report.html"
-ACCENT, GRAY = "#2563c9", "#8a929b"
-_TITLES = {"bits": "Bits", "eigenvalues": "Sensitivity", "loss": "Loss", "metrics": "Metrics"}
+GRAY = "#8a929b"
 # Steps and values.
 Series = tuple[list[int], list[float]]
 
@@ -235,17 +234,24 @@ def write_report(
     run = read_run(directory, float_directory)
     folder = run.directory if out is None else Path(out)
     folder.mkdir(parents=True, exist_ok=True)
+    curves = {
+        "Sensitivity": ("eigenvalue over the largest", run.by_block("eigenvalue")),
+        "Loss": ("loss", {"training": run.series("loss"), "evaluation": run.series("eval_loss")}),
+        "Metrics": ("metric", {name: run.series(f"eval_{name}") for name in run.quantized if name != "loss"}),
+    }
     parts = []
     with drawing():
-        for name, title in _TITLES.items():
-            figure, caption = _DRAW[name](run)
-            if figure is not None:
-                figure.savefig(folder / f"moq_{name}.png", dpi=150, facecolor="white", metadata={"Software": None})
-                stream = io.StringIO()
-                figure.savefig(stream, format="svg", metadata={"Date": None})
-                svg = stream.getvalue()
-                svg = svg[svg.index("<svg") :]
-                parts.append(f"<h2>{title}</h2><figure>{svg}<figcaption>{caption}</figcaption></figure>")
+        figures = {"Bits": _bits(run)} if run.by_block("bits") else {}
+        for title, (ylabel, series) in curves.items():
+            if any(steps for steps, _ in series.values()):
+                figures[title] = _curves(ylabel, series, run)
+        for title, figure in figures.items():
+            figure.savefig(folder / f"moq_{title.lower()}.png", dpi=150, metadata={"Software": None})
+            stream = io.StringIO()
+            figure.savefig(stream, format="svg", metadata={"Date": None})
+            svg = stream.getvalue()
+            svg = svg[svg.index("<svg") :]
+            parts.append(f"<h2>{title}</h2><figure>{svg}<figcaption>{_CAPTIONS[title]}</figcaption></figure>")
     page = folder / PAGE
     page.write_text(_page(run, parts), encoding="utf-8")
     return page
@@ -269,7 +275,6 @@ def _page(run: Run, figures: Sequence[str]) -> str:
     if run.choice is not None:
         parts.append(f"<h2>Bits under a budget</h2><p>{html.escape(run.choice.outcome())}</p>")
         parts.append(_table(run.choice.rows()))
-    parts.append(_missing(run))
     config = html.escape(json.dumps(run.config.to_dict(), indent=2))
     parts.append(f"<details><summary>Configuration</summary><pre>{config}</pre></details></body></html>\n")
     return "\n".join(parts)
@@ -287,20 +292,6 @@ def _facts(run: Run) -> dict[str, str]:
     if run.float_size_mb and sizes:
         facts["size"] = f"{run.float_size_mb:,.2f} to {sizes[-1]:,.2f} MB"
     return facts
-
-
-def _missing(run: Run) -> str:
-    """Say what the page lacks, and why."""
-    missing = []
-    if not run.by_block("bits"):
-        missing.append("no block changed its bits")
-    if not run.by_block("eigenvalue"):
-        missing.append("no eigenvalues were measured")
-    if not run.quantized:
-        missing.append("there was no evaluation")
-    elif not run.in_float:
-        missing.append("there is no float run to compare with")
-    return f"<p class=note>Not shown: {'; '.join(missing)}.</p>" if missing else ""
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -396,64 +387,33 @@ def _draw_bits(axes: "Axes", series: Mapping[str, Series], config: MoQConfig, to
     axes.set_yticks(ticks, ["float" if in_float and tick == highest else str(tick) for tick in ticks])
 
 
-Drawn = tuple["Figure | None", str]
-
-
-def _bits(run: Run) -> Drawn:
-    bits = run.by_block("bits")
-    if not bits:
-        return None, ""
+def _bits(run: Run) -> "Figure":
     figure, axes = _new_figure("bits")
-    _draw_bits(axes, bits, run.config, run.steps)
+    _draw_bits(axes, run.by_block("bits"), run.config, run.steps)
     _legend(axes)
-    return figure, "Bits of each block over optimizer steps. Lines are drawn side by side."
+    return figure
 
 
-def _eigenvalues(run: Run) -> Drawn:
-    eigenvalues = run.by_block("eigenvalue")
-    if not eigenvalues:
-        return None, ""
-    figure, axes = _new_figure("eigenvalue over the largest")
-    for index, (name, (steps, values)) in enumerate(eigenvalues.items()):
-        axes.plot(steps, values, color=_color(index, len(eigenvalues)), marker="o", markersize=4, label=name)
-    _legend(axes)
-    return figure, (
-        "Eigenvalue of each block over the largest of all, at the steps at which bits fell; a block that was not "
-        "measured again keeps its last one."
-    )
-
-
-def _loss(run: Run) -> Drawn:
-    figure, axes = _new_figure("loss")
-    axes.plot(*run.series("loss"), color=GRAY, label="training")
-    axes.plot(*run.series("eval_loss"), color=ACCENT, marker=".", label="evaluation")
-    _with_mean_bits(axes, run)
-    distilled = any(name.startswith("float_eval_") for line in run.log for name in line)
-    more = " After the float phase the training loss has the teacher's parts too." if distilled else ""
-    return figure, f"Loss over optimizer steps; dotted: the mean bits.{more}"
-
-
-def _metric_curves(run: Run) -> Drawn:
-    names = [name for name in run.quantized if name != "loss" and len(run.series(f"eval_{name}")[0]) > 1]
-    if not names:
-        return None, ""
-    figure, axes = _new_figure("metric")
-    for index, name in enumerate(names):
-        color = _color(index, len(names))
-        axes.plot(*run.series(f"eval_{name}"), color=color, marker=".", label=name)
-    _with_mean_bits(axes, run)
-    return figure, "Metrics of the evaluations on the way; dotted: the mean bits."
-
-
-def _with_mean_bits(axes: "Axes", run: Run) -> None:
-    """Draw the mean bits over the same steps, on the right."""
+def _curves(ylabel: str, series: Mapping[str, Series], run: Run) -> "Figure":
+    """Draw series over the steps, and the mean bits on the right."""
+    figure, axes = _new_figure(ylabel)
+    for index, (name, (steps, values)) in enumerate(series.items()):
+        axes.plot(steps, values, marker=".", color=_color(index, len(series)), label=name)
     _legend(axes)
     right = axes.twinx()
     right.step(*run.series("moq/mean_bits"), where="post", color=GRAY, linestyle=":")
     right.set_ylabel("mean bits")
+    return figure
 
 
-_DRAW = {"bits": _bits, "eigenvalues": _eigenvalues, "loss": _loss, "metrics": _metric_curves}
+_CAPTIONS = {
+    "Bits": "Bits of each block over optimizer steps. Lines are drawn side by side.",
+    "Sensitivity": "Eigenvalue of each block over the largest, at the steps at which bits fell; a block that was "
+    "not measured again keeps its last one. Dotted: the mean bits.",
+    "Loss": "Loss over optimizer steps; after a float phase the training loss has the teacher's parts too. Dotted: the "
+    "mean bits.",
+    "Metrics": "Metrics of the evaluations on the way. Dotted: the mean bits.",
+}
 _STYLE = """
 body { max-width: 52rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
 dl { display: flex; flex-wrap: wrap; gap: 0.6rem 2.4rem; }

@@ -139,9 +139,9 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     """
     verified = verify_quantized(directory)
     model, tokenizer = load_model(directory)
-    kinds = nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d
-    # Experts are a parameter of their module, which has no submodule of that name.
     modules = dict(model.named_modules())
+    kinds = nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d
+    # Experts are a parameter of their module: there is no module of their name.
     odd = [name for name in verified.layers if not isinstance(modules.get(name), kinds)]
     if odd:
         raise MoQError(f"{directory}: only nn.Linear, nn.Embedding and convolutions are exported, not {', '.join(odd)}")
@@ -254,7 +254,7 @@ class Reference:
         """Give the answers with the inputs of these layers rounded; `ranges` are those of a static scale."""
 
         def round_input(name: str, value: Tensor) -> Tensor:
-            largest = torch.tensor(ranges[name], dtype=torch.float32) if name in ranges else None
+            largest = torch.tensor(ranges[name]) if name in ranges else None
             return fake_quantize_input(value, grid, largest)
 
         return self._run(layers, round_input)
@@ -380,12 +380,10 @@ def metrics_of(outputs: Sequence[Tensor], labels: Sequence[float], task: str | N
     """
     logits = torch.cat(list(outputs)).numpy()
     classes = logits.shape[1]
-    if classes > 1 and any(label != int(label) for label in labels):
-        raise MoQError(f"labels must be class ids for a model with {classes} outputs")
     if (task is not None and (task == "stsb") != (classes == 1)) or (classes > 2 and task in ("cola", "mrpc", "qqp")):
         raise MoQError(f"the task {task} does not fit a model with {classes} outputs")
-    if classes > 1 and not all(0 <= label < classes for label in labels):
-        raise MoQError(f"labels must be 0 to {classes - 1} for a model with {classes} outputs")
+    if classes > 1 and not set(labels) <= set(range(classes)):
+        raise MoQError(f"labels must be class ids, 0 to {classes - 1}, for a model with {classes} outputs")
     try:
         from scipy import stats
         from sklearn import metrics

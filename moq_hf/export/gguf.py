@@ -329,9 +329,7 @@ class _Base:
             if not same:
                 wrong.add(name)
         said = {name: field.contents() for name, field in _copied(reader).items()}
-        for name in said.keys() | self._fields.keys():
-            if name not in said or said[name] != self._keys.get(name):
-                wrong.add(name)
+        wrong |= {name for name in said.keys() | self._fields.keys() if said.get(name) != self._keys.get(name)}
         if wrong:
             raise MoQError(f"{path}: {', '.join(sorted(wrong))} was not read back as it was written")
 

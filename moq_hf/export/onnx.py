@@ -190,16 +190,17 @@ def _check_options(
     Raises:
         MoQError: An option is not legal; names it.
     """
-    unknown = sorted(set(flavors) - set(FLAVORS))
-    if unknown or not flavors:
-        raise MoQError(f"flavors: {', '.join(unknown) or 'none'}; legal are {', '.join(FLAVORS)}")
-    if activation_bits not in (None, *range(2, 9)):
-        raise MoQError(f"activation_bits must be 2 to 8, got {activation_bits}")
-    scales = get_args(InputScale)
-    if activation_scale not in (None, *scales):
-        raise MoQError(f"activation_scale must be one of {', '.join(scales)}, got {activation_scale!r}")
-    if cpu not in ("auto", *TARGETS):
-        raise MoQError(f"cpu must be one of auto, {', '.join(TARGETS)}, got {cpu!r}")
+    asked: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
+        "flavors": (flavors or ["none"], FLAVORS),
+        "activation_bits": ([activation_bits], (None, *range(2, 9))),
+        "activation_scale": ([activation_scale], (None, *get_args(InputScale))),
+        "cpu": ([cpu], ("auto", *TARGETS)),
+    }
+    for name, (values, legal) in asked.items():
+        for value in values:
+            if value not in legal:
+                words = ", ".join(str(word) for word in legal if word is not None)
+                raise MoQError(f"{name} must be one of {words}, got {value!r}")
     target = target_here() if cpu == "auto" else cast(Target, cpu)
     if "qdq" in flavors and target != "vnni":
         raise MoQError(
@@ -477,7 +478,7 @@ def _guard(exported: Any) -> None:
     expected = constant("sum", np.array([[129540]], np.int32))
     wrong = add("Not", add("Equal", add("MatMulInteger", codes, weights), expected))
     # A gather of element 0 of one, or of element 1, which fails.
-    index = add("Cast", add("Reshape", wrong, constant("shape", np.array([1]))), to=int(ir.DataType.INT64))
+    index = add("Cast", wrong, to=int(ir.DataType.INT64))
     checked = add("Add", output, add("Gather", constant("zero", np.zeros(1, np.float32)), index))
     checked.name, output.name = output.name, f"{output.name}.unguarded"
     checked.shape, checked.type = output.shape, output.type

@@ -72,7 +72,7 @@ class Rounding:
 
     def range_of(self, name: str) -> Tensor | None:
         """The range of a layer's inputs, a float32 scalar; None where the inputs themselves say it."""
-        return torch.tensor(self.ranges[name], dtype=torch.float32) if self.grid.scale == "static" else None
+        return torch.tensor(self.ranges[name]) if self.grid.scale == "static" else None
 
 
 def target_of(cpu: str, architecture: str) -> Target:
