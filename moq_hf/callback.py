@@ -194,7 +194,6 @@ class MoQCallback(TrainerCallback, ExportableState):
             raise MoQError("distillation.teacher: a callback cannot change the loss; use MoQTrainer")
         model = kwargs["model"]
         controller = self._controller_of(args, state, model, resumed)
-        controller.root = model
         # So that the Trainer can load what it saves.
         checkpoints_as_modules(without_peft(controller.model), bool(controller.inventory.experts))
         self._began = time.perf_counter()

@@ -15,7 +15,7 @@ from ..model.inventory import Inventory
 from ..model.selection import take_inventory
 from ..model.sizes import FileSize, ModelSizes
 from ..processes import agree, device_of, is_distributed, shape_of
-from ..quant_linear import QuantEmbedding, QuantLayer
+from ..quant_linear import QuantLayer
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..version import __version__
 from . import messages
@@ -48,18 +48,8 @@ class MoQController:
         sensitivity: The `Sensitivity` that gives the schedule its eigenvalues; None unless the config enables them.
         sizes: The `ModelSizes`.
         choice: The bits of each block that a budget got; None without one, and until they are chosen.
-        root: What is called in training: the model, or what wraps it.
         history: Every `Switch` so far.
     """
-
-    schedule: PrecisionSchedule
-    sensitivity: Sensitivity | None
-    layers: dict[str, QuantLayer]
-    embeddings: dict[str, QuantEmbedding]
-    blocks: dict[str, list[str]]
-    sizes: ModelSizes
-    choice: Choice | None
-    history: list[Switch]
 
     def __init__(
         self,
@@ -83,20 +73,21 @@ class MoQController:
                 budget is impossible, or a weight holds NaN or Inf.
         """
         config, self.inventory = self.config, inventory
-        self.model = self.root = inventory.model
+        self.model = inventory.model
         units = None if config.budget is None else inventory.units(inventory.scheduled)
-        self.sensitivity = None
+        self.sensitivity: Sensitivity | None = None
         if config.eigenvalue.enabled or units is not None:
             self.sensitivity = Sensitivity(inventory, config, units)
         measured = () if self.sensitivity is None else self.sensitivity.blocks
         self.blocks = inventory.blocks(inventory.scheduled, measured) if units is None else units
         self.schedule = PrecisionSchedule(self.config, self.blocks, total_steps)
-        self.history, self.choice = [], None
+        self.history: list[Switch] = []
+        self.choice: Choice | None = None
         self.layers, self.embeddings = prepare_model(self.inventory, self.config)
         for layer in self._everything.values():
             layer.moq.has_controller = True
         self.sizes = ModelSizes(self.inventory, self._everything)
-        self._chooser = None
+        self._chooser: Chooser | None = None
         if config.budget is not None:
             file = None
             if config.budget.file_mb is not None:
@@ -136,16 +127,6 @@ class MoQController:
     def quantized_share(self) -> float:
         """The part of the model's parameters, 0 to 1, that the schedule quantizes; the same before its offset."""
         return self.sizes.share
-
-    @property
-    def float_size_mb(self) -> float:
-        """Megabytes (10^6 bytes) of the model's parameters in their own dtypes."""
-        return self.sizes.float_mb
-
-    @property
-    def size_mb(self) -> float:
-        """The same with each quantized weight packed as it would be saved now; see `ModelSizes.mb`."""
-        return self.sizes.mb
 
     def coverage(self) -> str:
         """What share of the model's parameters is quantized from the offset on, in words."""
@@ -222,20 +203,15 @@ class MoQController:
         if not self.wants_samples:
             self.sensitivity.samples.clear()
         self.sensitivity.check()
-        if self.schedule.is_choosing:
-            self._choose(self.sensitivity)
+        if self.schedule.is_choosing and self._chooser is not None and self.config.budget is not None:
+            # On the float model as the optimizer has just left it.
+            step = self.schedule.steps + 1
+            self.choice = self._chooser.choose(self.sensitivity.costs(self.config.budget.choices), step)
+            self.schedule.choose(self.choice.targets)
         if self.config.eigenvalue.enabled and self.sensitivity.is_due(self.schedule):
             self.sensitivity.update(self.schedule)
         self.sensitivity.samples.end_step()
         return self.sensitivity.values if self.config.eigenvalue.enabled else None
-
-    def _choose(self, sensitivity: Sensitivity) -> None:
-        """Choose the bits of all blocks, on the float model as the optimizer has just left it; see `Choice`."""
-        if self._chooser is None or self.config.budget is None:
-            return
-        step = self.schedule.steps + 1
-        self.choice = self._chooser.choose(sensitivity.costs(self.config.budget.choices), step)
-        self.schedule.choose(self.choice.targets)
 
     def refresh(self) -> None:
         """Give the layers what the schedule says of the next forward pass, and look at their weights; in all processes.
@@ -270,7 +246,7 @@ class MoQController:
         scalars = {
             "moq/mean_bits": round(self.mean_bits, 4),
             "moq/quantized_share": round(self.quantized_share, 4),
-            "moq/size_mb": round(self.size_mb, 4),
+            "moq/size_mb": round(self.sizes.mb, 4),
         }
         if self.config.blend.enabled:
             scalars |= {f"moq/blend/{block}": round(share, 6) for block, share in self.schedule.blend.items()}
@@ -300,7 +276,7 @@ class MoQController:
             },
             "input_ranges": ranges_of(self._inputs()),
             "history": [list(switch) for switch in self.history],
-            "float_size_mb": self.float_size_mb,
+            "float_size_mb": self.sizes.float_mb,
             "sensitivity": None if self.sensitivity is None else self.sensitivity.state_dict(),
         }
         # Of other configs a state stays what it was.
@@ -371,10 +347,9 @@ class MoQController:
                 layer.moq.bits = bits[block]
                 layer.moq.ratio = None
                 if name in saved:
-                    shape = layer.moq.grid.shape(*layer.matrix_shape)
-                    ratio, weight = decode(name, saved[name], shape), layer.weight
+                    ratio = decode(name, saved[name], layer.moq.grid.shape(*layer.matrix_shape))
                     # On the meta device it would be lost.
-                    layer.moq.ratio = ratio if weight.is_meta else ratio.to(weight.device)
+                    layer.moq.ratio = ratio if layer.weight.is_meta else ratio.to(layer.weight.device)
         for table in self.embeddings.values():
             table.moq.bits = (self.config.quantize_embeddings if self.has_begun else None) or FLOAT_BITS
 

@@ -137,7 +137,7 @@ def test_a_weight_of_two_quantized_layers_counts_once() -> None:
     assert (controller.sizes.quantized, controller.sizes.total) == (64, 64 + 8 + 8 + 18)
     controller.step()
     controller.step()
-    assert controller.size_mb == pytest.approx((64 / 2 + 8 * 4 + 34 * 4) / 1e6)
+    assert controller.sizes.mb == pytest.approx((64 / 2 + 8 * 4 + 34 * 4) / 1e6)
 
 
 def test_float_parameters_have_the_bits_of_their_own_dtype() -> None:
@@ -202,7 +202,6 @@ def test_a_folder_tells_what_the_controller_told(make: Any, tmp_path: Path) -> N
     assert found.mean_bits == pytest.approx(controller.mean_bits)
     line = f"quantized: {controller.coverage()}; mean {controller.mean_bits:.2f} bits over the whole model"
     assert found.table().splitlines()[-1] == line
-
     assert controller.coverage() in write_card(tmp_path / "packed").read_text()
 
 
@@ -236,5 +235,5 @@ def test_a_convolution_takes_what_it_takes_in_float() -> None:
     others = 8 + 8 + 2 * 8 + 2
     assert controller.sizes.quantized == 288 + 64 and controller.sizes.total == 288 + 64 + others
     # As it is saved: the scale lies in moq_state.json.
-    assert controller.size_mb == pytest.approx((288 * 4 + 64 / 2 + 4 + others * 4) / 1e6)
+    assert controller.sizes.mb == pytest.approx((288 * 4 + 64 / 2 + 4 + others * 4) / 1e6)
     assert controller.mean_bits == pytest.approx((352 * 4 + others * 32) / (352 + others))

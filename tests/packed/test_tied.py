@@ -198,7 +198,7 @@ def test_sizes_in_training_are_those_of_the_files(bits: int, tmp_path: Path) -> 
     tensors = load_file(tmp_path / "model.safetensors")
     # Shapes of packed weights, and the head's copy of the scales, are not counted.
     size = sum(v.nbytes for name, v in tensors.items() if "shape" not in name and name != "lm_head.weight_scale")
-    assert controller.size_mb == pytest.approx(size / 1e6, rel=1e-6)
+    assert controller.sizes.mb == pytest.approx(size / 1e6, rel=1e-6)
 
 
 def test_training_quantizes_the_table_once_a_step_and_resumes(tmp_path: Path) -> None:

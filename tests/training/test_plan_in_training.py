@@ -185,13 +185,13 @@ def test_the_size_counts_bits_and_scales(keys: Any, per_layer: Any, tiny_bert: A
     config = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_schedule": {"schedule_offset": 1}} | keys
     everything = sum(p.numel() for p in tiny_bert.parameters())
     controller = MoQController(tiny_bert, MoQCallback(config).config)
-    assert controller.size_mb == controller.float_size_mb == everything * 4 / 1e6
+    assert controller.sizes.mb == controller.sizes.float_mb == everything * 4 / 1e6
     controller.step()
     layers = quant_layers(tiny_bert).values()
     quantized = sum(layer.weight.numel() for layer in layers)
     scales = sum(per_layer(*layer.weight.shape) for layer in layers)
     exact = (everything - quantized) * 4 + quantized * 4 / 8 + scales * 4
-    assert controller.size_mb == pytest.approx(exact / 1e6, rel=1e-12)
+    assert controller.sizes.mb == pytest.approx(exact / 1e6, rel=1e-12)
 
 
 def test_verbose_lines_are_sentences(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
