@@ -20,8 +20,16 @@ from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..version import __version__
 from . import messages
 from .budget import Choice, Chooser
-from .ratios import decode, encode
-from .resume import STATE_VERSION, changes, check_state, choice_in, load_schedule, what_counts
+from .resume import (
+    STATE_VERSION,
+    changes,
+    check_state,
+    choice_in,
+    load_schedule,
+    ratios_in_letters,
+    ratios_of_letters,
+    what_counts,
+)
 from .sensitivity import Sensitivity
 
 logger = logging.getLogger(__name__)
@@ -266,14 +274,13 @@ class MoQController:
         """
         # Of a run with many processes only the first one saves.
         check_finite(self._everything)
+        ratios = {name: layer.moq.ratio for name, layer in self.layers.items()}
         state = {
             "version": STATE_VERSION,
             "moq_hf": __version__,
             "config": self.config.to_dict(),
             "schedule": self.schedule.state_dict(),
-            "ratios": {
-                name: encode(layer.moq.ratio) for name, layer in self.layers.items() if layer.moq.ratio is not None
-            },
+            "ratios": {name: ratios_in_letters(ratio) for name, ratio in ratios.items() if ratio is not None},
             "input_ranges": ranges_of(self._inputs()),
             "history": [list(switch) for switch in self.history],
             "float_size_mb": self.sizes.float_mb,
@@ -347,7 +354,7 @@ class MoQController:
                 layer.moq.bits = bits[block]
                 layer.moq.ratio = None
                 if name in saved:
-                    ratio = decode(name, saved[name], layer.moq.grid.shape(*layer.matrix_shape))
+                    ratio = ratios_of_letters(name, saved[name], layer.moq.grid.shape(*layer.matrix_shape))
                     # On the meta device it would be lost.
                     layer.moq.ratio = ratio if layer.weight.is_meta else ratio.to(layer.weight.device)
         for table in self.embeddings.values():

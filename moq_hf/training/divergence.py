@@ -5,7 +5,7 @@ predictions that count: what the cross entropy of q with p has more than the ent
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,15 +41,16 @@ def divergences(
     Raises:
         MoQError: The model's output has no logits.
     """
-    total = sum(map(rows_of, batches))
+    counts = [rows_of(batch) for batch in batches]
     found: Costs = {}
     with torch.no_grad():
-        references = [_Reference(model, batch, KEPT_LOGITS // len(batches)) for batch in batches]
+        references = [_reference(model, batch, KEPT_LOGITS // len(batches)) for batch in batches]
         for block, levels_of_block in levels.items():
             found[block] = {}
             for bits in levels_of_block:
                 with at_bits(layers[block], bits):
-                    moved = sum(reference.divergence() * rows_of(reference.batch) for reference in references) / total
+                    sums = [rows * reference() for rows, reference in zip(counts, references, strict=True)]
+                moved = sum(sums) / sum(counts)
                 # Below 0 it is rounding.
                 found[block][bits] = max(0.0, moved) if math.isfinite(moved) else moved
     return found
@@ -84,29 +85,21 @@ def finite_costs(costs: Costs) -> Costs:
     }
 
 
-class _Reference:
-    """The logits of one batch as the model gives them now."""
+def _reference(model: nn.Module, batch: Batch, size: int) -> Callable[[], float]:
+    """What tells how far the model's logits for a batch have moved from those that it gives now."""
+    now = logits_of(model, batch)
+    labels = labels_at_logits(model, batch.get("labels"))
+    rows = {name: compared_rows(logits, labels, size) for name, logits in now.items()}
+    # The forward pass has found out what it was, if the config did not say it.
+    problem = getattr(getattr(model, "config", None), "problem_type", None)
 
-    def __init__(self, model: nn.Module, batch: Batch, size: int) -> None:
-        self.model, self.batch = model, batch
-        logits = logits_of(model, batch)
-        labels = labels_at_logits(model, batch.get("labels"))
-        self._rows = {name: compared_rows(own, labels, size) for name, own in logits.items()}
-        self._logits = self._compared(logits)
-        # The forward pass has found out what it was, if the config did not say it.
-        self._problem = getattr(getattr(model, "config", None), "problem_type", None)
-        self._entropy = self._cross_entropy(self._logits)
-
-    def divergence(self) -> float:
-        """How far the model's logits have moved since then."""
-        return self._cross_entropy(self._compared(logits_of(self.model, self.batch))) - self._entropy
-
-    def _compared(self, logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def compared(logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # Little differences of large numbers; not every device has float64.
-        return {name: logits[name].flatten(0, -2)[rows].cpu().double() for name, rows in self._rows.items()}
+        return {name: logits[name].flatten(0, -2)[own].cpu().double() for name, own in rows.items()}
 
-    def _cross_entropy(self, logits: Mapping[str, Tensor]) -> float:
-        return float(logits_loss(logits, self._logits, None, self._problem))
+    reference = compared(now)
+    entropy = float(logits_loss(reference, reference, None, problem))
+    return lambda: float(logits_loss(compared(logits_of(model, batch)), reference, None, problem)) - entropy
 
 
 def compared_rows(logits: Tensor, labels: Any, size: int) -> Tensor:

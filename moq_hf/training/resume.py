@@ -2,15 +2,19 @@
 
 import json
 import logging
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, NotRequired
 
+import torch
 from pydantic import Field
+from torch import Tensor
 from typing_extensions import TypedDict
 
 from ..config import Count, MoQConfig, Positive, Weight
 from ..errors import MoQConfigError, MoQError, show
 from ..inputs import LARGEST_RANGE
+from ..quantizer import RATIOS
 from ..reading import checked
 from ..schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch, offset_step_of
 from ..version import __version__
@@ -92,6 +96,43 @@ class SavedCallback(TypedDict):
     """A callback in `trainer_state.json`."""
 
     attributes: SavedAttributes
+
+
+# Clipping ratios in a saved state, a letter for each group: A is the first one that is searched, 1.00, then B 0.95, ...
+_LETTERS = dict(zip(string.ascii_uppercase, RATIOS, strict=False))
+
+
+def ratios_in_letters(ratio: Tensor) -> str:
+    """Clipping ratios, each one of `quantizer.RATIOS`, as text.
+
+    >>> ratios_in_letters(torch.tensor([[1.0], [0.95], [0.2]]))
+    'ABQ'
+    """
+    letters = list(_LETTERS)
+    distances = ratio.flatten().cpu()[:, None] - torch.tensor(RATIOS, device="cpu")
+    return "".join(letters[index] for index in distances.abs().argmin(1).tolist())
+
+
+def ratios_of_letters(name: str, text: str, shape: tuple[int, int]) -> Tensor:
+    """The inverse of `ratios_in_letters`: float32 of a shape, on the CPU.
+
+    Args:
+        name: The layer's, for the error.
+        text: One letter for each group.
+        shape: Shape of the layer's scale.
+
+    Raises:
+        MoQError: The text is not that of so many ratios.
+
+    >>> ratios_of_letters("dense", "ABQ", (3, 1)).tolist()
+    [[1.0], [0.949999988079071], [0.20000000298023224]]
+    """
+    if len(text) != shape[0] * shape[1] or set(text) - set(_LETTERS):
+        raise MoQError(
+            f"the checkpoint's MoQ state is damaged: ratios.{name} must be {shape[0] * shape[1]} clipping ratios, "
+            f"letters from A to Q, not {show(text)}"
+        )
+    return torch.tensor([_LETTERS[letter] for letter in text], dtype=torch.float32, device="cpu").view(shape)
 
 
 def saved_state(entry: Any) -> Mapping[str, Any] | None:

@@ -143,12 +143,10 @@ class Sensitivity:
             choices: How many numbers of bits a block may have, where they are chosen first.
         """
         rows = self._first_rows(choices or 1)
-        share = self._cost(rows, choices or 1) / self._total * self.config.max_overhead
         when = "when a drop is due" if choices is None else "when the bits are chosen"
         return (
-            f"{self.measure}s of {len(self.blocks)} blocks over up to {rows} examples {when}: about {share:.3f} of the "
-            f"run's time for the first measurement, more of them while max_overhead "
-            f"{self.config.max_overhead:.3g} allows"
+            f"{self.measure}s of {len(self.blocks)} blocks over up to {rows} examples {when}, in at most "
+            f"{self.config.max_overhead:.3g} of the run's time"
         )
 
     def is_due(self, schedule: PrecisionSchedule) -> bool:
@@ -167,11 +165,10 @@ class Sensitivity:
         Raises:
             MoQError: It cannot; see `check_second_derivative` and `logits_of`.
         """
-        batches = [] if self._checked else self._batches(1)[0]
-        if not batches:
+        if self._checked or not self.samples.batches(1):
             return
         self._checked = True
-        few = part_of(batches[0], 0, 2)
+        few = part_of(self._batches(1)[0][0], 0, 2)
         if self.measure == "divergence":
             with measuring(self.model):
                 logits_of(self.model, few)
@@ -300,11 +297,16 @@ class Sensitivity:
 
         They are in float32 unless an engine has its own precision; it gathers weights for each batch, so that all ranks
         must have as many of them.
+
+        Raises:
+            MoQError: There are none.
         """
         batches = [_moved(batch, self.device, not self.is_apart) for batch in self.samples.batches(rows)]
         if self.is_apart:
             least = -largest_over_ranks(torch.tensor([-len(batches)], device=self.device))
             batches = batches[: int(least)]
+        if not batches:
+            raise MoQError(f"{self.measure}s: no training example was seen before they are measured")
         # Ranks must agree on whether to measure, and on what it cost.
         return batches, mean_over_ranks([float(sum(map(rows_of, batches)))], self.device)[0]
 
@@ -319,7 +321,6 @@ class Sensitivity:
 
     def _eigenvalues(self, batches: Sequence[Batch]) -> dict[str, float]:
         """The magnitude of each block's eigenvalue, the same in all ranks."""
-        self._check_seen(batches)
         config, losses = self.config, self._losses(batches)
         with measuring(self.model, self.blocks) as blocks:
             found = block_eigenvalues(
@@ -354,7 +355,6 @@ class Sensitivity:
 
     def _divergences(self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]) -> Costs:
         """The divergence of each block at each of its levels of bits, the same in all ranks."""
-        self._check_seen(batches)
         with measuring(self.model):
             found = divergences(self.model, batches, self._quantized_layers(), levels)
         values = iter(mean_over_ranks([cost for own in found.values() for cost in own.values()], self.device))
@@ -366,19 +366,15 @@ class Sensitivity:
         layers = quant_layers(self.model)
         return {name: [layers[layer] for layer in own] for name, own in self.layers.items()}
 
-    def _check_seen(self, batches: Sequence[Batch]) -> None:
-        if not batches:
-            raise MoQError(f"{self.measure}s: no training example was seen before they are measured")
-
     def _warn_of_infinite(self, values: Mapping[str, float]) -> None:
         odd = [name for name, value in values.items() if not math.isfinite(value)]
         self._warn("is not finite: the largest finite one is used, 1 for all if there is none", odd)
 
     def _warn(self, what: str, blocks: Sequence[str]) -> None:
-        new = [name for name in blocks if f"{name} {what}" not in self._warned]
-        self._warned.update(f"{name} {what}" for name in new)
-        if new:
-            logger.warning("moq_hf: the %s of %s %s", self.measure, ", ".join(new), what)
+        warning = f"moq_hf: the {self.measure} of {', '.join(blocks)} {what}"
+        if blocks and warning not in self._warned:
+            self._warned.add(warning)
+            logger.warning("%s", warning)
 
 
 def _blocks_of(

@@ -236,7 +236,7 @@ def test_what_is_not_finite_is_replaced_and_told_once(
     assert seen == [[1.0, 1.0, 0.25], [1.0, 1.0, 0.5], [1.0, 1.0, 1.0]]
     told = [r.message for r in caplog.records if "not finite" in r.message]
     assert len(told) == 2 and "eigenvalue of layers.1 is not finite" in told[0]
-    assert "of layers.0, layers.2 is not finite" in told[1]
+    assert "of layers.0, layers.1, layers.2 is not finite" in told[1]
 
 
 def test_what_did_not_converge_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
