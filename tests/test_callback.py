@@ -259,13 +259,6 @@ def test_model_init_and_a_second_training_start_afresh(tmp_path: Path) -> None:
     assert_same(first, weights(plain))
 
 
-def test_a_callback_added_late_works(tmp_path: Path) -> None:
-    trainer = Trainer(new_model(), arguments(tmp_path), train_dataset=rows())
-    trainer.add_callback(MoQCallback(CONFIG))
-    trainer.train()
-    assert_same(weights(trainer), undisturbed("nearest"))
-
-
 @pytest.mark.parametrize("precision", ["bf16"])
 def test_mixed_precision_quantizes_into_the_matmul_s_dtype(precision: str, tmp_path: Path) -> None:
     trainer = moq(tmp_path, **{precision: True})

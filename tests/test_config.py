@@ -300,11 +300,6 @@ def test_every_attribute_is_written() -> None:
     assert all(OTHERS[name] != fields[name] for name in OTHERS)
 
 
-def test_per_channel_is_written_in_words() -> None:
-    written = MoQConfig(target_bits=8, groups="per_channel").to_dict()
-    assert (written["quantize_groups"], written["quantize_group_size"]) == ("per_channel", None)
-
-
 def test_configs_are_values() -> None:
     config = MoQConfig.from_dict(AROUND | {"quantize_training": BITS})
     alone = MoQConfig.from_dict(BITS)
@@ -590,44 +585,6 @@ def test_arithmetic_of_the_auto_recipe() -> None:
     made = plan(ROOT / "configs" / "moq_auto.json", 345)
     told = [int(number) for number in re.findall(r"\d\d+", rows_of(README)["moq_auto.json"][3])]
     assert told == [*(block.target_step for block in made.blocks), made.deadline_step]
-
-
-def test_arithmetic_of_the_low_recipes() -> None:
-    for name in ("moq_8to4.json", "moq_lm_w4.json"):
-        config = MoQConfig.from_file(ROOT / "configs" / name)
-        told = rows_of(README)[name]
-        assert told[:3] == [f"{config.start_bits} to 4", "0", "auto"]
-        schedule = PrecisionSchedule(config, ["b"], 345)
-        drops = [step for step in range(1, 346) for switch in schedule.advance() if switch.before != FLOAT_BITS]
-        assert told[3] == f"on MRPC {' '.join(map(str, drops))}"
-    for name, bits in (("moq_w4.json", 4), ("moq_w3.json", 3), ("moq_w2.json", 2)):
-        config = MoQConfig.from_file(ROOT / "configs" / name)
-        assert rows_of(README)[name][:4] == [str(bits), "0", "1", "none"]
-        assert PrecisionSchedule(config, ["b"]).at_target
-
-
-def test_arithmetic_of_the_general_recipe() -> None:
-    config = MoQConfig.from_file(ROOT / "configs" / "moq.json")
-    bits, offset, period, drops, *_ = (re.split(r"\s(?=\d)", cell) for cell in rows_of(README)["moq.json"])
-    assert bits == [f"{config.start_bits} to", str(config.target_bits)]
-    assert [offset, period] == [[str(config.schedule.offset)], [str(config.schedule.period)]]
-    assert [int(step) for step in drops] == drops_of(config)
-    # Well before the end of MRPC.
-    assert int(drops[-1]) < 345 / 2
-
-
-def test_arithmetic_of_the_eigenvalue_recipe() -> None:
-    config = MoQConfig.from_file(ROOT / "configs" / "moq_eigen.json")
-    assert config.eigenvalue.enabled
-    *_, cell, _use = rows_of(README)["moq_eigen.json"]
-    period = config.schedule.period
-    stated = dict(re.findall(r"([\d ]+) with factor (\d)", cell))
-    assert set(stated.values()) == {"1", "5"}
-    for steps, factor in stated.items():
-        expected = [config.schedule.offset + period * (2 * int(factor)) ** drop for drop in range(4)]
-        assert [int(step) for step in steps.split()] == expected
-        found = plan(config, 10**6, eigenvalues={"b": (int(factor) - 1) / 4})
-        assert found.blocks[0].target_step == expected[-1]
 
 
 @pytest.mark.parametrize("task", TRAIN)

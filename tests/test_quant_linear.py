@@ -1,5 +1,4 @@
 import copy
-import functools
 import pickle
 from typing import Any
 
@@ -143,19 +142,6 @@ def test_follows_any_optimizer_in_either_mode(
         assert torch.equal(now, q.dequantize(*reference))
 
 
-@pytest.mark.parametrize("assign", [True, False])
-def test_follows_load_state_dict_and_changes_in_place(assign: bool) -> None:
-    model, other = quantize_model(net(), {**CONFIG, "quantize_algo": {"scale": "absmax"}}), net()
-    layer = layer_of(model)
-    model.load_state_dict(other.state_dict(), assign=assign)
-    assert torch.equal(layer.quantized_weight(), q.fake_quantize(other[0].weight.detach(), 4, GRID))
-    with torch.no_grad():
-        layer.weight.mul_(3)
-    assert torch.equal(layer.quantized_weight(), q.fake_quantize(layer.weight.detach(), 4, GRID))
-    layer.weight = nn.Parameter(torch.randn(16, 8))
-    assert torch.equal(layer.quantized_weight(), q.fake_quantize(layer.weight.detach(), 4, GRID))
-
-
 @pytest.mark.parametrize("kind", [nn.Linear, Named])
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_are_independent(kind: type[nn.Linear], clone: Any) -> None:
@@ -169,18 +155,6 @@ def test_copies_are_independent(kind: type[nn.Linear], clone: Any) -> None:
     copied(x).sum().backward()
     optimizer.step()
     assert torch.equal(model(x), before) and not torch.equal(copied(x), before)
-
-
-def test_gradient_checkpointing_sees_one_weight() -> None:
-    model = quantize_model(net(), STOCHASTIC)
-    x = torch.randn(5, 8, requires_grad=True)
-    model(x).sum().backward()
-    plain = layer_of(model).weight.grad
-    model.zero_grad()
-    for reentrant in (True, False):
-        torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant).sum().backward()
-        assert torch.equal(layer_of(model).weight.grad, plain)
-        model.zero_grad()
 
 
 # Dynamo itself instantiates the autograd function that it traces (torch 2.13); drop this when it no longer does.
@@ -232,14 +206,6 @@ def test_evaluating_in_inference_mode_does_not_harm_training() -> None:
     expected_out.sum().backward()
     for parameter, same in zip(model.parameters(), never.parameters(), strict=True):
         assert parameter.grad is not None and torch.equal(parameter.grad, same.grad)
-
-
-def test_moving_a_model_moves_its_quantized_weights() -> None:
-    model = quantize_model(net(), CONFIG)
-    model.double()
-    assert layer_of(model).quantized_weight().dtype == torch.float64
-    model.to("meta")
-    assert layer_of(model).quantized_weight().is_meta
 
 
 def test_dequantize_keeps_the_outputs_or_the_float_weights() -> None:
@@ -335,14 +301,6 @@ def test_a_head_with_a_forward_of_its_own_is_the_head_still() -> None:
     # Nor is the last quantized layer taken for a head where the config names the real one.
     controller = MoQController(net(), MoQConfig.from_dict({**CONFIG, "modules_to_not_convert": ["4"]}))
     assert [note for note in controller.warnings() if "output heads" in note] == []
-
-
-def test_what_hangs_on_the_instance_is_no_forward_of_its_own() -> None:
-    model = net()
-    # As accelerate's hooks do.
-    model[0].forward = functools.partial(type(model[0]).forward, model[0])
-    assert "0" in quant_layers(quantize_model(model, CONFIG))
-    assert "0" in quant_layers(quantize_model(model, CONFIG))
 
 
 def test_a_table_with_a_computed_weight_stays_in_float() -> None:

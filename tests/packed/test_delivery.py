@@ -2,19 +2,15 @@
 
 import functools
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from model_zoo import CONFIG, arguments, inputs_of, new_model, rows_of
 from safetensors.torch import load_file, save_file
 from stranger import outputs_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModel,
     BertConfig,
@@ -22,7 +18,6 @@ from transformers import (
     GPT2LMHeadModel,
     PreTrainedModel,
     Trainer,
-    TrainingArguments,
     set_seed,
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -374,13 +369,6 @@ def test_a_weight_that_is_used_past_its_layer_is_refused(tmp_path: Path, caplog:
     Trainer(model, settings, train_dataset=rows_of(TASK), callbacks=[MoQCallback(left)]).train()
 
 
-def test_a_layer_that_nobody_uses_is_no_fault(tmp_path: Path) -> None:
-    model = bert()
-    model.bert.encoder.beside = nn.Linear(32, 32)
-    train(model, tmp_path)
-    assert quant_layers(model)["bert.encoder.beside"].moq.bits == 4
-
-
 def test_quantizes_what_torch_compile_wraps(tmp_path: Path) -> None:
     model = bert()
     compiled: Any = torch.compile(model, backend="eager")
@@ -389,15 +377,6 @@ def test_quantizes_what_torch_compile_wraps(tmp_path: Path) -> None:
     save_quantized(compiled, tmp_path)
     verify_quantized(tmp_path, model)
     torch._dynamo.reset()
-
-
-def test_nothing_is_said_of_a_run_in_float(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    trainer = MoQTrainer(
-        bert(), TrainingArguments(str(tmp_path), use_cpu=True), moq_config={**CONFIG, "enabled": False}
-    )
-    trainer.save_model()
-    assert not (tmp_path / "moq_state.json").exists()
 
 
 class Odd(BertForSequenceClassification):
@@ -458,42 +437,6 @@ def test_want_of_memory_is_no_disagreement(tmp_path: Path, monkeypatch: pytest.M
     assert state_of(tmp_path)["layout"] == "packed" and "does not fit" in str(verify_quantized(tmp_path).proof)
 
 
-class Once(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-    """A stream that is read once."""
-
-    def __init__(self) -> None:
-        self.was_read = False
-
-    def __iter__(self) -> Any:
-        if self.was_read:
-            raise RuntimeError("the stream is consumed")
-        self.was_read = True
-        return iter(rows_of(TASK) * 9)
-
-
-class Around(Trainer):
-    """Calls parts of the model, never the model."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        logits = model.classifier(model.bert(input_ids=inputs["input_ids"]).pooler_output)
-        return nn.functional.cross_entropy(logits, inputs["labels"])
-
-
-def test_data_that_cannot_be_read_again_loses_no_result(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = bert()
-    Around(model, arguments(tmp_path), train_dataset=Once(), callbacks=[MoQCallback(CONFIG)]).train()
-    assert "will not be proven, there is no batch available (RuntimeError)" in caplog.text
-    verify_quantized(tmp_path / "quantized", model)
-
-
-def test_a_config_that_is_no_json_loses_no_result(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = bert()
-    model.config.label2id = {"a": np.int64(0), "b": np.int64(1)}
-    train(model, tmp_path)
-    assert "not saved beside the weights: BertConfig (Object of type int64" in caplog.text
-    verify_quantized(tmp_path / "quantized", model)
-
-
 def test_nothing_of_an_older_model_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantize_model(bert(), FIXED)
     save_quantized(model, tmp_path)
@@ -533,23 +476,3 @@ def test_a_card_of_ones_own_stays_though_it_names_the_library(tmp_path: Path) ->
     (tmp_path / "README.md").write_text("# My notes\nTrained with the library (moq_hf).", encoding="utf-8")
     save_quantized(quantize_model(bert(), FIXED), tmp_path)
     assert (tmp_path / "README.md").read_text(encoding="utf-8").startswith("# My notes")
-
-
-@pytest.mark.parametrize(
-    ("by", "agrees", "reason"),
-    [(0.0, True, None), (1.0, False, "outputs differ by 1"), (1e-7, None, "which may be rounding")],
-)
-def test_of_shards_nothing_is_gathered_to_name_what_differs(
-    by: float, agrees: bool | None, reason: str | None, alone: None, tmp_path: Path
-) -> None:
-    """The other processes do not take part where one proves."""
-    save_quantized(quantize_model(bert(), FIXED), tmp_path / "packed")
-    model = bert()
-    with torch.no_grad():
-        model.classifier.bias.add_(by)
-    mesh = init_device_mesh("cpu", (1,))
-    for part in (*model.bert.encoder.layer, model):
-        fully_shard(part, mesh=mesh)
-    proof = ReferenceOutputs(quantize_model(model, FIXED).eval(), inputs_of(TASK, model)).prove(tmp_path / "packed")
-    assert proof.agrees is agrees
-    assert proof.reason is reason if reason is None else str(proof.reason).endswith(reason)

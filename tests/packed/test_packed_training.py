@@ -15,7 +15,6 @@ from moq_hf import MoQCallback, MoQTrainer, quantize_model, verify_quantized
 from moq_hf.callback import last_metrics
 from moq_hf.model.convert import quant_embeddings, quant_layers
 from moq_hf.packed.card import write_card
-from moq_hf.packed.save import base_model_of
 from moq_hf.packed.state import STATE_NAME, record_metrics
 
 IDS = torch.arange(5, 26).view(3, 7)
@@ -237,18 +236,6 @@ def test_the_card_of_a_folder_alone_claims_no_result(tmp_path: Path) -> None:
     card = ModelCard(text)
     assert card.data.eval_results is None and "model-index" not in text.split("---")[1]
     assert f'from_pretrained("{folder.name}")' in text
-
-
-def test_names_of_folders_are_no_base_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = new_model()
-    monkeypatch.chdir(tmp_path)
-    Path("here").mkdir()
-    for name, expected in {
-        "bert-base-cased": "bert-base-cased", "me/model": "me/model", "here": None, "/some/where": None, "": None,
-        "./x": None, "a/b/c": None,
-    }.items():  # fmt: skip
-        model.config._name_or_path = name
-        assert base_model_of(model) == expected
 
 
 def test_the_metrics_are_those_of_the_last_evaluation(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """One table that is embedding and output head: quantized once, stored once, loaded by plain transformers."""
 
-import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import transformers as t
 from model_zoo import Stranger
 from safetensors.torch import load_file
 from stranger import outputs_of, tied_weights
-from torch import nn
 from transformers import Trainer, set_seed
 
 from moq_hf import MoQCallback, dequantize_model, quantize_model, save_quantized, verify_quantized
@@ -232,22 +230,6 @@ def test_training_quantizes_the_table_once_a_step_and_resumes(tmp_path: Path) ->
     assert torch.equal(again.lm_head.float_weight, head.float_weight)
 
 
-def test_a_loop_without_a_trainer_counts_a_call_of_train_once() -> None:
-    model = quantize_model(made("Llama"), config_of(quantize_embeddings=4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    batch = batch_of(model)
-    for _ in range(2):
-        model.train()(**batch, labels=batch["input_ids"]).loss.backward()
-        optimizer.step()
-    table, head = model.model.embed_tokens, model.lm_head
-    assert table.moq.seed.step == 2 and torch.equal(head.quantized_weight(), table.quantized_weight())
-    plain = dequantize_model(copied := copy.deepcopy(model).eval())
-    assert tied_weights(copied) == tied_weights(model) and type(plain.lm_head) is nn.Linear
-    assert all(map(torch.equal, outputs_of(plain, batch), outputs_of(model, batch)))
-    restored = quantize_model(model, config_of())
-    assert type(restored.model.embed_tokens) is nn.Embedding and type(restored.lm_head) is nn.Linear
-
-
 @pytest.mark.parametrize(
     ("config", "match"),
     [
@@ -268,21 +250,6 @@ def test_a_weight_that_something_else_holds_is_told() -> None:
     model.model.norm.table = model.lm_head.weight
     with pytest.raises(MoQError, match=r"is also model.norm.table, of a LlamaRMSNorm: a shared weight"):
         quantize_model(model, config_of(quantize_embeddings=8))
-
-
-def test_layers_that_were_tied_by_hand_are_stored_each(tmp_path: Path) -> None:
-    model = t.LlamaForCausalLM(t.LlamaConfig(**{**SIZES, **HEADS, "tie_word_embeddings": False})).eval()
-    model.lm_head.weight = model.model.embed_tokens.weight
-    save_quantized(quantize_model(model, config_of(quantize_embeddings=4)), tmp_path)
-    assert {"lm_head", "model.embed_tokens"} <= verify_quantized(tmp_path, model).layers.keys()
-    loaded = t.LlamaForCausalLM.from_pretrained(tmp_path)
-    assert all(map(torch.equal, outputs_of(loaded, batch_of(model)), outputs_of(model, batch_of(model))))
-    model.model.embed_tokens.set_bits(3)
-    copied = copy.deepcopy(model)
-    copied.lm_head.moq = copy.deepcopy(copied.lm_head.moq)
-    copied.lm_head.set_bits(4)
-    with pytest.raises(MoQError, match="and quantized in another way: call quantize_model"):
-        save_quantized(copied, tmp_path)
 
 
 def test_a_head_with_other_scales_than_its_table_is_told() -> None:

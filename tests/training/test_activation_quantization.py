@@ -9,7 +9,6 @@ from torch import nn
 from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model
 from moq_hf.grid import InputGrid
 from moq_hf.inputs import fake_quantize_input
-from moq_hf.model.convert import quant_layers
 from moq_hf.plan import plan
 from moq_hf.training.controller import MoQController
 
@@ -42,12 +41,6 @@ def test_layer_multiplies_rounded_inputs_and_passes_the_gradient_through() -> No
     assert torch.equal(layer(x), nn.functional.linear(x, weight, layer.bias))
 
 
-def test_off_by_default(tiny_bert: nn.Module) -> None:
-    quantize_model(tiny_bert, {"quantize_bits": {"start_bits": 8, "target_bits": 8}})
-    assert {layer.moq.inputs for layer in quant_layers(tiny_bert).values()} == {None}
-    assert not MoQConfig.from_dict({"quantize_bits": {"start_bits": 8, "target_bits": 8}}).activation.enabled
-
-
 def test_begins_at_its_step_and_a_resumed_run_knows(tiny_bert: nn.Module, tiny_batch: dict[str, torch.Tensor]) -> None:
     controller = MoQController(tiny_bert, MoQConfig.from_dict(config_of(bits=7, start_step=3)), total_steps=9)
     found = []
@@ -78,11 +71,6 @@ def test_wrong_values_are_told() -> None:
         MoQConfig.from_dict(config_of(bits=9, start_steps=1))
     assert "did you mean activation_quantization.start_step?" in str(error.value)
     assert "activation_quantization.bits: 9 is not legal; it must be a whole number from 2 to 8" in str(error.value)
-
-
-def test_summary_names_it(tiny_bert: nn.Module) -> None:
-    controller = MoQController(tiny_bert, MoQConfig.from_dict(config_of(bits=7, start_step=3)), total_steps=9)
-    assert "the inputs of linear layers to 7 bits (static) after 3 steps" in controller.summary()
 
 
 def test_groups_in_a_row_keep_the_export_from_multiplying_integers(tiny_bert: Any) -> None:

@@ -18,15 +18,12 @@ from transformers import (
     set_seed,
 )
 
-from moq_hf import MoQConfig, MoQError, MoQTrainer, PrecisionSchedule, last_checkpoint, plan, verify_quantized
+from moq_hf import MoQConfig, MoQError, MoQTrainer, PrecisionSchedule, last_checkpoint, verify_quantized
 from moq_hf.config import BitBudget
 from moq_hf.model.inventory import Inventory
 from moq_hf.report import read_run, write_report
 from moq_hf.schedule import FLOAT_BITS
-from moq_hf.training import sensitivity
-from moq_hf.training.budget import Chooser
 from moq_hf.training.controller import MoQController
-from moq_hf.training.divergence import divergences
 
 
 def config(
@@ -144,22 +141,6 @@ def test_bits_are_not_chosen_by_what_is_not_finite(measure: str, tmp_path: Path)
         trainer.train()
 
 
-def test_a_block_whose_cost_is_not_finite_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def rises(*args: Any) -> Any:
-        found = divergences(*args)
-        found["bert.pooler.dense"][2] = math.inf
-        return found
-
-    monkeypatch.setattr(sensitivity, "divergences", rises)
-    trainer = trained(moq(tmp_path, config({"mean": 3.3}, measure="divergence")))
-    (note,) = (r.message for r in caplog.records if "is not finite" in r.message)
-    assert "the divergence of bert.pooler.dense is not finite: the largest finite one is used" in note
-    controller = callback_of(trainer).controller
-    assert controller is not None and controller.schedule.bits["bert.pooler.dense"] > 2
-
-
 def test_fused_layers_of_a_llama_are_alike(tmp_path: Path) -> None:
     budget = config({"mean": 3.0}, serve=["transformers"])
     trainer = MoQTrainer(llama(), arguments(tmp_path, max_steps=6), train_dataset=rows(), moq_config=budget)
@@ -231,18 +212,6 @@ def test_the_pace_goes_by_the_measure(tmp_path: Path) -> None:
     assert controller.sensitivity.eigenvalues.keys() <= controller.sensitivity.blocks.keys()
 
 
-def test_a_pace_and_a_budget_together(tmp_path: Path) -> None:
-    settings = {
-        **config({"mean": 3.3}, start=5),
-        "eigenvalue": {"enabled": True, "max_overhead": 1.0, "num_samples": 8},
-    }
-    controller = callback_of(trained(moq(tmp_path, settings))).controller
-    assert controller is not None and controller.choice is not None
-    dropped = {s.block for s in controller.history if s.before != FLOAT_BITS}
-    assert dropped == {s.block for s in controller.history if s.eigenvalue is not None}
-    assert all(controller.schedule.bits[name] >= bits for name, bits in controller.choice.targets.items())
-
-
 def test_the_report_shows_the_budget(tmp_path: Path) -> None:
     trainer = trained(moq(tmp_path, config({"mean": 3.3})))
     trainer.save_state()
@@ -285,21 +254,6 @@ def test_a_budget_that_is_missed_says_so(tmp_path: Path, caplog: pytest.LogCaptu
     assert "reach 2 of a budget of 5, 60.0% less: no block can have the next of its choices within it" in told
 
 
-def test_the_forecast_says_what_it_cannot_know() -> None:
-    planned = plan(config({"mean": 3.0}, start=8, offset=0), 100)
-    text = str(planned)
-    assert "8 to 2, 3, 4 or 8 bits, 3 in the mean, offset 1" in text
-    assert "after step 1, on the float model, the measure 'divergence' chooses the bits of each block" in text
-    assert [(block.name, block.target_bits) for block in planned.blocks] == [
-        (f"a block, {bits} bits", bits) for bits in (2, 3, 4, 8)
-    ]
-    assert planned.to_dict()["target_bits"] == {"mean": 3.0, "choices": [2, 3, 4, 8]}
-    known = plan(config({"mean": 3.0}, start=8), 100, targets={"a": 2, "b": 8})
-    assert [block.target_bits for block in known.blocks] == [2, 8]
-    with pytest.raises(MoQError, match="not known ahead of time"):
-        plan(config({"mean": 3.0}), 100, ["a"])
-
-
 def test_a_schedule_needs_its_choice() -> None:
     schedule = PrecisionSchedule(MoQConfig.from_dict(config({"mean": 3.0}, offset=2)), ["a", "b"])
     assert not schedule.is_choosing and schedule.advance() == ()
@@ -325,14 +279,6 @@ def test_units_are_what_servers_fuse() -> None:
     single = [f"model.layers.1.mlp.experts.{k}.w{n}" for k in range(2) for n in (1, 2)]
     units = Inventory.of(llama()).units([*experts, *single])
     assert units == {"model.layers.0.mlp.experts": experts, "model.layers.1.mlp.experts": single}
-
-
-def test_a_mean_is_the_decimal_fraction_that_was_written() -> None:
-    # In floats 2.3 * 50 is 114.99999999999999.
-    names = [f"layer.{k}" for k in range(50)]
-    budget = MoQConfig.from_dict(config({"mean": 2.3, "choices": [2, 3]}))
-    chooser = Chooser(budget, dict.fromkeys(names, 1), {name: [name] for name in names})
-    assert chooser.choose({name: {2: 1.0, 3: 0.0} for name in names}, 1).reached == 2.3
 
 
 def test_a_loss_that_cannot_be_measured_is_told_at_once(tmp_path: Path) -> None:

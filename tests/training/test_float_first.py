@@ -169,15 +169,6 @@ def test_accumulated_steps_are_scaled_as_in_two_runs(tmp_path: Path) -> None:
     assert_same(weights(one), weights(second))
 
 
-def test_a_second_call_of_train_begins_in_float_again(tmp_path: Path) -> None:
-    trainer = float_first(tmp_path)
-    trainer.train()
-    before = (tmp_path / "float" / "model.safetensors").read_bytes()
-    trainer.train()
-    assert (tmp_path / "float" / "model.safetensors").read_bytes() != before
-    assert sum("float_eval_sum" in log for log in trainer.state.log_history) == 1
-
-
 def test_bits_under_a_budget_are_chosen_on_the_float_model(tmp_path: Path) -> None:
     budget = {"mean": 3.0, "choices": [2, 4]}
     config = {**CONFIG, "quantize_bits": {"start_bits": 2, "target_bits": budget}}
@@ -197,14 +188,6 @@ def test_bits_under_a_budget_are_chosen_on_the_float_model(tmp_path: Path) -> No
         again.train(resume_from_checkpoint=True)
         assert_same(weights(again), weights(whole))
         assert again.moq.controller.schedule.targets == controller.schedule.targets  # type: ignore[union-attr]
-
-
-def test_metrics_that_json_does_not_know_are_kept_as_text(tmp_path: Path) -> None:
-    trainer = float_first(tmp_path)
-    trainer.compute_metrics = lambda prediction: {"matrix": prediction.predictions[:2], "sum": 1.5}
-    trainer.train()
-    recorded = json.loads((tmp_path / "float" / "eval_results.json").read_text(encoding="utf-8"))
-    assert recorded["eval_sum"] == 1.5 and recorded["eval_matrix"].startswith("[[")
 
 
 def test_early_stopping_waits_for_the_target(tmp_path: Path) -> None:
@@ -290,21 +273,6 @@ def test_a_model_with_adapters_is_refused(tmp_path: Path) -> None:
     model = get_peft_model(calm_model(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
     with pytest.raises(MoQError, match="PEFT's adapters cannot be its own teacher in one run"):
         MoQTrainer(model, arguments(tmp_path), train_dataset=rows(32), moq_config=CONFIG, float_first=True)
-
-
-def test_without_metrics_no_logits_are_kept(tmp_path: Path) -> None:
-    kept: list[Any] = []
-
-    class Watched(MoQTrainer):
-        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-            found = super().prediction_step(*args, **kwargs)
-            kept.append(found[1])
-            return found
-
-    trainer = Watched(calm_model(), arguments(tmp_path), None, rows(32), rows(8), moq_config=CONFIG, float_first=True)
-    trainer.train()
-    assert kept == [None] and not trainer.args.prediction_loss_only
-    assert "eval_loss" in trainer.float_metrics  # type: ignore[operator]
 
 
 def test_an_evaluation_that_fails_does_not_lose_the_float_model(tmp_path: Path) -> None:
@@ -394,16 +362,6 @@ def test_a_loss_function_gets_the_number_of_labels(tmp_path: Path) -> None:
         runs.append(weights(trainer))
     for name, weight in runs[0].items():
         torch.testing.assert_close(weight, runs[1][name], rtol=1e-4, atol=1e-5)
-
-
-def test_an_error_in_an_evaluation_is_not_one_of_saving(tmp_path: Path) -> None:
-    def broken(prediction: Any) -> Any:
-        raise RuntimeError("no such metric")
-
-    trainer = float_first(tmp_path)
-    trainer.compute_metrics = broken
-    with pytest.raises(RuntimeError, match=r"^no such metric$"):
-        trainer.train()
 
 
 def test_a_float_model_of_another_run_is_refused(whole: Path, tmp_path: Path) -> None:

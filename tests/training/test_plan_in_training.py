@@ -1,7 +1,6 @@
 """What a run tells of its schedule: the plan before, bits, sizes and blends during, the outcome after."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_runs import (
     CONFIG,
     Stop,
-    arguments,
     assert_same,
     moq,
-    new_model,
     over_the_model,
     stock,
     trained,
     weights,
 )
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback
 
 from moq_hf import MoQCallback, MoQError, plan
 from moq_hf.model.convert import quant_layers
@@ -55,15 +52,6 @@ def test_the_plan_is_told_once_before_the_first_step_and_the_outcome_after_the_l
     trained(make(tmp_path, callbacks=[Watch()]))
     assert seen[0] == PLAN
     assert "plan" not in "".join(seen[1:]) and OUTCOME in capsys.readouterr().out
-
-
-def test_only_the_main_process_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    callback, args = MoQCallback(CONFIG), arguments(tmp_path)
-    state = TrainerState(max_steps=16, is_world_process_zero=False, stateful_callbacks=[])
-    state.stateful_callbacks = {}
-    callback.on_train_begin(args, state, TrainerControl(), model=new_model())
-    callback.on_train_end(args, state, TrainerControl())
-    assert capsys.readouterr().out == ""
 
 
 def test_auto_meets_its_deadline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,13 +95,6 @@ def test_a_schedule_that_is_over_resumes_in_a_run_of_any_length(tmp_path: Path) 
             moq(tmp_path / "out", AUTO, max_steps=steps).train(
                 resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}")
             )
-
-
-def test_a_changed_deadline_is_that_of_the_length_of_now(tmp_path: Path) -> None:
-    trained(moq(tmp_path, AUTO, save_strategy="steps", save_steps=6))
-    sooner = {**AUTO, "quantize_schedule": {**AUTO["quantize_schedule"], "deadline": 0.5}}
-    with pytest.raises(MoQError, match=r"0\.5 of 8 optimizer steps is step 4"):
-        moq(tmp_path, sooner, max_steps=8).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
 
 
 def test_a_run_too_short_for_its_deadline_ends_before_the_first_step(tmp_path: Path) -> None:
@@ -192,21 +173,6 @@ def test_the_size_counts_bits_and_scales(keys: Any, per_layer: Any, tiny_bert: A
     scales = sum(per_layer(*layer.weight.shape) for layer in layers)
     exact = (everything - quantized) * 4 + quantized * 4 / 8 + scales * 4
     assert controller.sizes.mb == pytest.approx(exact / 1e6, rel=1e-12)
-
-
-def test_verbose_lines_are_sentences(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = {**CONFIG, "quantize_verbose": True}
-    controller = MoQController(new_model(), MoQCallback(config).config)
-    with caplog.at_level(logging.INFO, "moq_hf.training.controller"):
-        for _ in range(10):
-            controller.step({"bert.encoder.layer.0": 0.0, "bert.encoder.layer.1": 0.0})
-    lines = [message for message in caplog.messages if "layer.1" in message]
-    assert lines == [
-        "step 2: bert.encoder.layer.1 starts at 6 bits, and drops next after step 4",
-        "step 4: bert.encoder.layer.1 goes from 6 to 5 bits, and drops next after step 6 (eigenvalue 0.00, factor 1)",
-        "step 6: bert.encoder.layer.1 goes from 5 to 4 bits, and drops next after step 10 (eigenvalue 0.00, factor 1)",
-        "step 10: bert.encoder.layer.1 goes from 4 to 3 bits, its target (eigenvalue 0.00, factor 1)",
-    ]
 
 
 def test_the_outcome_names_the_blocks() -> None:

@@ -98,25 +98,6 @@ def test_a_smaller_batch_after_running_out_of_memory_is_a_new_run(tmp_path: Path
     assert retried.schedule.state_dict() == small.schedule.state_dict() and retried.history == small.history
 
 
-def test_the_retry_measures_its_own_batches(tmp_path: Path) -> None:
-    seen: list[int] = []
-
-    class Counting(MoQCallback):
-        def observe(self, inputs: Any) -> None:
-            super().observe(inputs)
-            seen.append(len(inputs["input_ids"]))
-
-    settings = {"auto_find_batch_size": True, "per_device_train_batch_size": 5, "max_steps": 12}
-    trainer = Greedy(new_model(), arguments(tmp_path, **settings), train_dataset=rows(), callbacks=[Counting(EIGEN)])
-    trainer.train()
-    # One hook, though it was set twice.
-    assert seen == [5] * 5 + [4] * 12
-    controller = callback_of(trainer).controller
-    assert (
-        controller is not None and controller.schedule.steps == 12 and max(controller.sensitivity.values.values()) == 1
-    )  # type: ignore[union-attr]
-
-
 def test_settings_of_the_matmul_are_the_user_s(tmp_path: Path) -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")

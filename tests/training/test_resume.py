@@ -18,16 +18,14 @@ from safetensors.torch import load_file
 from tiny_runs import (
     CONFIG,
     Stop,
-    arguments,
     assert_same,
     moq,
     new_model,
-    rows,
     stock,
     trainer_state,
     weights,
 )
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from moq_hf import (
     MoQCallback,
@@ -41,7 +39,7 @@ from moq_hf import (
 from moq_hf.model.convert import quant_layers
 from moq_hf.training.checkpoints import checkpoints, fault_of
 from moq_hf.training.controller import MoQController
-from moq_hf.training.resume import STATE_VERSION, changes, load_schedule, what_counts
+from moq_hf.training.resume import STATE_VERSION, changes, load_schedule
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 
@@ -478,12 +476,6 @@ def test_what_counts_for_later_steps_alone_may_change_after_the_offset(section: 
     assert made.state_dict() == one.state_dict() and set(made.bits.values()) == {5}
 
 
-def test_no_scale_dtype_is_float32() -> None:
-    spelled = MoQConfig.from_dict(changed(quantize_algo={"scale_dtype": "float32", "scale_refresh": 3}))
-    assert changes(MoQConfig.from_dict(changed()), spelled) == {}
-    assert what_counts(spelled)["quantize_algo.scale_dtype"] == "float32"
-
-
 def test_a_changed_schedule_goes_by_the_eigenvalues_that_were_measured(tmp_path: Path) -> None:
     config = MoQConfig.from_dict(changed(quantize_bits={"start_bits": 8}, eigenvalue={"enabled": True}))
     later = MoQConfig.from_dict(
@@ -515,19 +507,6 @@ def test_a_run_that_goes_on_in_float_says_so(run: Path, tmp_path: Path, caplog: 
     assert "the checkpoint at step 7 was made with MoQ, and the config says enabled: false" in caplog.text
 
 
-def test_a_state_from_before_steps_without_moq_is_told(
-    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    plain = Trainer(new_model(), arguments(tmp_path, **SAVING), train_dataset=rows(), callbacks=[Stop(9)])
-    plain.train(resume_from_checkpoint=str(run / "checkpoint-7"))
-    # A stock Trainer passes on what it does not know.
-    assert saved(tmp_path, 9) == saved(run, 7)
-    trainer = stock(tmp_path)
-    trainer.train(resume_from_checkpoint=True)
-    assert "the checkpoint at step 9 was trained without MoQ after step 7: its schedule goes on as" in caplog.text
-    assert trainer_state(trainer)["schedule"]["steps"] == 14
-
-
 def test_a_checkpoint_made_without_moq_says_when_quantization_begins(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -540,20 +519,6 @@ def test_a_checkpoint_made_without_moq_says_when_quantization_begins(
         "moq_hf: the checkpoint at step 4 was made without MoQ: its schedule starts now, with quantization after step 6"
     ]
     assert trainer_state(trainer)["schedule"]["steps"] == 12
-
-
-def test_a_finished_float_run_has_no_step_left_for_moq(run: Path, tmp_path: Path) -> None:
-    folder = put(part(run, tmp_path, 16), 16, None)
-    for config in (CONFIG, changed(quantize_schedule={"quantize_period": "auto"})):
-        with pytest.raises(
-            MoQError, match=r"is at its last step, 16 of 16, and was made without .* more than 18 steps"
-        ):
-            stock(tmp_path, config).train(resume_from_checkpoint=str(folder / "checkpoint-16"))
-    with pytest.raises(
-        MoQError, match=r"is at step 15 of 16, and was made without .* schedule_offset 2 .* than 17 steps"
-    ):
-        put(folder, 15, None)
-        stock(tmp_path).train(resume_from_checkpoint=str(folder / "checkpoint-15"))
 
 
 def test_without_checkpoints_the_saved_state_is_that_of_the_end(tmp_path: Path) -> None:

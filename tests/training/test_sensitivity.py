@@ -132,23 +132,6 @@ def test_measuring_when_due_is_measuring_at_every_step(
         assert (lazy.steps in table.asked) == dropped
 
 
-@given(st.integers(1, 7), st.integers(1, 9), st.integers(0, 5), tables)
-def test_with_a_resolution_the_last_multiple_before_a_drop_counts(
-    resolution: int, period: int, offset: int, values: list[dict[str, float]]
-) -> None:
-    plan = config(8, 4, period, offset)
-    schedule, table = PrecisionSchedule(plan, "abc"), Table(values, list("abc"), resolution)
-    first = None
-    for number in range(1, len(values) + 1):
-        switches = [s for s in schedule.advance(table.before(schedule)) if s.before != 32]
-        if switches:
-            first = first or number
-            last = number // resolution * resolution
-            at = max(last, first) if last < first and last not in table.asked else last
-            assert {s.block: s.eigenvalue for s in switches} == {s.block: values[at - 1][s.block] for s in switches}
-    assert all(step % resolution == 0 or step == first for step in table.asked)
-
-
 def test_nothing_is_measured_for_blocks_outside_the_list() -> None:
     made = controller(layer_num=1, period=1, target=7)
     assert list(made.sensitivity.blocks) == ["layers.0"]  # type: ignore[union-attr]
@@ -239,12 +222,6 @@ def test_what_is_not_finite_is_replaced_and_told_once(
     assert "of layers.0, layers.1, layers.2 is not finite" in told[1]
 
 
-def test_what_did_not_converge_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    run(controller(period=1, max_iter=1, max_overhead=1.0), 8)
-    told = [r.message for r in caplog.records if "not within tol after max_iter 1 products" in r.message]
-    assert len(told) == 1 and "layers.0, layers.1, layers.2" in told[0]
-
-
 def test_a_kernel_without_a_second_derivative_stops_the_run() -> None:
     class Once(torch.autograd.Function):
         @staticmethod
@@ -289,15 +266,6 @@ def test_each_measurement_takes_as_many_examples_as_there_are(caplog: pytest.Log
         if "examples: " in r.message
     ]
     assert found[0] == 1 and found[-1] == 32
-
-
-def test_double_precision_models() -> None:
-    made = MoQController(Blocks().double(), config(period=1))
-    for step in range(2):
-        inputs = {name: tensor.double() for name, tensor in batch(8, step).items()}
-        made.sensitivity.samples.add(inputs)  # type: ignore[union-attr]
-        made.step(made.measure())
-    assert max(s.factor for s in made.history) == 5
 
 
 # ---- the examples
@@ -448,26 +416,6 @@ def test_a_loss_that_the_trainer_computes(tmp_path: Path) -> None:
     assert max(f[5] for f in factors(given)) == 5
 
 
-def test_one_callback_in_two_trainers(tmp_path: Path) -> None:
-    calls: list[str] = []
-
-    class Named(MoQTrainer):
-        name = ""
-
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            calls.append(self.name)
-            return super().compute_loss(*args, **kwargs)
-
-    callback = MoQCallback(EIGEN)
-    for name in ("first", "second"):
-        calls.clear()
-        trainer = build(tmp_path, Named, [callback])
-        trainer.name = name
-        trainer.train()
-        assert set(calls) == {name}
-    assert max(f[5] for f in factors(trained(build(tmp_path, Trainer, [callback])))) == 5
-
-
 def test_an_interrupted_run_does_not_disturb_the_next(tmp_path: Path) -> None:
     class Interrupt(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -488,19 +436,6 @@ def test_an_interrupted_run_does_not_disturb_the_next(tmp_path: Path) -> None:
     after = callback_of(trainer).controller.sensitivity.samples._batches  # type: ignore[union-attr]
     assert [id(b) for b in after] == [id(b) for b in seen]
     trainer.model.train()(input_ids=torch.ones(1, 4, dtype=torch.long))
-
-
-def test_a_resumed_run_may_measure_otherwise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """How many examples to take is asked at the first measurement, here after step 4; 0 is to ask again at the next."""
-    settings = {"save_strategy": "steps", "save_steps": 5}
-    moq(tmp_path, EIGEN, callbacks=[Stop(5)], **settings).train()
-    checkpoint = str(tmp_path / "checkpoint-5")
-    for change, asked, told in [({"verbose": True}, 8, ""), ({"num_samples": 4}, 0, "eigenvalue.num_samples: 12 -> 4")]:
-        caplog.clear()
-        trainer = moq(tmp_path, {**EIGEN, "eigenvalue": {**EIGEN["eigenvalue"], **change}})
-        trainer.train(resume_from_checkpoint=checkpoint)
-        assert ("goes on with another MoQ config" in caplog.text) == bool(told) and told in caplog.text
-        assert trainer.moq.controller.sensitivity.state_dict()["rows"] == asked  # type: ignore[union-attr]
 
 
 def test_wrong_layer_names_are_told_before_training(tmp_path: Path) -> None:
