@@ -139,7 +139,6 @@ SECTIONS = [
     Section("bit equality", KERNELS, 90, lazy("gpu_kernels", "bit_equality")),
     Section("bandwidth", KERNELS, 60, lazy("gpu_kernels", "bandwidth")),
     Section("steps", TRAINING, 90, lazy("gpu_training", "steps")),
-    Section("packed product", KERNELS, 60, lazy("gpu_kernels", "products")),
     Section("fp16 overflow", TRAINING, 40, lazy("gpu_training", "overflow")),
     Section("torch.compile", TRAINING, 90, lazy("gpu_training", "compiled")),
     Section("memory", TRAINING, 40, lazy("gpu_training", "memory")),

@@ -37,7 +37,7 @@ def command(small: bool) -> list[str]:
     words += ["--continue-on-collection-errors", "--color=no", "--tb=short"]
     if small:
         # The interpreter takes the place of the device, and the mark is not there.
-        return [*words, "-p", "no:xdist", str(TESTS / "packed" / "test_inference.py"), "-k", "packed_layers_hold"]
+        return [*words, "-p", "no:xdist", str(TESTS / "test_triton_quant.py"), "-k", "shapes"]
     if importlib.util.find_spec("xdist") is not None:
         words += ["--numprocesses", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal"]
     return [*words, "-m", "gpu", *files(importlib.util.find_spec("compressed_tensors") is not None)]

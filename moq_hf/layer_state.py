@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import quantizer
+from . import quantizer, triton_quant
 from .config import MoQConfig
 from .grid import Grid
 from .inputs import Inputs
 from .quantizer import RoundingSeed
-from .rows import Kind, from_rows, to_rows
 from .schedule import FLOAT_BITS
-from .triton_quant import backend
+from .weight_matrix import Kind, from_rows, to_rows
 
 
 class Copy(NamedTuple):
@@ -103,7 +102,8 @@ class LayerState:
         """
         with torch.no_grad():
             matrix = to_rows(weight.detach(), self.kind)
-            values, self.scale = backend(matrix, self.kernel).fake_quantize_with_scale(
+            numerics = quantizer if self.kernel is False else triton_quant
+            values, self.scale = numerics.fake_quantize_with_scale(
                 matrix, self.bits, self.grid, ratio=self.ratio, seed=self.seed, blend=self.blend, dtype=dtype
             )
             return from_rows(values, self.kind, weight.shape).contiguous()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from .layer_state import LayerState
 from .processes import shape_of
 from .quant_linear import QuantLayer, recompute_in_backward
-from .rows import Kind
 from .seams.transformers import experts_transposed
+from .weight_matrix import Kind
 
 
 class ExpertsWeight(QuantLayer):

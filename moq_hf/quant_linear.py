@@ -25,9 +25,9 @@ from transformers.pytorch_utils import Conv1D
 from .errors import MoQError
 from .layer_state import LayerState, fake_quantize_in_graph
 from .processes import is_apart, is_sharded, shape_of, whole
-from .rows import Kind, matrix_shape, parameter_of
 from .schedule import FLOAT_BITS
 from .seams.transformers import is_scaled_table, is_transformed
+from .weight_matrix import Kind, matrix_shape, parameter_of
 
 # Every call of a module runs this code, whatever the module's class is.
 _MODULE_CALL = nn.Module._call_impl.__code__

@@ -29,7 +29,6 @@ Sources: uniform grids as in DeepSpeed's MoQ; ternary from Li et al. 2016, "Tern
 threshold factor); binary from Rastegari et al. 2016, "XNOR-Net".
 """  # noqa: E501 - a table row cannot be broken
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -205,23 +204,6 @@ def fake_quantize_with_scale(
         out[rows] = values
         scales.append(scale)
     return out.view(weight.shape), torch.cat(scales)
-
-
-def nonfinite(values: Tensor, grid: Grid = _DEFAULT) -> Tensor:
-    """Whether a result of `fake_quantize` came from a weight with NaN or Inf: a bool scalar on the values' device.
-
-    Args:
-        values: The result, or several, one below the other in the grid: `[..., rows, columns]`, with any strides.
-        grid: Which weights share a scale.
-    """
-    columns = values.shape[-1]
-    height = values.numel() // columns
-    shape = grid.shape(height, columns)
-    # A group of rows begins at one of these, in whichever result.
-    step = math.gcd(height // shape[0], values.shape[-2])
-    first = values.detach()[..., ::step, :: columns // shape[1]]
-    # NaN where one of them is not finite, else zero.
-    return (first * 0).sum().isnan()
 
 
 def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:

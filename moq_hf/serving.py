@@ -17,10 +17,10 @@ from .model.inventory import FUSED, Inventory, is_convolution
 from .names import plain_name, without_fsdp, without_peft
 from .processes import shape_of
 from .quant_experts import experts_parameters, matrix_of
-from .rows import matrix_shape
 from .schedule import FLOAT_BITS
 from .seams.transformers import experts_transposed
 from .text import table
+from .weight_matrix import matrix_shape
 
 
 @dataclass(frozen=True)

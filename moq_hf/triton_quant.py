@@ -7,10 +7,8 @@ steps in groups of up to `LONGEST` weights; ternary and binary grids, longer gro
 import functools
 import logging
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,11 +28,6 @@ _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _DEFAULT, _FIRST = Grid(), RoundingSeed()
 # Devices on which something went wrong.
 _given_up: set[torch.device] = set()
-
-
-def backend(weight: Tensor, kernel: bool | None = None) -> ModuleType:
-    """Who quantizes a weight: plain PyTorch where the config's `quantizer_kernel` is false, else this module."""
-    return quantizer if kernel is False else sys.modules[__name__]
 
 
 def fake_quantize(weight: Tensor, bits: int, grid: Grid = _DEFAULT, **how: Any) -> Tensor:

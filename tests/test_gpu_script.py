@@ -127,20 +127,18 @@ def test_small_figures_do_not_pass_for_a_gpu_s(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-@pytest.mark.skip(reason="the kernel of one launch a weight comes next")
 def test_some_sections_in_the_interpreter(tmp_path: Path) -> None:
     """All of them take minutes: benchmarks/results/gpu_small.json is such a run."""
     done = script("--small", "--only", "self-test", "memory", "--out", str(tmp_path / "small.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads((tmp_path / "small.json").read_text())
     assert {name: each["status"] for name, each in document["sections"].items()} == {"self-test": "ok", "memory": "ok"}
-    assert "the kernels are used: yes" in done.stdout and "| memory | quantized weights |" in done.stdout
+    assert "the kernel is used: yes" in done.stdout and "| memory | quantized weights |" in done.stdout
     again = script("--report", "--out", str(tmp_path / "small.json"))
     assert again.returncode == 0 and gpu.table(document) in again.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.skip(reason="the kernel of one launch a weight comes next")
 def test_without_pydantic_the_kernels_are_tried_all_the_same(tmp_path: Path) -> None:
     path = tmp_path / "bare.json"
     words = ["--small", "--only", "self-test", "memory", "--out", str(path)]

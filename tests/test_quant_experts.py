@@ -16,8 +16,8 @@ from moq_hf.config import MoQConfig
 from moq_hf.model.convert import check_readers, quant_layers
 from moq_hf.model.selection import take_inventory
 from moq_hf.quant_experts import QuantExperts, quantized_in
-from moq_hf.rows import from_rows, parameter_of, to_rows
 from moq_hf.training.measuring import measuring
+from moq_hf.weight_matrix import from_rows, parameter_of, to_rows
 
 GROUPS = {"quantize_group_size": 16}
 WEIGHT = "model.layers.0.mlp.experts.down_proj"

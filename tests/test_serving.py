@@ -31,7 +31,6 @@ from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
 from moq_hf.packed.state import served_by
-from moq_hf.rows import to_rows
 from moq_hf.serving import (
     GGUF,
     ONNX,
@@ -50,6 +49,7 @@ from moq_hf.serving import (
     shortened,
     verdict,
 )
+from moq_hf.weight_matrix import to_rows
 
 WEIGHT = Weight("linear", 256, 256, 4, 128)
 ATTENTION = "model.layers.0.self_attn"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import MoQError
 from ..quantizer import Quantized, dequantize
-from ..rows import from_rows, to_rows
+from ..weight_matrix import from_rows, to_rows
 from .stored import EncodedWeight, EncodeSpec, StoredWeight
 
 

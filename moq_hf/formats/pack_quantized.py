@@ -1,7 +1,7 @@
 """Codes packed into words of 32 bits: compressed-tensors' `pack-quantized`, what servers take."""
 
 from ..quantizer import Quantized
-from ..rows import is_experts
+from ..weight_matrix import is_experts
 from . import compressed
 from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
 

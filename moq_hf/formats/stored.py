@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import MoQError
 from ..grid import Grid
 from ..quantizer import Quantized
-from ..rows import is_experts
+from ..weight_matrix import is_experts
 
 MAX_PACKED_BITS = 8
 

@@ -16,9 +16,9 @@ from ..names import named_modules, unwrapped
 from ..processes import device_of, largest_over_ranks, local_part, sharded_as, whole
 from ..quant_experts import ExpertsWeight, make_quantized, quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer, base_class, quant_class
-from ..rows import Kind, parameter_of
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import ADAPTED, experts_transposed, is_peft, unpack
+from ..weight_matrix import Kind, parameter_of
 from .inventory import Inventory, is_packed
 from .selection import grid_of, grid_of_experts, take_inventory
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from ..names import without_peft
 from ..processes import shape_of
 from ..quant_linear import QuantEmbedding, QuantLayer
-from ..rows import is_experts, parameter_of
 from ..schedule import FLOAT_BITS
+from ..weight_matrix import is_experts, parameter_of
 from .inventory import Inventory
 
 # The most bits of a code in an integer's seat in the files; floats hold wider ones.

@@ -17,9 +17,9 @@ from ..model.inventory import Inventory, is_linear
 from ..names import plain_name
 from ..processes import shape_of
 from ..quant_linear import QuantLayer
-from ..rows import from_rows, is_experts, parameter_of, to_rows
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import matrices_in_files, original_format
+from ..weight_matrix import from_rows, is_experts, parameter_of, to_rows
 from .state import MAX_PACKED_BITS, StoredLayer
 from .targets import Patterns
 

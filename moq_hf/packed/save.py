@@ -26,9 +26,9 @@ from ..names import uncompiled, without_fsdp, without_peft
 from ..processes import is_apart
 from ..quant_experts import quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer
-from ..rows import is_experts, parameter_of
 from ..seams.transformers import has_adapter, initialize_again, tied_parameters, write_packing_config
 from ..training.controller import MoQController
+from ..weight_matrix import is_experts, parameter_of
 from .card import write_card
 from .encode import Encoder, plain
 from .files import ADAPTER, CONFIG, INDEX, SINGLE, WEIGHTS, bytes_in, digest_of, staged, tensors_in

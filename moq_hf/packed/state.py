@@ -21,10 +21,10 @@ from ..errors import MoQError, show
 from ..inputs import LARGEST_RANGE, ranges_of
 from ..quant_linear import QuantLayer
 from ..reading import checked
-from ..rows import parameter_of
 from ..schedule import FLOAT_BITS
 from ..training.controller import MoQController
 from ..version import __version__
+from ..weight_matrix import parameter_of
 from .files import CONFIG, read_document
 from .load_check import Proof
 

@@ -25,10 +25,10 @@ from ..model.sizes import covered
 from ..names import adapters, uncompiled, without_peft
 from ..quantizer import Quantized, dequantize
 from ..reading import checked
-from ..rows import is_experts, parameter_of
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import original_format
 from ..text import table
+from ..weight_matrix import is_experts, parameter_of
 from .encode import plain
 from .files import CONFIG, digest_of, read_document, size_of, tensors_in, weight_files
 from .load_check import Proof, ReferenceOutputs

@@ -19,7 +19,7 @@ from transformers import Trainer, set_seed
 from moq_hf import MoQCallback, verify_quantized
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import is_convolution, is_linear
-from moq_hf.rows import is_experts
+from moq_hf.weight_matrix import is_experts
 
 WORDS = 60
 TEXT = {**SIZES, "vocab_size": WORDS}

@@ -42,7 +42,7 @@ from moq_hf import (
 from moq_hf.model.convert import check_finite, quant_layers
 from moq_hf.packed.verify import stored_weights
 from moq_hf.quant_linear import QuantConv1D
-from moq_hf.rows import to_rows
+from moq_hf.weight_matrix import to_rows
 
 RENEW = "python tests/helpers/model_zoo.py"
 

@@ -27,9 +27,11 @@ def to_rows(weight: Tensor, kind: str) -> Tensor:
     """
     if kind == "conv":
         return weight.flatten(1)
+    if kind == "conv1d":
+        return weight.t()
     if is_experts(kind):
-        return matrices(weight, kind).flatten(0, 1)
-    return weight.t() if kind == "conv1d" else weight
+        return (weight.transpose(1, 2) if kind == "experts_t" else weight).flatten(0, 1)
+    return weight
 
 
 def matrix_shape(shape: Sequence[int], kind: str) -> tuple[int, int]:
@@ -42,20 +44,6 @@ def matrix_shape(shape: Sequence[int], kind: str) -> tuple[int, int]:
     return rows, columns
 
 
-def matrices(weight: Tensor, kind: str) -> Tensor:
-    """The matrices of a weight, `[matrices, rows, columns]`: several of experts, else one.
-
-    It is a view, but of a convolution's weight that is not contiguous.
-
-    >>> import torch
-    >>> matrices(torch.ones(3, 2), "conv1d").shape, matrices(torch.ones(4, 3, 2), "experts_t").shape
-    (torch.Size([1, 2, 3]), torch.Size([4, 2, 3]))
-    """
-    if is_experts(kind):
-        return weight.transpose(1, 2) if kind == "experts_t" else weight
-    return to_rows(weight, kind).unsqueeze(0)
-
-
 def from_rows(matrix: Tensor, kind: str, shape: Sequence[int]) -> Tensor:
     """The weight of a shape whose matrix this is: a view.
 
@@ -66,26 +54,6 @@ def from_rows(matrix: Tensor, kind: str, shape: Sequence[int]) -> Tensor:
     if kind == "experts_t":
         return matrix.view(shape[0], shape[2], shape[1]).transpose(1, 2)
     return matrix.t() if kind == "conv1d" else matrix.view(*shape)
-
-
-def lies_in_rows(weight: Tensor, kind: str) -> bool:
-    """Whether the matrix of a weight is its own memory, row after row.
-
-    >>> import torch
-    >>> [lies_in_rows(torch.ones(2, 2, 2), kind) for kind in ("experts", "experts_t")]
-    [True, False]
-    """
-    return kind != "experts_t" and to_rows(weight, kind).is_contiguous()
-
-
-def lies_in_columns(weight: Tensor, kind: str) -> bool:
-    """Whether each matrix of a weight is its own memory, column after column.
-
-    >>> import torch
-    >>> [lies_in_columns(torch.ones(2, 2, 2), kind) for kind in ("experts", "experts_t")]
-    [False, True]
-    """
-    return kind in ("conv1d", "experts_t") and weight.is_contiguous()
 
 
 def is_experts(kind: str) -> bool:
