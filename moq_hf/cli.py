@@ -54,15 +54,15 @@ def add_plan(subparsers: Any) -> None:
         "reached. The length of the run is --max_steps, or follows from --num_examples, --batch_size and --epochs.",
     )
     add = parser.add_argument
-    add("--moq_config", required=True, metavar="FILE", help="the MoQ configuration, JSON")
-    add("--max_steps", type=_positive, metavar="S", help="optimizer steps of the run")
-    add("--num_examples", type=_positive, metavar="N", help="size of the training set")
-    add("--batch_size", type=_positive, metavar="B", help="examples per process and forward pass")
-    add("--epochs", type=_positive_number, metavar="E", help="passes over the training set")
-    add("--gradient_accumulation", type=_positive, default=1, metavar="G", help="default: 1")
-    add("--num_processes", type=_positive, default=1, metavar="P", help="default: 1")
+    add("--moq_config", required=True, help="the MoQ configuration, JSON")
+    add("--max_steps", type=_positive, help="optimizer steps of the run")
+    add("--num_examples", type=_positive, help="size of the training set")
+    add("--batch_size", type=_positive, help="examples per process and forward pass")
+    add("--epochs", type=_positive_number, help="passes over the training set")
+    add("--gradient_accumulation", type=_positive, default=1, help="default: 1")
+    add("--num_processes", type=_positive, default=1, help="default: 1")
     add("--json", action="store_true", help="print JSON instead of the table")
-    add("--plot", metavar="FILE.png", help="draw the plan too")
+    add("--plot", help="draw the plan to this file too")
     parser.set_defaults(run=lambda args: _plan(parser, args))
 
 
@@ -104,8 +104,8 @@ def add_report(subparsers: Any) -> None:
     )
     add = parser.add_argument
     add("directory", metavar="DIR", help="the run's output_dir, or one of its checkpoints")
-    add("--float", metavar="DIR", help="a float run to compare with; default: DIR/float, if it is there")
-    add("--out", metavar="DIR", help="folder to write to; default: the run's")
+    add("--float", help="a float run to compare with; default: DIR/float, if it is there")
+    add("--out", help="folder to write to; default: the run's")
     parser.set_defaults(run=_report)
 
 
@@ -126,8 +126,8 @@ def add_pack(subparsers: Any) -> None:
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="a folder checkpoint-N of a run with moq_hf")
     add("out", metavar="OUT", help="the folder to make")
-    add("--model", metavar="MODEL", help="folder or Hub id with config and tokenizer, if the checkpoint has none")
-    add("--max_shard_size", default="5GB", metavar="SIZE", help="the largest size of a weight file; default: 5GB")
+    add("--model", help="folder or Hub id with config and tokenizer, if the checkpoint has none")
+    add("--max_shard_size", default="5GB", help="the largest size of a weight file; default: 5GB")
     parser.set_defaults(run=_pack)
 
 
@@ -169,9 +169,7 @@ def add_export(subparsers: Any) -> None:
     parser.add_argument("--to", required=True, choices=_OPTIONS, help="the format")
     parser.add_argument("out", metavar="OUT", help="the folder to make; for gguf the file")
     gguf = parser.add_argument_group("gguf")
-    gguf.add_argument(
-        "--base", metavar="FILE.gguf", help="what llama.cpp's converter made of the checkpoint as floats (--to float)"
-    )
+    gguf.add_argument("--base", help="what llama.cpp's converter made of the checkpoint as floats (--to float)")
     onnx = parser.add_argument_group("onnx")
     add = onnx.add_argument
     add(
@@ -179,25 +177,21 @@ def add_export(subparsers: Any) -> None:
         # The old spelling.
         "--flavours",
         nargs="+",
-        metavar="FLAVOR",
         help="some of float, weight-only, dequantize-linear, int8, qdq; default: weight-only int8",
     )
     add(
         "--activation_bits",
         type=_positive,
-        metavar="B",
         help="of int8: 2 to 8; default: as trained, or 8; 7 is faster on CPUs without VNNI",
     )
     add(
         "--activation_scale",
-        metavar="SCALE",
         help="of int8: per_token, per_tensor, static; default: as trained, or per_tensor",
     )
-    add("--cpu", metavar="CPU", help="what int8 is made for: vnni, avx2, or auto, which is what suits this machine")
+    add("--cpu", help="what int8 is made for: vnni, avx2, or auto, which is what suits this machine")
     add(
         "--tolerance",
         type=_positive_number,
-        metavar="T",
         help="largest difference of weight-only's outputs; default: 0.0001",
     )
     _add_data(onnx, "compare on these rows")
@@ -237,15 +231,14 @@ def add_bench(subparsers: Any) -> None:
     )
     add = parser.add_argument
     add("directory", metavar="DIR", help="a packed checkpoint with its tokenizer")
-    add("--batch", dest="batches", type=_positive, nargs="+", metavar="N", help="batch sizes; default: 1 8")
-    add("--sequence", dest="sequences", type=_positive, nargs="+", metavar="N", help="tokens; default: 16 128")
-    add("--threads", type=_positive, metavar="N", help="of each engine; default: PyTorch's number")
-    add("--activation_bits", type=_positive, metavar="B", help="as for export")
-    add("--repeats", type=_positive, metavar="N", help="forward passes per shape; default: 20")
+    add("--batch", dest="batches", type=_positive, nargs="+", help="batch sizes; default: 1 8")
+    add("--sequence", dest="sequences", type=_positive, nargs="+", help="tokens; default: 16 128")
+    add("--threads", type=_positive, help="of each engine; default: PyTorch's number")
+    add("--activation_bits", type=_positive, help="as for export")
+    add("--repeats", type=_positive, help="forward passes per shape; default: 20")
     add(
         "--max_loss",
         type=_not_negative,
-        metavar="L",
         help="what a recommended file may lose of each metric; default: 0.01",
     )
     _add_data(parser, "measure the accuracy on these rows")
@@ -264,15 +257,13 @@ def _add_data(parser: Any, does: str) -> None:
     """Add the options that name evaluation data."""
     parser.add_argument(
         "--validation_file",
-        metavar="FILE",
         help=f'{does}: JSON lines with one or two texts and "label"; default: sentences of our own',
     )
     parser.add_argument(
         "--task_name",
-        metavar="TASK",
         help="GLUE's name of the task, for the metric; default: accuracy, or correlations for scores",
     )
-    parser.add_argument("--max_seq_length", type=_positive, metavar="N", help="default: 128")
+    parser.add_argument("--max_seq_length", type=_positive, help="default: 128")
 
 
 def _data(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[str, Any]:

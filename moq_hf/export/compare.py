@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -83,33 +83,29 @@ def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise MoQError(f"cannot read {os.fspath(path)}: {error}") from error
-    texts, labels = [], []
+    texts: list[tuple[str, ...]] = []
+    labels: list[Any] = []
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            text, label = _row(f"{os.fspath(path)}, line {number}", line)
-            texts.append(text)
-            labels.append(label)
+        if not line.strip():
+            continue
+        try:
+            row = dict(json.loads(line))
+            label = row.pop("label", None)
+            text = tuple(value for value in row.values() if isinstance(value, str))
+            is_legal = len(text) in (1, 2) and (label is None or math.isfinite(label))
+        except (ValueError, TypeError):
+            is_legal = False
+        if not is_legal:
+            raise MoQError(
+                f'{os.fspath(path)}, line {number}: must be a JSON object with one or two texts and a number "label"'
+            )
+        texts.append(text)
+        labels.append(label)
     if not texts:
         raise MoQError(f"{os.fspath(path)} holds no rows")
     if len({len(text) for text in texts}) > 1 or len({label is None for label in labels}) > 1:
         raise MoQError(f"{os.fspath(path)}: all rows must have as many texts, and all a label or none")
-    return Data(texts, None if labels[0] is None else cast(list[float], labels), task)
-
-
-def _row(where: str, line: str) -> tuple[tuple[str, ...], float | None]:
-    fault = MoQError(f'{where}: must be a JSON object with one or two texts and a number "label"')
-    try:
-        row = json.loads(line)
-    except ValueError:
-        raise fault from None
-    if not isinstance(row, dict):
-        raise fault
-    label = row.pop("label", None)
-    text = tuple(value for value in row.values() if isinstance(value, str))
-    is_number = isinstance(label, int) or (isinstance(label, float) and math.isfinite(label))
-    if not 1 <= len(text) <= 2 or not (label is None or is_number):
-        raise fault
-    return text, label
+    return Data(texts, None if labels[0] is None else labels, task)
 
 
 @dataclass(frozen=True)
@@ -164,19 +160,32 @@ def load_model(directory: Path) -> tuple[Any, Any]:
     """
     config = transformers.AutoConfig.from_pretrained(directory)
     name = (config.architectures or ["none"])[0]
-    architecture = getattr(transformers, name, None)
-    if architecture is None or not name.endswith(_KINDS) or "Head" in name or config.is_encoder_decoder:
+    if not hasattr(transformers, name) or not name.endswith(_KINDS) or "Head" in name or config.is_encoder_decoder:
         raise MoQError(
             f"{directory}: {name} is not exported; classifiers of sequences, tokens and images and base models are "
             "(ForSequenceClassification, ForTokenClassification, ForImageClassification, Model), without a decoder "
             "beside the encoder"
         )
-    tokenizer = None if takes_pictures(architecture) else _tokenizer(directory)
-    model = architecture.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
-    if is_packed(model):
-        dequantize_model(model)
+    tokenizer = None if takes_pictures(getattr(transformers, name)) else _tokenizer(directory)
+    model = load_floats(directory, attn_implementation="eager", dtype=torch.float32)
     model.config.use_cache = False
     return model.float().eval(), tokenizer
+
+
+def load_floats(directory: Path, **options: Any) -> Any:
+    """Load the model of a packed checkpoint with transformers, plain, with float weights on their grid.
+
+    Raises:
+        MoQError: Its class is none of transformers'.
+    """
+    name = (transformers.AutoConfig.from_pretrained(directory).architectures or ["none"])[0]
+    if not hasattr(transformers, name):
+        raise MoQError(f"{directory}: its config names the class {name}, which transformers does not have")
+    model = getattr(transformers, name).from_pretrained(directory, **options)
+    if is_packed(model):
+        dequantize_model(model)
+    model.config.__dict__.pop("quantization_config", None)
+    return model
 
 
 def _tokenizer(directory: Path) -> Any:

@@ -4,17 +4,13 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import transformers
 
 from ..errors import MoQError
-from ..model.convert import dequantize_model
-from ..model.inventory import is_packed
 from ..packed.files import ADAPTER, CONFIG, WEIGHTS, new_path, staged
 from ..packed.load_check import quiet
 from ..packed.state import STATE_NAME
 from ..packed.verify import verify_quantized
+from .compare import load_floats
 
 # What describes the packed folder or the run, not the model.
 _LEFT = (CONFIG, STATE_NAME, "README.md", "training_args.bin")
@@ -61,28 +57,10 @@ def export_floats(directory: str | os.PathLike[str], out: str | os.PathLike[str]
     if (folder / ADAPTER).exists():
         raise MoQError(f"{folder} has adapters in {ADAPTER}/, which floats of the base model would leave out")
     with quiet():
-        model = _load(folder)
+        model = load_floats(folder, dtype="auto")
         with staged(target) as staging:
             model.save_pretrained(staging)
             for path in folder.iterdir():
                 if path.is_file() and path.suffix != ".png" and path.name not in _LEFT and not WEIGHTS.match(path.name):
                     shutil.copy(path, staging)
     return FloatExport(Path(out), sum(path.stat().st_size for path in target.glob("*.safetensors")), packed_bytes)
-
-
-def _load(folder: Path) -> Any:
-    """The model, plain, with float weights.
-
-    Raises:
-        MoQError: Its class is none of transformers'.
-    """
-    config = transformers.AutoConfig.from_pretrained(folder)
-    name = (config.architectures or ["none"])[0]
-    architecture = getattr(transformers, name, None)
-    if architecture is None:
-        raise MoQError(f"{folder}: its config names the class {name}, which transformers does not have")
-    model = architecture.from_pretrained(folder, dtype="auto")
-    if is_packed(model):
-        dequantize_model(model)
-    model.config.__dict__.pop("quantization_config", None)
-    return model

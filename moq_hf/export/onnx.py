@@ -275,9 +275,7 @@ def onnx_runtime(path: Path, threads: int = 0) -> Callable[[Mapping[str, Tensor]
 
 def _write_rest(folder: Path, checkpoint: Checkpoint, found: Export, tolerance: float) -> None:
     """Write the model's config, without its quantization, what prepares its inputs, and the report."""
-    config = copy.deepcopy(checkpoint.model.config)
-    config.__dict__.pop("quantization_config", None)
-    config.save_pretrained(folder)
+    checkpoint.model.config.save_pretrained(folder)
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.save_pretrained(folder)
     elif checkpoint.processor is not None:
