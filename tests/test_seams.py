@@ -629,19 +629,6 @@ def test_fsdp_model() -> None:
     assert constants.FSDP_MODEL_NAME == engines.FSDP_MODEL
 
 
-def test_checkpoint_chunks(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        save(
-            {"model": {"a": torch.ones(9), "b": torch.ones(2)}}, storage_writer=FileSystemWriter(tmp_path), no_dist=True
-        )
-    (file,) = tmp_path.glob("*.distcp")
-    found = engines.checkpoint_chunks(FileSystemReader(tmp_path).read_metadata())
-    assert found == {file.name: file.stat().st_size}
-
-
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])
 def test_convolve(mode: str) -> None:
     layers = [(nn.Conv1d(4, 6, 3, 2, 1, groups=2, padding_mode=mode), (2, 4, 9)), (nn.Conv2d(2, 3, 3), (2, 2, 5, 5))]

@@ -1,7 +1,7 @@
 """The layers of one model on their way into the files: the form that each is stored in, and the config groups."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from .. import quantizer
 from ..errors import MoQError
 from ..formats.stored import EncodedWeight, EncodeSpec, SharedScheme
 from ..formats.table import FORMS, Layout, form_of
-from ..grid import Grid, RowBlocks
+from ..grid import Grid
 from ..model.inventory import Inventory, is_linear
 from ..names import plain_name
 from ..processes import shape_of
@@ -28,8 +28,6 @@ _Value = TypeVar("_Value")
 _EXPERTS = "experts"
 # What the files call the matrix of an expert.
 _MATRIX = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
-# Numbers that are quantized at a time.
-PIECE = 1 << 18
 
 
 class Encoder:
@@ -156,11 +154,13 @@ class Encoder:
             encoded = EncodedWeight({"weight": from_rows(weight, spec.kind, parameter.shape).contiguous()})
         else:
             try:
-                values, max_error = _quantize(weight, state.bits, state.grid, ratio, state.seed)
+                values = quantizer.quantize(weight, state.bits, state.grid, ratio=ratio, seed=state.seed)
             except ValueError as error:
                 raise MoQError(f"{own} cannot be quantized: {error}") from error
+            max_error = _max_error(weight, values)
             scales = (values.scale.shape[0], values.scale.shape[1])
-            encoded = FORMS[form].write(values, spec)
+            zero = None if values.zero_point is None else values.zero_point.cpu()
+            encoded = FORMS[form].write(quantizer.Quantized(values.codes.cpu(), values.scale.cpu(), zero), spec)
         parts = encoded.parts
         matrices = self._matrices.get(name)
         if not matrices:
@@ -272,44 +272,6 @@ def plain(named: Mapping[str, _Value], added: Iterable[str]) -> dict[str, _Value
     """By the names that modules and tensors had before PEFT came, without its adapters."""
     renamed = {plain_name(name, added): value for name, value in named.items()} if added else named
     return {name: value for name, value in renamed.items() if name is not None}
-
-
-def _quantize(
-    weight: Tensor, bits: int, grid: Grid, ratio: Tensor | None, seed: quantizer.RoundingSeed
-) -> tuple[quantizer.Quantized, float]:
-    """What `quantizer.quantize` gives, on the CPU, and the largest distance of a weight from it, in steps of its scale.
-
-    It goes piece by piece, which takes little memory. Stochastic rounding draws for a whole weight.
-
-    Raises:
-        ValueError: As `quantizer.quantize`.
-    """
-    groups = quantizer.check(weight, bits, grid, ratio)[0]
-    block = len(weight) // groups
-    max_error = 0.0
-    found: list[quantizer.Quantized] = []
-    for piece in [slice(0, len(weight))] if grid.stochastic else _pieces(len(weight), weight.shape[1], block):
-        own = weight[piece]
-        count = len(own) // block
-        among = replace(grid, grouping=RowBlocks(count)) if isinstance(grid.grouping, RowBlocks) else grid
-        own_ratio = None if ratio is None else ratio[piece.start // block :][:count]
-        values = quantizer.quantize(own, bits, among, ratio=own_ratio, seed=seed)
-        max_error = max(max_error, _max_error(own, values))
-        zero = None if values.zero_point is None else values.zero_point.cpu()
-        found.append(quantizer.Quantized(values.codes.cpu(), values.scale.cpu(), zero))
-    codes, scales, zeros = zip(*found, strict=True)
-    zero = None if zeros[0] is None else torch.cat(zeros)
-    return quantizer.Quantized(torch.cat(codes), torch.cat(scales), zero), max_error
-
-
-def _pieces(rows: int, columns: int, block: int) -> Iterator[slice]:
-    """Rows of about `PIECE` numbers, at multiples of `block` rows.
-
-    >>> list(_pieces(5, PIECE // 2, 1))
-    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
-    """
-    step = max(1, PIECE // (columns * block)) * block
-    return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
 
 
 def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:

@@ -43,8 +43,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return found
 
 
-def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a folder's weight files by its name.
+def opened(folder: Path) -> Iterator[tuple[Path, Any]]:
+    """Each of a folder's weight files, opened by safetensors.
 
     Raises:
         MoQError: A file is missing, or holds others than the index says.
@@ -55,11 +55,20 @@ def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
         if not path.is_file():
             raise MoQError(f"{path} is missing: {_UNFINISHED}")
         with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            if index is not None and names != {name for name, place in index.items() if place == path.name}:
+            if index is not None and set(file.keys()) != {n for n, place in index.items() if place == path.name}:
                 raise MoQError(f"{path}: its tensors are not those that {INDEX} names")
-            for name in sorted(names):
-                yield name, file.get_tensor(name)
+            yield path, file
+
+
+def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a folder's weight files by its name.
+
+    Raises:
+        MoQError: A file is missing, or holds others than the index says.
+    """
+    for _, file in opened(folder):
+        for name in sorted(file.keys()):
+            yield name, file.get_tensor(name)
 
 
 def bytes_in(size: int | str) -> int:

@@ -5,8 +5,7 @@ import inspect
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
-from math import isfinite
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,13 +65,6 @@ class Proof:
         difference = self.largest_difference or 0.0
         return f"delivered = evaluated: {self.examples} examples, largest difference {difference:.3g}{tokens}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """In JSON types, which have no infinite numbers."""
-        found = asdict(self)
-        if self.largest_difference is not None and not isfinite(self.largest_difference):
-            found["largest_difference"] = None
-        return found
-
 
 class ProbeBatch:
     """A batch for a model and its copies: each is called in evaluation mode, without gradients, with the same seed.
@@ -112,22 +104,6 @@ class ProbeBatch:
         with self._evaluating(model):
             generated = cast(Any, model).generate(**prompts, **settings, return_dict_in_generate=False)
         return cast(Tensor, generated)[:, -_GENERATED:].cpu()
-
-    def outputs_by_module(self, model: nn.Module) -> dict[str, list[Tensor]]:
-        """The tensors that each module gives at its first call."""
-        found: dict[str, list[Tensor]] = {}
-        names = {module: name for name, module in model.named_modules()}
-
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            found.setdefault(names[module], [tensor.detach().clone() for tensor in tensors_of(output)])
-
-        handles = [module.register_forward_hook(keep) for module in names]
-        try:
-            self.outputs(model)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return found
 
     @contextlib.contextmanager
     def _evaluating(self, model: nn.Module) -> Iterator[None]:
@@ -192,6 +168,9 @@ class ReferenceOutputs:
             agrees, reason = None, "a second copy of the model does not fit beside it"
         seconds = round(self.seconds + time.perf_counter() - began, 3)
         tokens = None if self.tokens is None else self.tokens.numel()
+        if difference == float("inf"):
+            # JSON has no infinite numbers.
+            difference = None
         return Proof(agrees, self.examples, difference, tokens, reason, seconds)
 
     def _compare(self, folder: Path) -> tuple[bool | None, str | None, float | None]:
@@ -238,11 +217,8 @@ class ReferenceOutputs:
         names = modules_with_other_weights(self.model, loaded)
         if is_small and not names:
             return True, None, difference
-        if not names:
-            own, other = (self.batch.outputs_by_module(model) for model in (self.model, loaded))
-            common = [name for name in other if name and name in own]
-            names = [n for n in common if any(not torch.equal(a, b) for a, b in zip(own[n], other[n], strict=False))]
-        return False, f"{reason}, first in {', '.join(names[:_NAMED]) or 'the model itself'}", difference
+        where = f"first in {', '.join(names[:_NAMED])}" if names else "though all weights are equal"
+        return False, f"{reason}, {where}", difference
 
     def _load(self, folder: Path) -> nn.Module:
         base = without_peft(self.model)

@@ -23,9 +23,9 @@ from ..training.checkpoints import STATE_FILE, fault_of, last_metrics, state_of_
 from ..training.controller import MoQController
 from ..training.float_first import FOLDER, METRICS
 from ..training.resume import has_begun
+from .checkpoint_weights import Weights, distributed_weights, safetensors_weights
 from .files import CONFIG, INDEX, SINGLE, bytes_in
 from .save import SaveOptions, deliver
-from .sources import DistributedWeights, Renamed, SafetensorsWeights, Weights
 from .zero_files import zero_folder, zero_weights
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def pack_checkpoint(
         controller,
         last_metrics(log),
         _float_metrics(folder),
-        Renamed(weights, names),
+        weights.renamed(names),
         shard_size,
     )
     return deliver(shell, target, options, None)
@@ -120,9 +120,9 @@ def _weights_of(folder: Path) -> Weights:
         MoQError: It has none that can be read, or some of them are missing or damaged.
     """
     if (folder / SINGLE).exists() or (folder / INDEX).exists():
-        return SafetensorsWeights(folder)
+        return safetensors_weights(folder)
     if (folder / _SHARDS).is_dir():
-        return DistributedWeights(folder / _SHARDS)
+        return distributed_weights(folder / _SHARDS)
     if any(folder.glob(f"{_SHARDS}_rank*.bin")):
         raise MoQError(
             f"{folder}: Accelerate saved the shards without torch.distributed.checkpoint: not to be read here"
@@ -183,15 +183,15 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
             f"{folder} holds the weights of a model with PEFT's adapters: load them, and call save_quantized"
         )
     if missing:
-        raise MoQError(f"{weights.place(next(iter(weights.specs)))}: missing of the model's weights: {_some(missing)}")
+        raise MoQError(f"{weights.place}: missing of the model's weights: {_some(missing)}")
     left = [name for name in left if name not in tied]
     if left:
-        raise MoQError(f"{weights.place(left[0])}: weights that {type(shell).__name__} does not have: {_some(left)}")
+        raise MoQError(f"{weights.place}: weights that {type(shell).__name__} does not have: {_some(left)}")
     for name, called in found.items():
         spec, tensor = weights.specs[called], wanted[name]
         if spec.shape != tensor.shape:
             shapes = f"{list(spec.shape)}, not {list(tensor.shape)} as {CONFIG} says"
-            raise MoQError(f"{weights.place(called)}: {called} is of the shape {shapes}")
+            raise MoQError(f"{weights.place}: {called} is of the shape {shapes}")
         if spec.dtype != tensor.dtype:
             tensor.data = tensor.data.to(spec.dtype)
     return found

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,12 +28,12 @@ from ..quant_experts import quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..seams.transformers import has_adapter, initialize_again, tied_parameters, write_packing_config
 from ..training.controller import MoQController
-from ..weight_matrix import is_experts, parameter_of
+from ..weight_matrix import parameter_of
 from .card import write_card
 from .encode import Encoder, plain
 from .files import ADAPTER, CONFIG, INDEX, SINGLE, WEIGHTS, bytes_in, digest_of, staged, tensors_in
 from .load_check import Proof, ReferenceOutputs, quiet
-from .state import MAX_PACKED_BITS, StoredLayer, clean_metrics, hub_id, sha256, state_of, without_paths, write_state
+from .state import MAX_PACKED_BITS, clean_metrics, hub_id, sha256, state_of, without_paths, write_state
 from .verify import Verification, verify_quantized
 
 logger = logging.getLogger(__name__)
@@ -353,7 +353,7 @@ class _Saving:
             "names": encoder.names,
             "layout": encoder.layout,
             "reason": None if reason is None else without_paths(reason),
-            "proof": None if proof is None else proof.to_dict(),
+            "proof": None if proof is None else asdict(proof),
             # Nobody's `save_pretrained` wrote it.
             "by_hand": by_hand,
             "parameters": {"total": sizes.total, "quantized": sizes.quantized},
@@ -506,33 +506,19 @@ def _publish(staging: Path, target: Path) -> None:
 
 def _warn(target: Path, encoder: Encoder, proof: Proof | None, reason: str | None) -> None:
     """Say what of the model is not packed, and whether it does not compute what was evaluated."""
-    unpacked: dict[str, list[str]] = {}
-    for name, layer in encoder.stored.items():
-        why = _why_floats(layer)
-        # One reason is enough: a folder of floats has its own.
-        if why is not None and (reason is None or encoder.layout != "floats" or layer.kind == "conv"):
-            bits = "float" if layer.stored == "float" else f"{layer.bits} bits"
-            unpacked.setdefault(why, []).append(f"{name} ({bits})")
-    for why, names in unpacked.items():
+    floats = [f"{n} ({layer.bits} bits)" for n, layer in encoder.stored.items() if layer.stored in ("dense", "float")]
+    # One reason is enough: a folder of floats has its own.
+    if floats and (reason is None or encoder.layout != "floats"):
         logger.warning(
-            "moq_hf: these layers are saved as floats on the grid, at full size, since %s: %s", why, ", ".join(names)
+            "moq_hf: these layers are saved as floats on the grid, at full size, since the packed format has no place "
+            "for them (it is for 2 to %d bits of nn.Linear, tables and experts that are symmetric and not transposed): "
+            "%s",
+            MAX_PACKED_BITS,
+            ", ".join(floats),
         )
     if proof is not None and proof.agrees is False:
         logger.warning("moq_hf: %s: what is written does not compute what was evaluated: %s", target, proof.reason)
     elif reason is not None:
-        held = "weights that are unpacked while loading"
-        if encoder.layout == "floats":
-            held = "floats on the grid, not packed"
+        unpacked = "weights that are unpacked while loading"
+        held = "floats on the grid, not packed" if encoder.layout == "floats" else unpacked
         logger.warning("moq_hf: %s holds %s: %s", target, held, reason)
-
-
-def _why_floats(layer: StoredLayer) -> str | None:
-    """Why a layer is stored as floats, where the format has no place for it."""
-    if layer.stored not in ("dense", "float"):
-        return None
-    if layer.stored == "float" or not 2 <= layer.bits <= MAX_PACKED_BITS:
-        return f"only 2 to {MAX_PACKED_BITS} bits can be packed"
-    if is_experts(layer.kind):
-        return "the packed format has no place for transposed experts and asymmetric grids of experts"
-    what = {"conv": "convolutions", "conv1d": "Conv1D layers"}.get(layer.kind, "their groups beside the other layers'")
-    return f"the packed format has no place for {what}"

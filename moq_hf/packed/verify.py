@@ -143,26 +143,21 @@ def verify_quantized(
         raise MoQError("inputs are for the comparison with a model: give the model too")
     folder = Path(directory)
     state, layers = read_layers(folder)
-    tied = {module: name for name, layer in layers.items() for module in layer.tied}
+    tied = {module for layer in layers.values() for module in layer.tied}
     expected = None if model is None else _named_as_in_files(model, state)
-    # The scales and zero points of each table, and of the modules that are tied to it.
-    scales: dict[str, dict[str, Tensor]] = {module: {} for module in (*tied, *tied.values())}
     with _explained(folder):
         for name, found in _read_weights(folder, state, layers, _tensors_as_saved(folder, state["tensors"])):
             if isinstance(found, StoredWeight):
                 weight = _checked(found, layers[name])
-                if name in scales:
-                    scales[name] = {p: t for p, t in found.pieces[name].items() if p in _OF_GRID}
                 _compare(folder, parameter_of(name, layers[name].kind), weight, expected)
                 continue
             owner, _, part = Places(layers, state).of(name)
-            if owner in tied and part in _OF_GRID:
-                scales[owner][part] = found
+            # The scales of a module that is tied to a table.
+            if owner in tied:
                 continue
             if part == "weight_packed":
                 raise MoQError(f"{folder / STATE_NAME}: layers.{owner} is missing, whose packed weight there is")
             _compare(folder, name, found, expected, "tensor ")
-    _check_tied(folder, tied, scales)
     if inputs is None or model is None:
         proof = proof_in(state)
     else:
@@ -170,10 +165,6 @@ def verify_quantized(
         if not proof.agrees:
             raise MoQError(f"{folder}: {proof}")
     return Verification(layers, size_of(folder), state, proof)
-
-
-# What a module has of its own where it shares the codes of another one.
-_OF_GRID = ("weight_scale", "weight_zero_point")
 
 
 def recorded(directory: str | os.PathLike[str]) -> Verification:
@@ -366,19 +357,6 @@ def _checked(found: StoredWeight, layer: StoredLayer) -> Tensor:
     values = FORMS[layer.stored].read(found)
     found.check(values)
     return dequantize(*values) if found.scheme is not None else next(iter(found.pieces.values()))["weight"]
-
-
-def _check_tied(folder: Path, tied: Mapping[str, str], scales: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Compare the scales and zero points of modules that share a weight: what is unpacked of it must be the same.
-
-    Raises:
-        MoQError: They differ.
-    """
-    for module, name in tied.items():
-        for part, tensor in scales[module].items():
-            own = scales[name].get(part)
-            if own is None or not torch.equal(own, tensor):
-                raise MoQError(f"{folder}: {module}.{part} differs from {name}.{part}, to whose weight it is tied")
 
 
 def _tensors_as_saved(folder: Path, digests: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:

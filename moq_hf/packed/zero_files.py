@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MoQError, one_line
-from .sources import Spec, Weights
+from .checkpoint_weights import Spec, Weights
 
 _LATEST = "latest"
 _WHOLE = "mp_rank_00_model_states.pt"
@@ -57,102 +57,69 @@ def zero_weights(folder: Path) -> Weights:
     """
     if any(folder.glob("*mp_rank_01*_model_states.pt")):
         raise MoQError(f"{folder}: the weights are taken apart by tensor parallelism, which moq_hf does not train with")
-    if (folder / _WHOLE).is_file():
-        return WholeWeights(folder / _WHOLE)
-    return PartedWeights(folder)
+    path = folder / _WHOLE
+    if not path.is_file():
+        return _parted_weights(folder)
+    # ZeRO-1 and ZeRO-2 save the weights whole, in the dtype of the run.
+    specs = {n: Spec(t.shape, t.dtype) for n, t in _read(path)["module"].items() if isinstance(t, Tensor)}
+    return Weights(path, specs, lambda name: _read(path)["module"][name].clone())
 
 
-class WholeWeights(Weights):
-    """The weights of ZeRO-1 and ZeRO-2, in the dtype of the run.
-
-    Args:
-        path: The file.
-
-    Raises:
-        MoQError: It is damaged.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        module = _read(path)["module"]
-        self.specs = {n: Spec(t.shape, t.dtype) for n, t in module.items() if isinstance(t, Tensor)}
-
-    def read(self, name: str) -> Tensor:
-        """One tensor, in memory of its own."""
-        return cast(Tensor, _read(self._path)["module"][name].clone())
-
-    def place(self, name: str) -> Path:
-        """The file."""
-        return self._path
-
-
-class PartedWeights(Weights):
+def _parted_weights(folder: Path) -> Weights:
     """The weights of ZeRO-3, put together of the parts of all processes.
-
-    Args:
-        folder: Of the files.
 
     Raises:
         MoQError: The file of a process is missing or damaged.
     """
+    by_rank = _by_rank(folder, _PART)
+    if 0 not in by_rank:
+        raise MoQError(f"{folder}: zero_pp_rank_0_mp_rank_00_model_states.pt is missing: no weights of DeepSpeed")
+    state = _read(by_rank[0])
+    try:
+        world = int(state["dp_world_size"])
+        module: Mapping[str, Any] = state["module"]
+        trained = {n: torch.Size(s) for shapes in state["param_shapes"] for n, s in shapes.items()}
+        frozen = {n: torch.Size(s) for n, s in (state.get("frozen_param_shapes") or {}).items()}
+        shared: Mapping[str, str] = state["shared_params"]
+        buffers = [name for name in state["buffer_names"] if name in module]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise MoQError(f"{by_rank[0]}: not as DeepSpeed writes it: {one_line(error, named=True)}") from error
+    parts = _complete(folder, by_rank, world, by_rank[0].name)
+    masters: list[Path] = []
+    if trained:
+        optimizers = _by_rank(folder, _TRAINED)
+        prefix = "bf16_" if any(path.name.startswith("bf16_") for path in optimizers.values()) else ""
+        masters = _complete(folder, optimizers, world, f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    # Where the part of each begins in what a process has of the weights that are trained.
+    slices: dict[str, slice] = {}
+    end = 0
+    for name, shape in trained.items():
+        begin, end = end, end + math.ceil(shape.numel() / world)
+        slices[name] = slice(begin, end)
+    for path in masters:
+        there = sum(flat.numel() for flat in _flat(path))
+        if there < end:
+            raise MoQError(f"{path} holds {there} numbers, not the {end} of the weights that are trained")
+    found = {name: Spec(shape, module[name].dtype) for name, shape in {**frozen, **trained}.items()}
+    found |= {name: Spec(module[name].shape, module[name].dtype) for name in buffers}
+    aliases = {name: other for name, other in shared.items() if other in found and name not in found}
+    found |= {name: found[other] for name, other in aliases.items()}
+    # In the order of the model.
+    specs = {name: found[name] for name in [*(n for n in module if n in found), *found]}
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        parts = _by_rank(folder, _PART)
-        if 0 not in parts:
-            raise MoQError(f"{folder}: zero_pp_rank_0_mp_rank_00_model_states.pt is missing: no weights of DeepSpeed")
-        state = _read(parts[0])
-        try:
-            self._world = int(state["dp_world_size"])
-            module: Mapping[str, Any] = state["module"]
-            trained = {n: torch.Size(s) for shapes in state["param_shapes"] for n, s in shapes.items()}
-            frozen = {n: torch.Size(s) for n, s in (state.get("frozen_param_shapes") or {}).items()}
-            shared: Mapping[str, str] = state["shared_params"]
-            self._buffers = [name for name in state["buffer_names"] if name in module]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise MoQError(f"{parts[0]}: not as DeepSpeed writes it: {one_line(error, named=True)}") from error
-        self._parts = _complete(folder, parts, self._world, parts[0].name)
-        masters = _by_rank(folder, _TRAINED)
-        prefix = "bf16_" if any(path.name.startswith("bf16_") for path in masters.values()) else ""
-        first = f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt"
-        self._masters = _complete(folder, masters, self._world, first) if trained else []
-        self._frozen = set(frozen)
-        # Where the part of each begins in what a process has of the weights that are trained.
-        self._starts: dict[str, int] = {}
-        end = 0
-        for name, shape in trained.items():
-            self._starts[name] = end
-            end += self._length(shape)
-        for path in self._masters:
-            there = sum(flat.numel() for flat in _flat(path))
-            if there < end:
-                raise MoQError(f"{path} holds {there} numbers, not the {end} of the weights that are trained")
-        found = {name: Spec(shape, module[name].dtype) for name, shape in {**frozen, **trained}.items()}
-        found |= {name: Spec(module[name].shape, module[name].dtype) for name in self._buffers}
-        self._aliases = {name: other for name, other in shared.items() if other in found and name not in found}
-        # In the order of the model.
-        every = found | {name: found[other] for name, other in self._aliases.items()}
-        self.specs = {name: every[name] for name in [*(n for n in module if n in every), *every]}
-
-    def read(self, name: str) -> Tensor:
-        """One tensor, as the run computed with it."""
-        name, spec = self._aliases.get(name, name), self.specs[name]
-        if name in self._buffers:
-            return cast(Tensor, _read(self._parts[0])["module"][name].clone())
-        if name in self._frozen:
-            found = [_read(path)["frozen_param_fragments"][name].clone() for path in self._parts]
+    def read(name: str) -> Tensor:
+        name = aliases.get(name, name)
+        spec = specs[name]
+        if name in buffers:
+            return cast(Tensor, _read(parts[0])["module"][name].clone())
+        if name in frozen:
+            pieces = [_read(path)["frozen_param_fragments"][name].clone() for path in parts]
         else:
-            part = slice(self._starts[name], self._starts[name] + self._length(spec.shape))
-            found = [_cut(_flat(path), part).to(spec.dtype) for path in self._masters]
-        return torch.cat(found)[: spec.shape.numel()].view(spec.shape)
+            pieces = [_cut(_flat(path), slices[name]).to(spec.dtype) for path in masters]
+        # Parts have room at the end where the processes do not divide the weight.
+        return torch.cat(pieces)[: spec.shape.numel()].view(spec.shape)
 
-    def place(self, name: str) -> Path:
-        """The folder."""
-        return self._folder
-
-    def _length(self, shape: torch.Size) -> int:
-        """Numbers that each process has of a weight."""
-        return math.ceil(shape.numel() / self._world)
+    return Weights(folder, specs, read)
 
 
 def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:

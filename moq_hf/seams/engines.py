@@ -3,7 +3,7 @@
 As in `seams.transformers`, each name says what it relies on, and what would break; its test tells when that is gone.
 """
 
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor, nn
 
@@ -63,18 +63,3 @@ FSDP_MODEL: Final = "pytorch_model_fsdp"
 Relies on: `accelerate.utils.constants.FSDP_MODEL_NAME`, and the key "model" in what it saves there.
 Breaks: `moq-hf pack` would find no weights in a checkpoint of FSDP2.
 """
-
-
-def checkpoint_chunks(metadata: Any) -> dict[str, int]:
-    """The files of a distributed checkpoint, each with the number of bytes that it has at least.
-
-    Args:
-        metadata: As `torch.distributed.checkpoint.FileSystemReader.read_metadata` gives it.
-
-    Relies on: `Metadata.storage_data`, and `relative_path`, `offset` and `length` of what it holds.
-    Breaks: `moq-hf pack` would fail on FSDP2's checkpoints, or see a cut off one only where a tensor is missing.
-    """
-    ends: dict[str, int] = {}
-    for chunk in metadata.storage_data.values():
-        ends[chunk.relative_path] = max(ends.get(chunk.relative_path, 0), chunk.offset + chunk.length)
-    return ends

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, Trainer, TrainerCallback
 
 from moq_hf import MoQCallback, MoQTrainer, cli, quantize_model, save_quantized, verify_quantized
-from moq_hf.packed import save, sources
+from moq_hf.packed import checkpoint_weights, save
 from moq_hf.packed.pack import pack_checkpoint
 from moq_hf.packed.zero_files import zero_folder, zero_weights
 
@@ -264,11 +264,11 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "an index that points out": (
         in_format("files", edited("model.safetensors.index.json", lambda i: i["weight_map"].update({QUERY: "../x"}))),
-        "the name of a file in this folder",
+        "should match pattern",
     ),
     "no metadata": (in_format("FSDP2", without(f"{DCP}/.metadata")), ".metadata cannot be read"),
-    "a process missing": (in_format("FSDP2", without(f"{DCP}/__0_0.distcp")), "__0_0.distcp is missing"),
-    "a process cut off": (in_format("FSDP2", cut(f"{DCP}/__0_0.distcp")), "__0_0.distcp is cut off"),
+    "a process missing": (in_format("FSDP2", without(f"{DCP}/__0_0.distcp")), "cannot be read"),
+    "a process cut off": (in_format("FSDP2", cut(f"{DCP}/__0_0.distcp")), "cannot be read"),
     "another program's shards": (
         in_format("FSDP2", lambda f: ((f / DCP).rename(f / "x"), (f / f"{DCP}_rank0.bin").touch())),
         "without torch.distributed.checkpoint",
@@ -463,13 +463,13 @@ def test_packing_holds_one_layer_at_a_time(
     FORMATS[form](checkpoint, weights)
     del weights
     base, held = count(), list[int]()
-    read = sources.Weights.__getitem__
+    read = checkpoint_weights.Weights.__getitem__
 
-    def noted(self: sources.Weights, name: str) -> Tensor:
+    def noted(self: checkpoint_weights.Weights, name: str) -> Tensor:
         held.append(count() - base)
         return read(self, name)
 
-    monkeypatch.setattr(sources.Weights, "__getitem__", noted)
+    monkeypatch.setattr(checkpoint_weights.Weights, "__getitem__", noted)
     pack_checkpoint(checkpoint, tmp_path / "out")
     assert len(held) == len(sizes) and max(held) <= max(sizes) < sum(sizes) / 5
 
