@@ -62,17 +62,12 @@ def without_peft(model: nn.Module) -> nn.Module:
 
 
 def adapters(model: nn.Module) -> list[str]:
-    """The names of the modules that PEFT has put into the model, none of which is quantized."""
-    return adapters_among(named_modules(model))
-
-
-def adapters_among(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """The same among a model's modules with their names.
+    """The names of the modules that PEFT has put into the model, none of which is quantized.
 
     They lie beside the `base_layer` that they adapt, or are copies to be trained of an `original_module`.
     """
     found = []
-    for name, module in modules:
+    for name, module in named_modules(model):
         parts = dict(module.named_children())
         if ADAPTED in parts and is_peft(module):
             found += [f"{name}.{part}" for part in parts if part != ADAPTED]

@@ -52,7 +52,7 @@ class MoQTrainer(Trainer):
     Args:
         *args: What `Trainer` takes.
         moq_config: A `MoQConfig`, a mapping or the path of a JSON file; None trains in float.
-        teacher: A float model for distillation, in place of `distillation.teacher` in the config.
+        teacher: A float model for distillation, instead of `distillation.teacher` in the config.
         teacher_init_kwargs: For the `from_pretrained` of `distillation.teacher`: `token`, `cache_dir`, `revision`, ...
         float_first: Train in float for that share of the steps, above 0 and below 1; True is half of them. The model of
             then is evaluated, saved in the folder `float` of the output folder, and is start and teacher of what
@@ -64,7 +64,7 @@ class MoQTrainer(Trainer):
     Raises:
         MoQConfigError: The config is wrong.
         MoQError: The config does not fit the model, `callbacks` holds a MoQCallback too, or `float_first` goes with a
-            teacher, without a config, with a scheduler of one's own or with PEFT's adapters.
+            teacher, without a config, with a custom scheduler or with PEFT's adapters.
 
     Attributes:
         moq: The `MoQCallback`, or None.
@@ -232,7 +232,7 @@ class MoQTrainer(Trainer):
         self.lr_scheduler = cast(Any, scheduler)
         return scheduler
 
-    def begin_phase(self, has_begun: bool, taught_by: int | None) -> None:
+    def begin_phase(self, has_begun: bool, teacher_before: int | None) -> None:
         """Begin or go on with a run: `has_begun` is whether a float phase is over. Called by the `MoQCallback`.
 
         Raises:
@@ -244,7 +244,7 @@ class MoQTrainer(Trainer):
         if has_begun:
             phase.go_on()
         self._take(phase if has_begun else None)
-        if has_begun and taught_by != self.teacher_fingerprint:
+        if has_begun and teacher_before != self.teacher_fingerprint:
             raise MoQError(
                 f"cannot resume: the model in {phase.folder} is not the float model of this run: it was written "
                 "by another one. Put the right one there, or start a new run"
@@ -301,12 +301,12 @@ class MoQTrainer(Trainer):
         loss, outputs = super().compute_loss(model, dict(inputs), True, self._count_of(inputs))
         # As the student, around whose forward pass Accelerate has put it.
         with torch.no_grad(), self.accelerator.autocast():
-            taught = self._teacher(**inputs)
+            teacher_outputs = self._teacher(**inputs)
         student = self.accelerator.unwrap_model(self.model)
         # With labels a forward pass finds out what it is, if the config did not say it.
         problem = getattr(self._teacher.config, "problem_type", None)
         inputs = {**inputs, "labels": labels_at_logits(student, inputs.get("labels"))}
-        loss = distillation_loss(loss, outputs, taught, inputs, self.moq.config.distillation, problem)
+        loss = distillation_loss(loss, outputs, teacher_outputs, inputs, self.moq.config.distillation, problem)
         return (loss, outputs) if return_outputs else loss
 
     def _check_loss_scale(self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import MoQError
-from ..names import adapters_among, is_below, named_modules, unwrapped, without_peft
+from ..names import adapters, is_below, named_modules, unwrapped, without_peft
 from ..seams.transformers import is_scaled_table
 
 # What has bits of its own by the schedule.
@@ -65,7 +65,7 @@ class Inventory:
         named = tuple(named_modules(model, every=True))
         # Of a module and what activation checkpointing puts around it, which have one name, the module.
         modules = dict(named_modules(model))
-        return cls(model, named, modules, tuple(adapters_among(modules.items())))
+        return cls(model, named, modules, tuple(adapters(model)))
 
     @cached_property
     def linears(self) -> dict[str, nn.Linear | Conv1D]:
@@ -182,8 +182,8 @@ class Inventory:
             MoQError: No such list, with those that there are; or `layer_num` is more than a list has.
         """
         full = {name: entries for name, entries in self.lists.items() if entries and all(map(_has_weights, entries))}
-        alike = {name: entries for name, entries in full.items() if len({type(entry) for entry in entries}) == 1}
-        lists = alike or full
+        uniform = {name: entries for name, entries in full.items() if len({type(entry) for entry in entries}) == 1}
+        lists = uniform or full
         if layer_name is not None:
             entries = dict(self.named).get(layer_name)
             if not isinstance(entries, nn.ModuleList) or not _has_weights(entries):

@@ -519,7 +519,7 @@ TRAINED_COPIES: Final = "modules_to_save"
 """What PEFT calls the copies that it trains of a module.
 
 Relies on: `peft.utils.ModulesToSaveWrapper`.
-Breaks: The same as with `ORIGINAL`.
+Breaks: The copies would be quantized, and saved as layers of the model.
 """
 
 

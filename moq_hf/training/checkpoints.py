@@ -162,7 +162,7 @@ def state_of_best(state: TrainerState, name: str) -> Mapping[str, Any] | None:
     best = None if found is None else saved_state(found)
     if best is None:
         logger.warning(
-            "moq_hf: %s, the best checkpoint, was made without MoQ: its weights get the bits of now",
+            "moq_hf: %s, the best checkpoint, was made without MoQ: its weights get the current bits",
             state.best_model_checkpoint,
         )
     return best

@@ -294,7 +294,7 @@ class MoQController:
         """Go on from a saved state; call it after the float weights are loaded.
 
         Returns:
-            What changed in the config and counts: dotted key to the saved value and that of now.
+            What changed in the config and counts: dotted key to the saved value and the current one.
 
         Raises:
             MoQError: The state is of other layers, of a config that this one cannot go on from (see `load_schedule`),
@@ -322,9 +322,7 @@ class MoQController:
 
     def warnings(self) -> list[str]:
         """What a user should know before the first step."""
-        paced = self.sensitivity if self.config.eigenvalue.enabled else None
-        measured = None if paced is None else len(paced.blocks)
-        return messages.warnings(self.inventory, self.config, measured, self.sizes)
+        return messages.warnings(self.inventory, self.config, self.sizes)
 
     def _inputs(self) -> dict[str, Inputs]:
         return {name: layer.moq.inputs for name, layer in self.layers.items() if layer.moq.inputs is not None}

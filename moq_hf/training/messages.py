@@ -62,13 +62,12 @@ def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSi
     return "; ".join(parts)
 
 
-def warnings(inventory: Inventory, config: MoQConfig, measured: int | None, sizes: ModelSizes) -> list[str]:
+def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list[str]:
     """What a user should know before the first step.
 
     Args:
         inventory: With the layers that the config quantizes.
         config: What will be done to them.
-        measured: How many blocks have eigenvalues; None measures none.
         sizes: Of the model.
     """
     notes = []
@@ -78,8 +77,6 @@ def warnings(inventory: Inventory, config: MoQConfig, measured: int | None, size
     # On a CUDA device the kernels say themselves what keeps them from running.
     if config.kernel and not all(device.type == "cuda" or triton_quant.available(device) for device in devices):
         notes.append("quantizer_kernel: the Triton kernels need a CUDA device; plain PyTorch gives the same numbers")
-    if measured == 1:
-        notes.append("eigenvalue: there is only one block, so nothing to compare it with: its factor is always 5")
     heads = [name for name in output_heads(inventory, config) if name in inventory.layers]
     if config.modules_to_not_convert is not None and heads:
         notes.append(
@@ -148,7 +145,7 @@ def switches_in_words(switches: Sequence[Switch], blocks: Mapping[str, Sequence[
 
 
 def notes_on_resuming(
-    step: int, saved_at: int, changed: Mapping[str, tuple[Any, Any]], taught_by: int | None, teacher: int | None
+    step: int, saved_at: int, changed: Mapping[str, tuple[Any, Any]], teacher_before: int | None, teacher: int | None
 ) -> Iterable[str]:
     """What is other than before in a run that goes on from a checkpoint made with MoQ.
 
@@ -156,13 +153,13 @@ def notes_on_resuming(
         step: The checkpoint's.
         saved_at: The last step that it was trained with MoQ.
         changed: What changed in the config.
-        taught_by: The fingerprint of the teacher that it had.
+        teacher_before: The fingerprint of the teacher that it had.
         teacher: That of the one given now.
     """
     if changed:
         yield f"the run goes on with another MoQ config: {describe(changed)}"
-    if taught_by != teacher and "distillation.teacher" not in changed:
-        had = "a" if teacher is None else "no" if taught_by is None else "another"
+    if teacher_before != teacher and "distillation.teacher" not in changed:
+        had = "a" if teacher is None else "no" if teacher_before is None else "another"
         goes_on = "without one" if teacher is None else "with the one given"
         yield f"the checkpoint at step {step} had {had} teacher: the run goes on {goes_on}"
     if saved_at != step:

@@ -1,4 +1,4 @@
-"""Going on with a run: which checkpoint is whole, and which changes of the config a run can go on with."""
+"""Going on with a run: what is saved of it, and which changes of the config it can go on with."""
 
 import json
 import logging
@@ -204,7 +204,7 @@ def what_counts(config: MoQConfig) -> dict[str, Any]:
 
 
 def changes(saved: MoQConfig, now: MoQConfig) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys that count and differ, each with the saved value and that of now."""
+    """Dotted keys that count and differ, each with the saved value and the current one."""
     one, other = _flat(saved), _flat(now)
     ignored = _HARMLESS | _unused(one, other)
     return {key: (one[key], other[key]) for key in one if key not in ignored and one[key] != other[key]}
@@ -214,7 +214,7 @@ def planned_steps(config: MoQConfig, state: Mapping[str, Any], total_steps: int)
     """The length to build a schedule for that is to go on from a saved state: that of its plan, if the plan stays.
 
     Args:
-        config: Of now.
+        config: The current one.
         state: As from `MoQController.state_dict`, checked.
         total_steps: Optimizer steps of the run that goes on.
     """
@@ -229,7 +229,7 @@ def check_start(config: MoQConfig, step: int, total_steps: int) -> None:
     """Check that a schedule which starts in the middle of a run quantizes something before its end.
 
     Args:
-        config: Of now.
+        config: The current one.
         step: Optimizer steps of the checkpoint, which was made without MoQ; 0 at the start of a run.
         total_steps: Optimizer steps of the run that goes on.
 
@@ -275,13 +275,13 @@ def check_room(schedule: PrecisionSchedule, total_steps: int) -> None:
 def load_schedule(
     schedule: PrecisionSchedule, state: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]
 ) -> None:
-    """Bring a new schedule to where a saved run was, if the run can go on with the config of now.
+    """Bring a new schedule to where a saved run was, if the run can go on with the current config.
 
     Before the offset anything may change but what would have begun quantization by now. After it, what decides on the
     grids may not, and the schedule may in so far as its passed steps stay what they were.
 
     Args:
-        schedule: By the config of now.
+        schedule: By the current config.
         state: As from `MoQController.state_dict`.
         changed: As from `changes`.
 
@@ -320,7 +320,7 @@ def has_begun(state: Mapping[str, Any]) -> bool:
 
 
 def _is_replayed(state: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> bool:
-    """Whether the schedule of now takes the passed steps anew, for what changed in the config."""
+    """Whether the current schedule takes the passed steps anew, for what changed in the config."""
     return bool(SCHEDULE_KEYS.intersection(changed) if has_begun(state) else changed)
 
 
