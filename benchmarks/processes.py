@@ -40,12 +40,12 @@ ACCELERATE = (
 LAUNCHES = [
     (TORCHRUN, "ddp", [*TRAINER, RESUME, *EIGENVALUES, "error/config", "error/bits", "error/skipped"]),
     (ACCELERATE, "ddp", ["nearest", "stochastic", "accumulate", *EIGENVALUES, RESUME]),
-    (TORCHRUN, "fsdp2", [*TRAINER, "packed", RESUME, "budget"]),
+    (TORCHRUN, "fsdp2", [*TRAINER, RESUME, "budget"]),
     (TORCHRUN, "stock", ["nearest", "stochastic", RESUME]),
-    (TORCHRUN, "hand", [*FEATURES, "packed"]),
+    (TORCHRUN, "hand", [*FEATURES]),
     (TORCHRUN, "offload", FEATURES),
-    (FOUR, "fsdp2", [*FEATURES, "packed", RESUME, "budget"]),
-    (FOUR, "hsdp", [*FEATURES, "packed"]),
+    (FOUR, "fsdp2", [*FEATURES, RESUME, "budget"]),
+    (FOUR, "hsdp", [*FEATURES]),
     (FOUR, "reshard", FEATURES),
 ]
 ZERO = ["nearest", "stochastic", "ternary", "accumulate", *EIGENVALUES, RESUME]
