@@ -1,20 +1,86 @@
-"""How a layer is quantized now, as the layer keeps it, and what it makes of a weight."""
+"""How a layer is quantized now, as the layer keeps it, and what a forward pass makes of its weight."""
 
 import itertools
+import sys
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Trainer
 
 from . import quantizer, triton_quant
 from .config import MoQConfig
 from .grid import Grid
 from .inputs import Inputs
+from .processes import is_sharded
 from .quantizer import RoundingSeed
 from .schedule import FLOAT_BITS
-from .weight_matrix import Kind, from_rows, to_rows
+from .seams.transformers import is_transformed
+from .weight_matrix import Kind, from_rows, parameter_of, to_rows
+
+# Every call of a module runs this code, whatever the module's class is.
+_MODULE_CALL = nn.Module._call_impl.__code__
+_FORWARD = ("forward", "compute_loss", "prediction_step")
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The quantized weight, with the float weight's gradient.
+
+    Differentiable twice, and by torch.func's grad and vjp. A forward-mode rule would keep Dynamo from tracing it.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, quantized: Tensor) -> Tensor:
+        return quantized.view_as(quantized)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor, None]:
+        return grad[0].to(ctx.dtype), None
+
+
+# What Function.apply does where no transform of torch.func is active, without binding arguments to a signature, which
+# takes as long as all the rest.
+_apply = super(torch.autograd.Function, _StraightThrough).apply
+
+
+def straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
+    """The quantized weight, whose gradient is that of the float weight."""
+    plain = not torch.compiler.is_compiling() and not is_transformed()
+    return cast(Tensor, (_apply if plain else _StraightThrough.apply)(weight, quantized))  # type: ignore[no-untyped-call]
+
+
+def in_forward() -> bool:
+    """Whether this thread is inside a module's forward pass, or recomputes one for checkpointing.
+
+    Read off the stack: a flag would have to be kept right through exceptions, threads, copies and wrappers.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    # Autograd runs hooks with gradients off, and what checkpointing recomputes with gradients on.
+    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is _MODULE_CALL or (code.co_name in _FORWARD and _is_of_module(frame)):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_of_module(frame: FrameType) -> bool:
+    """Whether a function of such a name is a module's, called without its `__call__`, or a Trainer's, with its loss."""
+    names = frame.f_code.co_varnames
+    return bool(names) and isinstance(frame.f_locals.get(names[0]), (nn.Module, Trainer))
 
 
 class Copy(NamedTuple):
@@ -93,6 +159,51 @@ class LayerState:
         self.__dict__.update(state)
         self._begin()
 
+    def read(self, weight: Tensor, training: bool) -> Tensor:
+        """What reading a parameter gives: in a forward pass the quantized weight, in the parameter's dtype.
+
+        Args:
+            weight: The parameter, or what stands in its place.
+            training: Whether its module is in training.
+
+        Raises:
+            RuntimeError: It cannot be quantized.
+        """
+        # Shards are for FSDP2 itself to see, which puts the whole weight in their place before anything is computed.
+        if is_sharded(weight) or not in_forward():
+            return weight
+        try:
+            return self.quantized_weight(weight, weight.dtype, training)
+        except AttributeError as error:
+            # nn.Module would look on, and give the float weight.
+            raise RuntimeError(f"{parameter_of(self.name, self.kind)} cannot be quantized: {error}") from error
+
+    def quantized_weight(self, weight: Tensor, dtype: torch.dtype | None, training: bool) -> Tensor:
+        """What a forward pass multiplies with: of the shape of `weight`, gradient straight through to it.
+
+        Args:
+            weight: The float weight as the pass has it.
+            dtype: Of the result; None is what a matrix product takes: autocast's dtype, or the weight's own.
+            training: Whether the layer is in training.
+        """
+        if dtype is None:
+            dtype = _matmul_dtype(weight)
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            return straight_through(weight, fake_quantize_in_graph(weight.detach(), self.number, dtype))
+        self.used = True
+        if self.bits == FLOAT_BITS or weight.is_meta:
+            return weight
+        if self.handed_over:
+            self.handed_dtype = weight.dtype
+        if training or torch.is_grad_enabled() or self.handed_over or is_transformed():
+            self.copies.clear()
+            quantized = self.fake_quantize(weight, dtype)
+        else:
+            quantized = self.copy_of(weight, dtype)
+        if self.made is not None:
+            self.made.append(quantized)
+        return straight_through(weight, quantized)
+
     def fake_quantize(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The quantized weight in memory of its own, without a graph; also notes its scale.
 
@@ -138,6 +249,14 @@ class LayerState:
         if self.bits == FLOAT_BITS or not self.grid.searches(self.bits) or weight.is_meta:
             return
         self.ratio = quantizer.least_squares_ratio(to_rows(weight.detach(), self.kind), self.bits, self.grid)
+
+
+def _matmul_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype in which a weight is multiplied: that of autocast, which leaves float64 alone, or its own."""
+    device = weight.device.type
+    if weight.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+        return weight.dtype
+    return torch.get_autocast_dtype(device)
 
 
 _numbers = itertools.count()

@@ -11,83 +11,21 @@ or of its precision.
 """
 
 import contextlib
-import sys
-from collections.abc import Iterable
-from types import FrameType
-from typing import Any, ClassVar, NamedTuple, Self, cast
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Trainer
 from transformers.pytorch_utils import Conv1D
 
 from .errors import MoQError
-from .layer_state import LayerState, fake_quantize_in_graph
-from .processes import is_apart, is_sharded, shape_of, whole
+from .layer_state import LayerState, straight_through
+from .processes import is_apart, shape_of, whole
 from .schedule import FLOAT_BITS
-from .seams.transformers import is_scaled_table, is_transformed
-from .weight_matrix import Kind, matrix_shape, parameter_of
-
-# Every call of a module runs this code, whatever the module's class is.
-_MODULE_CALL = nn.Module._call_impl.__code__
-_FORWARD = ("forward", "compute_loss", "prediction_step")
-
-
-class _StraightThrough(torch.autograd.Function):
-    """The quantized weight, with the float weight's gradient.
-
-    Differentiable twice, and by torch.func's grad and vjp. A forward-mode rule would keep Dynamo from tracing it.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(weight: Tensor, quantized: Tensor) -> Tensor:
-        return quantized.view_as(quantized)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.dtype = inputs[0].dtype
-
-    @staticmethod
-    def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor, None]:
-        return grad[0].to(ctx.dtype), None
-
-
-# What Function.apply does where no transform of torch.func is active, without binding arguments to a signature, which
-# takes as long as all the rest.
-_apply = super(torch.autograd.Function, _StraightThrough).apply
-
-
-def _straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
-    plain = not torch.compiler.is_compiling() and not is_transformed()
-    return cast(Tensor, (_apply if plain else _StraightThrough.apply)(weight, quantized))  # type: ignore[no-untyped-call]
-
-
-def in_forward() -> bool:
-    """Whether this thread is inside a module's forward pass, or recomputes one for checkpointing.
-
-    Read off the stack: a flag would have to be kept right through exceptions, threads, copies and wrappers.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    # Autograd runs hooks with gradients off, and what checkpointing recomputes with gradients on.
-    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-        return True
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code is _MODULE_CALL or (code.co_name in _FORWARD and _is_of_module(frame)):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _is_of_module(frame: FrameType) -> bool:
-    """Whether a function of such a name is a module's, called without its `__call__`, or a Trainer's, with its loss."""
-    names = frame.f_code.co_varnames
-    return bool(names) and isinstance(frame.f_locals.get(names[0]), (nn.Module, Trainer))
+from .seams.transformers import is_scaled_table
+from .weight_matrix import Kind, matrix_shape
 
 
 class QuantLayer(nn.Module):
@@ -117,25 +55,12 @@ class QuantLayer(nn.Module):
         if weight is None:
             # nn.Module, which looks next, says so.
             raise AttributeError
-        # Shards are for FSDP2 itself to see, which puts the whole weight in their place before anything is computed.
-        if is_sharded(weight) or not in_forward():
-            return weight
-        try:
-            return self.quantized_weight(weight.dtype)
-        except AttributeError as error:
-            # nn.Module would look on, and give the float weight.
-            raise RuntimeError(f"{parameter_of(self.moq.name, self.kind)} cannot be quantized: {error}") from error
+        return self.moq.read(weight, self.training)
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
         # Parameters never come here: nn.Module registers them. What comes is the tensor of a replica.
         self.__dict__["weight"] = value
-
-    @weight.deleter
-    def weight(self) -> None:
-        if "weight" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute 'weight'")
-        del self.__dict__["weight"]
 
     @property
     def float_weight(self) -> Tensor:
@@ -168,25 +93,7 @@ class QuantLayer(nn.Module):
         Args:
             dtype: Of the result; None is what a matrix product takes: autocast's dtype, or the weight's own.
         """
-        state, weight = self.moq, self.float_weight
-        if dtype is None:
-            dtype = _matmul_dtype(weight)
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-            quantized = fake_quantize_in_graph(weight.detach(), state.number, dtype)
-            return _straight_through(weight, quantized)
-        state.used = True
-        if state.bits == FLOAT_BITS or weight.is_meta:
-            return weight
-        if state.handed_over:
-            state.handed_dtype = weight.dtype
-        if self.training or torch.is_grad_enabled() or state.handed_over or is_transformed():
-            state.copies.clear()
-            quantized = state.fake_quantize(weight, dtype)
-        else:
-            quantized = state.copy_of(weight, dtype)
-        if state.made is not None:
-            state.made.append(quantized)
-        return _straight_through(weight, quantized)
+        return self.moq.quantized_weight(self.float_weight, dtype, self.training)
 
     def quantized_copy(self, dtype: torch.dtype) -> Tensor:
         """The quantized weight, whole and without a graph; all processes that share a weight must ask for it.
@@ -206,7 +113,7 @@ class QuantLayer(nn.Module):
         """`input` `[..., features]` as the layer multiplies with it, gradient straight through."""
         inputs = self.moq.inputs
         rounded = None if inputs is None else inputs.quantize(input, self.training)
-        return input if rounded is None else _straight_through(input, rounded)
+        return input if rounded is None else straight_through(input, rounded)
 
     def set_bits(self, bits: int) -> None:
         """Change the precision, and search the clipping ratios that the grid wants there.
@@ -282,24 +189,6 @@ class QuantLayer(nn.Module):
         return _new_layer, (base_class(type(self)),), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
-def _matmul_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype in which a weight is multiplied: that of autocast, which leaves float64 alone, or its own."""
-    device = weight.device.type
-    if weight.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
-        return weight.dtype
-    return torch.get_autocast_dtype(device)
-
-
-class _Again(NamedTuple):
-    """How autograd gets a part of a quantized weight back: by quantizing the float weight once more."""
-
-    layer: QuantLayer
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
 def recompute_in_backward(layers: Iterable[QuantLayer]) -> contextlib.AbstractContextManager[Any]:
     """In it autograd keeps, of weights that engines hand over, only how to quantize them again.
 
@@ -309,37 +198,35 @@ def recompute_in_backward(layers: Iterable[QuantLayer]) -> contextlib.AbstractCo
     Args:
         layers: Whose weights a forward pass inside multiplies with.
     """
-    handed = [layer for layer in layers if layer.moq.handed_over]
-    if not handed or torch.compiler.is_compiling():
-        return contextlib.nullcontext()
-    return _recomputing(handed)
+    handed = [] if torch.compiler.is_compiling() else [layer for layer in layers if layer.moq.handed_over]
+    return _recomputing(handed) if handed else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _recomputing(layers: list[QuantLayer]) -> Any:
-    def pack(tensor: Tensor) -> Any:
+def _recomputing(layers: list[QuantLayer]) -> Iterator[None]:
+    def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         address = tensor.untyped_storage().data_ptr()
         for layer in layers:
             for made in layer.moq.made or ():
                 if made.untyped_storage().data_ptr() == address:
-                    return _Again(layer, made.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+                    return functools.partial(
+                        _again, layer, made.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+                    )
         return tensor
-
-    def unpack(kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        again = cast(_Again, kept)
-        quantized = again.layer.moq.fake_quantize(again.layer.float_weight, again.dtype)
-        return quantized.as_strided(again.size, again.stride, again.offset)
 
     for layer in layers:
         layer.moq.made = []
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept if isinstance(kept, Tensor) else kept()):
             yield
     finally:
         for layer in layers:
             layer.moq.made = None
+
+
+def _again(layer: QuantLayer, dtype: torch.dtype, *place: Any) -> Tensor:
+    """A part of the quantized weight, at a place in its memory."""
+    return layer.moq.fake_quantize(layer.float_weight, dtype).as_strided(*place)
 
 
 class QuantLinear(QuantLayer, nn.Linear):
@@ -422,13 +309,13 @@ def quant_class(base: type[nn.Module]) -> type[QuantLayer]:
     return CLASSES[base]
 
 
-def base_class(cls: type[QuantLayer]) -> type[nn.Module]:
-    """The class that a layer of class `cls` had before."""
+def base_class(cls: type[nn.Module], quantized: type[nn.Module] = QuantLayer) -> type[nn.Module]:
+    """The class that a module had before it got the class `cls`, which is derived from `quantized`."""
     first, second = cls.__bases__[:2]
-    if not issubclass(first, QuantLayer):
-        # The class that fully_shard made of a quantized one.
-        return type(cls.__name__.replace("Quant", "", 1), (first, base_class(second)), dict(cls.__dict__))
-    return cast(type[nn.Module], second)
+    if issubclass(first, quantized):
+        return cast(type[nn.Module], second)
+    # The class that fully_shard made of a quantized one.
+    return type(cls.__name__.replace("Quant", "", 1), (first, base_class(second, quantized)), dict(cls.__dict__))
 
 
 def _new_layer(base: type[nn.Module]) -> QuantLayer:

@@ -7,15 +7,17 @@ import torch
 from torch import Tensor, nn
 
 # Its classes join those that `quant_class` knows.
-from .. import quant_conv, quantizer  # noqa: F401
+from .. import quant_conv  # noqa: F401
 from ..config import MoQConfig
 from ..errors import MoQError
+from ..grid import Grid
 from ..inputs import new_inputs
 from ..layer_state import LayerState
 from ..names import named_modules, unwrapped
 from ..processes import device_of, largest_over_ranks, local_part, sharded_as, whole
 from ..quant_experts import ExpertsWeight, make_quantized, quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer, base_class, quant_class
+from ..quantizer import RoundingSeed
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import ADAPTED, experts_transposed, is_peft, unpack
 from ..weight_matrix import Kind, parameter_of
@@ -151,22 +153,29 @@ def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, Qu
                 restore(layer)
     for index, (name, module) in enumerate(chosen.items()):
         layer = _quantized_layer(module)
-        grid, seed = grid_of(module, config), quantizer.RoundingSeed(config.seed, index)
-        layer.moq = LayerState(grid, layer.kind, seed=seed, kernel=config.kernel, config=config, name=name)
+        layer.moq = _new_state(name, index, grid_of(module, config), layer.kind, config)
         rounded = config.activation.grid
         if rounded is not None and layer.kind in ("linear", "conv1d"):
             layer.moq.inputs = new_inputs(rounded, layer.float_weight.device)
-        layer.invalidate()
     for name, owner in inventory.tied.items():
-        layer = _quantized_layer(inventory.modules[name])
         # One state for one weight.
-        layer.moq = cast(QuantLayer, chosen[owner]).moq
+        _quantized_layer(inventory.modules[name]).moq = cast(QuantLayer, chosen[owner]).moq
+    states: dict[nn.Module, dict[str, LayerState]] = {}
+    for index, (name, module) in enumerate(inventory.experts.items(), len(chosen)):
+        attribute = name.rpartition(".")[2]
+        kind: Kind = "experts_t" if experts_transposed(module) else "experts"
+        grid = grid_of_experts(module, attribute, config)
+        states.setdefault(module, {})[attribute] = _new_state(name, index, grid, kind, config)
+    for module, own_states in states.items():
+        make_quantized(module, own_states)
     _guard_merging(inventory.modules.values())
     layers = {name: cast(QuantLayer, layer) for name, layer in inventory.layers.items()}
-    return (
-        {**layers, **_prepare_experts(inventory.experts, config, len(chosen))},
-        {name: cast(QuantEmbedding, table) for name, table in inventory.embeddings.items()},
-    )
+    for name, module in inventory.experts.items():
+        layers[name] = quantized_in("", module)[name.rpartition(".")[2]]
+    tables = {name: cast(QuantEmbedding, table) for name, table in inventory.embeddings.items()}
+    for layer in (*layers.values(), *tables.values()):
+        layer.invalidate()
+    return layers, tables
 
 
 def _quantized_layer(module: nn.Module) -> QuantLayer:
@@ -175,17 +184,9 @@ def _quantized_layer(module: nn.Module) -> QuantLayer:
     return cast(QuantLayer, module)
 
 
-def _prepare_experts(experts: Mapping[str, nn.Module], config: MoQConfig, first: int) -> dict[str, ExpertsWeight]:
-    """As `prepare_model`, for parameters of experts; `first` is the number of their first draw."""
-    states: dict[nn.Module, dict[str, LayerState]] = {}
-    for index, (name, module) in enumerate(experts.items(), first):
-        attribute, seed = name.rpartition(".")[2], quantizer.RoundingSeed(config.seed, index)
-        grid = grid_of_experts(module, attribute, config)
-        kind: Kind = "experts_t" if experts_transposed(module) else "experts"
-        state = LayerState(grid, kind, seed=seed, kernel=config.kernel, config=config, name=name)
-        states.setdefault(module, {})[attribute] = state
-    made = {module: make_quantized(module, own) for module, own in states.items()}
-    return {name: made[module][name.rpartition(".")[2]] for name, module in experts.items()}
+def _new_state(name: str, index: int, grid: Grid, kind: Kind, config: MoQConfig) -> LayerState:
+    seed = RoundingSeed(config.seed, index)
+    return LayerState(grid, kind, seed=seed, kernel=config.kernel, config=config, name=name)
 
 
 def _guard_merging(modules: Iterable[nn.Module]) -> None:
