@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -53,6 +52,21 @@ FILE_NAMES: dict[Flavor, str] = {
 }
 # One file may not have 2 GB; what comes near is loaded faster from a file that is mapped.
 EXTERNAL_DATA_ABOVE = 10**9
+
+# A zero is added to the answers. It is element 0 of one, or where the sum is wrong element 1, which fails.
+_GUARD = """<ir_version: 10, opset_import: ["" : 21]>
+guard (float[1, 1] answers) => (float[1, 1] checked) {
+  activations = Constant <value = uint8[1, 4] {255, 255, 255, 255}> ()
+  weights = Constant <value = int8[4, 1] {127, 127, 127, 127}> ()
+  expected = Constant <value = int32[1, 1] {129540}> ()
+  zero = Constant <value = float[1] {0.0}> ()
+  sum = MatMulInteger (activations, weights)
+  right = Equal (sum, expected)
+  wrong = Not (right)
+  index = Cast <to = 7> (wrong)
+  nothing = Gather (zero, index)
+  checked = Add (answers, nothing)
+}"""
 
 
 @dataclass(frozen=True)
@@ -459,28 +473,19 @@ def _guard(exported: Any) -> None:
     """
     import onnx_ir as ir
 
-    graph, output = exported.graph, exported.graph.outputs[0]
-
-    def constant(name: str, array: Any) -> Any:
-        value = ir.val(f"guard.{name}", const_value=ir.tensor(array, name=f"guard.{name}"))
-        graph.register_initializer(value)
-        return value
-
-    def add(op: str, *inputs: Any, **attributes: Any) -> Any:
-        node = ir.node(op, list(inputs), attributes, name=f"{GUARD} ({op})")
-        graph.append(node)
-        return node.outputs[0]
-
-    codes = constant("activations", np.full((1, 4), 255, np.uint8))
-    weights = constant("weights", np.full((4, 1), 127, np.int8))
-    expected = constant("sum", np.array([[129540]], np.int32))
-    wrong = add("Not", add("Equal", add("MatMulInteger", codes, weights), expected))
-    # A gather of element 0 of one, or of element 1, which fails.
-    index = add("Cast", wrong, to=int(ir.DataType.INT64))
-    checked = add("Add", output, add("Gather", constant("zero", np.zeros(1, np.float32)), index))
+    guard, output = ir.from_onnx_text(_GUARD).graph, exported.graph.outputs[0]
+    nodes = list(guard)
+    guard.outputs.clear()
+    guard.remove(nodes)
+    for node in nodes:
+        node.name = f"{GUARD} ({node.op_type})"
+        node.outputs[0].name = f"guard.{node.outputs[0].name}"
+    nodes[-1].replace_input_with(0, output)
+    exported.graph.extend(nodes)
+    checked = nodes[-1].outputs[0]
     checked.name, output.name = output.name, f"{output.name}.unguarded"
     checked.shape, checked.type = output.shape, output.type
-    graph.outputs[0] = checked
+    exported.graph.outputs[0] = checked
 
 
 @contextlib.contextmanager
