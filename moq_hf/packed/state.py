@@ -18,11 +18,11 @@ from typing_extensions import TypedDict
 from .. import serving
 from ..config import Count, Flag, MoQConfig, Positive, Weight
 from ..errors import MoQError, show
-from ..inputs import LARGEST_RANGE, ranges_of
+from ..inputs import ranges_of
 from ..quant_linear import QuantLayer
 from ..reading import checked
-from ..schedule import FLOAT_BITS
 from ..training.controller import MoQController
+from ..training.resume import Bits, Range, Unit
 from ..version import __version__
 from ..weight_matrix import parameter_of
 from .files import CONFIG, read_document
@@ -34,10 +34,7 @@ STATE_FORMAT = 2
 MAX_PACKED_BITS = 8
 
 # Types of what the file holds.
-Bits = Annotated[int, Field(strict=True, ge=1, le=FLOAT_BITS)]
 Size = Annotated[int, Field(strict=True, ge=1, le=2**31)]
-Part = Annotated[float, Field(strict=True, ge=0, le=1)]
-Range = Annotated[float, Field(strict=True, ge=0, le=LARGEST_RANGE)]
 Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$")]
 
 
@@ -105,7 +102,7 @@ class Switched(TypedDict):
     block: str
     before: Bits
     bits: Bits
-    eigenvalue: Part | None
+    eigenvalue: Unit | None
 
 
 class Counted(TypedDict):
