@@ -173,20 +173,19 @@ class FileSize:
     def why_alike(self) -> str | None:
         """Why the bits of single layers make no difference to the file; None if they do."""
         model = without_peft(self._inventory.model)
-        if not isinstance(model, PreTrainedModel):
-            return "only models of transformers are packed"
+        config = getattr(model, "config", None)
         kinds = {layer.kind for layer in self._layers.values()}
-        config = model.config
-        if "conv1d" in kinds:
-            return "Conv1D layers are saved as floats on the grid, at full size"
-        if getattr(config, "is_encoder_decoder", False) or getattr(config, "sub_configs", None):
-            return "a model of its kind is unpacked while loading, with all codes as wide as the widest"
-        if any(map(is_experts, kinds)):
-            return "packed experts are all as wide as the widest"
         symmetric = all(layer.moq.grid.symmetric for layer in self._layers.values())
-        if not symmetric and not any(isinstance(m, QuantEmbedding) for m in self._inventory.modules.values()):
-            return "asymmetric codes are unpacked while loading, all as wide as the widest"
-        return None
+        has_table = any(isinstance(module, QuantEmbedding) for module in self._inventory.modules.values())
+        unpacked = getattr(config, "is_encoder_decoder", False) or getattr(config, "sub_configs", None)
+        reasons = {
+            "only models of transformers are packed": not isinstance(model, PreTrainedModel),
+            "Conv1D layers are saved as floats on the grid, at full size": "conv1d" in kinds,
+            "a model of its kind is unpacked while loading, with all codes as wide as the widest": unpacked,
+            "packed experts are all as wide as the widest": any(map(is_experts, kinds)),
+            "asymmetric codes are unpacked while loading, all as wide as the widest": not (symmetric or has_table),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def of_layer(self, name: str, bits: int) -> int:
         """Bytes that stand for the weight of a layer at `bits`, 1 to 8, with their entries in the file's header."""

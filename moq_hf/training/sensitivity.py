@@ -84,9 +84,8 @@ class Sensitivity:
     Attributes:
         blocks: Block name to its parameters.
         layers: Block name to the names of its layers.
-        values: Block name to the eigenvalue, or the divergence at the block's next bits, over the largest, 0 to 1;
-            empty before the first measurement.
-        eigenvalues: Block name to the magnitude itself.
+        eigenvalues: Block name to the magnitude of its eigenvalue, or to its divergence at its next bits; empty before
+            the first measurement.
         seconds: Time that measuring took, in this process.
         loss: Gives the scalar mean loss of the model over a batch of `samples`; by default that in the model's output.
     """
@@ -100,7 +99,6 @@ class Sensitivity:
         self.blocks, self.layers = _blocks_of(inventory, config, units)
         self.is_apart = any(is_apart(p) for own in self.blocks.values() for p in own)
         self.device = device_of(next(self.model.parameters()))
-        self.values: dict[str, float] = {}
         self.eigenvalues: dict[str, float] = {}
         self.seconds = 0.0
         self.samples = Samples(self.config.num_samples, across_steps=not is_distributed())
@@ -113,6 +111,11 @@ class Sensitivity:
         self._rows = 0
         self._checked = False
         self._warned: set[str] = set()
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Block name to its magnitude over the largest, 0 to 1."""
+        return normalize(self.eigenvalues)
 
     def plan(self, total_steps: int, rows_per_step: float, half_precision: bool = False) -> None:
         """Set how long the run is, so that the budget can be kept.
@@ -156,7 +159,7 @@ class Sensitivity:
         """
         resolution = self.config.gas_boundary_resolution
         on_grid = (schedule.steps + 1) % resolution == 0
-        ahead = schedule.drops_ahead(resolution if on_grid else 1) if on_grid or not self.values else ()
+        ahead = schedule.drops_ahead(resolution if on_grid else 1) if on_grid or not self.eigenvalues else ()
         return any(name in self.blocks for name in ahead)
 
     def check(self) -> None:
@@ -189,13 +192,9 @@ class Sensitivity:
         step = schedule.steps + 1
         self._rows = self._rows or self._first_rows()
         batches, rows = self._batches(self._rows)
-        if self.values and self._spent + self._cost(rows) > step * self._per_step * self.config.max_overhead:
-            logger.info(
-                "step %d: the last %ss are used again, measuring would exceed max_overhead %.3g",
-                step,
-                self.measure,
-                self.config.max_overhead,
-            )
+        if self.eigenvalues and self._spent + self._cost(rows) > step * self._per_step * self.config.max_overhead:
+            again = f"step {step}: the last {self.measure}s are used again"
+            logger.info("%s, measuring would exceed max_overhead %.3g", again, self.config.max_overhead)
             return
         start = time.perf_counter()
         if self.measure == "eigenvalue":
@@ -204,7 +203,6 @@ class Sensitivity:
             levels = {name: [bits] for name, bits in schedule.next_bits.items() if name in self.blocks}
             found = self._divergences(batches, levels)
             self.eigenvalues = {name: cost for name, own in found.items() for cost in own.values()}
-        self.values = normalize(self.eigenvalues)
         self._count(rows, start)
         words = ", ".join(f"{name} {value:.2f} ({self.eigenvalues[name]:.3g})" for name, value in self.values.items())
         level = logging.INFO if self.config.verbose else logging.DEBUG
@@ -237,18 +235,10 @@ class Sensitivity:
 
     def report(self, elapsed: float) -> None:
         """Log what share of `elapsed` seconds measuring took."""
-        share = self.seconds / elapsed
-        over = share > self.config.max_overhead
-        logger.log(
-            logging.WARNING if over else logging.INFO,
-            "%s%ss took %.1f of %.1f s, %.3f of the run's time%s",
-            "moq_hf: " if over else "",
-            self.measure,
-            self.seconds,
-            elapsed,
-            share,
-            f", more than max_overhead {self.config.max_overhead:.3g}" if over else "",
-        )
+        share, limit = self.seconds / elapsed, self.config.max_overhead
+        level = logging.WARNING if share > limit else logging.INFO
+        what = f"{self.measure}s took {share:.3f} of the run's time, {self.seconds:.1f} s"
+        logger.log(level, "moq_hf: %s; max_overhead is %.3g", what, limit)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, in JSON types."""
@@ -267,7 +257,6 @@ class Sensitivity:
             MoQError: Its samples are damaged.
         """
         self.eigenvalues = {k: math.nan if v is None else v for k, v in state["eigenvalues"].items()}
-        self.values = normalize(self.eigenvalues) if self.eigenvalues else {}
         self._spent, self._products = state["spent"], state["products"]
         self._rows = state["rows"]
         self.samples.load_state_dict(state["samples"], self.device)
@@ -323,15 +312,8 @@ class Sensitivity:
         """The magnitude of each block's eigenvalue, the same in all ranks."""
         config, losses = self.config, self._losses(batches)
         with measuring(self.model, self.blocks) as blocks:
-            found = block_eigenvalues(
-                losses,
-                blocks,
-                method=config.method,
-                max_iter=config.max_iter,
-                tol=config.tol,
-                stability=config.stability,
-                seed=self.seed,
-            )
+            options = {name: getattr(config, name) for name in ("method", "max_iter", "tol", "stability")}
+            found = block_eigenvalues(losses, blocks, seed=self.seed, **options)
         unfinished = [name for name, one in found.items() if one.reason == "max_iter"]
         self._warn(f"is not within tol after max_iter {config.max_iter} products", unfinished)
         products = sum(one.num_products for one in found.values()) / len(found)

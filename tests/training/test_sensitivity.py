@@ -88,13 +88,13 @@ class Table:
         self.sensitivity = Sensitivity.__new__(Sensitivity)
         self.sensitivity.config = EigenvalueConfig(enabled=True, gas_boundary_resolution=resolution)
         self.sensitivity.blocks = {name: [] for name in names}
-        self.sensitivity.values = {}
+        self.sensitivity.eigenvalues = {}
 
     def before(self, schedule: PrecisionSchedule) -> dict[str, float]:
         if self.sensitivity.is_due(schedule):
             self.asked.append(schedule.steps + 1)
-            self.sensitivity.values = self.table[schedule.steps]
-        return self.sensitivity.values
+            self.sensitivity.eigenvalues = self.table[schedule.steps]
+        return self.sensitivity.eigenvalues
 
 
 def test_measuring_when_due_gives_the_recorded_trajectory() -> None:
@@ -178,7 +178,7 @@ def test_the_share_that_was_taken_is_told(caplog: pytest.LogCaptureFixture) -> N
     sensitivity.report(100.0)
     sensitivity.report(10.0)
     assert [r.levelname for r in caplog.records] == ["INFO", "WARNING"]
-    assert "0.100 of the run's time, more than max_overhead 0.05" in caplog.records[1].message
+    assert "0.100 of the run's time, 1.0 s; max_overhead is 0.05" in caplog.records[1].message
 
 
 # ---- values
