@@ -110,7 +110,7 @@ def check_supported(modules: Iterable[nn.Module], parameters: Sequence[Tensor]) 
         parameters: All its parameters.
 
     Raises:
-        MoQError: FSDP1, tensor parallelism, shards of columns or offloaded weights; says what works instead.
+        MoQError: FSDP1, tensor parallelism or offloaded weights; says what works instead.
     """
     modules, instead = list(modules), "DDP, FSDP2 and DeepSpeed ZeRO work"
     if any(map(is_offloaded, modules)):
@@ -125,12 +125,6 @@ def check_supported(modules: Iterable[nn.Module], parameters: Sequence[Tensor]) 
     twice = any(sum(p.is_shard() for p in cast(Any, parameter).placements) > 1 for parameter in sharded)
     if sharded and (twice or FSDP2 not in names):
         raise MoQError(f"tensor-parallel weights cannot be quantized; {instead}")
-    places = {place.dim for parameter in sharded for place in cast(Any, parameter).placements if place.is_shard()}
-    if places - {0}:
-        raise MoQError(
-            "FSDP2 shards some weights over another dimension than the first (shard_placement_fn), in which their rows "
-            "cannot be quantized; leave shard_placement_fn out"
-        )
 
 
 def agree(number: int, device: torch.device, state: Callable[[], str]) -> None:

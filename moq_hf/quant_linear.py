@@ -1,7 +1,8 @@
 """`QuantLinear`: a linear layer that computes with a quantized copy of its weight and trains the float one.
 
 `QuantConv1D` does the same for GPT-2's transposed linear layers, `QuantEmbedding` for an embedding table, one scale per
-row. Convolutions are in `quant_conv`.
+row, and `QuantConv1d` and `QuantConv2d` for convolutions, whose weight is a matrix with a row for each output channel,
+`[out_channels, in_channels / groups * kernel]`. `activation_quantization` rounds the inputs of linear layers alone.
 
 A model gets its quantized layers by a change of class, so that parameter objects, state-dict keys, hooks and wrappers
 (DDP, FSDP, PEFT, torch.compile) stay as they are. In training, or where gradients flow, each forward pass quantizes the
@@ -24,7 +25,7 @@ from .errors import MoQError
 from .layer_state import LayerState, straight_through
 from .processes import is_apart, shape_of, whole
 from .schedule import FLOAT_BITS
-from .seams.transformers import is_scaled_table
+from .seams.transformers import convolve, is_scaled_table
 from .weight_matrix import Kind, matrix_shape
 
 
@@ -291,9 +292,49 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
         return F.embedding(input, table, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
 
-# `quant_conv` adds the convolutions.
+class QuantConv1d(QuantLayer, nn.Conv1d):
+    """`nn.Conv1d` with a quantized weight in its forward pass; not constructed, as `QuantLinear`.
+
+    Attributes:
+        moq: The layer's `LayerState`.
+
+    >>> from moq_hf import quantize_model
+    >>> bits = {"start_bits": 4, "target_bits": 4}
+    >>> model = nn.Sequential(nn.Conv1d(4, 8, 3), nn.Linear(6, 2))
+    >>> quantize_model(model, {"quantize_bits": bits, "quantize_convolutions": True})
+    Sequential(
+      (0): QuantConv1d(4, 8, kernel_size=(3,), stride=(1,), bits=4)
+      (1): Linear(in_features=6, out_features=2, bias=True)
+    )
+    """
+
+    kind = "conv"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` `[examples, in_channels, length]`, or one example, with the layer's stride and padding."""
+        with recompute_in_backward([self]):
+            return convolve(self, input, self.quantized_weight())
+
+
+class QuantConv2d(QuantLayer, nn.Conv2d):
+    """`nn.Conv2d` with a quantized weight in its forward pass; not constructed, as `QuantLinear`.
+
+    Attributes:
+        moq: The layer's `LayerState`.
+    """
+
+    kind = "conv"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` `[examples, in_channels, height, width]`, or one example, with the layer's stride and padding."""
+        with recompute_in_backward([self]):
+            return convolve(self, input, self.quantized_weight())
+
+
 CLASSES: dict[type[nn.Module], type[QuantLayer]] = {
     nn.Linear: QuantLinear,
+    nn.Conv1d: QuantConv1d,
+    nn.Conv2d: QuantConv2d,
     Conv1D: QuantConv1D,
     nn.Embedding: QuantEmbedding,
 }

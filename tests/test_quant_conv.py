@@ -26,7 +26,7 @@ from moq_hf.export.compare import load_model
 from moq_hf.grid import Grid, PerChannel
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.verify import stored_weights
-from moq_hf.quant_conv import QuantConv1d, QuantConv2d
+from moq_hf.quant_linear import QuantConv1d, QuantConv2d
 from moq_hf.training.controller import MoQController
 from moq_hf.training.measuring import measuring
 

@@ -251,7 +251,15 @@ def test_what_cannot_be_trained_in_parts_is_one_error(alone: None) -> None:
         quantize_model(cpu_offload(model(), execution_device=torch.device("cpu")), config)
     columns = model()
     fully_shard(columns, mesh=init_device_mesh("cpu", (1,)), shard_placement_fn=lambda p: Shard(p.dim() - 1))
-    with pytest.raises(MoQError, match=r"shard_placement_fn"):
-        quantize_model(columns, config)
+    whole_model = quantize_model(model(), config)
+    quantize_model(columns, config)
+    inputs = torch.randn(3, 6)
+    with torch.no_grad():
+        for mine, other in zip(columns.parameters(), whole_model.parameters(), strict=True):
+            whole(mine).copy_(other)
+    columns.train()
+    for layer, same in zip(quant_layers(columns).values(), quant_layers(whole_model).values(), strict=True):
+        layer.moq.ratio = same.moq.ratio
+    assert torch.equal(columns(inputs), whole_model(inputs))
     # All of it in one place is a model like any other.
     quantize_model(dispatch_model(model(), {"": "cpu"}, force_hooks=True), config)

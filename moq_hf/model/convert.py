@@ -6,8 +6,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-# Its classes join those that `quant_class` knows.
-from .. import quant_conv  # noqa: F401
 from ..config import MoQConfig
 from ..errors import MoQError
 from ..grid import Grid
