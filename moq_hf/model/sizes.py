@@ -166,7 +166,7 @@ class FileSize:
                 self._fixed[name] = tensor
         for name, table in embeddings.items():
             self._fixed |= {f"{name}.weight": table.float_weight} if table_bits == 1 else self._bytes_of(name, table)
-        # No offset in the file has more digits than all of it, with its layers at 8 bits.
+        # No offset has more digits than that of the end, with all layers at 8 bits. Offsets count data, not the header.
         self._end = 0
         self._end = self.of_rest() + sum(self.of_layer(name, 8) for name in layers)
 
@@ -213,13 +213,15 @@ class FileSize:
         return 8 + len('{"__metadata__":{"format":"pt"}}') + 14 + self._size(self._fixed)
 
     def _size(self, tensors: Mapping[str, Tensor]) -> int:
-        """Bytes of tensors, and of their entries in the header."""
+        """Bytes of tensors and, once the end of the data is known, of their entries in the header."""
         total = 0
         for name, tensor in tensors.items():
             shape, letters = shape_of(tensor), _LETTERS.get(tensor.dtype, 3)
             entry = {name: {"dtype": "?" * letters, "shape": shape, "data_offsets": [self._end, self._end]}}
-            # A comma more, and two braces less.
-            total += shape.numel() * tensor.element_size() + len(json.dumps(entry, separators=(",", ":"))) - 1
+            total += shape.numel() * tensor.element_size()
+            if self._end:
+                # A comma more, and two braces less.
+                total += len(json.dumps(entry, separators=(",", ":"))) - 1
         return total
 
     def _bytes_of(self, name: str, layer: QuantLayer) -> dict[str, Tensor]:
