@@ -31,8 +31,7 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
     half = 2 ** (spec.width - 1)
     symmetric = zero is None if spec.shared is None else spec.shared.symmetric
     args: dict[str, Any] = {"num_bits": spec.width, "type": "int", "symmetric": symmetric, "dynamic": False}
-    in_blocks = format == "int-quantized" and size is None and len(scale) < rows
-    if (symmetric or spec.shared is not None) and not in_blocks:
+    if symmetric or spec.shared is not None:
         # Servers know a scale for each channel or group, none for a block of rows.
         repeats = rows // len(scale)
         scale = scale.repeat_interleave(repeats, 0)

@@ -143,7 +143,9 @@ class Encoder:
         """
         state, spec, form = self.layers[name].moq, self._specs[name], self.forms[name]
         own, tied = parameter_of(name, spec.kind), self.tied.get(name, ())
-        weight = to_rows(parameter.detach(), spec.kind).contiguous()
+        # An engine may have handed the weight over in a narrower dtype: what was evaluated was rounded to that first.
+        parameter = parameter.detach().to(state.handed_dtype or parameter.dtype).to(parameter.dtype)
+        weight = to_rows(parameter, spec.kind).contiguous()
         spec = replace(spec, shape=parameter.shape, dtype=weight.dtype)
         ratio = None if state.ratio is None else state.ratio.to(weight.device)
         scales, max_error = (0, 0), 0.0

@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers.utils.hub import convert_file_size_to_int
 
 from ..errors import MoQError, one_line
 from ..reading import checked, read_json
@@ -23,7 +24,6 @@ ADAPTER = "adapter"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
-_UNITS = ("KB", "MB", "GB", "TB")
 _UNFINISHED = "no packed checkpoint, or one whose saving was interrupted"
 
 
@@ -80,10 +80,12 @@ def bytes_in(size: int | str) -> int:
     >>> bytes_in("5GB"), bytes_in(1000)
     (5000000000, 1000)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(KB|MB|GB|TB)", size.strip().upper()) if isinstance(size, str) else None
-    count = int(float(found[1]) * 1000 ** (1 + _UNITS.index(found[2]))) if found else size
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise MoQError(f"max_shard_size: a number of bytes, or one with a unit ({', '.join(_UNITS)}): got {size!r}")
+    try:
+        count = int(convert_file_size_to_int(size))
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise MoQError(f"max_shard_size: a number of bytes, or one with a unit (KB, MB, GB, TB): got {size!r}")
     return count
 
 

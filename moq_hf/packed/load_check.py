@@ -311,23 +311,16 @@ def largest_value(output: Tensor) -> float:
 def modules_with_other_weights(model: nn.Module, loaded: nn.Module) -> list[str]:
     """The modules of the loaded model with a parameter or buffer that is not the model's."""
     own = dict(model.named_modules())
-    names: list[str] = []
+    names: dict[str, None] = {}
     for name, module in loaded.named_modules():
-        if name not in own:
-            continue
-        layers = quantized_in("", own[name])
-        expected = own_tensors(own[name])
+        expected = own_tensors(own[name]) if name in own else {}
+        for key, layer in (quantized_in("", own[name]) if expected else {}).items():
+            key = key or "weight"
+            expected[key] = layer.quantized_weight(expected[key].dtype)
         for key, tensor in own_tensors(module).items():
-            if key not in expected:
-                continue
-            value = expected[key].detach()
-            layer = layers.get("" if key == "weight" else key)
-            if layer is not None:
-                value = layer.quantized_weight(value.dtype).detach()
-            if not torch.equal(tensor.detach(), value.to(tensor.dtype)):
-                names.append(name)
-                break
-    return names
+            if key in expected and not torch.equal(tensor.detach(), expected[key].detach().to(tensor.dtype)):
+                names[name] = None
+    return list(names)
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -175,7 +175,9 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
             found[name] = called
     # A weight under one of its names is there under all of them.
     by_tensor = {id(wanted[name]): called for name, called in found.items()}
-    found = {n: found.get(n) or by_tensor[id(t)] for n, t in wanted.items() if n in found or id(t) in by_tensor}
+    for name, tensor in wanted.items():
+        if id(tensor) in by_tensor:
+            found.setdefault(name, by_tensor[id(tensor)])
     missing = sorted(wanted.keys() - found.keys() - never_saved(shell))
     left = sorted(weights.specs.keys() - set(found.values()))
     if missing and any(plain_name(name, ()) != name for name in left):
@@ -206,6 +208,9 @@ def _controller(shell: nn.Module, state: Mapping[str, Any]) -> MoQController:
     """The run's controller, brought to where the checkpoint was."""
     controller = MoQController(shell, MoQConfig.from_dict(state["config"]), state["schedule"].get("total_steps"))
     controller.load_state_dict(state)
+    if state.get("handed_dtype") is not None:
+        for layer in {**controller.layers, **controller.embeddings}.values():
+            layer.moq.handed_dtype = getattr(torch, state["handed_dtype"])
     return controller
 
 
@@ -228,17 +233,15 @@ class _Copied:
     def save_pretrained(self, folder: Path) -> None:
         """Write them into a folder."""
         for path in self._paths:
-            if path.is_dir():
-                shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
-            else:
-                shutil.copyfile(path, folder / path.name)
+            copy = shutil.copytree if path.is_dir() else shutil.copyfile
+            copy(path, folder / path.name)
 
 
 def _processing_class(folder: Path, model: str | None) -> Any:
     """What the checkpoint has of a tokenizer or processor; failing that, that of the model that was named; or None."""
     files = [p for p in sorted(folder.iterdir()) if p.suffix in _TOKENIZER and p.is_file() and p.name not in _OTHERS]
     if files:
-        return _Copied([*files, *(path for path in [folder / "additional_chat_templates"] if path.is_dir())])
+        return _Copied([*files, *folder.glob("additional_chat_templates")])
     if model is None:
         return None
     try:

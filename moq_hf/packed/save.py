@@ -27,7 +27,7 @@ from ..processes import is_apart
 from ..quant_experts import quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..seams.transformers import has_adapter, initialize_again, tied_parameters, write_packing_config
-from ..training.controller import MoQController
+from ..training.controller import MoQController, handed_dtype
 from ..weight_matrix import parameter_of
 from .card import write_card
 from .encode import Encoder, plain
@@ -282,13 +282,6 @@ class _Saving:
             raise MoQError(
                 f"{'; '.join(sharing)}: a shared weight cannot be packed; leave its layers in full precision"
             )
-        first: dict[int, tuple[str, QuantLayer]] = {}
-        for name, layer in self.quantized.items():
-            other, same = first.setdefault(id(layer.float_weight), (name, layer))
-            if (layer.moq.bits, layer.moq.grid) != (same.moq.bits, same.moq.grid):
-                raise MoQError(
-                    f"{name}.weight is also {other}.weight, and quantized in another way: call quantize_model"
-                )
         if self.options.state_dict is not None:
             return
         # FSDP2's tensors, and what ZeRO leaves of a weight.
@@ -356,6 +349,7 @@ class _Saving:
             "proof": None if proof is None else asdict(proof),
             # Nobody's `save_pretrained` wrote it.
             "by_hand": by_hand,
+            "handed_dtype": handed_dtype(self.layers),
             "parameters": {"total": sizes.total, "quantized": sizes.quantized},
             "float_bytes": saved + sum(tensor.nbytes for tensor in self.others),
             # Floating-point numbers beside the quantized weights.

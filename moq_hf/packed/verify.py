@@ -7,14 +7,12 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NotRequired, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from typing_extensions import TypedDict
 
-from ..config import Flag, PackedBits
 from ..errors import MoQError, one_line
 from ..formats.stored import StoredWeight
 from ..formats.table import FORMS
@@ -24,7 +22,6 @@ from ..model.inventory import is_packed
 from ..model.sizes import covered
 from ..names import adapters, uncompiled, without_peft
 from ..quantizer import Quantized, dequantize
-from ..reading import checked
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import original_format
 from ..text import table
@@ -292,26 +289,6 @@ def _read_weights(
         raise MoQError(f"{folder}: missing from the weights: {', '.join(weights)}")
 
 
-class _Weights(TypedDict):
-    symmetric: Flag
-    num_bits: PackedBits
-
-
-class _Group(TypedDict):
-    weights: _Weights
-
-
-class _Quantization(TypedDict):
-    config_groups: dict[str, _Group]
-    dequantize: NotRequired[Any]
-
-
-class _Config(TypedDict):
-    """What of a folder's config.json is read."""
-
-    quantization_config: _Quantization
-
-
 def _groups_of(folder: Path, state: Mapping[str, Any], layers: Mapping[str, StoredLayer]) -> Mapping[str, Any]:
     """The config groups, after each layer was found to have the bits that its group declares.
 
@@ -325,24 +302,20 @@ def _groups_of(folder: Path, state: Mapping[str, Any], layers: Mapping[str, Stor
     config = read_document(path)
     if sha256(path.read_bytes()) != state["config_json"]:
         raise MoQError(f"{path} is not as it was saved")
-    packed = {name: layer for name, layer in layers.items() if layer.group is not None}
-    if not packed:
-        return {}
-    quantization = checked(_Config, config, str(path))["quantization_config"]
-    # Unpacked while loading, all layers have codes as wide as the widest; experts always do.
-    at_load = quantization.get("dequantize") is True
-    for name, layer in packed.items():
-        group = f"quantization_config.config_groups.{layer.group}"
-        if layer.group not in quantization["config_groups"]:
-            raise MoQError(f"{path}: {group} is missing")
-        width = quantization["config_groups"][layer.group]["weights"]["num_bits"]
-        shared = layer.stored == "packed" and (at_load or is_experts(layer.kind))
+    quantization = config.get("quantization_config", {})
+    groups: Mapping[str, Any] = quantization.get("config_groups", {})
+    for name, layer in layers.items():
+        if layer.group is None:
+            continue
+        if layer.group not in groups:
+            raise MoQError(f"{path}: quantization_config.config_groups.{layer.group} is missing")
+        width = groups[layer.group]["weights"]["num_bits"]
+        # Unpacked while loading, all layers have codes as wide as the widest; experts always do.
+        shared = layer.stored == "packed" and (quantization.get("dequantize") or is_experts(layer.kind))
         if layer.bits > width or (layer.bits < width and not shared):
             raise MoQError(
-                f"{folder / STATE_NAME}: layers.{name}.bits is {layer.bits}, but its codes have {width} bits "
-                f"({group}.weights.num_bits in {CONFIG})"
+                f"{folder / STATE_NAME}: layers.{name}.bits is {layer.bits}, but its codes have {width} bits"
             )
-    groups: Mapping[str, Any] = config["quantization_config"]["config_groups"]
     return groups
 
 

@@ -286,6 +286,9 @@ class MoQController:
             "float_size_mb": self.sizes.float_mb,
             "sensitivity": None if self.sensitivity is None else self.sensitivity.state_dict(),
         }
+        handed = handed_dtype(self._everything)
+        if handed is not None:
+            state["handed_dtype"] = handed
         # Of other configs a state stays what it was.
         choice = None if self.choice is None else self.choice.to_dict()
         return state if self.config.budget is None else {**state, "choice": choice}
@@ -369,3 +372,9 @@ class MoQController:
 
 def _checksum(state: Any) -> int:
     return zlib.crc32(json.dumps(state, sort_keys=True).encode())
+
+
+def handed_dtype(layers: Mapping[str, QuantLayer]) -> str | None:
+    """The dtype in which FSDP2 or ZeRO-3 handed the weights over, "bfloat16" for instance; None without an engine."""
+    found = {layer.moq.handed_dtype for layer in layers.values()} - {None}
+    return str(next(iter(found))).removeprefix("torch.") if found else None

@@ -84,6 +84,7 @@ class SavedState(TypedDict):
     history: list[tuple[Count, str, Bits, Bits, Period, Factor, Unit | None]]
     sensitivity: SavedSensitivity | None
     choice: NotRequired[Choice | None]
+    handed_dtype: NotRequired[Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]]
 
 
 class SavedAttributes(TypedDict):
