@@ -193,8 +193,6 @@ class LayerState:
         self.used = True
         if self.bits == FLOAT_BITS or weight.is_meta:
             return weight
-        if self.handed_over:
-            self.handed_dtype = weight.dtype
         if training or torch.is_grad_enabled() or self.handed_over or is_transformed():
             self.copies.clear()
             quantized = self.fake_quantize(weight, dtype)
@@ -211,6 +209,7 @@ class LayerState:
             weight: The whole float weight, in the layer's own layout.
             dtype: Of the result.
         """
+        self.handed_dtype = weight.dtype if self.handed_over else None
         with torch.no_grad():
             matrix = to_rows(weight.detach(), self.kind)
             numerics = quantizer if self.kernel is False else triton_quant

@@ -82,13 +82,14 @@ def gathered_state_dict(model: nn.Module, everywhere: bool = False) -> Iterator[
     Yields:
         The tensors by name. None in the other processes, and for a model with whole weights.
     """
-    if not any(map(is_apart, model.parameters())):
+    # FSDP2 takes apart here what it has left gathered after a pass without gradients.
+    names = model.state_dict(keep_vars=True)
+    if not any(map(is_apart, names.values())):
         yield None
         return
     keeps = everywhere or dist.get_rank() == 0
     # Packing and proving may take longer than processes otherwise wait for each other.
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    names = model.state_dict(keep_vars=True)
     gathered: dict[int, Tensor] = {}
     for value in names.values():
         # Names that share a parameter go on sharing it.

@@ -133,7 +133,8 @@ class QuantLayer(nn.Module):
     def invalidate(self) -> None:
         """Drop the copies that evaluation has made, and see whether an engine has taken the weight over."""
         self.moq.copies.clear()
-        self.moq.handed_over = is_apart(self.float_weight)
+        # FSDP2 leaves some weights gathered after a pass without gradients.
+        self.moq.handed_over |= is_apart(self.float_weight)
 
     def train(self, mode: bool = True) -> Self:
         """As `nn.Module.train`; drops the copy that evaluation has made, in either mode."""

@@ -4,18 +4,21 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import launched
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
 
-from moq_hf import MoQConfig, MoQError, processes, quantize_model, quantizer
+from moq_hf import MoQConfig, MoQError, dequantize_model, processes, quantize_model, quantizer, save_quantized
 from moq_hf.eigen import block_eigenvalues
 from moq_hf.layer_state import LayerState
 from moq_hf.model.convert import check_finite, quant_layers
 from moq_hf.model.selection import take_inventory
-from moq_hf.processes import whole
+from moq_hf.processes import gathered_state_dict, whole
 from moq_hf.schedule import FLOAT_BITS
 from moq_hf.seams.engines import ZERO_3, ZERO_3_SHAPE
 from moq_hf.training.controller import MoQController
@@ -116,16 +119,14 @@ def test_layers_that_were_tied_later_quantize_what_fsdp2_hands_over_each_in_its_
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_policy_of_half_precision_hands_over_rounded_weights(training: bool, alone: None) -> None:
+def test_a_policy_of_half_precision_hands_over_rounded_weights(training: bool, alone: None, tmp_path: Path) -> None:
     """What is quantized is the weight in the dtype in which it is handed over, in evaluation too."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    torch.manual_seed(1)
-    model = quantize_model(
-        nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), {"quantize_bits": {"start_bits": 4, "target_bits": 4}}
-    )
-    layer: Any = model[0]
+    model = launched.new_model()
+    quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_groups": "per_channel"})
+    layer: Any = model.bert.pooler.dense
     ratio, floats = layer.moq.ratio, layer.float_weight.detach().clone()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
@@ -133,12 +134,17 @@ def test_a_policy_of_half_precision_hands_over_rounded_weights(training: bool, a
     found: list[Tensor] = []
     layer.register_forward_pre_hook(lambda *_: found.append(layer.quantized_weight()))
     with torch.no_grad():
-        model(torch.randn(4, 6))
-    rounded = floats.to(torch.bfloat16)
-    assert torch.equal(found[0], quantizer.fake_quantize(rounded, 4, layer.moq.grid, ratio=ratio))
+        model(torch.stack([row["input_ids"] for row in launched.rows(2)]))
+    expected = quantizer.fake_quantize(floats.to(torch.bfloat16), 4, layer.moq.grid, ratio=ratio)
+    assert torch.equal(found[0], expected)
     assert layer.moq.handed_dtype == torch.bfloat16 and not layer.moq.copies
     # What is saved is rounded in the same way first.
-    assert torch.equal(layer.quantized_copy(torch.float32).to(torch.bfloat16), found[0])
+    assert torch.equal(layer.quantized_copy(torch.bfloat16), expected)
+    with gathered_state_dict(model) as tensors:
+        assert tensors is not None
+        save_quantized(model, tmp_path, state_dict=tensors)
+    saved: Any = dequantize_model(AutoModelForSequenceClassification.from_pretrained(tmp_path))
+    assert torch.equal(saved.bert.pooler.dense.weight.to(torch.bfloat16), expected)
 
 
 def test_nan_in_a_sharded_weight_is_found_where_it_is_quantized(alone: None) -> None:
