@@ -1,0 +1,58 @@
+"""Each form of delivery reads back what it wrote, whatever the grid is."""
+
+import itertools
+
+import pytest
+import torch
+
+from moq_hf.formats.stored import EncodeSpec, SharedScheme, StoredWeight
+from moq_hf.formats.table import FORMS, form_of
+from moq_hf.grid import Grid, PerChannel, PerGroup, RowBlocks
+from moq_hf.quantizer import dequantize, quantize
+
+GROUPINGS = (PerChannel(), PerGroup(16), RowBlocks(4))
+KINDS = ({}, {"full": True}, {"symmetric": False})
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("at_load", [False, True])
+@pytest.mark.parametrize(("grouping", "kind", "bits"), list(itertools.product(GROUPINGS, KINDS, (2, 3, 4, 8))), ids=str)
+def test_what_was_written_is_read(form: str, at_load: bool, grouping: object, kind: dict[str, bool], bits: int) -> None:
+    if form == "int8" and at_load:
+        pytest.skip("tables are packed with the layers where all have one scheme")
+    grid = Grid(grouping, search="absmax", **kind)  # type: ignore[arg-type]
+    weight = torch.randn(40, 48, generator=torch.Generator().manual_seed(bits))
+    values = quantize(weight, bits, grid)
+    shared = SharedScheme(grid.grouping.row_size, grid.symmetric, takes_tables=True) if at_load else None
+    # While loading, codes are as wide as the widest of the model.
+    width = 8 if at_load else bits
+    spec = EncodeSpec("linear", (40, 48), (40, 48), torch.float32, bits, grid, shared=shared, width=width)
+    encoded = FORMS[form].write(values, spec)
+    size = (values.scale.shape[0], values.scale.shape[1])
+    stored = StoredWeight("w", "linear", bits, grid, (40, 48), size, encoded.scheme, encoded.grid, {"w": encoded.parts})
+    found = FORMS[form].read(stored)
+    stored.check(found)
+    assert stored.is_complete and found.codes.equal(values.codes)
+    assert dequantize(*found).equal(dequantize(*values))
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "is_table", "expected"),
+    [
+        ("linear", 4, False, ["packed", "packed", "dense"]),
+        ("linear", 1, False, ["dense", "dense", "dense"]),
+        ("linear", 9, False, ["dense", "dense", "dense"]),
+        ("embedding", 8, True, ["int8", "packed", "dense"]),
+        ("conv", 4, False, ["dense", "dense", "dense"]),
+        ("conv1d", 4, False, ["dense", "dense", "dense"]),
+        ("experts", 4, False, ["dense", "dense", "dense"]),
+    ],
+)
+def test_a_layer_takes_the_first_form_that_fits(kind: str, bits: int, is_table: bool, expected: list[str]) -> None:
+    shared = SharedScheme(None, symmetric=True, takes_tables=True)
+    found = []
+    for layout in ("packed", "unpacked", "floats"):
+        scheme = shared if layout == "unpacked" else None
+        spec = EncodeSpec(kind, (8, 8), (8, 8), torch.float32, bits, Grid(), is_table, shared=scheme)
+        found.append(form_of(spec, layout))  # type: ignore[arg-type]
+    assert found == expected
