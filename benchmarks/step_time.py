@@ -232,12 +232,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=15, help="steps of each arm; ten times as many of 1 x 8 tokens")
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/step_time.json"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     model = classifier(None)
+    model.bert.encoder.layer = model.bert.encoder.layer[: args.layers]
     results: dict[str, Any] = {}
 
     def keep(name: str, found: dict[str, Any]) -> None:
@@ -252,7 +254,10 @@ def main() -> None:
     keep(str(Case(None, 1, 8)), measure(model, Case(None, 1, 8), 10 * args.repeats))
     keep("float32, evaluation, 1 x 16", evaluation(model, 10 * args.repeats))
     packages = [package for package in ("torchao", "optimum-quanto") if installed(package.replace("-", "."))]
-    write({**environment(*packages), "repeats": args.repeats, "seed": 0, "results": results}, args.out)
+    write(
+        {**environment(*packages), "repeats": args.repeats, "layers": args.layers, "seed": 0, "results": results},
+        args.out,
+    )
 
 
 if __name__ == "__main__":

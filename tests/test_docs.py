@@ -91,7 +91,7 @@ ADDED = {
     "docs/make_figures.py": ["--out", "img"],
     "examples/demo/make_corpus.py": ["--out", "corpus"],
     "benchmarks/proof.py": shlex.split("--batch 2 --sequence 16 --steps 2 --runs 1 --threads 1 --out proof.json"),
-    "benchmarks/step_time.py": shlex.split("--batch 2 --sequence 16 --repeats 2 --out step_time.json"),
+    "benchmarks/step_time.py": shlex.split("--batch 1 --sequence 8 --layers 1 --repeats 2 --out step_time.json"),
     "benchmarks/peers.py": [
         *shlex.split("--parts time,table --repeats 2 --time_batch 2 --time_sequence 8 --out peers.jsonl --arms"),
         "moq_hf, 8 bits",
