@@ -199,13 +199,13 @@ class FileSize:
         by_row = grid.grouping.row_size is None and grid.symmetric
         scales = (rows, 1) if by_row else grid.shape(rows, columns)
         parts = {
-            f"{own}_packed": _empty((rows, math.ceil(columns * bits / 32)), torch.int32),
-            f"{own}_scale": _empty(scales, getattr(torch, grid.scale_dtype)),
-            f"{own}_shape": _empty((2,), torch.int64),
+            "packed": _empty((rows, math.ceil(columns * bits / 32)), torch.int32),
+            "scale": _empty(scales, getattr(torch, grid.scale_dtype)),
+            "shape": _empty((2,), torch.int64),
         }
         if not grid.symmetric:
-            parts[f"{own}_zero_point"] = _empty(scales, torch.int8)
-        return self._size(parts)
+            parts["zero_point"] = _empty(scales, torch.int8)
+        return self._size({"_".join((own, part)): tensor for part, tensor in parts.items()})
 
     def of_rest(self) -> int:
         """Bytes of everything else: what stays in float, tables, the rest of the header."""
