@@ -103,15 +103,16 @@ def quantize(
     tensor([[ 2, -3,  1]], dtype=torch.int32)
     """
     shape = check(weight, bits, grid, ratio)
-    x = _groups(weight, shape).to(torch.float32)
+    x = _groups(weight, shape)
     noise = uniform(x, seed) if grid.stochastic else None
-    codes, scale, zero = _codes(x, bits, grid, _column(ratio), noise)
+    scale, zero = _scales(x, bits, grid, ratio)
+    codes = _codes(x, bits, grid, scale, zero, noise, torch.empty(x.shape, dtype=torch.float32, device=x.device))
     if not bool(torch.isfinite(scale).all()):
         raise ValueError("weight holds NaN or Inf (or spans more than float32 can hold)")
     return Quantized(
         codes.to(torch.int32).reshape(weight.shape),
         scale.reshape(shape),
-        None if zero is None else zero.to(torch.int32).reshape(shape),
+        None if grid.symmetric or zero is None else zero.to(torch.int32).reshape(shape),
     )
 
 
@@ -191,19 +192,25 @@ def fake_quantize_with_scale(
     The scale of a group is not finite exactly if the group holds NaN or Inf, or spans more than float32 can hold: to
     look at the scales is to look at the weight without a second pass over it.
     """
-    shape = check(weight, bits, grid, ratio)
-    x, dtype, ratio = _groups(weight, shape), dtype or weight.dtype, _column(ratio)
+    x = _groups(weight, check(weight, bits, grid, ratio))
     noise = uniform(x, seed) if grid.stochastic else None
-    size = len(x) if dtype == x.dtype == torch.float32 else _rows_at_once(x)
-    if size >= len(x):
-        values, scale = _values(x, bits, grid, ratio, noise, blend)
-        return values.view(weight.shape).to(dtype), scale
-    out, scales = torch.empty(x.shape, dtype=dtype, device=x.device), []
-    for rows in _blocks(len(x), size):
-        values, scale = _values(x[rows], bits, grid, _part(ratio, rows), _part(noise, rows), blend)
-        out[rows] = values
-        scales.append(scale)
-    return out.view(weight.shape), torch.cat(scales)
+    scale, zero = _scales(x, bits, grid, ratio)
+    out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
+    # With a float32 result there is no buffer to keep in the caches.
+    for rows in [slice(None)] if out.dtype == torch.float32 and grid.is_uniform(bits) else _blocks(x):
+        part, values = x[rows], out[rows]
+        if out.dtype != torch.float32:
+            values = torch.empty(part.shape, dtype=torch.float32, device=x.device)
+        own_zero, own_noise = (None if tensor is None else tensor[rows] for tensor in (zero, noise))
+        _codes(part, bits, grid, scale[rows], own_zero, own_noise, values)
+        if own_zero is not None and not grid.symmetric:
+            values.sub_(own_zero)
+        values.mul_(scale[rows])
+        if blend:
+            values.mul_(1.0 - blend).add_(part.to(torch.float32) * blend)
+        if out.dtype != torch.float32:
+            out[rows] = values
+    return out.view(weight.shape), scale
 
 
 def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
@@ -229,7 +236,7 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
     if not grid.is_uniform(bits):
         raise ValueError(f"{bits} bits symmetric sets its own scale: there is no clipping ratio to search")
     x = _groups(weight, shape)
-    best = [_best_ratio(x[rows].to(torch.float32), bits, grid) for rows in _blocks(len(x), _rows_at_once(x))]
+    best = [_best_ratio(x[rows].to(torch.float32), bits, grid) for rows in _blocks(x)]
     return torch.cat(best).view(shape)
 
 
@@ -273,93 +280,68 @@ def check(weight: Tensor, bits: int, grid: Grid = _DEFAULT, ratio: Tensor | None
 
 
 def _groups(weight: Tensor, shape: tuple[int, int]) -> Tensor:
-    """A row for each group, a view where the weight is contiguous."""
-    return weight.detach().contiguous().view(shape[0] * shape[1], -1)
+    """A row for each group, a view where the weight is contiguous; float64 as float32."""
+    x = weight.detach().contiguous().view(shape[0] * shape[1], -1)
+    return x.to(torch.float32) if x.dtype == torch.float64 else x
 
 
-def _column(ratio: Tensor | None) -> Tensor | None:
-    return None if ratio is None else ratio.reshape(-1, 1)
-
-
-def _part(tensor: Tensor | None, rows: slice) -> Tensor | None:
-    return None if tensor is None else tensor[rows]
-
-
-def _rows_at_once(x: Tensor) -> int:
-    """How many groups a pass takes: on a CPU what fits its caches, elsewhere all."""
-    return max(1, _BLOCK // x.shape[1]) if x.device.type == "cpu" else len(x)
-
-
-def _blocks(rows: int, size: int) -> Iterator[slice]:
-    for first in range(0, rows, size):
+def _blocks(x: Tensor) -> Iterator[slice]:
+    """The groups that are taken at once: on a CPU what fits its caches, elsewhere all."""
+    size = max(1, _BLOCK // x.shape[1]) if x.device.type == "cpu" else len(x)
+    for first in range(0, len(x), size):
         yield slice(first, first + size)
 
 
-def _values(
-    x: Tensor, bits: int, grid: Grid, ratio: Tensor | None, noise: Tensor | None, blend: float
-) -> tuple[Tensor, Tensor]:
-    """The fake-quantized values of groups, in float32, and their scale."""
-    x = x.to(torch.float32)
-    values, scale, zero = _codes(x, bits, grid, ratio, noise)
-    if zero is not None:
-        values.sub_(zero)
-    values.mul_(scale)
-    if blend:
-        values.mul_(1.0 - blend).add_(x * blend)
-    return values, scale
+def _scales(x: Tensor, bits: int, grid: Grid, ratio: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Scale of groups, and their zero point, or the threshold of ternary ones: float32 `[groups, 1]`."""
+    if grid.is_uniform(bits):
+        return _uniform_scale(*_range(x, grid), bits, grid, None if ratio is None else ratio.reshape(-1, 1))
+    scales, thresholds = zip(*[_few_scales(x[rows], bits) for rows in _blocks(x)], strict=True)
+    return _as_stored(torch.cat(scales), grid.scale_dtype), torch.cat(thresholds)
+
+
+def _few_scales(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Scale of binary or ternary groups, and the threshold of ternary ones."""
+    magnitude = x.to(torch.float32).abs()
+    mean = _mean(magnitude, x.shape[1])
+    is_zero = mean < _TINY
+    # A group that is too small to matter has nothing above its threshold.
+    threshold = torch.where(is_zero, torch.inf, mean * 0.7)
+    if bits == 1:
+        return torch.where(is_zero, 0.0, mean), threshold
+    above = magnitude.gt(threshold).to(torch.float32)
+    return torch.where(is_zero, 1.0, _mean(magnitude.mul_(above), above.sum(1, keepdim=True))), threshold
 
 
 def _codes(
-    x: Tensor, bits: int, grid: Grid, ratio: Tensor | None, noise: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes of float32 groups `[groups, elements]`, their scale and zero point `[groups, 1]`, all held in float32."""
-    if not grid.is_uniform(bits):
-        return *_few_codes(x, bits, grid), None
-    least, most = grid.limits(bits)
-    buffer, low, high = _range(x, grid)
-    scale, zero = _uniform_scale(low, high, bits, grid, ratio)
-    torch.div(x, scale, out=buffer)
-    if noise is None:
-        buffer.round_()
-    else:
-        buffer.add_(noise).floor_()
-    if zero is not None:
-        buffer.add_(zero)
-    # Without a ratio, the largest magnitude of a narrow range is at the last code.
-    is_inside = noise is None and ratio is None and _is_narrow(grid) and grid.scale_dtype == "float32"
-    return (buffer if is_inside else buffer.clamp_(least, most)), scale, zero
-
-
-def _few_codes(x: Tensor, bits: int, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Binary or ternary codes, and their scale."""
-    magnitude = x.abs()
-    mean = _mean(magnitude, x.shape[1])
-    is_zero = mean < _TINY
+    x: Tensor, bits: int, grid: Grid, scale: Tensor, zero: Tensor | None, noise: Tensor | None, out: Tensor
+) -> Tensor:
+    """Codes of groups, integers in the float32 memory of `out`; `scale` and `zero` are those of `_scales`."""
     if bits == 1:
-        scale = torch.where(is_zero, 0.0, mean)
-        return torch.ge(x, 0.0, out=magnitude).mul_(2.0).sub_(1.0), _as_stored(scale, grid.scale_dtype)
-    # A group that is too small to matter has nothing above its threshold.
-    above = magnitude.gt(torch.where(is_zero, torch.inf, mean * 0.7)).to(torch.float32)
-    count = above.sum(1, keepdim=True)
-    scale = torch.where(is_zero, 1.0, _mean(magnitude.mul_(above), count))
-    return above.copysign_(x), _as_stored(scale, grid.scale_dtype)
+        return torch.ge(x, 0.0, out=out).mul_(2.0).sub_(1.0)
+    if zero is not None and not grid.is_uniform(bits):
+        return out.copy_(x.to(torch.float32).abs() > zero).copysign_(x)
+    torch.div(x, scale, out=out)
+    if noise is None:
+        out.round_()
+    else:
+        out.add_(noise).floor_()
+    if zero is not None:
+        out.add_(zero)
+    return out.clamp_(*grid.limits(bits))
 
 
 def _mean(magnitude: Tensor, count: int | Tensor) -> Tensor:
     return magnitude.sum(1, keepdim=True, dtype=torch.float64).div_(count).to(torch.float32)
 
 
-def _is_narrow(grid: Grid) -> bool:
-    return grid.symmetric and not grid.full
-
-
-def _range(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-    """A buffer of the shape of `x`, and the lower and upper end: of a narrow range mirrored, else with 0 in between."""
-    if _is_narrow(grid):
-        magnitude = x.abs()
-        high = magnitude.amax(1, keepdim=True)
-        return magnitude, -high, high
-    return torch.empty_like(x), x.amin(1, keepdim=True).clamp_(max=0.0), x.amax(1, keepdim=True).clamp_(min=0.0)
+def _range(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The lower and upper end of groups, float32 `[groups, 1]`: of a narrow range mirrored, else with 0 in between."""
+    low, high = (end(x, 1, keepdim=True).to(torch.float32) for end in (torch.amin, torch.amax))
+    if grid.symmetric and not grid.full:
+        high = torch.maximum(high, -low)
+        return -high, high
+    return low.clamp_(max=0.0), high.clamp_(min=0.0)
 
 
 def _uniform_scale(
@@ -392,7 +374,7 @@ def _as_stored(scale: Tensor, dtype: ScaleDtype) -> Tensor:
 def _best_ratio(x: Tensor, bits: int, grid: Grid) -> Tensor:
     """`least_squares_ratio` of float32 groups `[groups, elements]`, as `[groups, 1]`."""
     least, most = grid.limits(bits)
-    buffer, low, high = _range(x, grid)
+    buffer, (low, high) = torch.empty_like(x), _range(x, grid)
     best, best_error = torch.ones_like(high), torch.full_like(high, torch.inf, dtype=torch.float64)
     for value in RATIOS:
         # As a tensor: PyTorch multiplies with a number in another precision on some devices.
