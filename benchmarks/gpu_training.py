@@ -299,7 +299,7 @@ def memory(report: "Report") -> None:
     report.detail("bytes", found)
     report.figure("quantized weights", moq["quantized"])
     each = (moq["held"] - plain["held"]) / moq["quantized"]
-    report.figure("held between steps above plain, bytes a quantized weight (predicted: 0)", each, at_most=0.2)
+    report.figure("held between steps above plain, bytes a quantized weight (predicted: 0)", each, at_most=0.01)
     if not report.small:
         report.figure("peak of a plain step", plain["peak"] / 1e9, "GB")
         report.figure("peak above plain, bytes a quantized weight", (moq["peak"] - plain["peak"]) / moq["quantized"])

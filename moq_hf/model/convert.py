@@ -226,7 +226,8 @@ def check_finite(layers: Mapping[str, QuantLayer], *, look: bool = True, gather:
     """
     found: dict[str, Tensor] = {}
     for name, layer in layers.items():
-        seen = layer.moq.scale
+        # A scale is looked at once, and not held from one step to the next.
+        seen, layer.moq.scale = layer.moq.scale, None
         if look:
             seen = whole(layer.float_weight) if gather else local_part(layer.float_weight)
         if layer.moq.bits != FLOAT_BITS and seen is not None and not seen.is_meta:
