@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, ValidationError
 
 from .config import MoQConfig
-from .errors import MoQConfigError, MoQError, one_line
-from .metrics import metrics_in
+from .errors import MoQConfigError, MoQError, one_line, read_as
 from .model.sizes import percent
 from .plan import Plan
-from .reading import checked
 from .schedule import FLOAT_BITS, begins_in_float
+from .text import metrics_in
 from .training.budget import Choice
 
 if TYPE_CHECKING:
@@ -176,7 +175,7 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
         saved.float_size_mb,
         _metrics(directory),
         in_float,
-        checked(Choice | None, saved.choice, str(path), "choice"),
+        read_as(Choice | None, saved.choice, str(path), "choice"),
     )
 
 

@@ -1,6 +1,15 @@
-"""Tables, for a terminal and for Markdown: the first row is the head."""
+"""What the card, the report and the terminal show alike: tables, whose first row is the head, and metrics of a log."""
 
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# What the Trainer logs beside the metrics of an evaluation; `_mm` is MNLI's second part.
+_NO_METRIC = re.compile(
+    r"^(epoch|step|total_flos)(_mm)?$"
+    r"|(^|_)(runtime|samples|per_second|model_preparation_time)(_mm)?$"
+)
 
 
 def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
@@ -36,3 +45,20 @@ def markdown_table(rows: Sequence[Sequence[object]]) -> str:
     """
     head, *others = rows
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [head, ["---"] * len(head), *others])
+
+
+def metrics_in(logged: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of an evaluation: finite numbers, by their names without `eval_`.
+
+    >>> metrics_in({"eval_f1": 0.91, "eval_runtime": 3.0, "eval_odd": float("nan"), "epoch": 3.0})
+    {'f1': 0.91}
+    """
+    return {
+        name.removeprefix("eval_"): value
+        for name, value in logged.items()
+        if not _NO_METRIC.search(name)
+        and isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        # NaN is not, and a whole number may be too large for a float.
+        and abs(value) <= sys.float_info.max
+    }

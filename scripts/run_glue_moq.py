@@ -537,7 +537,7 @@ def summary(
 
 
 def _figures(metrics: Mapping[str, float]) -> str:
-    from moq_hf.metrics import metrics_in
+    from moq_hf.text import metrics_in
 
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics_in(metrics).items())
 

@@ -22,7 +22,7 @@ def test_each_public_name_has_an_example() -> None:
     ("what", "module"),
     [
         # What is a metric?
-        ("total_flos", "metrics.py"),
+        ("total_flos", "text.py"),
         # What is a block?
         ("nn.ModuleList)", "inventory.py"),
     ],

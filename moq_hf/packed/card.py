@@ -10,9 +10,8 @@ from typing import Any
 import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..metrics import metrics_in
 from ..schedule import FLOAT_BITS
-from ..text import markdown_table
+from ..text import markdown_table, metrics_in
 from .verify import Verification, verify_quantized
 
 TAGS = ("moq", "quantization-aware-training", "compressed-tensors")

@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.hub import convert_file_size_to_int
 
-from ..errors import MoQError, one_line
-from ..reading import checked, read_json
+from ..errors import MoQError, one_line, read_as, read_json
 
 CONFIG = "config.json"
 # Holds the adapters of a `PeftModel`, in the folder of its base model.
@@ -39,7 +38,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     # A name with a path would have files read that are not the model's.
     kind = dict[str, Annotated[str, Field(pattern=f"^{WEIGHTS.pattern}$")]]
     files = read_document(folder / INDEX).get("weight_map")
-    found: dict[str, str] = checked(kind, files, str(folder / INDEX), "weight_map")
+    found: dict[str, str] = read_as(kind, files, str(folder / INDEX), "weight_map")
     return found
 
 

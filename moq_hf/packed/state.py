@@ -17,10 +17,9 @@ from typing_extensions import TypedDict
 
 from .. import serving
 from ..config import Count, Flag, MoQConfig, Positive, Weight
-from ..errors import MoQError, show
+from ..errors import MoQError, read_as, show
 from ..inputs import ranges_of
 from ..quant_linear import QuantLayer
-from ..reading import checked
 from ..training.controller import MoQController
 from ..training.resume import Bits, Range, Unit
 from ..version import __version__
@@ -322,7 +321,7 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
         MoQError: A value is not of the type or in the range of what is written; names the file and the key.
     """
     state, where = read_state(folder), str(folder / STATE_NAME)
-    layers: dict[str, StoredLayer] = checked(State, state, where)["layers"]
+    layers: dict[str, StoredLayer] = read_as(State, state, where)["layers"]
     for name, layer in layers.items():
         fault = layer.fault()
         if fault is not None:
@@ -348,7 +347,7 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
     folder = Path(directory)
     state, layers = read_layers(folder)
     config = {} if state["config_json"] is None else read_document(folder / CONFIG)
-    classes = checked(list[str] | None, config.get("architectures"), str(folder / CONFIG), "architectures")
+    classes = read_as(list[str] | None, config.get("architectures"), str(folder / CONFIG), "architectures")
     proof = proof_in(state)
     unserved = proof.reason if proof is not None and proof.agrees is False else None
     if state.get("by_hand") and (proof is None or not proof.agrees):

@@ -12,10 +12,9 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from ..config import Count, MoQConfig, Positive, Weight
-from ..errors import MoQConfigError, MoQError, show
+from ..errors import MoQConfigError, MoQError, read_as, show
 from ..inputs import LARGEST_RANGE
 from ..quantizer import RATIOS
-from ..reading import checked
 from ..schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch, offset_step_of
 from ..version import __version__
 from .budget import Choice
@@ -143,7 +142,7 @@ def saved_state(entry: Any) -> Mapping[str, Any] | None:
         MoQError: The entry, or the state, is not as it was written; names the key.
     """
     where, key = "the checkpoint's trainer_state.json is damaged", "stateful_callbacks.MoQCallback"
-    found: Mapping[str, Any] | None = checked(SavedCallback, entry, where, key)["attributes"]["saved"]
+    found: Mapping[str, Any] | None = read_as(SavedCallback, entry, where, key)["attributes"]["saved"]
     if found is not None:
         check_state(found, where, f"{key}.attributes.saved")
     return found
@@ -161,7 +160,7 @@ def check_state(state: Mapping[str, Any], where: str = "the checkpoint's MoQ sta
             f"{show(state.get('moq_hf'))}; this is moq_hf {__version__}, which reads version {STATE_VERSION}: a run "
             "goes on with the moq_hf that began it"
         )
-    checked(SavedState, state, where, key)
+    read_as(SavedState, state, where, key)
     try:
         config = MoQConfig.from_dict(state["config"])
     except MoQConfigError as error:
@@ -193,7 +192,7 @@ def _conflicts(config: MoQConfig, state: Mapping[str, Any]) -> Iterator[str]:
 
 def choice_in(state: Mapping[str, Any]) -> Choice | None:
     """The bits that were chosen under a budget, of a state that was checked."""
-    found: Choice | None = checked(Choice | None, state.get("choice"), "the checkpoint's MoQ state", "choice")
+    found: Choice | None = read_as(Choice | None, state.get("choice"), "the checkpoint's MoQ state", "choice")
     return found
 
 
