@@ -324,7 +324,10 @@ class MoQCallback(TrainerCallback, ExportableState):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Let a MoQTrainer log the evaluation of its float phase."""
         if self.trainer is not None:
+            # Logging counts as the step's log, which has the loss and is still to come.
+            is_due = control.should_log
             self.trainer.log_float_phase()
+            control.should_log = is_due
 
     def on_log(
         self,

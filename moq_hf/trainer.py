@@ -29,7 +29,7 @@ from .seams.transformers import (
     save_training_args,
     training_summary,
 )
-from .training.checkpoints import check_whole, last_checkpoint, last_metrics
+from .training.checkpoints import check_whole, last_checkpoint, last_metrics, resumed_state
 from .training.distillation import check_hidden, distillation_loss, fingerprint, labels_at_logits, load_teacher
 from .training.float_first import FloatPhase, after_float, share_of
 
@@ -119,7 +119,7 @@ class MoQTrainer(Trainer):
         self.final_metrics: Mapping[str, Any] | None = None
         self.float_metrics: Mapping[str, Any] | None = None
         self.teacher_fingerprint: int | None = None
-        self._loss_checked = self._loss_called = False
+        self._loss_checked = self._loss_called = self._rates_restart = False
         self._saving_checkpoint = False
         if self.moq is not None:
             self.moq.trainer = self
@@ -230,6 +230,7 @@ class MoQTrainer(Trainer):
                 "the float phase; take one that depends on the step alone, linear for instance"
             ) from error
         self.lr_scheduler = cast(Any, scheduler)
+        self._rates_restart = True
         return scheduler
 
     def begin_phase(self, has_begun: bool, teacher_before: int | None) -> None:
@@ -241,8 +242,15 @@ class MoQTrainer(Trainer):
         phase = self._float_phase
         if phase is None:
             return
+        if not self._rates_restart:
+            raise MoQError(
+                f"float_first begins the learning rate's schedule anew, but {type(self).__name__}.create_scheduler "
+                "does not call that of MoQTrainer: call super().create_scheduler, or leave it out"
+            )
         if has_begun:
             phase.go_on()
+        else:
+            phase.begin()
         self._take(phase if has_begun else None)
         if has_begun and teacher_before != self.teacher_fingerprint:
             raise MoQError(
@@ -294,19 +302,31 @@ class MoQTrainer(Trainer):
     ) -> Any:
         """As `Trainer.compute_loss`; in training with a teacher, the distillation loss."""
         self._loss_called = True
-        if self.moq is None or self._teacher is None or not model.training:
+        phase = self._float_phase
+        # At its first step a float phase finds out whether the model can be its own teacher.
+        is_trial = phase is not None and not phase.outputs_checked and self.state.global_step == 0
+        if self.moq is None or not model.training or (self._teacher is None and not is_trial):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        inputs = {**inputs, "output_hidden_states": True} if self.moq.config.distillation.hidden else dict(inputs)
+        config, student = self.moq.config.distillation, self.accelerator.unwrap_model(self.model)
+        inputs = {**inputs, "output_hidden_states": True} if config.hidden else dict(inputs)
+        count = num_items_in_batch if self._teacher is None else self._count_of(inputs)
         # The Trainer takes the labels out where it computes the loss itself.
-        loss, outputs = super().compute_loss(model, dict(inputs), True, self._count_of(inputs))
-        # As the student, around whose forward pass Accelerate has put it.
-        with torch.no_grad(), self.accelerator.autocast():
-            teacher_outputs = self._teacher(**inputs)
-        student = self.accelerator.unwrap_model(self.model)
+        loss, outputs = super().compute_loss(model, dict(inputs), True, count)
+        teacher, teacher_outputs = student, outputs
+        if self._teacher is not None:
+            teacher = self._teacher
+            # As the student, around whose forward pass Accelerate has put it.
+            with torch.no_grad(), self.accelerator.autocast():
+                teacher_outputs = teacher(**inputs)
         # With labels a forward pass finds out what it is, if the config did not say it.
-        problem = getattr(self._teacher.config, "problem_type", None)
+        problem = getattr(teacher.config, "problem_type", None)
         inputs = {**inputs, "labels": labels_at_logits(student, inputs.get("labels"))}
-        loss = distillation_loss(loss, outputs, teacher_outputs, inputs, self.moq.config.distillation, problem)
+        with torch.set_grad_enabled(self._teacher is not None):
+            distilled = distillation_loss(loss, outputs, teacher_outputs, inputs, config, problem)
+        if self._teacher is not None:
+            loss = distilled
+        elif phase is not None:
+            phase.outputs_checked = True
         return (loss, outputs) if return_outputs else loss
 
     def _check_loss_scale(self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None) -> None:
@@ -335,7 +355,8 @@ class MoQTrainer(Trainer):
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
-        self._live_moq()
+        if self._live_moq() is None and resumed_state(self.state, MoQCallback.__name__) is not None:
+            logger.warning("moq_hf: the checkpoint was made with MoQ; without moq_config the run goes on in float")
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
         self._saving_checkpoint = True

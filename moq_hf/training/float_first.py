@@ -91,6 +91,7 @@ class FloatPhase:
 
     Attributes:
         metrics: The evaluation at the end of the phase; None before, and without an evaluation set.
+        outputs_checked: Whether the model's outputs were found to be those of a teacher.
     """
 
     def __init__(self, trainer: Trainer, share: float, model: Any) -> None:
@@ -105,6 +106,27 @@ class FloatPhase:
         self.trainer, self.share = trainer, share
         self.metrics: Mapping[str, Any] | None = None
         self._unlogged: Mapping[str, Any] | None = None
+        self.outputs_checked = False
+
+    def begin(self) -> None:
+        """Check, before the first step, that the optimizer can begin anew, and make the folder of the float model.
+
+        Raises:
+            MoQError: It cannot, or the folder cannot be made.
+        """
+        optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
+        if callable(getattr(optimizer, "eval", None)):
+            raise MoQError(
+                f"float_first: {type(optimizer).__name__} averages its steps and cannot begin anew after the float "
+                "phase; take another optimizer, or train in float first and give MoQTrainer(teacher=) that model"
+            )
+        if self.trainer.args.should_save:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise MoQError(
+                    f"float_first: the float model cannot be saved in {self.folder}: {one_line(error)}"
+                ) from error
 
     def end(self) -> None:
         """Save and evaluate the model, and clear the optimizer's state; in every process, after the last float step."""

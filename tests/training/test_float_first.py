@@ -288,6 +288,14 @@ def test_an_evaluation_that_fails_does_not_lose_the_float_model(tmp_path: Path) 
     assert_same(dict(saved.named_parameters()), weights(first))
 
 
+def test_what_would_fail_in_the_middle_fails_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "float").write_text("a file")
+    trainer = float_first(tmp_path)
+    with pytest.raises(MoQError, match=r"the float model cannot be saved in .*float"):
+        trainer.train()
+    assert trainer.state.global_step == 0 and not trainer.state.log_history
+
+
 def test_a_part_that_was_put_in_by_hand_is_named(tmp_path: Path) -> None:
     model = calm_model()
     model.classifier = torch.nn.Linear(16, 5)
@@ -302,6 +310,11 @@ class Bare(BertForSequenceClassification):
         return super().forward(input_ids, labels=labels)
 
 
+class Unnamed(BertForSequenceClassification):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs).to_tuple()
+
+
 class Demanding(BertForSequenceClassification):
     def __init__(self, config: Any, weight: float) -> None:
         super().__init__(config)
@@ -312,14 +325,22 @@ class Lonely(BertForSequenceClassification):
         super().__init__(calm_model().config)
 
 
+class NoLogits(BertForSequenceClassification):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().forward(*args, **kwargs)
+        return {"loss": found.loss, "hidden_states": found.hidden_states}
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (Bare, "takes no output_hidden_states; set distillation.hidden to 0"),
+        (Unnamed, "the model's output has no names"),
+        (NoLogits, "the model's output has no logits"),
         (lambda config: Demanding(config, 1.0), r"cannot be made of its config alone \(.*missing 1 required"),
         (lambda config: Lonely(), r"cannot be made of its config alone \(.*takes 1 positional argument"),
     ],
-    ids=["no hidden states", "class", "class without a config"],
+    ids=["no hidden states", "tuple", "no logits", "class", "class without a config"],
 )
 def test_a_model_that_cannot_be_its_own_teacher_is_refused_before_the_first_step(
     make: Any, words: str, tmp_path: Path
@@ -373,6 +394,37 @@ def test_a_float_model_of_another_run_is_refused(whole: Path, tmp_path: Path) ->
     trainer = resumable(tmp_path / "run")
     with pytest.raises(MoQError, match=r"the model in .*float is not the float model of this run"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{STEPS - 1}"))
+
+
+def test_a_scheduler_of_ones_own_does_not_slip_through(tmp_path: Path) -> None:
+    class Own(MoQTrainer):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            return Trainer.create_scheduler(self, num_training_steps, optimizer)
+
+    trainer = Own(calm_model(), arguments(tmp_path), None, rows(32), moq_config=CONFIG, float_first=True)
+    with pytest.raises(MoQError, match=r"Own\.create_scheduler does not call that of MoQTrainer"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_an_optimizer_that_averages_its_steps_is_refused(tmp_path: Path) -> None:
+    class Free(torch.optim.SGD):
+        def eval(self) -> None: ...
+
+        def train(self) -> None: ...
+
+    model = calm_model()
+    trainer = MoQTrainer(
+        model,
+        arguments(tmp_path),
+        None,
+        rows(32),
+        moq_config=CONFIG,
+        float_first=True,
+        optimizers=(Free(model.parameters(), lr=1e-3), None),
+    )
+    with pytest.raises(MoQError, match="Free averages its steps and cannot begin anew"):
+        trainer.train()
 
 
 def test_each_trial_of_a_search_keeps_its_float_model(tmp_path: Path) -> None:

@@ -505,6 +505,9 @@ def test_a_run_that_goes_on_in_float_says_so(run: Path, tmp_path: Path, caplog: 
     checkpoint = str(run / "checkpoint-7")
     stock(tmp_path / "off", {**CONFIG, "enabled": False}).train(resume_from_checkpoint=checkpoint)
     assert "the checkpoint at step 7 was made with MoQ, and the config says enabled: false" in caplog.text
+    caplog.clear()
+    moq(tmp_path / "none", None).train(resume_from_checkpoint=checkpoint)
+    assert "made with MoQ; without moq_config the run goes on in float" in caplog.text
 
 
 def test_a_checkpoint_made_without_moq_says_when_quantization_begins(
