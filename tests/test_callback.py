@@ -32,7 +32,6 @@ from tiny_runs import (
 )
 from torch import nn
 from transformers import (
-    BertForSequenceClassification,
     EarlyStoppingCallback,
     Trainer,
     TrainerCallback,
@@ -216,20 +215,6 @@ def test_a_run_that_ends_early_has_no_best_and_says_so(tmp_path: Path, caplog: p
     assert "before every quantized layer was at 3 bits" in text and "no checkpoint was a candidate" in text
 
 
-def test_what_is_saved_is_what_was_evaluated(tmp_path: Path) -> None:
-    trainer = moq(tmp_path, save_strategy="steps", save_steps=16)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "final"))
-    ids = torch.randint(5, 60, (3, 7))
-    trained = trainer.model.eval()(ids).logits
-    final = BertForSequenceClassification.from_pretrained(tmp_path / "final").eval()
-    assert torch.equal(final(ids).logits, trained)
-    # A checkpoint of the run keeps the float weights, for a resumed run to go on with.
-    kept = BertForSequenceClassification.from_pretrained(tmp_path / "checkpoint-16").state_dict()
-    for name, parameter in trainer.model.named_parameters():
-        assert torch.equal(kept[name], parameter)
-
-
 def test_bits_reach_the_history_and_the_reporters(tmp_path: Path) -> None:
     for make in (stock, moq):
         trainer = make(tmp_path / make.__name__, logging_steps=5)
@@ -335,14 +320,3 @@ def test_the_loss_is_found_in_any_output_that_has_one() -> None:
     for output in without:
         with pytest.raises(MoQError, match="the model's output has no loss"):
             model_loss(Gives(output), {})
-
-
-def test_a_checkpoint_made_without_moq_starts_the_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    settings = {"save_strategy": "steps", "save_steps": 4}
-    plain = Trainer(new_model(), arguments(tmp_path, **settings), train_dataset=rows(), callbacks=[Stop(4)])
-    plain.train()
-    trainer = stock(tmp_path, **settings)
-    trainer.train(resume_from_checkpoint=True)
-    assert "was made without MoQ" in caplog.text
-    # 12 steps were left: offset 2, drops at 2, 4, 8 after it.
-    assert {layer.moq.bits for layer in quant_layers(trainer.model).values()} == {3}

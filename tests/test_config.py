@@ -8,14 +8,13 @@ import json
 import logging
 import math
 import pickle
-import random
 import re
 import string
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
@@ -412,74 +411,6 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     assert MoQConfig.from_file(path).modules_to_not_convert == ("tête",)
 
 
-STRANGE: list[Any] = [None, True, False, 0, -1, 8, 8.0, 17, 1e999, 10**400, "", "8", "auto", "é\ud800\n", [], [8], {}]
-STRANGE += [{"enabled": 1}, {"x": {}}, "symmetric", "per_channel", float("nan"), ["a"], [None], {"a": [{}]}]
-
-
-def mutated(document: Any, rng: random.Random) -> Any:
-    """A copy with one thing changed: a value, a key, or a key added, moved or lost."""
-    document = json.loads(json.dumps(document))
-    places = [document] + [value for value in document.values() if isinstance(value, dict)]
-    place = rng.choice([p for p in places if p] or [document])
-    if not place:
-        return rng.choice(STRANGE)
-    key = rng.choice(list(place))
-    match rng.randrange(6):
-        case 0:
-            place[key] = rng.choice(STRANGE)
-        case 1:
-            cut = rng.randrange(len(key) + 1)
-            place[key[:cut] + rng.choice(string.ascii_lowercase + "_-. ") + key[cut + 1 :]] = place.pop(key)
-        case 2:
-            rng.choice(places)[key] = json.loads(json.dumps(place[key]))
-        case 3:
-            del place[key]
-        case 4:
-            place[rng.choice(["enabled", "quantize_type", "deadline", "q_type", "", "\n"])] = rng.choice(STRANGE)
-        case 5:
-            return rng.choice([place[key], [document], {"quantize_training": document}, document | AROUND])
-    return document
-
-
-def test_mutated_documents_give_a_config_or_one_error() -> None:
-    rng = random.Random(0)
-    outcomes = {"config": 0, "error": 0}
-    for _ in range(600):
-        document: Any = rng.choice([BLOCK, WITH_EIGENVALUES, {"quantize_training": BLOCK}])
-        for _ in range(rng.randint(1, 3)):
-            document = mutated(document, rng) if isinstance(document, dict) else document
-        try:
-            config = MoQConfig.from_dict(document)
-        except MoQConfigError as error:
-            outcomes["error"] += 1
-            assert str(error).startswith("MoQ config: ")
-        else:
-            outcomes["config"] += 1
-            assert MoQConfig.from_dict(config.to_dict()) == config
-    assert min(outcomes.values()) > 50
-
-
-@settings(max_examples=300)
-@given(st.data())
-def test_damaged_files_give_a_config_or_one_error(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    content = bytearray(json.dumps(AROUND | {"quantize_training": WITH_EIGENVALUES}).encode())
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(content) - 1))
-        if data.draw(st.booleans()):
-            content[at] = data.draw(st.integers(0, 255))
-        else:
-            del content[at : at + data.draw(st.integers(1, 40))]
-        content = content or bytearray(b" ")
-    path = tmp_path_factory.getbasetemp() / "damaged.json"
-    path.write_bytes(bytes(content))
-    try:
-        assert isinstance(MoQConfig.from_file(path), MoQConfig)
-    except MoQConfigError as error:
-        assert "damaged.json" in str(error)
-
-
 # GLUE's numbers of training examples, and start bits, period and eigenvalues of DeepSpeed's MoQ tutorial.
 TRAIN = {
     "cola": 8551,
@@ -621,16 +552,6 @@ def test_the_table_of_keys_is_up_to_date() -> None:
     assert [text.count(mark) for mark in MARKS] == [1, 1]
     table = text.split(MARKS[0])[1].split(MARKS[1])[0]
     assert table == key_table() + "\n", f"renew it, at the root of the repository, with:\npython -c '{RENEW}'"
-
-
-def test_the_command_that_renews_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "docs" / "reference" / PAGE.name
-    page.parent.mkdir(parents=True)
-    text = PAGE.read_text(encoding="utf-8")
-    page.write_text(text.replace(key_table(), "| stale |"), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    exec(RENEW, {})
-    assert page.read_text(encoding="utf-8") == text
 
 
 def test_a_misspelled_argument_is_named() -> None:

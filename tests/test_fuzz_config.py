@@ -4,13 +4,8 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
-
-from moq_hf.config import _keys
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -46,28 +41,3 @@ def test_what_goes_wrong_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (found,) = fuzz_config.fuzz(range(300), tmp_path)["wrong"][:1]
     assert (found["kind"], found["text"]) == ("OverflowError", "too much")
     assert b"quantize" not in fuzz_config.case(found["seed"])
-
-
-WORDS = sorted({word for path in _keys() for word in path.split(".")} | {"quantize_training", "quantize-algo"})
-SCALARS: st.SearchStrategy[Any] = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["auto", "mse", "symmetric"])
-)
-DOCUMENTS = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(WORDS) | st.text(), inner, max_size=6),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
-@given(st.binary() | DOCUMENTS.map(lambda document: json.dumps(document).encode("utf-8", "surrogatepass")))
-@example(b"")
-@example(b"\xef\xbb\xbf\xef\xbb\xbf{}")
-@example(b'{"a":' * 100_000)
-@example(b"[" * 990 + b"]" * 990)
-@example(b'{"quantize_bits": {"start_bits": ' + b"9" * 5000 + b"}}")
-def test_invented_files_give_a_config_or_one_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "invented.json"
-    path.write_bytes(content)
-    with fuzz_config.limited():
-        assert fuzz_config.read(path) in ("config", "refused", "error")

@@ -138,21 +138,6 @@ def test_some_sections_in_the_interpreter(tmp_path: Path) -> None:
     assert again.returncode == 0 and gpu.table(document) in again.stdout
 
 
-@pytest.mark.slow
-def test_without_pydantic_the_kernels_are_tried_all_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "bare.json"
-    words = ["--small", "--only", "self-test", "memory", "--out", str(path)]
-    program = "import sys; sys.modules['pydantic'] = None; import gpu; sys.exit(gpu.main())"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
-    command = [sys.executable, "-c", program, *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "missing: pydantic; not run: memory" in done.stdout
-    document = json.loads(path.read_text())
-    assert document["sections"]["self-test"]["status"] == "ok"
-    assert document["sections"]["memory"]["reason"] == "missing: pydantic"
-
-
 def test_without_a_device_it_says_so(tmp_path: Path) -> None:
     import torch
 

@@ -134,16 +134,6 @@ def test_readers_copies_and_the_way_back() -> None:
     assert type(model.inner) is nn.Conv1d and torch.equal(model.inner.weight, wanted)
 
 
-def test_an_optimizer_s_step_is_followed_without_a_trainer() -> None:
-    model = quantize_model(nn.Sequential(nn.Conv2d(4, 8, 3)), CONFIG)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model(torch.randn(2, 4, 5, 5)).square().sum().backward()
-    optimizer.step()
-    ratio = quant_layers(model)["0"].moq.ratio
-    wanted = q.fake_quantize(model[0].weight.detach().flatten(1), 4, GRID, ratio=ratio).view(8, 4, 3, 3)
-    assert torch.equal(quant_layers(model)["0"].quantized_weight(), wanted)
-
-
 def test_inputs_stay_in_float_and_a_run_says_so() -> None:
     config = MoQConfig.from_dict(
         {**RUN, "activation_quantization": {"enabled": True}, "quantize_schedule": {"schedule_offset": 0}}

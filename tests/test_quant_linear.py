@@ -57,18 +57,6 @@ def layer_of(model: nn.Module, index: int = 0) -> QuantLinear:
     return layer
 
 
-def count_quantizations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    calls: list[int] = []
-    real = q.fake_quantize_with_scale
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(q, "fake_quantize_with_scale", counting)
-    return calls
-
-
 def test_keeps_parameters_keys_and_hooks() -> None:
     model = net(kind=Named)
     seen = []
@@ -115,31 +103,6 @@ def test_is_differentiable_twice_and_by_torch_func() -> None:
     assert torch.allclose(torch.autograd.functional.hvp(quantized_loss, layer.weight.detach(), vector)[1], exact)
     by_func = torch.func.vjp(torch.func.grad(quantized_loss), layer.weight.detach())[1](vector)[0]
     assert torch.allclose(by_func, exact)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_follows_any_optimizer_in_either_mode(
-    optimizer: Any, training: bool, fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = quantize_model(net(), CONFIG).train(training)
-    steps = optimizer(model.parameters(), lr=0.1, fused=fused)
-    ratio = layer_of(model).moq.ratio
-    calls = count_quantizations(monkeypatch)
-    for _ in range(3):
-        calls.clear()
-        for _ in range(3):
-            model(torch.randn(5, 8)).pow(2).mean().backward()
-        # Two layers, in each pass with gradients.
-        assert len(calls) == 6
-        before = layer_of(model).quantized_weight().clone()
-        steps.step()
-        with torch.no_grad():
-            now = layer_of(model).quantized_weight()
-        assert not torch.equal(before, now)
-        reference = q.quantize(layer_of(model).weight, 4, GRID, ratio=ratio)
-        assert torch.equal(now, q.dequantize(*reference))
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Named])

@@ -11,7 +11,6 @@ import pytest
 import torch
 from repo import ROOT
 from tiny_runs import arguments
-from torch import nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -26,7 +25,6 @@ from transformers import (
 
 from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, quantize_model, quantizer, save_quantized, serving
 from moq_hf.cli import main
-from moq_hf.config import served_scale_dtype
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
@@ -45,7 +43,6 @@ from moq_hf.serving import (
     Description,
     Server,
     Weight,
-    served_table,
     shortened,
     verdict,
 )
@@ -374,22 +371,6 @@ def test_words_of_the_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("serve", "dtype", "expected"),
-    [
-        (["transformers"], "bfloat16", "float32"),
-        (["vllm"], "bfloat16", "bfloat16"),
-        (["vllm"], "float16", "float16"),
-        (["sglang", "llama.cpp"], "float32", "bfloat16"),
-        (["llama.cpp"], "bfloat16", "float16"),
-        (["onnxruntime", "transformers"], "float32", "float32"),
-        ([], "float32", "float32"),
-    ],
-)
-def test_dtypes_of_scales(serve: Any, dtype: str, expected: str) -> None:
-    assert served_scale_dtype(serve, dtype) == expected
-
-
-@pytest.mark.parametrize(
     ("serve", "dtype", "scales"),
     [
         ("vllm", "float32", "bfloat16"),
@@ -426,13 +407,6 @@ def test_experts_are_asked_about_one_by_one() -> None:
         quantize_model(mixture(), moq(["vllm"], quantize_type="asymmetric"))
 
 
-def test_convolutions_are_floats_to_servers() -> None:
-    config = MoQConfig.from_dict(moq([], quantize_convolutions=True, quantize_group_size=16))
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(32, 16), nn.Linear(16, 2))
-    found = serving.describe(take_inventory(model, config), config, 4).weights["0"]
-    assert (found.rows, found.columns, found.grid()) == (8, 27, "floats")
-
-
 # ---- a folder
 
 
@@ -463,18 +437,6 @@ def test_four_bits_in_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "ONNX Runtime by moq-hf export 1.31.1",
     ]
     assert lines[1].split("  ")[-1].strip() == "scales are rounded to half precision there"
-
-
-def test_other_bits(tmp_path: Path) -> None:
-    found = written(tmp_path, llama(), 3)
-    assert [key for key, answer in answers(found).items() if answer == "yes"] == ["transformers", "vllm", "llama.cpp"]
-    lines = served_table(list(found.values())).splitlines()
-    assert lines[3].startswith("vLLM, CPU 0.32.0") and "its kernels take 4 bits, not 3" in lines[3]
-
-
-def test_floats_on_their_grid(tmp_path: Path) -> None:
-    found = answers(written(tmp_path, llama(), 12))
-    assert (found["vllm"], found["sglang"], found["llama.cpp"]) == ("yes", "yes", "no")
 
 
 def test_a_left_out_layer_is_seen_in_the_files(tmp_path: Path) -> None:

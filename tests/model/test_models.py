@@ -21,7 +21,6 @@ from model_zoo import (
     inputs_of,
     new_model,
     outcome,
-    renew,
     rows_of,
     ties,
 )
@@ -75,20 +74,6 @@ def test_the_page_has_no_cell_without_a_test() -> None:
         if cell != "-"
     ]
     assert filled == CASES
-
-
-def test_the_page_is_renewed_by_what_came_out(tmp_path: Path) -> None:
-    found = Outcome(["a", "b"], ["head"], [["head.weight", "table.weight"]], [], {4}, [], [], set(), "unpacked", {})
-    page = tmp_path / "models.md"
-    page.write_text(f"before\n{MARKS[0]}| stale |\n{MARKS[1]}after\n", encoding="utf-8")
-    renew({("GPT-2", "causal LM"): found}, page)
-    text = page.read_text(encoding="utf-8")
-    assert text.startswith(f"before\n{MARKS[0]}| model") and text.endswith(f"|\n{MARKS[1]}after\n")
-    assert rows_of_page(text)["GPT-2"] == [
-        ["GPT-2", "-", "-", "-", "-", "-", "2 of 3", "-", "-"],
-        ["GPT-2", "`head`", "`head` = `table`", "packed, unpacked while loading"],
-    ]
-    assert "stale" not in text
 
 
 @pytest.mark.parametrize(

@@ -213,21 +213,6 @@ def test_layers_that_are_float_still_count_as_float_in_a_folder(
     assert verify_quantized(tmp_path / "packed").mean_bits == controller.mean_bits == 32
 
 
-@PEFT_WARNS
-def test_adapters_are_counted_in_the_folder_of_their_base(
-    tiny_bert: BertForSequenceClassification, tmp_path: Path
-) -> None:
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(tiny_bert, peft.LoraConfig(r=4, target_modules=["query"]))
-    controller = controller_of(model)
-    for _ in range(3):
-        controller.step()
-    save_quantized(model, tmp_path / "packed", controller=controller)
-    found = verify_quantized(tmp_path / "packed", model)
-    assert found.parameters == (controller.sizes.quantized, numbers_of(model))
-    assert found.mean_bits == pytest.approx(controller.mean_bits)
-
-
 def test_a_convolution_takes_what_it_takes_in_float() -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Linear(8, 8), nn.Linear(8, 2))
     moq = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_schedule": {"schedule_offset": 0}}

@@ -470,9 +470,3 @@ def test_a_loss_that_reads_a_weight_reads_the_quantized_one(tmp_path: Path) -> N
     trainer.evaluate()
     layer = quant_layers(model)["bert.pooler.dense"]
     assert torch.equal(seen[-1], layer.quantized_weight()) and not torch.equal(seen[-1], layer.weight)
-
-
-def test_a_card_of_ones_own_stays_though_it_names_the_library(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("# My notes\nTrained with the library (moq_hf).", encoding="utf-8")
-    save_quantized(quantize_model(bert(), FIXED), tmp_path)
-    assert (tmp_path / "README.md").read_text(encoding="utf-8").startswith("# My notes")

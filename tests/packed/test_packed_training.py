@@ -9,11 +9,11 @@ import torch
 from huggingface_hub import ModelCard
 from repo import ROOT
 from tiny_runs import ARRIVAL, CONFIG, Stop, arguments, assert_same, moq, new_model, rows, stock, trained, weights
-from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequenceClassification, Trainer
+from transformers import AutoTokenizer, BertForSequenceClassification, Trainer
 
 from moq_hf import MoQCallback, MoQTrainer, quantize_model, verify_quantized
 from moq_hf.callback import last_metrics
-from moq_hf.model.convert import quant_embeddings, quant_layers
+from moq_hf.model.convert import quant_embeddings
 from moq_hf.packed.card import write_card
 from moq_hf.packed.state import STATE_NAME, record_metrics
 
@@ -111,58 +111,6 @@ def test_a_run_that_ends_early_packs_the_bits_it_has(tmp_path: Path) -> None:
     assert {layer.bits for layer in found.layers.values()} == {5}
 
 
-def test_what_cannot_be_packed_does_not_cost_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = BertConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
-    data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows(16)]
-    shared = {**CONFIG, "modules_to_not_convert": ["transform"], "quantize_groups": 2}
-
-    def twice() -> BertForMaskedLM:
-        """A module in two places."""
-        model = BertForMaskedLM(config)
-        model.cls.again = model.bert.encoder.layer[0].output
-        return model
-
-    trainer = Trainer(twice(), arguments(tmp_path, max_steps=4), train_dataset=data, callbacks=[MoQCallback(shared)])
-    trainer.train()
-    assert "holds floats on the grid, not packed: bert.encoder.layer.0.output.dense.weight is also" in caplog.text
-    found = verify_quantized(tmp_path / "quantized", trainer.model)
-    assert {layer.stored for layer in found.layers.values()} == {"dense"} and not list(tmp_path.rglob("*.writing"))
-    # A MoQTrainer saves what was evaluated, in float.
-    trainer = MoQTrainer(twice(), arguments(tmp_path, max_steps=4), train_dataset=data, moq_config=shared)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "float"))
-    assert f"{tmp_path / 'float'} holds floats on the grid, not packed: bert.encoder" in caplog.text
-    assert torch.equal(logits(BertForMaskedLM.from_pretrained(tmp_path / "float")), logits(trainer.model))
-
-
-class Plain(torch.nn.Module):
-    """No model of transformers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = torch.nn.Linear(10, 8)
-        self.out = torch.nn.Linear(8, 2)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        scores = self.out(torch.relu(self.hidden(input_ids.float() / 60)))
-        return {"loss": torch.nn.functional.cross_entropy(scores, labels), "logits": scores}
-
-
-def test_a_model_that_is_not_of_transformers_is_saved_on_its_grid(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = MoQTrainer(Plain(), arguments(tmp_path, max_steps=16), train_dataset=rows(), moq_config=CONFIG)
-    trainer.train()
-    trainer.save_model()
-    from safetensors.torch import load_file
-
-    saved = load_file(tmp_path / "model.safetensors")
-    layer = quant_layers(trainer.model)["hidden"]
-    assert torch.equal(saved["hidden.weight"], layer.quantized_weight())
-    Trainer(Plain(), arguments(tmp_path / "s"), train_dataset=rows(), callbacks=[MoQCallback(CONFIG)]).train()
-    assert "only models of transformers can be saved packed, got Plain" in caplog.text
-
-
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}])
 def test_embedding_tables_are_quantized_from_the_offset_on(precision: dict[str, Any], tmp_path: Path) -> None:
     seen = []
@@ -183,20 +131,6 @@ def test_embedding_tables_are_quantized_from_the_offset_on(precision: dict[str, 
     assert torch.equal(table.weight[2], start[2]) and not torch.equal(table.weight[7], start[7])
     resumed = trained_from(moq(tmp_path, EMBEDDINGS, **precision), tmp_path / "checkpoint-5")
     assert_same(weights(resumed), weights(trainer))
-
-
-def test_training_goes_on_from_a_packed_model(tmp_path: Path) -> None:
-    first = trained(moq(tmp_path / "first", EMBEDDINGS))
-    first.save_model()
-    from moq_hf import dequantize_model
-
-    model = dequantize_model(loaded(tmp_path / "first"))
-    lower = {**CONFIG, "quantize_bits": {"start_bits": 3, "target_bits": 2}}
-    second = MoQTrainer(model, arguments(tmp_path / "second"), train_dataset=rows(), moq_config=lower)
-    second.train()
-    second.save_model()
-    assert torch.equal(logits(loaded(tmp_path / "second")), logits(second.model))
-    assert {layer.bits for layer in verify_quantized(tmp_path / "second").layers.values()} == {2}
 
 
 def test_the_card_tells_metrics_sizes_bits_and_how_to_load(tmp_path: Path) -> None:
