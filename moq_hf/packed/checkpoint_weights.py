@@ -1,9 +1,16 @@
-"""The float weights of a run's checkpoint, read one tensor at a time: safetensors, and the shards of FSDP2 and ZeRO."""
+"""The float weights of a run's checkpoint, read one tensor at a time: safetensors, and the shards of FSDP2 and ZeRO.
 
+DeepSpeed's files are read without DeepSpeed. ZeRO-1 and ZeRO-2 save the weights whole. ZeRO-3 saves a part of each for
+every process: those that are trained as float32, one after the other in a few flat tensors, with room at the end of a
+part where the processes do not divide the weight. What the run computed with is the same, rounded to its own dtype.
+"""
+
+import math
+import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,6 +21,11 @@ from .files import opened
 
 # Before the names of weights, where Accelerate saves a model.
 _MODEL = "model."
+# DeepSpeed's files.
+_LATEST = "latest"
+_WHOLE = "mp_rank_00_model_states.pt"
+_PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")
+_TRAINED = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 
 
 class Spec(NamedTuple):
@@ -124,3 +136,160 @@ def distributed_weights(folder: Path) -> Weights:
         return tensor
 
     return Weights(folder, specs, read)
+
+
+class _Ignored:
+    """What stands for an object of DeepSpeed's own, of which nothing is wanted."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def zero_folder(checkpoint: Path) -> Path | None:
+    """The folder of a checkpoint that DeepSpeed wrote its own files into; None if it wrote none.
+
+    Raises:
+        MoQError: The file that names it names none.
+    """
+    path = checkpoint / _LATEST
+    if not path.is_file():
+        return None
+    name = path.read_text(encoding="utf-8").strip()
+    folder = checkpoint / name
+    if Path(name).name != name or not folder.is_dir():
+        raise MoQError(f"{path} names {name!r}, which is not a folder beside it")
+    return folder
+
+
+def zero_weights(folder: Path) -> Weights:
+    """The weights that DeepSpeed saved in a folder.
+
+    Raises:
+        MoQError: A file is missing or damaged, or the model was taken apart in another way too.
+    """
+    if any(folder.glob("*mp_rank_01*_model_states.pt")):
+        raise MoQError(f"{folder}: the weights are taken apart by tensor parallelism, which moq_hf does not train with")
+    path = folder / _WHOLE
+    if not path.is_file():
+        return _parted_weights(folder)
+    # ZeRO-1 and ZeRO-2 save the weights whole, in the dtype of the run.
+    specs = {n: Spec(t.shape, t.dtype) for n, t in _read(path)["module"].items() if isinstance(t, Tensor)}
+    return Weights(path, specs, lambda name: _read(path)["module"][name].clone())
+
+
+def _parted_weights(folder: Path) -> Weights:
+    """The weights of ZeRO-3, put together of the parts of all processes.
+
+    Raises:
+        MoQError: The file of a process is missing or damaged.
+    """
+    by_rank = _by_rank(folder, _PART)
+    if 0 not in by_rank:
+        raise MoQError(f"{folder}: zero_pp_rank_0_mp_rank_00_model_states.pt is missing: no weights of DeepSpeed")
+    state = _read(by_rank[0])
+    try:
+        world = int(state["dp_world_size"])
+        module: Mapping[str, Any] = state["module"]
+        trained = {n: torch.Size(s) for shapes in state["param_shapes"] for n, s in shapes.items()}
+        frozen = {n: torch.Size(s) for n, s in (state.get("frozen_param_shapes") or {}).items()}
+        shared: Mapping[str, str] = state["shared_params"]
+        buffers = [name for name in state["buffer_names"] if name in module]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise MoQError(f"{by_rank[0]}: not as DeepSpeed writes it: {one_line(error, named=True)}") from error
+    parts = _complete(folder, by_rank, world, by_rank[0].name)
+    masters: list[Path] = []
+    if trained:
+        optimizers = _by_rank(folder, _TRAINED)
+        prefix = "bf16_" if any(path.name.startswith("bf16_") for path in optimizers.values()) else ""
+        masters = _complete(folder, optimizers, world, f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    # Where the part of each begins in what a process has of the weights that are trained.
+    slices: dict[str, slice] = {}
+    end = 0
+    for name, shape in trained.items():
+        begin, end = end, end + math.ceil(shape.numel() / world)
+        slices[name] = slice(begin, end)
+    for path in masters:
+        there = sum(flat.numel() for flat in _flat(path))
+        if there < end:
+            raise MoQError(f"{path} holds {there} numbers, not the {end} of the weights that are trained")
+    found = {name: Spec(shape, module[name].dtype) for name, shape in {**frozen, **trained}.items()}
+    found |= {name: Spec(module[name].shape, module[name].dtype) for name in buffers}
+    aliases = {name: other for name, other in shared.items() if other in found and name not in found}
+    found |= {name: found[other] for name, other in aliases.items()}
+    # In the order of the model.
+    specs = {name: found[name] for name in [*(n for n in module if n in found), *found]}
+
+    def read(name: str) -> Tensor:
+        name = aliases.get(name, name)
+        spec = specs[name]
+        if name in buffers:
+            return cast(Tensor, _read(parts[0])["module"][name].clone())
+        if name in frozen:
+            pieces = [_read(path)["frozen_param_fragments"][name].clone() for path in parts]
+        else:
+            pieces = [_cut(_flat(path), slices[name]).to(spec.dtype) for path in masters]
+        # Parts have room at the end where the processes do not divide the weight.
+        return torch.cat(pieces)[: spec.shape.numel()].view(spec.shape)
+
+    return Weights(folder, specs, read)
+
+
+def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    found = ((pattern.fullmatch(path.name), path) for path in folder.iterdir())
+    return {int(match[1]): path for match, path in found if match}
+
+
+def _complete(folder: Path, files: Mapping[int, Path], world: int, first: str) -> list[Path]:
+    """The files of all processes, in their order.
+
+    Raises:
+        MoQError: One is missing.
+    """
+    missing = [rank for rank in range(world) if rank not in files]
+    if missing:
+        name = first.replace("rank_0_", f"rank_{missing[0]}_", 1)
+        raise MoQError(f"{folder / name} is missing: the run had {world} processes, each with a file")
+    return [files[rank] for rank in range(world)]
+
+
+def _flat(path: Path) -> list[Tensor]:
+    """What a process has of the weights that are trained, float32.
+
+    Raises:
+        MoQError: The file is damaged.
+    """
+    try:
+        flat = _read(path)["optimizer_state_dict"]["fp32_flat_groups"]
+    except (KeyError, TypeError) as error:
+        raise MoQError(f"{path}: not as ZeRO-3 writes it: {one_line(error, named=True)}") from error
+    return cast(list[Tensor], flat)
+
+
+def _cut(flat: Sequence[Tensor], part: slice) -> Tensor:
+    """A part of what several flat tensors hold one after the other, in memory of its own."""
+    pieces, begin = [], 0
+    for tensor in flat:
+        low, high = max(part.start - begin, 0), min(part.stop - begin, tensor.numel())
+        if low < high:
+            pieces.append(tensor[low:high])
+        begin += tensor.numel()
+    return torch.cat(pieces) if pieces else torch.empty(0, device="cpu")
+
+
+def _read(path: Path) -> Any:
+    """What a file holds; its tensors are read only as they are used. Nothing in it is run.
+
+    Raises:
+        MoQError: It is damaged.
+    """
+    try:
+        foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        stubs: list[Any] = [(_Ignored, name) for name in foreign]
+        with torch.serialization.safe_globals(stubs):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    # Whatever a damaged file makes torch and pickle raise.
+    except Exception as error:
+        raise MoQError(f"{path} is damaged: {one_line(error, named=True)}") from error

@@ -23,10 +23,9 @@ from ..training.checkpoints import STATE_FILE, fault_of, last_metrics, state_of_
 from ..training.controller import MoQController
 from ..training.float_first import FOLDER, METRICS
 from ..training.resume import has_begun
-from .checkpoint_weights import Weights, distributed_weights, safetensors_weights
+from .checkpoint_weights import Weights, distributed_weights, safetensors_weights, zero_folder, zero_weights
 from .files import CONFIG, INDEX, SINGLE, bytes_in
 from .save import SaveOptions, deliver
-from .zero_files import zero_folder, zero_weights
 
 logger = logging.getLogger(__name__)
 

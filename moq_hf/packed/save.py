@@ -6,8 +6,7 @@ import json
 import logging
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -39,8 +38,6 @@ from .verify import Verification, verify_quantized
 logger = logging.getLogger(__name__)
 # What would make transformers load an older model, or put its adapters, into a new one.
 _OF_ANOTHER = ("config.json", "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-# Tensors below that many bytes wait in memory: a file for each would take longer than it saves.
-_SMALL = 2**16
 # How the layouts are called in a run's last line.
 _SAID = {"packed": "packed", "unpacked": "packed, unpacked while loading", "floats": "floats on the grid"}
 
@@ -55,7 +52,7 @@ class SaveOptions:
         metrics: Figures to keep in `moq_state.json`.
         float_metrics: Those of a model that was trained in float.
         state_dict: The model's float tensors, where they are not in the model itself: a dict, or a mapping that makes
-            each when it is asked for. Then no more than one of them is held at a time.
+            each when it is asked for. Then of the layers' weights no more than one is held at a time.
         max_shard_size: The largest size of a weight file, as `save_pretrained` takes it.
     """
 
@@ -99,7 +96,7 @@ def save_quantized(
         metrics: Figures to keep in `moq_state.json`.
         float_metrics: Those of a model that was trained in float.
         state_dict: The model's float tensors, where they are not in the model itself: a dict, or a mapping that makes
-            each when it is asked for. Then no more than one of them is held at a time.
+            each when it is asked for. Then of the layers' weights no more than one is held at a time.
         max_shard_size: The largest size of a weight file: bytes, or a text such as "5GB".
         inputs: A batch as the model's forward pass takes it, to prove the files on; None: they are not loaded.
         layout: How the weights lie in the files: "packed", "unpacked" (unpacked while loading) or "floats"; None is the
@@ -200,8 +197,8 @@ class _Saving:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir()
                 encoder = Encoder(self.inventory, _without(self.layers, tied), layout, tied)
-                with _waiting(staging) as wait, quiet():
-                    tensors = self._encode(encoder, wait)
+                with quiet():
+                    tensors = self._encode(encoder)
                     renamed = encoder.rename(self.model, tensors)
                     _write_packed_files(staging, self.model, renamed, encoder, self.options)
                     if self.whole_model is not self.model:
@@ -233,11 +230,10 @@ class _Saving:
         encoder = Encoder(self.inventory, self.layers, "floats")
         with self._staged() as staging, quiet():
             staging.mkdir()
-            with _waiting(staging) as wait:
-                tensors = self._encode(encoder, wait)
-                # No two tensors may share memory in a file.
-                own = {n: t.detach().cpu().clone().contiguous() for n, t in tensors.items() if isinstance(t, Tensor)}
-                save_file(own, staging / SINGLE, metadata={"format": "pt"})
+            tensors = self._encode(encoder)
+            # No two tensors may share memory in a file.
+            own = {n: t.detach().cpu().clone().contiguous() for n, t in tensors.items() if isinstance(t, Tensor)}
+            save_file(own, staging / SINGLE, metadata={"format": "pt"})
             left = [f"{name} (no tensor)" for name in tensors.keys() - own.keys()]
             if self.whole_model is not self.model:
                 _write_adapter(staging / ADAPTER, self.whole_model, None)
@@ -306,11 +302,9 @@ class _Saving:
             return ["unpacked", "packed", "floats"]
         return ["packed", "unpacked", "floats"]
 
-    def _encode(self, encoder: Encoder, wait: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """What goes into the files, by the names of tensors; of float weights no more than one is held at a time."""
+    def _encode(self, encoder: Encoder) -> dict[str, Tensor]:
+        """Return what goes into the files, by the names of tensors; float weights are read and encoded one by one."""
         source = self.options.state_dict or self.model.state_dict()
-        # What a dict holds is in memory anyway.
-        keep = (lambda tensor: tensor) if isinstance(self.options.state_dict, dict | None) else wait
         path = next(name for name, module in self.whole.modules.items() if module is self.model)
         # The names in the source by those that the tensors had before PEFT came.
         names = plain({name.removeprefix(f"{path}."): name for name in source}, self.inventory.adapters)
@@ -323,12 +317,11 @@ class _Saving:
             if name not in replaced:
                 key = id(values[name]) if name in values else name
                 if key not in kept:
-                    kept[key] = keep(source[there])
+                    kept[key] = source[there]
                 tensors[name] = kept[key]
         self.others = [tensor for tensor in kept.values() if isinstance(tensor, Tensor)]
         for name, layer in encoder.layers.items():
-            parts = encoder.store(name, source[names[parameter_of(name, layer.kind)]])
-            tensors |= {part: keep(tensor) for part, tensor in parts.items()}
+            tensors |= encoder.store(name, source[names[parameter_of(name, layer.kind)]])
         return tensors
 
     def _write_state(
@@ -415,31 +408,6 @@ def _init_reaches_into(model: nn.Module, packed: Iterable[str]) -> bool:
     except AttributeError:
         return True
     return False
-
-
-@contextlib.contextmanager
-def _waiting(folder: Path) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Gives what puts a tensor on the disk until it is written, so that memory holds one layer at a time.
-
-    The tensors that it gives back are mapped from files, which take memory only while they are read. They are gone at
-    the end.
-
-    Args:
-        folder: Where to make a folder for the files, on the disk that the result is written to.
-    """
-    with tempfile.TemporaryDirectory(prefix=".waiting-", dir=folder) as own:
-
-        def wait(tensor: Tensor) -> Tensor:
-            tensor = tensor.detach().cpu().contiguous()
-            if tensor.nbytes < _SMALL:
-                # Not a view of something larger, which would stay.
-                return tensor.clone()
-            descriptor, path = tempfile.mkstemp(dir=own)
-            os.close(descriptor)
-            tensor.view(-1).view(torch.uint8).numpy().tofile(path)
-            return torch.from_file(path, shared=False, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
-
-        yield wait
 
 
 def _write_packed_files(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moq_hf import MoQError, quantizer
-from moq_hf.export.gguf_blocks import blocks_of, kind_of
+from moq_hf.export.gguf import blocks_of, kind_of
 from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
 from moq_hf.packed.state import StoredLayer
 from moq_hf.quantizer import Quantized

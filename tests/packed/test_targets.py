@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moq_hf.packed.targets import Patterns
+from moq_hf.packed.encode import Patterns
 
 BERT = [
     f"bert.encoder.layer.{i}.{part}"
