@@ -8,17 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from tiny_runs import arguments, assert_same, weights
 from torch import nn
 from torch.nn.utils import parametrizations
-from transformers import (
-    ResNetConfig,
-    ResNetForImageClassification,
-    Trainer,
-    ViTConfig,
-    ViTForImageClassification,
-    set_seed,
-)
 
 from moq_hf import MoQCallback, MoQConfig, dequantize_model, quantize_model, save_quantized, verify_quantized
 from moq_hf import quantizer as q
@@ -60,16 +53,16 @@ def expected(layer: nn.Conv1d | nn.Conv2d, bits: int = 4) -> torch.Tensor:
     return q.fake_quantize(matrix, bits, GRID, ratio=ratio).view(layer.weight.shape)
 
 
-def resnet() -> ResNetForImageClassification:
-    set_seed(0)
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=2)
-    return ResNetForImageClassification(config)
+def resnet() -> hf.ResNetForImageClassification:
+    hf.set_seed(0)
+    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=2)
+    return hf.ResNetForImageClassification(config)
 
 
-def vit() -> ViTForImageClassification:
-    set_seed(0)
+def vit() -> hf.ViTForImageClassification:
+    hf.set_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    return ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=8))
+    return hf.ViTForImageClassification(hf.ViTConfig(**sizes, image_size=16, patch_size=8))
 
 
 def rows(count: int = 8) -> list[dict[str, Any]]:
@@ -178,7 +171,7 @@ def test_a_block_with_convolutions_is_measured_twice_differentiated() -> None:
 def test_a_run_is_delivered_as_it_was_evaluated(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = make()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer = Trainer(model, arguments(tmp_path, max_steps=6), train_dataset=rows(), callbacks=[MoQCallback(RUN)])
+    trainer = hf.Trainer(model, arguments(tmp_path, max_steps=6), train_dataset=rows(), callbacks=[MoQCallback(RUN)])
     with caplog.at_level(logging.WARNING):
         trainer.train()
     layers = quant_layers(model)
@@ -207,9 +200,9 @@ def test_a_run_is_delivered_as_it_was_evaluated(make: Any, tmp_path: Path, caplo
 
 
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:
-    def trainer() -> Trainer:
+    def trainer() -> hf.Trainer:
         settings = arguments(tmp_path, max_steps=8, save_strategy="steps", save_steps=4)
-        return Trainer(resnet(), settings, train_dataset=rows(), callbacks=[MoQCallback(RUN)])
+        return hf.Trainer(resnet(), settings, train_dataset=rows(), callbacks=[MoQCallback(RUN)])
 
     whole, again = trainer(), trainer()
     whole.train()

@@ -9,19 +9,9 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers as hf
 from repo import ROOT
 from tiny_runs import arguments
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Trainer,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, quantize_model, quantizer, save_quantized, serving
 from moq_hf.cli import main
@@ -242,8 +232,8 @@ def test_names_are_shortened() -> None:
 # ---- before training
 
 
-def llama() -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
+def llama() -> hf.LlamaForCausalLM:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, tie_word_embeddings=False))
 
 
 def moq(serve: list[str], bits: int = 4, **more: Any) -> dict[str, Any]:
@@ -292,7 +282,7 @@ def test_one_reason(serve: str, more: dict[str, Any], message: str) -> None:
 
 
 def test_conv1d_is_described_by_its_transpose() -> None:
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2))
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2))
     config = MoQConfig.from_dict(moq(["transformers"], quantize_group_size=32))
     found = serving.describe(take_inventory(model, config), config, 4).weights["transformer.h.0.attn.c_attn"]
     assert (found.kind, found.rows, found.columns) == ("conv1d", 96, 32)
@@ -302,7 +292,7 @@ def test_conv1d_is_described_by_its_transpose() -> None:
 
 def test_convolutions_are_described_by_their_matrices_as_floats() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes))
+    model = hf.ViTForImageClassification(hf.ViTConfig(image_size=16, patch_size=8, **sizes))
     config = MoQConfig.from_dict(moq(["transformers"], quantize_group_size=32, quantize_convolutions=True))
     inventory = take_inventory(model, config)
     name = next(name for name in inventory.layers if name.endswith("projection"))
@@ -312,7 +302,7 @@ def test_convolutions_are_described_by_their_matrices_as_floats() -> None:
 
 
 def test_a_head_that_is_a_table_too_is_described_as_a_table() -> None:
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, tie_word_embeddings=True))
     config = moq(["vllm"], modules_to_not_convert=[])
     with pytest.raises(MoQError, match=r"embedding tables must be floats \(model.embed_tokens\)"):
         quantize_model(model, config)
@@ -333,7 +323,7 @@ def test_a_stock_trainer_stops_before_the_first_step(tmp_path: Path) -> None:
     data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
     callback = MoQCallback(moq(["vllm"], modules_to_not_convert=["lm_head", "up_proj"]))
     with pytest.raises(MoQError, match="it makes one layer of gate_proj, up_proj"):
-        Trainer(model=llama(), args=arguments(tmp_path), train_dataset=data, callbacks=[callback])
+        hf.Trainer(model=llama(), args=arguments(tmp_path), train_dataset=data, callbacks=[callback])
 
 
 def test_what_vllm_lacks_on_the_cpu_is_a_warning() -> None:
@@ -392,8 +382,8 @@ def test_scales_are_trained_in_the_dtype_that_the_server_loads(serve: str, dtype
 
 
 def test_experts_are_asked_about_one_by_one() -> None:
-    def mixture() -> MixtralForCausalLM:
-        return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False))
+    def mixture() -> hf.MixtralForCausalLM:
+        return hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False))
 
     config = MoQConfig.from_dict(moq(["vllm", "sglang", "llama.cpp"]))
     found = serving.describe(take_inventory(mixture(), config), config, 4)
@@ -446,7 +436,7 @@ def test_a_left_out_layer_is_seen_in_the_files(tmp_path: Path) -> None:
 
 
 def test_experts_by_the_names_of_transformers_5(tmp_path: Path) -> None:
-    model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2)).eval()
+    model = hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=2)).eval()
     found = written(tmp_path, model)
     names = json.loads((tmp_path / "moq_state.json").read_text(encoding="utf-8"))["tensors"]
     fused = any(name.endswith(".experts.gate_up_proj") for name in names)

@@ -9,28 +9,12 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+import transformers as hf
 from onnx import TensorProto, numpy_helper
 from onnx_layer import export_layer
 from packed_bert import SHAPE, TOKENIZER, VALIDATION, checkpoint, config_of
 from repo import ROOT
 from torch import nn
-from transformers import (
-    AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    DistilBertConfig,
-    DistilBertModel,
-    ResNetConfig,
-    ResNetForImageClassification,
-    T5Config,
-    T5Model,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTModel,
-    set_seed,
-)
 
 from moq_hf import MoQError, quantize_model, quantizer, save_quantized
 from moq_hf.cli import main
@@ -45,8 +29,8 @@ from moq_hf.packed.verify import stored_weights, verify_quantized
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    set_seed(0)
-    model = BertForSequenceClassification(BertConfig(**SHAPE))
+    hf.set_seed(0)
+    model = hf.BertForSequenceClassification(hf.BertConfig(**SHAPE))
     config = config_of(quantize_groups="per_channel", quantize_embeddings=4)
     return checkpoint(tmp_path_factory.mktemp("export") / "packed", model, config, [8, 6, 4, 3, 2, 1, 8])
 
@@ -109,8 +93,8 @@ def test_a_killed_export_leaves_nothing(classifier: Path, tmp_path: Path, monkey
 
 
 def test_any_batch_and_length_in_plain_onnxruntime(classifier: Path, exported: Export) -> None:
-    model = BertForSequenceClassification.from_pretrained(classifier).eval()
-    tokenizer = AutoTokenizer.from_pretrained(exported.directory)
+    model = hf.BertForSequenceClassification.from_pretrained(classifier).eval()
+    tokenizer = hf.AutoTokenizer.from_pretrained(exported.directory)
     session = onnxruntime.InferenceSession(exported.directory / "model.onnx", providers=["CPUExecutionProvider"])
     for texts in (["no"], ["a good film"] * 5, ["one", "a very very long one " * 9, "two of them"]):
         inputs = tokenizer(texts, padding=True, truncation=True, max_length=64, return_tensors="pt")
@@ -130,7 +114,7 @@ def test_nothing_of_this_machine_is_in_the_files(exported: Export) -> None:
 
 def test_token_classes_asymmetric_groups_and_external_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(quantize_type="asymmetric", quantize_group_size=16)
-    source = checkpoint(tmp_path / "packed", BertForTokenClassification(BertConfig(**SHAPE)), config, [8, 3])
+    source = checkpoint(tmp_path / "packed", hf.BertForTokenClassification(hf.BertConfig(**SHAPE)), config, [8, 3])
     flavors = ("dequantize-linear", "weight-only")
     monkeypatch.setattr(onnx_module, "EXTERNAL_DATA_ABOVE", 1000)
     found = export_onnx(source, tmp_path / "onnx", flavors=flavors)
@@ -145,7 +129,7 @@ def test_a_full_range_has_scales_of_both_signs_in_every_flavor(tmp_path: Path) -
     algo = {"range": "full", "scale_dtype": "float16"}
     for grouping in ({"quantize_groups": "per_channel"}, {"quantize_group_size": 16}):
         name = next(iter(grouping))
-        model = BertForSequenceClassification(BertConfig(**SHAPE))
+        model = hf.BertForSequenceClassification(hf.BertConfig(**SHAPE))
         config = config_of(quantize_algo=algo, quantize_embeddings=4, **grouping)
         source = checkpoint(tmp_path / name, model, config, [8, 4, 3, 2])
         weights = {layer: w for layer, w in stored_weights(source).items() if "embeddings" not in layer}
@@ -177,7 +161,7 @@ def test_features_row_blocks_and_8_bit_activations(tmp_path: Path) -> None:
         "max_position_embeddings": 64,
     }
     config = config_of(quantize_groups=4, quantize_embeddings=8, quantize_type="asymmetric")
-    source = checkpoint(tmp_path / "packed", DistilBertModel(DistilBertConfig(**shape)), config, [8, 4])
+    source = checkpoint(tmp_path / "packed", hf.DistilBertModel(hf.DistilBertConfig(**shape)), config, [8, 4])
     found = export_onnx(source, tmp_path / "onnx", flavors=["int8", "dequantize-linear"])
     assert found.proofs["dequantize-linear"].largest_difference < 1e-5
     proof = found.proofs["int8"]
@@ -233,12 +217,12 @@ PICTURES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
 
 
 def picture_model(kind: str) -> nn.Module:
-    set_seed(0)
+    hf.set_seed(0)
     if kind == "ResNet":
-        config = ResNetConfig(embedding_size=32, hidden_sizes=[32, 64], depths=[1, 1], layer_type="basic")
-        return ResNetForImageClassification(config)
-    config = ViTConfig(**PICTURES, image_size=16, patch_size=8)
-    return ViTForImageClassification(config) if kind == "ViT" else ViTModel(config)
+        config = hf.ResNetConfig(embedding_size=32, hidden_sizes=[32, 64], depths=[1, 1], layer_type="basic")
+        return hf.ResNetForImageClassification(config)
+    config = hf.ViTConfig(**PICTURES, image_size=16, patch_size=8)
+    return hf.ViTForImageClassification(config) if kind == "ViT" else hf.ViTModel(config)
 
 
 @pytest.mark.parametrize("kind", ["ResNet", "ViT", "ViT's body"])
@@ -338,11 +322,11 @@ def test_wrong_arguments(classifier: Path, tmp_path: Path, capsys: pytest.Captur
     shutil.copytree(classifier, bare, ignore=shutil.ignore_patterns("tokenizer*"))
     with pytest.raises(MoQError, match="no tokenizer"):
         export_onnx(bare, tmp_path / "out")
-    other = checkpoint(tmp_path / "other", BertForMaskedLM(BertConfig(**SHAPE)), config_of())
+    other = checkpoint(tmp_path / "other", hf.BertForMaskedLM(hf.BertConfig(**SHAPE)), config_of())
     with pytest.raises(MoQError, match="BertForMaskedLM is not exported"):
         export_onnx(other, tmp_path / "out")
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
-    other = checkpoint(tmp_path / "t5", T5Model(T5Config(vocab_size=1100, **sizes)), config_of())
+    other = checkpoint(tmp_path / "t5", hf.T5Model(hf.T5Config(vocab_size=1100, **sizes)), config_of())
     with pytest.raises(MoQError, match="T5Model is not exported"):
         export_onnx(other, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -15,29 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+import transformers as hf
 from repo import ROOT
 from stranger import generated_by, outputs_of, tied_weights
 from torch import nn
-from transformers import (
-    AlbertConfig,
-    BertConfig,
-    DebertaV2Config,
-    DistilBertConfig,
-    ElectraConfig,
-    GPT2Config,
-    LlamaConfig,
-    ModernBertConfig,
-    MPNetConfig,
-    RobertaConfig,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    T5Config,
-    Trainer,
-    TrainingArguments,
-    ViTConfig,
-    XLMRobertaConfig,
-    set_seed,
-)
 
 from moq_hf import MoQCallback, verify_quantized
 from moq_hf.model.convert import quant_layers
@@ -58,23 +39,23 @@ ENDS = {"bos_token_id": 2, "eos_token_id": 1}
 SHORT = {"vocab_size": WORDS, "pad_token_id": 0}
 
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "BERT": lambda: BertConfig(**TEXT),
-    "RoBERTa": lambda: RobertaConfig(**TEXT, **ENDS),
-    "DistilBERT": lambda: DistilBertConfig(**SHORT, dim=32, n_layers=2, n_heads=4, hidden_dim=64),
-    "ELECTRA": lambda: ElectraConfig(**TEXT, embedding_size=16),
-    "DeBERTa-v2": lambda: DebertaV2Config(
+    "BERT": lambda: hf.BertConfig(**TEXT),
+    "RoBERTa": lambda: hf.RobertaConfig(**TEXT, **ENDS),
+    "DistilBERT": lambda: hf.DistilBertConfig(**SHORT, dim=32, n_layers=2, n_heads=4, hidden_dim=64),
+    "ELECTRA": lambda: hf.ElectraConfig(**TEXT, embedding_size=16),
+    "DeBERTa-v2": lambda: hf.DebertaV2Config(
         **TEXT, relative_attention=True, pos_att_type=["p2c", "c2p"], pooler_hidden_size=32
     ),
-    "ALBERT": lambda: AlbertConfig(**TEXT, **ENDS, embedding_size=16),
-    "MPNet": lambda: MPNetConfig(**TEXT, **ENDS),
-    "XLM-R": lambda: XLMRobertaConfig(**TEXT, **ENDS),
-    "ModernBERT": lambda: ModernBertConfig(
+    "ALBERT": lambda: hf.AlbertConfig(**TEXT, **ENDS, embedding_size=16),
+    "MPNet": lambda: hf.MPNetConfig(**TEXT, **ENDS),
+    "XLM-R": lambda: hf.XLMRobertaConfig(**TEXT, **ENDS),
+    "ModernBERT": lambda: hf.ModernBertConfig(
         **TEXT, **ENDS, cls_token_id=2, sep_token_id=1, local_attention=4, global_attn_every_n_layers=2
     ),
-    "ViT": lambda: ViTConfig(**SIZES, image_size=16, patch_size=8),
-    "GPT-2": lambda: GPT2Config(**SHORT, **ENDS, n_positions=32, n_embd=32, n_layer=2, n_head=4),
-    "Llama": lambda: LlamaConfig(**TEXT, **ENDS, num_key_value_heads=2, tie_word_embeddings=True),
-    "T5": lambda: T5Config(
+    "ViT": lambda: hf.ViTConfig(**SIZES, image_size=16, patch_size=8),
+    "GPT-2": lambda: hf.GPT2Config(**SHORT, **ENDS, n_positions=32, n_embd=32, n_layer=2, n_head=4),
+    "Llama": lambda: hf.LlamaConfig(**TEXT, **ENDS, num_key_value_heads=2, tie_word_embeddings=True),
+    "T5": lambda: hf.T5Config(
         **SHORT, d_model=32, num_layers=2, num_heads=4, d_ff=64, d_kv=8, eos_token_id=1, decoder_start_token_id=0
     ),
 }
@@ -102,7 +83,7 @@ CASES = [(family, task) for family in FAMILIES for task in TASKS if class_of(fam
 
 def new_model(family: str, task: str) -> Any:
     """A model with random weights, the same at each call."""
-    set_seed(0)
+    hf.set_seed(0)
     config = FAMILIES[family]()
     if task == "causal LM" and hasattr(config, "is_decoder"):
         config.is_decoder = True
@@ -173,7 +154,7 @@ class Stranger:
         self._process.communicate(timeout=60)
 
 
-def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, **more: Any) -> Any:
+def arguments(folder: Path, kind: type[hf.TrainingArguments] = hf.TrainingArguments, **more: Any) -> Any:
     """Some steps on the CPU."""
     fixed: dict[str, Any] = {
         "max_steps": STEPS, "per_device_train_batch_size": ROWS, "learning_rate": 3e-3, "logging_steps": 1,
@@ -223,9 +204,9 @@ def outcome(family: str, task: str, folder: Path, stranger: Stranger) -> Outcome
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     tied = tied_weights(model)
     seq2seq = task == "sequence to sequence"
-    trainer = (Seq2SeqTrainer if seq2seq else Trainer)(
+    trainer = (hf.Seq2SeqTrainer if seq2seq else hf.Trainer)(
         model=model,
-        args=arguments(folder, Seq2SeqTrainingArguments if seq2seq else TrainingArguments),
+        args=arguments(folder, hf.Seq2SeqTrainingArguments if seq2seq else hf.TrainingArguments),
         train_dataset=rows_of(task),
         callbacks=[MoQCallback(CONFIG)],
     )

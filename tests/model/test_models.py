@@ -188,13 +188,9 @@ def test_groups_that_do_not_fit_conv1d_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "grouping", "algorithm"),
-    [
-        *itertools.product(["GPT-2"], GROUPINGS, ALGORITHMS),
-        *itertools.product(["T5"], GROUPINGS[-1:], ALGORITHMS),
-    ],
-    ids=str,
+    ("family", "grouping"), [*itertools.product(["GPT-2"], GROUPINGS[1:4:2]), ("T5", GROUPINGS[-1])], ids=str
 )
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
 def test_models_that_are_unpacked_while_loading(
     algorithm: dict[str, Any], grouping: dict[str, Any], family: str, tmp_path: Path
 ) -> None:

@@ -7,17 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from tiny_runs import over_the_model, stock, trained
 from torch import nn
-from transformers import (
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 from moq_hf import MoQConfig, save_quantized, verify_quantized
 from moq_hf.model.sizes import in_words
@@ -39,17 +31,17 @@ PEFT_WARNS = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 
 def mixtral() -> nn.Module:
-    return MixtralForCausalLM(MixtralConfig(**WORDS, intermediate_size=64, num_local_experts=8))
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**WORDS, intermediate_size=64, num_local_experts=8))
 
 
 def qwen3_moe() -> nn.Module:
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**WORDS, intermediate_size=64, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2)
+    return hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**WORDS, intermediate_size=64, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2)
     )
 
 
 def gpt2() -> nn.Module:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=900, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=900, n_positions=16, n_embd=16, n_layer=1, n_head=2))
 
 
 def controller_of(model: nn.Module, **more: Any) -> MoQController:
@@ -101,7 +93,7 @@ def test_experts_count(make: Any) -> None:
     assert "8 linear layers and 4 parameters of experts in 2 blocks" in controller.summary()
 
 
-def test_a_bert_with_a_large_vocabulary_is_told_of_its_tables(tiny_bert: BertForSequenceClassification) -> None:
+def test_a_bert_with_a_large_vocabulary_is_told_of_its_tables(tiny_bert: hf.BertForSequenceClassification) -> None:
     tiny_bert.resize_token_embeddings(2000)
     note = low_share(controller_of(tiny_bert))
     assert "the others: 64,000 in bert.embeddings.word_embeddings.weight, 2,048 in " in note
@@ -150,7 +142,7 @@ def test_float_parameters_have_the_bits_of_their_own_dtype() -> None:
 
 
 @PEFT_WARNS
-def test_adapters_count_as_float(tiny_bert: BertForSequenceClassification) -> None:
+def test_adapters_count_as_float(tiny_bert: hf.BertForSequenceClassification) -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(tiny_bert, peft.LoraConfig(r=64, target_modules=["query", "dense"]))
     controller = controller_of(model)
@@ -159,7 +151,7 @@ def test_adapters_count_as_float(tiny_bert: BertForSequenceClassification) -> No
 
 
 def test_parameters_are_counted_once_and_not_at_each_step(
-    tiny_bert: BertForSequenceClassification, monkeypatch: pytest.MonkeyPatch
+    tiny_bert: hf.BertForSequenceClassification, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     controller = controller_of(tiny_bert)
     monkeypatch.setattr(tiny_bert, "named_parameters", None)
@@ -206,7 +198,7 @@ def test_a_folder_tells_what_the_controller_told(make: Any, tmp_path: Path) -> N
 
 
 def test_layers_that_are_float_still_count_as_float_in_a_folder(
-    tiny_bert: BertForSequenceClassification, tmp_path: Path
+    tiny_bert: hf.BertForSequenceClassification, tmp_path: Path
 ) -> None:
     controller = controller_of(tiny_bert, quantize_embeddings=8)
     save_quantized(tiny_bert, tmp_path / "packed", controller=controller)

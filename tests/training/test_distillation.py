@@ -6,22 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+import transformers as hf
 from transformers.modeling_outputs import ModelOutput
 
 from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, MoQTrainer, quantize_model, save_quantized
@@ -36,12 +21,12 @@ CONFIG: dict[str, Any] = {
 EIGHT = {**CONFIG, "quantize_bits": {"start_bits": 8, "target_bits": 8}}
 
 
-def new_model(seed: int, **more: Any) -> BertForSequenceClassification:
-    set_seed(seed)
+def new_model(seed: int, **more: Any) -> hf.BertForSequenceClassification:
+    hf.set_seed(seed)
     shape = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     settings = {**shape, **quiet, "intermediate_size": 32, "max_position_embeddings": 16, **more}
-    return BertForSequenceClassification(BertConfig(**settings))
+    return hf.BertForSequenceClassification(hf.BertConfig(**settings))
 
 
 def rows(count: int = 32) -> list[dict[str, Any]]:
@@ -59,7 +44,7 @@ def new_trainer(folder: Path, moq: Any, teacher: Any = None, **more: Any) -> MoQ
         "use_cpu": True,
         "disable_tqdm": True,
     }
-    arguments = TrainingArguments(str(folder), **{**settings, **more})
+    arguments = hf.TrainingArguments(str(folder), **{**settings, **more})
     return MoQTrainer(new_model(1), arguments, None, rows(), rows(8), moq_config=moq, teacher=teacher)
 
 
@@ -160,13 +145,15 @@ SIZES = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attent
 @pytest.mark.parametrize(
     ("model", "before"),
     [
-        (LlamaForCausalLM(LlamaConfig(**SIZES)), 1),
-        (GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2)), 1),
-        (BertForMaskedLM(BertConfig(**SIZES)), 0),
-        (BertForTokenClassification(BertConfig(**SIZES, num_labels=20)), 0),
+        (hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)), 1),
+        (hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2)), 1),
+        (hf.BertForMaskedLM(hf.BertConfig(**SIZES)), 0),
+        (hf.BertForTokenClassification(hf.BertConfig(**SIZES, num_labels=20)), 0),
         (
-            T5ForConditionalGeneration(
-                T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
+            hf.T5ForConditionalGeneration(
+                hf.T5Config(
+                    vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0
+                )
             ),
             0,
         ),
@@ -194,7 +181,7 @@ def test_what_counts_is_where_the_loss_of_transformers_looks(model: Any, before:
 def test_the_student_follows_its_teacher_and_is_scored_on_the_task(teacher: Path, tmp_path: Path) -> None:
     labeled = new_trainer(tmp_path, EIGHT, max_steps=32)
     taught = new_trainer(tmp_path, {**EIGHT, "distillation": {"teacher": str(teacher), "labels": 0}}, max_steps=32)
-    master = BertForSequenceClassification.from_pretrained(teacher).eval()
+    master = hf.BertForSequenceClassification.from_pretrained(teacher).eval()
     ids = torch.stack([row["input_ids"] for row in rows()])
 
     def distance(model: Any) -> float:
@@ -258,12 +245,12 @@ def test_a_teacher_in_a_cache_of_its_own(teacher: Path, tmp_path: Path) -> None:
     (kept / "refs").mkdir()
     (kept / "refs" / "main").write_text("0" * 40)
     config = {**CONFIG, "distillation": {"teacher": "somebody/teacher"}}
-    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    arguments = hf.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     with pytest.raises(MoQError, match="cannot load somebody/teacher"):
         MoQTrainer(new_model(1), arguments, None, rows(), moq_config=config)
     where = {"cache_dir": tmp_path / "cache"}
     found = MoQTrainer(new_model(1), arguments, None, rows(), moq_config=config, teacher_init_kwargs=where)
-    assert fingerprint(found._teacher) == fingerprint(BertForSequenceClassification.from_pretrained(teacher))
+    assert fingerprint(found._teacher) == fingerprint(hf.BertForSequenceClassification.from_pretrained(teacher))
     with pytest.raises(MoQError, match=r"cannot load .* unexpected keyword argument 'cash_dir'"):
         wrong = with_teacher(teacher)
         MoQTrainer(new_model(1), arguments, None, rows(), moq_config=wrong, teacher_init_kwargs={"cash_dir": "x"})
@@ -289,7 +276,7 @@ def test_a_teacher_that_does_not_fit(change: dict[str, Any], text: str, tmp_path
 def test_another_order_of_the_labels(tmp_path: Path) -> None:
     master, pupil = new_model(2), new_model(1)
     master.config.id2label, pupil.config.id2label = {0: "no", 1: "yes"}, {0: "yes", 1: "no"}
-    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    arguments = hf.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     with pytest.raises(MoQError, match=r"the labels are \{0: 'yes', 1: 'no'\} in the model"):
         MoQTrainer(pupil, arguments, None, rows(), moq_config=CONFIG, teacher=master)
 
@@ -305,7 +292,7 @@ def test_a_student_with_adapters(teacher: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"], r=4)
     pupil = peft.get_peft_model(new_model(1), lora)
-    arguments = TrainingArguments(
+    arguments = hf.TrainingArguments(
         str(tmp_path), report_to="none", use_cpu=True, max_steps=32, logging_steps=8, learning_rate=1e-2
     )
     config = {**EIGHT, "distillation": {"teacher": str(teacher), "labels": 0}}
@@ -324,14 +311,14 @@ def test_other_mistakes(teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(MoQError, match="a teacher is for quantized training"):
         new_trainer(tmp_path, None, new_model(2))
     model = new_model(1)
-    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    arguments = hf.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     with pytest.raises(MoQError, match="the teacher shares parameters with the model in training"):
         MoQTrainer(model, arguments, None, rows(), moq_config=CONFIG, teacher=model)
     partner = new_model(2)
     partner.bert.embeddings = model.bert.embeddings
     with pytest.raises(MoQError, match=r"shares parameters with the model in training \(bert"):
         MoQTrainer(model, arguments, None, rows(), moq_config=CONFIG, teacher=partner)
-    stock = Trainer(new_model(1), arguments, None, rows(), callbacks=[MoQCallback(with_teacher(teacher))])
+    stock = hf.Trainer(new_model(1), arguments, None, rows(), callbacks=[MoQCallback(with_teacher(teacher))])
     with pytest.raises(MoQError, match="a callback cannot change the loss; use MoQTrainer"):
         stock.train()
     with pytest.raises(MoQConfigError, match="logits and hidden are both 0"):
@@ -370,14 +357,14 @@ def test_the_teacher_goes_where_training_will_be(tmp_path: Path) -> None:
 
 def test_extractive_answers(tmp_path: Path) -> None:
     shape = new_model(1).config
-    set_seed(1)
-    master, pupil = BertForQuestionAnswering(shape), BertForQuestionAnswering(shape)
+    hf.set_seed(1)
+    master, pupil = hf.BertForQuestionAnswering(shape), hf.BertForQuestionAnswering(shape)
     with torch.no_grad():
         for model in (master, pupil):
             model.qa_outputs.weight.mul_(50)
     data = [{"input_ids": row["input_ids"], "start_positions": 2, "end_positions": 3} for row in rows(4)]
     weights = {"logits": 1.0, "hidden": 0.0, "labels": 0.5}
-    arguments = TrainingArguments(
+    arguments = hf.TrainingArguments(
         str(tmp_path), per_device_train_batch_size=4, max_steps=3, report_to="none", use_cpu=True, disable_tqdm=True
     )
     run = MoQTrainer(pupil, arguments, None, data, moq_config={**CONFIG, "distillation": weights}, teacher=master)

@@ -139,14 +139,6 @@ def test_killed_anywhere_a_run_resumes_bit_for_bit(step: int, whole: Path, tmp_p
     assert sum("float_eval_sum" in log for log in trainer.state.log_history) == 1
 
 
-def test_a_stopped_run_goes_on_in_the_same_folder(whole: Path, tmp_path: Path) -> None:
-    resumable(tmp_path, callbacks=[Stop(10)], save_strategy="steps", save_steps=5).train()
-    trainer = resumable(tmp_path)
-    trainer.train(resume_from_checkpoint=True)
-    expected = load_file(whole / "checkpoint-16" / "model.safetensors")
-    assert_same(weights(trainer), {name: expected[name] for name in weights(trainer)})
-
-
 def test_a_resumed_run_needs_its_float_model(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole / "checkpoint-9", tmp_path / "checkpoint-9")
     with pytest.raises(MoQError, match=r"the float model of this run should be in .*float"):

@@ -10,24 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from datasets import Dataset
 from model_zoo import CONFIG, ROWS, STEPS, Stranger, arguments, inputs_of, new_model, rows_of
 from safetensors.torch import load_file
 from stranger import outputs_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import (
-    AutoModel,
-    BertConfig,
-    BertForSequenceClassification,
-    BertModel,
-    PreTrainedTokenizerFast,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    Trainer,
-    TrainerCallback,
-    set_seed,
-)
 from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, HyperParamSearchBackendBase
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
@@ -49,7 +38,7 @@ def equal(one: nn.Module, other: nn.Module, inputs: dict[str, torch.Tensor]) -> 
     return all([torch.equal(a, b) for a, b in pairs])
 
 
-class Focal(Trainer):
+class Focal(hf.Trainer):
     """A loss of its own, of the logits alone."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
@@ -73,9 +62,9 @@ def test_generation_while_training(tmp_path: Path, stranger: Stranger) -> None:
     task = "sequence to sequence"
     model = new_model("T5", task)
     seen = []
-    trainer = Seq2SeqTrainer(
+    trainer = hf.Seq2SeqTrainer(
         model,
-        arguments(tmp_path, Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=6),
+        arguments(tmp_path, hf.Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=6),
         train_dataset=rows_of(task),
         eval_dataset=rows_of(task),
         compute_metrics=lambda prediction: seen.append(prediction.predictions.shape) or {"score": 1.0},
@@ -96,7 +85,7 @@ class Trials(HyperParamSearchBackendBase):
     def is_available() -> bool:
         return True
 
-    def run(self, trainer: Trainer, n_trials: int, direction: str, **kwargs: Any) -> BestRun:
+    def run(self, trainer: hf.Trainer, n_trials: int, direction: str, **kwargs: Any) -> BestRun:
         for rate in (1e-3, 3e-3)[:n_trials]:
             trainer.objective = None
             trainer.train(trial={"learning_rate": rate})
@@ -106,7 +95,7 @@ class Trials(HyperParamSearchBackendBase):
         return trial
 
 
-class Diary(TrainerCallback):
+class Diary(hf.TrainerCallback):
     """Of each run: the model, its bits before the first step, and the learning rate."""
 
     def __init__(self) -> None:
@@ -125,9 +114,9 @@ class Diary(TrainerCallback):
         self.last_bits.append(bits_of(model))
 
 
-def searching(folder: Path, **more: Any) -> tuple[Trainer, Diary]:
+def searching(folder: Path, **more: Any) -> tuple[hf.Trainer, Diary]:
     diary = Diary()
-    trainer = Trainer(
+    trainer = hf.Trainer(
         model_init=lambda: new_model("BERT", TASK),
         args=arguments(folder, eval_strategy="steps", eval_steps=STEPS, **more),
         train_dataset=rows_of(TASK),
@@ -176,7 +165,7 @@ class Tower(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = BertModel(BertConfig(**SMALL))
+        self.body = hf.BertModel(hf.BertConfig(**SMALL))
         self.between = nn.Linear(32, 16)
         self.head = nn.Linear(16, 2)
 
@@ -186,9 +175,9 @@ class Tower(nn.Module):
 
 
 def test_a_body_in_a_module_of_one_s_own(tmp_path: Path, caplog: pytest.LogCaptureFixture, stranger: Stranger) -> None:
-    set_seed(0)
+    hf.set_seed(0)
     model = Tower()
-    trainer = Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[MoQCallback(CONFIG)])
+    trainer = hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[MoQCallback(CONFIG)])
     trainer.train()
     assert [name for name, part in model.named_modules() if is_linear(part) and name not in quant_layers(model)] == [
         "between",
@@ -239,7 +228,7 @@ def test_lora_on_quantized_layers(
 ) -> None:
     model = adapted(family, task, targets)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    trainer = Trainer(model, arguments(tmp_path), train_dataset=rows_of(task), callbacks=[MoQCallback(CONFIG)])
+    trainer = hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(task), callbacks=[MoQCallback(CONFIG)])
     trainer.train()
     layers = quant_layers(model)
     # What LoRA wraps is quantized as well as what it leaves alone; the adapters are neither.
@@ -282,7 +271,7 @@ def test_merging_is_refused_until_the_layers_are_float(tmp_path: Path) -> None:
     dequantize_model(model)
     assert all([torch.equal(a, b) for a, b in zip(outputs_of(model, inputs), expected, strict=True)])
     merged = model.merge_and_unload()
-    assert type(merged) is BertForSequenceClassification
+    assert type(merged) is hf.BertForSequenceClassification
     torch.testing.assert_close(outputs_of(merged, inputs), expected)
 
 
@@ -308,11 +297,11 @@ def test_copies_to_be_trained_stay_float(tmp_path: Path) -> None:
     lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"], modules_to_save=names)
     model = peft.get_peft_model(new_model("BERT", TASK), lora)
     config = {**CONFIG, "quantize_embeddings": 8}
-    Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[MoQCallback(config)]).train()
+    hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[MoQCallback(config)]).train()
     quantized = [*quant_layers(model), *quant_embeddings(model)]
     assert not any("modules_to_save" in name for name in quantized)
     # PEFT asks for the weights as soon as it is given the model, so that they are unpacked while loading.
-    base = BertForSequenceClassification.from_pretrained(tmp_path / "quantized")
+    base = hf.BertForSequenceClassification.from_pretrained(tmp_path / "quantized")
     check_adapter(model, base, tmp_path / "quantized" / "adapter", inputs_of(TASK, model))
 
 
@@ -340,7 +329,7 @@ def test_other_adapters(family: str, kind: str, settings: dict[str, Any], tmp_pa
     peft = pytest.importorskip("peft")
     task = "causal LM"
     model = peft.get_peft_model(new_model(family, task), getattr(peft, kind)(task_type="CAUSAL_LM", **settings))
-    Trainer(model, arguments(tmp_path), train_dataset=rows_of(task), callbacks=[MoQCallback(CONFIG)]).train()
+    hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(task), callbacks=[MoQCallback(CONFIG)]).train()
     assert bits_of(model) == TARGET
     folder = tmp_path / "quantized"
     base = type(model.get_base_model()).from_pretrained(folder)
@@ -354,7 +343,7 @@ def test_a_moq_trainer_saves_the_base_and_the_adapters(tmp_path: Path) -> None:
     trainer.train()
     trainer.save_model()
     inputs = inputs_of(TASK, model)
-    check_adapter(model, BertForSequenceClassification.from_pretrained(tmp_path), tmp_path / "adapter", inputs)
+    check_adapter(model, hf.BertForSequenceClassification.from_pretrained(tmp_path), tmp_path / "adapter", inputs)
 
 
 @from_peft
@@ -368,7 +357,7 @@ def test_adapters_that_transformers_added_are_not_packed(tmp_path: Path) -> None
         save_quantized(model, tmp_path / "packed")
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> hf.PreTrainedTokenizerFast:
     words = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(57))]
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -379,7 +368,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         "cls_token": "<eos>",
         "sep_token": "<eos>",
     }
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **marks)
+    return hf.PreTrainedTokenizerFast(tokenizer_object=backend, **marks)
 
 
 SENTENCES = [" ".join(f"w{first * word % 57}" for word in range(8)) for first in range(1, 17)]
@@ -418,8 +407,8 @@ def sentence_model(folder: Path) -> Any:
     library = pytest.importorskip("sentence_transformers")
     from sentence_transformers.models import Pooling, Transformer
 
-    set_seed(0)
-    BertModel(BertConfig(**SMALL)).save_pretrained(folder)
+    hf.set_seed(0)
+    hf.BertModel(hf.BertConfig(**SMALL)).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return library.SentenceTransformer(modules=[Transformer(str(folder), max_seq_length=16), Pooling(32)], device="cpu")
 
@@ -460,4 +449,4 @@ def test_setfit(tmp_path: Path) -> None:
     assert bits_of(model.model_body) == TARGET
     body = model.model_body[0].auto_model
     save_quantized(body, tmp_path / "packed")
-    assert equal(AutoModel.from_pretrained(tmp_path / "packed"), body, inputs_of(TASK, body))
+    assert equal(hf.AutoModel.from_pretrained(tmp_path / "packed"), body, inputs_of(TASK, body))
