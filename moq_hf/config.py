@@ -1,7 +1,7 @@
 """What moq.json says, checked: DeepSpeed's words, one field for each key, every error of a file in one message.
 
 A field holds all there is to a key: its name in the file, what is legal, the default and the meaning. Reading, writing,
-the table in the documentation and the JSON Schema are made from the fields.
+and by `scripts/config_reference.py` the table in the documentation and the JSON Schema are made from the fields.
 """
 
 import difflib
@@ -29,7 +29,6 @@ from pydantic.dataclasses import dataclass
 
 from .errors import MOST_FAULTS, MoQConfigError, listed, show, show_key
 from .grid import Grid, Grouping, InputGrid, InputScale, PerChannel, PerGroup, RowBlocks, ScaleDtype, Search
-from .text import markdown_table
 
 logger = logging.getLogger(__name__)
 
@@ -472,7 +471,7 @@ class MoQConfig:
     def to_dict(self) -> dict[str, Any]:
         """The config in the file's words, every key with its value; `from_dict` gives an equal config."""
         written = _adapter().dump_python(self, mode="json", by_alias=True)
-        return _by_section(written)
+        return by_section(written)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """What is wrong with values together: the keys that it is about, apart by spaces, and a line on it."""
@@ -561,67 +560,21 @@ def served_scale_dtype(serve: Iterable[ServerName], model_dtype: str) -> ScaleDt
     return "float16" if "llama.cpp" in names else "float32"
 
 
-def key_table() -> str:
-    """The keys as a Markdown table, for the documentation."""
-    rows = [
-        [f"`{path}`", _legal(schema), f"`{json.dumps(schema['default'])}`", schema["description"]]
-        for path, schema in _keys().items()
-    ]
-    return markdown_table([["key", "legal", "default", "meaning"], *rows])
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a file; `configs/moq.schema.json` holds it for editors.
-
-    >>> json_schema()["$defs"]["block"]["properties"]["quantize_group_size"]["default"] is None
-    True
-    """
-    properties = {"$schema": {"description": "path of the JSON Schema, for editors; ignored"}}
-    for name, value in _by_section(_schema()["properties"]).items():
-        is_section = name not in _schema()["properties"]
-        section = {"type": "object", "additionalProperties": False, "properties": value}
-        properties[name] = section if is_section else value
-    also = {"description": "another spelling of `quantize_algo.q_type`"}
-    properties["quantize_type"] = _keys()["quantize_algo.q_type"] | also
-    properties["quantize-algo"] = {"$ref": "#/$defs/block/properties/quantize_algo"}
-    block = {"$ref": "#/$defs/block"}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "moq_hf",
-        "description": "A config of moq_hf: its keys alone, or a DeepSpeed config with them in quantize_training.",
-        "type": "object",
-        "if": {"required": ["quantize_training"]},
-        "then": {
-            "properties": {"quantize_training": block},
-            "propertyNames": {"not": {"enum": sorted(properties.keys() - {"$schema"})}},
-        },
-        "else": block,
-        "$defs": {
-            **_schema()["$defs"],
-            "block": {
-                "type": "object",
-                "properties": properties,
-                "additionalProperties": False,
-                "not": {"required": ["quantize_algo", "quantize-algo"]},
-            },
-        },
-    }
-
-
 @functools.cache
 def _adapter() -> TypeAdapter[MoQConfig]:
     return TypeAdapter(MoQConfig)
 
 
 @functools.cache
-def _schema() -> dict[str, Any]:
+def schema_of_fields() -> dict[str, Any]:
+    """The JSON Schema of `MoQConfig` as pydantic makes it; keys with a dot are not in sections yet."""
     return _adapter().json_schema(mode="serialization")
 
 
 @functools.cache
-def _keys() -> dict[str, dict[str, Any]]:
+def key_schemas() -> dict[str, dict[str, Any]]:
     """The schema of every key by its path, in the order of a file."""
-    return _flat_schema(_schema())
+    return _flat_schema(schema_of_fields())
 
 
 def _flat_schema(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -635,7 +588,7 @@ def _flat_schema(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _by_section(flat: Mapping[str, Any]) -> dict[str, Any]:
+def by_section(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Put values whose keys have a dot into sections."""
     found: dict[str, Any] = {}
     for path, value in flat.items():
@@ -653,7 +606,7 @@ def _parse(document: Any, where: str) -> MoQConfig:
     try:
         config = _read(values, ignored)
     except ValidationError as error:
-        wrong = _value_faults(error, _keys() | {"quantize_type": _keys()["quantize_algo.q_type"]}, values)
+        wrong = _value_faults(error, key_schemas() | {"quantize_type": key_schemas()["quantize_algo.q_type"]}, values)
         config = _read({path: value for path, value in values.items() if path not in wrong}, ignored)
     faults += [wrong[path] for path in values if path in wrong]
     # A value that is not legal by itself is in no conflict.
@@ -674,7 +627,7 @@ def _read(values: Mapping[str, Any], ignored: tuple[str, ...]) -> MoQConfig:
     arranged: dict[str, Any] = {"ignored_sections": ignored}
     for path, value in values.items():
         head, _, name = path.rpartition(".")
-        if head in _schema()["properties"]:
+        if head in schema_of_fields()["properties"]:
             arranged.setdefault(head, {})[name] = value
         else:
             arranged[path] = value
@@ -753,14 +706,14 @@ def _block_of(document: Any, where: str, faults: list[str]) -> tuple[Mapping[str
 
 def _heads() -> list[str]:
     """What may stand at the top of a file: sections, and keys without one."""
-    heads = {path.partition(".")[0] for path in _keys()}
+    heads = {path.partition(".")[0] for path in key_schemas()}
     return sorted({*heads, "quantize_type", "quantize-algo"})
 
 
 def _flatten(block: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
     """Give the value of each legal key by its path; `faults` takes what is not a legal key."""
     values: dict[str, Any] = {}
-    sections = {path.partition(".")[0] for path in _keys() if "." in path}
+    sections = {path.partition(".")[0] for path in key_schemas() if "." in path}
     for name, value in block.items():
         section = "quantize_algo" if name == "quantize-algo" else name
         if not isinstance(name, str):
@@ -775,7 +728,7 @@ def _flatten(block: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
         elif not isinstance(value, Mapping):
             faults.append(f"{section}: {show(value)} is not an object of keys")
         else:
-            legal = [path.partition(".")[2] for path in _keys() if path.startswith(f"{section}.")]
+            legal = [path.partition(".")[2] for path in key_schemas() if path.startswith(f"{section}.")]
             for inner, inner_value in value.items():
                 if inner in legal:
                     values[f"{section}.{inner}"] = inner_value
@@ -845,7 +798,7 @@ def _value_fault(path: str, value: Any, schema: Mapping[str, Any]) -> str:
         hint = f" (did you mean {json.dumps(near)}?)"
     if path == "sensitivity.measure" and value in ("trace", "loss"):
         hint = '; that measure is gone, use "divergence"'
-    return f"{path}: {show(value)} is not legal; it must be {_legal(schema)}{hint}"
+    return f"{path}: {show(value)} is not legal; it must be {legal(schema)}{hint}"
 
 
 def _nearest(word: Any, words: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -855,20 +808,20 @@ def _nearest(word: Any, words: Iterable[str], cutoff: float = 0.6) -> str | None
     return next(iter(difflib.get_close_matches(word, words, 1, cutoff)), None)
 
 
-def _legal(schema: Mapping[str, Any]) -> str:
+def legal(schema: Mapping[str, Any]) -> str:
     """Say what a JSON Schema of one key allows.
 
-    >>> _legal({"anyOf": [{"type": "integer", "title": "a whole number from 1"}, {"type": "null"}]})
+    >>> legal({"anyOf": [{"type": "integer", "title": "a whole number from 1"}, {"type": "null"}]})
     'a whole number from 1, or null'
     """
     if "anyOf" in schema:
-        return ", or ".join(map(_legal, schema["anyOf"]))
+        return ", or ".join(map(legal, schema["anyOf"]))
     if "enum" in schema:
         return " or ".join(map(json.dumps, schema["enum"]))
     if "const" in schema:
         return json.dumps(schema["const"])
     if "items" in schema:
-        return f"a list of {_legal(schema['items'])}"
+        return f"a list of {legal(schema['items'])}"
     if "$ref" in schema and "title" not in schema:
         return f"a {schema['$ref'].rpartition('/')[2]}"
     return str(schema.get("title", schema.get("type")))
@@ -888,7 +841,7 @@ def _unknown_key(name: str, section: str, here: Sequence[str], earlier: int) -> 
     if earlier >= MOST_FAULTS or len(name) > 80:
         return f"{path}: unknown key"
     # "enabled" and "verbose" stand in several places and point nowhere.
-    inner = {key.split(".")[1]: key for key in _keys() if "." in key and not key.endswith(("enabled", "verbose"))}
+    inner = {key.split(".")[1]: key for key in key_schemas() if "." in key and not key.endswith(("enabled", "verbose"))}
     near = _nearest(name, here)
     if near and name not in inner:
         return f"{path}: unknown key, did you mean {section}{near}?"

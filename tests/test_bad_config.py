@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_reference import json_schema
 from jsonschema import Draft202012Validator
 
-from moq_hf.config import BlendConfig, EigenvalueConfig, MoQConfig, ScheduleConfig, json_schema
+from moq_hf.config import BlendConfig, EigenvalueConfig, MoQConfig, ScheduleConfig
 from moq_hf.errors import MoQConfigError, MoQError
 
 BITS = {"quantize_bits": {"start_bits": 12, "target_bits": 8}}

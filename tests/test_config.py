@@ -1,9 +1,7 @@
 """What a right config means: defaults, DeepSpeed's documents, round trips, and the recipes in configs/."""
 
-import contextlib
 import copy
 import dataclasses
-import io
 import json
 import logging
 import math
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_reference import json_schema
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -27,9 +26,7 @@ from moq_hf.config import (
     MoQConfig,
     ScheduleConfig,
     SensitivityConfig,
-    _keys,
-    json_schema,
-    key_table,
+    key_schemas,
 )
 from moq_hf.errors import MoQConfigError
 from moq_hf.grid import Grid, PerChannel, PerGroup, RowBlocks
@@ -478,18 +475,9 @@ def test_recipes_are_read(path: Path) -> None:
     assert config.target_bits == (low | {"moq_auto": 4, "moq_lm_w4": 4}).get(path.stem, 8)
 
 
-def test_the_schema_is_up_to_date() -> None:
-    (command,) = re.findall(r'python -c "(.*)" > configs/moq.schema.json`', README.read_text(encoding="utf-8"))
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(command, {})
-    assert SCHEMA.read_text(encoding="utf-8") == printed.getvalue()
-    assert json.loads(printed.getvalue()) == json_schema()
-
-
 def test_the_schema_is_a_schema() -> None:
     Draft202012Validator.check_schema(json_schema())
-    for path, schema in _keys().items():
+    for path, schema in key_schemas().items():
         assert schema["description"], path
         Draft202012Validator(schema).validate(schema["default"])
 
@@ -537,21 +525,6 @@ def test_arithmetic_of_the_glue_recipes(task: str) -> None:
         assert round(last / 2 ** (n - 1)) == config.schedule.period
     else:
         assert steps[-1] == round(0.4 * int(total))
-
-
-PAGE = ROOT / "docs" / "reference" / "config.md"
-MARKS = "<!-- keys -->\n", "<!-- end of keys -->\n"
-RENEW = (
-    'import re; from pathlib import Path; from moq_hf.config import key_table; p = Path("docs/reference/config.md"); '
-    'p.write_text(re.sub(r"(?s)(?<=<!-- keys -->\\n).*(?=<!-- end)", lambda _: key_table() + "\\n", p.read_text()))'
-)
-
-
-def test_the_table_of_keys_is_up_to_date() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert [text.count(mark) for mark in MARKS] == [1, 1]
-    table = text.split(MARKS[0])[1].split(MARKS[1])[0]
-    assert table == key_table() + "\n", f"renew it, at the root of the repository, with:\npython -c '{RENEW}'"
 
 
 def test_a_misspelled_argument_is_named() -> None:

@@ -1,0 +1,74 @@
+"""Write `configs/moq.schema.json` and the table of keys in `docs/reference/config.md`, from the fields of the config.
+
+Run at the root of the repository: `python scripts/config_reference.py`.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from moq_hf.config import by_section, key_schemas, legal, schema_of_fields
+from moq_hf.text import markdown_table
+
+SCHEMA = Path("configs/moq.schema.json")
+PAGE = Path("docs/reference/config.md")
+
+
+def key_table() -> str:
+    """The keys as a Markdown table, for the documentation."""
+    rows = [
+        [f"`{path}`", legal(schema), f"`{json.dumps(schema['default'])}`", schema["description"]]
+        for path, schema in key_schemas().items()
+    ]
+    return markdown_table([["key", "legal", "default", "meaning"], *rows])
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of a file; `configs/moq.schema.json` holds it for editors.
+
+    >>> json_schema()["$defs"]["block"]["properties"]["quantize_group_size"]["default"] is None
+    True
+    """
+    properties = {"$schema": {"description": "path of the JSON Schema, for editors; ignored"}}
+    for name, value in by_section(schema_of_fields()["properties"]).items():
+        is_section = name not in schema_of_fields()["properties"]
+        section = {"type": "object", "additionalProperties": False, "properties": value}
+        properties[name] = section if is_section else value
+    also = {"description": "another spelling of `quantize_algo.q_type`"}
+    properties["quantize_type"] = key_schemas()["quantize_algo.q_type"] | also
+    properties["quantize-algo"] = {"$ref": "#/$defs/block/properties/quantize_algo"}
+    block = {"$ref": "#/$defs/block"}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "moq_hf",
+        "description": "A config of moq_hf: its keys alone, or a DeepSpeed config with them in quantize_training.",
+        "type": "object",
+        "if": {"required": ["quantize_training"]},
+        "then": {
+            "properties": {"quantize_training": block},
+            "propertyNames": {"not": {"enum": sorted(properties.keys() - {"$schema"})}},
+        },
+        "else": block,
+        "$defs": {
+            **schema_of_fields()["$defs"],
+            "block": {
+                "type": "object",
+                "properties": properties,
+                "additionalProperties": False,
+                "not": {"required": ["quantize_algo", "quantize-algo"]},
+            },
+        },
+    }
+
+
+def main() -> None:
+    """Write both."""
+    SCHEMA.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
+    table = key_table() + "\n"
+    PAGE.write_text(re.sub(r"(?s)(?<=<!-- keys -->\n).*(?=<!-- end)", lambda _: table, text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
