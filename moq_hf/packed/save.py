@@ -468,7 +468,10 @@ def _publish(staging: Path, target: Path) -> None:
 
 def _warn(target: Path, encoder: Encoder, proof: Proof | None, reason: str | None) -> None:
     """Say what of the model is not packed, and whether it does not compute what was evaluated."""
-    floats = [f"{n} ({layer.bits} bits)" for n, layer in encoder.stored.items() if layer.stored in ("dense", "float")]
+    floats = []
+    for name, layer in encoder.stored.items():
+        if layer.stored in ("dense", "float"):
+            floats.append(f"{name} (float)" if layer.stored == "float" else f"{name} ({layer.bits} bits)")
     # One reason is enough: a folder of floats has its own.
     if floats and (reason is None or encoder.layout != "floats"):
         logger.warning(

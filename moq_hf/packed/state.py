@@ -85,6 +85,8 @@ class StoredLayer:
             return "bits", f"a whole number from 1 to {most}"
         if any(count == 0 or size % count for size, count in zip(self.shape, self.scales, strict=True)):
             return "scales", f"divisors of the shape {list(self.shape)}"
+        if self.matrices is not None and (not self.matrices or self.shape[0] % len(self.matrices)):
+            return "matrices", f"different names, so many that they divide {self.shape[0]} rows"
         if self.stored != "dense" and self.group is None:
             return "group", "text"
         # 4 bytes each, as text of 4 letters for 3 bytes.

@@ -241,7 +241,9 @@ def test_lora_on_quantized_layers(
     # In the folder lie the base model, packed, for anyone, and the adapters for PEFT.
     folder = tmp_path / "quantized"
     found = verify_quantized(folder, model)
-    assert {layer.stored for layer in found.layers.values()} == {"packed"} and len(found.layers) == len(layers)
+    # The packed format has no place for the transposed weights of Conv1D.
+    stored = "dense" if family == "GPT-2" else "packed"
+    assert {layer.stored for layer in found.layers.values()} == {stored} and len(found.layers) == len(layers)
     inputs = inputs_of(task, model)
     with model.disable_adapter():
         assert stranger.load(folder, model.get_base_model(), inputs)["equal"]
