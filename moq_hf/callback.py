@@ -34,7 +34,6 @@ from .seams.transformers import (
     loss_scale,
 )
 from .training import messages
-from .training.batch_hook import first_batch, on_training_batch
 from .training.checkpoints import (
     complete_checkpoint,
     forget_best,
@@ -44,8 +43,9 @@ from .training.checkpoints import (
     warn_of_half_checkpoint,
 )
 from .training.controller import MoQController
+from .training.measures import Loss, model_loss
 from .training.resume import check_room, check_start, has_begun, planned_steps
-from .training.sensitivity import Loss, model_loss
+from .training.samples import first_batch, on_training_batch
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +243,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             return
         rows = (state.train_batch_size or args.train_batch_size) * args.gradient_accumulation_steps
         controller.sensitivity.plan(state.max_steps, rows, args.bf16 or args.fp16)
-        controller.sensitivity.loss = self.loss or (model_loss if self.trainer is None else self.trainer.mean_loss)
+        own_loss = model_loss if self.trainer is None else self.trainer.mean_loss
+        controller.sensitivity.measure.loss = self.loss or own_loss
 
     def _go_on(
         self,

@@ -43,7 +43,7 @@ from moq_hf import MoQCallback, MoQError, QuantLinear
 from moq_hf import quantizer as q
 from moq_hf.grid import Grid, RowBlocks
 from moq_hf.model.convert import quant_layers
-from moq_hf.training.sensitivity import model_loss
+from moq_hf.training.measures import model_loss
 
 
 @pytest.mark.parametrize("config", CONFIGS)

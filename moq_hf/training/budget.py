@@ -18,7 +18,7 @@ from ..config import Count, Flag, MoQConfig, PackedBits, Positive, Weight
 from ..errors import MoQError
 from ..model.sizes import FileSize
 from ..text import table
-from .divergence import Costs
+from .measures import Costs
 
 # What a choice may fall short of its budget without a warning.
 SHORT = 0.01

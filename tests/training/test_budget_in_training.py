@@ -209,7 +209,7 @@ def test_the_pace_goes_by_the_measure(tmp_path: Path) -> None:
     measured = [s for s in controller.history if s.eigenvalue is not None]
     assert {s.block for s in measured} == {"bert.encoder.layer.0", "bert.encoder.layer.1"}
     assert max(s.eigenvalue for s in measured if s.eigenvalue is not None) == 1.0
-    assert controller.sensitivity.eigenvalues.keys() <= controller.sensitivity.blocks.keys()
+    assert controller.sensitivity.scores.keys() <= controller.sensitivity.blocks.keys()
 
 
 def test_the_report_shows_the_budget(tmp_path: Path) -> None:

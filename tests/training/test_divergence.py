@@ -15,7 +15,7 @@ from moq_hf import MoQConfig, block_eigenvalues, quantize_model
 from moq_hf.schedule import FLOAT_BITS
 from moq_hf.training.budget import _falling
 from moq_hf.training.controller import MoQController
-from moq_hf.training.divergence import compared_rows, divergences, finite_costs
+from moq_hf.training.measures import compared_rows, divergences, finite_costs
 from moq_hf.training.measuring import measuring
 
 BUDGET = {"quantize_bits": {"start_bits": 2, "target_bits": {"mean": 3.0}}, "quantize_groups": "per_channel"}

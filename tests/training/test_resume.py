@@ -305,7 +305,7 @@ def test_any_value_changed_by_hand_is_one_error_or_none(seed: int) -> None:
     controller = MoQController(new_model(), config, 16)
     assert controller.sensitivity is not None
     controller.sensitivity.samples.add({"input_ids": torch.ones(2, 3, dtype=torch.long)})
-    controller.sensitivity.eigenvalues = dict.fromkeys(controller.sensitivity.blocks, 1.0)
+    controller.sensitivity.scores = dict.fromkeys(controller.sensitivity.blocks, 1.0)
     for _ in range(5):
         controller.step()
     state = json.loads(json.dumps(controller.state_dict()))

@@ -23,6 +23,7 @@ from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, PrecisionSchedu
 from moq_hf.config import EigenvalueConfig, ScheduleConfig
 from moq_hf.eigen import Eigenvalue, block_eigenvalues
 from moq_hf.model.inventory import Inventory
+from moq_hf.training import measures
 from moq_hf.training import sensitivity as module
 from moq_hf.training.controller import MoQController
 from moq_hf.training.measuring import measuring
@@ -88,13 +89,13 @@ class Table:
         self.sensitivity = Sensitivity.__new__(Sensitivity)
         self.sensitivity.config = EigenvalueConfig(enabled=True, gas_boundary_resolution=resolution)
         self.sensitivity.blocks = {name: [] for name in names}
-        self.sensitivity.eigenvalues = {}
+        self.sensitivity.scores = {}
 
     def before(self, schedule: PrecisionSchedule) -> dict[str, float]:
         if self.sensitivity.is_due(schedule):
             self.asked.append(schedule.steps + 1)
-            self.sensitivity.eigenvalues = self.table[schedule.steps]
-        return self.sensitivity.eigenvalues
+            self.sensitivity.scores = self.table[schedule.steps]
+        return self.sensitivity.scores
 
 
 def test_measuring_when_due_gives_the_recorded_trajectory() -> None:
@@ -200,7 +201,7 @@ def test_values_are_those_of_the_mean_loss_at_the_quantized_weights() -> None:
         truth = block_eigenvalues(lambda: made.model(**latest)[0], blocks, tol=1e-5)
     values = made.measure()
     assert values is not None and max(values.values()) == 1.0
-    for name, value in sensitivity.eigenvalues.items():
+    for name, value in sensitivity.scores.items():
         assert value == pytest.approx(abs(truth[name].value), rel=1e-2)
 
 
@@ -209,7 +210,7 @@ def test_what_is_not_finite_is_replaced_and_told_once(
 ) -> None:
     made = controller(period=1, max_overhead=1.0)
     answers = iter([results(4.0, math.nan, -1.0), results(4.0, math.nan, 2.0), results(*[math.nan] * 3)])
-    monkeypatch.setattr(module, "block_eigenvalues", lambda *args, **kwargs: next(answers))
+    monkeypatch.setattr(measures, "block_eigenvalues", lambda *args, **kwargs: next(answers))
     seen = []
     for _ in range(3):
         made.sensitivity.samples.add(batch(4))  # type: ignore[union-attr]
@@ -476,7 +477,7 @@ def test_ranks_agree_on_the_mean(tmp_path: Path, rows_per_step: float) -> None:
         made = controller(period=1, num_samples=32)
         made.sensitivity.samples.add(batch(4 + 4 * rank, rank))  # type: ignore[union-attr]
         made.measure()
-        alone.append(made.sensitivity.eigenvalues)  # type: ignore[union-attr]
+        alone.append(made.sensitivity.scores)  # type: ignore[union-attr]
     means = {name: (alone[0][name] + alone[1][name]) / 2 for name in alone[0]}
     largest = max(means.values())
     for switch in history[:3]:

@@ -1,0 +1,343 @@
+"""How sensitive a block is to rounding: each measure is a class that checks the model, prices and measures.
+
+`divergence`: how far the model's predictions move when one block is rounded to other bits. With p the class
+probabilities as they are and q those with the block at other bits, it is KL(p, q), averaged over the predictions that
+count: what the cross entropy of q with p has more than the entropy of p.
+
+`eigenvalue`: the eigenvalue of largest magnitude of the block of the loss's Hessian; see `moq_hf.eigen`.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..config import MoQConfig
+from ..eigen import NOT_UNDER_ENGINES, block_eigenvalues, check_second_derivative
+from ..errors import MoQError
+from ..model.convert import quant_layers
+from ..processes import device_of, is_apart, is_sharded, mean_over_ranks
+from ..quant_linear import QuantLayer
+from .distillation import labels_at_logits, logits_in, logits_loss, takes
+from .measuring import at_bits, is_fsdp2, measuring, repeatable
+from .samples import CHUNK, Batch, rows_of
+
+logger = logging.getLogger(__name__)
+
+# What a block costs, by block and by bits.
+Costs = dict[str, dict[int, float]]
+# The scalar mean loss of a model over a batch, given as the keyword arguments of its forward pass.
+Loss = Callable[[nn.Module, Batch], Tensor]
+
+# In units of the forward and backward pass of one training example; see docs/evidence/eigenvalues.md. They decide what
+# the budget allows: the clock would let two runs of the same seed differ.
+GRAPH_COST, PRODUCT_COST, FORWARD_COST = 1.0, 0.6, 0.4
+# Products a block takes early in training, where it takes most.
+FIRST_PRODUCTS = {"lanczos": 11, "power": 23}
+# Numbers of all the logits that are compared, half a gigabyte; of a large vocabulary not every token.
+KEPT_LOGITS = 1 << 26
+
+
+def model_loss(model: nn.Module, inputs: Batch) -> Tensor:
+    """The loss that the model itself gives for a batch: under its name in the output, or the first of a tuple.
+
+    Raises:
+        MoQError: It gives none; says what to do.
+    """
+    output: Any = model(**inputs)
+    first = output[0] if isinstance(output, tuple | list) and output else None
+    loss = output.get("loss") if isinstance(output, Mapping) else first
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    raise MoQError(
+        "eigenvalue: the model's output has no loss, since the Trainer computes it (label smoothing, "
+        "compute_loss_func, an own compute_loss): use MoQTrainer, or give MoQCallback the function loss(model, inputs)"
+    )
+
+
+class _Measure:
+    """What measures have in common.
+
+    Args:
+        model: The one in training.
+        blocks: Block name to its parameters.
+        layers: Block name to the names of its layers.
+        config: Limits of the measurement, and the seed.
+
+    Attributes:
+        loss: Gives the scalar mean loss of the model over a batch; by default that in the model's output.
+        products: Products of the Hessian that a block took in the last measurement, where the measure takes any.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Mapping[str, Sequence[nn.Parameter]],
+        layers: Mapping[str, Sequence[str]],
+        config: MoQConfig,
+    ) -> None:
+        self.model, self.blocks, self.layers = model, blocks, layers
+        self.config, self.seed = config.eigenvalue, config.seed
+        self.loss: Loss = model_loss
+        self.products = float(min(self.config.max_iter, FIRST_PRODUCTS[self.config.method]))
+        self.device = device_of(next(model.parameters()))
+        self._warned: set[str] = set()
+
+    def _quantized_layers(self) -> dict[str, list[QuantLayer]]:
+        layers = quant_layers(self.model)
+        return {name: [layers[layer] for layer in own] for name, own in self.layers.items()}
+
+    def _warn_of_infinite(self, values: Mapping[str, float]) -> None:
+        odd = [name for name, value in values.items() if not math.isfinite(value)]
+        self._warn("is not finite: the largest finite one is used, 1 for all if there is none", odd)
+
+    def _warn(self, what: str, blocks: Sequence[str]) -> None:
+        warning = f"moq_hf: the {self.name} of {', '.join(blocks)} {what}"
+        if blocks and warning not in self._warned:
+            self._warned.add(warning)
+            logger.warning("%s", warning)
+
+
+class Divergence(_Measure):
+    """Compares the predictions; see the module's text."""
+
+    name = "divergence"
+
+    def check_model(self) -> None:
+        """Check that FSDP2 gathers each weight for the module that multiplies with it.
+
+        Raises:
+            MoQError: It does so for a wrapper of the model.
+        """
+        gathered = {id(p) for module in self.model.modules() if is_fsdp2(module) for p in module.parameters()}
+        if any(is_sharded(p) and id(p) not in gathered for own in self.blocks.values() for p in own):
+            raise MoQError(
+                f"{self.name}: FSDP2 gathers the weights for a wrapper of the model, that of torch_compile: "
+                "leave torch_compile out, or call model.compile() yourself"
+            )
+
+    def check(self, batch: Batch) -> None:
+        """Check that the model has logits.
+
+        Raises:
+            MoQError: It has none.
+        """
+        with measuring(self.model):
+            logits_of(self.model, batch)
+
+    def cost(self, rows: float, levels: int = 1) -> float:
+        """What a measurement takes, in training examples: a reference, and a pass for each block and level."""
+        return rows * FORWARD_COST * (1 + levels * len(self.blocks))
+
+    def costs(self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]) -> Costs:
+        """The divergence of each block at each of some bits, with all others as they are; the same in all ranks.
+
+        Args:
+            batches: Training examples, on the model's device.
+            levels: Block name to the bits to try.
+
+        Raises:
+            MoQError: The model's output has no logits.
+        """
+        with measuring(self.model):
+            found = divergences(self.model, batches, self._quantized_layers(), levels)
+        values = iter(mean_over_ranks([cost for own in found.values() for cost in own.values()], self.device))
+        agreed = {name: {bits: next(values) for bits in own} for name, own in found.items()}
+        self._warn_of_infinite({name: sum(own.values()) for name, own in agreed.items()})
+        return agreed
+
+    def scores(self, batches: Sequence[Batch], next_bits: Mapping[str, int]) -> dict[str, float]:
+        """The divergence of each block at its next bits.
+
+        Raises:
+            MoQError: The model's output has no logits.
+        """
+        found = self.costs(batches, {name: [bits] for name, bits in next_bits.items()})
+        return {name: own[next_bits[name]] for name, own in found.items()}
+
+
+class Eigenvalue(_Measure):
+    """Finds the largest eigenvalues of the loss's Hessian; see `moq_hf.eigen`."""
+
+    name = "eigenvalue"
+
+    def check_model(self) -> None:
+        """Check that weights are whole.
+
+        Raises:
+            MoQError: An engine takes them apart.
+        """
+        if any(is_apart(p) for own in self.blocks.values() for p in own):
+            raise MoQError(NOT_UNDER_ENGINES)
+
+    def check(self, batch: Batch) -> None:
+        """Check that the loss can be differentiated twice.
+
+        Raises:
+            MoQError: It cannot; see `check_second_derivative`.
+        """
+        with measuring(self.model, self.blocks) as blocks:
+            check_second_derivative(self._losses([batch])[0], next(iter(blocks.values())))
+
+    def cost(self, rows: float, levels: int = 1) -> float:
+        """A graph and its products: one graph serves all products, those of several batches are made for each round."""
+        graphs = 1.0 if rows <= CHUNK else self.products
+        return rows * (GRAPH_COST * graphs + PRODUCT_COST * self.products * len(self.blocks))
+
+    def costs(self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]) -> Costs:
+        """Predict the costs to second order, for the worst change of a block's weights.
+
+        It is the block's eigenvalue times the squared length of their change by rounding, halved.
+
+        Raises:
+            MoQError: The loss cannot be differentiated twice.
+        """
+        values = self.scores(batches)
+        largest = max(filter(math.isfinite, values.values()), default=math.nan)
+        layers = self._quantized_layers()
+        found: Costs = {}
+        for name, choices in levels.items():
+            value = values[name] if math.isfinite(values[name]) else largest
+            found[name] = {}
+            for bits in choices:
+                with at_bits(layers[name], bits), torch.no_grad():
+                    found[name][bits] = value * sum(map(_squared_change, layers[name])) / 2
+        return found
+
+    def scores(self, batches: Sequence[Batch], next_bits: Mapping[str, int] | None = None) -> dict[str, float]:
+        """The magnitude of each block's eigenvalue, whatever its next bits are.
+
+        Raises:
+            MoQError: The loss cannot be differentiated twice.
+        """
+        config, losses = self.config, self._losses(batches)
+        with measuring(self.model, self.blocks) as blocks:
+            options = {name: getattr(config, name) for name in ("method", "max_iter", "tol", "stability")}
+            found = block_eigenvalues(losses, blocks, seed=self.seed, **options)
+        unfinished = [name for name, one in found.items() if one.reason == "max_iter"]
+        self._warn(f"is not within tol after max_iter {config.max_iter} products", unfinished)
+        products = sum(one.num_products for one in found.values()) / len(found)
+        magnitudes = [abs(one.value) for one in found.values()]
+        self.products, *values = mean_over_ranks([products, *magnitudes], self.device)
+        agreed = dict(zip(found, values, strict=True))
+        self._warn_of_infinite(agreed)
+        return agreed
+
+    def _losses(self, batches: Sequence[Batch]) -> list[Callable[[], Tensor]]:
+        """The loss over each batch, weighted so that their mean is that over examples."""
+        weight = len(batches) / sum(map(rows_of, batches))
+        return [functools.partial(self._loss, batch, weight * rows_of(batch)) for batch in batches]
+
+    def _loss(self, batch: Batch, weight: float) -> Tensor:
+        with repeatable():
+            return self.loss(self.model, batch) * weight
+
+
+Measure = Divergence | Eigenvalue
+MEASURES: dict[str, type[Measure]] = {"divergence": Divergence, "eigenvalue": Eigenvalue}
+
+
+def divergences(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    layers: Mapping[str, Sequence[QuantLayer]],
+    levels: Mapping[str, Sequence[int]],
+) -> Costs:
+    """The divergence of each block at each of some bits, not below 0; NaN or Inf where the logits are that.
+
+    Args:
+        model: As `measuring` gives it.
+        batches: Training examples, on the model's device.
+        layers: Block name to its layers.
+        levels: Block name to the bits to try.
+
+    Raises:
+        MoQError: The model's output has no logits.
+    """
+    counts = [rows_of(batch) for batch in batches]
+    found: Costs = {}
+    with torch.no_grad():
+        references = [_reference(model, batch, KEPT_LOGITS // len(batches)) for batch in batches]
+        for block, levels_of_block in levels.items():
+            found[block] = {}
+            for bits in levels_of_block:
+                with at_bits(layers[block], bits):
+                    sums = [rows * reference() for rows, reference in zip(counts, references, strict=True)]
+                moved = sum(sums) / sum(counts)
+                # Below 0 it is rounding.
+                found[block][bits] = max(0.0, moved) if math.isfinite(moved) else moved
+    return found
+
+
+def logits_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """The model's logits for a batch, by name.
+
+    Raises:
+        MoQError: It has none.
+    """
+    with repeatable(), torch.no_grad():
+        output = model(**{name: value for name, value in batch.items() if takes(model, name)})
+    found = logits_in(output) if isinstance(output, Mapping) else {}
+    if not found:
+        raise MoQError(
+            "sensitivity.measure: divergence compares logits, and the model's output has none; set it to eigenvalue"
+        )
+    return found
+
+
+def finite_costs(costs: Costs) -> Costs:
+    """Costs of which one that is not finite counts as the largest finite one.
+
+    >>> finite_costs({"a": {2: math.inf, 4: 0.5}, "b": {2: 2.0, 4: 0.0}})
+    {'a': {2: 2.0, 4: 0.5}, 'b': {2: 2.0, 4: 0.0}}
+    """
+    largest = max((cost for own in costs.values() for cost in own.values() if math.isfinite(cost)), default=1.0)
+    return {
+        block: {bits: cost if math.isfinite(cost) else largest for bits, cost in own.items()}
+        for block, own in costs.items()
+    }
+
+
+def _reference(model: nn.Module, batch: Batch, size: int) -> Callable[[], float]:
+    """What tells how far the model's logits for a batch have moved from those that it gives now."""
+    now = logits_of(model, batch)
+    labels = labels_at_logits(model, batch.get("labels"))
+    rows = {name: compared_rows(logits, labels, size) for name, logits in now.items()}
+    # The forward pass has found out what it was, if the config did not say it.
+    problem = getattr(getattr(model, "config", None), "problem_type", None)
+
+    def compared(logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # Little differences of large numbers; not every device has float64.
+        return {name: logits[name].flatten(0, -2)[own].cpu().double() for name, own in rows.items()}
+
+    reference = compared(now)
+    entropy = float(logits_loss(reference, reference, None, problem))
+    return lambda: float(logits_loss(compared(logits_of(model, batch)), reference, None, problem)) - entropy
+
+
+def compared_rows(logits: Tensor, labels: Any, size: int) -> Tensor:
+    """The rows of `logits`, a matrix to its last dimension, that count: with a label, if each has one of its own.
+
+    Args:
+        logits: Of a batch.
+        labels: Of it, as `labels_at_logits` gives them; see `logits_loss`.
+        size: Numbers of all rows together; of more rows some at equal distances.
+    """
+    count = logits.shape[:-1].numel()
+    rows = torch.arange(count, device=logits.device)
+    if isinstance(labels, Tensor) and labels.shape == logits.shape[:-1] and bool(labels.ne(-100).any()):
+        rows = rows[labels.flatten().ne(-100)]
+    wanted = max(1, size // logits.shape[-1])
+    return rows[:: -(-len(rows) // wanted)]
+
+
+def _squared_change(layer: QuantLayer) -> float:
+    """The squared length of the change of a layer's weight by rounding."""
+    change = layer.quantized_copy(torch.float32) - layer.float_weight.float()
+    return float(change.square().sum(dtype=torch.float64))
