@@ -14,17 +14,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, ValidationError
+from pydantic import BaseModel, FiniteFloat, NonNegativeInt, ValidationError, model_validator, with_config
+from typing_extensions import TypedDict
 
 from .config import MoQConfig
-from .errors import MoQConfigError, MoQError, one_line, read_as
+from .errors import MoQConfigError, MoQError, one_line
 from .model.sizes import percent
 from .plan import Plan
 from .schedule import FLOAT_BITS, begins_in_float
 from .text import metrics_in
 from .training.budget import Choice
+from .training.checkpoints import STATE_FILE, checkpoints, entry_of_moq
+from .training.float_first import FOLDER, METRICS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,20 +39,20 @@ GRAY = "#8a929b"
 Series = tuple[list[int], list[float]]
 
 
-class _Saved(BaseModel):
-    float_size_mb: FiniteFloat | None = None
-    choice: dict[str, Any] | None = None
+class _Saved(TypedDict):
+    float_size_mb: NotRequired[FiniteFloat | None]
+    choice: NotRequired[Choice | None]
 
 
-class _Attributes(BaseModel):
+class _Attributes(TypedDict):
     saved: _Saved | None
 
 
-class _Arguments(BaseModel):
+class _Arguments(TypedDict):
     config: dict[str, Any]
 
 
-class _Callback(BaseModel):
+class _Callback(TypedDict):
     """What the callback says of itself: its arguments, and what it saved."""
 
     args: _Arguments
@@ -59,11 +62,17 @@ class _Callback(BaseModel):
 class _Callbacks(BaseModel):
     MoQCallback: _Callback | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_ours(cls, entries: Any) -> Any:
+        """Take the entry of a class derived from `MoQCallback`, which has another name, for ours."""
+        return {"MoQCallback": entry_of_moq(entries)} if isinstance(entries, dict) else entries
 
-class _Line(BaseModel):
+
+@with_config(extra="allow")
+class _Line(TypedDict):
     """A line of the Trainer's log; its other values are checked where they are drawn."""
 
-    model_config = ConfigDict(extra="allow")
     step: NonNegativeInt
 
 
@@ -87,10 +96,6 @@ class _State(BaseModel):
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"])
             raise MoQError(f"{path} is not as the Trainer wrote it: {key}: {first['msg']}") from None
-
-    def log(self) -> list[dict[str, Any]]:
-        """The log, line by line."""
-        return [line.model_dump() for line in self.log_history]
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,7 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
     directory = Path(directory)
     if not directory.is_dir():
         raise MoQError(f"{directory} is not a folder; give the output_dir of a finished run")
-    float_run = directory / "float" if float_directory is None else Path(float_directory)
+    float_run = directory / FOLDER if float_directory is None else Path(float_directory)
     in_float = _metrics(float_run)
     if float_directory is not None and not in_float:
         raise MoQError(f"{float_directory} has neither eval_results.json nor an evaluation in a trainer_state.json")
@@ -163,42 +168,39 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
             "training, or let the Trainer save checkpoints"
         )
     state = _State.read(path)
-    callback, log = state.stateful_callbacks.MoQCallback, state.log()
-    if callback is None or not any("moq/mean_bits" in line for line in log):
+    callback = state.stateful_callbacks.MoQCallback
+    if callback is None or not any("moq/mean_bits" in line for line in state.log_history):
         raise MoQError(f"{directory} is not a run with MoQ: its trainer_state.json has no bits")
-    saved = callback.attributes.saved or _Saved()
+    try:
+        config = MoQConfig.from_dict(callback["args"]["config"])
+    except MoQConfigError as error:
+        raise MoQError(f"{path}: {error}") from error
+    saved = callback["attributes"]["saved"] or _Saved()
     return Run(
         directory,
-        _config(callback.args.config, path),
+        config,
         state.global_step,
-        log,
-        saved.float_size_mb,
+        state.log_history,
+        saved.get("float_size_mb"),
         _metrics(directory),
         in_float,
-        read_as(Choice | None, saved.choice, str(path), "choice"),
+        saved.get("choice"),
     )
 
 
-def _config(saved: dict[str, Any], path: Path) -> MoQConfig:
-    try:
-        return MoQConfig.from_dict(saved)
-    except MoQConfigError as error:
-        raise MoQError(f"{path}: {error}") from error
-
-
 def _state_of(directory: Path) -> Path | None:
-    """The trainer_state.json of a run, or of its newest checkpoint."""
-    checkpoints = sorted(directory.glob("checkpoint-*/trainer_state.json"), key=lambda path: _natural(str(path)))
-    return next((path for path in (directory / "trainer_state.json", *reversed(checkpoints)) if path.is_file()), None)
+    """Find the trainer_state.json of a run, or of its newest checkpoint."""
+    paths = [folder / STATE_FILE for folder in (directory, *checkpoints(directory))]
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _metrics(directory: Path) -> dict[str, float]:
-    """Those of eval_results.json, else of the last evaluation in the log.
+    """Read the metrics of eval_results.json, or those of the last evaluation in the log.
 
     Raises:
         MoQError: A file is damaged.
     """
-    path, state = directory / "eval_results.json", _state_of(directory)
+    path, state = directory / METRICS, _state_of(directory)
     logged: Mapping[str, Any] = {}
     if path.is_file():
         try:
@@ -206,7 +208,7 @@ def _metrics(directory: Path) -> dict[str, float]:
         except (ValueError, TypeError, RecursionError) as error:
             raise MoQError(f"{path} cannot be read: {one_line(error)}") from error
     elif state is not None:
-        for line in _State.read(state).log():
+        for line in _State.read(state).log_history:
             if any(key.startswith("eval_") for key in line):
                 logged = line
     return metrics_in({key: value for key, value in logged.items() if key.startswith("eval_")})
@@ -280,7 +282,7 @@ def _page(run: Run, figures: Sequence[str]) -> str:
 
 
 def _facts(run: Run) -> dict[str, str]:
-    """Names and values below the title."""
+    """Give what stands below the title: name to value."""
     facts = {"mean bits": f"{run.series('moq/mean_bits')[1][-1]:.2f}", "precision": run.config.span_in_words}
     shares, sizes = run.series("moq/quantized_share")[1], run.series("moq/size_mb")[1]
     if shares:
@@ -416,7 +418,7 @@ _CAPTIONS = {
 _STYLE = """
 body { max-width: 52rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
 dl { display: flex; flex-wrap: wrap; gap: 0.6rem 2.4rem; }
-dt, figcaption, .note { color: #666; font-size: 0.85rem; }
+dt, figcaption { color: #666; font-size: 0.85rem; }
 dd, figure { margin: 0; }
 svg { width: 100%; height: auto; }
 td { text-align: right; padding: 0.2rem 0.9rem; border-bottom: 1px solid #ccc; }

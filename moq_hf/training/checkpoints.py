@@ -182,6 +182,19 @@ def last_metrics(state: TrainerState) -> dict[str, Any]:
     return dict((best or logs or [{}])[-1])
 
 
+def entry_of_moq(entries: Any) -> Any:
+    """The entry of `MoQCallback`, or of a class derived from it, in a `trainer_state.json`; None if there is none."""
+    if not isinstance(entries, Mapping):
+        return None
+    if "MoQCallback" in entries:
+        return entries["MoQCallback"]
+    for entry in entries.values():
+        attributes = entry.get("attributes") if isinstance(entry, Mapping) else None
+        if isinstance(attributes, Mapping) and {"saved", "saved_at"} <= attributes.keys():
+            return entry
+    return None
+
+
 def state_of_run(checkpoint: Path) -> Mapping[str, Any]:
     """The controller's state in a checkpoint.
 
@@ -189,14 +202,8 @@ def state_of_run(checkpoint: Path) -> Mapping[str, Any]:
         MoQError: There is none: the run was without MoQ; or it is not as it was written.
     """
     document = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    entries = document.get(CALLBACKS_KEY)
-    # By the name of the callback's class, which may be one derived from ours.
-    found = [
-        entry
-        for entry in (entries.values() if isinstance(entries, Mapping) else ())
-        if isinstance(entry, Mapping) and {"saved", "saved_at"} <= dict(entry.get("attributes") or {}).keys()
-    ]
-    state = saved_state(found[0]) if found else None
+    entry = entry_of_moq(document.get(CALLBACKS_KEY))
+    state = None if entry is None else saved_state(entry)
     if state is None:
         raise MoQError(
             f"{checkpoint / STATE_FILE} holds no state of MoQ: it is not the checkpoint of a run with moq_hf"
