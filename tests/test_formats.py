@@ -26,13 +26,17 @@ def test_what_was_written_is_read(form: str, at_load: bool, grouping: object, ki
     shared = SharedScheme(grid.grouping.row_size, grid.symmetric, takes_tables=True) if at_load else None
     # While loading, codes are as wide as the widest of the model.
     width = 8 if at_load else bits
-    spec = EncodeSpec("linear", (40, 48), (40, 48), torch.float32, bits, grid, shared=shared, width=width)
+    spec = EncodeSpec("linear", (40, 48), bits, grid, shared=shared, width=width, shape=(40, 48))
     encoded = FORMS[form].write(values, spec)
     size = (values.scale.shape[0], values.scale.shape[1])
     stored = StoredWeight("w", "linear", bits, grid, (40, 48), size, encoded.scheme, encoded.grid, {"w": encoded.parts})
     found = FORMS[form].read(stored)
     stored.check(found)
-    assert stored.is_complete and found.codes.equal(values.codes)
+    assert found.codes.equal(values.codes)
+    assert encoded.parts.keys() - {"weight_zero_point"} == FORMS[form].TENSORS
+    if shared is None:
+        own = {part: (tensor.shape, tensor.dtype) for part, tensor in encoded.parts.items()}
+        assert own == {part: (tensor.shape, tensor.dtype) for part, tensor in FORMS[form].shapes(spec).items()}
     assert dequantize(*found).equal(dequantize(*values))
 
 
@@ -53,6 +57,6 @@ def test_a_layer_takes_the_first_form_that_fits(kind: str, bits: int, is_table: 
     found = []
     for layout in ("packed", "unpacked", "floats"):
         scheme = shared if layout == "unpacked" else None
-        spec = EncodeSpec(kind, (8, 8), (8, 8), torch.float32, bits, Grid(), is_table, shared=scheme)
+        spec = EncodeSpec(kind, (8, 8), bits, Grid(), is_table, shared=scheme)
         found.append(form_of(spec, layout))  # type: ignore[arg-type]
     assert found == expected

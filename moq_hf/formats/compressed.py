@@ -12,7 +12,7 @@ from ..seams.transformers import compress, decompress
 from .stored import EncodedWeight, EncodeSpec, StoredWeight
 
 
-def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
+def write(values: Quantized, spec: EncodeSpec, format: str | None) -> EncodedWeight:
     """The tensors of a weight in a format of compressed-tensors, and the config group that describes them.
 
     The library's grid is (code - zero) * scale with codes from -2^(bits-1), so zero points are shifted by that.
@@ -43,6 +43,7 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
         args |= {"strategy": "channel"} if size is None else {"strategy": "group", "group_size": size}
     else:
         args |= {"strategy": "block", "block_structure": [rows // scale.shape[0], columns // scale.shape[1]]}
+    # The library's compressors take floats, which are on the grid, and divide them by the scales again.
     parts = {"weight": dequantize(*values), "weight_scale": scale.to(spec.scale_dtype).contiguous()}
     if not symmetric:
         shifted = torch.zeros_like(scale) if zero is None else zero - half
@@ -56,6 +57,17 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
         piece = {part: tensor[index * count : (index + 1) * count].clone() for part, tensor in parts.items()}
         found |= {f"{name}.{part}": tensor for part, tensor in compress(piece, scheme).items()}
     return EncodedWeight(found, scheme)
+
+
+def scale_shapes(spec: EncodeSpec) -> dict[str, Tensor]:
+    """Scales and zero points of a layer with a scheme of its own, on the meta device."""
+    rows, columns = spec.matrix_shape
+    by_row = spec.grid.symmetric and spec.row_size is None
+    shape = (rows, 1) if by_row else spec.grid.shape(rows, columns)
+    found = {"weight_scale": torch.empty(shape, dtype=spec.scale_dtype, device="meta")}
+    if not spec.grid.symmetric:
+        found["weight_zero_point"] = torch.empty(shape, dtype=torch.int8, device="meta")
+    return found
 
 
 def read(stored: StoredWeight) -> Quantized:
@@ -84,7 +96,7 @@ def _read_piece(stored: StoredWeight, parts: dict[str, Tensor]) -> Quantized:
     repeats = [size // count for size, count in zip(shape, scale.shape, strict=True)]
     steps = weight / scale.repeat_interleave(repeats[0], 0).repeat_interleave(repeats[1], 1)
     codes = steps.round().int()
-    # Of a table that was given the groups of the linear layers.
+    # A table that was given the groups of the linear layers has more scales than its state says.
     own = slice(None, None, scale.shape[1] // stored.scales[1])
     if stored.grid.symmetric or zero is None:
         return Quantized(codes, scale[:, own], None)

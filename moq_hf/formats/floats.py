@@ -11,6 +11,11 @@ from ..quantizer import Quantized, dequantize
 from ..weight_matrix import from_rows, to_rows
 from .stored import EncodedWeight, EncodeSpec, StoredWeight
 
+FORMAT: str | None = None
+MAX_BITS = 16
+WIDTH: int | None = None
+TENSORS = frozenset({"weight"})
+
 
 def fits(spec: EncodeSpec) -> bool:
     """Whether a layer can be stored so: every one can."""
@@ -22,6 +27,11 @@ def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
     weight = from_rows(dequantize(*values, dtype=spec.dtype), spec.kind, spec.shape).contiguous()
     zero = values.zero_point
     return EncodedWeight({"weight": weight}, grid=(_to_text(values.scale), None if zero is None else _to_text(zero)))
+
+
+def shapes(spec: EncodeSpec) -> dict[str, Tensor]:
+    """The weight, in its own dtype."""
+    return {"weight": torch.empty(tuple(spec.shape or spec.matrix_shape), dtype=spec.dtype, device="meta")}
 
 
 def read(stored: StoredWeight) -> Quantized:

@@ -4,19 +4,32 @@ transformers initializes tables, and ties weights, by the name `weight`, which t
 the table have the same codes, which are stored once, and scales of their own.
 """
 
+import torch
+from torch import Tensor
+
 from ..quantizer import Quantized
 from . import compressed
 from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
 
+FORMAT: str | None = "int-quantized"
+MAX_BITS = MAX_PACKED_BITS
+WIDTH: int | None = 8
+TENSORS = frozenset({"weight", "weight_scale"})
+
 
 def fits(spec: EncodeSpec) -> bool:
     """Whether a layer is a table of 2 to 8 bits."""
-    return spec.is_table and 2 <= spec.bits <= MAX_PACKED_BITS and spec.kind in ("linear", "embedding")
+    return spec.is_table and 2 <= spec.bits <= MAX_BITS and spec.kind in ("linear", "embedding")
 
 
 def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
     """Codes in int8, scales and zero points."""
-    return compressed.write(values, spec, "int-quantized")
+    return compressed.write(values, spec, FORMAT)
+
+
+def shapes(spec: EncodeSpec) -> dict[str, Tensor]:
+    """A byte for each weight, scales and zero points."""
+    return {"weight": torch.empty(spec.matrix_shape, dtype=torch.int8, device="meta"), **compressed.scale_shapes(spec)}
 
 
 read = compressed.read

@@ -1,10 +1,19 @@
 """Codes packed into words of 32 bits: compressed-tensors' `pack-quantized`, what servers take."""
 
+import math
+
+import torch
+from torch import Tensor
+
 from ..quantizer import Quantized
 from ..weight_matrix import is_experts
 from . import compressed
 from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
 
+FORMAT: str | None = "pack-quantized"
+MAX_BITS = MAX_PACKED_BITS
+WIDTH: int | None = None
+TENSORS = frozenset({"weight_packed", "weight_shape", "weight_scale"})
 # Bits of a word of packed codes.
 _WORD = 32
 
@@ -14,7 +23,7 @@ def fits(spec: EncodeSpec) -> bool:
 
     Tables by themselves cannot: transformers initializes and ties them by the name `weight`.
     """
-    if not 2 <= spec.bits <= MAX_PACKED_BITS:
+    if not 2 <= spec.bits <= MAX_BITS:
         return False
     if is_experts(spec.kind):
         return spec.matrices is not None and spec.grid.symmetric
@@ -32,7 +41,15 @@ def fits(spec: EncodeSpec) -> bool:
 
 def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
     """Words, scales and packed or plain zero points."""
-    return compressed.write(values, spec, "pack-quantized")
+    return compressed.write(values, spec, FORMAT)
+
+
+def shapes(spec: EncodeSpec) -> dict[str, Tensor]:
+    """Words, the shape, scales and zero points of a layer with a scheme of its own."""
+    rows, columns = spec.matrix_shape
+    words = torch.empty((rows, math.ceil(columns * spec.bits / _WORD)), dtype=torch.int32, device="meta")
+    shape = torch.empty(2, dtype=torch.int64, device="meta")
+    return {"weight_packed": words, "weight_shape": shape, **compressed.scale_shapes(spec)}
 
 
 read = compressed.read

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..errors import MoQError
 from ..grid import Grid
+from ..quant_linear import QuantLayer
 from ..quantizer import Quantized
-from ..weight_matrix import is_experts
 
+# Widest code that the packed format stores; wider layers are saved as floats.
 MAX_PACKED_BITS = 8
 
 
@@ -35,28 +36,43 @@ class EncodeSpec:
     """What the encoding of one layer depends on, beside its codes.
 
     Attributes:
-        kind: What the layer is; see `rows`.
-        shape: Of the weight in the model.
+        kind: What the layer is; see `weight_matrix.Kind`.
         matrix_shape: Rows and columns of the weight as it is quantized.
-        dtype: Of the float weight.
         bits: Of a code.
         grid: Which weights share a scale, and how codes are rounded.
         is_table: Whether it is an embedding table, or is tied to another module.
         matrices: Names of the matrices of experts in the files, as the rows come; None where they have no place there.
         shared: The scheme that all layers must have; None where each has its own.
         width: Bits that a packed code takes in the file; `bits` or more.
+        shape: Of the weight in the model.
+        dtype: Of the float weight.
     """
 
     kind: str
-    shape: Sequence[int]
     matrix_shape: tuple[int, int]
-    dtype: torch.dtype
     bits: int
     grid: Grid
     is_table: bool = False
     matrices: tuple[str, ...] | None = None
     shared: SharedScheme | None = None
     width: int = 0
+    shape: Sequence[int] = ()
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, layer: QuantLayer, is_table: bool, matrices: tuple[str, ...] | None = ()) -> "EncodeSpec":
+        """The spec of a layer at its current bits; `matrices` is for experts in rows, and None for any other layer."""
+        state = layer.moq
+        return cls(
+            kind=layer.kind,
+            matrix_shape=layer.matrix_shape,
+            bits=state.bits,
+            grid=state.grid,
+            is_table=is_table,
+            matrices=matrices if layer.kind == "experts" else None,
+            width=state.bits,
+            dtype=layer.weight.dtype,
+        )
 
     @property
     def row_size(self) -> int | None:
@@ -89,7 +105,7 @@ class StoredWeight:
 
     Attributes:
         where: What an error names.
-        kind: What the layer is; see `rows`.
+        kind: What the layer is; see `weight_matrix.Kind`.
         bits: That its state declares.
         grid: Of its codes.
         shape: Rows and columns of the weight as it is quantized.
@@ -109,16 +125,6 @@ class StoredWeight:
     scheme: Mapping[str, Any] | None
     saved_grid: tuple[str, str | None] | None
     pieces: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the tensors are all there."""
-        wanted = {"weight"}
-        if self.scheme is not None:
-            packed = self.scheme["format"] == "pack-quantized"
-            wanted = {"weight_packed", "weight_shape"} if packed else wanted
-            wanted |= {"weight_scale"} | (set() if self.scheme["weights"]["symmetric"] else {"weight_zero_point"})
-        return all(wanted <= parts.keys() for parts in self.pieces.values())
 
     def check(self, values: Quantized) -> None:
         """Check that codes, scales and zero points are of the grid that the layer declares, and need its bits.
@@ -153,8 +159,3 @@ class StoredWeight:
         shows_bits = bool(((scale != 1) & (scale.abs() > 2.0**-24)).any())
         if self.bits > 2 and shows_bits and lowest < highest and low <= lowest and highest <= high:
             raise MoQError(f"{self.where}: no code is beyond {high}, so they are of fewer than {self.bits} bits")
-
-    @property
-    def is_experts(self) -> bool:
-        """Whether it holds the matrices of several experts."""
-        return is_experts(self.kind)

@@ -2,6 +2,8 @@
 
 from typing import Literal, Protocol
 
+from torch import Tensor
+
 from ..quantizer import Quantized
 from . import floats, int_quantized, pack_quantized
 from .stored import EncodedWeight, EncodeSpec, StoredWeight
@@ -10,13 +12,28 @@ Layout = Literal["packed", "unpacked", "floats"]
 
 
 class Form(Protocol):
-    """What each module here has."""
+    """What each module here has.
+
+    Attributes:
+        FORMAT: What compressed-tensors calls it; None for floats.
+        MAX_BITS: The widest code.
+        WIDTH: Bits that a code takes, whatever its own are; None if it takes those.
+        TENSORS: The last parts of the names of a weight's tensors, but for zero points.
+    """
+
+    FORMAT: str | None
+    MAX_BITS: int
+    WIDTH: int | None
+    TENSORS: frozenset[str]
 
     def fits(self, spec: EncodeSpec) -> bool:
         """Whether a layer can be stored so."""
 
     def write(self, values: Quantized, spec: EncodeSpec) -> EncodedWeight:
         """The tensors that stand for a quantized weight."""
+
+    def shapes(self, spec: EncodeSpec) -> dict[str, Tensor]:
+        """The tensors that `write` would give by the last part of their name, on the meta device."""
 
     def read(self, stored: StoredWeight) -> Quantized:
         """Codes, scale and zero point as `quantizer.quantize` gives them."""
@@ -44,3 +61,12 @@ the layout is "floats": ordinary weights on their grid.
 def form_of(spec: EncodeSpec, layout: Layout) -> str:
     """The first form of a layout that fits a layer; floats fit every layer."""
     return next(name for name in LAYOUTS[layout] if FORMS[name].fits(spec))
+
+
+def has_codes(form: str) -> bool:
+    """Whether the files hold codes for a layer of this form; otherwise they hold floats.
+
+    >>> has_codes("packed"), has_codes("float")
+    (True, False)
+    """
+    return form in FORMS and FORMS[form].FORMAT is not None

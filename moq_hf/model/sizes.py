@@ -1,15 +1,17 @@
 """How much of a model is quantized, at how many bits, and how large that makes it: of the whole model, always."""
 
 import json
-import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..formats.stored import MAX_PACKED_BITS, EncodeSpec
+from ..formats.table import FORMS, form_of
 from ..names import without_peft
 from ..processes import shape_of
 from ..quant_linear import QuantEmbedding, QuantLayer
@@ -17,9 +19,7 @@ from ..schedule import FLOAT_BITS
 from ..weight_matrix import is_experts, parameter_of
 from .inventory import Inventory
 
-# The most bits of a code in an integer's seat in the files; floats hold wider ones.
-_BYTE = 8
-# Of the names that safetensors has for dtypes, where they are not three.
+# Length of safetensors' names of dtypes that are not three letters long.
 _LETTERS = {torch.bfloat16: 4, torch.bool: 4, torch.int8: 2, torch.uint8: 2}
 
 
@@ -34,20 +34,17 @@ class _Weight(NamedTuple):
 
     def saved(self, width: int | None) -> int:
         """Bits of a code in the files, where all that can be packed have one width, or each its own and tables 8."""
-        bits = self.layer.moq.bits
-        # What the packed format has no place for; see `formats`.
-        kind, symmetric = self.layer.kind, self.layer.moq.grid.symmetric
-        if bits == 1 or kind in ("conv", "conv1d", "experts_t") or (kind == "experts" and not symmetric):
+        spec = EncodeSpec.of(self.layer, self.is_table)
+        form = FORMS[form_of(spec, "packed")]
+        if form.FORMAT is None:
             return self.full
-        if bits > _BYTE:
-            return bits
-        return width or (_BYTE if self.is_table else bits)
+        return width or form.WIDTH or spec.bits
 
 
 class ModelSizes:
     """The sizes of a model in training. Each parameter counts once, however many names it has.
 
-    Parameters are counted when it is made, so that asking for the figures of now costs a sum over the layers. Shards
+    Parameters are counted when it is made, so that asking for the current figures costs a sum over the layers. Shards
     count as the whole parameter.
 
     Args:
@@ -105,15 +102,15 @@ class ModelSizes:
     def mb(self) -> float:
         """The same with each quantized weight packed and one scale, in its dtype, for each group, as it is saved.
 
-        A convolution takes what it takes in float. Of the others, either each weight takes its bits of now, and one of
-        an embedding table a byte, or all take as many as the largest, whichever is less; see `has_one_width`.
+        What the packed format has no place for takes what it takes in float. Of the others, either each weight takes
+        its current bits, and one of an embedding table a byte, or all take as many as the largest, whichever is less;
+        see `has_one_width`.
         """
         width = self._widest if self.has_one_width else None
         size = self._others_bits
         for weight in self._weights:
             bits = weight.saved(width)
-            size += weight.numbers * (bits if bits < weight.full else weight.full)
-            size += weight.scales * weight.full if bits < weight.full else 0
+            size += weight.numbers * bits + (weight.scales * weight.full if bits < weight.full else 0)
         return size / 8e6
 
     @property
@@ -127,7 +124,7 @@ class ModelSizes:
 
     @property
     def _widest(self) -> int:
-        return max((w.layer.moq.bits for w in self._weights if w.layer.moq.bits <= _BYTE), default=0)
+        return max((w.layer.moq.bits for w in self._weights if w.layer.moq.bits <= MAX_PACKED_BITS), default=0)
 
     def largest_others(self) -> dict[str, int]:
         """Parameters that stay in float, the largest first; those of all blocks are one: `layer.*.key.bias`."""
@@ -165,23 +162,23 @@ class FileSize:
                 seen.add(id(tensor))
                 self._fixed[name] = tensor
         for name, table in embeddings.items():
-            self._fixed |= {f"{name}.weight": table.float_weight} if table_bits == 1 else self._bytes_of(name, table)
-        # No offset has more digits than that of the end, with all layers at 8 bits. Offsets count data, not the header.
+            self._fixed |= self._tensors(name, table, table_bits or FLOAT_BITS, is_table=True)
+        # No offset has more digits than that of the end at the most bits. Offsets count data, not the header.
         self._end = 0
-        self._end = self.of_rest() + sum(self.of_layer(name, 8) for name in layers)
+        self._end = self.of_rest() + sum(self.of_layer(name, MAX_PACKED_BITS) for name in layers)
 
     def why_alike(self) -> str | None:
         """Why the bits of single layers make no difference to the file; None if they do."""
         model = without_peft(self._inventory.model)
-        config = getattr(model, "config", None)
         kinds = {layer.kind for layer in self._layers.values()}
         symmetric = all(layer.moq.grid.symmetric for layer in self._layers.values())
         has_table = any(isinstance(module, QuantEmbedding) for module in self._inventory.modules.values())
-        unpacked = getattr(config, "is_encoder_decoder", False) or getattr(config, "sub_configs", None)
         reasons = {
             "only models of transformers are packed": not isinstance(model, PreTrainedModel),
             "Conv1D layers are saved as floats on the grid, at full size": "conv1d" in kinds,
-            "a model of its kind is unpacked while loading, with all codes as wide as the widest": unpacked,
+            "a model of its kind is unpacked while loading, with all codes as wide as the widest": parts_are_called(
+                model
+            ),
             "packed experts are all as wide as the widest": any(map(is_experts, kinds)),
             "asymmetric codes are unpacked while loading, all as wide as the widest": not (symmetric or has_table),
         }
@@ -189,23 +186,8 @@ class FileSize:
 
     def of_layer(self, name: str, bits: int) -> int:
         """Bytes that stand for the weight of a layer at `bits`, 1 to 8, with their entries in the file's header."""
-        layer = self._layers[name]
-        own, grid = parameter_of(name, layer.kind), layer.moq.grid
-        if bits == 1 or layer.kind == "conv":
-            return self._size({own: layer.float_weight})
-        if name in self._inventory.tied.values():
-            return self._size(self._bytes_of(name, layer))
-        rows, columns = layer.matrix_shape
-        by_row = grid.grouping.row_size is None and grid.symmetric
-        scales = (rows, 1) if by_row else grid.shape(rows, columns)
-        parts = {
-            "packed": _empty((rows, math.ceil(columns * bits / 32)), torch.int32),
-            "scale": _empty(scales, getattr(torch, grid.scale_dtype)),
-            "shape": _empty((2,), torch.int64),
-        }
-        if not grid.symmetric:
-            parts["zero_point"] = _empty(scales, torch.int8)
-        return self._size({"_".join((own, part)): tensor for part, tensor in parts.items()})
+        is_table = name in self._inventory.tied.values()
+        return self._size(self._tensors(name, self._layers[name], bits, is_table))
 
     def of_rest(self) -> int:
         """Bytes of everything else: what stays in float, tables, the rest of the header."""
@@ -224,18 +206,24 @@ class FileSize:
                 total += len(json.dumps(entry, separators=(",", ":"))) - 1
         return total
 
-    def _bytes_of(self, name: str, layer: QuantLayer) -> dict[str, Tensor]:
-        """A table, or what shares the weight of one: a byte for each weight."""
-        rows, columns = layer.matrix_shape
-        grid = layer.moq.grid
-        tensors = {f"{name}.weight": _empty((rows, columns), torch.int8)}
-        for one in (name, *(other for other, owner in self._inventory.tied.items() if owner == name)):
-            tensors[f"{one}.weight_scale"] = _empty(grid.shape(rows, columns), getattr(torch, grid.scale_dtype))
-        return tensors
+    def _tensors(self, name: str, layer: QuantLayer, bits: int, is_table: bool) -> dict[str, Tensor]:
+        """Return the tensors that stand for a layer's weight, on the meta device."""
+        spec = replace(EncodeSpec.of(layer, is_table), bits=bits)
+        parts = FORMS[form_of(spec, "packed")].shapes(spec)
+        weight = parts.pop("weight", None)
+        names = [name]
+        found = {}
+        if weight is not None:
+            found[parameter_of(name, layer.kind)] = weight
+            # Modules that are tied to a table have scales of their own.
+            names += [other for other, owner in self._inventory.tied.items() if owner == name]
+        return found | {f"{one}.{part}": tensor for one in names for part, tensor in parts.items()}
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def parts_are_called(model: nn.Module) -> bool:
+    """Whether users call parts of the model by themselves, past the first forward pass that would unpack all of it."""
+    config = getattr(model, "config", None)
+    return bool(getattr(config, "is_encoder_decoder", False) or getattr(config, "sub_configs", None))
 
 
 def covered(quantized: int, total: int) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import quantizer
 from ..errors import MoQError
-from ..formats.stored import EncodedWeight, EncodeSpec, SharedScheme
+from ..formats.stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec, SharedScheme
 from ..formats.table import FORMS, Layout, form_of
 from ..grid import Grid
 from ..model.inventory import Inventory, is_linear
@@ -26,7 +26,7 @@ from ..quant_linear import QuantLayer
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import matrices_in_files, original_format
 from ..weight_matrix import from_rows, is_experts, parameter_of, to_rows
-from .state import MAX_PACKED_BITS, StoredLayer
+from .state import StoredLayer
 
 _Value = TypeVar("_Value")
 # The config group of packed experts.
@@ -117,19 +117,8 @@ class Encoder:
         return SharedScheme(row_size, grid.symmetric, growth <= saved)
 
     def _spec(self, model: nn.Module, name: str, layer: QuantLayer, shared: SharedScheme | None) -> EncodeSpec:
-        shape = shape_of(layer.float_weight)
-        return EncodeSpec(
-            kind=layer.kind,
-            shape=shape,
-            matrix_shape=layer.matrix_shape,
-            dtype=layer.weight.dtype,
-            bits=layer.moq.bits,
-            grid=layer.moq.grid,
-            is_table=name in self.tables,
-            matrices=matrix_names(model, name, shape) if layer.kind == "experts" else None,
-            shared=shared,
-            width=layer.moq.bits,
-        )
+        matrices = matrix_names(model, name, shape_of(layer.float_weight)) if layer.kind == "experts" else None
+        return replace(EncodeSpec.of(layer, name in self.tables, matrices), shared=shared)
 
     def _form(self, name: str) -> str:
         state = self.layers[name].moq
@@ -176,8 +165,8 @@ class Encoder:
         matrices = self._matrices.get(name)
         if not matrices:
             parts = {own if part == "weight" else f"{name}.{part}": tensor for part, tensor in parts.items()}
-        if form == "int8":
-            # Modules that are tied to the table have scales and zero points of their own.
+        if "weight" in encoded.parts:
+            # Modules that are tied to a table share its weight, and have scales and zero points of their own.
             again = {part: tensor for part, tensor in encoded.parts.items() if part != "weight"}
             parts |= {f"{other}.{part}": tensor.clone() for other in tied for part, tensor in again.items()}
         self.stored[name] = StoredLayer(

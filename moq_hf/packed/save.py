@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import MoQError, one_line
-from ..formats.table import Layout
+from ..formats.stored import MAX_PACKED_BITS
+from ..formats.table import Layout, has_codes
 from ..model.inventory import Inventory
-from ..model.sizes import ModelSizes
+from ..model.sizes import ModelSizes, parts_are_called
 from ..names import uncompiled, without_fsdp, without_peft
 from ..processes import is_apart
 from ..quant_experts import quantized_in
@@ -32,7 +33,7 @@ from .card import write_card
 from .encode import Encoder, plain
 from .files import ADAPTER, CONFIG, INDEX, SINGLE, WEIGHTS, bytes_in, digest_of, staged, tensors_in
 from .load_check import Proof, ReferenceOutputs, quiet
-from .state import MAX_PACKED_BITS, clean_metrics, hub_id, sha256, state_of, without_paths, write_state
+from .state import clean_metrics, hub_id, sha256, state_of, without_paths, write_state
 from .verify import Verification, verify_quantized
 
 logger = logging.getLogger(__name__)
@@ -292,9 +293,9 @@ class _Saving:
     def _layouts(self, tied: Mapping[str, Sequence[str]]) -> Sequence[Layout]:
         """Those that transformers can load, the best one first; the last one is right for every model."""
         encoder = Encoder(self.inventory, _without(self.layers, tied), "packed", tied)
-        if not {"packed", "int8"} & set(encoder.forms.values()):
+        if not any(map(has_codes, encoder.forms.values())):
             return ["floats"]
-        if _parts_are_called(self.model) or _init_reaches_into(self.model, encoder.packed):
+        if parts_are_called(self.model) or _init_reaches_into(self.model, encoder.packed):
             return ["unpacked", "floats"]
         # Servers take asymmetric grids as they are unpacked while loading; tables of more bits would be dense there.
         served = encoder.is_asymmetric and not encoder.tables
@@ -378,12 +379,6 @@ def _tied(model: nn.Module, layers: Mapping[str, QuantLayer]) -> dict[str, list[
         if layer in layers and own in layers and layers[layer].float_weight is layers[own].float_weight:
             found.setdefault(layer, []).append(own)
     return found
-
-
-def _parts_are_called(model: Any) -> bool:
-    """Whether users call parts of the model by themselves, past the first forward pass that would unpack all of it."""
-    config = model.config
-    return bool(getattr(config, "is_encoder_decoder", False) or getattr(config, "sub_configs", None))
 
 
 def _init_reaches_into(model: nn.Module, packed: Iterable[str]) -> bool:
@@ -470,7 +465,7 @@ def _warn(target: Path, encoder: Encoder, proof: Proof | None, reason: str | Non
     """Say what of the model is not packed, and whether it does not compute what was evaluated."""
     floats = []
     for name, layer in encoder.stored.items():
-        if layer.stored in ("dense", "float"):
+        if not has_codes(layer.stored):
             floats.append(f"{name} (float)" if layer.stored == "float" else f"{name} ({layer.bits} bits)")
     # One reason is enough: a folder of floats has its own.
     if floats and (reason is None or encoder.layout != "floats"):

@@ -18,19 +18,19 @@ from typing_extensions import TypedDict
 from .. import serving
 from ..config import Count, Flag, MoQConfig, Positive, Weight
 from ..errors import MoQError, read_as, show
+from ..formats.table import FORMS, has_codes
 from ..inputs import ranges_of
 from ..quant_linear import QuantLayer
 from ..training.controller import MoQController
 from ..training.resume import Bits, Range, Unit
 from ..version import __version__
-from ..weight_matrix import parameter_of
+from ..weight_matrix import KINDS, parameter_of
 from .files import CONFIG, read_document
 from .load_check import Proof
 
 STATE_NAME = "moq_state.json"
-# 1 is 0.1.0's.
+# Format 1 was 0.1.0's and is not read.
 STATE_FORMAT = 2
-MAX_PACKED_BITS = 8
 
 # Types of what the file holds.
 Size = Annotated[int, Field(strict=True, ge=1, le=2**31)]
@@ -42,7 +42,7 @@ class StoredLayer:
     """How one quantized layer lies in a packed checkpoint.
 
     Attributes:
-        kind: What the layer is; see `rows`.
+        kind: What the layer is; see `weight_matrix.Kind`.
         bits: 1 to 16, or 32 for a layer that was not quantized yet.
         stored: "packed" (bits per weight), "int8" (one byte per weight), "dense" (floats on the grid) or "float".
         shape: Rows and columns of the weight as it is quantized; a conv1d has its transpose in the file.
@@ -61,9 +61,9 @@ class StoredLayer:
     # A file with other keys is damaged.
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    kind: Annotated[str, Field(pattern=r"^(linear|conv1d|embedding|conv|experts|experts_t)$")]
+    kind: Annotated[str, Field(pattern=f"^({'|'.join(KINDS)})$")]
     bits: Bits
-    stored: Annotated[str, Field(pattern=r"^(packed|int8|dense|float)$")]
+    stored: Annotated[str, Field(pattern=f"^({'|'.join(FORMS)}|float)$")]
     shape: tuple[Size, Size]
     scales: tuple[Count, Count]
     symmetric: Flag
@@ -80,18 +80,18 @@ class StoredLayer:
         """The name of a value that does not go with the others, and what it must be."""
         if self.stored == "float":
             return None
-        most = 16 if self.stored == "dense" else MAX_PACKED_BITS
+        most, has_grid = FORMS[self.stored].MAX_BITS, not has_codes(self.stored)
         if self.bits > most:
             return "bits", f"a whole number from 1 to {most}"
         if any(count == 0 or size % count for size, count in zip(self.shape, self.scales, strict=True)):
             return "scales", f"divisors of the shape {list(self.shape)}"
         if self.matrices is not None and (not self.matrices or self.shape[0] % len(self.matrices)):
             return "matrices", f"different names, so many that they divide {self.shape[0]} rows"
-        if self.stored != "dense" and self.group is None:
+        if not has_grid and self.group is None:
             return "group", "text"
         # 4 bytes each, as text of 4 letters for 3 bytes.
         length = -(-math.prod(self.scales) * 4 // 3) * 4
-        if self.stored == "dense" and (self.grid is None or len(self.grid[0]) != length):
+        if has_grid and (self.grid is None or len(self.grid[0]) != length):
             return "grid", f"{math.prod(self.scales)} values of 4 bytes in base64"
         return None
 
@@ -367,7 +367,7 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
         # One group may fill a row.
         size = columns // layer.scales[1] if layer.scales[1] > 1 or row_size == columns else None
         kind = "linear" if layer.matrices else layer.kind
-        packed = layer.stored in ("packed", "int8")
+        packed = has_codes(layer.stored)
         weights |= dict.fromkeys(names, serving.Weight(kind, rows, columns, layer.bits, size, layer.symmetric, packed))
     floats = [name for name in state["tensors"] if name.endswith(".weight") or serving.WHOLE_EXPERTS.search(name)]
     model = serving.Description(

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..errors import MoQError, one_line
-from ..formats.stored import StoredWeight
+from ..formats.stored import MAX_PACKED_BITS, StoredWeight
 from ..formats.table import FORMS
 from ..grid import Grid
 from ..model.convert import dequantize_model, quant_embeddings, quant_layers
@@ -29,7 +29,7 @@ from ..weight_matrix import is_experts, parameter_of
 from .encode import plain
 from .files import CONFIG, digest_of, read_document, size_of, tensors_in, weight_files
 from .load_check import Proof, ReferenceOutputs
-from .state import MAX_PACKED_BITS, STATE_NAME, Places, StoredLayer, proof_in, read_layers, sha256
+from .state import STATE_NAME, Places, StoredLayer, proof_in, read_layers, sha256
 
 _ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
@@ -152,7 +152,7 @@ def verify_quantized(
             # The scales of a module that is tied to a table.
             if owner in tied:
                 continue
-            if part == "weight_packed":
+            if part.startswith("weight_"):
                 raise MoQError(f"{folder / STATE_NAME}: layers.{owner} is missing, whose packed weight there is")
             _compare(folder, name, found, expected, "tensor ")
     if inputs is None or model is None:
@@ -283,7 +283,12 @@ def _read_weights(
             yield name, tensor
             continue
         weights[owner].pieces[matrix][part] = tensor
-        if weights[owner].is_complete:
+        form = FORMS.get(layers[owner].stored, FORMS["dense"])
+        scheme = weights[owner].scheme
+        wanted = form.TENSORS
+        if scheme is not None and not scheme["weights"]["symmetric"]:
+            wanted |= {"weight_zero_point"}
+        if all(wanted <= parts.keys() for parts in weights[owner].pieces.values()):
             yield owner, weights.pop(owner)
     if weights:
         raise MoQError(f"{folder}: missing from the weights: {', '.join(weights)}")
@@ -311,7 +316,7 @@ def _groups_of(folder: Path, state: Mapping[str, Any], layers: Mapping[str, Stor
             raise MoQError(f"{path}: quantization_config.config_groups.{layer.group} is missing")
         width = groups[layer.group]["weights"]["num_bits"]
         # Unpacked while loading, all layers have codes as wide as the widest; experts always do.
-        shared = layer.stored == "packed" and (quantization.get("dequantize") or is_experts(layer.kind))
+        shared = quantization.get("dequantize") or is_experts(layer.kind)
         if layer.bits > width or (layer.bits < width and not shared):
             raise MoQError(
                 f"{folder / STATE_NAME}: layers.{name}.bits is {layer.bits}, but its codes have {width} bits"
