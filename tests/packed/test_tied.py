@@ -1,6 +1,6 @@
 """One table that is embedding and output head: quantized once, stored once, loaded by plain transformers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +69,6 @@ def batch_of(model: Any) -> dict[str, torch.Tensor]:
     ids = torch.randint(3, WORDS, (2, 8), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return {**batch, "decoder_input_ids": ids[:, :4]} if model.config.is_encoder_decoder else batch
-
-
-@pytest.fixture(scope="module")
-def stranger() -> Iterator[Stranger]:
-    process = Stranger()
-    yield process
-    process.close()
 
 
 def loads(model: Any, folder: Path, stranger: Stranger) -> dict[str, Any]:

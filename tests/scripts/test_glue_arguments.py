@@ -2,10 +2,7 @@
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -378,13 +375,3 @@ def test_what_replaces_an_argument_exists() -> None:
     assert not known & set(tiny_glue.REMOVED)
     advised = {name for advice in tiny_glue.REMOVED.values() for name in re.findall(r"--(\w+)", advice)}
     assert advised <= known
-
-
-def test_a_wrong_command_line_as_a_process(tmp_path: Path) -> None:
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(tiny_glue.SCRIPT), "--task_name", "mprc", "--model_name_or_path", "x", "--do_train"]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert re.fullmatch(r"error: there is no GLUE task 'mprc'.*\n", done.stderr)
-    assert list(tmp_path.iterdir()) == []
