@@ -515,15 +515,12 @@ class MoQConfig:
 
     def _bits_fault(self) -> str | None:
         start, target = self.start_bits, self.targets[0]
-        if target > start and target == 16:
-            return (
-                f"quantize_bits: target_bits 16 is above start_bits {start} (it is the default); set it to 8, 4, 3 or 2"
-            )
+        default = " (it is the default); set it to 8, 4, 3 or 2"
         if target > start:
-            advice = f"bits only fall, so start_bits must be {target} or more"
-            return f"quantize_bits: target_bits {target} is above start_bits {start}; {advice}"
+            advice = default if target == 16 else f"; bits only fall, so start_bits must be {target} or more"
+            return f"quantize_bits: target_bits {target} is above start_bits {start}{advice}"
         if self.enabled and target == 16:
-            return "quantize_bits.target_bits: 16 would quantize nothing (it is the default); set it to 8, 4, 3 or 2"
+            return f"quantize_bits.target_bits: 16 would quantize nothing{default}"
         return None
 
 
@@ -692,9 +689,9 @@ def _block_of(document: Any, where: str, faults: list[str]) -> tuple[Mapping[str
         block = document["quantize_training"]
         if not isinstance(block, Mapping):
             raise MoQConfigError(f"{where}: quantize_training must be an object of keys, got {show(block)}")
-        ours = _heads()
-        faults += [f"{name}: belongs in quantize_training" for name in document if name in ours]
-        return block, tuple(str(name) for name in document if name not in {*ours, "quantize_training", "$schema"})
+        ours = [*_places(), "quantize_training", "$schema"]
+        faults += [f"{name}: belongs in quantize_training" for name in document if name in _places()]
+        return block, tuple(str(name) for name in document if name not in ours)
     if any(name in _DEEPSPEED for name in document):
         raise MoQConfigError(
             f"{where}: a DeepSpeed config without the section quantize_training, so there is nothing to quantize"
@@ -704,36 +701,39 @@ def _block_of(document: Any, where: str, faults: list[str]) -> tuple[Mapping[str
     return document, ()
 
 
-def _heads() -> list[str]:
-    """What may stand at the top of a file: sections, and keys without one."""
-    heads = {path.partition(".")[0] for path in key_schemas()}
-    return sorted({*heads, "quantize_type", "quantize-algo"})
+@functools.cache
+def _places() -> dict[str, list[str]]:
+    """What may stand at the top of a file: sections with the names of their keys, and keys without any."""
+    places: dict[str, list[str]] = {"quantize_type": []}
+    for path in key_schemas():
+        head, _, name = path.partition(".")
+        places.setdefault(head, []).extend(filter(None, [name]))
+    places["quantize-algo"] = places["quantize_algo"]
+    return dict(sorted(places.items()))
 
 
 def _flatten(block: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
     """Give the value of each legal key by its path; `faults` takes what is not a legal key."""
     values: dict[str, Any] = {}
-    sections = {path.partition(".")[0] for path in key_schemas() if "." in path}
     for name, value in block.items():
         section = "quantize_algo" if name == "quantize-algo" else name
         if not isinstance(name, str):
             faults.append(f"{show(name)}: keys must be text")
         elif section != name and section in block:
             faults.append("quantize_algo and quantize-algo: two spellings of one key, give one")
-        elif section not in sections:
-            if name in _heads():
-                values[name] = value
-            elif name != "$schema":
-                faults.append(_unknown_key(name, "", [*_heads(), "quantize_training"], len(faults)))
+        elif name not in _places():
+            if name != "$schema":
+                faults.append(_unknown_key(name, "", [*_places(), "quantize_training"], len(faults)))
+        elif not (names := _places()[name]):
+            values[name] = value
         elif not isinstance(value, Mapping):
             faults.append(f"{section}: {show(value)} is not an object of keys")
         else:
-            legal = [path.partition(".")[2] for path in key_schemas() if path.startswith(f"{section}.")]
             for inner, inner_value in value.items():
-                if inner in legal:
+                if inner in names:
                     values[f"{section}.{inner}"] = inner_value
                 else:
-                    faults.append(_unknown_key(str(inner), f"{section}.", legal, len(faults)))
+                    faults.append(_unknown_key(str(inner), f"{section}.", names, len(faults)))
     if "quantize_type" in values and "quantize_algo.q_type" in values:
         one, other = values.pop("quantize_type"), values["quantize_algo.q_type"]
         if one != other:

@@ -1,6 +1,5 @@
 """The forecast: which precision each block will have when, ahead of time and in words."""
 
-import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from typing import Any
 
 from .config import AUTO_DEADLINE, LARGEST, MoQConfig
 from .errors import MoQError
-from .schedule import FLOAT_BITS, PrecisionSchedule, Switch, fade_steps, offset_step_of
+from .schedule import FLOAT_BITS, PrecisionSchedule, Switch, fade_steps, offset_step_of, quotient
 from .text import table
 
 
@@ -158,15 +157,14 @@ def plan(
         schedule.steps = step - 1
         for switch in schedule.advance(eigenvalues):
             switches[switch.block].append(switch)
-    fade, offset = fade_steps(config), schedule.offset
-    goals = schedule.targets or {}
-    ends = {name: fade + (made[-1].step if made else offset) for name, made in switches.items()}
-    planned = tuple(
-        BlockPlan(name, eigenvalues.get(name), tuple(made), ends[name], goals[name]) for name, made in switches.items()
-    )
+    fade, offset, goals = fade_steps(config), schedule.offset, schedule.targets or {}
+    planned = []
+    for name, made in switches.items():
+        end = fade + (made[-1].step if made else offset)
+        planned.append(BlockPlan(name, eigenvalues.get(name), tuple(made), end, goals[name]))
     late = max(planned, key=lambda block: block.target_step)
     notes = () if late.target_step <= total_steps else (_advice(config, total_steps, late),)
-    return Plan(config, total_steps, offset, schedule.deadline_step, planned, notes)
+    return Plan(config, total_steps, offset, schedule.deadline_step, tuple(planned), notes)
 
 
 def _check_length(config: MoQConfig, total_steps: Any) -> None:
@@ -193,15 +191,14 @@ def _extremes(
     config: MoQConfig, targets: Mapping[str, int] | None
 ) -> tuple[list[str], dict[str, float], Mapping[str, int] | None]:
     """Blocks to plan where none are named, their eigenvalues and targets: the earliest and the latest cases."""
-    eigenvalues = {"least sensitive": 0.0, "most sensitive": 1.0} if config.eigenvalue.enabled else {}
-    names = list(eigenvalues) or ["every block"]
+    values = {"least sensitive": 0.0, "most sensitive": 1.0} if config.eigenvalue.enabled else {}
     if config.budget is None:
-        return names, eigenvalues, None
+        return list(values) or ["every block"], values, None
     if targets is not None:
         return list(targets), {}, targets
-    cases = [(f"{name}, {bits} bits", name, bits) for name in eigenvalues or ["a block"] for bits in config.targets]
-    values = {case: eigenvalues[name] for case, name, _ in cases if name in eigenvalues}
-    return [case for case, _, _ in cases], values, {case: bits for case, _, bits in cases}
+    cases = {f"{name}, {bits} bits": (name, bits) for name in values or ["a block"] for bits in config.targets}
+    eigenvalues = {case: values[name] for case, (name, _) in cases.items() if values}
+    return list(cases), eigenvalues, {case: bits for case, (_, bits) in cases.items()}
 
 
 def outcome(planned: Plan, history: Iterable[Switch], steps: int, targets: Mapping[str, int] | None = None) -> str:
@@ -214,8 +211,8 @@ def outcome(planned: Plan, history: Iterable[Switch], steps: int, targets: Mappi
         targets: Block name to the bits that it was to end with; by default those of the config.
     """
     last = planned.config.targets[-1]
-    steps_planned = sorted({block.switches[-1].step for block in planned.blocks if block.switches} or {0})
-    span = " to ".join(f"{step:,}" for step in dict.fromkeys((steps_planned[0], steps_planned[-1])))
+    ends = [block.switches[-1].step for block in planned.blocks if block.switches] or [0]
+    span = " to ".join(f"{step:,}" for step in sorted({min(ends), max(ends)}))
     made = {switch.block: switch for switch in history}
     groups: dict[tuple[int, int], list[str]] = {}
     for name, switch in made.items():
@@ -224,8 +221,8 @@ def outcome(planned: Plan, history: Iterable[Switch], steps: int, targets: Mappi
     for (step, bits), names in sorted(groups.items()):
         who = names[0] if len(names) == 1 else f"{len(names)} blocks"
         rest = "" if 1 in (len(names), len(groups)) else f": {', '.join(names)}"
-        missed = sorted({target for name in names if (target := (targets or {}).get(name, last)) != bits})
-        short = f", not at {' or '.join(map(str, missed))}" if missed else ""
+        missed = {(targets or {}).get(name, last) for name in names} - {bits}
+        short = f", not at {' or '.join(map(str, sorted(missed)))}" if missed else ""
         lines.append(f"  {bits} bits{short}, since step {step:,}: {who}{rest}")
     return "\n".join(lines)
 
@@ -246,7 +243,7 @@ def _advice(config: MoQConfig, total_steps: int, late: BlockPlan) -> str:
         options.append('the quantize_period "auto"' if auto else "a deadline of 1")
     left = total_steps - offset - (since[-1] if since else 0)
     if config.blend.enabled and left > 0:
-        options.append(f"a quantize_change_ratio of at least {math.ceil(10_000 / left) / 10_000:g}")
+        options.append(f"a quantize_change_ratio of at least {quotient(1, left)}")
     bits = next((s.bits for s in reversed(late.switches) if s.step <= total_steps), config.start_bits)
     blend = " without a share of the float weights" if config.blend.enabled else ""
     return (

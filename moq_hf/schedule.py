@@ -109,18 +109,19 @@ class PrecisionSchedule:
                 f"activation_quantization.start_step: {start} is not reached in {total_steps} optimizer steps"
             )
         self.offset = offset_step_of(config, total_steps)
-        self._room = _room(config, total_steps)
+        self._room = self._room_for_drops()
         self.steps = 0
         self.bits = dict.fromkeys(names, config.start_bits if self.offset == 0 else FLOAT_BITS)
         self.targets = None if config.budget is not None else dict.fromkeys(names, config.targets[0])
-        self.period = {name: self._first(self._drops(name)) for name in names}
+        self.period = {name: self._first(name) for name in names}
         # Steps taken when the block last changed: its blend is counted from there.
         self._changed = dict.fromkeys(names, 0)
 
     @property
     def deadline_step(self) -> int | None:
         """The optimizer step, from the start of training, by which every block is at its target; None: no deadline."""
-        return deadline_step_of(self.config, self.total_steps)
+        deadline = self.config.schedule.deadline
+        return None if deadline is None or self.total_steps is None else _share_of(deadline, self.total_steps)
 
     @property
     def at_target(self) -> bool:
@@ -151,7 +152,7 @@ class PrecisionSchedule:
         if set(targets) != set(self.bits) or not set(targets.values()) <= set(self.config.targets):
             raise MoQError(f"targets must be {self.config.target_in_words}, one for each of {', '.join(self.bits)}")
         self.targets = {name: targets[name] for name in self.bits}
-        self.period = {name: self._first(self._drops(name)) for name in self.bits}
+        self.period = {name: self._first(name) for name in self.bits}
 
     @property
     def next_bits(self) -> dict[str, int]:
@@ -161,25 +162,18 @@ class PrecisionSchedule:
 
     def due(self) -> tuple[str, ...]:
         """The blocks that will change in the coming `advance`."""
-        return tuple(name for name in self.bits if self._is_due(name, self.steps + 1))
+        since = self.steps + 1 - self.offset
+        return tuple(name for name, change in self._changes().items() if change <= since)
 
     def next_step(self) -> int | None:
         """The step after which a block changes next, with what is known now; None once all are at their targets."""
-        coming = [
-            0 if bits == FLOAT_BITS else self.period[name]
-            for name, bits in self.bits.items()
-            if bits == FLOAT_BITS or bits > self._target(name)
-        ]
-        return self.offset + min(coming) if coming else None
+        changes = self._changes().values()
+        return self.offset + min(changes) if changes else None
 
     def drops_ahead(self, steps: int = 1) -> tuple[str, ...]:
         """The blocks that will lose a bit in one of the coming `steps` calls of `advance`; the offset is no loss."""
         since = self.steps + steps - self.offset
-        return tuple(
-            name
-            for name, bits in self.bits.items()
-            if since >= self.period[name] and min(bits, self._start(name)) > self._target(name)
-        )
+        return tuple(name for name in self.next_bits if since >= self.period[name])
 
     def advance(self, eigenvalues: Mapping[str, float] | None = None) -> tuple[Switch, ...]:
         """Take one optimizer step and tell what changed.
@@ -228,7 +222,7 @@ class PrecisionSchedule:
         if self.config.schedule.depends_on_length:
             self.total_steps = state["total_steps"]
             self.offset = offset_step_of(self.config, self.total_steps)
-            self._room = _room(self.config, self.total_steps)
+            self._room = self._room_for_drops()
         for name in self.bits:
             self.bits[name], self.period[name], self._changed[name] = blocks[name]
         if self.config.budget is not None:
@@ -244,7 +238,7 @@ class PrecisionSchedule:
                 changed = max(self.steps + 1, self.offset)
             for left in range(min(bits, self._start(name)) - self._target(name) - 1, -1, -1):
                 changed = max(self.steps + 1, self.offset + period)
-                period = self._following(period, left, factor, self._drops(name))
+                period = self._following(name, period, left, factor)
             last = max(last, changed + fade_steps(self.config))
         return last
 
@@ -259,23 +253,32 @@ class PrecisionSchedule:
     def _drops(self, name: str) -> int:
         return self._start(name) - self._target(name)
 
-    def _first(self, drops: int) -> int:
-        """Steps from the offset to the first of so many drops."""
-        period = self.config.schedule.period
+    def _changes(self) -> dict[str, int]:
+        """Of the blocks that are not at their targets, the steps from the offset to their next change."""
+        falling = self.next_bits
+        return {
+            name: 0 if bits == FLOAT_BITS else self.period[name]
+            for name, bits in self.bits.items()
+            if bits == FLOAT_BITS or name in falling
+        }
+
+    def _first(self, name: str) -> int:
+        """Steps from the offset to the first drop of a block."""
+        drops, period = self._drops(name), self.config.schedule.period
         if self._room is None or drops == 0:
             return 1 if period == "auto" else period
         if period == "auto":
             return max(1, self._horizon(drops) >> (drops - 1))
         return min(period, _cap(self._room, 0, drops))
 
-    def _following(self, period: int, left: int, factor: int, drops: int) -> int:
-        """Steps from the offset to the first of the `left` drops that follow the one at `period`, of `drops` in all."""
+    def _following(self, name: str, period: int, left: int, factor: int) -> int:
+        """Steps from the offset to the first of the `left` drops of a block that follow the one at `period`."""
         following = period * 2 * factor
         if self._room is None or left == 0:
             return following
         if self.config.schedule.period == "auto":
-            ratios = drops - 1
-            growth = factor * min(2**ratios, self._horizon(drops))
+            ratios = self._drops(name) - 1
+            growth = factor * min(2**ratios, self._horizon(ratios + 1))
             following = max(period + 1, _root(growth * period**ratios, ratios))
         return min(following, _cap(self._room, period, left))
 
@@ -284,11 +287,39 @@ class PrecisionSchedule:
         room = self._room or 0
         return max(1, room // MAX_FACTOR) if self.config.eigenvalue.enabled and drops != 1 else room
 
-    def _is_due(self, name: str, step: int) -> bool:
-        since = step - self.offset
-        if self.bits[name] == FLOAT_BITS:
-            return since >= 0
-        return self.bits[name] > self._target(name) and since >= self.period[name]
+    def _room_for_drops(self) -> int | None:
+        """Steps from the offset to the last drop that meets the deadline; None without one.
+
+        Raises:
+            MoQError: The deadline leaves no room for the drops, or the length of the run is not known.
+        """
+        config, total_steps, offset, last = self.config, self.total_steps, self.offset, self.deadline_step
+        if config.schedule.deadline is None:
+            return None
+        if total_steps is None or last is None:
+            raise MoQError('quantize_schedule: the period "auto" and deadline need total_steps, the length of the run')
+        fade, target = fade_steps(config), config.targets[0]
+        drops = max(0, config.start_bits - target)
+        room = last - offset - fade
+        if room >= drops:
+            return room
+        options = []
+        if drops and room > 0:
+            options.append(f"start_bits {target + room}")
+        if offset and last - fade >= drops:
+            options.append(f"schedule_offset {last - fade - drops}")
+        needed = offset + drops + fade
+        if needed <= total_steps:
+            options.append(f"a deadline of {quotient(needed, total_steps)}")
+        if fade and last - offset - drops > 0:
+            options.append(f"quantize_change_ratio {quotient(1, last - offset - drops)}")
+        options.append(f"a run of {math.ceil(needed / Fraction(str(config.schedule.deadline)))} steps")
+        raise MoQError(
+            f"quantize_schedule.deadline: {config.schedule.deadline:g} of {total_steps} optimizer steps is step "
+            f"{last}; with schedule_offset {offset} the {drops} drops from {config.start_bits} to {target} bits, "
+            f"at most one a step, {f'and the {fade} steps of the last blend ' if fade else ''}take until step "
+            f"{needed} at least. What would fit: {', or '.join(options)}"
+        )
 
     def _change(self, name: str, eigenvalue: float | None) -> Switch:
         before, factor = self.bits[name], 1
@@ -300,14 +331,9 @@ class PrecisionSchedule:
                 factor = 1 + math.floor((MAX_FACTOR - 1) * eigenvalue)
             self.bits[name] -= 1
             left = self.bits[name] - self._target(name)
-            self.period[name] = self._following(self.period[name], left, factor, self._drops(name))
+            self.period[name] = self._following(name, self.period[name], left, factor)
         self._changed[name] = self.steps
         return Switch(self.steps, name, before, self.bits[name], self.period[name], factor, eigenvalue)
-
-
-def most_drops(config: MoQConfig) -> int:
-    """Bits that a block loses on the way to its target; under a budget the most that one may lose."""
-    return max(0, config.start_bits - config.targets[0])
 
 
 def _cap(room: int, since: int, left: int) -> int:
@@ -347,8 +373,7 @@ def offset_step_of(config: MoQConfig, total_steps: int | None) -> int:
     if isinstance(offset, float):
         if total_steps is None:
             raise MoQError("quantize_schedule: a schedule_offset below 1 needs total_steps, the length of the run")
-        # As the decimal fraction that it was written as.
-        offset = int(Fraction(str(offset)) * total_steps)
+        offset = _share_of(offset, total_steps)
     return offset if config.budget is None else max(1, offset)
 
 
@@ -357,49 +382,15 @@ def begins_in_float(config: MoQConfig) -> bool:
     return config.schedule.offset != 0 or config.budget is not None
 
 
-def deadline_step_of(config: MoQConfig, total_steps: int | None) -> int | None:
-    """The optimizer step of the deadline, from the start of training; None without one."""
-    if config.schedule.deadline is None or total_steps is None:
-        return None
-    # As the decimal fraction that it was written as: 0.29 of 100 steps is step 29.
-    return int(Fraction(str(config.schedule.deadline)) * total_steps)
+def _share_of(share: float, total_steps: int) -> int:
+    """The step at a share of a run, taken as the decimal fraction that it was written as: 0.29 of 100 is step 29."""
+    return int(Fraction(str(share)) * total_steps)
 
 
-def _room(config: MoQConfig, total_steps: int | None) -> int | None:
-    """Steps from the offset to the last drop that meets the deadline; None without one.
+def quotient(numerator: int, denominator: int) -> str:
+    """A quotient for an advice, rounded up to four decimals.
 
-    Raises:
-        MoQError: The deadline leaves no room for the drops, or the length of the run is not known.
+    >>> quotient(1, 3)
+    '0.3334'
     """
-    if config.schedule.deadline is None:
-        return None
-    if total_steps is None:
-        raise MoQError('quantize_schedule: the period "auto" and deadline need total_steps, the length of the run')
-    last = deadline_step_of(config, total_steps) or 0
-    offset, fade, share = (
-        offset_step_of(config, total_steps),
-        fade_steps(config),
-        Fraction(str(config.schedule.deadline)),
-    )
-    drops, target = most_drops(config), config.targets[0]
-    room = last - offset - fade
-    if room >= drops:
-        return room
-    options = []
-    if drops and room > 0:
-        options.append(f"start_bits {target + room}")
-    if offset and last - fade >= drops:
-        options.append(f"schedule_offset {last - fade - drops}")
-    needed = offset + drops + fade
-    if needed <= total_steps:
-        options.append(f"a deadline of {math.ceil(Fraction(10_000 * needed, total_steps)) / 10_000:g}")
-    if fade and last - offset - drops > 0:
-        ratio = math.ceil(Fraction(10_000, last - offset - drops)) / 10_000
-        options.append(f"quantize_change_ratio {ratio:g}")
-    options.append(f"a run of {math.ceil(needed / share)} steps")
-    raise MoQError(
-        f"quantize_schedule.deadline: {config.schedule.deadline:g} of {total_steps} optimizer steps is step {last}; "
-        f"with schedule_offset {offset} the {drops} drops from {config.start_bits} to {target} bits, "
-        f"at most one a step, {f'and the {fade} steps of the last blend ' if fade else ''}take until step {needed} at "
-        f"least. What would fit: {', or '.join(options)}"
-    )
+    return f"{math.ceil(Fraction(10_000 * numerator, denominator)) / 10_000:g}"
