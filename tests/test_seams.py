@@ -12,7 +12,7 @@ from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -45,6 +45,50 @@ PACKAGE = Path(moq_hf.__file__).parent
 SEAMS = [Path(seams.__file__), Path(engines.__file__)]
 # Private by their names, documented all the same.
 DOCUMENTED = {"_asdict", "_fields", "_getframe", "_replace"}
+
+# The versions that every seam was checked with; the lower ends of `setup.cfg` are what the code needs.
+CHECKED = {
+    "accelerate": "1.15",
+    "compressed_tensors": "0.20",
+    "huggingface_hub": "2.4",
+    "peft": "0.21",
+    "torch": "2.13",
+    "transformers": "5.23",
+}
+
+
+class Override(NamedTuple):
+    """A method that moq_hf overrides: its parameters, which its library passes, and what would break without it."""
+
+    parameters: tuple[str, ...]
+    breaks: str
+
+
+# Methods without a documented contract that are overridden; their library calls them with these parameters.
+OVERRIDDEN = {
+    "transformers.Trainer._load_callback_state": Override((), "a restored callback would not know its MoQTrainer"),
+    "transformers.Trainer._save": Override(("output_dir", "state_dict"), "save_model would deliver float weights"),
+    "transformers.Trainer._save_checkpoint": Override(("model", "trial"), "checkpoints would hold packed weights"),
+    "transformers.Trainer.save_model": Override(("output_dir", "_internal_call"), "push_to_hub would fail"),
+    "torch.nn.Module._apply": Override(("fn", "recurse"), "model.to(device) would leave quantized copies behind"),
+    "torch.nn.Module._load_from_state_dict": Override(
+        ("state_dict", "prefix", "local_metadata", "strict", "missing_keys", "unexpected_keys", "error_msgs"),
+        "load_state_dict would leave the quantized copies of the weights from before",
+    ),
+}
+
+# What stays where it is used, often in every forward pass, where a function around it would take longer than it does.
+IN_PLACE = {
+    "torch.Tensor._version": "layer_state: a weight written by hand would not be quantized again",
+    "torch.nn.Module._call_impl": "layer_state: the weight that a forward pass reads would be the float one",
+    "torch._C._current_graph_task_id": "layer_state: the same, in what checkpointing recomputes",
+    "torch._dynamo": "training.measuring: a compiled model would be compiled again for measuring",
+    "torch.nn.RNNBase._flat_weights": "training.measuring: an LSTM would be measured with other weights",
+    "torch.nn.RNNBase._flat_weights_names": "training.measuring: the same",
+    "torch.nn.Module._parameters": "training.measuring: a module's parameters could not be exchanged",
+    "torch.nn.Module._buffers": "training.measuring: neither could its buffers",
+    "torch.nn.Module._modules": "model.convert: adapters could be merged into quantized layers",
+}
 
 
 def texts() -> dict[str, str]:
@@ -118,7 +162,7 @@ def _spy(name: str) -> None:
     setattr(Spied, name, method)
 
 
-for _path in seams.OVERRIDDEN:
+for _path in OVERRIDDEN:
     if _path.startswith("transformers.Trainer."):
         _spy(_path.rpartition(".")[2])
 
@@ -158,8 +202,8 @@ def the_counter(trainer: Trainer) -> Counter:
 
 
 def test_checked() -> None:
-    installed = {name: metadata.version(name).split("+")[0] for name in seams.CHECKED}
-    assert {name: ".".join(version.split(".")[:2]) for name, version in installed.items()} == seams.CHECKED
+    installed = {name: metadata.version(name).split("+")[0] for name in CHECKED}
+    assert {name: ".".join(version.split(".")[:2]) for name, version in installed.items()} == CHECKED
 
 
 def resolved(path: str) -> Any:
@@ -173,9 +217,9 @@ def resolved(path: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("path", seams.OVERRIDDEN)
+@pytest.mark.parametrize("path", OVERRIDDEN)
 def test_overridden(path: str, finished: Spied) -> None:
-    parameters, breaks = seams.OVERRIDDEN[path]
+    parameters, breaks = OVERRIDDEN[path]
     assert tuple(inspect.signature(resolved(path)).parameters)[1:] == parameters, breaks
     name = path.rpartition(".")[2]
     classes = [MoQTrainer] if path.startswith("transformers.") else [QuantLinear]
@@ -197,7 +241,7 @@ def test_overridden(path: str, finished: Spied) -> None:
 
 
 def test_in_place() -> None:
-    for path, breaks in seams.IN_PLACE.items():
+    for path, breaks in IN_PLACE.items():
         try:
             resolved(path)
         except (AttributeError, ImportError) as error:
@@ -739,7 +783,7 @@ def uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def test_nothing_private_is_used_elsewhere() -> None:
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if path not in SEAMS}
-    in_place = {path.rpartition(".")[2] for path in (*seams.IN_PLACE, *seams.OVERRIDDEN)}
+    in_place = {path.rpartition(".")[2] for path in (*IN_PLACE, *OVERRIDDEN)}
     known = own_names(trees) | in_place | DOCUMENTED
     assert not [
         f"{path.relative_to(PACKAGE)}:{line}: {name}"
@@ -755,4 +799,4 @@ def test_nothing_private_is_overridden_unlisted(cls: type) -> None:
     for ours in (base for base in cls.__mro__ if base.__module__.startswith("moq_hf.")):
         theirs = [base for base in ours.__mro__ if not base.__module__.startswith("moq_hf.")]
         both = {name for name in vars(ours) if private(name) for base in theirs if name in vars(base)}
-        assert both <= {path.rpartition(".")[2] for path in seams.OVERRIDDEN}, ours
+        assert both <= {path.rpartition(".")[2] for path in OVERRIDDEN}, ours

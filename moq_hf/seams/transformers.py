@@ -1,10 +1,11 @@
 """Everything private or undocumented that is used of transformers, and of the libraries that it trains and loads with.
 
 A public name is deprecated before it goes; these names are not. Each has its place here, which says what it relies on
-and what a user would see break, and a test of the same name. For a new version of a library: raise `CHECKED`, run
-`tests/test_seams.py`, mend in this module what fails.
+and what a user would see break, and a test of the same name. What cannot be called from here, methods that are
+overridden and what every forward pass needs, is listed in `tests/test_seams.py`. For a new version of a library: raise
+`CHECKED` there, run the test, mend in this module what fails.
 
-What cannot be called from here is listed in `OVERRIDDEN` and `IN_PLACE`. Documented, and so not here:
+Documented, and so not here:
 `base_model_prefix`, `loss_is_scaled_for_ga`, `step_was_skipped`, `save_original_format`, `Conv1D`, and of DTensor
 `device_mesh` and `placements`.
 """
@@ -13,70 +14,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import modelcard, trainer_callback, trainer_utils
-
-CHECKED: Final = {
-    "accelerate": "1.15",
-    "compressed_tensors": "0.20",
-    "huggingface_hub": "2.4",
-    "peft": "0.21",
-    "torch": "2.13",
-    "transformers": "5.23",
-}
-"""The versions that every seam was checked with.
-
-Relies on: Nothing: the lower ends of `setup.cfg` are what the code needs, these are what the tests have seen.
-Breaks: A new version would be taken for checked.
-"""
-
-
-class Override(NamedTuple):
-    """A method that moq_hf overrides: its parameters, which its library passes, and what would break without it."""
-
-    parameters: tuple[str, ...]
-    breaks: str
-
-
-OVERRIDDEN: Final[Mapping[str, Override]] = {
-    "transformers.Trainer._load_callback_state": Override((), "a restored callback would not know its MoQTrainer"),
-    "transformers.Trainer._save": Override(("output_dir", "state_dict"), "save_model would deliver float weights"),
-    "transformers.Trainer._save_checkpoint": Override(("model", "trial"), "checkpoints would hold packed weights"),
-    "transformers.Trainer.save_model": Override(("output_dir", "_internal_call"), "push_to_hub would fail"),
-    "torch.nn.Module._apply": Override(("fn", "recurse"), "model.to(device) would leave quantized copies behind"),
-    "torch.nn.Module._load_from_state_dict": Override(
-        ("state_dict", "prefix", "local_metadata", "strict", "missing_keys", "unexpected_keys", "error_msgs"),
-        "load_state_dict would leave the quantized copies of the weights from before",
-    ),
-}
-"""The methods without a documented contract that are overridden, by their full names.
-
-Relies on: The library calls them where it did, with these parameters.
-Breaks: What each entry says.
-"""
-
-IN_PLACE: Final[Mapping[str, str]] = {
-    "torch.Tensor._version": "quant_linear: a weight written by hand would not be quantized again",
-    "torch.nn.Module._call_impl": "quant_linear: the weight that a forward pass reads would be the float one",
-    "torch._C._current_graph_task_id": "quant_linear: the same, in what checkpointing recomputes",
-    "torch._dynamo": "training.measuring: a compiled model would be compiled again for measuring",
-    "torch.nn.RNNBase._flat_weights": "training.measuring: an LSTM would be measured with other weights",
-    "torch.nn.RNNBase._flat_weights_names": "training.measuring: the same",
-    "torch.nn.Module._parameters": "training.measuring: a module's parameters could not be exchanged",
-    "torch.nn.Module._buffers": "training.measuring: neither could its buffers",
-    "torch.nn.Module._modules": "model.convert: adapters could be merged into quantized layers",
-    "torch.nn.Module._is_replica": "quant_linear: replicas of DataParallel would compute with each other's weights",
-}
-"""What stays where it is used, often in every forward pass, with who uses it and what would break.
-
-Relies on: PyTorch's internals. A function around them would take longer than they do.
-Breaks: What each entry says.
-"""
-
 
 # The Trainer.
 
