@@ -13,7 +13,7 @@ per_tensor at 8 bits is ONNX's DynamicQuantizeLinear. The running range is a mov
 that training saw in each optimizer step, with a share of 0.01 for the newest: the rule and the constant of PyTorch's
 MovingAverageMinMaxObserver. It changes with optimizer steps alone, so that a pass that is computed again, by activation
 checkpointing for instance, gives the same. Until the first step there is none, and the largest magnitude of the call
-takes its place. A scale is never below the smallest normal float32, so zeros stay zeros. NaN comes out as NaN.
+counts instead. A scale is never below the smallest normal float32, so zeros stay zeros. NaN comes out as NaN.
 """  # noqa: E501 - a table row cannot be broken
 
 from collections.abc import Iterable, Mapping
@@ -78,7 +78,7 @@ def static_scale(largest: Tensor, bits: int) -> Tensor:
 
 
 @dataclass
-class Inputs:
+class InputObserver:
     """The inputs of one layer: their grid, and what is known of their range.
 
     Attributes:
@@ -112,12 +112,12 @@ class Inputs:
             return None
         return fake_quantize_input(input, self.grid, None if self.range is None else self.range.to(input.device))
 
-    def to(self, device: torch.device) -> "Inputs":
+    def to(self, device: torch.device) -> "InputObserver":
         """The same with what is known of the range on a device; on the meta device it would be lost, and stays."""
         if device.type == "meta":
             return self
         moved = None if self.range is None else self.range.to(device)
-        return Inputs(self.grid, self.observed.to(device), moved, self.active)
+        return InputObserver(self.grid, self.observed.to(device), moved, self.active)
 
     def step(self, newest: Tensor) -> None:
         """Bring the running range up to date after an optimizer step.
@@ -135,30 +135,30 @@ class Inputs:
         self.observed.zero_()
 
 
-def new_inputs(grid: InputGrid, device: torch.device) -> Inputs:
+def new_inputs(grid: InputGrid, device: torch.device) -> InputObserver:
     """The inputs of a layer on a device, of which nothing is known yet; on the CPU for the meta device."""
     device = torch.device("cpu") if device.type == "meta" else device
-    return Inputs(grid, torch.zeros((), dtype=torch.float32, device=device))
+    return InputObserver(grid, torch.zeros((), dtype=torch.float32, device=device))
 
 
-def take_step(inputs: Iterable[Inputs]) -> None:
+def update_ranges(inputs: Iterable[InputObserver]) -> None:
     """Bring the running ranges up to date after an optimizer step: in all processes, with the same layers.
 
     A range follows the largest magnitude over all ranks.
     """
     static = [one for one in inputs if one.grid.scale == "static"]
     if static:
-        found = largest_over_ranks(torch.stack([one.observed for one in static]))
-        for one, newest in zip(static, found.unbind(), strict=True):
+        largest = largest_over_ranks(torch.stack([one.observed for one in static]))
+        for one, newest in zip(static, largest, strict=True):
             one.step(newest)
 
 
-def ranges_of(inputs: Mapping[str, Inputs]) -> dict[str, float]:
+def ranges_of(inputs: Mapping[str, InputObserver]) -> dict[str, float]:
     """The running ranges that there are, as a saved state holds them: exact, since float32 fits into JSON's numbers."""
     return {name: float(one.range) for name, one in inputs.items() if one.range is not None}
 
 
-def load_ranges(inputs: Mapping[str, Inputs], saved: Mapping[str, float]) -> None:
+def load_ranges(inputs: Mapping[str, InputObserver], saved: Mapping[str, float]) -> None:
     """Take over what `ranges_of` gave; a layer that is not in it starts without a range."""
     for name, one in inputs.items():
         one.observed.zero_()

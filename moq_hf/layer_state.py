@@ -14,7 +14,7 @@ from transformers import Trainer
 from . import quantizer, triton_quant
 from .config import MoQConfig
 from .grid import Grid
-from .inputs import Inputs
+from .inputs import InputObserver
 from .processes import is_sharded
 from .quantizer import RoundingSeed
 from .schedule import FLOAT_BITS
@@ -84,21 +84,17 @@ def _is_of_module(frame: FrameType) -> bool:
 
 
 class Copy(NamedTuple):
-    """A quantized weight that is kept while a model is evaluated, and what it was made of and with.
+    """A quantized weight that is kept while a model is evaluated.
 
     Attributes:
         values: The quantized weight.
-        source: An alias of the float weight: as long as it lives, no other weight can have its address.
-        version: The float weight's tensor version.
-        precision: Bits, blend and random numbers.
-        ratio: The clipping ratios.
+        key: What it was made of and with: the float weight's address and version, the precision and the ratios.
+        sources: The tensors that the key names: as long as they live, no others can have their addresses.
     """
 
     values: Tensor
-    source: Tensor
-    version: int
-    precision: tuple[Any, ...]
-    ratio: Tensor | None
+    key: tuple[Any, ...]
+    sources: tuple[Tensor, Tensor | None]
 
 
 @dataclass(eq=False)
@@ -131,7 +127,7 @@ class LayerState:
     seed: RoundingSeed = field(default_factory=RoundingSeed)
     kernel: bool | None = None
     config: MoQConfig | None = field(default=None, repr=False)
-    inputs: Inputs | None = None
+    inputs: InputObserver | None = None
     name: str = ""
     has_controller: bool = False
     used: bool = False
@@ -163,13 +159,13 @@ class LayerState:
         """What reading a parameter gives: in a forward pass the quantized weight, in the parameter's dtype.
 
         Args:
-            weight: The parameter, or what stands in its place.
+            weight: The parameter, or the tensor that replaces it.
             training: Whether its module is in training.
 
         Raises:
             RuntimeError: It cannot be quantized.
         """
-        # Shards are for FSDP2 itself to see, which puts the whole weight in their place before anything is computed.
+        # Shards are for FSDP2 itself to see, which replaces them by the whole weight before anything is computed.
         if is_sharded(weight) or not in_forward():
             return weight
         try:
@@ -193,7 +189,9 @@ class LayerState:
         self.used = True
         if self.bits == FLOAT_BITS or weight.is_meta:
             return weight
-        if training or torch.is_grad_enabled() or self.handed_over or is_transformed():
+        changes = training or torch.is_grad_enabled() or self.handed_over
+        # What torch.func and torch.export trace has no memory of its own, by which a copy would be known.
+        if changes or is_transformed() or torch.compiler.is_exporting():
             self.copies.clear()
             quantized = self.fake_quantize(weight, dtype)
         else:
@@ -228,26 +226,12 @@ class LayerState:
             dtype: Of the result.
         """
         version = 0 if weight.is_inference() else weight._version
-        precision = (self.bits, self.blend, self.seed)
+        key = (weight.data_ptr(), version, self.bits, self.blend, self.seed, id(self.ratio))
         kept = self.copies.get(dtype)
-        if (
-            kept is not None
-            and kept.source.data_ptr() == weight.data_ptr()
-            and kept.version == version
-            and kept.precision == precision
-            and kept.ratio is self.ratio
-        ):
-            return kept.values
-        quantized = self.fake_quantize(weight, dtype)
-        self.copies[dtype] = Copy(quantized, weight.detach(), version, precision, self.ratio)
-        return quantized
-
-    def search(self, weight: Tensor) -> None:
-        """Find the clipping ratios of a whole float weight, where the grid wants any at these bits."""
-        self.ratio = None
-        if self.bits == FLOAT_BITS or not self.grid.searches(self.bits) or weight.is_meta:
-            return
-        self.ratio = quantizer.least_squares_ratio(to_rows(weight.detach(), self.kind), self.bits, self.grid)
+        if kept is None or kept.key != key:
+            kept = Copy(self.fake_quantize(weight, dtype), key, (weight.detach(), self.ratio))
+            self.copies[dtype] = kept
+        return kept.values
 
 
 def _matmul_dtype(weight: Tensor) -> torch.dtype:

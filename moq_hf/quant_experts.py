@@ -8,19 +8,18 @@ parameter as a quantized layer, which is called by the parameter's full name.
 
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from .layer_state import LayerState
 from .processes import shape_of
-from .quant_linear import QuantLayer, base_class, recompute_in_backward
+from .quant_linear import QuantLayer, QuantModule, base_class, recompute_in_backward
 from .seams.transformers import experts_transposed
-from .weight_matrix import Kind
 
 
-class QuantExperts(nn.Module):
+class QuantExperts(QuantModule):
     """What quantized experts share: not constructed, `make_quantized` changes the class of existing modules.
 
     Attributes:
@@ -29,33 +28,26 @@ class QuantExperts(nn.Module):
 
     moq_states: dict[str, LayerState]
 
-    def own(self, name: str) -> Tensor | None:
-        """The float parameter of a name, or what stands in its place: of a replica, of `torch.func`, of FSDP2."""
+    def quantized_weights(self) -> list[QuantLayer]:
+        """The parameters that are quantized."""
+        return [ExpertsWeight(self, name) for name in self.moq_states]
+
+    def parameter(self, name: str) -> Tensor | None:
+        """The float parameter of a name, or what replaces it: of a replica, of `torch.func`, of FSDP2."""
         value = self._parameters.get(name)
         return self.__dict__.get(name) if value is None else value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the experts, which read the quantized weights."""
-        with recompute_in_backward(quantized_in("", self).values()):
+        with recompute_in_backward(self.quantized_weights()):
             return super().forward(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
         """As `nn.Module.train`; the quantized weights follow."""
         super().train(mode)
-        for weight in quantized_in("", self).values():
+        for weight in self.quantized_weights():
             weight.train(mode)
         return self
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for weight in quantized_in("", self).values():
-            weight.weight_changed()
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        for weight in quantized_in("", self).values():
-            weight.weight_loaded()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As with layers, the base class stands for one that has no importable name.
@@ -73,21 +65,20 @@ class ExpertsWeight(QuantLayer):
         attribute: The parameter's name there.
     """
 
-    kind: ClassVar[Kind] = "experts"
-
     def __init__(self, experts: QuantExperts, attribute: str) -> None:
         super().__init__()
         # Not as a module in this one.
         self.__dict__["experts"] = experts
         self.attribute = attribute
         self.moq = experts.moq_states[attribute]
+        self.kind = "experts_t" if experts_transposed(experts) else "experts"
 
     def parameter(self) -> Tensor | None:
-        """The float parameter, or what stands in its place; None where there is none any more."""
-        return cast(QuantExperts, self.experts).own(self.attribute)
+        """The float parameter, or what replaces it; None where there is none any more."""
+        return cast(QuantExperts, self.experts).parameter(self.attribute)
 
     def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """As the experts read it, in any dtype."""
+        """Quantize the weight as the experts read it, in any dtype."""
         return self.moq.quantized_weight(self.float_weight, dtype, cast(nn.Module, self.experts).training)
 
     def release(self) -> None:
@@ -99,14 +90,8 @@ class ExpertsWeight(QuantLayer):
             cast(nn.Module, experts).__class__ = base_class(type(experts), QuantExperts)
 
 
-class _Transposed(ExpertsWeight):
-    """The same for a parameter `[experts, columns, rows]`, as GPT-OSS has them."""
-
-    kind = "experts_t"
-
-
 class _Reader:
-    """What stands in the class in a parameter's place: reading it in a forward pass gives the quantized weight."""
+    """Replaces a parameter in the class: reading it in a forward pass gives the quantized weight."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -114,7 +99,7 @@ class _Reader:
     def __get__(self, experts: QuantExperts | None, owner: type | None = None) -> Any:
         if experts is None:
             return self
-        value, state = experts.own(self.name), experts.moq_states.get(self.name)
+        value, state = experts.parameter(self.name), experts.moq_states.get(self.name)
         if value is None:
             raise AttributeError(f"{type(experts).__name__!r} object has no attribute {self.name!r}")
         return value if state is None else state.read(value, experts.training)
@@ -165,8 +150,7 @@ def quantized_in(name: str, module: nn.Module) -> dict[str, QuantLayer]:
         module: Any module.
     """
     if isinstance(module, QuantExperts):
-        shown = _Transposed if experts_transposed(module) else ExpertsWeight
-        return {f"{name}.{own}".lstrip("."): shown(module, own) for own in module.moq_states}
+        return {f"{name}.{weight.attribute}".lstrip("."): weight for weight in module.quantized_weights()}
     return {name: module} if isinstance(module, QuantLayer) else {}
 
 

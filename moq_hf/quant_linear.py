@@ -14,22 +14,42 @@ or of its precision.
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from . import quantizer
 from .errors import MoQError
 from .layer_state import LayerState, straight_through
 from .processes import is_apart, shape_of, whole
 from .schedule import FLOAT_BITS
 from .seams.transformers import convolve, is_scaled_table
-from .weight_matrix import Kind, matrix_shape
+from .weight_matrix import Kind, matrix_shape, to_rows
 
 
-class QuantLayer(nn.Module):
+class QuantModule(nn.Module):
+    """A module with quantized weights, which follow its float ones when these are moved or loaded."""
+
+    def quantized_weights(self) -> "list[QuantLayer]":
+        """The quantized layers that the module has, or is."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for layer in self.quantized_weights():
+            layer.weight_changed()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        for layer in self.quantized_weights():
+            layer.weight_loaded()
+
+
+class QuantLayer(QuantModule):
     """What quantized layers share: a float `weight` that is trained, and quantized in the forward pass.
 
     Whoever reads `weight` inside a forward pass gets the quantized one, with the gradient straight through to the float
@@ -42,7 +62,7 @@ class QuantLayer(nn.Module):
     """
 
     moq: LayerState
-    kind: ClassVar[Kind] = "linear"
+    kind: Kind = "linear"
 
     @property
     def weight(self) -> Tensor:
@@ -127,8 +147,11 @@ class QuantLayer(nn.Module):
     def search_ratios(self) -> None:
         """Search the clipping ratios for the weight as it is now, where the grid wants any."""
         state = self.moq
-        searches = state.bits != FLOAT_BITS and state.grid.searches(state.bits)
-        state.search(self._whole_weight() if searches else self.float_weight)
+        state.ratio = None
+        if state.bits == FLOAT_BITS or self.float_weight.is_meta or not state.grid.searches(state.bits):
+            return
+        matrix = to_rows(self._whole_weight().detach(), self.kind)
+        state.ratio = quantizer.least_squares_ratio(matrix, state.bits, state.grid)
 
     def invalidate(self) -> None:
         """Drop the copies that evaluation has made, and see whether an engine has taken the weight over."""
@@ -161,14 +184,9 @@ class QuantLayer(nn.Module):
         bits = "float" if self.moq.bits == FLOAT_BITS else f"bits={self.moq.bits}"
         return f"{super().extra_repr()}, {bits}"
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.weight_changed()
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self.weight_loaded()
+    def quantized_weights(self) -> "list[QuantLayer]":
+        """The layer itself."""
+        return [self]
 
     def weight_loaded(self) -> None:
         """After other values have come into the weight: search the clipping ratios for them."""
@@ -293,7 +311,18 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
         return F.embedding(input, table, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
 
-class QuantConv1d(QuantLayer, nn.Conv1d):
+class QuantConv(QuantLayer):
+    """What quantized convolutions share."""
+
+    kind = "conv"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` `[examples, in_channels, *size]`, or one example, with the layer's stride and padding."""
+        with recompute_in_backward([self]):
+            return convolve(self, input, self.quantized_weight())  # type: ignore[arg-type]
+
+
+class QuantConv1d(QuantConv, nn.Conv1d):
     """`nn.Conv1d` with a quantized weight in its forward pass; not constructed, as `QuantLinear`.
 
     Attributes:
@@ -309,27 +338,13 @@ class QuantConv1d(QuantLayer, nn.Conv1d):
     )
     """
 
-    kind = "conv"
 
-    def forward(self, input: Tensor) -> Tensor:
-        """`input` `[examples, in_channels, length]`, or one example, with the layer's stride and padding."""
-        with recompute_in_backward([self]):
-            return convolve(self, input, self.quantized_weight())
-
-
-class QuantConv2d(QuantLayer, nn.Conv2d):
+class QuantConv2d(QuantConv, nn.Conv2d):
     """`nn.Conv2d` with a quantized weight in its forward pass; not constructed, as `QuantLinear`.
 
     Attributes:
         moq: The layer's `LayerState`.
     """
-
-    kind = "conv"
-
-    def forward(self, input: Tensor) -> Tensor:
-        """`input` `[examples, in_channels, height, width]`, or one example, with the layer's stride and padding."""
-        with recompute_in_backward([self]):
-            return convolve(self, input, self.quantized_weight())
 
 
 CLASSES: dict[type[nn.Module], type[QuantLayer]] = {

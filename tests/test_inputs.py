@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moq_hf import MoQConfig, MoQError, quantize_model
 from moq_hf.grid import InputGrid, InputScale
-from moq_hf.inputs import Inputs, fake_quantize_input, new_inputs, take_step, tensor_scale
+from moq_hf.inputs import InputObserver, fake_quantize_input, new_inputs, tensor_scale, update_ranges
 from moq_hf.model.convert import quant_layers
 from moq_hf.training.controller import MoQController
 
@@ -87,7 +87,7 @@ def test_nan_is_not_hidden(scale: InputScale) -> None:
     assert bool(found[0].isnan().any())
 
 
-def observe(inputs: Inputs, *values: float) -> None:
+def observe(inputs: InputObserver, *values: float) -> None:
     for value in values:
         inputs.quantize(torch.tensor([[-value, value / 2]]), training=True)
 
@@ -97,23 +97,23 @@ def test_the_range_is_a_moving_average_of_steps() -> None:
     # Before the first step the range is that of the call; evaluation is not observed.
     x = torch.tensor([[1.0, -3.0]])
     assert torch.equal(inputs.quantize(x, training=False), fake_quantize_input(x, inputs.grid, torch.tensor(3.0)))  # type: ignore[arg-type]
-    take_step([inputs])
+    update_ranges([inputs])
     assert inputs.range is None
     observe(inputs, 2.0, 4.0, 1.0)
-    take_step([inputs])
+    update_ranges([inputs])
     assert inputs.range is not None and float(inputs.range) == 4.0
     observe(inputs, 8.0)
     # The range of a pass is not that of its own values: a pass that is computed again gives the same.
     assert torch.equal(inputs.quantize(x, training=True), fake_quantize_input(x, inputs.grid, torch.tensor(4.0)))  # type: ignore[arg-type]
-    take_step([inputs])
+    update_ranges([inputs])
     assert float(inputs.range) == pytest.approx(4.0 + 0.01 * 4.0, rel=1e-6)
     known = float(inputs.range)
     # A skipped step that overflowed, and one without a forward pass.
     observe(inputs, float("inf"))
-    take_step([inputs])
+    update_ranges([inputs])
     observe(inputs, float("nan"))
-    take_step([inputs])
-    take_step([inputs])
+    update_ranges([inputs])
+    update_ranges([inputs])
     assert float(inputs.range) == known and float(inputs.observed) == 0.0
     # A pass that overflowed in a step that was skipped takes nothing from the next one.
     observe(inputs, float("inf"), known)
@@ -124,7 +124,7 @@ def test_the_range_is_a_moving_average_of_steps() -> None:
 def test_other_scales_know_no_range(scale: InputScale) -> None:
     inputs = new_inputs(InputGrid(8, scale), torch.device("cpu"))
     observe(inputs, 2.0)
-    take_step([inputs])
+    update_ranges([inputs])
     assert inputs.range is None and float(inputs.observed) == 0.0
 
 
@@ -186,8 +186,8 @@ def test_computed_again_by_checkpointing_it_is_the_same() -> None:
         checkpoint(other.train(), x * step, use_reentrant=False).square().sum().backward()
         for one, two in zip(quant_layers(plain).values(), quant_layers(other).values(), strict=True):
             assert one.moq.inputs is not None and two.moq.inputs is not None
-            take_step([one.moq.inputs])
-            take_step([two.moq.inputs])
+            update_ranges([one.moq.inputs])
+            update_ranges([two.moq.inputs])
             assert torch.equal(one.float_weight.grad, two.float_weight.grad)  # type: ignore[arg-type]
             assert one.moq.inputs.range == two.moq.inputs.range
 
@@ -199,7 +199,7 @@ def test_a_compiled_model_learns_the_range() -> None:
     inputs: Any = quant_layers(model)["0"].moq.inputs
     for size in (2.0, 4.0):
         compiled.train()(torch.full((1, 4), size)).sum().backward()
-        take_step([inputs])
+        update_ranges([inputs])
     assert float(inputs.range) == pytest.approx(2.02)
     x = torch.randn(3, 4)
     assert torch.equal(compiled.eval()(x), model(x))
@@ -211,7 +211,7 @@ def test_no_values_have_no_range(scale: InputScale, training: bool) -> None:
     model = quantize_model(nn.Sequential(nn.Linear(4, 2)), config_of(scale=scale)).train(training)
     assert model(torch.zeros(0, 4)).shape == (0, 2)
     inputs: Any = quant_layers(model)["0"].moq.inputs
-    take_step([inputs])
+    update_ranges([inputs])
     assert inputs.range is None
 
 

@@ -96,7 +96,7 @@ def texts() -> dict[str, str]:
     found = {}
     body = [node for path in SEAMS for node in [*ast.parse(path.read_text()).body, ast.Pass()]]
     for node, after in pairwise(body):
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             found[node.name] = ast.get_docstring(node) or ""
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]

@@ -351,11 +351,7 @@ def compress(tensors: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[st
     Relies on: `BaseCompressor.compress` of the class for the format, and the fields of `QuantizationScheme`.
     Breaks: Nothing could be saved packed; or files would hold other codes, which `verify_quantized` reports.
     """
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationScheme
-
-    scheme = QuantizationScheme.model_validate({**group, "targets": []})
-    compressor: Any = BaseCompressor.get_value_from_registry(group["format"])
+    compressor, scheme = _compressor_of(group)
     return cast(dict[str, Tensor], compressor.compress(dict(tensors), scheme))
 
 
@@ -365,12 +361,16 @@ def decompress(tensors: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[
     Relies on: `BaseCompressor.decompress` of the class for the format, and the fields of `QuantizationScheme`.
     Breaks: `verify_quantized` and the exports would fail, or prove something else than what is loaded.
     """
+    compressor, scheme = _compressor_of(group)
+    return cast(dict[str, Tensor], compressor.decompress(dict(tensors), scheme))
+
+
+def _compressor_of(group: Mapping[str, Any]) -> tuple[Any, Any]:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
     scheme = QuantizationScheme.model_validate({**group, "targets": []})
-    compressor: Any = BaseCompressor.get_value_from_registry(group["format"])
-    return cast(dict[str, Tensor], compressor.decompress(dict(tensors), scheme))
+    return BaseCompressor.get_value_from_registry(group["format"]), scheme
 
 
 def write_packing_config(folder: Path, config: Mapping[str, Any]) -> None:

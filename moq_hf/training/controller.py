@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..config import MoQConfig
-from ..inputs import Inputs, load_ranges, ranges_of, take_step
+from ..inputs import InputObserver, load_ranges, ranges_of, update_ranges
 from ..model.convert import check_finite, check_readers, prepare_model
 from ..model.inventory import Inventory
 from ..model.selection import take_inventory
@@ -158,7 +158,7 @@ class MoQController:
         due = self.schedule.steps % self.config.scale_refresh == 0
         # In the same order in all processes, which gather weights for it that an engine has taken apart.
         self._write_bits(block for block in self.blocks if due or block in switched)
-        take_step(self._inputs().values())
+        update_ranges(self._inputs().values())
         self._write_progress()
         check_finite(self._everything, look=False)
         self._log(switches)
@@ -327,7 +327,7 @@ class MoQController:
         """What a user should know before the first step."""
         return messages.warnings(self.inventory, self.config, self.sizes)
 
-    def _inputs(self) -> dict[str, Inputs]:
+    def _inputs(self) -> dict[str, InputObserver]:
         return {name: layer.moq.inputs for name, layer in self.layers.items() if layer.moq.inputs is not None}
 
     def _shown(self, sums: list[int]) -> str:
