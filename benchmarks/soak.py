@@ -104,7 +104,7 @@ def soak(name: str, steps: int, answer: Any) -> None:
             "trainer": name,
             "steps": steps,
             "seconds": round(seconds, 1),
-            "mean_bits": moq.controller.mean_bits,
+            "mean_bits": moq.controller.sizes.mean_bits,
             "drops": sorted({switch.step for switch in moq.controller.history}),
             "checkpoints_kept": kept,
             "moq_state_bytes": watch.states,

@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from .config import MoQConfig
 from .errors import MoQError, one_line
-from .model.convert import is_quantized
+from .model.convert import check_readers, is_quantized
 from .model.selection import take_inventory
 from .names import uncompiled, without_peft
 from .packed.files import bytes_in
@@ -256,7 +256,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Bring a new schedule to where the checkpoint's was, and say what is other than before."""
         changed = controller.load_state_dict(resumed)
         step = state.global_step
-        logger.info("resumed at step %d, mean %.2f bits over the whole model", step, controller.mean_bits)
+        logger.info("resumed at step %d, mean %.2f bits over the whole model", step, controller.sizes.mean_bits)
         saved_at = before.get("saved_at", step)
         for note in messages.notes_on_resuming(step, saved_at, changed, before.get("teacher"), self._teacher):
             logger.warning("moq_hf: %s", note)
@@ -276,7 +276,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         if controller.sensitivity is not None:
             choices = None if self.config.budget is None else len(self.config.budget.choices)
             logger.info("%s", controller.sensitivity.summary(choices))
-        tqdm.write(f"moq_hf plan: {self._plan.table()}\nin quantized layers: {controller.coverage()}")
+        tqdm.write(f"moq_hf plan: {self._plan.table()}\nin quantized layers: {controller.sizes.coverage}")
         notes = [*controller.warnings(), *self._plan.notes]
         notes += messages.notes_on_length(schedule, steps, state.max_steps)
         for note in notes:
@@ -297,7 +297,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         controller.check_ranks(skipped)
         if not self._readers_checked:
             self._readers_checked = True
-            controller.check_readers()
+            check_readers(controller.all_layers)
         if skipped:
             return
         had_arrived, was_chosen = controller.has_arrived, controller.choice is not None
@@ -306,7 +306,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             self.trainer.end_float_phase()
         eigenvalues = controller.measure()
         if not was_chosen and controller.choice is not None and state.is_world_process_zero:
-            messages.tell(controller.choice)
+            messages.announce_choice(controller.choice)
         if controller.step(eigenvalues):
             control.should_log = True
         if not had_arrived:

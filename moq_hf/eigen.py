@@ -43,14 +43,12 @@ class Eigenvalue:
 
     Attributes:
         value: The eigenvalue of largest magnitude, with its sign; NaN if a product was not finite.
-        converged: Whether it is within the tolerance, by the method's own estimate.
         reason: Why the iteration ended: "tolerance", "exact" (the whole space that the start vector reaches was
             searched), "zero" (the block's Hessian has no curvature along the start vector), "max_iter" or "not finite".
         num_products: Products of the block's Hessian with a vector.
     """
 
     value: float
-    converged: bool
     reason: str
     num_products: int
 
@@ -189,17 +187,17 @@ def lanczos(start: Tensor, tol: float, max_iter: int) -> Search:
         diagonal.append(alpha)
         steps = len(diagonal)
         if not math.isfinite(alpha + beta):
-            return Eigenvalue(math.nan, False, "not finite", steps)
+            return Eigenvalue(math.nan, "not finite", steps)
         (other, other_error), (value, error) = sorted(_extremes(diagonal, off, beta), key=lambda end: abs(end[0]))
         scale = max(abs(value), *map(abs, diagonal), *map(abs, off))
         # Rounding leaves that much of a vector that is zero in exact arithmetic.
         if beta <= 1e-6 * scale or steps == size:
-            return Eigenvalue(value, True, "exact" if scale else "zero", steps)
+            return Eigenvalue(value, "exact" if scale else "zero", steps)
         is_largest = abs(other) + other_error <= (1 + tol) * abs(value)
         if steps >= min_steps and error <= tol * abs(value) and is_largest:
-            return Eigenvalue(value, True, "tolerance", steps)
+            return Eigenvalue(value, "tolerance", steps)
         if steps == max_iter:
-            return Eigenvalue(value, False, "max_iter", steps)
+            return Eigenvalue(value, "max_iter", steps)
         off.append(beta)
         before, vector = vector, product.div_(beta)
 
@@ -241,12 +239,12 @@ def power_iteration(start: Tensor, tol: float, max_iter: int, stability: float) 
         product = yield vector
         before, value = value, float(vector @ product)
         if not math.isfinite(value):
-            return Eigenvalue(math.nan, False, "not finite", steps)
+            return Eigenvalue(math.nan, "not finite", steps)
         if value == 0.0:
-            return Eigenvalue(0.0, True, "zero", steps)
+            return Eigenvalue(0.0, "zero", steps)
         if abs(value - before) < tol * abs(value):
-            return Eigenvalue(value, True, "tolerance", steps)
-    return Eigenvalue(value, False, "max_iter", max_iter)
+            return Eigenvalue(value, "tolerance", steps)
+    return Eigenvalue(value, "max_iter", max_iter)
 
 
 def gradients_of(loss: Loss, blocks: Mapping[str, Sequence[Tensor]]) -> dict[int, Tensor | None]:

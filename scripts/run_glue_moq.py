@@ -523,8 +523,8 @@ def summary(
         lines.append(f"{name}, {key} ({samples} examples){', MoQ' if baseline else ''}: {_figures(metrics)}")
     controller = None if trainer.moq is None else trainer.moq.controller
     if controller is not None:
-        lines.append(f"{len(controller.layers)} quantized layers: {controller.coverage()}")
-        lines.append(f"mean bits over the whole model: {controller.mean_bits:.2f}")
+        lines.append(f"{len(controller.layers)} quantized layers: {controller.sizes.coverage}")
+        lines.append(f"mean bits over the whole model: {controller.sizes.mean_bits:.2f}")
     folder = Path(trainer.args.output_dir)
     lines.append(f"written to {folder}:")
     for path in sorted(folder.iterdir()):

@@ -26,6 +26,7 @@ from moq_hf.training.measuring import measuring
 from moq_hf.training.sensitivity import normalize
 
 RECORDED = GOLDEN / "eigen_h16_init"
+CONVERGED = {"tolerance", "exact", "zero"}
 
 
 def quadratic(eigenvalues: list[float], seed: int = 0) -> tuple[Callable[[], Tensor], dict[str, list[Tensor]]]:
@@ -60,13 +61,13 @@ def test_a_known_spectrum(name: str, method: Any) -> None:
     truth = max(SPECTRA[name], key=abs)
     found = block_eigenvalues(*quadratic(SPECTRA[name]), method=method, tol=1e-3)["block"]
     assert found.value == pytest.approx(truth, rel=5e-3 if method == "power" else 1e-3)
-    assert found.converged
+    assert found.reason in CONVERGED
 
 
 def test_published_power_iteration_ends_too_early_where_the_ends_are_nearly_equal() -> None:
     loss, blocks = quadratic(SPECTRA["nearly equal ends"])
     power = block_eigenvalues(loss, blocks, method="power")["block"]
-    assert power.converged and abs(power.value) < 9.5
+    assert power.reason in CONVERGED and abs(power.value) < 9.5
     assert abs(block_eigenvalues(loss, blocks)["block"].value) == pytest.approx(10, rel=1e-2)
 
 
@@ -80,7 +81,7 @@ def test_no_curvature(method: Any) -> None:
 def test_lanczos_is_within_the_tolerance(rest: list[float], truth: float, seed: int) -> None:
     loss, blocks = quadratic([truth, *(truth * share for share in rest)], seed % 1000)
     found = block_eigenvalues(loss, blocks, seed=seed)["block"]
-    assert found.converged and found.num_products <= 1 + len(rest)
+    assert found.reason in CONVERGED and found.num_products <= 1 + len(rest)
     assert found.value == pytest.approx(truth, rel=1e-2)
 
 
@@ -89,7 +90,7 @@ def test_what_ends_the_iteration(method: Any) -> None:
     spectrum = [10.0 * 0.99**k for k in range(200)]
     loss, blocks = quadratic(spectrum)
     limited = block_eigenvalues(loss, blocks, method=method, max_iter=3)["block"]
-    assert (limited.converged, limited.reason, limited.num_products) == (False, "max_iter", 3)
+    assert (limited.reason, limited.num_products) == ("max_iter", 3)
     loose, tight = (
         block_eigenvalues(loss, blocks, method=method, tol=tol, max_iter=1000)["block"] for tol in (1e-1, 1e-5)
     )
@@ -106,7 +107,7 @@ def test_lanczos_on_a_small_block_is_exact() -> None:
 def test_not_finite(method: Any) -> None:
     x = nn.Parameter(torch.zeros(3))
     found = block_eigenvalues(lambda: (x.sqrt() * torch.tensor([1.0, 2.0, 3.0])).sum(), {"x": [x]}, method=method)["x"]
-    assert math.isnan(found.value) and not found.converged and found.reason == "not finite"
+    assert math.isnan(found.value) and found.reason == "not finite"
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,7 @@ def test_the_recorded_model_against_its_dense_hessian(golden: Any, tol: float) -
         assert model(**batch).loss.item() == pytest.approx(golden["loss_fp32"], rel=1e-6)
         found = block_eigenvalues(lambda: model(**batch).loss, blocks, tol=tol)
     assert list(found) == [f"bert.encoder.layer.{k}" for k in range(3)]
-    assert all(one.converged for one in found.values())
+    assert all(one.reason in CONVERGED for one in found.values())
     for one, truth in zip(found.values(), golden["truth"], strict=True):
         assert one.value == pytest.approx(truth, rel=tol)
 

@@ -167,13 +167,13 @@ def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, Qu
     for module, own_states in states.items():
         make_quantized(module, own_states)
     _guard_merging(inventory.modules.values())
-    layers = {name: cast(QuantLayer, layer) for name, layer in inventory.layers.items()}
-    for name, module in inventory.experts.items():
-        layers[name] = quantized_in("", module)[name.rpartition(".")[2]]
-    tables = {name: cast(QuantEmbedding, table) for name, table in inventory.embeddings.items()}
-    for layer in (*layers.values(), *tables.values()):
+    found: dict[str, QuantLayer] = {}
+    for name, module in inventory.modules.items():
+        found |= quantized_in(name, module)
+    for layer in found.values():
         layer.invalidate()
-    return layers, tables
+    layers = {name: found[name] for name in inventory.scheduled}
+    return layers, {name: cast(QuantEmbedding, found[name]) for name in inventory.embeddings}
 
 
 def _quantized_layer(module: nn.Module) -> QuantLayer:

@@ -88,6 +88,11 @@ class ModelSizes:
         return self.quantized / self.total
 
     @property
+    def coverage(self) -> str:
+        """What share of the parameters is quantized, in words."""
+        return covered(self.quantized, self.total)
+
+    @property
     def mean_bits(self) -> float:
         """Bits per parameter of the whole model now; a parameter that is not quantized has those of its dtype."""
         bits = ((w.numbers, w.layer.moq.bits, w.full) for w in self._weights)

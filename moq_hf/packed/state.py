@@ -164,7 +164,7 @@ def state_of(
         "input_ranges": ranges_of({n: layer.moq.inputs for n, layer in layers.items() if layer.moq.inputs is not None}),
         "step": None if controller is None else controller.schedule.steps,
         "history": [] if controller is None else [switch._asdict() for switch in controller.history],
-        "choice": None if controller is None or controller.choice is None else controller.choice.to_dict(),
+        "choice": None if controller is None or controller.choice is None else asdict(controller.choice),
         "layers": {name: asdict(layer) for name, layer in stored.items()},
     }
 

@@ -7,10 +7,10 @@ relaxation: the lower convex hull of a block's options, steepest piece first) is
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,6 @@ from ..model.sizes import FileSize
 from ..text import table
 from .measures import Costs
 
-# What a choice may fall short of its budget without a warning.
-SHORT = 0.01
 # Relative cost difference below which the larger choice wins.
 _TIE = 1e-9
 # Sums in another order differ by rounding, which must not lose the best choice.
@@ -70,10 +68,6 @@ class Choice:
         """Block name to bits."""
         return {name: chosen.bits for name, chosen in self.blocks.items()}
 
-    def to_dict(self) -> dict[str, Any]:
-        """The choice in JSON types."""
-        return asdict(self)
-
     def rows(self) -> list[tuple[str, ...]]:
         """The words of a table: a head, and a row for each block."""
         return [
@@ -94,15 +88,6 @@ class Choice:
         """The rows, and what they are of."""
         head = f"bits of {len(self.blocks)} blocks, chosen after step {self.step:,} by the measure {self.measure!r}:"
         return "\n".join([head, table(self.rows()), self.outcome()])
-
-    def warning(self) -> str | None:
-        """What to say if the budget is not used to 1 %."""
-        if self.reached >= (1 - SHORT) * self.limit:
-            return None
-        return (
-            f"the bits chosen reach {self.reached:,.4g} of a budget of {self.limit:,.4g}, "
-            f"{1 - self.reached / self.limit:.1%} less: no block can have the next of its choices within it"
-        )
 
 
 class Chooser:

@@ -4,13 +4,14 @@ import json
 import logging
 import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 
 from ..config import MoQConfig
 from ..inputs import InputObserver, load_ranges, ranges_of, update_ranges
-from ..model.convert import check_finite, check_readers, prepare_model
+from ..model.convert import check_finite, prepare_model
 from ..model.inventory import Inventory
 from ..model.selection import take_inventory
 from ..model.sizes import FileSize, ModelSizes
@@ -92,9 +93,9 @@ class MoQController:
         self.history: list[Switch] = []
         self.choice: Choice | None = None
         self.layers, self.embeddings = prepare_model(self.inventory, self.config)
-        for layer in self._everything.values():
+        for layer in self.all_layers.values():
             layer.moq.has_controller = True
-        self.sizes = ModelSizes(self.inventory, self._everything)
+        self.sizes = ModelSizes(self.inventory, self.all_layers)
         self._chooser: Chooser | None = None
         if config.budget is not None:
             file = None
@@ -107,7 +108,8 @@ class MoQController:
         self.refresh()
 
     @property
-    def _everything(self) -> dict[str, QuantLayer]:
+    def all_layers(self) -> dict[str, QuantLayer]:
+        """Layers of the schedule and embedding tables, by name."""
         return {**self.layers, **self.embeddings}
 
     @property
@@ -125,20 +127,6 @@ class MoQController:
     def has_begun(self) -> bool:
         """Whether the offset was reached: before it nothing is quantized."""
         return any(bits != FLOAT_BITS for bits in self.schedule.bits.values())
-
-    @property
-    def mean_bits(self) -> float:
-        """Bits per parameter of the whole model now; a parameter that is not quantized has those of its dtype."""
-        return self.sizes.mean_bits
-
-    @property
-    def quantized_share(self) -> float:
-        """The part of the model's parameters, 0 to 1, that the schedule quantizes; the same before its offset."""
-        return self.sizes.share
-
-    def coverage(self) -> str:
-        """What share of the model's parameters is quantized from the offset on, in words."""
-        return messages.coverage(self.sizes)
 
     def step(self, eigenvalues: Mapping[str, float] | None = None) -> tuple[Switch, ...]:
         """After an optimizer step that was not skipped: advance the schedule.
@@ -160,7 +148,7 @@ class MoQController:
         self._write_bits(block for block in self.blocks if due or block in switched)
         update_ranges(self._inputs().values())
         self._write_progress()
-        check_finite(self._everything, look=False)
+        check_finite(self.all_layers, look=False)
         self._log(switches)
         return switches
 
@@ -188,14 +176,6 @@ class MoQController:
         if self.sensitivity is None:
             return False
         return self.schedule.targets is None or (self.config.eigenvalue.enabled and not self.has_arrived)
-
-    def check_readers(self) -> None:
-        """Stop if the model uses a float weight past its layer: after a backward pass, in all processes.
-
-        Raises:
-            MoQError: Names the layers.
-        """
-        check_readers(self._everything)
 
     def measure(self) -> dict[str, float] | None:
         """What the coming `step` needs: bits under a budget, which are chosen here if they are due, and eigenvalues.
@@ -228,7 +208,7 @@ class MoQController:
             MoQError: A weight holds NaN or Inf.
         """
         self._write_progress()
-        check_finite(self._everything, gather=True)
+        check_finite(self.all_layers, gather=True)
 
     def _write_progress(self) -> None:
         """Give the layers what changes from step to step, and drop the copies that an evaluation has made."""
@@ -240,7 +220,7 @@ class MoQController:
                 layer.moq.blend = blend[block]
                 if layer.moq.inputs is not None:
                     layer.moq.inputs.active = rounds_inputs
-        for layer in self._everything.values():
+        for layer in self.all_layers.values():
             layer.invalidate()
 
     def metrics(self) -> dict[str, float]:
@@ -252,8 +232,8 @@ class MoQController:
         """
         bits, period = self.schedule.bits, self.schedule.period
         scalars = {
-            "moq/mean_bits": round(self.mean_bits, 4),
-            "moq/quantized_share": round(self.quantized_share, 4),
+            "moq/mean_bits": round(self.sizes.mean_bits, 4),
+            "moq/quantized_share": round(self.sizes.share, 4),
             "moq/size_mb": round(self.sizes.mb, 4),
         }
         if self.config.blend.enabled:
@@ -273,7 +253,7 @@ class MoQController:
             MoQError: A weight holds NaN or Inf.
         """
         # Of a run with many processes only the first one saves.
-        check_finite(self._everything)
+        check_finite(self.all_layers)
         ratios = {name: layer.moq.ratio for name, layer in self.layers.items()}
         state = {
             "version": STATE_VERSION,
@@ -286,11 +266,11 @@ class MoQController:
             "float_size_mb": self.sizes.float_mb,
             "sensitivity": None if self.sensitivity is None else self.sensitivity.state_dict(),
         }
-        handed = handed_dtype(self._everything)
+        handed = handed_dtype(self.all_layers)
         if handed is not None:
             state["handed_dtype"] = handed
         # Of other configs a state stays what it was.
-        choice = None if self.choice is None else self.choice.to_dict()
+        choice = None if self.choice is None else asdict(self.choice)
         return state if self.config.budget is None else {**state, "choice": choice}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -332,7 +312,7 @@ class MoQController:
 
     def _shown(self, sums: list[int]) -> str:
         return (
-            f"{self.schedule.steps} steps of {self.schedule.total_steps}, mean {self.mean_bits:.4f} bits "
+            f"{self.schedule.steps} steps of {self.schedule.total_steps}, mean {self.sizes.mean_bits:.4f} bits "
             f"(config {sums[0]:08x}, schedule {sums[1]:08x})"
         )
 
@@ -366,7 +346,7 @@ class MoQController:
             for switch in switches:
                 target = (self.schedule.targets or {})[switch.block]
                 logger.info("%s", messages.switch_in_words(switch, target, self.schedule.offset))
-        for line in messages.switches_in_words(switches, self.blocks, self.mean_bits):
+        for line in messages.switches_in_words(switches, self.blocks, self.sizes.mean_bits):
             logger.info("%s", line)
 
 

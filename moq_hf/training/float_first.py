@@ -207,13 +207,13 @@ def _check_class(model: PreTrainedModel) -> None:
 def _evaluated(trainer: Trainer) -> dict[str, float]:
     """The metrics of `Trainer.evaluate`, by its names; without its events, which are of the quantized model."""
     data = trainer.eval_dataset
-    names = [f"eval_{name}" for name in data] if isinstance(data, Mapping) else ["eval"]
+    if data is None:
+        return {}
+    # Without metrics nobody wants the logits, which may not fit into memory.
+    loss_only = True if trainer.compute_metrics is None else None
     metrics: dict[str, float] = {}
-    for name in names if data is not None else ():
-        part = name.removeprefix("eval_") if isinstance(data, Mapping) else None
+    for name, part in data.items() if isinstance(data, Mapping) else [("", data)]:
         loader = trainer.get_eval_dataloader(part)
-        # Without metrics nobody wants the logits, which may not fit into memory.
-        loss_only = True if trainer.compute_metrics is None else None
-        found = trainer.evaluation_loop(loader, "Evaluation", loss_only, metric_key_prefix=name)
-        metrics |= found.metrics or {}
+        prefix = f"eval_{name}".rstrip("_")
+        metrics |= trainer.evaluation_loop(loader, "Evaluation", loss_only, metric_key_prefix=prefix).metrics or {}
     return {name: value for name, value in metrics.items() if not isinstance(value, float) or math.isfinite(value)}

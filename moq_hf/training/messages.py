@@ -11,17 +11,12 @@ from .. import serving, triton_quant
 from ..config import MoQConfig
 from ..model.inventory import Inventory, is_convolution
 from ..model.selection import embeddings_to_quantize, output_heads
-from ..model.sizes import ModelSizes, covered, in_words
+from ..model.sizes import ModelSizes, in_words
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from .budget import Choice
 from .resume import describe
 
 logger = logging.getLogger(__name__)
-
-
-def coverage(sizes: ModelSizes) -> str:
-    """What share of the model's parameters is quantized from the offset on."""
-    return covered(sizes.quantized, sizes.total)
 
 
 def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSizes) -> str:
@@ -57,7 +52,7 @@ def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSi
             f"the inputs of linear layers to {activation.bits} bits ({activation.scale}) after "
             f"{activation.start_step} steps"
         )
-    parts.append(f"quantized: {coverage(sizes)}")
+    parts.append(f"quantized: {sizes.coverage}")
     parts += [f"{why}: {', '.join(names)}" for why, names in left.items()] or ["no layer is left out"]
     return "; ".join(parts)
 
@@ -106,7 +101,7 @@ def _what_stays_in_float(inventory: Inventory, config: MoQConfig, sizes: ModelSi
     tables = [name for name in embeddings_to_quantize(inventory, config) if name not in known]
     if tables:
         parts[-1] += f"; quantize_embeddings would take {', '.join(tables)}"
-    return f"only {coverage(sizes)} are in quantized layers; the others: {', '.join(parts)}"
+    return f"only {sizes.coverage} are in quantized layers; the others: {', '.join(parts)}"
 
 
 def switch_in_words(switch: Switch, target_bits: int, offset: int) -> str:
@@ -189,19 +184,24 @@ def notes_on_length(schedule: PrecisionSchedule, steps: int, max_steps: int) -> 
     ]
 
 
-def tell(choice: Choice) -> None:
-    """Print what a budget chose, and warn where it is not used."""
+def announce_choice(choice: Choice) -> None:
+    """Print what a budget chose, and warn where it is not used to 1 %."""
     tqdm.write(f"moq_hf: {choice.table()}")
-    warning = choice.warning()
-    if warning is not None:
-        logger.warning("moq_hf: %s", warning)
+    if choice.reached < 0.99 * choice.limit:
+        logger.warning(
+            "moq_hf: the bits chosen reach %s of a budget of %s, %.1f%% less: no block can have the next of its "
+            "choices within it",
+            f"{choice.reached:,.4g}",
+            f"{choice.limit:,.4g}",
+            100 * (1 - choice.reached / choice.limit),
+        )
 
 
 def arrival(config: MoQConfig, sizes: ModelSizes) -> str:
     """The target is reached everywhere."""
     return (
         f"every quantized layer is at {'' if config.budget is None else 'its target: '}{config.target_in_words}, "
-        f"{coverage(sizes)}; mean {sizes.mean_bits:.2f} bits over the whole model"
+        f"{sizes.coverage}; mean {sizes.mean_bits:.2f} bits over the whole model"
     )
 
 

@@ -64,11 +64,11 @@ def test_experts_that_the_config_leaves_out_are_no_part_of_what_is_quantized(mak
     attention = 2 * 4 * 32 * 32
     share = attention / numbers_of(model)
     assert share < 0.1 and len(controller.layers) == 8
-    assert controller.quantized_share == share and controller.mean_bits == 32
+    assert controller.sizes.share == share and controller.sizes.mean_bits == 32
     for _ in range(3):
         controller.step()
-    assert controller.has_arrived and controller.quantized_share == share
-    assert controller.mean_bits == pytest.approx(32 - 28 * share, rel=1e-12)
+    assert controller.has_arrived and controller.sizes.share == share
+    assert controller.sizes.mean_bits == pytest.approx(32 - 28 * share, rel=1e-12)
     metrics = controller.metrics()
     assert metrics["moq/quantized_share"] == round(share, 4) and metrics["moq/mean_bits"] > 29
     told = f"{100 * share:.1f} % of the model's {in_words(numbers_of(model))} parameters"
@@ -86,10 +86,10 @@ def test_experts_count(make: Any) -> None:
     controller = controller_of(model)
     experts = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 3)
     share = (experts + 2 * 4 * 32 * 32) / numbers_of(model)
-    assert len(controller.layers) == 12 and controller.quantized_share == share
+    assert len(controller.layers) == 12 and controller.sizes.share == share
     for _ in range(3):
         controller.step()
-    assert controller.has_arrived and controller.mean_bits == pytest.approx(32 - 28 * share, rel=1e-12)
+    assert controller.has_arrived and controller.sizes.mean_bits == pytest.approx(32 - 28 * share, rel=1e-12)
     assert "8 linear layers and 4 parameters of experts in 2 blocks" in controller.summary()
 
 
@@ -105,11 +105,13 @@ def test_a_bert_with_a_large_vocabulary_is_told_of_its_tables(tiny_bert: hf.Bert
     linear = sum(layer.weight.numel() for layer in controller.layers.values())
     tables = sum(table.weight.numel() for table in controller.embeddings.values())
     total = numbers_of(tiny_bert)
-    assert controller.quantized_share == (linear + tables) / total > 0.9 and controller.warnings() == []
+    assert controller.sizes.share == (linear + tables) / total > 0.9 and controller.warnings() == []
     assert "3 embedding tables to 8; quantized: 9" in controller.summary()
     for _ in range(3):
         controller.step()
-    assert controller.mean_bits == pytest.approx((4 * linear + 8 * tables + 32 * (total - linear - tables)) / total)
+    assert controller.sizes.mean_bits == pytest.approx(
+        (4 * linear + 8 * tables + 32 * (total - linear - tables)) / total
+    )
 
 
 def test_tied_weights_count_once() -> None:
@@ -135,10 +137,10 @@ def test_a_weight_of_two_quantized_layers_counts_once() -> None:
 def test_float_parameters_have_the_bits_of_their_own_dtype() -> None:
     model = nn.Sequential(nn.Linear(8, 8, dtype=torch.bfloat16), nn.Linear(8, 8), nn.Linear(8, 2))
     controller = controller_of(model)
-    assert controller.mean_bits == pytest.approx((72 * 16 + 90 * 32) / 162)
+    assert controller.sizes.mean_bits == pytest.approx((72 * 16 + 90 * 32) / 162)
     controller.step()
     controller.step()
-    assert controller.mean_bits == pytest.approx((128 * 4 + 8 * 16 + 26 * 32) / 162)
+    assert controller.sizes.mean_bits == pytest.approx((128 * 4 + 8 * 16 + 26 * 32) / 162)
 
 
 @PEFT_WARNS
@@ -147,7 +149,7 @@ def test_adapters_count_as_float(tiny_bert: hf.BertForSequenceClassification) ->
     model = peft.get_peft_model(tiny_bert, peft.LoraConfig(r=64, target_modules=["query", "dense"]))
     controller = controller_of(model)
     weights = sum(layer.weight.numel() for layer in controller.layers.values())
-    assert controller.quantized_share == weights / numbers_of(model) < 0.5
+    assert controller.sizes.share == weights / numbers_of(model) < 0.5
 
 
 def test_parameters_are_counted_once_and_not_at_each_step(
@@ -191,10 +193,10 @@ def test_a_folder_tells_what_the_controller_told(make: Any, tmp_path: Path) -> N
     save_quantized(model, tmp_path / "packed", controller=controller)
     found = verify_quantized(tmp_path / "packed", model)
     assert found.state["parameters"] == {"total": numbers_of(model), "quantized": controller.sizes.quantized}
-    assert found.mean_bits == pytest.approx(controller.mean_bits)
-    line = f"quantized: {controller.coverage()}; mean {controller.mean_bits:.2f} bits over the whole model"
+    assert found.mean_bits == pytest.approx(controller.sizes.mean_bits)
+    line = f"quantized: {controller.sizes.coverage}; mean {controller.sizes.mean_bits:.2f} bits over the whole model"
     assert found.table().splitlines()[-1] == line
-    assert controller.coverage() in write_card(tmp_path / "packed").read_text()
+    assert controller.sizes.coverage in write_card(tmp_path / "packed").read_text()
 
 
 def test_layers_that_are_float_still_count_as_float_in_a_folder(
@@ -202,7 +204,7 @@ def test_layers_that_are_float_still_count_as_float_in_a_folder(
 ) -> None:
     controller = controller_of(tiny_bert, quantize_embeddings=8)
     save_quantized(tiny_bert, tmp_path / "packed", controller=controller)
-    assert verify_quantized(tmp_path / "packed").mean_bits == controller.mean_bits == 32
+    assert verify_quantized(tmp_path / "packed").mean_bits == controller.sizes.mean_bits == 32
 
 
 def test_a_convolution_takes_what_it_takes_in_float() -> None:
@@ -213,4 +215,4 @@ def test_a_convolution_takes_what_it_takes_in_float() -> None:
     assert controller.sizes.quantized == 288 + 64 and controller.sizes.total == 288 + 64 + others
     # As it is saved: the scale lies in moq_state.json.
     assert controller.sizes.mb == pytest.approx((288 * 4 + 64 / 2 + 4 + others * 4) / 1e6)
-    assert controller.mean_bits == pytest.approx((352 * 4 + others * 32) / (352 + others))
+    assert controller.sizes.mean_bits == pytest.approx((352 * 4 + others * 32) / (352 + others))

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_a_mean_is_met_and_delivered(
     assert "of 3.3 bits per quantized weight" in table
     assert not [r for r in caplog.records if "within it" in r.message]
     state = json.loads((tmp_path / "out" / "moq_state.json").read_text())
-    assert state["choice"] == controller.choice.to_dict()
+    assert state["choice"] == asdict(controller.choice)
 
 
 def test_a_file_is_met_by_a_stock_trainer_and_plain_transformers_loads_it(tmp_path: Path) -> None:

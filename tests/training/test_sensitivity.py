@@ -186,7 +186,7 @@ def test_the_share_that_was_taken_is_told(caplog: pytest.LogCaptureFixture) -> N
 
 
 def results(*values: float) -> dict[str, Eigenvalue]:
-    return {f"layers.{k}": Eigenvalue(v, True, "tolerance", 6) for k, v in enumerate(values)}
+    return {f"layers.{k}": Eigenvalue(v, "tolerance", 6) for k, v in enumerate(values)}
 
 
 def test_values_are_those_of_the_mean_loss_at_the_quantized_weights() -> None:
