@@ -40,13 +40,9 @@ def eigenvalue(**keys: Any) -> dict[str, Any]:
 CASES: list[tuple[str, Any, list[str]]] = [
     # Not JSON, or not the JSON of a config.
     ("empty file", "", ["bad.json is not JSON", "line 1, column 1"]),
-    ("blank file", " \n\n", ["is not JSON", "line 3, column 1"]),
-    ("plain text", "8 bits please", ["is not JSON", "Extra data", "line 1, column 3"]),
     ("missing brace", '{"quantize_groups": 8,\n "seed": 1', ["is not JSON", "line 2, column 11"]),
     ("trailing comma", '{\n  "quantize_groups": 8,\n}', ["is not JSON", "line 3, column 1"]),
-    ("missing comma", '{"seed": 1\n "enabled": true}', ["is not JSON", "',' delimiter", "line 2, column 2"]),
     ("single quotes", "{'seed': 1}", ["is not JSON", "double quotes", "line 1, column 2"]),
-    ("comment", '{"seed": 1} // mine', ["is not JSON", "line 1, column 13"]),
     ("Python's True", '{"enabled": True}', ["is not JSON", "line 1, column 13"]),
     ("duplicate key", '{"seed": 1, "seed": 2}', ["bad.json", "key given twice: seed"]),
     (
@@ -55,15 +51,10 @@ CASES: list[tuple[str, Any, list[str]]] = [
         ["key given twice: start_bits"],
     ),
     ("NaN literal", '{"eigenvalue": {"tol": NaN}}', ["NaN is not a JSON number"]),
-    ("Infinity literal", '{"eigenvalue": {"tol": -Infinity}}', ["-Infinity is not a JSON number"]),
     ("not UTF-8", b'{"seed": "\xe9"}', ["cannot read", "bad.json", "utf-8", "0xe9"]),
-    ("UTF-16", '{"seed": 1}'.encode("utf-16"), ["cannot read", "bad.json", "utf-8"]),
     ("too deep", "[" * 100_000, ["bad.json"]),
     ("endless number", '{"seed": ' + "9" * 5000 + "}", ["bad.json", "4300 digits"]),
     ("list at the top", "[1, 2]", ["bad.json: must be an object of keys, got [1, 2]"]),
-    ("number at the top", "8", ["must be an object of keys, got 8"]),
-    ("null at the top", "null", ["must be an object of keys, got null"]),
-    ("text at the top", '"moq.json"', ['must be an object of keys, got "moq.json"']),
     ("not a mapping", ["quantize_bits"], ['must be an object of keys, got ["quantize_bits"]']),
     ("nothing", None, ["must be an object of keys, got null"]),
     # DeepSpeed's documents.
@@ -87,7 +78,6 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ("empty block", {"quantize_training": {}}, ["target_bits: 16 would quantize nothing", "it is the default"]),
     # Keys.
     ("misspelt key", with_bits(quantise_groups=8), ["quantise_groups", "did you mean quantize_groups?"]),
-    ("misspelt section", {"quantize_bit": {}} | BITS, ["quantize_bit: ", "did you mean quantize_bits?"]),
     (
         "misspelt key of a section",
         {"quantize_bits": {"start_bit": 12, "target_bits": 8}},
@@ -99,28 +89,18 @@ CASES: list[tuple[str, Any, list[str]]] = [
         schedule(rounding="nearest"),
         ["quantize_schedule.rounding", "did you mean quantize_algo.rounding?"],
     ),
-    ("misspelt and misplaced", with_bits(schedule_ofset=5), ["did you mean quantize_schedule.schedule_offset?"]),
     ("section with a longer name", with_bits(quantize_algorithm={}), ["did you mean quantize_algo?"]),
-    ("off, with a misspelt key", {"enabled": False, "quantize_bit": {}}, ["did you mean quantize_bits?"]),
     ("off, with wrong bits", {"enabled": False} | bits(4, 8), ["target_bits 8 is above start_bits 4"]),
     ("dotted key", {"quantize_bits.target_bits": 8}, ["quantize_bits.target_bits: unknown key"]),
     ("unknown key", with_bits(learning_rate=1e-4), ["learning_rate: unknown key; legal here are", "quantize_bits"]),
-    (
-        "unknown key of a section",
-        eigenvalue(colour="red"),
-        ["eigenvalue.colour: unknown key; legal here are", "max_iter"],
-    ),
     ("switch where there is none", schedule(enabled=True), ["quantize_schedule.enabled: unknown key; legal here are"]),
     ("number for a key", {8: 8} | BITS, ["8: keys must be text"]),
-    ("number for a section's key", {"eigenvalue": {8: 8}} | BITS, ["eigenvalue.8: unknown key"]),
     # Types.
     ("number for a section", {"quantize_bits": 8}, ["quantize_bits: 8 is not an object of keys"]),
-    ("null for a section", with_bits(eigenvalue=None), ["eigenvalue: null is not an object of keys"]),
     ("text for bits", bits("12", 8), ['quantize_bits.start_bits: "12" is not legal', "a whole number from 1 to 16"]),
     ("null for bits", bits(12, None), ["quantize_bits.target_bits: null is not legal", "a whole number from 1 to 16"]),
     ("bool for bits", bits(12, True), ["quantize_bits.target_bits: true is not legal", "a whole number"]),
     ("float for bits", bits(12, 8.0), ["quantize_bits.target_bits: 8.0 is not legal", "whole number", "(write 8)"]),
-    ("list for bits", bits(12, [8]), ["quantize_bits.target_bits: [8] is not legal"]),
     ("no budget", bits(8, {}), ["quantize_bits.target_bits: mean null and file_mb null: give one of them"]),
     (
         "two budgets",
@@ -128,7 +108,6 @@ CASES: list[tuple[str, Any, list[str]]] = [
         ["quantize_bits.target_bits: mean 3.0 and file_mb 2.0: give one of them"],
     ),
     ("no such budget", bits(8, {"means": 3}), ['target_bits: {"means": 3} is not legal', '{"mean": 3.0, "choices"']),
-    ("a mean of text", bits(8, {"mean": "3"}), ['target_bits: {"mean": "3"} is not legal']),
     ("no mean of these", bits(8, {"mean": 8.0}), ["target_bits.mean: 8.0 must be between the choices 2 and 8"]),
     (
         "one choice",
@@ -136,7 +115,6 @@ CASES: list[tuple[str, Any, list[str]]] = [
         ["target_bits.choices: [3] must be two numbers of bits or more"],
     ),
     ("choices not in order", bits(8, {"mean": 3, "choices": [4, 2]}), ["target_bits.choices: [4, 2]", "ascending"]),
-    ("a choice twice", bits(8, {"mean": 3, "choices": [2, 2, 4]}), ["target_bits.choices: [2, 2, 4]", "each once"]),
     ("a choice of 9 bits", bits(8, {"mean": 3, "choices": [2, 9]}), ["[2, 9]} is not legal"]),
     (
         "1 bit asymmetric among the choices",
@@ -157,13 +135,10 @@ CASES: list[tuple[str, Any, list[str]]] = [
         (f"the measure {gone}", bits(8, 4) | {"sensitivity": {"measure": gone}}, ['gone, use "divergence"'])
         for gone in ("trace", "loss")
     ),
-    ("half a bit", bits(12, 7.5), ["quantize_bits.target_bits: 7.5 is not legal", "a whole number from 1 to 16"]),
     ("number for a switch", with_bits(enabled=1), ["enabled: 1 is not legal; it must be true or false"]),
-    ("text for a switch", with_bits(quantize_verbose="yes"), ['quantize_verbose: "yes"', "true or false"]),
     ("text for the kernel", with_bits(quantizer_kernel="triton"), ['"triton"', "true or false, or null"]),
     ("bool for groups", with_bits(quantize_groups=True), ["quantize_groups: true", 'from 1, or "per_channel"']),
     ("float for groups", with_bits(quantize_groups=8.0), ["quantize_groups: 8.0", "(write 8)"]),
-    ("bool for a period", schedule(quantize_period=True), ["quantize_schedule.quantize_period: true", '"auto"']),
     ("float for a period", schedule(quantize_period=1e2), ["quantize_schedule.quantize_period: 100.0", "(write 100)"]),
     ("bool for a number", eigenvalue(tol=True), ["eigenvalue.tol: true is not legal", "a number above 0"]),
     (
@@ -171,9 +146,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
         with_bits(modules_to_not_convert="classifier"),
         ['modules_to_not_convert: "classifier"', "a list of names or globs"],
     ),
-    ("number among names", with_bits(modules_to_not_convert=["a", 1]), ['["a", 1]', "a list of names"]),
     ("empty name", with_bits(modules_to_not_convert=[""]), ['modules_to_not_convert: [""]', "a list of names"]),
-    ("number for a path", eigenvalue(layer_name=12), ["eigenvalue.layer_name: 12", "text, or null"]),
     ("empty path", eigenvalue(layer_name=""), ['eigenvalue.layer_name: ""', "text, or null"]),
     ("object for a value", with_bits(seed={"a": 1}), ['seed: {"a": 1} is not legal', "a whole number from 0"]),
     ("no JSON type", with_bits(seed={1, 2}), ["seed: set is not legal"]),
@@ -182,11 +155,9 @@ CASES: list[tuple[str, Any, list[str]]] = [
     # Ranges.
     ("0 bits", bits(12, 0), ["quantize_bits.target_bits: 0 is not legal", "from 1 to 16"]),
     ("17 bits", bits(17, 8), ["quantize_bits.start_bits: 17 is not legal", "from 1 to 16"]),
-    ("negative bits", bits(12, -8), ["quantize_bits.target_bits: -8 is not legal"]),
     ("start below target", bits(4, 8), ["target_bits 8 is above start_bits 4", "start_bits must be 8 or more"]),
     ("target 16", bits(16, 16), ["quantize_bits.target_bits: 16 would quantize nothing", "8, 4, 3 or 2"]),
     ("no target", {"quantize_bits": {"start_bits": 16}}, ["16 would quantize nothing (it is the default)"]),
-    ("nothing given", {}, ["16 would quantize nothing (it is the default)"]),
     (
         "start below the default target",
         {"quantize_bits": {"start_bits": 12}},
@@ -197,38 +168,25 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ("period 0", schedule(quantize_period=0), ["quantize_schedule.quantize_period: 0", 'from 1, or "auto"']),
     ("negative offset", schedule(schedule_offset=-1), ["quantize_schedule.schedule_offset: -1", "from 0"]),
     ("deadline after the end", schedule(deadline=1.5), ["quantize_schedule.deadline: 1.5", "above 0 up to 1, or null"]),
-    ("deadline 0", schedule(deadline=0), ["quantize_schedule.deadline: 0", "a number above 0 up to 1"]),
     ("refresh never", algo(scale_refresh=0), ["quantize_algo.scale_refresh: 0", "a whole number from 1"]),
-    (
-        "ratio above 1",
-        with_bits(fp16_mixed_quantize={"quantize_change_ratio": 2}),
-        ["fp16_mixed_quantize.quantize_change_ratio: 2", "from 1e-9 up to 1"],
-    ),
     ("no iterations", eigenvalue(max_iter=0), ["eigenvalue.max_iter: 0", "from 1"]),
     ("negative layer count", eigenvalue(layer_num=-1), ["eigenvalue.layer_num: -1", "from 0, or null"]),
     ("negative stability", eigenvalue(stability=-1e-6), ["eigenvalue.stability: -1e-06", "a number from 0"]),
     ("number that overflows", '{"eigenvalue": {"tol": 1e999}}', ["eigenvalue.tol: Infinity is not legal"]),
-    ("tolerance 0", eigenvalue(tol=0), ["eigenvalue.tol: 0", "a number above 0"]),
     ("more than all the time", eigenvalue(max_overhead=2), ["eigenvalue.max_overhead: 2", "above 0 up to 1"]),
     (
         "ratio 0",
         with_bits(fp16_mixed_quantize={"quantize_change_ratio": 0}),
         ["fp16_mixed_quantize.quantize_change_ratio: 0", "from 1e-9"],
     ),
-    ("fraction for a seed", with_bits(seed=1.5), ["seed: 1.5 is not legal", "a whole number"]),
     ("seed of 64 bits", with_bits(seed=2**63), ["seed: 9223372036854775808", "a whole number from 0 and below 2**63"]),
-    ("negative seed", with_bits(seed=-1), ["seed: -1 is not legal", "from 0"]),
     ("16-bit embeddings", with_bits(quantize_embeddings=16), ["quantize_embeddings: 16", "from 2 to 8, or null"]),
     # Words.
     ("misspelt word", with_bits(quantize_type="symetric"), ['"symetric"', 'did you mean "symmetric"?']),
-    ("capital letters", algo(rounding="Nearest"), ['"Nearest"', '"nearest" or "stochastic"']),
     ("unknown scale", algo(scale="minmax"), ['quantize_algo.scale: "minmax"', '"auto" or "absmax" or "mse"']),
     ("misspelt method", eigenvalue(method="lancsoz"), ['"lancsoz"', 'did you mean "lanczos"?']),
     ("hyphen for an underscore", with_bits(quantize_groups="per-channel"), ['"per-channel"', '"per_channel"']),
-    ("short word", with_bits(**{"quantize-algo": {"q_type": "sym"}}), ['quantize_algo.q_type: "sym"', '"symmetric"']),
-    ("unknown method", eigenvalue(method="arnoldi"), ['"arnoldi"', '"lanczos" or "power"']),
     ("word for groups", with_bits(quantize_groups="per_row"), ['"per_row"', 'a whole number from 1, or "per_channel"']),
-    ("word for a period", schedule(quantize_period="automatic"), ['"automatic"', 'from 1, or "auto"']),
     # Keys that do not go together.
     (
         "two types",
@@ -246,11 +204,6 @@ CASES: list[tuple[str, Any, list[str]]] = [
         ["quantize_groups 8 and quantize_group_size 64 exclude each other"],
     ),
     (
-        "channels and a group size",
-        with_bits(quantize_groups="per_channel", quantize_group_size=64),
-        ['quantize_groups "per_channel" and quantize_group_size 64 exclude each other'],
-    ),
-    (
         "stochastic ternary",
         bits(4, 2) | {"quantize_algo": {"rounding": "stochastic"}},
         ["quantize_algo.rounding", "2 bits symmetric", "nearest, or target_bits to 3 or more"],
@@ -261,11 +214,6 @@ CASES: list[tuple[str, Any, list[str]]] = [
         "asymmetric full range",
         bits(4, 3) | {"quantize_type": "asymmetric", "quantize_algo": {"range": "full"}},
         ["quantize_algo.range: full is of symmetric grids", "set it to narrow, or quantize_algo.q_type to symmetric"],
-    ),
-    (
-        "stochastic full binary",
-        bits(4, 1) | {"quantize_algo": {"rounding": "stochastic", "range": "full"}},
-        ["1 bits symmetric"],
     ),
     ("a range between", algo(range="wide"), ['quantize_algo.range: "wide"', '"narrow" or "full"']),
     ("half", algo(scale_dtype="half"), ['quantize_algo.scale_dtype: "half"', '"float32" or "bfloat16" or "float16"']),
@@ -384,14 +332,8 @@ def test_huge_keys_and_values_are_cut_short() -> None:
 ONLY_OURS = {
     *("duplicate key", "duplicate key further in", "float for bits", "float for groups", "float for a period"),
     *("empty block", "off, with wrong bits", "start below target", "start below the default target", "target 16"),
-    *("no target", "nothing given", "two types", "groups and a group size", "channels and a group size"),
-    *(
-        "stochastic ternary",
-        "stochastic binary",
-        "asymmetric binary",
-        "asymmetric full range",
-        "stochastic full binary",
-    ),
+    *("no target", "two types", "groups and a group size"),
+    *("stochastic ternary", "stochastic binary", "asymmetric binary", "asymmetric full range"),
     *("no mean of these", "choices not in order", "1 bit asymmetric among the choices"),
     "a measure that nothing asks for",
 }
@@ -418,22 +360,11 @@ def test_the_table_is_long_and_names_are_unique() -> None:
     assert len({name for name, *_ in CASES}) == len(CASES)
 
 
-def test_missing_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "reason"), [("none.json", "No such file"), (".", "Is a directory"), ("\0", "null")])
+def test_what_is_no_file(name: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(MoQConfigError) as caught:
-        MoQConfig.from_file(tmp_path / "none.json")
-    check(caught.value, ["cannot read the MoQ config", "none.json", "No such file or directory"])
-
-
-def test_folder(tmp_path: Path) -> None:
-    with pytest.raises(MoQConfigError) as caught:
-        MoQConfig.load(tmp_path)
-    check(caught.value, ["cannot read the MoQ config", tmp_path.name, "Is a directory"])
-
-
-def test_impossible_path() -> None:
-    with pytest.raises(MoQConfigError) as caught:
-        MoQConfig.from_file("moq\0.json")
-    check(caught.value, ["cannot read the MoQ config", "null"])
+        MoQConfig.load(tmp_path / name)
+    check(caught.value, ["cannot read the MoQ config", reason])
 
 
 @pytest.mark.parametrize("source", [None, 8, True, ["moq.json"]])

@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -81,31 +82,6 @@ def test_bits_never_rise_and_change_only_when_due(config: MoQConfig, eigenvalues
             assert 1 <= switch.factor <= 5
 
 
-@given(configs, values, st.integers(1, 20))
-def test_drops_are_foreseen(config: MoQConfig, eigenvalues: list[dict[str, float]], window: int) -> None:
-    schedule, foreseen = PrecisionSchedule(config, "abc"), []
-    drops = []
-    for step in eigenvalues:
-        foreseen.append(set(schedule.drops_ahead(window)))
-        drops.append({s.block for s in schedule.advance(step) if s.before != 32})
-    for index in range(len(drops) - window + 1):
-        assert foreseen[index] == set().union(*drops[index : index + window])
-
-
-@given(configs, values, st.integers(0, 80))
-def test_a_saved_state_goes_on_as_if_never_saved(
-    config: MoQConfig, eigenvalues: list[dict[str, float]], at: int
-) -> None:
-    straight, resumed = PrecisionSchedule(config, "abc"), PrecisionSchedule(config, "abc")
-    for index, step in enumerate(eigenvalues):
-        if index == at:
-            state = json.loads(json.dumps(resumed.state_dict()))
-            resumed = PrecisionSchedule(config, "abc")
-            resumed.load_state_dict(state)
-        assert straight.advance(step) == resumed.advance(step)
-        assert straight.state_dict() == resumed.state_dict()
-
-
 def test_blend_falls_to_zero_and_starts_again_for_a_block_that_switched() -> None:
     schedule = PrecisionSchedule(make(4, 3, 6, offset=2, blend=BlendConfig(True, 0.25)), "ab")
     seen = []
@@ -178,6 +154,10 @@ lengths = st.integers(3, 200) | st.integers(3, 1_000_000)
 # Where each step is taken: 14 drops, the offset and the blend fit into 0.3 of 100 steps.
 near_deadline = deadlines(st.just("auto") | st.integers(1, 60), st.floats(0.3, 1), 5, st.none() | st.floats(0.1, 1))
 short = st.integers(100, 250)
+# Without a deadline.
+blended = st.tuples(configs, BLENDS).map(
+    lambda pair: replace(pair[0], blend=BlendConfig(pair[1] is not None, pair[1] or 1.0))
+)
 FACTORS = st.lists(st.integers(1, 5), min_size=15, max_size=15)
 shares = st.floats(0, 1)
 
@@ -223,8 +203,8 @@ def test_every_block_meets_the_deadline(config: MoQConfig, steps: int, eigenvalu
     assert dropped == 3 * (config.start_bits - config.target_bits)
 
 
-@given(near_deadline, short, st.randoms(use_true_random=False), st.integers(1, 20))
-def test_what_is_due_is_foreseen_under_a_deadline(config: MoQConfig, steps: int, random: Any, window: int) -> None:
+@given(near_deadline | configs, short, st.randoms(use_true_random=False), st.integers(1, 20))
+def test_what_is_due_is_foreseen(config: MoQConfig, steps: int, random: Any, window: int) -> None:
     schedule = make_schedule(config, "abc", steps)
     foreseen, drops = [], []
     for _ in range(steps):
@@ -233,7 +213,8 @@ def test_what_is_due_is_foreseen_under_a_deadline(config: MoQConfig, steps: int,
         switches = schedule.advance({name: random.random() for name in "abc"})
         assert tuple(s.block for s in switches) == due
         drops.append({s.block for s in switches if s.before != FLOAT_BITS})
-        assert (schedule.steps < schedule.deadline_step) or schedule.at_target
+        if config.schedule.deadline is not None:
+            assert (schedule.steps < schedule.deadline_step) or schedule.at_target
     for index in range(steps - window + 1):
         assert foreseen[index] == set().union(*drops[index : index + window])
 
@@ -347,27 +328,11 @@ def test_a_share_needs_the_length_of_the_run() -> None:
     )
 
 
-@given(near_deadline, short, st.dictionaries(st.sampled_from("abc"), shares))
+@given(near_deadline | blended, short, st.dictionaries(st.sampled_from("abc"), shares))
 def test_replaying_the_schedule_gives_the_plan(config: MoQConfig, steps: int, eigenvalues: dict[str, float]) -> None:
     schedule = make_schedule(config, "abc", steps)
     made = plan(config, steps, "abc", eigenvalues)
     assert replay(schedule, eigenvalues, steps) == seen_by(made)
-
-
-@given(configs, st.integers(20, 300), st.dictionaries(st.sampled_from("abc"), shares), st.none() | st.floats(0.02, 1))
-def test_replaying_a_schedule_without_a_deadline_gives_the_plan(
-    plain: MoQConfig, steps: int, eigenvalues: dict[str, float], blend: float | None
-) -> None:
-    where = plain.schedule
-    config = make(
-        plain.start_bits,
-        plain.target_bits,
-        where.period,
-        where.offset,
-        blend=BlendConfig(blend is not None, blend or 1.0),
-    )
-    made = plan(config, steps, "abc", eigenvalues)
-    assert replay(PrecisionSchedule(config, "abc", steps), eigenvalues, steps) == seen_by(made)
     assert made.reached == (not made.notes)
 
 
@@ -392,13 +357,18 @@ def seen_by(made: Plan) -> Any:
     )
 
 
-@given(near_deadline, short, st.randoms(use_true_random=False), st.integers(0, 120), st.integers(100, 1_000_000))
-def test_a_saved_state_keeps_its_deadline(config: MoQConfig, steps: int, random: Any, at: int, other: int) -> None:
+@given(
+    near_deadline | configs, short, st.randoms(use_true_random=False), st.integers(0, 120), st.integers(100, 1_000_000)
+)
+def test_a_saved_state_goes_on_as_if_never_saved(
+    config: MoQConfig, steps: int, random: Any, at: int, other: int
+) -> None:
     straight, resumed = make_schedule(config, "abc", steps), make_schedule(config, "abc", steps)
     for index in range(steps):
         if index == at:
             state = json.loads(json.dumps(resumed.state_dict()))
-            resumed = make_schedule(config, "abc", other)
+            has_deadline = config.schedule.deadline is not None
+            resumed = make_schedule(config, "abc", other if has_deadline else steps)
             resumed.load_state_dict(state)
             assert resumed.total_steps == steps and resumed.deadline_step == straight.deadline_step
         eigenvalues = {name: random.random() for name in "abc"}
