@@ -161,7 +161,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ModelArguments, DataTrainingAr
     parser = Parser(
         kinds,
         prog="run_glue_moq.py",
-        description="Fine-tune a sequence classifier on GLUE, or on data of one's own, with Mixture-of-Quantization.",
+        description="Fine-tune a sequence classifier on GLUE, or on custom data, with Mixture-of-Quantization.",
         allow_abbrev=False,
     )
     known = {action.dest for action in parser._actions}

@@ -1,4 +1,4 @@
-r"""Fine-tune a sequence classifier on GLUE, or on data of one's own, with Mixture-of-Quantization.
+r"""Fine-tune a sequence classifier on GLUE, or on custom data, with Mixture-of-Quantization.
 
     python scripts/run_glue_moq.py --model_name_or_path bert-base-cased --task_name mrpc \
         --moq_config configs/moq.json --do_train --do_eval --output_dir out
