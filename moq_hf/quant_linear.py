@@ -34,8 +34,8 @@ class QuantModule(nn.Module):
     """A module with quantized weights, which follow its float ones when these are moved or loaded."""
 
     def quantized_weights(self) -> "list[QuantLayer]":
-        """The quantized layers that the module has, or is."""
-        raise NotImplementedError
+        """The module itself, or the parameters in it that are quantized each by itself."""
+        return [cast(QuantLayer, self)]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -183,10 +183,6 @@ class QuantLayer(QuantModule):
         """The linear layer's own line and the bits."""
         bits = "float" if self.moq.bits == FLOAT_BITS else f"bits={self.moq.bits}"
         return f"{super().extra_repr()}, {bits}"
-
-    def quantized_weights(self) -> "list[QuantLayer]":
-        """The layer itself."""
-        return [self]
 
     def weight_loaded(self) -> None:
         """After other values have come into the weight: search the clipping ratios for them."""
