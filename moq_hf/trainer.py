@@ -32,6 +32,7 @@ from .seams.transformers import (
 from .training.checkpoints import check_whole, last_checkpoint, last_metrics, resumed_state
 from .training.distillation import check_hidden, distillation_loss, fingerprint, labels_at_logits, load_teacher
 from .training.float_first import FloatPhase, after_float, share_of
+from .training.measuring import evaluating
 
 logger = logging.getLogger(__name__)
 
@@ -333,19 +334,11 @@ class MoQTrainer(Trainer):
         factor = self.args.gradient_accumulation_steps * self.args.world_size * max(1, self.args.n_gpu)
         if count is None or factor == 1 or self.loss_is_scaled_for_ga is not None or self.compute_loss_func is not None:
             return
-        training = [module for module in model.modules() if module.training]
-        devices = [self.args.device] if self.args.device.type == "cuda" else []
-        model.eval()
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices), self.compute_loss_context_manager():
-                prepared = prepared_inputs(self, inputs)
-                once, twice = (
-                    float(cast(Tensor, self.compute_loss(model, dict(prepared), num_items_in_batch=k * count)))
-                    for k in (1, 2)
-                )
-        finally:
-            for module in training:
-                module.training = True
+        with evaluating(model), self.compute_loss_context_manager():
+            prepared = prepared_inputs(self, inputs)
+            once, twice = (
+                float(self.compute_loss(model, dict(prepared), num_items_in_batch=times * count)) for times in (1, 2)
+            )
         if once == twice != 0.0:
             average_loss(self)
             logger.info(

@@ -10,13 +10,14 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import MoQError
 from ..names import adapters, is_below, named_modules, unwrapped, without_peft
-from ..seams.transformers import is_scaled_table
+from ..seams.transformers import is_scaled_table, packed_loader
 
 # What has bits of its own by the schedule.
 Layer = nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d
 # The list that DeepSpeed's default names: taken alone where it exists.
 BERT_LAYERS = "bert.encoder.layer"
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LINEARS = (nn.Linear, Conv1D)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 # Layers that vLLM and SGLang make one layer of.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"))
@@ -44,7 +45,7 @@ class Inventory:
 
     >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), "head": nn.Linear(4, 2)})
     >>> inventory = Inventory.of(model)
-    >>> inventory.heads, inventory.blocks(inventory.linears)
+    >>> inventory.heads(inventory.linears), inventory.blocks(inventory.linears)
     (['head'], {'layers.0': ['layers.0'], 'layers.1': ['layers.1'], 'head': ['head']})
     """
 
@@ -70,26 +71,20 @@ class Inventory:
     @cached_property
     def linears(self) -> dict[str, nn.Linear | Conv1D]:
         """Every linear layer by its name, but for those of PEFT's adapters."""
-        return {name: module for name, module in self.modules.items() if is_linear(module) and not self.is_added(name)}
+        return self.instances(*LINEARS)
 
     @property
     def scheduled(self) -> dict[str, nn.Module]:
         """What the schedule quantizes: the layers, then the parameters of experts, each with its module."""
         return {**self.layers, **self.experts}
 
-    @cached_property
-    def convolutions(self) -> dict[str, nn.Module]:
-        """Every convolution by its name, transposed ones too, but for those of PEFT's adapters."""
+    def instances(self, *classes: type[nn.Module]) -> dict[str, Any]:
+        """Modules of some classes by their names, but for those of PEFT's adapters."""
         modules = self.modules.items()
-        return {name: module for name, module in modules if is_convolution(module) and not self.is_added(name)}
+        return {name: module for name, module in modules if isinstance(module, classes) and not self.is_added(name)}
 
-    @cached_property
-    def heads(self) -> list[str]:
-        """Names of the linear layers that are output heads: by default they stay in full precision."""
-        return self.heads_among(self.linears)
-
-    def heads_among(self, layers: Iterable[str]) -> list[str]:
-        """Which of some layers, by their names, are output heads."""
+    def heads(self, layers: Iterable[str]) -> list[str]:
+        """Which of some layers, by their names, are output heads: by default they stay in full precision."""
         return _output_heads(self.model, list(layers))
 
     @cached_property
@@ -117,12 +112,11 @@ class Inventory:
         parameters = dict(self.parameters())
         # Experts are called as their parameter.
         own = [layer if layer in parameters else f"{layer}.weight" for layer in layers]
-        others: dict[int, list[str]] = {}
+        names: dict[int, list[str]] = {}
         for name, parameter in parameters.items():
             if name not in own:
-                others.setdefault(id(parameter), []).append(name)
-        shared = [name for name in own if id(parameters[name]) in others]
-        return [f"{name} is also {', '.join(others[id(parameters[name])])}" for name in shared]
+                names.setdefault(id(parameter), []).append(name)
+        return [f"{name} is also {', '.join(also)}" for name in own if (also := names.get(id(parameters[name])))]
 
     def block_of(self, layer: str, measured: Iterable[str] = ()) -> str:
         """The block of a layer.
@@ -208,18 +202,17 @@ class Inventory:
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
     """Whether a module is a linear layer: `nn.Linear`, or `Conv1D` of transformers, quantized or not."""
-    return isinstance(module, nn.Linear | Conv1D)
+    return isinstance(module, LINEARS)
 
 
 def is_convolution(module: nn.Module) -> bool:
     """Whether a module is a convolution of PyTorch: one that can be quantized, a transposed or a 3-dimensional one."""
-    return isinstance(module, _CONVOLUTIONS)
+    return isinstance(module, CONVOLUTIONS)
 
 
 def is_packed(model: nn.Module) -> bool:
     """Whether `from_pretrained` made this model of a packed checkpoint: its layers may have no weights yet."""
-    quantizer_of_transformers = getattr(model, "hf_quantizer", None)
-    return quantizer_of_transformers is not None and hasattr(quantizer_of_transformers, "compressor")
+    return packed_loader(model) is not None
 
 
 def misfit(module: nn.Module) -> str | None:

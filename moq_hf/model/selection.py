@@ -17,7 +17,7 @@ from ..processes import check_supported
 from ..quant_experts import experts_parameters, matrix_of
 from ..seams.transformers import ADAPTED, has_dora
 from ..serving import check_served
-from .inventory import Inventory, Layer, is_convolution, is_packed, misfit
+from .inventory import CONVOLUTIONS, LINEARS, Inventory, Layer, is_convolution, is_packed, misfit
 
 # How embedding tables are quantized, whatever the config says of the linear layers.
 _ROWS = Grid(PerChannel(), search="absmax")
@@ -77,7 +77,8 @@ def select_layers(
     """
     every = _candidates(inventory, config)
     what = "linear layer or convolution" if config.quantize_convolutions else "linear layer"
-    if config.quantize_convolutions and not inventory.convolutions:
+    convolutions = inventory.instances(*CONVOLUTIONS)
+    if config.quantize_convolutions and not convolutions:
         raise MoQError("quantize_convolutions: the model has no convolution; leave the key out")
     kept = _kept_by(inventory, config)
     asked = {name: layer for name, layer in every.items() if name not in kept}
@@ -86,7 +87,7 @@ def select_layers(
     reasons = {name: "routes to experts" if name in routers else misfit(layer) for name, layer in every.items()}
     chosen = {name: layer for name, layer in asked.items() if reasons[name] is None}
     if not chosen and not has_experts:
-        unasked = inventory.convolutions and not config.quantize_convolutions
+        unasked = convolutions and not config.quantize_convolutions
         hint = "; quantize_convolutions: true would quantize convolutions" if unasked else ""
         if not every:
             leaves = {type(module).__name__ for module in inventory.modules.values() if not list(module.children())}
@@ -131,7 +132,7 @@ def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Modu
 
 def output_heads(inventory: Inventory, config: MoQConfig) -> list[str]:
     """Names of the output heads among what the config may quantize."""
-    return inventory.heads_among(_candidates(inventory, config)) if config.quantize_convolutions else inventory.heads
+    return inventory.heads(_candidates(inventory, config))
 
 
 def grid_of(layer: nn.Module, config: MoQConfig) -> Grid:
@@ -254,14 +255,12 @@ def embeddings_to_quantize(inventory: Inventory, config: MoQConfig) -> dict[str,
 
 
 def _tables(inventory: Inventory) -> dict[str, nn.Embedding]:
-    modules = inventory.modules.items()
-    return {name: m for name, m in modules if isinstance(m, nn.Embedding) and not inventory.is_added(name)}
+    return inventory.instances(nn.Embedding)
 
 
 def _candidates(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
     """What the config may quantize by the schedule, in model order: linear layers, and convolutions if it says so."""
-    found = {**inventory.linears, **(inventory.convolutions if config.quantize_convolutions else {})}
-    return {name: found[name] for name in inventory.modules if name in found}
+    return inventory.instances(*LINEARS, *(CONVOLUTIONS if config.quantize_convolutions else ()))
 
 
 def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:

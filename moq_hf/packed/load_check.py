@@ -20,6 +20,7 @@ from ..processes import is_apart
 from ..quant_experts import quantized_in
 from ..quant_linear import QuantLayer
 from ..seams.transformers import attention_of, modules_with_bars
+from ..training.measuring import evaluating
 from .files import ADAPTER
 
 # Where all weights are equal, outputs may differ by the rounding of another kernel, relative to the largest output.
@@ -107,18 +108,10 @@ class ProbeBatch:
 
     @contextlib.contextmanager
     def _evaluating(self, model: nn.Module) -> Iterator[None]:
-        kind, enabled = self.device.type, self.autocast is not None
-        devices = [self.device] if kind == "cuda" else []
-        training = [module for module in model.modules() if module.training]
-        model.eval()
-        random, casting = torch.random.fork_rng(devices), torch.autocast(kind, self.autocast, enabled)
-        try:
-            with quiet(), random, torch.no_grad(), casting:
-                torch.manual_seed(0)
-                yield
-        finally:
-            for module in training:
-                module.training = True
+        casting = torch.autocast(self.device.type, self.autocast, self.autocast is not None)
+        with quiet(), evaluating(model), casting:
+            torch.manual_seed(0)
+            yield
 
 
 class ReferenceOutputs:

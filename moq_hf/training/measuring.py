@@ -92,6 +92,19 @@ def repeatable() -> Iterator[None]:
             numpy.random.set_state(of_numpy)
 
 
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """For the duration a model is out of training, without gradients; the random generators are as they were."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with repeatable(), torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def reshard(model: nn.Module) -> None:
     """Have FSDP2 free the weights that it keeps after a forward pass which has no backward pass.
 

@@ -77,7 +77,7 @@ def test_what_the_layers_are_is_what_the_config_says() -> None:
     model = new_model()
     model.bert.beside = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     found = take_inventory(model, MoQConfig.from_dict(CONFIG))
-    assert found.heads == ["classifier"] and not found.embeddings
+    assert found.heads(found.linears) == ["classifier"] and not found.embeddings
     assert found.left_out == {"classifier": None, "bert.beside": "a computed weight"}
     assert "bert.beside" not in found.layers and "bert.pooler.dense" in found.layers
     off = take_inventory(model, MoQConfig.from_dict({**CONFIG, "enabled": False}))
