@@ -10,6 +10,7 @@ from typing import Any
 import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..formats.table import has_codes
 from ..schedule import FLOAT_BITS
 from ..text import markdown_table, metrics_in
 from .verify import Verification, verify_quantized
@@ -94,26 +95,18 @@ def write_card(
 
 
 def _made(found: Verification) -> str:
-    """What was quantized, to how many bits, and how that is stored."""
-    kinds = {layer.kind for layer in found.layers.values()}
+    """Say what was quantized, to how many bits, and how that is stored."""
+    layers = [layer for layer in found.layers.values() if layer.kind != "embedding"] or list(found.layers.values())
     names = {"embedding": "embedding tables", "conv": "convolutions"}
-    what = sorted({names.get(kind, "linear layers") for kind in kinds}, reverse=True)
-    if len(what) > 1:
-        what = [word for word in what if word != "embedding tables"]
-    bits = sorted({layer.bits for layer in found.layers.values() if layer.kind != "embedding" or len(kinds) == 1})
-    dense = "floats on the grid of their integers"
+    what = sorted({names.get(layer.kind, "linear layers") for layer in layers}, reverse=True)
+    bits = ["float" if width == FLOAT_BITS else str(width) for width in sorted({layer.bits for layer in layers})]
     stored = "packed integers in the format of compressed-tensors"
-    if found.state.get("layout") == "floats":
-        others = any(kind != "conv" for kind in kinds)
-        why = "transformers could not load them packed" if others else "the packed format has no place for convolutions"
-        stored = f"{dense}, since {why}"
-    elif found.has_convolutions:
-        stored += f", those of convolutions {dense}, at full size"
+    if not all(has_codes(layer.stored) for layer in layers):
+        stored += ", or floats on their grid; see the table"
     return (
-        f"the weights of its {' and '.join(what)} were quantized while it trained, to "
-        f"{' and '.join('float' if b == FLOAT_BITS else str(b) for b in bits)} bits. {found.coverage()} are quantized, "
-        f"which makes {found.mean_bits:.2f} bits per parameter over the whole model. The quantized weights are "
-        f"{stored}: {_mb(found.file_bytes)} instead of {_mb(found.float_bytes)} in all."
+        f"the weights of its {' and '.join(what)} were quantized while it trained, to {' and '.join(bits)} bits. "
+        f"{found.coverage()} are quantized, which makes {found.mean_bits:.2f} bits per parameter over the whole model. "
+        f"The quantized weights are {stored}: {_mb(found.file_bytes)} instead of {_mb(found.float_bytes)} in all."
     )
 
 

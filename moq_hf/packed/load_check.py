@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import psutil
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
@@ -67,57 +68,11 @@ class Proof:
         return f"delivered = evaluated: {self.examples} examples, largest difference {difference:.3g}{tokens}"
 
 
-class ProbeBatch:
-    """A batch for a model and its copies: each is called in evaluation mode, without gradients, with the same seed.
-
-    Mode and random state of the caller stay as they are.
-
-    Args:
-        inputs: As the model's forward pass takes it, with labels or without.
-        device: Of the models.
-        autocast: The dtype that they are evaluated with under autocast; None: without autocast.
-    """
-
-    def __init__(self, inputs: Mapping[str, Any], device: torch.device, autocast: torch.dtype | None) -> None:
-        self.inputs = cast(dict[str, Any], _moved(dict(inputs), device))
-        self.device = device
-        self.autocast = autocast
-
-    def outputs(self, model: nn.Module) -> list[Tensor]:
-        """All tensors that the model gives, on the CPU, floats as float32."""
-        with self._evaluating(model):
-            found = [tensor.detach().cpu() for tensor in tensors_of(model(**self.inputs))]
-        return [tensor.float() if tensor.is_floating_point() else tensor for tensor in found]
-
-    def tokens(self, model: nn.Module) -> Tensor | None:
-        """What the model generates after two short prompts, `[examples, 4]`; None where it does not generate."""
-        can_generate = getattr(model, "can_generate", None)
-        main = str(getattr(model, "main_input_name", None))
-        if not callable(can_generate) or not can_generate() or not isinstance(self.inputs.get(main), Tensor):
-            return None
-        # Processes whose texts end at different tokens would wait for each other.
-        if any(map(is_apart, model.parameters())):
-            return None
-        prompts = {name: self.inputs[name][:2] for name in (main, "attention_mask") if name in self.inputs}
-        if main == "input_ids":
-            prompts = {name: tensor[:, :_PROMPT] for name, tensor in prompts.items()}
-        settings = {"min_new_tokens": _GENERATED, "max_new_tokens": _GENERATED, "do_sample": False}
-        with self._evaluating(model):
-            generated = cast(Any, model).generate(**prompts, **settings, return_dict_in_generate=False)
-        return cast(Tensor, generated)[:, -_GENERATED:].cpu()
-
-    @contextlib.contextmanager
-    def _evaluating(self, model: nn.Module) -> Iterator[None]:
-        casting = torch.autocast(self.device.type, self.autocast, self.autocast is not None)
-        with quiet(), evaluating(model), casting:
-            torch.manual_seed(0)
-            yield
-
-
 class ReferenceOutputs:
     """The outputs of a model in memory, to be compared with those of folders that hold it.
 
-    In FSDP every process must make this; one of them may then compare.
+    Each model is called in evaluation mode, without gradients, with the same seed; mode and random state of the caller
+    stay as they are. In FSDP every process must make this; one of them may then compare.
 
     Args:
         model: In any state; left as it is.
@@ -128,6 +83,8 @@ class ReferenceOutputs:
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], autocast: torch.dtype | None = None) -> None:
         began = time.perf_counter()
         self.model = uncompiled(model)
+        self._device = next(self.model.parameters()).device
+        self._autocast = autocast
         self.examples = next((len(v) for v in inputs.values() if isinstance(v, Tensor) and v.dim()), 0)
         self.outputs: list[Tensor] = []
         self.tokens: Tensor | None = None
@@ -138,11 +95,11 @@ class ReferenceOutputs:
             # Plain transformers rounds no activations: that is training for the int8 export.
             for layer in rounding:
                 layer.moq.inputs = None
-            self.batch = ProbeBatch(inputs, next(self.model.parameters()).device, autocast)
-            self.outputs = self.batch.outputs(self.model)
+            self._inputs: dict[str, Any] = _moved(inputs, self._device)
+            self.outputs = self._outputs_of(self.model)
             # What the model in memory cannot do, the loaded one need not do.
             with contextlib.suppress(Exception):
-                self.tokens = self.batch.tokens(self.model)
+                self.tokens = self._tokens_of(self.model)
         except Exception as error:
             self.reason = f"the model in memory cannot evaluate a training batch ({_short(error)})"
         finally:
@@ -172,7 +129,7 @@ class ReferenceOutputs:
             return None, self.reason, None
         size = sum(p.numel() * p.element_size() for p in self.model.parameters())
         size += sum(2 * output.nbytes for output in self.outputs)
-        if not _fits(size, self.batch.device):
+        if not _fits(size, self._device):
             return None, f"a second copy of the model ({size / 1e6:,.0f} MB) does not fit beside it", None
         failure = "from_pretrained cannot load it"
         try:
@@ -180,10 +137,10 @@ class ReferenceOutputs:
             failure = "the loaded model fails"
             if self.tokens is not None:
                 # Before any call of the model: what unpacks at the first one must not be needed.
-                self.batch.tokens(loaded)
+                self._tokens_of(loaded)
             self._cast(loaded)
-            outputs = self.batch.outputs(loaded)
-            tokens = None if self.tokens is None else self.batch.tokens(loaded)
+            outputs = self._outputs_of(loaded)
+            tokens = None if self.tokens is None else self._tokens_of(loaded)
         except _NO_MEMORY:
             raise
         except Exception as error:
@@ -213,6 +170,36 @@ class ReferenceOutputs:
         where = f"first in {', '.join(names[:_NAMED])}" if names else "though all weights are equal"
         return False, f"{reason}, {where}", difference
 
+    def _outputs_of(self, model: nn.Module) -> list[Tensor]:
+        """All tensors that the model gives, on the CPU, floats as float32."""
+        with self._evaluating(model):
+            found = [tensor.detach().cpu() for tensor in tensors_of(model(**self._inputs))]
+        return [tensor.float() if tensor.is_floating_point() else tensor for tensor in found]
+
+    def _tokens_of(self, model: nn.Module) -> Tensor | None:
+        """What the model generates after two short prompts, `[examples, 4]`; None where it does not generate."""
+        can_generate = getattr(model, "can_generate", None)
+        main = str(getattr(model, "main_input_name", None))
+        if not callable(can_generate) or not can_generate() or not isinstance(self._inputs.get(main), Tensor):
+            return None
+        # Processes whose texts end at different tokens would wait for each other.
+        if any(map(is_apart, model.parameters())):
+            return None
+        prompts = {name: self._inputs[name][:2] for name in (main, "attention_mask") if name in self._inputs}
+        if main == "input_ids":
+            prompts = {name: tensor[:, :_PROMPT] for name, tensor in prompts.items()}
+        settings = {"min_new_tokens": _GENERATED, "max_new_tokens": _GENERATED, "do_sample": False}
+        with self._evaluating(model):
+            generated = cast(Any, model).generate(**prompts, **settings, return_dict_in_generate=False)
+        return cast(Tensor, generated)[:, -_GENERATED:].cpu()
+
+    @contextlib.contextmanager
+    def _evaluating(self, model: nn.Module) -> Iterator[None]:
+        casting = torch.autocast(self._device.type, self._autocast, self._autocast is not None)
+        with quiet(), evaluating(model), casting:
+            torch.manual_seed(0)
+            yield
+
     def _load(self, folder: Path) -> nn.Module:
         base = without_peft(self.model)
         # Kernels of attention round differently, so the model's own is asked for.
@@ -224,7 +211,7 @@ class ReferenceOutputs:
                 from peft import PeftModel
 
                 loaded = PeftModel.from_pretrained(loaded, folder / ADAPTER)
-        return cast(nn.Module, loaded.to(self.batch.device).eval())
+        return cast(nn.Module, loaded.to(self._device).eval())
 
     def _cast(self, loaded: nn.Module) -> None:
         """Give a model in a half dtype its dtype: packed weights are loaded in float32."""
@@ -233,7 +220,7 @@ class ReferenceOutputs:
             return
         with quiet(), torch.no_grad(), torch.random.fork_rng():
             # The first call unpacks the weights.
-            loaded(**self.batch.inputs)
+            loaded(**self._inputs)
         for name, module in loaded.named_modules():
             kept = {} if name not in own else own_tensors(own[name])
             for key, tensor in own_tensors(module).items():
@@ -255,7 +242,7 @@ def kept_batch(inputs: Mapping[str, Any], model: nn.Module | None = None) -> dic
     if base is not None and "forward" in vars(base):
         known = inspect.signature(type(base).forward).parameters
         inputs = {name: value for name, value in inputs.items() if name in known}
-    return cast(dict[str, Any], _moved(dict(inputs), "cpu"))
+    return _moved(inputs, "cpu")
 
 
 def tensors_of(output: Any) -> list[Tensor]:
@@ -341,15 +328,9 @@ def quiet() -> Iterator[None]:
             cast(Any, transformers_logging).enable_progress_bar()
 
 
-def _moved(value: Any, device: torch.device | str) -> Any:
-    """A copy of a batch on the device."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device, copy=True)
-    if isinstance(value, Mapping):
-        return {key: _moved(part, device) for key, part in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_moved(part, device) for part in value)
-    return value
+def _moved(inputs: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """Return a copy of a batch on the device."""
+    return cast(dict[str, Any], recursively_apply(lambda tensor: tensor.detach().to(device, copy=True), dict(inputs)))
 
 
 def _in_one_process() -> contextlib.AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerState
 
 from ..config import MoQConfig
-from ..errors import MoQError, one_line
+from ..errors import MoQError, listed, one_line
 from ..names import plain_name
 from ..seams.engines import FSDP_MODEL
 from ..seams.transformers import never_saved, original_format, tied_parameters
@@ -184,10 +184,10 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
             f"{folder} holds the weights of a model with PEFT's adapters: load them, and call save_quantized"
         )
     if missing:
-        raise MoQError(f"{weights.place}: missing of the model's weights: {_some(missing)}")
+        raise MoQError(f"{weights.place}: missing of the model's weights: {listed(missing)}")
     left = [name for name in left if name not in tied]
     if left:
-        raise MoQError(f"{weights.place}: weights that {type(shell).__name__} does not have: {_some(left)}")
+        raise MoQError(f"{weights.place}: weights that {type(shell).__name__} does not have: {listed(left)}")
     for name, called in found.items():
         spec, tensor = weights.specs[called], wanted[name]
         if spec.shape != tensor.shape:
@@ -196,11 +196,6 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
         if spec.dtype != tensor.dtype:
             tensor.data = tensor.data.to(spec.dtype)
     return found
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
 
 
 def _controller(shell: nn.Module, state: Mapping[str, Any]) -> MoQController:

@@ -199,7 +199,7 @@ class _Saving:
                 staging.mkdir()
                 encoder = Encoder(self.inventory, _without(self.layers, tied), layout, tied)
                 with quiet():
-                    tensors = self._encode(encoder)
+                    tensors, rest = self._encode(encoder)
                     renamed = encoder.rename(self.model, tensors)
                     _write_packed_files(staging, self.model, renamed, encoder, self.options)
                     if self.whole_model is not self.model:
@@ -212,7 +212,7 @@ class _Saving:
                     reason = f"{layout}: {proof.reason}"
                 elif str(proof.reason) not in reason:
                     reason = f"{reason}; {layout}: {proof.reason}"
-            found = self._write_state(staging, encoder, proof=proof, reason=reason)
+            found = self._write_state(staging, encoder, rest, proof=proof, reason=reason)
         _warn(self.target, encoder, proof, reason)
         self._write_card(found)
         return found
@@ -231,7 +231,7 @@ class _Saving:
         encoder = Encoder(self.inventory, self.layers, "floats")
         with self._staged() as staging, quiet():
             staging.mkdir()
-            tensors = self._encode(encoder)
+            tensors, rest = self._encode(encoder)
             # No two tensors may share memory in a file.
             own = {n: t.detach().cpu().clone().contiguous() for n, t in tensors.items() if isinstance(t, Tensor)}
             save_file(own, staging / SINGLE, metadata={"format": "pt"})
@@ -247,7 +247,7 @@ class _Saving:
                     left.append(f"{type(part).__name__} ({one_line(error)})")
                     if part is not processing_class:
                         (staging / CONFIG).unlink(missing_ok=True)
-            found = self._write_state(staging, encoder, proof=None, reason=reason, by_hand=True)
+            found = self._write_state(staging, encoder, rest, proof=None, reason=reason, by_hand=True)
         if left:
             logger.warning("moq_hf: not saved beside the weights: %s", ", ".join(left))
         _warn(self.target, encoder, None, reason)
@@ -303,8 +303,11 @@ class _Saving:
             return ["unpacked", "packed", "floats"]
         return ["packed", "unpacked", "floats"]
 
-    def _encode(self, encoder: Encoder) -> dict[str, Tensor]:
-        """Return what goes into the files, by the names of tensors; float weights are read and encoded one by one."""
+    def _encode(self, encoder: Encoder) -> tuple[dict[str, Tensor], int]:
+        """Return what goes into the files, by the names of tensors, and the bytes of what is no quantized weight.
+
+        Float weights are read and encoded one by one.
+        """
         source = self.options.state_dict or self.model.state_dict()
         path = next(name for name, module in self.whole.modules.items() if module is self.model)
         # The names in the source by those that the tensors had before PEFT came.
@@ -320,18 +323,24 @@ class _Saving:
                 if key not in kept:
                     kept[key] = source[there]
                 tensors[name] = kept[key]
-        self.others = [tensor for tensor in kept.values() if isinstance(tensor, Tensor)]
+        rest = sum(tensor.nbytes for tensor in kept.values() if isinstance(tensor, Tensor))
         for name, layer in encoder.layers.items():
             tensors |= encoder.store(name, source[names[parameter_of(name, layer.kind)]])
-        return tensors
+        return tensors, rest
 
     def _write_state(
-        self, folder: Path, encoder: Encoder, *, proof: Proof | None, reason: str | None, by_hand: bool = False
+        self,
+        folder: Path,
+        encoder: Encoder,
+        rest: int,
+        *,
+        proof: Proof | None,
+        reason: str | None,
+        by_hand: bool = False,
     ) -> Verification:
         if proof is not None and proof.reason is not None:
             proof = replace(proof, reason=without_paths(proof.reason))
         sizes = ModelSizes(self.whole, self.quantized)
-        floats = [tensor for tensor in self.others if tensor.is_floating_point()]
         saved = sum(layer.bytes_before for layer in encoder.stored.values())
         config = folder / CONFIG
         state = state_of(self.layers, encoder.stored, self.options.controller) | {
@@ -344,10 +353,8 @@ class _Saving:
             # Nobody's `save_pretrained` wrote it.
             "by_hand": by_hand,
             "handed_dtype": handed_dtype(self.layers),
-            "parameters": {"total": sizes.total, "quantized": sizes.quantized},
-            "float_bytes": saved + sum(tensor.nbytes for tensor in self.others),
-            # Floating-point numbers beside the quantized weights.
-            "others": {"count": sum(t.numel() for t in floats), "bytes": sum(t.nbytes for t in floats)},
+            "parameters": {"total": sizes.total, "quantized": sizes.quantized, "mean_bits": sizes.mean_bits},
+            "float_bytes": saved + rest,
             "tensors": {name: digest_of(tensor) for name, tensor in tensors_in(folder)},
             "config_json": sha256(config.read_bytes()) if config.exists() else None,
         }

@@ -107,21 +107,15 @@ class Switched(TypedDict):
 
 
 class Counted(TypedDict):
-    """How many parameters are quantized, and how many there are."""
+    """How many parameters are quantized, how many there are, and how many bits they have on average."""
 
     quantized: Positive
     total: Positive
-
-
-class Others(TypedDict):
-    """Floating-point numbers beside the quantized weights."""
-
-    count: Count
-    bytes: Count
+    mean_bits: Weight
 
 
 class State(TypedDict):
-    """What of `moq_state.json` is read again; the digest proves integrity against accident alone."""
+    """What of `moq_state.json` is checked when it is read; the digest proves integrity against accident alone."""
 
     tensors: dict[str, str]
     config_json: str | None
@@ -136,7 +130,6 @@ class State(TypedDict):
     float_metrics: NotRequired[dict[str, Any] | None]
     parameters: Counted
     float_bytes: Positive
-    others: Others
     proof: NotRequired[Proof | None]
 
 
@@ -197,16 +190,6 @@ def hub_id(name: str | None) -> str | None:
     return name if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not Path(name).exists() else None
 
 
-def owner_of(tensor: str, modules: Mapping[str, str]) -> tuple[str, str]:
-    """The module of a tensor in the files, and the last part of its name.
-
-    >>> owner_of("vision.layers.0.weight_packed", {"vision.layers.0": "model.vision.layers.0"})
-    ('model.vision.layers.0', 'weight_packed')
-    """
-    owner, _, part = tensor.rpartition(".")
-    return modules.get(owner, owner), part
-
-
 class Places:
     """Which layer each tensor in the files belongs to.
 
@@ -227,7 +210,8 @@ class Places:
         """
         if tensor in self._parameters:
             return tensor, tensor, "weight"
-        owner, part = owner_of(tensor, self._modules)
+        owner, _, part = tensor.rpartition(".")
+        owner = self._modules.get(owner, owner)
         return self._matrices.get(owner, owner), owner, part
 
 
@@ -238,7 +222,7 @@ def record_metrics(
 
     Args:
         directory: What `save_quantized` wrote.
-        metrics: Figures by name, in the place of those that are there.
+        metrics: Figures by name, instead of those that are there.
         float_metrics: Those of a model that was trained in float; None leaves what is there.
 
     Raises:

@@ -81,11 +81,6 @@ class Verification:
         return covered(*self.parameters)
 
     @property
-    def has_convolutions(self) -> bool:
-        """Whether some of the quantized layers are convolutions, which are not packed."""
-        return any(layer.kind == "conv" for layer in self.layers.values())
-
-    @property
     def parameters(self) -> tuple[int, int]:
         """How many parameters of the model are quantized, and how many there are, each counted once."""
         counted = self.state["parameters"]
@@ -94,13 +89,7 @@ class Verification:
     @property
     def mean_bits(self) -> float:
         """Bits per parameter of the whole model; a parameter that is not quantized has those of its dtype."""
-        quantized, total = self.parameters
-        bits = 0
-        for layer in self.layers.values():
-            bits += 8 * layer.bytes_before if layer.stored == "float" else math.prod(layer.shape) * layer.bits
-        others = self.state["others"]
-        rest = 8 * others["bytes"] / max(1, others["count"])
-        return float(bits + (total - quantized) * rest) / total
+        return cast(float, self.state["parameters"]["mean_bits"])
 
     @property
     def quantized_bytes(self) -> tuple[int, int]:

@@ -192,7 +192,7 @@ def test_a_folder_tells_what_the_controller_told(make: Any, tmp_path: Path) -> N
         controller.step()
     save_quantized(model, tmp_path / "packed", controller=controller)
     found = verify_quantized(tmp_path / "packed", model)
-    assert found.state["parameters"] == {"total": numbers_of(model), "quantized": controller.sizes.quantized}
+    assert found.parameters == (controller.sizes.quantized, numbers_of(model))
     assert found.mean_bits == pytest.approx(controller.sizes.mean_bits)
     line = f"quantized: {controller.sizes.coverage}; mean {controller.sizes.mean_bits:.2f} bits over the whole model"
     assert found.table().splitlines()[-1] == line
