@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from classifiers import classifier
+from classifiers import MINILM, classifier
 from environment import environment, write
+from transformers import BertConfig
 
 from moq_hf import MoQConfig
 from moq_hf.training.controller import MoQController
@@ -233,12 +234,13 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=15, help="steps of each arm; ten times as many of 1 x 8 tokens")
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--vocabulary", type=int, default=MINILM.vocab_size)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/step_time.json"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    model = classifier(None)
+    model = classifier(None, BertConfig(**{**MINILM.to_dict(), "vocab_size": args.vocabulary}))
     model.bert.encoder.layer = model.bert.encoder.layer[: args.layers]
     results: dict[str, Any] = {}
 

@@ -9,6 +9,7 @@ from typing import Any
 import programs
 import pytest
 import torch
+import transformers as hf
 from tiny_runs import (
     ARRIVAL,
     BLEND,
@@ -30,12 +31,6 @@ from tiny_runs import (
     weights,
 )
 from torch import nn
-from transformers import (
-    EarlyStoppingCallback,
-    Trainer,
-    TrainerCallback,
-    set_seed,
-)
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from moq_hf import MoQCallback, MoQError, QuantLinear
@@ -99,7 +94,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(make: Any, config: Any, tmp_path:
 
 
 def train_and_tell(folder: Path, pipe: Connection) -> None:
-    class Step(TrainerCallback):
+    class Step(hf.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             pipe.send(state.global_step)
 
@@ -132,9 +127,9 @@ def test_accumulation_counts_once_and_equals_a_larger_batch(tmp_path: Path) -> N
     settings = {"max_steps": 12, "optim": "sgd", "learning_rate": 0.05, "logging_steps": 1}
     one = no_dropout(moq(tmp_path, per_device_train_batch_size=8, **settings))
     many = no_dropout(moq(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, **settings))
-    set_seed(3)
+    hf.set_seed(3)
     one.train()
-    set_seed(3)
+    hf.set_seed(3)
     many.train()
     losses = [[log["loss"] for log in t.state.log_history if "loss" in log] for t in (one, many)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
@@ -178,14 +173,14 @@ def test_evaluation_advances_nothing(tmp_path: Path) -> None:
 def test_only_checkpoints_at_the_target_can_be_the_best(tmp_path: Path) -> None:
     seen: dict[int, float | None] = {}
 
-    class Watch(TrainerCallback):
+    class Watch(hf.TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seen[state.global_step] = state.best_metric
 
     scores = iter([9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 3.5])
     trainer = stock(
         tmp_path,
-        callbacks=[Watch(), EarlyStoppingCallback(early_stopping_patience=2)],
+        callbacks=[Watch(), hf.EarlyStoppingCallback(early_stopping_patience=2)],
         eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
         metric_for_best_model="score", greater_is_better=True,
     )  # fmt: skip
@@ -226,7 +221,7 @@ def test_bits_reach_the_history_and_the_reporters(tmp_path: Path) -> None:
 
 
 def test_model_init_and_a_second_training_start_afresh(tmp_path: Path) -> None:
-    trainer = Trainer(
+    trainer = hf.Trainer(
         model_init=new_model, args=arguments(tmp_path), train_dataset=rows(), callbacks=[MoQCallback(CONFIG)]
     )
     trainer.train()

@@ -31,20 +31,13 @@ import pytest
 import tiny_glue
 import tiny_runs
 import torch
+import transformers as hf
 from accelerate.commands.launch import launch_command_parser as accelerate_parser
 from datasets import Dataset, load_dataset
 from made_run import make_run
 from repo import ROOT
 from tiny_glue import quiet_logging
 from torch.distributed.run import get_args_parser as torchrun_parser
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    TrainingArguments,
-)
 
 import moq_hf
 from moq_hf import MoQConfig, cli, quantize_model, save_quantized, verify_quantized
@@ -93,7 +86,9 @@ ADDED = {
     "docs/make_figures.py": ["--out", "img"],
     "examples/demo/make_corpus.py": ["--out", "corpus"],
     "benchmarks/proof.py": shlex.split("--batch 2 --sequence 16 --steps 2 --runs 1 --threads 1 --out proof.json"),
-    "benchmarks/step_time.py": shlex.split("--batch 1 --sequence 8 --layers 1 --repeats 2 --out step_time.json"),
+    "benchmarks/step_time.py": shlex.split(
+        "--batch 1 --sequence 8 --layers 1 --vocabulary 1100 --repeats 2 --out step_time.json"
+    ),
     "benchmarks/peers.py": [
         *shlex.split("--parts time,table --repeats 2 --time_batch 2 --time_sequence 8 --out peers.jsonl --arms"),
         "moq_hf, 8 bits",
@@ -268,8 +263,8 @@ def test_gguf_commands(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     from gguf_base import write_base
 
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    model = hf.LlamaForCausalLM(
+        hf.LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
     )
     (page,) = (page for page in PAGES if page.name == "llama-cpp.md" and page.parent.name == "guide")
     (recipe,) = (json.loads(block.text) for block in blocks_of(page) if block.language == "json")
@@ -278,7 +273,7 @@ def test_gguf_commands(tmp_path: Path) -> None:
         save_quantized(quantize_model(model, recipe), "runs/chat")
         assert cli.main(shlex.split(FLOATS)[1:]) == 0
         words = shlex.split(CONVERT)
-        write_base(LlamaForCausalLM.from_pretrained(words[2]), Path(words[-1]))
+        write_base(hf.LlamaForCausalLM.from_pretrained(words[2]), Path(words[-1]))
         assert cli.main(shlex.split(GGUF)[1:]) == 0
         assert Path("runs/chat.gguf").is_file()
 
@@ -404,8 +399,8 @@ def test_script_commands(command: str, checkout: Path, capfd: pytest.CaptureFixt
 def tiny_model(folder: Path, **changed: object) -> Path:
     """A model in the place of one from the Hub."""
     tiny_glue.make_model(folder)
-    config = AutoConfig.from_pretrained(folder, **changed)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    config = hf.AutoConfig.from_pretrained(folder, **changed)
+    hf.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     return folder
 
 
@@ -423,11 +418,11 @@ def prepared(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     if page == ROOT / "docs" / "guide" / "sensitivity.md":
         # What `make demo` leaves.
         tiny_model(Path("runs/demo/float"), vocab_size=1100)
-        AutoTokenizer.from_pretrained("examples/demo/model").save_pretrained("runs/demo/float")
+        hf.AutoTokenizer.from_pretrained("examples/demo/model").save_pretrained("runs/demo/float")
     if page == ROOT / "docs" / "guide" / "deploy.md":
-        model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained("examples/demo/model"))
+        model = hf.AutoModelForSequenceClassification.from_config(hf.AutoConfig.from_pretrained("examples/demo/model"))
         quantize_model(model, {"quantize_bits": {"start_bits": 8, "target_bits": 8}})
-        save_quantized(model, "runs/mrpc", processing_class=AutoTokenizer.from_pretrained("examples/demo/model"))
+        save_quantized(model, "runs/mrpc", processing_class=hf.AutoTokenizer.from_pretrained("examples/demo/model"))
         Path("data").mkdir()
         tiny_glue.write_rows(Path("data/mrpc.jsonl"), tiny_glue.make_rows("mrpc", 4))
         assert cli.main(shlex.split(EXPORT)[1:]) == 0
@@ -444,11 +439,13 @@ def prepared(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
         return {"model": new_model(tokenizer), "tokenizer": tokenizer, "dialogues": Dataset.from_list(rows)}
     if page != ROOT / "README.md":
         return {}
-    tokenizer = AutoTokenizer.from_pretrained("examples/demo/model")
+    tokenizer = hf.AutoTokenizer.from_pretrained("examples/demo/model")
     rows = load_dataset("json", data_files="examples/demo/train.jsonl", split="train[:32]")
     return {
-        "model": AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained("examples/demo/model")),
-        "args": TrainingArguments("runs", use_cpu=True),
+        "model": hf.AutoModelForSequenceClassification.from_config(
+            hf.AutoConfig.from_pretrained("examples/demo/model")
+        ),
+        "args": hf.TrainingArguments("runs", use_cpu=True),
         "data": rows.map(lambda row: tokenizer(row["sentence"])),
     }
 

@@ -17,20 +17,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import transformers as hf
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import (
-    BertForSequenceClassification,
-    BertPreTrainedModel,
-    CLIPConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Trainer,
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
-)
 from transformers.trainer_jit_checkpoint import CheckpointManager
 
 import moq_hf
@@ -133,7 +123,7 @@ class Tiny(nn.Module):
         return {"loss": self.layer(x).square().mean()}
 
 
-class Counter(TrainerCallback, seams.ExportableState):
+class Counter(hf.TrainerCallback, seams.ExportableState):
     def __init__(self, start: int = 0) -> None:
         self.start, self.count = start, 0
 
@@ -144,7 +134,7 @@ class Counter(TrainerCallback, seams.ExportableState):
         self.count += 1
 
 
-class Spied(Trainer):
+class Spied(hf.Trainer):
     """Notes which of the methods that moq_hf overrides are called, and with what."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -153,7 +143,7 @@ class Spied(Trainer):
 
 
 def _spy(name: str) -> None:
-    original = getattr(Trainer, name)
+    original = getattr(hf.Trainer, name)
 
     def method(self: Spied, *args: Any, **kwargs: Any) -> Any:
         self.called.setdefault(name, inspect.signature(original).bind(self, *args, **kwargs).arguments)
@@ -167,7 +157,7 @@ for _path in OVERRIDDEN:
         _spy(_path.rpartition(".")[2])
 
 
-def trainer_of(folder: Path, callback: TrainerCallback | None = None, model: Any = None, **more: Any) -> Spied:
+def trainer_of(folder: Path, callback: hf.TrainerCallback | None = None, model: Any = None, **more: Any) -> Spied:
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 1,
         "max_steps": 2,
@@ -181,7 +171,7 @@ def trainer_of(folder: Path, callback: TrainerCallback | None = None, model: Any
     }
     return Spied(
         Tiny() if model is None else model,
-        TrainingArguments(str(folder), **settings),
+        hf.TrainingArguments(str(folder), **settings),
         train_dataset=[{"x": torch.ones(2)}] * 8,
         callbacks=[] if callback is None else [callback],
     )
@@ -197,7 +187,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Spied:
     return trainer
 
 
-def the_counter(trainer: Trainer) -> Counter:
+def the_counter(trainer: hf.Trainer) -> Counter:
     return next(callback for callback in seams.callbacks_of(trainer) if isinstance(callback, Counter))
 
 
@@ -265,7 +255,7 @@ def test_incomplete(tmp_path: Path) -> None:
         raise OSError("the disk is full")
 
     trainer: Any = SimpleNamespace(
-        state=TrainerState(global_step=3),
+        state=hf.TrainerState(global_step=3),
         model=None,
         _get_output_dir=lambda trial: str(tmp_path),
         _save_checkpoint=full,
@@ -277,7 +267,7 @@ def test_incomplete(tmp_path: Path) -> None:
 
 def test_callback_states(finished: Spied) -> None:
     assert seams.callback_states(finished.state)["Counter"]["args"] == {"start": 5}
-    assert seams.callback_states(TrainerState()) == {}
+    assert seams.callback_states(hf.TrainerState()) == {}
 
 
 def test_callbacks_of(finished: Spied) -> None:
@@ -301,7 +291,7 @@ def test_save_training_args(finished: Spied, tmp_path: Path) -> None:
     assert (seams.checkpoint_folder(finished) / path.name).is_file()
 
 
-def test_training_summary(tiny_bert: BertForSequenceClassification, tmp_path: Path) -> None:
+def test_training_summary(tiny_bert: hf.BertForSequenceClassification, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model=tiny_bert)
     known = seams.training_summary(trainer, tasks="text-classification", dataset="one", language="en")
     assert (known.tasks, known.dataset, known.language) == ("text-classification", "one", "en")
@@ -347,14 +337,14 @@ def test_undo_mixed_precision(tmp_path: Path) -> None:
 # Models of transformers.
 
 
-def test_attention_of(tiny_bert: BertForSequenceClassification) -> None:
+def test_attention_of(tiny_bert: hf.BertForSequenceClassification) -> None:
     assert seams.attention_of(tiny_bert.config) == "sdpa"
     tiny_bert.set_attn_implementation("eager")
     assert seams.attention_of(tiny_bert.config) == "eager"
     assert seams.attention_of(SimpleNamespace()) is None
 
 
-def test_set_attention(tiny_bert: BertForSequenceClassification, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_attention(tiny_bert: hf.BertForSequenceClassification, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(type(tiny_bert).__module__)
     eager, called = module.eager_attention_forward, []
     monkeypatch.setattr(module, "eager_attention_forward", lambda *a, **k: called.append(1) or eager(*a, **k))
@@ -364,14 +354,14 @@ def test_set_attention(tiny_bert: BertForSequenceClassification, monkeypatch: py
     seams.set_attention(tiny_bert.config, "eager")
     tiny_bert(ids)
     assert called and seams.attention_of(tiny_bert.config) == "eager"
-    parts = CLIPConfig(attn_implementation="sdpa")
+    parts = hf.CLIPConfig(attn_implementation="sdpa")
     seams.set_attention(parts, "eager")
     assert (seams.attention_of(parts), seams.attention_of(parts.text_config)) == ("eager", "sdpa")
 
 
-def test_initialize_again(tiny_bert: BertForSequenceClassification, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initialize_again(tiny_bert: hf.BertForSequenceClassification, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[nn.Module] = []
-    monkeypatch.setattr(BertPreTrainedModel, "_init_weights", lambda self, module: begun.append(module))
+    monkeypatch.setattr(hf.BertPreTrainedModel, "_init_weights", lambda self, module: begun.append(module))
     seams.initialize_again(tiny_bert)
     assert set(begun) == set(tiny_bert.modules())
     tiny_bert.initialize_weights()
@@ -451,7 +441,7 @@ def test_matrices_in_files() -> None:
     assert list(seams.matrices_in_files(model, "somewhere.else", 2, 2)) == ["somewhere.else"]
 
 
-def test_never_saved(tmp_path: Path, tiny_bert: BertForSequenceClassification) -> None:
+def test_never_saved(tmp_path: Path, tiny_bert: hf.BertForSequenceClassification) -> None:
     name = "bert.pooler.dense.bias"
     tiny_bert._keys_to_ignore_on_save = [name]
     tiny_bert.save_pretrained(tmp_path)
@@ -459,7 +449,7 @@ def test_never_saved(tmp_path: Path, tiny_bert: BertForSequenceClassification) -
     assert tiny_bert.state_dict().keys() - load_file(tmp_path / "model.safetensors").keys() == {name}
 
 
-def test_has_adapter(tiny_bert: BertForSequenceClassification) -> None:
+def test_has_adapter(tiny_bert: hf.BertForSequenceClassification) -> None:
     from peft import LoraConfig
 
     assert not seams.has_adapter(tiny_bert)
@@ -478,11 +468,11 @@ def test_is_scaled_table() -> None:
         assert seams.is_scaled_table(cls) and torch.equal(table(torch.arange(4)), plain * 3.0)
 
 
-def test_tied_parameters(tiny_bert: BertForSequenceClassification) -> None:
+def test_tied_parameters(tiny_bert: hf.BertForSequenceClassification) -> None:
 
     assert seams.tied_parameters(tiny_bert) == {}
-    config = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=1, eos_token_id=1)
-    assert seams.tied_parameters(GPT2LMHeadModel(config)) == {"lm_head.weight": "transformer.wte.weight"}
+    config = hf.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=1, eos_token_id=1)
+    assert seams.tied_parameters(hf.GPT2LMHeadModel(config)) == {"lm_head.weight": "transformer.wte.weight"}
 
 
 # Packed models.
@@ -496,23 +486,23 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Te
     config = BertConfig(
         vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=2
     )
-    model = BertForSequenceClassification(config)
+    model = hf.BertForSequenceClassification(config)
     quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_groups": "per_channel"})
     folder = save_quantized(model, tmp_path_factory.mktemp("packed") / "model")
     return folder, {name: layer.quantized_weight().detach() for name, layer in quant_layers(model).items()}
 
 
 @pytest.fixture
-def loaded(packed: tuple[Path, Any]) -> BertForSequenceClassification:
-    return BertForSequenceClassification.from_pretrained(packed[0])
+def loaded(packed: tuple[Path, Any]) -> hf.BertForSequenceClassification:
+    return hf.BertForSequenceClassification.from_pretrained(packed[0])
 
 
-def test_packed_loader(loaded: BertForSequenceClassification, tiny_bert: BertForSequenceClassification) -> None:
+def test_packed_loader(loaded: hf.BertForSequenceClassification, tiny_bert: hf.BertForSequenceClassification) -> None:
     assert seams.packed_loader(loaded) is not None and seams.packed_loader(tiny_bert) is None
 
 
-def test_unpack(loaded: BertForSequenceClassification, packed: tuple[Path, dict[str, Tensor]]) -> None:
-    plain = BertForSequenceClassification(loaded.config)
+def test_unpack(loaded: hf.BertForSequenceClassification, packed: tuple[Path, dict[str, Tensor]]) -> None:
+    plain = hf.BertForSequenceClassification(loaded.config)
     seams.unpack(loaded)
     assert loaded.state_dict().keys() == plain.state_dict().keys()
     assert not hasattr(loaded.config, "quantization_config") and seams.packed_loader(loaded) is None
@@ -580,7 +570,7 @@ def test_write_packing_config(packed: tuple[Path, Any], tmp_path: Path) -> None:
 
 def test_modules_with_bars(packed: tuple[Path, Any], capfd: pytest.CaptureFixture[str]) -> None:
     with quiet():
-        BertForSequenceClassification.from_pretrained(packed[0])(torch.ones(1, 4, dtype=torch.long))
+        hf.BertForSequenceClassification.from_pretrained(packed[0])(torch.ones(1, 4, dtype=torch.long))
     assert capfd.readouterr().err == ""
     assert {"compressed_tensors.offload.dispatch", "compressed_tensors.quantization.lifecycle.apply"} <= {
         module.__name__ for module in seams.modules_with_bars()
@@ -703,7 +693,7 @@ def adapted(model: nn.Module, **more: Any) -> Any:
 
 
 @from_peft
-def test_adapted(tiny_bert: BertForSequenceClassification) -> None:
+def test_adapted(tiny_bert: hf.BertForSequenceClassification) -> None:
     query = tiny_bert.bert.encoder.layer[0].attention.self.query
     adapted(tiny_bert)
     wrapper = tiny_bert.bert.encoder.layer[0].attention.self.query
@@ -711,14 +701,14 @@ def test_adapted(tiny_bert: BertForSequenceClassification) -> None:
 
 
 @from_peft
-def test_original(tiny_bert: BertForSequenceClassification) -> None:
+def test_original(tiny_bert: hf.BertForSequenceClassification) -> None:
     classifier = tiny_bert.classifier
     adapted(tiny_bert)
     assert dict(tiny_bert.classifier.named_children())[seams.ORIGINAL] is classifier
 
 
 @from_peft
-def test_trained_copies(tiny_bert: BertForSequenceClassification) -> None:
+def test_trained_copies(tiny_bert: hf.BertForSequenceClassification) -> None:
     adapted(tiny_bert)
     copies = dict(tiny_bert.classifier.named_children())[seams.TRAINED_COPIES]
     assert all(parameter.requires_grad for parameter in copies.parameters())
@@ -738,7 +728,7 @@ def test_is_transformed() -> None:
 
 
 @from_peft
-def test_is_peft(tiny_bert: BertForSequenceClassification) -> None:
+def test_is_peft(tiny_bert: hf.BertForSequenceClassification) -> None:
     assert not seams.is_peft(tiny_bert.bert.encoder.layer[0].attention.self.query)
     adapted(tiny_bert)
     assert seams.is_peft(tiny_bert.bert.encoder.layer[0].attention.self.query)
@@ -747,7 +737,7 @@ def test_is_peft(tiny_bert: BertForSequenceClassification) -> None:
 
 @from_peft
 @pytest.mark.parametrize("use_dora", [True, False])
-def test_has_dora(tiny_bert: BertForSequenceClassification, use_dora: bool) -> None:
+def test_has_dora(tiny_bert: hf.BertForSequenceClassification, use_dora: bool) -> None:
     adapted(tiny_bert, use_dora=use_dora)
     assert seams.has_dora(tiny_bert.bert.encoder.layer[0].attention.self.query) == use_dora
     assert not seams.has_dora(tiny_bert.classifier)

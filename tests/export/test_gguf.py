@@ -8,14 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    set_seed,
-)
+import transformers as hf
 
 from moq_hf import MoQError, cli, quantize_model, quantizer, save_quantized
 from moq_hf.export import gguf as gguf_module
@@ -54,12 +47,12 @@ def packed(folder: Path, model: Any, bits: list[int], **config: Any) -> Path:
 def base_of(folder: Path, path: Path, kind: Any = Kind.F16, **more: Any) -> Path:
     """What the converter would make of the folder `export_floats` writes."""
     export_floats(folder, path.with_suffix(".floats"))
-    return write_base(AutoModelForCausalLM.from_pretrained(path.with_suffix(".floats")), path, kind, **more)
+    return write_base(hf.AutoModelForCausalLM.from_pretrained(path.with_suffix(".floats")), path, kind, **more)
 
 
 def llama(seed: int = 0) -> Any:
-    set_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**SHAPE))
+    hf.set_seed(seed)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +138,7 @@ def test_full_ranges_with_scales_that_float16_holds_are_exact(tmp_path: Path) ->
         bits: int(weights[name].codes.min()) for bits, name in zip([4, 8, 2, 3], weights, strict=False)
     }.items()
     assert min(float(weight.scale.min()) for weight in weights.values()) < 0
-    tensors, floats = read(found.path)[0], LlamaForCausalLM.from_pretrained(tmp_path / "base.floats").state_dict()
+    tensors, floats = read(found.path)[0], hf.LlamaForCausalLM.from_pretrained(tmp_path / "base.floats").state_dict()
     for name, heads in (("q_proj", 4), ("k_proj", 2)):
         tensor = tensors[f"blk.1.attn_{name[0]}.weight"]
         exact = permuted(floats[f"model.layers.1.self_attn.{name}.weight"].numpy(), heads)
@@ -153,8 +146,8 @@ def test_full_ranges_with_scales_that_float16_holds_are_exact(tmp_path: Path) ->
 
 
 def test_conv1d_a_tied_head_and_tables_that_stay_floats(tmp_path: Path) -> None:
-    set_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=2, n_positions=32))
+    hf.set_seed(0)
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=2, n_positions=32))
     folder = packed(tmp_path / "packed", model, [4], quantize_groups="per_channel")
     found = export_gguf(folder, tmp_path / "out.gguf", base_of(folder, tmp_path / "base.gguf"))
     tensors, _ = read(found.path)
@@ -167,7 +160,7 @@ def test_conv1d_a_tied_head_and_tables_that_stay_floats(tmp_path: Path) -> None:
 
 
 def test_position_tables_keep_the_bases_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=2, n_positions=32))
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=2, n_positions=32))
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     folder = packed(tmp_path / "packed", model, [4], quantize_groups="per_channel", quantize_embeddings=8)
@@ -193,11 +186,11 @@ def test_a_base_of_another_model_is_refused(tmp_path: Path, checkpoint: Path, ba
             export_gguf(checkpoint, out, wrong)
         assert list(tmp_path.glob("*out*")) == []
 
-    model = AutoModelForCausalLM.from_pretrained(base.with_suffix(".floats"))
+    model = hf.AutoModelForCausalLM.from_pretrained(base.with_suffix(".floats"))
     refused(
         write_base(llama(1), tmp_path / "seed.gguf"), "is of other weights: blk.0.attn_q.weight differs from model.l"
     )
-    larger = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "intermediate_size": 160}))
+    larger = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SHAPE, "intermediate_size": 160}))
     for name, tensor in model.state_dict().items():
         if "mlp" not in name:
             larger.get_parameter(name).data.copy_(tensor)
@@ -218,7 +211,7 @@ def test_a_base_of_another_model_is_refused(tmp_path: Path, checkpoint: Path, ba
 
 
 def test_a_tied_head_with_other_codes_than_its_table(tmp_path: Path, checkpoint: Path, base: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(base.with_suffix(".floats"))
+    model = hf.AutoModelForCausalLM.from_pretrained(base.with_suffix(".floats"))
     without_head = write_base(model, tmp_path / "base.gguf", without=("output.weight",))
     with pytest.raises(MoQError, match=r"token_embd\.weight"):
         export_gguf(checkpoint, tmp_path / "out.gguf", without_head)
@@ -255,7 +248,7 @@ def test_experts_share_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_rows_that_no_word_has_are_cut_off_as_in_the_base(tmp_path: Path) -> None:
     folder = packed(tmp_path / "packed", llama(), [4], quantize_group_size=32, quantize_embeddings=8)
     export_floats(folder, tmp_path / "floats")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "floats")
+    model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "floats")
     model.model.embed_tokens.weight = torch.nn.Parameter(model.model.embed_tokens.weight[:90].detach())
     found = export_gguf(folder, tmp_path / "out.gguf", write_base(model, tmp_path / "base.gguf"))
     assert list(read(found.path)[0]["token_embd.weight"].shape) == [64, 90]

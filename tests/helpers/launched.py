@@ -19,16 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers as hf
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
 
 from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, last_checkpoint
 from moq_hf.model.convert import quant_layers
@@ -87,7 +80,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
 }
 
 
-class OnCpu(Trainer):
+class OnCpu(hf.Trainer):
     """Accelerate obeys `fsdp` on GPUs only. This makes it take gloo's processes for such."""
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -105,7 +98,7 @@ class MoQOnCpu(OnCpu, MoQTrainer):
     """The same for MoQTrainer."""
 
 
-class Stop(TrainerCallback):
+class Stop(hf.TrainerCallback):
     """Ends training early, as a killed run would."""
 
     def __init__(self, step: int) -> None:
@@ -115,9 +108,9 @@ class Stop(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
-def new_model() -> BertForSequenceClassification:
-    set_seed(7)
-    config = BertConfig(
+def new_model() -> hf.BertForSequenceClassification:
+    hf.set_seed(7)
+    config = hf.BertConfig(
         vocab_size=60,
         hidden_size=18,
         num_hidden_layers=3,
@@ -127,7 +120,7 @@ def new_model() -> BertForSequenceClassification:
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    model = BertForSequenceClassification(config)
+    model = hf.BertForSequenceClassification(config)
     with torch.no_grad():
         # Blocks of clearly different curvature.
         for index, scale in enumerate((3.0, 1.5, 0.5)):
@@ -167,7 +160,7 @@ def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more:
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
         }
-    arguments = TrainingArguments(
+    arguments = hf.TrainingArguments(
         str(folder), max_steps=STEPS, logging_steps=1, save_strategy=settings.pop("save_strategy", "no"),
         report_to="none", use_cpu=True, disable_tqdm=True, seed=3, **settings,
     )  # fmt: skip
@@ -234,7 +227,7 @@ def outcome(made: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def controller_of(trainer: Trainer) -> MoQController | None:
+def controller_of(trainer: hf.Trainer) -> MoQController | None:
     """That of the callback in the Trainer."""
     found = [c.controller for c in trainer.callback_handler.callbacks if isinstance(c, MoQCallback)]
     return found[0] if found else None
@@ -280,7 +273,7 @@ def again(folder: Path, kind: str, case: str) -> bool:
     return equal and found["bits"] == expected["bits"] and found["history"] == expected["history"]
 
 
-class Die(TrainerCallback):
+class Die(hf.TrainerCallback):
     """Kills a process at a moment in a step: what MOQ_DIE says, the rank, the step and seconds after its begin."""
 
     def __init__(self) -> None:
@@ -296,7 +289,7 @@ def killed(folder: Path, kind: str, case: str) -> None:
     trainer_for(folder / f"{kind}-part-{case}", kind, case, [Die()], **SAVING).train()
 
 
-class Break(TrainerCallback):
+class Break(hf.TrainerCallback):
     """Makes rank 1 differ from rank 0 after five steps."""
 
     trainer: OnCpu

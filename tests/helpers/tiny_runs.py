@@ -7,15 +7,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers as hf
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
 
 from moq_hf import MoQCallback, MoQTrainer
 from moq_hf.model.convert import quant_layers
@@ -33,10 +26,10 @@ CONFIGS = {"nearest": CONFIG, "stochastic": STOCHASTIC, "blend": BLEND}
 ARRIVAL = 2 + 8
 
 
-def new_model() -> BertForSequenceClassification:
-    set_seed(7)
-    return BertForSequenceClassification(
-        BertConfig(
+def new_model() -> hf.BertForSequenceClassification:
+    hf.set_seed(7)
+    return hf.BertForSequenceClassification(
+        hf.BertConfig(
             vocab_size=60,
             hidden_size=16,
             num_hidden_layers=2,
@@ -60,7 +53,7 @@ def rows(count: int = 64) -> list[dict[str, Any]]:
     return [{"input_ids": row, "labels": int(row[0] > 30)} for row in ids]
 
 
-def arguments(folder: Path, **more: Any) -> TrainingArguments:
+def arguments(folder: Path, **more: Any) -> hf.TrainingArguments:
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "max_steps": 16,
@@ -72,11 +65,11 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
         "disable_tqdm": True,
         "seed": 3,
     }
-    return TrainingArguments(str(folder), **{**settings, **more})
+    return hf.TrainingArguments(str(folder), **{**settings, **more})
 
 
-def stock(folder: Path, config: Any = CONFIG, callbacks: Any = (), **more: Any) -> Trainer:
-    return Trainer(
+def stock(folder: Path, config: Any = CONFIG, callbacks: Any = (), **more: Any) -> hf.Trainer:
+    return hf.Trainer(
         new_model(),
         arguments(folder, **more),
         train_dataset=rows(),
@@ -105,7 +98,7 @@ def no_dropout(trainer: Any) -> Any:
     return trainer
 
 
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+def weights(trainer: hf.Trainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
@@ -121,7 +114,7 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
-class Spy(TrainerCallback):
+class Spy(hf.TrainerCallback):
     """The bits of a layer at each optimizer step, seen in the forward pass itself."""
 
     def __init__(self) -> None:
@@ -132,7 +125,7 @@ class Spy(TrainerCallback):
         layer.register_forward_hook(lambda layer, *_: self.bits.append(layer.moq.bits) if layer.training else None)
 
 
-class Stop(TrainerCallback):
+class Stop(hf.TrainerCallback):
     def __init__(self, step: int) -> None:
         self.step = step
 
@@ -145,7 +138,7 @@ def callback_of(trainer: Any) -> MoQCallback:
     return found
 
 
-def trainer_state(trainer: Trainer) -> Any:
+def trainer_state(trainer: hf.Trainer) -> Any:
     controller = callback_of(trainer).controller
     assert controller is not None
     return json.loads(json.dumps(controller.state_dict()))

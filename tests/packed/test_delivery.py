@@ -7,19 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from model_zoo import CONFIG, arguments, inputs_of, new_model, rows_of
 from safetensors.torch import load_file, save_file
 from stranger import outputs_of
 from torch import nn
-from transformers import (
-    AutoModel,
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-    Trainer,
-    set_seed,
-)
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from moq_hf import MoQCallback, MoQError, MoQTrainer, quantize_model, save_quantized, verify_quantized
@@ -34,12 +26,12 @@ TASK = "sequence classification"
 FIXED = {**CONFIG, "quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_schedule": {"schedule_offset": 0}}
 
 
-def bert(kind: type[PreTrainedModel] = BertForSequenceClassification, *more: Any) -> Any:
-    set_seed(0)
+def bert(kind: type[hf.PreTrainedModel] = hf.BertForSequenceClassification, *more: Any) -> Any:
+    hf.set_seed(0)
     return kind(new_model("BERT", TASK).config, *more)
 
 
-def train(model: nn.Module, folder: Path, kind: type[Trainer] = Trainer, **more: Any) -> Trainer:
+def train(model: nn.Module, folder: Path, kind: type[hf.Trainer] = hf.Trainer, **more: Any) -> hf.Trainer:
     moq = {"moq_config": CONFIG} if kind is MoQTrainer else {"callbacks": [MoQCallback(CONFIG)]}
     trainer = kind(model, arguments(folder, **more), train_dataset=rows_of(TASK), **moq)
     trainer.train()
@@ -51,9 +43,9 @@ def state_of(folder: Path) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("kind", [Trainer, MoQTrainer])
+@pytest.mark.parametrize("kind", [hf.Trainer, MoQTrainer])
 def test_the_proof_is_on_the_screen_in_the_state_and_in_the_card(
-    kind: type[Trainer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: type[hf.Trainer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = train(bert(), tmp_path, kind)
     folder = tmp_path / "quantized"
@@ -72,7 +64,7 @@ def test_the_proof_is_on_the_screen_in_the_state_and_in_the_card(
 
 def test_the_proof_can_be_switched_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     callback = MoQCallback({**CONFIG, "prove": False})
-    Trainer(bert(), arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[callback]).train()
+    hf.Trainer(bert(), arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[callback]).train()
     assert state_of(tmp_path / "quantized")["proof"] is None
     assert "delivered" not in capsys.readouterr().out
 
@@ -97,13 +89,13 @@ def test_a_model_that_generates_must_generate_the_same(tmp_path: Path) -> None:
     save_quantized(model, tmp_path, inputs=inputs_of("causal LM", model))
     # Two prompts, four new tokens each.
     assert state_of(tmp_path)["proof"]["tokens"] == 8
-    assert isinstance(model, GPT2LMHeadModel)
+    assert isinstance(model, hf.GPT2LMHeadModel)
 
 
 def test_a_forward_pass_that_a_trainer_put_in_place_is_not_asked_of_the_folder(tmp_path: Path) -> None:
     """TRL's trainers call the model so."""
 
-    class Fused(Trainer):
+    class Fused(hf.Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return model(**inputs, fused=True)["loss"]
 
@@ -150,7 +142,7 @@ def test_a_layout_that_does_not_agree_is_given_up(
     broken(monkeypatch, "packed", "unpacked")
     save_quantized(model, tmp_path / "two", inputs=batch)
     assert state_of(tmp_path / "two")["layout"] == "floats" and state_of(tmp_path / "two")["proof"]["agrees"] is True
-    loaded = BertForSequenceClassification.from_pretrained(tmp_path / "two")
+    loaded = hf.BertForSequenceClassification.from_pretrained(tmp_path / "two")
     assert torch.equal(outputs_of(loaded, batch)[0], outputs_of(model, batch)[0])
     assert {layer.stored for layer in verify_quantized(tmp_path / "two", model).layers.values()} == {"dense"}
 
@@ -203,24 +195,24 @@ def test_the_proof_leaves_model_and_randomness_as_they_were(tmp_path: Path) -> N
     assert {name: module.training for name, module in model.named_modules()} == modes
 
 
-class Weighted(BertForSequenceClassification):
+class Weighted(hf.BertForSequenceClassification):
     """Takes more than a config."""
 
-    def __init__(self, config: BertConfig, class_weights: torch.Tensor) -> None:
+    def __init__(self, config: hf.BertConfig, class_weights: torch.Tensor) -> None:
         super().__init__(config)
         self.class_weights = class_weights
 
 
-class Inside(PreTrainedModel):
+class Inside(hf.PreTrainedModel):
     """Loads another model in its constructor."""
 
-    config_class = BertConfig
+    config_class = hf.BertConfig
     _supports_sdpa = True
     folder = ""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: hf.BertConfig) -> None:
         super().__init__(config)
-        self.bert = AutoModel.from_pretrained(self.folder)
+        self.bert = hf.AutoModel.from_pretrained(self.folder)
         self.classifier = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
@@ -246,7 +238,7 @@ def twice(folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", [Trainer, MoQTrainer])
+@pytest.mark.parametrize("kind", [hf.Trainer, MoQTrainer])
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -256,7 +248,7 @@ def twice(folder: Path) -> Any:
     ],
 )
 def test_a_run_always_ends_with_a_result(
-    make: Any, reason: str, kind: type[Trainer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Any, reason: str, kind: type[hf.Trainer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make(tmp_path)
     trainer = train(model, tmp_path / "run", kind)
@@ -282,14 +274,14 @@ def test_a_second_trainer_evaluates_what_was_delivered(
 ) -> None:
     model, callback = bert(), MoQCallback(CONFIG)
     data: Any = rows_of(TASK)
-    first = Trainer(model, arguments(tmp_path), train_dataset=data, eval_dataset=data, callbacks=[callback])
+    first = hf.Trainer(model, arguments(tmp_path), train_dataset=data, eval_dataset=data, callbacks=[callback])
     first.train()
     loss = first.evaluate()["eval_loss"]
     more: dict[str, Any] = {
         "stock": {}, "same callback": {"callbacks": [callback]}, "moq": {"moq_config": CONFIG},
         "another callback": {"callbacks": [MoQCallback(CONFIG)]},
     }[again]  # fmt: skip
-    kind = MoQTrainer if again == "moq" else Trainer
+    kind = MoQTrainer if again == "moq" else hf.Trainer
     second = kind(model, arguments(tmp_path / "second"), train_dataset=data, eval_dataset=data, **more)
     assert second.evaluate()["eval_loss"] == loss == first.evaluate()["eval_loss"]
     assert {layer.moq.bits for layer in quant_layers(model).values()} == {4}
@@ -305,10 +297,10 @@ def test_a_float_checkpoint_is_not_the_best_quantized_model(tmp_path: Path) -> N
         "load_best_model_at_end": True, "learning_rate": 0.5,
     }  # fmt: skip
     data: Any = rows_of(TASK)
-    Trainer(bert(), arguments(tmp_path, **{**often, "max_steps": 4}), train_dataset=data, eval_dataset=data).train()
+    hf.Trainer(bert(), arguments(tmp_path, **{**often, "max_steps": 4}), train_dataset=data, eval_dataset=data).train()
     model = bert()
     settings = arguments(tmp_path, **{**often, "max_steps": 8})
-    trainer = Trainer(model, settings, train_dataset=data, eval_dataset=data, callbacks=[MoQCallback(FIXED)])
+    trainer = hf.Trainer(model, settings, train_dataset=data, eval_dataset=data, callbacks=[MoQCallback(FIXED)])
     trainer.train(resume_from_checkpoint=True)
     best = trainer.state.best_model_checkpoint
     assert best is not None and int(best.rpartition("-")[2]) > 4
@@ -346,7 +338,7 @@ def test_save_quantized_writes_a_card_and_spares_another_one(tmp_path: Path) -> 
 
 
 def test_a_weight_that_is_used_past_its_layer_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Past(BertForSequenceClassification):
+    class Past(hf.BertForSequenceClassification):
         """Takes a weight from where nothing can see it."""
 
         def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
@@ -366,7 +358,7 @@ def test_a_weight_that_is_used_past_its_layer_is_refused(tmp_path: Path, caplog:
     model = bert(Past)
     model.bert.pooler.forward = lambda hidden: hidden[:, 0]
     settings = arguments(tmp_path, remove_unused_columns=False)
-    Trainer(model, settings, train_dataset=rows_of(TASK), callbacks=[MoQCallback(left)]).train()
+    hf.Trainer(model, settings, train_dataset=rows_of(TASK), callbacks=[MoQCallback(left)]).train()
 
 
 def test_quantizes_what_torch_compile_wraps(tmp_path: Path) -> None:
@@ -379,12 +371,12 @@ def test_quantizes_what_torch_compile_wraps(tmp_path: Path) -> None:
     torch._dynamo.reset()
 
 
-class Odd(BertForSequenceClassification):
+class Odd(hf.BertForSequenceClassification):
     """Answers in evaluation with what a buffer, which no file has, makes of it."""
 
     answer = staticmethod(lambda logits: {"predictions": logits.argmax(-1)})
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: hf.BertConfig) -> None:
         super().__init__(config)
         self.register_buffer("prior", torch.zeros(2), persistent=False)
 
@@ -412,7 +404,7 @@ def test_classes_and_masked_scores_are_compared_too(
     save_quantized(model, tmp_path, inputs=inputs_of(TASK, model))
     assert state_of(tmp_path)["proof"]["agrees"] is True
     with torch.no_grad():
-        likely = int(BertForSequenceClassification.forward(model, **inputs_of(TASK, model)).logits[0].argmax())
+        likely = int(hf.BertForSequenceClassification.forward(model, **inputs_of(TASK, model)).logits[0].argmax())
     model.prior[1 - likely] += 9.0
     with pytest.raises(MoQError, match="NOT what was evaluated: outputs differ by"):
         verify_quantized(tmp_path, model, inputs=inputs_of(TASK, model))
@@ -458,7 +450,7 @@ def test_nothing_of_an_older_model_stays(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_loss_that_reads_a_weight_reads_the_quantized_one(tmp_path: Path) -> None:
     seen = []
 
-    class Reading(Trainer):
+    class Reading(hf.Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             seen.append(model.bert.pooler.dense.weight)
             return super().compute_loss(model, inputs, return_outputs, **kwargs)

@@ -13,13 +13,13 @@ import peft
 import pytest
 import tiny_runs
 import torch
+import transformers as hf
 import transformers as t
 from checkpoint_formats import FORMATS, take_weights
 from experts import mixture
 from repo import ROOT
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, Trainer, TrainerCallback
 
 from moq_hf import MoQCallback, MoQTrainer, cli, quantize_model, save_quantized, verify_quantized
 from moq_hf.packed import checkpoint_weights
@@ -31,7 +31,7 @@ CONFIG = {**tiny_runs.CONFIG, "quantize_embeddings": 8}
 TIED = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-class Deliver(TrainerCallback):
+class Deliver(hf.TrainerCallback):
     """Saves the packed model in the middle of a run, where a checkpoint was just written."""
 
     trainer: MoQTrainer
@@ -61,7 +61,7 @@ def run(folder: Path, config: Any, model: nn.Module | None = None, **more: Any) 
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint with a tokenizer, and what was delivered; not to be changed."""
     checkpoint, delivered = run(tmp_path_factory.mktemp("run"), CONFIG, max_steps=16)
-    AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model").save_pretrained(checkpoint)
+    hf.AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model").save_pretrained(checkpoint)
     return checkpoint, delivered
 
 
@@ -468,11 +468,11 @@ def test_packing_holds_one_float_weight_beside_what_it_writes(
 def test_a_stock_trainer_describes_what_fsdp_saved_in_shards(tmp_path: Path) -> None:
     """Accelerate writes no config beside its shards; the run that does so is in test_processes.py."""
 
-    class Sharded(Trainer):
+    class Sharded(hf.Trainer):
         def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
             Path(str(output_dir)).mkdir(parents=True, exist_ok=True)
 
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model")
+    tokenizer = hf.AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model")
     args = tiny_runs.arguments(tmp_path, max_steps=4, save_steps=4, save_strategy="steps")
     config = {**CONFIG, "prove": False}
     trainer = Sharded(

@@ -9,15 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file
 from tiny_runs import Stop, arguments, assert_same, callback_of, moq, new_model, rows, stock, trained, weights
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    set_seed,
-)
 
 from moq_hf import MoQConfig, MoQError, MoQTrainer, PrecisionSchedule, last_checkpoint, verify_quantized
 from moq_hf.config import BitBudget
@@ -40,10 +34,10 @@ def config(
     }
 
 
-def llama() -> LlamaForSequenceClassification:
-    set_seed(7)
-    return LlamaForSequenceClassification(
-        LlamaConfig(
+def llama() -> hf.LlamaForSequenceClassification:
+    hf.set_seed(7)
+    return hf.LlamaForSequenceClassification(
+        hf.LlamaConfig(
             vocab_size=60,
             hidden_size=32,
             intermediate_size=64,
@@ -94,7 +88,7 @@ def test_a_file_is_met_by_a_stock_trainer_and_plain_transformers_loads_it(tmp_pa
     assert 0.99 * 14_500 <= size <= 14_500
     choice = callback_of(trainer).controller.choice  # type: ignore[union-attr]
     assert choice is not None and choice.in_file and abs(choice.reached * 1e6 - size) < 200
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    model = hf.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     batch = {"input_ids": torch.stack([row["input_ids"] for row in rows(4)])}
     with torch.no_grad():
         assert torch.equal(model(**batch).logits, trainer.model.eval()(**batch).logits)
@@ -121,7 +115,7 @@ def test_the_best_checkpoint_is_delivered_under_a_budget(with_callback_alone: bo
     assert torch.equal(trainer.model.state_dict()["classifier.weight"], saved["classifier.weight"])
 
 
-class Broken(BertForSequenceClassification):
+class Broken(hf.BertForSequenceClassification):
     """Its loss is NaN out of training."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
