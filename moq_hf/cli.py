@@ -13,21 +13,6 @@ from .errors import MoQError
 _EXPORT = """onnx: models with integer weights in the folder OUT, whose answers are compared with the checkpoint's; if
 weight-only differs by more than the tolerance, nothing is written and the exit status is 2. gguf: the checkpoint's
 integers in the file OUT, for llama.cpp. float: an ordinary folder OUT of floats on their grid."""
-# The options of `moq-hf export` that a format takes.
-_OPTIONS = {
-    "onnx": {
-        "flavors",
-        "activation_bits",
-        "activation_scale",
-        "cpu",
-        "validation_file",
-        "task_name",
-        "max_seq_length",
-        "tolerance",
-    },
-    "gguf": {"base"},
-    "float": set[str](),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -166,7 +151,7 @@ def add_export(subparsers: Any) -> None:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("directory", metavar="DIR", help="a packed checkpoint; for onnx with its tokenizer")
-    parser.add_argument("--to", required=True, choices=_OPTIONS, help="the format")
+    parser.add_argument("--to", required=True, choices=("onnx", "gguf", "float"), help="the format")
     parser.add_argument("out", metavar="OUT", help="the folder to make; for gguf the file")
     gguf = parser.add_argument_group("gguf")
     gguf.add_argument("--base", help="what llama.cpp's converter made of the checkpoint as floats (--to float)")
@@ -200,9 +185,10 @@ def add_export(subparsers: Any) -> None:
 
 def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     options = {name: value for name, value in vars(args).items() if name not in ("run", "directory", "to", "out")}
-    foreign = [f"--{name}" for name in options if name not in _OPTIONS[args.to]]
+    taken = {"onnx": options.keys() - {"base"}, "gguf": {"base"}, "float": set()}
+    foreign = options.keys() - taken[args.to]
     if foreign:
-        parser.error(f"--to {args.to} goes without {', '.join(foreign)}")
+        parser.error(f"--to {args.to} goes without --{', --'.join(sorted(foreign))}")
     if args.to == "gguf":
         from .export.gguf import export_gguf
 
@@ -216,7 +202,7 @@ def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     else:
         from .export.onnx import export_onnx
 
-        options |= _data(parser, options)
+        _read_data(parser, options)
         print(export_onnx(args.directory, args.out, **options).table())
 
 
@@ -249,7 +235,7 @@ def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     from .export.bench import benchmark
 
     options = {name: value for name, value in vars(args).items() if name not in ("run", "directory")}
-    options |= _data(parser, options)
+    _read_data(parser, options)
     print(benchmark(args.directory, **options).table())
 
 
@@ -266,17 +252,16 @@ def _add_data(parser: Any, does: str) -> None:
     parser.add_argument("--max_seq_length", type=_positive, help="default: 128")
 
 
-def _data(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[str, Any]:
-    """Replace the options of the evaluation data by the data."""
+def _read_data(parser: argparse.ArgumentParser, options: dict[str, Any]) -> None:
+    """Replace the options that name evaluation data by the data."""
     from .export.compare import read_data
 
     file, task = options.pop("validation_file", None), options.pop("task_name", None)
-    if file is None and task is not None:
+    options["max_length"] = options.pop("max_seq_length", 128)
+    if file is not None:
+        options["data"] = read_data(file, task)
+    elif task is not None:
         parser.error("--task_name goes with --validation_file")
-    found: dict[str, Any] = {} if file is None else {"data": read_data(file, task)}
-    if "max_seq_length" in options:
-        found["max_length"] = options.pop("max_seq_length")
-    return found
 
 
 def _positive(text: str) -> int:

@@ -20,11 +20,11 @@ from pydantic import BaseModel, FiniteFloat, NonNegativeInt, ValidationError, mo
 from typing_extensions import TypedDict
 
 from .config import MoQConfig
-from .errors import MoQConfigError, MoQError, one_line
+from .errors import MoQConfigError, MoQError, read_json
 from .model.sizes import percent
 from .plan import Plan
 from .schedule import FLOAT_BITS, begins_in_float
-from .text import metrics_in
+from .text import metric_rows, metrics_in
 from .training.budget import Choice
 from .training.checkpoints import STATE_FILE, checkpoints, entry_of_moq
 from .training.float_first import FOLDER, METRICS
@@ -203,10 +203,7 @@ def _metrics(directory: Path) -> dict[str, float]:
     path, state = directory / METRICS, _state_of(directory)
     logged: Mapping[str, Any] = {}
     if path.is_file():
-        try:
-            logged = dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise MoQError(f"{path} cannot be read: {one_line(error)}") from error
+        logged = read_json(path)
     elif state is not None:
         for line in _State.read(state).log_history:
             if any(key.startswith("eval_") for key in line):
@@ -267,12 +264,7 @@ def _page(run: Run, figures: Sequence[str]) -> str:
         *figures,
     ]
     if run.quantized:
-        rows = [("metric", "float", "quantized", "difference")]
-        for name, value in run.quantized.items():
-            before = run.in_float.get(name)
-            both = ("", "") if before is None else (f"{before:.4f}", f"{value - before:+.4f}")
-            rows.append((name, both[0], f"{value:.4f}", both[1]))
-        parts.append(f"<h2>Last evaluation</h2>{_table(rows)}")
+        parts.append(f"<h2>Last evaluation</h2>{_table(metric_rows(run.quantized, run.in_float))}")
     if run.choice is not None:
         parts.append(f"<h2>Bits under a budget</h2><p>{html.escape(run.choice.outcome())}</p>")
         parts.append(_table(run.choice.rows()))

@@ -47,6 +47,22 @@ def markdown_table(rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [head, ["---"] * len(head), *others])
 
 
+def metric_rows(metrics: Mapping[str, float], in_float: Mapping[str, float]) -> list[list[str]]:
+    """Rows of a table that compares a quantized model's metrics with those of the float model, where it has them.
+
+    >>> print(table(metric_rows({"f1": 0.9, "loss": 0.3}, {"f1": 0.91})))
+    metric   float  quantized  difference
+    f1      0.9100     0.9000     -0.0100
+    loss               0.3000
+    """
+    rows = [["metric", "float", "quantized", "difference"]]
+    for name, value in metrics.items():
+        before = in_float.get(name)
+        first, last = ("", "") if before is None else (f"{before:.4f}", f"{value - before:+.4f}")
+        rows.append([name, first, f"{value:.4f}", last])
+    return rows
+
+
 def metrics_in(logged: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of an evaluation: finite numbers, by their names without `eval_`.
 

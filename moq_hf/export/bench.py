@@ -4,13 +4,12 @@ import math
 import os
 import statistics
 import tempfile
-import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,7 +161,8 @@ def benchmark(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        measure("PyTorch", checkpoint.verified.float_bytes, "", lambda: _in_torch(model))
+        run = torch.inference_mode()(lambda batch: model(**batch)[0])
+        measure("PyTorch", checkpoint.verified.float_bytes, "", lambda: run)
     finally:
         torch.set_num_threads(before)
     # qdq multiplies signed integers of 8 bits, which other processors do not do exactly.
@@ -186,15 +186,6 @@ def benchmark(
                 command = f"{file} with {runtime} (moq-hf export --to onnx --flavors {flavor}{bits})"
                 measure(f"{runtime} {flavor}", found.bytes[flavor], command, partial(load, out / file, threads))
     return Benchmark(engines, missing, threads, max_loss)
-
-
-def _in_torch(model: Any) -> Model:
-    def run(batch: Mapping[str, Tensor]) -> Tensor:
-        with torch.inference_mode():
-            output: Tensor = model(**batch)[0]
-            return output
-
-    return run
 
 
 def _openvino(path: Path, threads: int) -> Model:
@@ -226,9 +217,4 @@ def _batch(reference: Reference, examples: int, tokens: int) -> dict[str, Tensor
 def _milliseconds(run: Model, batch: Mapping[str, Tensor], repeats: int) -> float:
     """The median time of a pass, after one that does not count."""
     run(batch)
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run(batch)
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
+    return 1e3 * statistics.median(timeit.repeat(lambda: run(batch), number=1, repeat=repeats))

@@ -147,7 +147,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
 
 def takes_pictures(model: Any) -> bool:
     """Whether a model's input is pictures."""
-    return str(getattr(model, "main_input_name", "")) == "pixel_values"
+    return bool(model.main_input_name == "pixel_values")
 
 
 def load_model(directory: Path) -> tuple[Any, Any]:
@@ -158,16 +158,15 @@ def load_model(directory: Path) -> tuple[Any, Any]:
     Raises:
         MoQError: It is of a kind that is not exported, or one of texts without a tokenizer.
     """
-    config = transformers.AutoConfig.from_pretrained(directory)
-    name = (config.architectures or ["none"])[0]
-    if not hasattr(transformers, name) or not name.endswith(_KINDS) or "Head" in name or config.is_encoder_decoder:
+    model = load_floats(directory, attn_implementation="eager", dtype=torch.float32)
+    name = type(model).__name__
+    if not name.endswith(_KINDS) or "Head" in name or model.config.is_encoder_decoder:
         raise MoQError(
             f"{directory}: {name} is not exported; classifiers of sequences, tokens and images and base models are "
             "(ForSequenceClassification, ForTokenClassification, ForImageClassification, Model), without a decoder "
             "beside the encoder"
         )
-    tokenizer = None if takes_pictures(getattr(transformers, name)) else _tokenizer(directory)
-    model = load_floats(directory, attn_implementation="eager", dtype=torch.float32)
+    tokenizer = None if takes_pictures(model) else _tokenizer(directory)
     model.config.use_cache = False
     return model.float().eval(), tokenizer
 
@@ -236,6 +235,7 @@ class Reference:
     Attributes:
         batches: The inputs.
         compared: What they are: "sentences" or "pictures".
+        size: How many of them.
         metrics: GLUE metrics, where the data has labels.
 
     Raises:
@@ -245,7 +245,9 @@ class Reference:
     def __init__(self, checkpoint: Checkpoint, data: Data, max_length: int) -> None:
         self._model, self._data = checkpoint.model, data
         self.compared = "pictures" if takes_pictures(checkpoint.model) else "sentences"
+        self.size = len(data.texts)
         if self.compared == "pictures":
+            self.size = _PICTURES
             if data is not SENTENCES:
                 raise MoQError("a model of pictures is compared on random ones: leave the texts out")
             self.batches = [random_pictures(checkpoint.model, checkpoint.processor)]
@@ -254,12 +256,7 @@ class Reference:
         self._answers = self._run()
         self.metrics = self._metrics(self._answers)
 
-    @property
-    def size(self) -> int:
-        """How many sentences or pictures are compared."""
-        return sum(len(next(iter(batch.values()))) for batch in self.batches)
-
-    def rounded(self, layers: Sequence[str], grid: InputGrid, ranges: Mapping[str, float]) -> list[Tensor]:
+    def rounded(self, layers: Sequence[str], grid: InputGrid, ranges: Mapping[str, float]) -> Tensor:
         """Give the answers with the inputs of these layers rounded; `ranges` are those of a static scale."""
 
         def round_input(name: str, value: Tensor) -> Tensor:
@@ -279,24 +276,24 @@ class Reference:
         self._run(layers, note)
         return found
 
-    def prove(self, found: Sequence[Tensor], simulated: Sequence[Tensor] | None = None) -> Proof:
+    def prove(self, outputs: Sequence[Tensor], simulated: Tensor | None = None) -> Proof:
         """Compare the answers of an exported model.
 
         Args:
-            found: Its first output for each of `batches`.
+            outputs: Its first output for each of `batches`.
             simulated: What PyTorch answers with the exported model's arithmetic, if that is another.
         """
-        one, other = self._rows(found), self._rows(self._answers)
+        found, answers = self._rows(outputs), self._answers
         agreement = None
-        if self._predicts and one.shape[-1] > 1:
-            agreement = float((one.argmax(-1) == other.argmax(-1)).double().mean())
-        same = None if simulated is None else float((one - self._rows(simulated)).abs().max())
-        return Proof(float((one - other).abs().max()), same, agreement, self._metrics(found))
+        if self._predicts and found.shape[-1] > 1:
+            agreement = float((found.argmax(-1) == answers.argmax(-1)).double().mean())
+        same = None if simulated is None else float((found - simulated).abs().max())
+        return Proof(float((found - answers).abs().max()), same, agreement, self._metrics(found))
 
     def _run(
         self, layers: Sequence[str] = (), change: Callable[[str, Tensor], Tensor] = lambda name, value: value
-    ) -> list[Tensor]:
-        """Run the model on all batches; the inputs of `layers` go through `change`."""
+    ) -> Tensor:
+        """Give the answers to all batches, where the inputs of `layers` go through `change`."""
 
         def hook(name: str) -> Callable[..., Any]:
             return lambda module, args: (change(name, args[0]), *args[1:])
@@ -309,15 +306,16 @@ class Reference:
             for handle in handles:
                 handle.remove()
         self._predicts = "logits" in outputs[0]
-        return [output[0] for output in outputs]
+        return self._rows([output[0] for output in outputs])
 
-    def _metrics(self, outputs: Sequence[Tensor]) -> dict[str, float]:
-        if self._data.labels is None or outputs[0].dim() != 2:
+    def _metrics(self, answers: Tensor) -> dict[str, float]:
+        # A model that answers each token has no metric.
+        if self._data.labels is None or len(answers) != self.size:
             return {}
-        return metrics_of(outputs, self._data.labels, self._data.task)
+        return metrics_of(answers, self._data.labels, self._data.task)
 
     def _rows(self, outputs: Sequence[Tensor]) -> Tensor:
-        """All answers `[rows, classes]`, without those for padding."""
+        """Join the outputs to answers `[rows, classes]`, without those for padding."""
         rows = []
         for output, batch in zip(outputs, self.batches, strict=True):
             if output.dim() == 3 and "attention_mask" in batch:
@@ -337,13 +335,12 @@ def random_pictures(model: Any, processor: Path | None) -> dict[str, Tensor]:
     if size is None and processor is not None:
         settings = json.loads(processor.read_text(encoding="utf-8"))
         size = settings.get("crop_size") or settings.get("size")
+    size = size or _SIDE
     if isinstance(size, dict):
-        edge = size.get("shortest_edge")
-        size = [size.get("height", edge), size.get("width", edge)]
-    if isinstance(size, int):
-        size = [size, size]
-    if not size or None in size:
-        size = [_SIDE, _SIDE]
+        edge = size.get("shortest_edge", _SIDE)
+        size = (size.get("height", edge), size.get("width", edge))
+    elif isinstance(size, int):
+        size = (size, size)
     shape = (_PICTURES, getattr(model.config, "num_channels", 3), *size)
     return {"pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(0))}
 
@@ -373,21 +370,21 @@ def _tokenized(checkpoint: Checkpoint, data: Data, max_length: int) -> list[dict
     return batches
 
 
-def metrics_of(outputs: Sequence[Tensor], labels: Sequence[float], task: str | None) -> dict[str, float]:
+def metrics_of(answers: Tensor, labels: Sequence[float], task: str | None) -> dict[str, float]:
     """The metrics of a classifier's outputs.
 
     Args:
-        outputs: Logits `[examples, classes]` of each batch, float; one column is a score.
+        answers: Logits `[examples, classes]`, float; one column is a score.
         labels: Class ids, or scores.
         task: GLUE's name; None is accuracy, or correlations for scores.
 
     Raises:
         MoQError: The labels or the task do not fit the number of outputs; scipy or scikit-learn is missing.
 
-    >>> metrics_of([torch.tensor([[2.0, 1.0], [0.0, 3.0]])], [0, 0], "sst2")
+    >>> metrics_of(torch.tensor([[2.0, 1.0], [0.0, 3.0]]), [0, 0], "sst2")
     {'accuracy': 0.5}
     """
-    logits = torch.cat(list(outputs)).numpy()
+    logits = answers.numpy()
     classes = logits.shape[1]
     if (task is not None and (task == "stsb") != (classes == 1)) or (classes > 2 and task in ("cola", "mrpc", "qqp")):
         raise MoQError(f"the task {task} does not fit a model with {classes} outputs")

@@ -443,14 +443,11 @@ class _Base:
         found = {tensor.name: tensor for tensor in reader.tensors}
         wrong = found.keys() ^ self.tensors.keys()
         for name in found.keys() - wrong:
-            tensor = found[name]
+            data, expected = found[name].data.view(np.uint8), self.tensors[name].data.view(np.uint8)
             if name in parts:
-                values = floats_of(tensor.data, tensor.tensor_type)
                 expected = np.concatenate([part.values() for part in parts[name]])
-                same = np.array_equal(values.reshape(expected.shape), expected)
-            else:
-                same = np.array_equal(tensor.data.view(np.uint8), self.tensors[name].data.view(np.uint8))
-            if not same:
+                data = floats_of(data, found[name].tensor_type).reshape(expected.shape)
+            if not np.array_equal(data, expected):
                 wrong.add(name)
         said = {name: field.contents() for name, field in _copied(reader).items()}
         wrong |= {name for name in said.keys() | self._fields.keys() if said.get(name) != self._keys.get(name)}

@@ -147,13 +147,25 @@ def export_onnx(
             the data does not fit, or onnx, onnxscript or onnxruntime are not installed.
     """
     _check_installed()
-    target = _check_options(flavors, activation_bits, activation_scale, cpu)
+    for flavor in flavors or (None,):
+        _check_choice("flavors", flavor, FLAVORS)
+    _check_choice("cpu", cpu, ("auto", *TARGETS))
+    target = target_here() if cpu == "auto" else cpu
+    if "qdq" in flavors and target != "vnni":
+        raise MoQError(
+            "qdq multiplies signed integers of 8 bits, which CPUs without VNNI do not do exactly: leave it out"
+        )
     place = new_path(out)
     checkpoint = load_checkpoint(Path(directory))
     reference = Reference(checkpoint, data, max_length)
     config = checkpoint.verified.state.get("config")
     trained = (config and MoQConfig.from_dict(config).activation.grid) or InputGrid(8, "per_tensor")
-    grid = InputGrid(activation_bits or trained.bits, activation_scale or trained.scale)
+    grid = InputGrid(
+        trained.bits if activation_bits is None else activation_bits,
+        trained.scale if activation_scale is None else activation_scale,
+    )
+    _check_choice("activation_bits", grid.bits, range(2, 9))
+    _check_choice("activation_scale", grid.scale, get_args(InputScale))
     found = Export(
         directory=Path(out),
         compared=reference.compared,
@@ -196,31 +208,9 @@ def _check_installed() -> None:
         raise MoQError(f"{error.name} is not installed: pip install 'moq_hf[onnx]'") from None
 
 
-def _check_options(
-    flavors: Sequence[str], activation_bits: int | None, activation_scale: str | None, cpu: str
-) -> Target:
-    """The CPUs to write for.
-
-    Raises:
-        MoQError: An option is not legal; names it.
-    """
-    asked: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
-        "flavors": (flavors or ["none"], FLAVORS),
-        "activation_bits": ([activation_bits], (None, *range(2, 9))),
-        "activation_scale": ([activation_scale], (None, *get_args(InputScale))),
-        "cpu": ([cpu], ("auto", *TARGETS)),
-    }
-    for name, (values, legal) in asked.items():
-        for value in values:
-            if value not in legal:
-                words = ", ".join(str(word) for word in legal if word is not None)
-                raise MoQError(f"{name} must be one of {words}, got {value!r}")
-    target = target_here() if cpu == "auto" else cast(Target, cpu)
-    if "qdq" in flavors and target != "vnni":
-        raise MoQError(
-            "qdq multiplies signed integers of 8 bits, which CPUs without VNNI do not do exactly: leave it out"
-        )
-    return target
+def _check_choice(option: str, value: object, legal: Sequence[object]) -> None:
+    if value not in legal:
+        raise MoQError(f"{option} must be one of {', '.join(map(str, legal))}, got {value!r}")
 
 
 def _rounding(checkpoint: Checkpoint, reference: Reference, grid: InputGrid, target: Target) -> Rounding:
@@ -228,13 +218,15 @@ def _rounding(checkpoint: Checkpoint, reference: Reference, grid: InputGrid, tar
     if grid.scale != "static":
         return Rounding(grid, {}, "", target)
     saved = checkpoint.verified.state.get("input_ranges") or {}
-    names = [
-        name
-        for name, weight in checkpoint.weights.items()
-        if multiplies_integers(checkpoint.model.get_submodule(name), weight)
-    ]
-    trained = {name: saved[name] for name in names if name in saved}
-    unknown = [name for name in names if name not in saved]
+    trained: dict[str, float] = {}
+    unknown = []
+    for name, weight in checkpoint.weights.items():
+        if not multiplies_integers(checkpoint.model.get_submodule(name), weight):
+            continue
+        if name in saved:
+            trained[name] = saved[name]
+        else:
+            unknown.append(name)
     if not unknown:
         return Rounding(grid, trained, "trained" if trained else "", target)
     logger.warning(
@@ -247,7 +239,7 @@ def _rounding(checkpoint: Checkpoint, reference: Reference, grid: InputGrid, tar
     return Rounding(grid, trained | reference.largest_inputs(unknown), source, target)
 
 
-def _simulated(prepared: "Prepared", reference: Reference, flavor: Flavor, rounding: Rounding) -> list[Tensor]:
+def _simulated(prepared: "Prepared", reference: Reference, flavor: Flavor, rounding: Rounding) -> Tensor:
     """What PyTorch answers with the inputs of those layers rounded that multiply integers."""
     rounded = [
         name

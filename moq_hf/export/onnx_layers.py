@@ -262,7 +262,6 @@ class OnnxInt8Linear(_Stored):
             most=torch.tensor((1 << bits) - 1, dtype=torch.uint8),
         )
         self.grid = grid
-        self.signed = signed
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]`, rounded, times the weight, plus the bias."""
@@ -296,7 +295,7 @@ class OnnxInt8Linear(_Stored):
         return _emit("com.microsoft::MatMulIntegerToFloat", inputs, torch.float32, shape, version=1)
 
 
-class OnnxQdqLinear(_Stored):
+class OnnxQdqLinear(OnnxLinear):
     """A linear layer whose input and weight go through pairs of QuantizeLinear and DequantizeLinear.
 
     Args:
@@ -309,23 +308,16 @@ class OnnxQdqLinear(_Stored):
     middle: Tensor
 
     def __init__(self, weight: Quantized, bias: Tensor | None, largest: Tensor) -> None:
-        codes, scale, zero = per_row(weight)
-        zero = torch.zeros_like(scale, dtype=torch.int32) if zero is None else zero
-        super().__init__(
-            codes=codes.T.to(torch.int8),
-            scale=scale[:, 0],
-            zero_point=zero.flatten().to(torch.int8),
-            bias=bias,
-            step=static_scale(largest, 8),
-            middle=torch.tensor(0, dtype=torch.int8),
-        )
+        if weight.zero_point is None:
+            weight = weight._replace(zero_point=torch.zeros_like(weight.scale))
+        super().__init__(weight, bias, folded=False)
+        self.register_buffer("step", static_scale(largest, 8))
+        self.register_buffer("middle", torch.tensor(0, dtype=torch.int8))
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]`, rounded, times the weight, plus the bias."""
         codes = _quantize_linear(input, self.step, self.middle)
-        rounded = _dequantize_linear(codes, self.step, self.middle)
-        product = torch.matmul(rounded, _dequantize_linear(self.codes, self.scale, self.zero_point, axis=1))
-        return product if self.bias is None else product + self.bias
+        return super().forward(_dequantize_linear(codes, self.step, self.middle))
 
 
 def per_row(weight: Quantized) -> Quantized:

@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..formats.table import has_codes
 from ..schedule import FLOAT_BITS
-from ..text import markdown_table, metrics_in
+from ..text import markdown_table, metric_rows, metrics_in
 from .verify import Verification, verify_quantized
 
 TAGS = ("moq", "quantization-aware-training", "compressed-tensors")
@@ -123,13 +123,8 @@ def _loading(name: str, folder: Path, found: Verification) -> str:
 def _results(metrics: Mapping[str, float], before: Mapping[str, float]) -> str:
     if not metrics:
         return ""
-    rows = [["metric", "float", "quantized", "difference"]]
-    for metric, value in metrics.items():
-        was = before.get(metric)
-        first, last = ("", "") if was is None else (f"{was:.4f}", f"{value - was:+.4f}")
-        rows.append([metric, first, f"{value:.4f}", last])
     note = "" if before else "\n\nNo float model was trained beside this one."
-    return f"## Evaluation\n\n{markdown_table(rows)}{note}"
+    return f"## Evaluation\n\n{markdown_table(metric_rows(metrics, before))}{note}"
 
 
 def _sizes(found: Verification) -> str:
