@@ -119,7 +119,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         Raises:
             MoQError: It goes on from a checkpoint that was made without MoQ.
         """
-        resumed = resumed_state(state, self._name)
+        resumed = resumed_state(state)
         if resumed is None and state.global_step > 0:
             raise MoQError(
                 f"float_first: the checkpoint at step {state.global_step} was made without MoQ; give its model as "
@@ -180,7 +180,7 @@ class MoQCallback(TrainerCallback, ExportableState):
                 the checkpoint is of another config, or the processes disagree.
         """
         self._state = state
-        resumed = resumed_state(state, self._name)
+        resumed = resumed_state(state)
         if not self.config.enabled:
             if resumed is not None:
                 logger.warning(
@@ -377,7 +377,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             tqdm.write(f"moq_hf: {outcome(self._plan, controller.history, schedule.steps, schedule.targets)}")
         if controller.sensitivity is not None:
             controller.sensitivity.report(time.perf_counter() - self._began)
-        best = state_of_best(state, self._name) if args.load_best_model_at_end else None
+        best = state_of_best(state) if args.load_best_model_at_end else None
         if best is not None:
             controller.load_state_dict(best)
         else:

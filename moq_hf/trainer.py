@@ -348,7 +348,7 @@ class MoQTrainer(Trainer):
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
-        if self._live_moq() is None and resumed_state(self.state, MoQCallback.__name__) is not None:
+        if self._live_moq() is None and resumed_state(self.state) is not None:
             logger.warning("moq_hf: the checkpoint was made with MoQ; without moq_config the run goes on in float")
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:

@@ -72,12 +72,6 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     return [found[step] for step in sorted(found, reverse=True)]
 
 
-def complete_beside(checkpoint: Path) -> Path | None:
-    """The last complete checkpoint in the folder of another one."""
-    others = (path for path in checkpoints(checkpoint.parent) if path != checkpoint)
-    return next((path for path in others if fault_of(path) is None), None)
-
-
 def fault_of(checkpoint: str | os.PathLike[str]) -> str | None:
     """What shows that a checkpoint was not written to its end; None if nothing does."""
     folder = Path(checkpoint)
@@ -117,7 +111,7 @@ def check_whole(checkpoint: str | os.PathLike[str]) -> None:
     if fault is None:
         return
     folder = Path(checkpoint)
-    whole = complete_beside(folder)
+    whole = next((path for path in checkpoints(folder.parent) if fault_of(path) is None), None)
     advice = "there is no whole one beside it" if whole is None else f"the last whole one beside it is {whole}"
     raise MoQError(f"cannot resume from {folder}: it is not whole ({fault}); {advice}")
 
@@ -147,19 +141,16 @@ def complete_checkpoint(checkpoint: Path, model: nn.Module, processing_class: An
         logger.warning("moq_hf: %s has no config.json, so moq-hf pack will need --model: %s", checkpoint, error)
 
 
-def resumed_state(state: TrainerState, name: str) -> Mapping[str, Any] | None:
+def resumed_state(state: TrainerState) -> Mapping[str, Any] | None:
     """The controller's state in the checkpoint that a run goes on from; None at a start, or from one without MoQ."""
-    entry = callback_states(state).get(name) if state.global_step > 0 else None
-    return None if entry is None else saved_state(entry)
+    return _state_in(callback_states(state)) if state.global_step > 0 else None
 
 
-def state_of_best(state: TrainerState, name: str) -> Mapping[str, Any] | None:
+def state_of_best(state: TrainerState) -> Mapping[str, Any] | None:
     """The controller's state in the best checkpoint; None if there is none, or none with MoQ, which is a warning."""
     if state.best_model_checkpoint is None:
         return None
-    document = json.loads(Path(state.best_model_checkpoint, STATE_FILE).read_text(encoding="utf-8"))
-    found = document[CALLBACKS_KEY].get(name)
-    best = None if found is None else saved_state(found)
+    best = _saved_in(Path(state.best_model_checkpoint))
     if best is None:
         logger.warning(
             "moq_hf: %s, the best checkpoint, was made without MoQ: its weights get the current bits",
@@ -201,11 +192,21 @@ def state_of_run(checkpoint: Path) -> Mapping[str, Any]:
     Raises:
         MoQError: There is none: the run was without MoQ; or it is not as it was written.
     """
-    document = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    entry = entry_of_moq(document.get(CALLBACKS_KEY))
-    state = None if entry is None else saved_state(entry)
+    state = _saved_in(checkpoint)
     if state is None:
         raise MoQError(
             f"{checkpoint / STATE_FILE} holds no state of MoQ: it is not the checkpoint of a run with moq_hf"
         )
     return state
+
+
+def _saved_in(checkpoint: Path) -> Mapping[str, Any] | None:
+    """Read the controller's state in a checkpoint; None where there is none."""
+    document = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    return _state_in(document.get(CALLBACKS_KEY))
+
+
+def _state_in(entries: Any) -> Mapping[str, Any] | None:
+    """Take the controller's state from the states of callbacks; None where there is none."""
+    entry = entry_of_moq(entries)
+    return None if entry is None else saved_state(entry)

@@ -49,9 +49,7 @@ def measuring(
         stand_ins: dict[int, list[Tensor]] = {}
         if any(map(is_apart, model.parameters())):
             stack.callback(reshard, model)
-            for module in model.modules():
-                stack.callback(setattr, module, "training", module.training)
-                module.training = False
+            stack.enter_context(evaluating(model))
         else:
             stack.enter_context(_restored(model.modules()))
             stand_ins = _exchange(model, blocks)
@@ -68,7 +66,7 @@ def measuring(
 
 @contextlib.contextmanager
 def at_bits(layers: Sequence[QuantLayer], bits: int) -> Iterator[None]:
-    """For the duration, these layers have so many bits, and no share of the float weight."""
+    """Give these layers `bits`, and no share of the float weight, for the duration."""
     with _restored(layer.moq for layer in layers):
         for layer in layers:
             layer.moq.blend = 0.0
@@ -78,7 +76,7 @@ def at_bits(layers: Sequence[QuantLayer], bits: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def repeatable() -> Iterator[None]:
-    """Afterwards the random generators, of PyTorch on the current device, NumPy and Python, are as they were."""
+    """Restore the random generators, of PyTorch on the current device, NumPy and Python, on exit."""
     accelerator = torch.accelerator.current_accelerator()
     # The generator of MPS cannot be forked.
     has_own = accelerator is not None and accelerator.type != "mps"
@@ -94,7 +92,7 @@ def repeatable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """For the duration a model is out of training, without gradients; the random generators are as they were."""
+    """Have a model in evaluation mode, without gradients; on exit it and the random generators are as they were."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -122,7 +120,7 @@ def is_fsdp2(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _restored(objects: Iterable[object]) -> Iterator[None]:
-    """Afterwards the objects have the attributes that they had."""
+    """Restore the objects' attributes on exit."""
     unique = {id(one): one for one in objects}
     before = [(one, dict(vars(one))) for one in unique.values()]
     try:
