@@ -13,6 +13,8 @@ from torch import nn
 
 from .config import MoQConfig
 from .errors import MoQError
+from .formats.stored import EncodeSpec
+from .formats.table import form_of, has_codes
 from .model.inventory import FUSED, Inventory, is_convolution
 from .names import plain_name, without_fsdp, without_peft
 from .processes import shape_of
@@ -224,6 +226,8 @@ REFUSED: dict[tuple[str, str], str] = {
     ("llama.cpp", "GPTNeoXForCausalLM"): "llama.cpp's converter has the rows of query_key_value in another order",
 }
 
+# Layers, or kinds of them, that a reason names.
+_NAMED = 3
 Answer = Literal["yes", "no", "not tried"]
 
 
@@ -256,7 +260,7 @@ class Verdict:
     notes: tuple[str, ...] = ()
 
 
-def shortened(layers: Sequence[str], most: int = 3) -> str:
+def shortened(layers: Sequence[str]) -> str:
     """Names of layers, with numbers of blocks left out where they differ in nothing else.
 
     >>> shortened(["layers.0.q", "layers.1.q", "layers.2.q", "head"])
@@ -266,8 +270,8 @@ def shortened(layers: Sequence[str], most: int = 3) -> str:
     for name in layers:
         groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
     shown = [names[0] if len(names) == 1 else f"{alike} ({len(names)})" for alike, names in groups.items()]
-    more = f" and {len(shown) - most} more" if len(shown) > most else ""
-    return ", ".join(shown[:most]) + more
+    more = f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else ""
+    return ", ".join(shown[:_NAMED]) + more
 
 
 def verdict(model: Description, server: Server) -> Verdict:
@@ -422,21 +426,23 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
     def saved(name: str) -> str:
         return plain_name(name, inventory.adapters) or ""
 
+    def planned(kind: str, shape: tuple[int, int]) -> Weight:
+        matrices = () if kind == "experts" else None
+        form = form_of(EncodeSpec(kind, shape, bits, config.grid, matrices=matrices), "packed")
+        # Convolutions have no groups.
+        group_size = None if kind == "conv" else size
+        return Weight(kind, *shape, bits, group_size, config.symmetric, has_codes(form))
+
     weights, floats = {}, {saved(name) for name, module in inventory.modules.items() if hasattr(module, "weight")}
     for name, layer in inventory.layers.items():
         kind = "conv" if is_convolution(layer) else "linear" if isinstance(layer, nn.Linear) else "conv1d"
-        rows, columns = matrix_shape(shape_of(layer.weight), kind)
-        # Other layers are floats on the grid, and convolutions have no groups.
-        packed = kind == "linear" and 2 <= bits <= 8
-        weights[saved(name)] = Weight(
-            kind, rows, columns, bits, None if kind == "conv" else size, config.symmetric, packed
-        )
+        weights[saved(name)] = planned(kind, matrix_shape(shape_of(layer.weight), kind))
     for name, module in inventory.modules.items():
         for own in experts_parameters(module):
             experts, rows, columns = matrix_of(module, own)
-            is_packed = config.symmetric and 2 <= bits <= 8 and not experts_transposed(module)
-            if f"{name}.{own}" in inventory.scheduled and is_packed:
-                matrix = Weight("linear", rows, columns, bits, size)
+            matrix = planned("experts_t" if experts_transposed(module) else "experts", (rows, columns))
+            if f"{name}.{own}" in inventory.experts and matrix.packed:
+                matrix = replace(matrix, kind="linear")
                 weights |= {f"{saved(name)}.{index}.{own}": matrix for index in range(experts)}
             elif inventory.layers:
                 # Beside packed layers, experts that are not taken apart keep their name.

@@ -1,8 +1,12 @@
-"""How a quantized weight lies in the files: one module for each form of delivery, all with the same three functions.
+"""How a quantized weight lies in the files: one module for each form of delivery, all with the same names in it.
 
 - `fits(spec)`: whether a layer can be stored so.
 - `write(values, spec)`: its codes, scales and zero points as the tensors of the files.
 - `read(stored)`: those tensors as codes, scales and zero points again.
+- `shapes(spec)`: what `write` would give, on the meta device.
+- `FORMAT`: what compressed-tensors calls the form; None for floats.
+- `MAX_BITS`: the widest code; `WIDTH`: the bits that each code takes, or None if it takes its own.
+- `TENSORS`: the last parts of the names of a weight's tensors, but for zero points.
 
 A packed checkpoint is an ordinary transformers folder in the format of compressed-tensors, written with that library,
 so that a process which never heard of moq_hf computes the same, bit for bit. `table` says which forms a folder may

@@ -12,7 +12,7 @@ from ..seams.transformers import compress, decompress
 from .stored import EncodedWeight, EncodeSpec, StoredWeight
 
 
-def write(values: Quantized, spec: EncodeSpec, format: str | None) -> EncodedWeight:
+def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
     """The tensors of a weight in a format of compressed-tensors, and the config group that describes them.
 
     The library's grid is (code - zero) * scale with codes from -2^(bits-1), so zero points are shifted by that.

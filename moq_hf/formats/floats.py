@@ -11,9 +11,9 @@ from ..quantizer import Quantized, dequantize
 from ..weight_matrix import from_rows, to_rows
 from .stored import EncodedWeight, EncodeSpec, StoredWeight
 
-FORMAT: str | None = None
+FORMAT = None
 MAX_BITS = 16
-WIDTH: int | None = None
+WIDTH = None
 TENSORS = frozenset({"weight"})
 
 

@@ -11,9 +11,9 @@ from ..quantizer import Quantized
 from . import compressed
 from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
 
-FORMAT: str | None = "int-quantized"
+FORMAT = "int-quantized"
 MAX_BITS = MAX_PACKED_BITS
-WIDTH: int | None = 8
+WIDTH = 8
 TENSORS = frozenset({"weight", "weight_scale"})
 
 

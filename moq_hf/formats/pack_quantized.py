@@ -10,9 +10,9 @@ from ..weight_matrix import is_experts
 from . import compressed
 from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
 
-FORMAT: str | None = "pack-quantized"
+FORMAT = "pack-quantized"
 MAX_BITS = MAX_PACKED_BITS
-WIDTH: int | None = None
+WIDTH = None
 TENSORS = frozenset({"weight_packed", "weight_shape", "weight_scale"})
 # Bits of a word of packed codes.
 _WORD = 32

@@ -1,45 +1,15 @@
 """Which forms of delivery there are, and which may stand in one folder."""
 
-from typing import Literal, Protocol
+from types import ModuleType
+from typing import Literal
 
-from torch import Tensor
-
-from ..quantizer import Quantized
 from . import floats, int_quantized, pack_quantized
-from .stored import EncodedWeight, EncodeSpec, StoredWeight
+from .stored import EncodeSpec
 
 Layout = Literal["packed", "unpacked", "floats"]
 
 
-class Form(Protocol):
-    """What each module here has.
-
-    Attributes:
-        FORMAT: What compressed-tensors calls it; None for floats.
-        MAX_BITS: The widest code.
-        WIDTH: Bits that a code takes, whatever its own are; None if it takes those.
-        TENSORS: The last parts of the names of a weight's tensors, but for zero points.
-    """
-
-    FORMAT: str | None
-    MAX_BITS: int
-    WIDTH: int | None
-    TENSORS: frozenset[str]
-
-    def fits(self, spec: EncodeSpec) -> bool:
-        """Whether a layer can be stored so."""
-
-    def write(self, values: Quantized, spec: EncodeSpec) -> EncodedWeight:
-        """The tensors that stand for a quantized weight."""
-
-    def shapes(self, spec: EncodeSpec) -> dict[str, Tensor]:
-        """The tensors that `write` would give by the last part of their name, on the meta device."""
-
-    def read(self, stored: StoredWeight) -> Quantized:
-        """Codes, scale and zero point as `quantizer.quantize` gives them."""
-
-
-FORMS: dict[str, Form] = {"packed": pack_quantized, "int8": int_quantized, "dense": floats}
+FORMS: dict[str, ModuleType] = {"packed": pack_quantized, "int8": int_quantized, "dense": floats}
 """Each form by the name that `moq_state.json` has for it."""
 
 LAYOUTS: dict[Layout, tuple[str, ...]] = {

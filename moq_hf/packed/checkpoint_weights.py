@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import MoQError, one_line
-from .files import opened
+from .files import open_weight_files
 
 # Before the names of weights, where Accelerate saves a model.
 _MODEL = "model."
@@ -86,7 +86,7 @@ def safetensors_weights(folder: Path) -> Weights:
     specs: dict[str, Spec] = {}
     places: dict[str, Path] = {}
     try:
-        for path, file in opened(folder):
+        for path, file in open_weight_files(folder):
             for name in file.keys():  # noqa: SIM118
                 tensor = file.get_tensor(name)
                 specs[name] = Spec(tensor.shape, tensor.dtype)

@@ -71,7 +71,7 @@ class Encoder:
         self.groups: dict[str, dict[str, Any]] = {}
         self.stored: dict[str, StoredLayer] = {}
         self.names: dict[str, str] | None = None
-        model, modules = inventory.model, plain(inventory.modules, inventory.adapters)
+        model, modules = inventory.model, without_peft_names(inventory.modules, inventory.adapters)
         self._linears = [name for name, module in modules.items() if is_linear(module)]
         matched = [name for name, module in modules.items() if is_linear(module) or isinstance(module, nn.Embedding)]
         lists = {name: len(entries) for name, entries in inventory.lists.items()}
@@ -188,7 +188,7 @@ class Encoder:
         return parts
 
     def _group(self, name: str, scheme: dict[str, Any]) -> str:
-        """The config group with a layer's scheme, to which the layer is added."""
+        """Add a layer to the config group with its scheme, and return the name of the group."""
         if name in self._matrices:
             # A group of their own, which stands first: loaders take the first one that names experts.
             self.groups = {_EXPERTS: {"targets": [], **scheme}, **self.groups}
@@ -268,14 +268,14 @@ def matrix_pattern(names: Iterable[str]) -> str:
     return rf"re:.*\.experts\.\d+\.(?:{'|'.join(ends)})$"
 
 
-def plain(named: Mapping[str, _Value], added: Iterable[str]) -> dict[str, _Value]:
-    """By the names that modules and tensors had before PEFT came, without its adapters."""
+def without_peft_names(named: Mapping[str, _Value], added: Iterable[str]) -> dict[str, _Value]:
+    """Name modules or tensors as they were before PEFT came, without its adapters."""
     renamed = {plain_name(name, added): value for name, value in named.items()} if added else named
     return {name: value for name, value in renamed.items() if name is not None}
 
 
 def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:
-    """The largest distance of a weight from its stored value, in steps of its scale."""
+    """Return the largest distance of a weight from its stored value, in steps of its scale."""
     rows, columns = values.scale.shape
     error = (weight.float() - quantizer.dequantize(*values)).abs()
     tiles = error.view(rows, weight.shape[0] // rows, columns, -1).amax((1, 3))
@@ -321,7 +321,7 @@ class Patterns:
         return {group: list(members) for group, members in groups.items()}, list(left)
 
     def _place(self, name: str) -> tuple[str, str, list[str]] | None:
-        """List, number and the rest of the name of a layer in a block."""
+        """Split the name of a layer in a block: list, number and the rest; None for a layer of no block."""
         path = next((path for path in self.lists if is_below(name, path) and name != path), None)
         if path is None:
             return None
@@ -329,7 +329,7 @@ class Patterns:
         return path, index, rest
 
     def _tails(self, owners: Mapping[str, str | None]) -> dict[str, str]:
-        """As few of the last parts of each name as show its group among the layers of its block."""
+        """Return as few of the last parts of each name as show its group among the layers of its block."""
         found: dict[tuple[str, str, str], set[str | None]] = {}
         places = {name: place for name in owners if (place := self._place(name)) is not None}
         for name, (path, index, rest) in places.items():
@@ -376,7 +376,7 @@ class Patterns:
 
 
 def _needed(patterns: Sequence[str], members: Sequence[str]) -> list[str]:
-    """Without those that match no layer which another one does not: loading warns of them."""
+    """Drop patterns whose layers other patterns match too; loading warns of them."""
     kept = list(patterns)
     for pattern in patterns:
         others = [other for other in kept if other != pattern]
@@ -394,7 +394,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _own_end(path: list[str], paths: Sequence[list[str]]) -> str:
-    """As few of the last parts of a list's name as no other list has."""
+    """Return as few of the last parts of a list's name as no other list has."""
     for k in range(1, len(path) + 1):
         if sum(other[-k:] == path[-k:] for other in paths) == 1:
             return rf"\.{_ANY}".join(re.escape(part) for part in path[-k:])

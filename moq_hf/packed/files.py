@@ -42,7 +42,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return found
 
 
-def opened(folder: Path) -> Iterator[tuple[Path, Any]]:
+def open_weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
     """Each of a folder's weight files, opened by safetensors.
 
     Raises:
@@ -65,7 +65,7 @@ def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
     Raises:
         MoQError: A file is missing, or holds others than the index says.
     """
-    for _, file in opened(folder):
+    for _, file in open_weight_files(folder):
         for name in sorted(file.keys()):
             yield name, file.get_tensor(name)
 

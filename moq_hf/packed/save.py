@@ -30,7 +30,7 @@ from ..seams.transformers import has_adapter, initialize_again, tied_parameters,
 from ..training.controller import MoQController, handed_dtype
 from ..weight_matrix import parameter_of
 from .card import write_card
-from .encode import Encoder, plain
+from .encode import Encoder, without_peft_names
 from .files import ADAPTER, CONFIG, INDEX, SINGLE, WEIGHTS, bytes_in, digest_of, staged, tensors_in
 from .load_check import Proof, ReferenceOutputs, quiet
 from .state import clean_metrics, hub_id, sha256, state_of, without_paths, write_state
@@ -38,9 +38,9 @@ from .verify import Verification, verify_quantized
 
 logger = logging.getLogger(__name__)
 # What would make transformers load an older model, or put its adapters, into a new one.
-_OF_ANOTHER = ("config.json", "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-# How the layouts are called in a run's last line.
-_SAID = {"packed": "packed", "unpacked": "packed, unpacked while loading", "floats": "floats on the grid"}
+_STALE_FILES = ("config.json", "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+# What a run's last line calls the layouts.
+_LAYOUT_NAMES = {"packed": "packed", "unpacked": "packed, unpacked while loading", "floats": "floats on the grid"}
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def deliver(
     if found.state["by_hand"]:
         proof = "; not proven: only load_state_dict loads it"
     sizes = f"{found.file_bytes / 1e6:,.2f} MB ({found.float_bytes / 1e6:,.2f} in float)"
-    return f"{Path(directory)}: {_SAID[found.state['layout']]}, {sizes}{proof}"
+    return f"{Path(directory)}: {_LAYOUT_NAMES[found.state['layout']]}, {sizes}{proof}"
 
 
 def base_model_of(model: nn.Module) -> str | None:
@@ -181,7 +181,7 @@ class _Saving:
             found |= quantized_in(name, module)
         # Embedding tables stand last in the files.
         self.quantized = dict(sorted(found.items(), key=lambda item: isinstance(item[1], QuantEmbedding)))
-        self.layers = plain(self.quantized, self.inventory.adapters)
+        self.layers = without_peft_names(self.quantized, self.inventory.adapters)
 
     def save(self, reference: ReferenceOutputs | None, layout: Layout | None = None) -> Verification:
         """Write the layout that is asked for; else the first one that agrees with the reference, if there is one.
@@ -291,7 +291,7 @@ class _Saving:
             raise MoQError("the weights are on the meta device, which keeps none: give state_dict")
 
     def _layouts(self, tied: Mapping[str, Sequence[str]]) -> Sequence[Layout]:
-        """Those that transformers can load, the best one first; the last one is right for every model."""
+        """Return what transformers can load, the best one first; the last one is right for every model."""
         encoder = Encoder(self.inventory, _without(self.layers, tied), "packed", tied)
         if not any(map(has_codes, encoder.forms.values())):
             return ["floats"]
@@ -311,10 +311,10 @@ class _Saving:
         source = self.options.state_dict or self.model.state_dict()
         path = next(name for name, module in self.whole.modules.items() if module is self.model)
         # The names in the source by those that the tensors had before PEFT came.
-        names = plain({name.removeprefix(f"{path}."): name for name in source}, self.inventory.adapters)
+        names = without_peft_names({name.removeprefix(f"{path}."): name for name in source}, self.inventory.adapters)
         replaced = encoder.replaced_names()
         # Names that share a tensor go on sharing it.
-        values = plain(self.model.state_dict(keep_vars=True), self.inventory.adapters)
+        values = without_peft_names(self.model.state_dict(keep_vars=True), self.inventory.adapters)
         kept: dict[int | str, Tensor] = {}
         tensors: dict[str, Tensor] = {}
         for name, there in names.items():
@@ -373,13 +373,13 @@ class _Saving:
 
 
 def _without(layers: Mapping[str, QuantLayer], tied: Mapping[str, Sequence[str]]) -> dict[str, QuantLayer]:
-    """The layers whose weights go into the files: without those that are tied to another one."""
+    """Leave out the layers that are tied to another one, whose weight goes into the files."""
     again = {other for others in tied.values() for other in others}
     return {name: layer for name, layer in layers.items() if name not in again}
 
 
 def _tied(model: nn.Module, layers: Mapping[str, QuantLayer]) -> dict[str, list[str]]:
-    """Layer to the layers that share its weight and that `from_pretrained` ties to it."""
+    """Return the layers that share the weight of another one and that `from_pretrained` ties to it, by that one."""
     found: dict[str, list[str]] = {}
     for other, source in tied_parameters(model).items():
         layer, own = source.rpartition(".")[0], other.rpartition(".")[0]
@@ -415,7 +415,7 @@ def _init_reaches_into(model: nn.Module, packed: Iterable[str]) -> bool:
 def _write_packed_files(
     folder: Path, model: Any, tensors: Mapping[str, Tensor], encoder: Encoder, options: SaveOptions
 ) -> None:
-    """The tensors, `config.json` with the quantization config, and the tokenizer or processor."""
+    """Write the tensors, `config.json` with the quantization config, and the tokenizer or processor."""
     # They have the names that the files shall have.
     shards = bytes_in(options.max_shard_size)
     model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=shards, save_original_format=False)
@@ -440,7 +440,7 @@ def _write_packed_files(
 
 
 def _write_adapter(folder: Path, model: Any, state_dict: Mapping[str, Tensor] | None) -> None:
-    """PEFT's own files, but for a path on this machine and the card that has it."""
+    """Write PEFT's own files, but for a path on this machine and the card that has it."""
     model.save_pretrained(folder, state_dict=state_dict)
     (folder / "README.md").unlink(missing_ok=True)
     path = folder / "adapter_config.json"
@@ -458,7 +458,7 @@ def _publish(staging: Path, target: Path) -> None:
     for name in entries:
         (target / name).unlink(missing_ok=True)
     for path in list(target.iterdir()):
-        if path.is_file() and (WEIGHTS.fullmatch(path.name) or path.name in _OF_ANOTHER):
+        if path.is_file() and (WEIGHTS.fullmatch(path.name) or path.name in _STALE_FILES):
             path.unlink()
     shutil.rmtree(target / ADAPTER, ignore_errors=True)
     for path in sorted(staging.rglob("*"), key=lambda path: path.name in entries):

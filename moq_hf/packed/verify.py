@@ -26,7 +26,7 @@ from ..schedule import FLOAT_BITS
 from ..seams.transformers import original_format
 from ..text import table
 from ..weight_matrix import is_experts, parameter_of
-from .encode import plain
+from .encode import without_peft_names
 from .files import CONFIG, digest_of, read_document, size_of, tensors_in, weight_files
 from .load_check import Proof, ReferenceOutputs
 from .state import STATE_NAME, Places, StoredLayer, proof_in, read_layers, sha256
@@ -231,7 +231,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
         tensors[parameter_of(name, layer.kind)] = layer.quantized_weight().detach().cpu()
-    return plain(tensors, adapters(model))
+    return without_peft_names(tensors, adapters(model))
 
 
 def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
