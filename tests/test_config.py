@@ -409,28 +409,11 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
 
 
 # GLUE's numbers of training examples, and start bits, period and eigenvalues of DeepSpeed's MoQ tutorial.
-TRAIN = {
-    "cola": 8551,
-    "mnli": 392702,
-    "mrpc": 3668,
-    "qnli": 104743,
-    "qqp": 363846,
-    "rte": 2490,
-    "sst2": 67349,
-    "stsb": 5749,
-    "wnli": 635,
-}
-PUBLISHED = {
-    "cola": (12, 8, True),
-    "mnli": (14, 12, True),
-    "mrpc": (12, 10, True),
-    "qnli": (12, 64, False),
-    "qqp": (12, 18, True),
-    "rte": (12, 8, True),
-    "sst2": (12, 400, False),
-    "stsb": (12, 10, False),
-    "wnli": (12, 8, True),
-}
+GLUE = {
+    "cola": (8551, 12, 8, True), "mnli": (392702, 14, 12, True), "mrpc": (3668, 12, 10, True),
+    "qnli": (104743, 12, 64, False), "qqp": (363846, 12, 18, True), "rte": (2490, 12, 8, True),
+    "sst2": (67349, 12, 400, False), "stsb": (5749, 12, 10, False), "wnli": (635, 12, 8, True),
+}  # fmt: skip
 SCHEMA = ROOT / "configs" / "moq.schema.json"
 RECIPES = sorted({*SCHEMA.parent.glob("*.json")} - {SCHEMA})
 README = ROOT / "configs" / "README.md"
@@ -461,7 +444,7 @@ def test_there_is_a_recipe_for_everything() -> None:
         "moq_w2",
         "moq_eigen",
         "moq_auto",
-        *(f"glue_{task}" for task in TRAIN),
+        *(f"glue_{task}" for task in GLUE),
     }
     assert set(rows_of(README)) == {path.name for path in RECIPES}
 
@@ -506,12 +489,12 @@ def test_arithmetic_of_the_auto_recipe() -> None:
     assert told == [*(block.target_step for block in made.blocks), made.deadline_step]
 
 
-@pytest.mark.parametrize("task", TRAIN)
+@pytest.mark.parametrize("task", GLUE)
 def test_arithmetic_of_the_glue_recipes(task: str) -> None:
     config = MoQConfig.from_file(ROOT / "configs" / f"glue_{task}.json")
-    start, published, eigenvalues = PUBLISHED[task]
+    examples, start, published, eigenvalues = GLUE[task]
     total, start_bits, period_text, slowest, period, drops = rows_of(README)[f"glue_{task}.json"]
-    assert int(total) == 3 * math.ceil(TRAIN[task] / 32)
+    assert int(total) == 3 * math.ceil(examples / 32)
     assert int(start_bits) == config.start_bits == start
     assert period_text == f"{published} eigenvalues" if eigenvalues else period_text == str(published)
     assert int(period) == config.schedule.period

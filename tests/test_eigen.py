@@ -348,14 +348,6 @@ def test_gradient_checkpointing(
     assert [vars(m).get("gradient_checkpointing") for m in tiny_bert.modules()] == before
 
 
-def test_compiled_models(tiny_bert: Any, tiny_batch: dict[str, Tensor], eager: list[float]) -> None:
-    tiny_bert.compile(backend="aot_eager")
-    tiny_bert.eval()
-    loss = tiny_bert(**tiny_batch).loss.item()
-    assert top(tiny_bert, tiny_batch) == pytest.approx(eager, rel=1e-4)
-    assert tiny_bert(**tiny_batch).loss.item() == loss
-
-
 def test_quantized_layers_are_measured_at_their_quantized_weights(
     tiny_bert: Any, tiny_batch: dict[str, Tensor], eager: list[float]
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from tiny_runs import arguments, assert_same, weights
+from tiny_runs import arguments
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -197,17 +197,6 @@ def test_a_run_is_delivered_as_it_was_evaluated(make: Any, tmp_path: Path, caplo
     pictures = torch.stack([row["pixel_values"] for row in rows()])
     with torch.no_grad():
         assert torch.equal(plain(pictures).logits, model.eval()(pictures).logits)
-
-
-def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:
-    def trainer() -> hf.Trainer:
-        settings = arguments(tmp_path, max_steps=8, save_strategy="steps", save_steps=4)
-        return hf.Trainer(resnet(), settings, train_dataset=rows(), callbacks=[MoQCallback(RUN)])
-
-    whole, again = trainer(), trainer()
-    whole.train()
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert_same(weights(again), weights(whole))
 
 
 def test_the_integers_are_found_again_in_floats_on_the_grid(tmp_path: Path) -> None:

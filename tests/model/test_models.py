@@ -17,20 +17,17 @@ from model_zoo import (
     TASKS,
     Outcome,
     Stranger,
-    arguments,
     inputs_of,
     new_model,
     outcome,
-    rows_of,
     ties,
 )
 from stranger import outputs_of
 from torch import nn
-from transformers import GPT2ForSequenceClassification, GPT2Model, Trainer, TrainerCallback
+from transformers import GPT2ForSequenceClassification, GPT2Model
 from transformers.pytorch_utils import Conv1D
 
 from moq_hf import (
-    MoQCallback,
     MoQError,
     dequantize_model,
     quantize_model,
@@ -243,31 +240,3 @@ def test_conv1d_layers_are_floats_on_the_grid_and_damage_is_noticed(
         model.transformer.h[1].mlp.c_proj.weight[0, 0] += 1
     with pytest.raises(MoQError, match=r"transformer\.h\.1\.mlp\.c_proj\.weight differs from the model's"):
         verify_quantized(tmp_path / "packed", model)
-
-
-class Stop(TrainerCallback):
-    """Ends the run, as a crash would, after a step."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == 2
-
-
-@pytest.mark.parametrize("mode", [{}, {"bf16": True}])
-def test_a_resumed_gpt2_ends_as_if_it_had_not_stopped(mode: dict[str, Any], tmp_path: Path) -> None:
-    config = {**CONFIG, "quantize_algo": {"rounding": "stochastic", "scale": "mse"}, "quantize_groups": "per_channel"}
-    task, models = "causal LM", []
-    for name, callbacks, resume in (("whole", [], False), ("killed", [Stop()], False), ("killed", [], True)):
-        trainer = Trainer(
-            new_model("GPT-2", task),
-            arguments(tmp_path / name, save_strategy="steps", save_steps=2, **mode),
-            train_dataset=rows_of(task, 16),
-            callbacks=[MoQCallback(config), *callbacks],
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        models.append(trainer.model)
-    whole, killed, resumed = models
-    assert {layer.moq.bits for layer in quant_layers(killed).values()} == {5}
-    for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, other), name
-    inputs = inputs_of(task, whole)
-    assert torch.equal(outputs_of(whole, inputs)[0], outputs_of(resumed, inputs)[0])

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification, ResNetModel
 
@@ -82,10 +81,3 @@ def test_a_model_without_linear_layers_in_its_body_is_refused_with_a_proposal() 
         assert quant_layers(quantize_model(model, CONVOLUTIONS))
     with pytest.raises(MoQError, match="quantize_convolutions: the model has no convolution"):
         quantize_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), CONVOLUTIONS)
-
-
-def test_what_is_shared_between_runs_keeps_its_place() -> None:
-    model = quantize_model(net(), CONVOLUTIONS)
-    quantize_model(model, BITS)
-    assert list(quant_layers(model)) == ["2"] and type(model[0]) is nn.Conv2d
-    assert torch.is_tensor(model[0].weight)

@@ -66,13 +66,6 @@ def test_a_start_that_is_never_reached_is_an_error(tiny_bert: nn.Module) -> None
         plan(config_of(start_step=5), 5)
 
 
-def test_wrong_values_are_told() -> None:
-    with pytest.raises(MoQError) as error:
-        MoQConfig.from_dict(config_of(bits=9, start_steps=1))
-    assert "did you mean activation_quantization.start_step?" in str(error.value)
-    assert "activation_quantization.bits: 9 is not legal; it must be a whole number from 2 to 8" in str(error.value)
-
-
 def test_groups_in_a_row_keep_the_export_from_multiplying_integers(tiny_bert: Any) -> None:
     grouped = MoQConfig.from_dict({**config_of(), "quantize_group_size": 8})
     (note,) = MoQController(tiny_bert, grouped).warnings()

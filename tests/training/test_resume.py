@@ -299,8 +299,7 @@ def test_a_state_of_a_newer_version_or_a_damaged_one_is_told(run: Path) -> None:
             MoQController(new_model(), MoQConfig.from_dict(CONFIG), 16).load_state_dict(wrong)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_any_value_changed_by_hand_is_one_error_or_none(seed: int) -> None:
+def test_any_value_changed_by_hand_is_one_error_or_none() -> None:
     config = MoQConfig.from_dict(changed(eigenvalue=EIGENVALUES, quantize_schedule={"deadline": 0.75}))
     controller = MoQController(new_model(), config, 16)
     assert controller.sensitivity is not None
@@ -310,7 +309,7 @@ def test_any_value_changed_by_hand_is_one_error_or_none(seed: int) -> None:
         controller.step()
     state = json.loads(json.dumps(controller.state_dict()))
     state["history"] = state["history"][-1:]
-    generator = random.Random(seed)
+    generator = random.Random(0)
     told = 0
     for path in places(state):
         wrong = spoiled(state, *path, value=generator.choice(WRONG))

@@ -374,12 +374,6 @@ def test_other_ways_of_training(make: Any, more: Any, tmp_path: Path) -> None:
     assert max(s.factor for s in callback_of(trainer).controller.history) == 5  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed_activations(tmp_path: Path, use_reentrant: bool) -> None:
-    more = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
-    assert factors(trained(stock(tmp_path, EIGEN, **more))) == factors(trained(stock(tmp_path, EIGEN)))
-
-
 def smooth(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
     loss = nn.functional.cross_entropy(outputs.logits, labels, label_smoothing=0.3, reduction="sum")
     return loss / num_items_in_batch
