@@ -430,9 +430,24 @@ class MoQConfig:
         return self.grid_of("float32")
 
     def grid_of(self, dtype: str) -> Grid:
-        """The same, of a model whose weights have a dtype: "float32", "bfloat16" or "float16"."""
-        scales = self.scale_dtype or served_scale_dtype(self.serve, dtype)
+        """The same, of a model whose weights have a dtype.
+
+        What was trained is what the servers in `serve` compute with. vLLM and SGLang load scales in the half precision
+        that they compute in: the model's own, else bfloat16. Values of bfloat16 are exact in float16 too wherever that
+        has them in its normal range, so they fit a GGUF file as well.
+
+        Args:
+            dtype: Of the model's weights: "float32", "bfloat16" or "float16".
+
+        >>> config = MoQConfig(start_bits=4, target_bits=4, serve=("vllm", "llama.cpp"))
+        >>> config.grid_of("float32").scale_dtype, config.grid_of("float16").scale_dtype
+        ('bfloat16', 'float16')
+        """
+        served: ScaleDtype = "float16" if "llama.cpp" in self.serve else "float32"
+        if "vllm" in self.serve or "sglang" in self.serve:
+            served = "float16" if dtype == "float16" else "bfloat16"
         is_stochastic, is_full = self.rounding == "stochastic", self.range == "full"
+        scales = self.scale_dtype or served
         return Grid(self.grouping, self.symmetric, is_stochastic, self.scale, is_full, scales)
 
     @classmethod
@@ -534,27 +549,6 @@ def _budget_fault(budget: BitBudget) -> str | None:
         ends = f"{choices[0]} and {choices[-1]}"
         return f"{where}.mean: {show(mean)} must be between the choices {ends}, neither of them"
     return None
-
-
-def served_scale_dtype(serve: Iterable[ServerName], model_dtype: str) -> ScaleDtype:
-    """The dtype that scales must have while training, so that what was trained is what these servers compute with.
-
-    vLLM and SGLang load scales in the half precision that they compute in: the model's own, else bfloat16. Values of
-    bfloat16 are exact in float16 too wherever that has them in its normal range, so they fit a GGUF file as well.
-
-    Args:
-        serve: As the config key `serve`.
-        model_dtype: Of the model's weights: "float32", "bfloat16" or "float16".
-
-    >>> served_scale_dtype(["transformers", "vllm"], "float32"), served_scale_dtype(["llama.cpp"], "bfloat16")
-    ('bfloat16', 'float16')
-    >>> served_scale_dtype(["transformers", "onnxruntime"], "bfloat16")
-    'float32'
-    """
-    names = set(serve)
-    if names & {"vllm", "sglang"}:
-        return "float16" if model_dtype == "float16" else "bfloat16"
-    return "float16" if "llama.cpp" in names else "float32"
 
 
 @functools.cache

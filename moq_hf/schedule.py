@@ -102,14 +102,12 @@ class PrecisionSchedule:
             twice = sorted({name for name in names if names.count(name) > 1})
             raise MoQError(f"blocks named twice: {', '.join(twice)}")
         self.config = config
-        self.total_steps = total_steps
         start = config.activation.start_step
         if config.activation.enabled and total_steps is not None and start >= total_steps:
             raise MoQError(
                 f"activation_quantization.start_step: {start} is not reached in {total_steps} optimizer steps"
             )
-        self.offset = offset_step_of(config, total_steps)
-        self._room = self._room_for_drops()
+        self._fit_into(total_steps)
         self.steps = 0
         self.bits = dict.fromkeys(names, config.start_bits if self.offset == 0 else FLOAT_BITS)
         self.targets = None if config.budget is not None else dict.fromkeys(names, config.targets[0])
@@ -212,17 +210,15 @@ class PrecisionSchedule:
             MoQError: The state is of other blocks.
         """
         blocks = state["blocks"]
-        if set(blocks) != set(self.bits):
-            missing, extra = sorted(set(self.bits) - set(blocks)), sorted(set(blocks) - set(self.bits))
+        if blocks.keys() != self.bits.keys():
+            missing, extra = sorted(self.bits.keys() - blocks), sorted(blocks.keys() - self.bits)
             raise MoQError(
                 "the saved schedule is of another set of blocks: "
                 f"not in it {', '.join(missing) or 'none'}; only in it {', '.join(extra) or 'none'}"
             )
         self.steps = state["steps"]
         if self.config.schedule.depends_on_length:
-            self.total_steps = state["total_steps"]
-            self.offset = offset_step_of(self.config, self.total_steps)
-            self._room = self._room_for_drops()
+            self._fit_into(state["total_steps"])
         for name in self.bits:
             self.bits[name], self.period[name], self._changed[name] = blocks[name]
         if self.config.budget is not None:
@@ -287,22 +283,27 @@ class PrecisionSchedule:
         room = self._room or 0
         return max(1, room // MAX_FACTOR) if self.config.eigenvalue.enabled and drops != 1 else room
 
-    def _room_for_drops(self) -> int | None:
-        """Steps from the offset to the last drop that meets the deadline; None without one.
+    def _fit_into(self, total_steps: int | None) -> None:
+        """Take the length of the run, and find the offset and the room before the deadline.
 
         Raises:
             MoQError: The deadline leaves no room for the drops, or the length of the run is not known.
         """
-        config, total_steps, offset, last = self.config, self.total_steps, self.offset, self.deadline_step
+        config, self.total_steps = self.config, total_steps
+        self.offset = offset = offset_step_of(config, total_steps)
+        # Steps from the offset to the last drop that meets the deadline; None without one.
+        self._room: int | None = None
         if config.schedule.deadline is None:
-            return None
+            return
+        last = self.deadline_step
         if total_steps is None or last is None:
             raise MoQError('quantize_schedule: the period "auto" and deadline need total_steps, the length of the run')
         fade, target = fade_steps(config), config.targets[0]
         drops = max(0, config.start_bits - target)
         room = last - offset - fade
         if room >= drops:
-            return room
+            self._room = room
+            return
         options = []
         if drops and room > 0:
             options.append(f"start_bits {target + room}")

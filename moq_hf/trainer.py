@@ -409,19 +409,19 @@ class MoQTrainer(Trainer):
         record_metrics(folder, self.final_metrics or last_metrics(self.state), self.float_metrics)
         # What the stock card knows: task, data and hyperparameters.
         known = training_summary(self, *args, **kwargs)
-        dataset = _one(known.dataset_tags)
+        tag = _one(known.dataset_tags)
         data = ModelCardData(
             model_name=self.hub_model_id or known.model_name,
             base_model=kwargs.get("finetuned_from") or base_model_of(self.accelerator.unwrap_model(self.model)),
             pipeline_tag=_one(known.tasks),
-            datasets=None if dataset is None else [dataset],
+            datasets=None if tag is None else [tag],
             language=known.language,
             license=known.license,
-            tags=known.tags if isinstance(known.tags, list) else [known.tags] if known.tags else None,
+            tags=[known.tags] if isinstance(known.tags, str) else known.tags,
         )
-        names = {"dataset_type": dataset, "dataset_name": _one(known.dataset) or dataset}
-        names["dataset_config"] = _one(known.dataset_args)
-        write_card(folder, data, dataset=names, training=known.hyperparameters)
+        dataset = {"dataset_type": tag, "dataset_name": _one(known.dataset) or tag}
+        dataset["dataset_config"] = _one(known.dataset_args)
+        write_card(folder, data, dataset=dataset, training=known.hyperparameters)
 
     def _live_moq(self) -> MoQCallback | None:
         """The callback of this Trainer, which it may share with others."""
