@@ -17,8 +17,8 @@ OTHERS = (
 
 
 def test_what_is_a_metric_and_what_is_logged_beside_them() -> None:
-    metrics = dict.fromkeys(METRICS.split(), 1.0)
-    assert metrics_in({**metrics, **dict.fromkeys(OTHERS.split(), 1.0)}) == metrics
+    assert [name for name in METRICS.split() if not metrics_in({name: 1.0})] == []
+    assert not metrics_in(dict.fromkeys(OTHERS.split(), 1.0))
 
 
 def test_values_are_finite_numbers() -> None:
