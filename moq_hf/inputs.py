@@ -113,7 +113,7 @@ class InputObserver:
         return fake_quantize_input(input, self.grid, None if self.range is None else self.range.to(input.device))
 
     def to(self, device: torch.device) -> "InputObserver":
-        """The same with what is known of the range on a device; on the meta device it would be lost, and stays."""
+        """Move what is known of the range to a device; on the meta device it would be lost, and stays where it is."""
         if device.type == "meta":
             return self
         moved = None if self.range is None else self.range.to(device)

@@ -217,7 +217,7 @@ class LayerState:
             return from_rows(values, self.kind, weight.shape).contiguous()
 
     def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The quantized weight, kept from one pass to the next for as long as nothing has changed that it was made of.
+        """Give the quantized weight, kept from one pass to the next while nothing has changed that it was made of.
 
         Two threads may both make it; they come to the same.
 

@@ -38,7 +38,7 @@ class QuantExperts(QuantModule):
         return self.__dict__.get(name) if value is None else value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the experts, which read the quantized weights."""
+        """Compute as the experts do, which read the quantized weights."""
         with recompute_in_backward(self.quantized_weights()):
             return super().forward(*args, **kwargs)
 

@@ -85,7 +85,7 @@ class QuantLayer(QuantModule):
 
     @property
     def float_weight(self) -> Tensor:
-        """The parameter that is trained, or what stands in its place: of a replica, of `torch.func`, of FSDP2.
+        """The parameter that is trained, or what replaces it: of a replica, of `torch.func`, of FSDP2.
 
         Raises:
             MoQError: There is no weight any more.
@@ -180,7 +180,7 @@ class QuantLayer(QuantModule):
             self.search_ratios()
 
     def extra_repr(self) -> str:
-        """The linear layer's own line and the bits."""
+        """Add the bits to the layer's own line."""
         bits = "float" if self.moq.bits == FLOAT_BITS else f"bits={self.moq.bits}"
         return f"{super().extra_repr()}, {bits}"
 
@@ -241,7 +241,7 @@ def _recomputing(layers: list[QuantLayer]) -> Iterator[None]:
 
 
 def _again(layer: QuantLayer, dtype: torch.dtype, *place: Any) -> Tensor:
-    """A part of the quantized weight, at a place in its memory."""
+    """Quantize a weight again, and give the part at a place in its memory."""
     return layer.moq.fake_quantize(layer.float_weight, dtype).as_strided(*place)
 
 

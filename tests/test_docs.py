@@ -234,6 +234,7 @@ def test_pip_install(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     installed = {path.name for path in (tmp_path / "site" / "moq_hf").iterdir()} - {"__pycache__"}
     assert installed == {path.name for path in (source / "moq_hf").iterdir()}
+    assert (tmp_path / "site" / f"moq_hf-{moq_hf.__version__}.dist-info").is_dir()
 
 
 def test_the_extras() -> None:

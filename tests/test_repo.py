@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from repo import ROOT
 
+from moq_hf.version import __version__
+
 MAX_BYTES = 2_000_000
 
 
@@ -50,10 +52,7 @@ def test_no_large_file() -> None:
 
 
 def test_the_changelog_has_the_version() -> None:
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    version = setup["metadata"]["version"]
-    assert re.search(rf"^## \[{re.escape(version)}\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.search(rf"^## \[{re.escape(__version__)}\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
 def requirement_names(lines: str) -> set[str]:
