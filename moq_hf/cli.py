@@ -48,13 +48,13 @@ def add_plan(subparsers: Any) -> None:
     add("--num_processes", type=_positive, default=1, help="default: 1")
     add("--json", action="store_true", help="print JSON instead of the table")
     add("--plot", help="draw the plan to this file too")
-    parser.set_defaults(run=lambda args: _plan(parser, args))
+    parser.set_defaults(run=_plan)
 
 
-def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def _plan(args: argparse.Namespace) -> None:
     from .plan import plan
 
-    planned = plan(args.moq_config, _steps(parser, args))
+    planned = plan(args.moq_config, _steps(args))
     if args.plot is not None:
         from .report import draw_plan
 
@@ -62,17 +62,21 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     print(json.dumps(planned.to_dict(), indent=2) if args.json else planned)
 
 
-def _steps(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """The length of the run, as the Trainer counts it."""
+def _steps(args: argparse.Namespace) -> int:
+    """The length of the run, as the Trainer counts it.
+
+    Raises:
+        MoQError: The options say too little, or too much.
+    """
     sizes = {name: getattr(args, name) for name in ("num_examples", "batch_size", "epochs")}
     given = [f"--{name}" for name, value in sizes.items() if value is not None]
     lacking = [f"--{name}" for name, value in sizes.items() if value is None]
     if args.max_steps is not None:
         if given:
-            parser.error(f"--max_steps is the length of the run: it goes without {', '.join(given)}")
+            raise MoQError(f"--max_steps is the length of the run: it goes without {', '.join(given)}")
         return int(args.max_steps)
     if lacking:
-        parser.error(f"the length of the run is unknown: give {', '.join(lacking)}, or --max_steps")
+        raise MoQError(f"the length of the run is unknown: give {', '.join(lacking)}, or --max_steps")
     # An epoch's last batch and its last accumulation may be short.
     batches = math.ceil(args.num_examples / (args.batch_size * args.num_processes))
     steps: float = args.epochs * math.ceil(batches / args.gradient_accumulation)
@@ -180,20 +184,20 @@ def add_export(subparsers: Any) -> None:
         help="largest difference of weight-only's outputs; default: 0.0001",
     )
     _add_data(onnx, "compare on these rows")
-    parser.set_defaults(run=lambda args: _export(parser, args))
+    parser.set_defaults(run=_export)
 
 
-def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def _export(args: argparse.Namespace) -> None:
     options = {name: value for name, value in vars(args).items() if name not in ("run", "directory", "to", "out")}
     taken = {"onnx": options.keys() - {"base"}, "gguf": {"base"}, "float": set()}
     foreign = options.keys() - taken[args.to]
     if foreign:
-        parser.error(f"--to {args.to} goes without --{', --'.join(sorted(foreign))}")
+        raise MoQError(f"--to {args.to} goes without --{', --'.join(sorted(foreign))}")
     if args.to == "gguf":
         from .export.gguf import export_gguf
 
         if "base" not in options:
-            parser.error("--to gguf needs --base, what llama.cpp's converter made of the checkpoint as floats")
+            raise MoQError("--to gguf needs --base, what llama.cpp's converter made of the checkpoint as floats")
         print(export_gguf(args.directory, args.out, args.base).table())
     elif args.to == "float":
         from .export.floats import export_floats
@@ -202,7 +206,7 @@ def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     else:
         from .export.onnx import export_onnx
 
-        _read_data(parser, options)
+        _read_data(options)
         print(export_onnx(args.directory, args.out, **options).table())
 
 
@@ -228,14 +232,14 @@ def add_bench(subparsers: Any) -> None:
         help="what a recommended file may lose of each metric; default: 0.01",
     )
     _add_data(parser, "measure the accuracy on these rows")
-    parser.set_defaults(run=lambda args: _bench(parser, args))
+    parser.set_defaults(run=_bench)
 
 
-def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def _bench(args: argparse.Namespace) -> None:
     from .export.bench import benchmark
 
     options = {name: value for name, value in vars(args).items() if name not in ("run", "directory")}
-    _read_data(parser, options)
+    _read_data(options)
     print(benchmark(args.directory, **options).table())
 
 
@@ -252,8 +256,12 @@ def _add_data(parser: Any, does: str) -> None:
     parser.add_argument("--max_seq_length", type=_positive, help="default: 128")
 
 
-def _read_data(parser: argparse.ArgumentParser, options: dict[str, Any]) -> None:
-    """Replace the options that name evaluation data by the data."""
+def _read_data(options: dict[str, Any]) -> None:
+    """Replace the options that name evaluation data by the data.
+
+    Raises:
+        MoQError: There is no such data, or a task without a file.
+    """
     from .export.compare import read_data
 
     file, task = options.pop("validation_file", None), options.pop("task_name", None)
@@ -261,7 +269,7 @@ def _read_data(parser: argparse.ArgumentParser, options: dict[str, Any]) -> None
     if file is not None:
         options["data"] = read_data(file, task)
     elif task is not None:
-        parser.error("--task_name goes with --validation_file")
+        raise MoQError("--task_name goes with --validation_file")
 
 
 def _positive(text: str) -> int:

@@ -239,7 +239,11 @@ def write_report(
     }
     parts = []
     with drawing():
-        figures = {"Bits": _bits(run)} if run.by_block("bits") else {}
+        figures: dict[str, Figure] = {}
+        bits = run.by_block("bits")
+        if bits:
+            figures["Bits"], axes = _draw_bits(bits, run.config, run.steps)
+            _legend(axes)
         for title, (ylabel, series) in curves.items():
             if any(steps for steps, _ in series.values()):
                 figures[title] = _curves(ylabel, series, run)
@@ -299,12 +303,11 @@ def draw_plan(planned: Plan, path: str | os.PathLike[str]) -> None:
         MoQError: matplotlib is not installed, or does not know the ending.
     """
     with drawing():
-        figure, axes = _new_figure("bits")
         series: dict[str, Series] = {
             block.name: ([s.step for s in block.switches], [float(s.bits) for s in block.switches])
             for block in planned.blocks
         }
-        _draw_bits(axes, series, planned.config, planned.total_steps)
+        figure, axes = _draw_bits(series, planned.config, planned.total_steps)
         axes.set_title(f"{planned.config.span_in_words} in {planned.total_steps:,} optimizer steps", fontsize="medium")
         if planned.deadline_step is not None:
             axes.axvline(planned.deadline_step, color=GRAY, linestyle="--", linewidth=1, label="deadline")
@@ -365,8 +368,9 @@ def _color(index: int, count: int) -> Any:
     return colormaps["viridis"](0.05 + 0.75 * index / max(1, count - 1))
 
 
-def _draw_bits(axes: "Axes", series: Mapping[str, Series], config: MoQConfig, total: int) -> None:
+def _draw_bits(series: Mapping[str, Series], config: MoQConfig, total: int) -> tuple["Figure", "Axes"]:
     """Draw a line for each block, side by side where they would cover each other."""
+    figure, axes = _new_figure("bits")
     in_float = begins_in_float(config)
     highest = max(config.start_bits, config.targets[-1]) + in_float
     lowest = min(min(bits) for _, bits in series.values())
@@ -378,13 +382,7 @@ def _draw_bits(axes: "Axes", series: Mapping[str, Series], config: MoQConfig, to
         axes.step([0, *steps, total], heights, where="post", color=color, label=name, linewidth=1.5)
     ticks = range(int(lowest), highest + 1)
     axes.set_yticks(ticks, ["float" if in_float and tick == highest else str(tick) for tick in ticks])
-
-
-def _bits(run: Run) -> "Figure":
-    figure, axes = _new_figure("bits")
-    _draw_bits(axes, run.by_block("bits"), run.config, run.steps)
-    _legend(axes)
-    return figure
+    return figure, axes
 
 
 def _curves(ylabel: str, series: Mapping[str, Series], run: Run) -> "Figure":

@@ -245,7 +245,7 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
         where: What an error names.
 
     Raises:
-        MoQError: A scale is too large or too small for float16.
+        MoQError: A scale, or the value of code 0, is too large or too small for float16.
 
     >>> import torch
     >>> layer = StoredLayer("linear", 4, "packed", (1, 32), (1, 1), True, 0, 0, 0.0)
@@ -272,10 +272,11 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
             shift = 2 ** (layer.bits - 1)
             codes = codes + np.int16(shift)
             minimum = (-(per_block(stored.zero_point) + shift) * scale).astype(np.float16)
-    if not np.isfinite(half).all() or (minimum is not None and not np.isfinite(minimum).all()):
-        raise MoQError(f"{where}: a scale of {np.abs(scale).max():.3g} is too large for GGUF's float16")
-    if (half[used] == 0).any():
-        raise MoQError(f"{where}: a scale of {np.abs(scale[used]).min():.3g} is too small for GGUF's float16")
+    misfits = ~np.isfinite(half) | (used & (half == 0))
+    if minimum is not None:
+        misfits |= ~np.isfinite(minimum)
+    if misfits.any():
+        raise MoQError(f"{where}: a scale of {np.abs(scale[misfits]).max():.3g} does not fit GGUF's float16")
     found = Blocks(kind_of(layer), codes, half, minimum, 0.0)
     steps = (found.values().reshape(codes.shape) - exact) / np.where(used, scale, np.float32(np.inf))
     return found._replace(error=float(np.abs(steps).max()))

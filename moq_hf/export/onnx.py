@@ -416,22 +416,20 @@ def _traced(model: Any, inputs: dict[str, Tensor]) -> Any:
 
 def _pack(exported: Any, prepared: Prepared) -> None:
     """Make the codes of linear layers and convolutions of up to 4 bits, and zero points beside them, INT4."""
-    for name, kind in prepared.stored.items():
-        layer = prepared.model.get_submodule(name)
-        if kind == "int4" and isinstance(layer, OnnxLinear | OnnxConvolution):
-            _narrow(exported.graph.initializers[f"{name}.codes"])
-            if not layer.folded and layer.zero_point is not None:
-                _narrow(exported.graph.initializers[f"{name}.zero_point"])
-
-
-def _narrow(value: Any) -> None:
-    """Make an int8 initializer one of INT4, two to a byte."""
     import ml_dtypes
     import onnx_ir as ir
 
-    codes = value.const_value.numpy().astype(ml_dtypes.int4)
-    value.const_value = ir.Tensor(codes, dtype=ir.DataType.INT4, name=value.name)
-    value.type = ir.TensorType(ir.DataType.INT4)
+    for name, kind in prepared.stored.items():
+        layer = prepared.model.get_submodule(name)
+        if kind != "int4" or not isinstance(layer, OnnxLinear | OnnxConvolution):
+            continue
+        integers = ("codes",) if layer.folded else ("codes", "zero_point")
+        for part in integers:
+            value = exported.graph.initializers.get(f"{name}.{part}")
+            if value is not None:
+                codes = value.const_value.numpy().astype(ml_dtypes.int4)
+                value.const_value = ir.Tensor(codes, dtype=ir.DataType.INT4, name=value.name)
+                value.type = ir.TensorType(ir.DataType.INT4)
 
 
 def _optimize(exported: Any, integers: set[str]) -> None:

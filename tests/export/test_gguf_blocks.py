@@ -1,5 +1,6 @@
 """The blocks hold the integers: gguf's own reader of blocks gives code * scale, for every kind of grid."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -65,9 +66,9 @@ def test_the_whole_range_with_scales_of_any_sign(bits: int, least: int) -> None:
 
 def test_scales_that_float16_cannot_hold() -> None:
     codes = torch.ones(2, 32, dtype=torch.int32)
-    for scale, what in ((1e5, "too large"), (1e-9, "too small")):
+    for scale in (1e5, 1e-9):
         stored = Quantized(codes, torch.tensor([[1.0], [scale]]), None)
-        with pytest.raises(MoQError, match=f"blk: a scale of 1e.* is {what}"):
+        with pytest.raises(MoQError, match=re.escape(f"blk: a scale of {scale:.3g} does not fit")):
             blocks_of(stored, layer_of(stored, 4), "blk")
     # The scale of zeros does not matter.
     stored = Quantized(codes * torch.tensor([[1], [0]]), torch.tensor([[1.0], [1e-9]]), None)
@@ -77,7 +78,7 @@ def test_scales_that_float16_cannot_hold() -> None:
     stored = Quantized(codes, torch.tensor([[1.0], [6e4]]), zero)
     assert np.isfinite(blocks_of(stored, layer_of(stored, 4), "blk").values()).all()
     stored = stored._replace(zero_point=zero + 15)
-    with pytest.raises(MoQError, match="too large"):
+    with pytest.raises(MoQError, match=r"a scale of 6e\+04 does not fit"):
         blocks_of(stored, layer_of(stored, 4), "blk")
 
 
