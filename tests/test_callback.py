@@ -22,7 +22,6 @@ from tiny_runs import (
     moq,
     new_model,
     no_dropout,
-    over_the_model,
     rows,
     stock,
     trained,
@@ -205,19 +204,6 @@ def test_a_run_that_ends_early_has_no_best_and_says_so(tmp_path: Path, caplog: p
     assert "the run has 8 optimizer steps but reaches 3 bits only at step 10" in text
     assert "a quantize_period of at most 1, or start_bits 5, or" in text
     assert "before every quantized layer was at 3 bits" in text and "no checkpoint was a candidate" in text
-
-
-def test_bits_reach_the_history_and_the_reporters(tmp_path: Path) -> None:
-    for make in (stock, moq):
-        trainer = make(tmp_path / make.__name__, logging_steps=5)
-        trainer.train()
-        logs = {log["step"]: log for log in trainer.state.log_history if "loss" in log}
-        assert {step: log["moq/mean_bits"] for step, log in logs.items()} == {
-            step: over_the_model(bits, trainer.model) for step, bits in {2: 6, 4: 5, 5: 5, 6: 4, 10: 3, 15: 3}.items()
-        }
-        # A logged step shows the precision that it ends with; each block's, when something switched.
-        assert logs[6]["moq/bits/bert.encoder.layer.1"] == 4 and logs[6]["moq/period/bert.pooler.dense"] == 8
-        assert "moq/bits/bert.encoder.layer.1" not in logs[15]
 
 
 def test_model_init_and_a_second_training_start_afresh(tmp_path: Path) -> None:
