@@ -139,7 +139,7 @@ def distributed_weights(folder: Path) -> Weights:
 
 
 class _Ignored:
-    """What stands for an object of DeepSpeed's own, of which nothing is wanted."""
+    """Stands for an object of DeepSpeed's, of which nothing is needed."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -181,7 +181,7 @@ def zero_weights(folder: Path) -> Weights:
 
 
 def _parted_weights(folder: Path) -> Weights:
-    """The weights of ZeRO-3, put together of the parts of all processes.
+    """Read the weights of ZeRO-3, put together of the parts of all processes.
 
     Raises:
         MoQError: The file of a process is missing or damaged.
@@ -243,7 +243,7 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 
 
 def _complete(folder: Path, files: Mapping[int, Path], world: int, first: str) -> list[Path]:
-    """The files of all processes, in their order.
+    """Return the files of all processes, in their order.
 
     Raises:
         MoQError: One is missing.
@@ -256,7 +256,7 @@ def _complete(folder: Path, files: Mapping[int, Path], world: int, first: str) -
 
 
 def _flat(path: Path) -> list[Tensor]:
-    """What a process has of the weights that are trained, float32.
+    """Read what a process has of the weights that are trained, float32.
 
     Raises:
         MoQError: The file is damaged.
@@ -269,7 +269,7 @@ def _flat(path: Path) -> list[Tensor]:
 
 
 def _cut(flat: Sequence[Tensor], part: slice) -> Tensor:
-    """A part of what several flat tensors hold one after the other, in memory of its own."""
+    """Copy a part of what several flat tensors hold one after the other."""
     pieces, begin = [], 0
     for tensor in flat:
         low, high = max(part.start - begin, 0), min(part.stop - begin, tensor.numel())
@@ -280,7 +280,7 @@ def _cut(flat: Sequence[Tensor], part: slice) -> Tensor:
 
 
 def _read(path: Path) -> Any:
-    """What a file holds; its tensors are read only as they are used. Nothing in it is run.
+    """Read a file; its tensors are read only as they are used. Nothing in it is run.
 
     Raises:
         MoQError: It is damaged.

@@ -18,7 +18,6 @@ from .. import quantizer
 from ..errors import MoQError
 from ..formats.stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec, SharedScheme
 from ..formats.table import FORMS, Layout, form_of
-from ..grid import Grid
 from ..model.inventory import Inventory, is_linear
 from ..names import is_below, plain_name
 from ..processes import shape_of
@@ -41,6 +40,8 @@ _MATRIX = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
 
 class Encoder:
     """How the layers of one model are stored; collects the config groups of compressed-tensors as they come up.
+
+    `store` each layer first, then `rename` the tensors, then ask for `config`.
 
     Args:
         inventory: Of the model.
@@ -99,8 +100,9 @@ class Encoder:
         return any(not self.layers[name].moq.grid.symmetric for name in self.packed)
 
     def _shared_scheme(self) -> SharedScheme:
-        linears = [n for n, layer in self.layers.items() if layer.kind == "linear" and n not in self.tables]
-        grid = self.layers[linears[0]].moq.grid if linears else Grid()
+        first = next(iter(self.layers.values()))
+        linears = (layer for n, layer in self.layers.items() if layer.kind == "linear" and n not in self.tables)
+        grid = next(linears, first).moq.grid
         sizes = {True: 0, False: 0}
         widths = {True: 0, False: 0}
         for name, layer in self.layers.items():
@@ -111,10 +113,7 @@ class Encoder:
         # Tables stay floats where the files would grow by giving all other codes their bits.
         growth = max(0, widths[True] - widths[False]) * sizes[False]
         saved = (8 * torch.float32.itemsize - max(widths.values())) * sizes[True]
-        row_size = grid.grouping.row_size
-        if not linears:
-            row_size = next(iter(self.layers.values())).moq.grid.grouping.row_size
-        return SharedScheme(row_size, grid.symmetric, growth <= saved)
+        return SharedScheme(grid.grouping.row_size, grid.symmetric, growth <= saved)
 
     def _spec(self, model: nn.Module, name: str, layer: QuantLayer, shared: SharedScheme | None) -> EncodeSpec:
         matrices = matrix_names(model, name, shape_of(layer.float_weight)) if layer.kind == "experts" else None

@@ -93,7 +93,7 @@ def pack_checkpoint(
 
 
 def _config_of(folder: Path, described: Path | str) -> PreTrainedConfig:
-    """The model's config.
+    """Read the model's config.
 
     Raises:
         MoQError: There is none, or it cannot be read.
@@ -113,7 +113,7 @@ def _config_of(folder: Path, described: Path | str) -> PreTrainedConfig:
 
 
 def _weights_of(folder: Path) -> Weights:
-    """The weights of a checkpoint, wherever it has them.
+    """Find the weights of a checkpoint, wherever it has them.
 
     Raises:
         MoQError: It has none that can be read, or some of them are missing or damaged.
@@ -133,7 +133,7 @@ def _weights_of(folder: Path) -> Weights:
 
 
 def _shell(config: PreTrainedConfig, described: Path | str) -> PreTrainedModel:
-    """The model of a config, without memory for its weights; with how it generates, if that is beside the config.
+    """Make the model of a config without memory for its weights; with how it generates, if that is beside the config.
 
     Raises:
         MoQError: Its class is not one of transformers, or cannot be made so.
@@ -158,7 +158,7 @@ def _shell(config: PreTrainedConfig, described: Path | str) -> PreTrainedModel:
 
 
 def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[str, str]:
-    """What the checkpoint calls the tensors of the model, which get the dtypes that they have there.
+    """Find what the checkpoint calls the tensors of the model, which get the dtypes that they have there.
 
     Raises:
         MoQError: It lacks some, or has others; names them.
@@ -199,7 +199,7 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
 
 
 def _controller(shell: nn.Module, state: Mapping[str, Any]) -> MoQController:
-    """The run's controller, brought to where the checkpoint was."""
+    """Make the run's controller and bring it to where the checkpoint was."""
     controller = MoQController(shell, MoQConfig.from_dict(state["config"]), state["schedule"].get("total_steps"))
     controller.load_state_dict(state)
     if state.get("handed_dtype") is not None:
@@ -209,7 +209,7 @@ def _controller(shell: nn.Module, state: Mapping[str, Any]) -> MoQController:
 
 
 def _float_metrics(folder: Path) -> dict[str, Any] | None:
-    """What a run that was float first evaluated then; it keeps that beside its checkpoints."""
+    """Read what a run that was float first evaluated then; it keeps that beside its checkpoints."""
     path = folder.parent / FOLDER / METRICS
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -232,7 +232,7 @@ class _Copied:
 
 
 def _processing_class(folder: Path, model: str | None) -> Any:
-    """What the checkpoint has of a tokenizer or processor; failing that, that of the model that was named; or None."""
+    """Find the tokenizer or processor of the checkpoint; failing that, of the model that was named; or None."""
     files = [p for p in sorted(folder.iterdir()) if p.suffix in _TOKENIZER and p.is_file() and p.name not in _OTHERS]
     if files:
         return _Copied([*files, *folder.glob("additional_chat_templates")])

@@ -129,7 +129,6 @@ def verify_quantized(
         raise MoQError("inputs are for the comparison with a model: give the model too")
     folder = Path(directory)
     state, layers = read_layers(folder)
-    tied = {module for layer in layers.values() for module in layer.tied}
     expected = None if model is None else _named_as_in_files(model, state)
     with _explained(folder):
         for name, found in _read_weights(folder, state, layers, _tensors_as_saved(folder, state["tensors"])):
@@ -137,12 +136,6 @@ def verify_quantized(
                 weight = _checked(found, layers[name])
                 _compare(folder, parameter_of(name, layers[name].kind), weight, expected)
                 continue
-            owner, _, part = Places(layers, state).of(name)
-            # The scales of a module that is tied to a table.
-            if owner in tied:
-                continue
-            if part.startswith("weight_"):
-                raise MoQError(f"{folder / STATE_NAME}: layers.{owner} is missing, whose packed weight there is")
             _compare(folder, name, found, expected, "tensor ")
     if inputs is None or model is None:
         proof = proof_in(state)
@@ -235,7 +228,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A model's tensors by their names in the files; weights of quantized layers by those of the modules too."""
+    """Name a model's tensors as the files do; weights of quantized layers have the names of their modules too."""
     tensors = weights_of(model)
     if state["names"] is None:
         return tensors
@@ -246,13 +239,14 @@ def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, 
 def _read_weights(
     folder: Path, state: Mapping[str, Any], layers: Mapping[str, StoredLayer], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, StoredWeight | Tensor]]:
-    """Each layer's weight as soon as its tensors are all there, and every other tensor, by name.
+    """Yield each layer's weight as soon as its tensors are all there, and every other tensor, by name.
 
     Raises:
         MoQError: Tensors of a layer are missing, or the config says otherwise than the state.
     """
     groups = _groups_of(folder, state, layers)
     places = Places(layers, state)
+    tied = {module for layer in layers.values() for module in layer.tied}
     weights: dict[str, StoredWeight] = {}
     for name, layer in layers.items():
         weights[name] = StoredWeight(
@@ -268,7 +262,12 @@ def _read_weights(
         )
     for name, tensor in tensors:
         owner, matrix, part = places.of(name)
+        # The scales of a module that is tied to a table are those of the table.
+        if owner in tied:
+            continue
         if owner not in weights or not part.startswith("weight"):
+            if part == "weight_packed":
+                raise MoQError(f"{folder / STATE_NAME}: layers.{owner} is missing, whose packed weight there is")
             yield name, tensor
             continue
         weights[owner].pieces[matrix][part] = tensor
@@ -284,7 +283,7 @@ def _read_weights(
 
 
 def _groups_of(folder: Path, state: Mapping[str, Any], layers: Mapping[str, StoredLayer]) -> Mapping[str, Any]:
-    """The config groups, after each layer was found to have the bits that its group declares.
+    """Return the config groups, after each layer was found to have the bits that its group declares.
 
     Raises:
         MoQError: The config is not as it was saved, or it says otherwise than the state.
@@ -314,7 +313,7 @@ def _groups_of(folder: Path, state: Mapping[str, Any], layers: Mapping[str, Stor
 
 
 def _checked(found: StoredWeight, layer: StoredLayer) -> Tensor:
-    """A layer's weight, once it is found on its grid.
+    """Check that a layer's weight is on its grid, and return it.
 
     Raises:
         MoQError: It is not.
@@ -327,7 +326,7 @@ def _checked(found: StoredWeight, layer: StoredLayer) -> Tensor:
 
 
 def _tensors_as_saved(folder: Path, digests: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by its name, after it was compared with its digest.
+    """Yield every tensor by its name, after it was compared with its digest.
 
     Raises:
         MoQError: One is damaged, missing or new.
