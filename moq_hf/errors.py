@@ -52,10 +52,14 @@ def show_key(path: str) -> str:
     return path if len(path) <= 80 else path[:77] + "..."
 
 
-def listed(keys: Sequence[str]) -> str:
-    """Keys in a row, cut short, for an error."""
-    more = f" and {len(keys) - MOST_FAULTS} more" if len(keys) > MOST_FAULTS else ""
-    return ", ".join(map(show_key, keys[:MOST_FAULTS])) + more
+def listed(keys: Sequence[str], most: int = MOST_FAULTS) -> str:
+    """Join keys, cut short and `most` of them, for an error.
+
+    >>> listed(["query", "key", "value"], 2)
+    'query, key and 1 more'
+    """
+    more = f" and {len(keys) - most} more" if len(keys) > most else ""
+    return ", ".join(map(show_key, keys[:most])) + more
 
 
 def one_line(error: BaseException, *, named: bool = False) -> str:

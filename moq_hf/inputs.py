@@ -112,12 +112,11 @@ class InputObserver:
             return None
         return fake_quantize_input(input, self.grid, None if self.range is None else self.range.to(input.device))
 
-    def to(self, device: torch.device) -> "InputObserver":
-        """Move what is known of the range to a device; on the meta device it would be lost, and stays where it is."""
-        if device.type == "meta":
-            return self
-        moved = None if self.range is None else self.range.to(device)
-        return InputObserver(self.grid, self.observed.to(device), moved, self.active)
+    def move_to(self, device: torch.device) -> None:
+        """Move what is known of the range to a device; not the meta device, where it would be lost."""
+        self.observed = self.observed.to(device)
+        if self.range is not None:
+            self.range = self.range.to(device)
 
     def step(self, newest: Tensor) -> None:
         """Bring the running range up to date after an optimizer step.

@@ -196,9 +196,12 @@ class QuantLayer(QuantModule):
         state, device = self.moq, self.float_weight.device
         state.scale = None
         self.invalidate()
-        if device.type != "meta":
-            state.ratio = None if state.ratio is None else state.ratio.to(device)
-            state.inputs = None if state.inputs is None else state.inputs.to(device)
+        if device.type == "meta":
+            return
+        if state.ratio is not None:
+            state.ratio = state.ratio.to(device)
+        if state.inputs is not None:
+            state.inputs.move_to(device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Classes made for subclasses of nn.Linear have no importable name: the base class stands for them.

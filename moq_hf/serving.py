@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from .config import MoQConfig
-from .errors import MoQError
+from .errors import MoQError, listed
 from .formats.stored import EncodeSpec
 from .formats.table import form_of, has_codes
 from .model.inventory import FUSED, Inventory, is_convolution
@@ -270,8 +270,7 @@ def shortened(layers: Sequence[str]) -> str:
     for name in layers:
         groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
     shown = [names[0] if len(names) == 1 else f"{alike} ({len(names)})" for alike, names in groups.items()]
-    more = f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else ""
-    return ", ".join(shown[:_NAMED]) + more
+    return listed(shown, _NAMED)
 
 
 def verdict(model: Description, server: Server) -> Verdict:
