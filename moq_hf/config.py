@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform
 from pydantic import (
     AfterValidator,
     AliasChoices,
+    AliasPath,
     ConfigDict,
     FailFast,
     Field,
@@ -69,7 +70,8 @@ Measure = Literal["eigenvalue", "divergence"]
 def key(meaning: str, *names: str, **more: Any) -> Any:
     """Describe a field's key: its meaning, its name in the file if it is not the field's, and other names for it."""
     if names:
-        more |= {"validation_alias": AliasChoices(*names), "serialization_alias": names[0]}
+        paths = [AliasPath(*name.split(".")) for name in names]
+        more |= {"validation_alias": AliasChoices(*paths), "serialization_alias": names[0]}
     return Field(description=meaning, **more)
 
 
@@ -229,11 +231,6 @@ class BitBudget:
         key("bits that a block may have", json_schema_extra={"minItems": 2, "uniqueItems": True}),
     ] = DEFAULT_CHOICES
 
-    def to_dict(self) -> dict[str, Any]:
-        """The budget as a file has it."""
-        given = {name: value for name in ("mean", "file_mb") if (value := getattr(self, name)) is not None}
-        return {**given, "choices": list(self.choices)}
-
     def in_words(self) -> str:
         """The choices and the budget, for messages."""
         words = [str(bits) for bits in self.choices]
@@ -325,7 +322,7 @@ class MoQConfig:
         Bits
         | Annotated[
             BitBudget,
-            PlainSerializer(lambda budget: budget.to_dict()),
+            PlainSerializer(lambda budget: {name: value for name, value in vars(budget).items() if value is not None}),
             Field(
                 title='{"mean": 3.0, "choices": [2, 3, 4, 8]}, or the same with "file_mb"',
                 json_schema_extra={"oneOf": [{"required": ["mean"]}, {"required": ["file_mb"]}]},
@@ -615,13 +612,7 @@ def _read(values: Mapping[str, Any], ignored: tuple[str, ...]) -> MoQConfig:
     Raises:
         ValidationError: One of them is not legal.
     """
-    arranged: dict[str, Any] = {"ignored_sections": ignored}
-    for path, value in values.items():
-        head, _, name = path.rpartition(".")
-        if head in schema_of_fields()["properties"]:
-            arranged.setdefault(head, {})[name] = value
-        else:
-            arranged[path] = value
+    arranged = by_section(values) | {"ignored_sections": ignored}
     return _adapter().validate_python(arranged, by_alias=True, by_name=False)
 
 

@@ -103,9 +103,7 @@ class Inventory:
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every name of every parameter, in model order: as `model.named_parameters(remove_duplicate=False)`."""
         for name, module in self.named:
-            for own, parameter in module._parameters.items():
-                if parameter is not None:
-                    yield f"{name}.{own}" if name else own, parameter
+            yield from module.named_parameters(name, recurse=False, remove_duplicate=False)
 
     def shared(self, layers: Collection[str]) -> list[str]:
         """One line for each of the layers whose weight is also that of something that is none of them."""
