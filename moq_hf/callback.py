@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from .config import MoQConfig
 from .errors import MoQError, one_line
-from .model.convert import check_readers, is_quantized
+from .model.convert import check_bypassed_weights, is_quantized
 from .model.selection import take_inventory
 from .names import uncompiled, without_peft
 from .packed.files import bytes_in
@@ -297,7 +297,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         controller.check_ranks(skipped)
         if not self._readers_checked:
             self._readers_checked = True
-            check_readers(controller.all_layers)
+            check_bypassed_weights(controller.all_layers)
         if skipped:
             return
         had_arrived, was_chosen = controller.has_arrived, controller.choice is not None

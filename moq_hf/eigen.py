@@ -203,7 +203,7 @@ def lanczos(start: Tensor, tol: float, max_iter: int) -> Search:
 
 
 def _extremes(diagonal: Sequence[float], off: Sequence[float], beta: float) -> list[tuple[float, float]]:
-    """Lowest and highest Ritz value of a tridiagonal matrix, each with the estimate of its error."""
+    """Find the lowest and the highest Ritz value of a tridiagonal matrix, each with the estimate of its error."""
     matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64, device="cpu"))
     if off:
         beside = torch.tensor(off, dtype=torch.float64, device="cpu")
@@ -300,7 +300,7 @@ def check_second_derivative(loss: Loss, parameters: Sequence[Tensor]) -> None:
 
 
 def _difference(loss: Loss, parameters: Sequence[Tensor], vector: Tensor, step: float) -> Tensor:
-    """(g(x + step v) - g(x - step v)) / 2 step: the product of the loss's Hessian with v, by gradients g."""
+    """Approximate the product of the loss's Hessian with v by gradients g: (g(x + step v) - g(x - step v)) / 2 step."""
     values = [parameter.data for parameter in parameters]
     gradients = []
     for signed in (step, -step):
@@ -335,26 +335,26 @@ def _check_blocks(losses: Sequence[Loss], blocks: Mapping[str, Sequence[Tensor]]
 
 
 def _random_vector(parameters: Sequence[Tensor], seed: int) -> Tensor:
-    """A random vector `[n]` over some parameters, the same wherever they are."""
+    """Draw a random vector `[n]` over some parameters, the same wherever they are."""
     size = sum(p.numel() for p in parameters)
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(parameters[0].device)
 
 
 def _split(vector: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """A vector cut into the shapes of the parameters, in their dtypes."""
+    """Cut a vector into the shapes of the parameters, in their dtypes."""
     pieces = torch.split(vector, [p.numel() for p in parameters])
     return [piece.view(p.shape).to(p.dtype) for piece, p in zip(pieces, parameters, strict=True)]
 
 
 def _flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    """One float32 vector of tensors of the shapes of `like`, None being zeros."""
+    """Join tensors of the shapes of `like`, None being zeros, to one float32 vector."""
     pairs = zip(tensors, like, strict=True)
     return torch.cat([(torch.zeros_like(p) if t is None else t).detach().float().flatten() for t, p in pairs])
 
 
 def _evaluate(loss: Loss) -> Tensor:
-    """The loss with its graph.
+    """Compute the loss with its graph.
 
     Raises:
         MoQError: It is no scalar, or depends on no parameter.
@@ -374,7 +374,7 @@ _NOT_TWICE = ("derivative for", "double backward", "once_differentiable")
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Explains what to do about a loss that cannot be differentiated twice.
+    """Explain what to do about a loss that cannot be differentiated twice.
 
     Raises:
         MoQError: It cannot, or memory ran out.

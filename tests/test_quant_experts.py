@@ -13,7 +13,7 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from moq_hf import MoQError, dequantize_model, quantize_model, quantizer
 from moq_hf.config import MoQConfig
-from moq_hf.model.convert import check_readers, quant_layers
+from moq_hf.model.convert import check_bypassed_weights, quant_layers
 from moq_hf.model.selection import take_inventory
 from moq_hf.quant_experts import QuantExperts, quantized_in
 from moq_hf.training.measuring import measuring
@@ -223,7 +223,7 @@ def test_a_model_that_reads_past_the_quantized_weight_is_told() -> None:
     model.train()
     model(IDS, labels=IDS).loss.backward()
     with pytest.raises(MoQError, match=rf"past their quantization: {WEIGHT}; .*add \"{WEIGHT}\" to"):
-        check_readers(quant_layers(model))
+        check_bypassed_weights(quant_layers(model))
 
 
 def test_routers_and_named_experts_stay_in_float() -> None:

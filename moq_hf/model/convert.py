@@ -212,13 +212,13 @@ def restore(layer: QuantLayer) -> None:
     cast(nn.Module, layer).__class__ = base_class(type(layer))
 
 
-def check_finite(layers: Mapping[str, QuantLayer], *, look: bool = True, gather: bool = False) -> None:
+def check_finite(layers: Mapping[str, QuantLayer], *, read_weights: bool = True, gather: bool = False) -> None:
     """Stop if a quantized weight holds NaN or Inf; one wait for the device, not one per layer.
 
     Args:
         layers: By name.
-        look: At the weights. Otherwise at the scales that the last forward passes found, which costs nothing and comes
-            a step later.
+        read_weights: Look at the weights. Otherwise look at the scales that the last forward passes found, which costs
+            nothing and comes a step later.
         gather: Look at whole weights, which all processes must ask for; otherwise at what this process holds of them.
 
     Raises:
@@ -228,7 +228,7 @@ def check_finite(layers: Mapping[str, QuantLayer], *, look: bool = True, gather:
     for name, layer in layers.items():
         # A scale is looked at once, and not held from one step to the next.
         seen, layer.moq.scale = layer.moq.scale, None
-        if look:
+        if read_weights:
             seen = whole(layer.float_weight) if gather else local_part(layer.float_weight)
         if layer.moq.bits != FLOAT_BITS and seen is not None and not seen.is_meta:
             found[name] = seen.isfinite().all()
@@ -241,7 +241,7 @@ def check_finite(layers: Mapping[str, QuantLayer], *, look: bool = True, gather:
         raise MoQError(f"NaN or Inf in {', '.join(wrong)}: training has diverged or the checkpoint is damaged")
 
 
-def check_readers(layers: Mapping[str, QuantLayer]) -> None:
+def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
     """Stop if a model used a float weight past its quantized layer: call it where gradients are, in all processes.
 
     Whoever takes `layer.weight` in a forward pass gets the quantized one. A weight that was taken otherwise (from

@@ -169,7 +169,7 @@ class Chooser:
 
 
 def _falling(costs: Mapping[int, float]) -> dict[int, float]:
-    """Costs by bits, where more bits never cost more: noise would make them do so.
+    """Give more bits no higher cost than fewer have: only noise would.
 
     >>> _falling({2: 3.0, 3: 0.5, 4: 1.0, 8: 0.0})
     {2: 3.0, 3: 1.0, 4: 1.0, 8: 0.0}
@@ -235,9 +235,9 @@ def cheapest(blocks: Sequence[Sequence[Option]], capacity: int) -> list[int] | N
 
 
 def _bounds(blocks: Sequence[Sequence[Option]]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Sizes of the blocks from each one on, and of none, with the least costs where bits may be mixed.
+    """Bound the cost by size from below, for each suffix of the blocks and for none: the linear relaxation.
 
-    Between these sizes the least cost is linear.
+    Each bound is sizes and their costs, between which it is linear.
     """
     found = [(np.zeros(1), np.zeros(1))]
     size, cost = 0, 0.0
@@ -255,7 +255,7 @@ def _bounds(blocks: Sequence[Sequence[Option]]) -> list[tuple[np.ndarray, np.nda
 
 
 def _hull(options: Sequence[Option]) -> list[Option]:
-    """The lower convex hull of a block's options, from the smallest one on: more size, less cost."""
+    """Find the lower convex hull of a block's options, from the smallest one on: more size, less cost."""
     corners: list[Option] = []
     for option in sorted(options):
         if corners and option.cost >= corners[-1].cost:
@@ -268,5 +268,5 @@ def _hull(options: Sequence[Option]) -> list[Option]:
 
 
 def _slope(one: Option, other: Option) -> float:
-    """What size saves."""
+    """Compute the cost saved per unit of size."""
     return (one.cost - other.cost) / (other.size - one.size)

@@ -64,12 +64,9 @@ def warn_of_half_checkpoint(folder: str) -> None:
 
 def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     """The folders in a Trainer's output folder that it would take for checkpoints, the last one first."""
-    found: dict[int, Path] = {}
-    for path in Path(folder).glob("checkpoint-*"):
-        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
-        if match and path.is_dir():
-            found[int(match[1])] = path
-    return [found[step] for step in sorted(found, reverse=True)]
+    found = [path for path in Path(folder).glob("checkpoint-*") if path.is_dir()]
+    found = [path for path in found if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
 
 
 def fault_of(checkpoint: str | os.PathLike[str]) -> str | None:

@@ -148,7 +148,7 @@ class MoQController:
         self._write_bits(block for block in self.blocks if due or block in switched)
         update_ranges(self._inputs().values())
         self._write_progress()
-        check_finite(self.all_layers, look=False)
+        check_finite(self.all_layers, read_weights=False)
         self._log(switches)
         return switches
 

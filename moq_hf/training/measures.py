@@ -49,8 +49,10 @@ def model_loss(model: nn.Module, inputs: Batch) -> Tensor:
         MoQError: It gives none; says what to do.
     """
     output: Any = model(**inputs)
-    first = output[0] if isinstance(output, tuple | list) and output else None
-    loss = output.get("loss") if isinstance(output, Mapping) else first
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    else:
+        loss = next(iter(output), None) if isinstance(output, tuple | list) else None
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
     raise MoQError(
@@ -230,7 +232,7 @@ class Eigenvalue(_Measure):
         return agreed
 
     def _losses(self, batches: Sequence[Batch]) -> list[Callable[[], Tensor]]:
-        """The loss over each batch, weighted so that their mean is that over examples."""
+        """Make the loss over each batch, weighted so that their mean is that over examples."""
         weight = len(batches) / sum(map(rows_of, batches))
         return [functools.partial(self._loss, batch, weight * rows_of(batch)) for batch in batches]
 
@@ -305,7 +307,7 @@ def finite_costs(costs: Costs) -> Costs:
 
 
 def _reference(model: nn.Module, batch: Batch, size: int) -> Callable[[], float]:
-    """What tells how far the model's logits for a batch have moved from those that it gives now."""
+    """Make the function that tells how far the model's logits for a batch have moved from the current ones."""
     now = logits_of(model, batch)
     labels = labels_at_logits(model, batch.get("labels"))
     rows = {name: compared_rows(logits, labels, size) for name, logits in now.items()}
@@ -338,6 +340,6 @@ def compared_rows(logits: Tensor, labels: Any, size: int) -> Tensor:
 
 
 def _squared_change(layer: QuantLayer) -> float:
-    """The squared length of the change of a layer's weight by rounding."""
+    """Compute the squared length of the change of a layer's weight by rounding."""
     change = layer.quantized_copy(torch.float32) - layer.float_weight.float()
     return float(change.square().sum(dtype=torch.float64))

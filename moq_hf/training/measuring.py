@@ -121,8 +121,7 @@ def is_fsdp2(module: nn.Module) -> bool:
 @contextlib.contextmanager
 def _restored(objects: Iterable[object]) -> Iterator[None]:
     """Restore the objects' attributes on exit."""
-    unique = {id(one): one for one in objects}
-    before = [(one, dict(vars(one))) for one in unique.values()]
+    before = [(one, dict(vars(one))) for one in objects]
     try:
         yield
     finally:
@@ -170,8 +169,8 @@ def _exchange(model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]] | N
 def _use_plain_attention(model: nn.Module, stack: contextlib.ExitStack) -> None:
     """Use attention with a second derivative: PyTorch's own in its mathematical form, any other one as eager."""
     stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    for config in {id(config): config for config in configs}.values():
+    for module in model.modules():
+        config = getattr(module, "config", None)
         name = attention_of(config)
         if name and name not in ("eager", "sdpa"):
             stack.callback(set_attention, config, name)

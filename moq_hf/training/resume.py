@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 # Of `MoQController.state_dict`. 0.1.0 wrote 1 and 2.
 STATE_VERSION = 3
-# Of a period: 15 drops from the largest one of a config.
+# Largest saved period: 15 drops from the largest one of a config.
 _LONGEST = 2**128
 
-# They change no number.
+# Keys that change no result.
 _HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel", "eigenvalue.verbose", "prove", "serve"})
-# They count from the next search for ratios, random number, measurement or loss on.
+# Keys whose change takes effect from now on: at the next search for ratios, random number, measurement or loss.
 _FROM_NOW_ON = frozenset(
     {"quantize_algo.scale_refresh", "seed"}
     | {f"eigenvalue.{name}" for name in ("max_iter", "tol", "stability", "gas_boundary_resolution", "method")}
@@ -36,7 +36,7 @@ _FROM_NOW_ON = frozenset(
     | {"sensitivity.measure"}
     | {f"distillation.{name}" for name in ("teacher", "logits", "hidden", "labels")}
 )
-# They may change where the steps that are taken would have been the same.
+# Keys that may change if the steps already taken would be the same.
 TARGET = "quantize_bits.target_bits"
 SCHEDULE_KEYS = frozenset(
     {"quantize_bits.start_bits", TARGET}
@@ -346,7 +346,7 @@ def _flat(config: MoQConfig) -> dict[str, Any]:
 
 
 def _unused(*configs: Mapping[str, Any]) -> set[str]:
-    """Keys of sections that are off in all of these flat configs."""
+    """Find the keys of sections that are off in all of these flat configs."""
     off = {key.partition(".")[0] for key in configs[0] if key.endswith(".enabled") and not any(c[key] for c in configs)}
     # A budget is chosen by what these sections say.
     if any(isinstance(config[TARGET], Mapping) for config in configs):

@@ -32,11 +32,9 @@ def normalize(eigenvalues: Mapping[str, float]) -> dict[str, float]:
     >>> normalize({"a": -4.0, "b": 1.0, "c": math.nan})
     {'a': 1.0, 'b': 0.25, 'c': 1.0}
     """
-    finite = [abs(value) for value in eigenvalues.values() if math.isfinite(value)]
-    largest = max(finite, default=0.0)
-    if largest == 0.0:
-        return dict.fromkeys(eigenvalues, 1.0)
-    return {name: abs(v) / largest if math.isfinite(v) else 1.0 for name, v in eigenvalues.items()}
+    sizes = {name: abs(value) for name, value in eigenvalues.items()}
+    largest = max(filter(math.isfinite, sizes.values()), default=0.0)
+    return {name: size / largest if largest and math.isfinite(size) else 1.0 for name, size in sizes.items()}
 
 
 class Sensitivity:
@@ -204,6 +202,7 @@ class Sensitivity:
         self.samples.load_state_dict(state["samples"], self.device)
 
     def _first_rows(self, levels: int = 1) -> int:
+        """Find how many examples the budget of time allows a measurement."""
         rows = self.config.num_samples
         while rows > MIN_ROWS and self.measure.cost(rows, levels) > self._total - self._spent:
             rows -= 1
@@ -215,7 +214,7 @@ class Sensitivity:
         self.seconds += time.perf_counter() - start
 
     def _batches(self, rows: int) -> tuple[list[Batch], float]:
-        """The latest `rows` examples on the model's device, and how many there are, in the mean over the ranks.
+        """Take the latest `rows` examples, on the model's device, and count them, in the mean over the ranks.
 
         They are in float32 unless an engine has its own precision; it gathers weights for each batch, so that all ranks
         must have as many of them.
@@ -236,15 +235,18 @@ class Sensitivity:
 def _blocks_of(
     inventory: Inventory, config: MoQConfig, units: Mapping[str, Sequence[str]] | None
 ) -> tuple[dict[str, list[nn.Parameter]], dict[str, list[str]]]:
-    """The parameters and the layers of the blocks to measure: see `Sensitivity`.
+    """Find the parameters and the layers of the blocks to measure; see `Sensitivity`.
 
     Raises:
         MoQError: There is nothing to measure.
     """
     if units is not None:
-        own = dict(inventory.parameters())
-        names = {layer: layer if layer in inventory.experts else f"{layer}.weight" for layer in inventory.scheduled}
-        weights = {block: [own[names[layer]] for layer in unit] for block, unit in units.items()}
+        parameters = dict(inventory.parameters())
+        # Experts are called as their parameter.
+        weights = {
+            block: [parameters[layer if layer in inventory.experts else f"{layer}.weight"] for layer in unit]
+            for block, unit in units.items()
+        }
         return weights, {block: list(unit) for block, unit in units.items()}
     blocks = inventory.layer_blocks(config.eigenvalue.layer_name, config.eigenvalue.layer_num)
     layers = {block: [layer for layer in inventory.scheduled if is_below(layer, block)] for block in blocks}
@@ -255,10 +257,9 @@ def _blocks_of(
 
 
 def _moved(batch: Batch, device: torch.device, in_float32: bool) -> Batch:
-    moved = {}
+    moved = dict(batch)
     for name, value in batch.items():
         if isinstance(value, Tensor):
-            value = value.to(device)
-            value = value.float() if in_float32 and value.is_floating_point() else value
-        moved[name] = value
+            dtype = torch.float32 if in_float32 and value.is_floating_point() else None
+            moved[name] = value.to(device, dtype)
     return moved

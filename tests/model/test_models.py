@@ -136,13 +136,13 @@ def test_conv1d_is_quantized_as_the_linear_layer_that_it_is(
         with torch.no_grad():
             linear.weight -= 0.1 * linear.weight.grad
             conv1d.weight.copy_(linear.weight.t())
-    check_finite({"0": conv1d}, look=False)
+    check_finite({"0": conv1d}, read_weights=False)
     with torch.no_grad():
         conv1d.weight[-1, 0] = float("nan")
     conv1d(x)
     for look in (True, False):
         with pytest.raises(MoQError, match=r"NaN or Inf in 0\.weight"):
-            check_finite({"0": conv1d}, look=look)
+            check_finite({"0": conv1d}, read_weights=look)
 
 
 def test_the_inputs_of_conv1d_are_quantized_too() -> None:

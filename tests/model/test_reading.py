@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from moq_hf import MoQCallback, MoQError, dequantize_model, quantize_model, save_quantized
 from moq_hf import quantizer as q
 from moq_hf.layer_state import in_forward
-from moq_hf.model.convert import check_readers, quant_embeddings, quant_layers
+from moq_hf.model.convert import check_bypassed_weights, quant_embeddings, quant_layers
 
 CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 4, "target_bits": 3},
@@ -117,7 +117,7 @@ def test_families_that_read_weights_are_evaluated_as_delivered(family: str, tmp_
     layers = {**quant_layers(model), **quant_embeddings(model)}
     read = [layer for path, layer in layers.items() if path.endswith(name)]
     assert read and all(layer.moq.used for layer in read)
-    check_readers(layers)
+    check_bypassed_weights(layers)
     batch = {key: torch.stack([row[key] for row in data]) for key in data[0] if key != "labels"}
     labels = torch.stack([torch.as_tensor(row["labels"]) for row in data])
     outputs = outputs_of(model, batch)
@@ -521,10 +521,10 @@ def test_weights_taken_past_the_layers_are_named() -> None:
     model = reader(read)
     model(torch.randn(3, 8)).sum().backward()
     with pytest.raises(MoQError, match=r'used without the layers.*: proj; .* add "proj" to modules_to_not_convert'):
-        check_readers(quant_layers(model))
+        check_bypassed_weights(quant_layers(model))
     model = reader()
     model(torch.randn(3, 8)).sum().backward()
-    check_readers(quant_layers(model))
+    check_bypassed_weights(quant_layers(model))
 
 
 def test_exported_programs_have_the_quantized_weight() -> None:
