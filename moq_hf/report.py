@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired
 
-from pydantic import BaseModel, FiniteFloat, NonNegativeInt, ValidationError, model_validator, with_config
+from pydantic import FiniteFloat, NonNegativeInt, with_config
 from typing_extensions import TypedDict
 
 from .config import MoQConfig
-from .errors import MoQConfigError, MoQError, read_json
+from .errors import MoQConfigError, MoQError, read_as, read_json
 from .model.sizes import percent
 from .plan import Plan
 from .schedule import FLOAT_BITS, begins_in_float
@@ -59,16 +59,6 @@ class _Callback(TypedDict):
     attributes: _Attributes
 
 
-class _Callbacks(BaseModel):
-    MoQCallback: _Callback | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_ours(cls, entries: Any) -> Any:
-        """Take the entry of a class derived from `MoQCallback`, which has another name, for ours."""
-        return {"MoQCallback": entry_of_moq(entries)} if isinstance(entries, dict) else entries
-
-
 @with_config(extra="allow")
 class _Line(TypedDict):
     """A line of the Trainer's log; its other values are checked where they are drawn."""
@@ -76,26 +66,12 @@ class _Line(TypedDict):
     step: NonNegativeInt
 
 
-class _State(BaseModel):
+class _State(TypedDict):
     """What is read of a `trainer_state.json`."""
 
     global_step: NonNegativeInt
-    log_history: list[_Line] = []
-    stateful_callbacks: _Callbacks = _Callbacks()
-
-    @classmethod
-    def read(cls, path: Path) -> "_State":
-        """Read a file.
-
-        Raises:
-            MoQError: It is not as the Trainer wrote it; names the key.
-        """
-        try:
-            return cls.model_validate_json(path.read_bytes(), strict=True)
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"])
-            raise MoQError(f"{path} is not as the Trainer wrote it: {key}: {first['msg']}") from None
+    log_history: NotRequired[list[_Line]]
+    stateful_callbacks: NotRequired[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -167,10 +143,12 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
             f"{directory} has no trainer_state.json, nor has a checkpoint in it: call trainer.save_state() after "
             "training, or let the Trainer save checkpoints"
         )
-    state = _State.read(path)
-    callback = state.stateful_callbacks.MoQCallback
-    if callback is None or not any("moq/mean_bits" in line for line in state.log_history):
+    state = _read_state(path)
+    log = state.get("log_history", [])
+    entry = entry_of_moq(state.get("stateful_callbacks"))
+    if entry is None or not any("moq/mean_bits" in line for line in log):
         raise MoQError(f"{directory} is not a run with MoQ: its trainer_state.json has no bits")
+    callback = read_as(_Callback, entry, _damaged(path), "stateful_callbacks.MoQCallback")
     try:
         config = MoQConfig.from_dict(callback["args"]["config"])
     except MoQConfigError as error:
@@ -179,13 +157,22 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
     return Run(
         directory,
         config,
-        state.global_step,
-        state.log_history,
+        state["global_step"],
+        log,
         saved.get("float_size_mb"),
         _metrics(directory),
         in_float,
         saved.get("choice"),
     )
+
+
+def _damaged(path: Path) -> str:
+    return f"{path} is not as the Trainer wrote it"
+
+
+def _read_state(path: Path) -> _State:
+    state: _State = read_as(_State, read_json(path), _damaged(path))
+    return state
 
 
 def _state_of(directory: Path) -> Path | None:
@@ -205,7 +192,7 @@ def _metrics(directory: Path) -> dict[str, float]:
     if path.is_file():
         logged = read_json(path)
     elif state is not None:
-        for line in _State.read(state).log_history:
+        for line in _read_state(state).get("log_history", []):
             if any(key.startswith("eval_") for key in line):
                 logged = line
     return metrics_in({key: value for key, value in logged.items() if key.startswith("eval_")})

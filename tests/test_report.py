@@ -95,10 +95,10 @@ def test_the_newest_checkpoint_serves_too(tmp_path: Path) -> None:
     [
         (None, "is not a folder"),
         ({}, "has no trainer_state.json, nor"),
-        ({"trainer_state.json": "{"}, "trainer_state.json is not as the Trainer wrote it"),
-        ({"trainer_state.json": "[" * 100_000}, "trainer_state.json is not as the Trainer wrote it"),
-        ({"trainer_state.json": "[]"}, "trainer_state.json is not as the Trainer wrote it"),
-        ({"trainer_state.json": "{}"}, "global_step: Field required"),
+        ({"trainer_state.json": "{"}, "trainer_state.json cannot be read: Expecting"),
+        ({"trainer_state.json": "[" * 100_000}, "trainer_state.json cannot be read: maximum"),
+        ({"trainer_state.json": "[]"}, "trainer_state.json is damaged: it must hold an object"),
+        ({"trainer_state.json": "{}"}, "is not as the Trainer wrote it: global_step is missing"),
         ({"trainer_state.json": '{"global_step": 1}'}, "is not a run with MoQ"),
         (
             {"trainer_state.json": '{"global_step": 1, "log_history": [{"step": 1, "loss": 1}]}'},
@@ -119,17 +119,17 @@ BEGIN = "stateful_callbacks.MoQCallback"
 @pytest.mark.parametrize(
     "path, value, text",
     [
-        (("global_step",), "x", "global_step: Input should be a valid integer"),
-        (("stateful_callbacks",), [], "stateful_callbacks: Input should be an object"),
-        (("stateful_callbacks", "MoQCallback"), {}, f"{BEGIN}.args: Field required"),
-        (("stateful_callbacks", "MoQCallback", "args"), {}, f"{BEGIN}.args.config: Field required"),
-        (("stateful_callbacks", "MoQCallback", "args", "config"), [], f"{BEGIN}.args.config: Input should be"),
+        (("global_step",), "x", "global_step must be a valid integer"),
+        (("stateful_callbacks",), [], "stateful_callbacks must be a valid dictionary"),
+        (("stateful_callbacks", "MoQCallback"), {}, f"{BEGIN}.args is missing"),
+        (("stateful_callbacks", "MoQCallback", "args"), {}, f"{BEGIN}.args.config is missing"),
+        (("stateful_callbacks", "MoQCallback", "args", "config"), [], f"{BEGIN}.args.config must be"),
         (("stateful_callbacks", "MoQCallback", "args", "config", "seed"), -1, "seed: -1"),
         (("stateful_callbacks", "MoQCallback", "attributes", "saved", "float_size_mb"), math.nan, "finite number"),
-        (("log_history",), {"step": 1}, "log_history: Input should be a valid array"),
-        (("log_history", 1), 5, "log_history.1: Input should be an object"),
-        (("log_history", 1), {"loss": 1}, "log_history.1.step: Field required"),
-        (("log_history", 1, "step"), None, "log_history.1.step: Input should be a valid integer"),
+        (("log_history",), {"step": 1}, "log_history must be a valid list"),
+        (("log_history", 1), 5, "log_history.1 must be a valid dictionary"),
+        (("log_history", 1), {"loss": 1}, "log_history.1.step is missing"),
+        (("log_history", 1, "step"), None, "log_history.1.step must be a valid integer"),
     ],
 )
 def test_a_state_changed_by_hand_is_one_error_that_names_the_key(

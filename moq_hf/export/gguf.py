@@ -382,8 +382,7 @@ class _Base:
         yield order
         heads: set[int] = set()
         for key in ("head_count", "head_count_kv"):
-            count = self._keys.get(f"{self._architecture}.attention.{key}", [])
-            heads.update(count if isinstance(count, list) else [count])
+            heads.update(np.atleast_1d(self._keys.get(f"{self._architecture}.attention.{key}", 0)).tolist())
         for number in sorted(heads):
             if number and rows % (2 * number) == 0:
                 yield order.reshape(number, 2, -1).swapaxes(1, 2).ravel()
