@@ -105,14 +105,14 @@ def quantize(
     shape = check(weight, bits, grid, ratio)
     x = _groups(weight, shape)
     noise = uniform(x, seed) if grid.stochastic else None
-    scale, zero = _scales(x, bits, grid, ratio)
-    codes = _codes(x, bits, grid, scale, zero, noise, torch.empty(x.shape, dtype=torch.float32, device=x.device))
+    scale, offset = _scales(x, bits, grid, ratio)
+    codes = _codes(x, bits, grid, scale, offset, noise, torch.empty(x.shape, dtype=torch.float32, device=x.device))
     if not bool(torch.isfinite(scale).all()):
         raise ValueError("weight holds NaN or Inf (or spans more than float32 can hold)")
     return Quantized(
         codes.to(torch.int32).reshape(weight.shape),
         scale.reshape(shape),
-        None if grid.symmetric or zero is None else zero.to(torch.int32).reshape(shape),
+        None if grid.symmetric or offset is None else offset.to(torch.int32).reshape(shape),
     )
 
 
@@ -194,17 +194,17 @@ def fake_quantize_with_scale(
     """
     x = _groups(weight, check(weight, bits, grid, ratio))
     noise = uniform(x, seed) if grid.stochastic else None
-    scale, zero = _scales(x, bits, grid, ratio)
+    scale, offset = _scales(x, bits, grid, ratio)
     out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
     # With a float32 result there is no buffer to keep in the caches.
     for rows in [slice(None)] if out.dtype == torch.float32 and grid.is_uniform(bits) else _blocks(x):
         part, values = x[rows], out[rows]
         if out.dtype != torch.float32:
             values = torch.empty(part.shape, dtype=torch.float32, device=x.device)
-        own_zero, own_noise = (None if tensor is None else tensor[rows] for tensor in (zero, noise))
-        _codes(part, bits, grid, scale[rows], own_zero, own_noise, values)
-        if own_zero is not None and not grid.symmetric:
-            values.sub_(own_zero)
+        part_offset, part_noise = (None if tensor is None else tensor[rows] for tensor in (offset, noise))
+        _codes(part, bits, grid, scale[rows], part_offset, part_noise, values)
+        if part_offset is not None and not grid.symmetric:
+            values.sub_(part_offset)
         values.mul_(scale[rows])
         if blend:
             values.mul_(1.0 - blend).add_(part.to(torch.float32) * blend)
@@ -280,20 +280,23 @@ def check(weight: Tensor, bits: int, grid: Grid = _DEFAULT, ratio: Tensor | None
 
 
 def _groups(weight: Tensor, shape: tuple[int, int]) -> Tensor:
-    """A row for each group, a view where the weight is contiguous; float64 as float32."""
+    """Lay groups out as rows, a view where the weight is contiguous; float64 becomes float32."""
     x = weight.detach().contiguous().view(shape[0] * shape[1], -1)
     return x.to(torch.float32) if x.dtype == torch.float64 else x
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
-    """The groups that are taken at once: on a CPU what fits its caches, elsewhere all."""
+    """Yield the groups that are taken at once: on a CPU what fits its caches, elsewhere all."""
     size = max(1, _BLOCK // x.shape[1]) if x.device.type == "cpu" else len(x)
     for first in range(0, len(x), size):
         yield slice(first, first + size)
 
 
 def _scales(x: Tensor, bits: int, grid: Grid, ratio: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Scale of groups, and their zero point, or the threshold of ternary ones: float32 `[groups, 1]`."""
+    """Find the scale of groups and their offset, which is the zero point, or the threshold of ternary ones.
+
+    Both are float32 `[groups, 1]`; the offset is None for symmetric grids with equal steps.
+    """
     if grid.is_uniform(bits):
         return _uniform_scale(*_range(x, grid), bits, grid, None if ratio is None else ratio.reshape(-1, 1))
     scales, thresholds = zip(*[_few_scales(x[rows], bits) for rows in _blocks(x)], strict=True)
@@ -301,7 +304,7 @@ def _scales(x: Tensor, bits: int, grid: Grid, ratio: Tensor | None) -> tuple[Ten
 
 
 def _few_scales(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Scale of binary or ternary groups, and the threshold of ternary ones."""
+    """Find the scale of binary or ternary groups, and the threshold of ternary ones."""
     magnitude = x.to(torch.float32).abs()
     mean = _mean(magnitude, x.shape[1])
     is_zero = mean < _TINY
@@ -314,20 +317,20 @@ def _few_scales(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _codes(
-    x: Tensor, bits: int, grid: Grid, scale: Tensor, zero: Tensor | None, noise: Tensor | None, out: Tensor
+    x: Tensor, bits: int, grid: Grid, scale: Tensor, offset: Tensor | None, noise: Tensor | None, out: Tensor
 ) -> Tensor:
-    """Codes of groups, integers in the float32 memory of `out`; `scale` and `zero` are those of `_scales`."""
+    """Write the codes of groups, integers, to the float32 memory of `out`; `scale` and `offset` are from `_scales`."""
     if bits == 1:
         return torch.ge(x, 0.0, out=out).mul_(2.0).sub_(1.0)
-    if zero is not None and not grid.is_uniform(bits):
-        return out.copy_(x.to(torch.float32).abs() > zero).copysign_(x)
+    if offset is not None and not grid.is_uniform(bits):
+        return out.copy_(x.to(torch.float32).abs() > offset).copysign_(x)
     torch.div(x, scale, out=out)
     if noise is None:
         out.round_()
     else:
         out.add_(noise).floor_()
-    if zero is not None:
-        out.add_(zero)
+    if offset is not None:
+        out.add_(offset)
     return out.clamp_(*grid.limits(bits))
 
 
@@ -336,7 +339,7 @@ def _mean(magnitude: Tensor, count: int | Tensor) -> Tensor:
 
 
 def _range(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The lower and upper end of groups, float32 `[groups, 1]`: of a narrow range mirrored, else with 0 in between."""
+    """Find both ends of groups, float32 `[groups, 1]`: of a narrow range mirrored, else with 0 in between."""
     low, high = (end(x, 1, keepdim=True).to(torch.float32) for end in (torch.amin, torch.amax))
     if grid.symmetric and not grid.full:
         high = torch.maximum(high, -low)
@@ -347,7 +350,7 @@ def _range(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 def _uniform_scale(
     low: Tensor, high: Tensor, bits: int, grid: Grid, ratio: Tensor | float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point of groups with these ends, each `[groups, 1]`."""
+    """Compute the scale and zero point of groups with these ends, each `[groups, 1]`."""
     least, most = grid.limits(bits)
     if grid.full:
         high = torch.where(high >= -low, high, low)
@@ -361,7 +364,7 @@ def _uniform_scale(
 
 
 def _as_stored(scale: Tensor, dtype: ScaleDtype) -> Tensor:
-    """Scales rounded to their dtype, in float32; what is too large or too small for it is its last or first value."""
+    """Round scales to their dtype, in float32; what is too large or too small for it is its last or first value."""
     if dtype == "float32":
         return scale
     limits = torch.finfo(_SCALE_DTYPES[dtype])
@@ -372,7 +375,7 @@ def _as_stored(scale: Tensor, dtype: ScaleDtype) -> Tensor:
 
 
 def _best_ratio(x: Tensor, bits: int, grid: Grid) -> Tensor:
-    """`least_squares_ratio` of float32 groups `[groups, elements]`, as `[groups, 1]`."""
+    """Search the ratios `[groups, 1]` of float32 groups `[groups, elements]`; see `least_squares_ratio`."""
     least, most = grid.limits(bits)
     buffer, (low, high) = torch.empty_like(x), _range(x, grid)
     best, best_error = torch.ones_like(high), torch.full_like(high, torch.inf, dtype=torch.float64)
