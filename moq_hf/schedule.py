@@ -155,8 +155,7 @@ class PrecisionSchedule:
     @property
     def next_bits(self) -> dict[str, int]:
         """Of the blocks that have a drop ahead of them, the bits after it."""
-        now = {name: min(bits, self._start(name)) for name, bits in self.bits.items()}
-        return {name: bits - 1 for name, bits in now.items() if bits > self._target(name)}
+        return {name: self._target(name) + left - 1 for name in self.bits if (left := self._drops_left(name)) > 0}
 
     def due(self) -> tuple[str, ...]:
         """The blocks that will change in the coming `advance`."""
@@ -232,7 +231,7 @@ class PrecisionSchedule:
             changed, period = self._changed[name], self.period[name]
             if bits == FLOAT_BITS:
                 changed = max(self.steps + 1, self.offset)
-            for left in range(min(bits, self._start(name)) - self._target(name) - 1, -1, -1):
+            for left in reversed(range(self._drops_left(name))):
                 changed = max(self.steps + 1, self.offset + period)
                 period = self._following(name, period, left, factor)
             last = max(last, changed + fade_steps(self.config))
@@ -245,6 +244,9 @@ class PrecisionSchedule:
     def _start(self, name: str) -> int:
         """The bits that a block has at the offset."""
         return max(self.config.start_bits, self._target(name))
+
+    def _drops_left(self, name: str) -> int:
+        return min(self.bits[name], self._start(name)) - self._target(name)
 
     def _drops(self, name: str) -> int:
         return self._start(name) - self._target(name)
@@ -279,7 +281,7 @@ class PrecisionSchedule:
         return min(following, _cap(self._room, period, left))
 
     def _horizon(self, drops: int) -> int:
-        """Steps from the offset to the last of so many drops of a block of factor 1, with the period "auto"."""
+        """Steps from the offset to the last of `drops` drops of a block of factor 1, with the period "auto"."""
         room = self._room or 0
         return max(1, room // MAX_FACTOR) if self.config.eigenvalue.enabled and drops != 1 else room
 
@@ -331,8 +333,7 @@ class PrecisionSchedule:
             if eigenvalue is not None:
                 factor = 1 + math.floor((MAX_FACTOR - 1) * eigenvalue)
             self.bits[name] -= 1
-            left = self.bits[name] - self._target(name)
-            self.period[name] = self._following(name, self.period[name], left, factor)
+            self.period[name] = self._following(name, self.period[name], self._drops_left(name), factor)
         self._changed[name] = self.steps
         return Switch(self.steps, name, before, self.bits[name], self.period[name], factor, eigenvalue)
 
