@@ -167,18 +167,15 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
     # Where transformers writes other names than those of the modules.
     there = {id(tensor): name for name, tensor in original_format(shell, wanted).items()}
     tied = tied_parameters(shell)
-    found: dict[str, str] = {}
-    for name, tensor in wanted.items():
-        called = next((n for n in (name, there.get(id(tensor)), tied.get(name)) if n in weights.specs), None)
-        if called is not None:
-            found[name] = called
     # A weight under one of its names is there under all of them.
-    by_tensor = {id(wanted[name]): called for name, called in found.items()}
+    called: dict[int, str] = {}
     for name, tensor in wanted.items():
-        if id(tensor) in by_tensor:
-            found.setdefault(name, by_tensor[id(tensor)])
+        for candidate in (name, there.get(id(tensor)), tied.get(name)):
+            if candidate is not None and candidate in weights.specs:
+                called.setdefault(id(tensor), candidate)
+    found = {name: called[id(tensor)] for name, tensor in wanted.items() if id(tensor) in called}
     missing = sorted(wanted.keys() - found.keys() - never_saved(shell))
-    left = sorted(weights.specs.keys() - set(found.values()))
+    left = sorted(weights.specs.keys() - set(found.values()) - wanted.keys())
     if missing and any(plain_name(name, ()) != name for name in left):
         raise MoQError(
             f"{folder} holds the weights of a model with PEFT's adapters: load them, and call save_quantized"
@@ -188,11 +185,11 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
     left = [name for name in left if name not in tied]
     if left:
         raise MoQError(f"{weights.place}: weights that {type(shell).__name__} does not have: {listed(left)}")
-    for name, called in found.items():
-        spec, tensor = weights.specs[called], wanted[name]
+    for name, saved_name in found.items():
+        spec, tensor = weights.specs[saved_name], wanted[name]
         if spec.shape != tensor.shape:
             shapes = f"{list(spec.shape)}, not {list(tensor.shape)} as {CONFIG} says"
-            raise MoQError(f"{weights.place}: {called} is of the shape {shapes}")
+            raise MoQError(f"{weights.place}: {saved_name} is of the shape {shapes}")
         if spec.dtype != tensor.dtype:
             tensor.data = tensor.data.to(spec.dtype)
     return found
