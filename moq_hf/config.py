@@ -651,11 +651,11 @@ def _read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        raise ValueError(f"key given twice: {listed(sorted(name for name, count in counts.items() if count > 1))}")
-    return found
+    counts = Counter(name for name, _ in pairs)
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice:
+        raise ValueError(f"key given twice: {listed(twice)}")
+    return dict(pairs)
 
 
 def _no_constant(name: str) -> Any:
