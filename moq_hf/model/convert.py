@@ -226,10 +226,12 @@ def check_finite(layers: Mapping[str, QuantLayer], *, read_weights: bool = True,
     """
     found: dict[str, Tensor] = {}
     for name, layer in layers.items():
-        # A scale is looked at once, and not held from one step to the next.
-        seen, layer.moq.scale = layer.moq.scale, None
+        seen = layer.moq.scale
         if read_weights:
             seen = whole(layer.float_weight) if gather else local_part(layer.float_weight)
+        else:
+            # A scale is looked at once, and not held from one step to the next.
+            layer.moq.scale = None
         if layer.moq.bits != FLOAT_BITS and seen is not None and not seen.is_meta:
             found[name] = seen.isfinite().all()
     if not found:
