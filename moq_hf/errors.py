@@ -1,5 +1,6 @@
 """The errors that users see, how a value is shown in one, and JSON files that a hand may have changed."""
 
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,6 +73,23 @@ def one_line(error: BaseException, *, named: bool = False) -> str:
     """
     text, name = " ".join(str(error).split()), type(error).__name__
     return ": ".join(filter(None, [name if named or not text else "", text]))
+
+
+def require(extra: str, *libraries: str) -> None:
+    """Check that the libraries of an extra can be imported.
+
+    Args:
+        extra: As `pip install` names it.
+        libraries: Names of their modules.
+
+    Raises:
+        MoQError: One is not installed; says how to.
+    """
+    for library in libraries:
+        try:
+            importlib.import_module(library)
+        except ImportError:
+            raise MoQError(f"{library} is not installed: pip install 'moq_hf[{extra}]'") from None
 
 
 def read_as(kind: Any, value: Any, where: str, key: str = "") -> Any:

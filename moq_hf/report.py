@@ -20,7 +20,7 @@ from pydantic import FiniteFloat, NonNegativeInt, with_config
 from typing_extensions import TypedDict
 
 from .config import MoQConfig
-from .errors import MoQConfigError, MoQError, read_as, read_json
+from .errors import MoQConfigError, MoQError, read_as, read_json, require
 from .model.sizes import percent
 from .plan import Plan
 from .schedule import FLOAT_BITS, begins_in_float
@@ -312,10 +312,9 @@ def drawing() -> Iterator[None]:
     Raises:
         MoQError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise MoQError("matplotlib is not installed: pip install 'moq_hf[report]'") from None
+    require("report", "matplotlib")
+    import matplotlib
+
     settings: dict[Any, Any] = {
         "axes.spines.top": False,
         "axes.spines.right": False,

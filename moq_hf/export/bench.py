@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import MoQError, one_line
+from ..errors import MoQError, one_line, require
 from ..text import table
 from .compare import SENTENCES, Data, Proof, Reference, load_checkpoint, takes_pictures
 from .onnx import export_onnx, onnx_runtime
@@ -194,10 +194,9 @@ def _openvino(path: Path, threads: int) -> Model:
     Raises:
         MoQError: OpenVINO is not installed.
     """
-    try:
-        import openvino
-    except ImportError:
-        raise MoQError("not installed: pip install 'moq_hf[openvino]'") from None
+    require("openvino", "openvino")
+    import openvino
+
     compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_NUM_THREADS": threads})
 
     def run(batch: Mapping[str, Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from .. import quantizer
-from ..errors import MoQError
+from ..errors import MoQError, require
 from ..grid import InputGrid
 from ..inputs import fake_quantize_input
 from ..model.convert import dequantize_model
@@ -103,7 +103,7 @@ def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
         labels.append(label)
     if not texts:
         raise MoQError(f"{os.fspath(path)} holds no rows")
-    if len({len(text) for text in texts}) > 1 or len({label is None for label in labels}) > 1:
+    if len({(len(text), label is None) for text, label in zip(texts, labels, strict=True)}) > 1:
         raise MoQError(f"{os.fspath(path)}: all rows must have as many texts, and all a label or none")
     return Data(texts, None if labels[0] is None else labels, task)
 
@@ -390,11 +390,10 @@ def metrics_of(answers: Tensor, labels: Sequence[float], task: str | None) -> di
         raise MoQError(f"the task {task} does not fit a model with {classes} outputs")
     if classes > 1 and not set(labels) <= set(range(classes)):
         raise MoQError(f"labels must be class ids, 0 to {classes - 1}, for a model with {classes} outputs")
-    try:
-        from scipy import stats
-        from sklearn import metrics
-    except ImportError as error:
-        raise MoQError(f"{error.name} is not installed: pip install 'moq_hf[glue]'") from None
+    require("glue", "scipy", "sklearn")
+    from scipy import stats
+    from sklearn import metrics
+
     if classes == 1:
         scores = logits[:, 0]
         found = {"pearson": stats.pearsonr(labels, scores)[0], "spearmanr": stats.spearmanr(labels, scores)[0]}

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import MoQError, listed, one_line
+from ..errors import MoQError, listed, one_line, require
 from ..formats.stored import MAX_PACKED_BITS
 from ..packed.files import new_path, staged
 from ..packed.state import StoredLayer
@@ -109,10 +109,7 @@ def export_gguf(
         MoQError: The checkpoint is damaged, a grid does not fit any block, the base is of another model or quantized,
             a scale does not fit float16, `out` exists, or gguf is not installed.
     """
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise MoQError("gguf is not installed: pip install 'moq_hf[gguf]'") from None
+    require("gguf", "gguf")
     target, source = new_path(out), Path(base)
     found = recorded(directory)
     # The converter reads the files, so its names of layers are those in the files.

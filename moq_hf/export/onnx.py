@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import MoQConfig
-from ..errors import MoQError, one_line
+from ..errors import MoQError, one_line, require
 from ..grid import InputGrid, InputScale
 from ..packed.files import new_path, staged
 from ..quantizer import Quantized
@@ -146,7 +146,7 @@ def export_onnx(
         MoQError: The checkpoint is damaged or of another kind, `out` holds something, the differences are too large,
             the data does not fit, or onnx, onnxscript or onnxruntime are not installed.
     """
-    _check_installed()
+    require("onnx", "onnxruntime", "onnxscript")
     for flavor in flavors or (None,):
         _check_choice("flavors", flavor, FLAVORS)
     _check_choice("cpu", cpu, ("auto", *TARGETS))
@@ -198,14 +198,6 @@ def export_onnx(
                 )
         _write_rest(folder, checkpoint, found, tolerance)
     return found
-
-
-def _check_installed() -> None:
-    try:
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise MoQError(f"{error.name} is not installed: pip install 'moq_hf[onnx]'") from None
 
 
 def _check_choice(option: str, value: object, legal: Sequence[object]) -> None:
