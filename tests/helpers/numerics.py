@@ -29,8 +29,6 @@ SCALE_DTYPES: tuple[ScaleDtype, ...] = ("float32", "bfloat16", "float16")
 MODES = modes((1, 2, 3, 8, 16))
 # Those with scales of fewer bits.
 HALF_MODES = modes((1, 2, 4), SCALE_DTYPES[1:])
-# Those whose clipping ratios are searched.
-SEARCHED = [(bits, grid) for bits, grid in modes((2, 5), SCALE_DTYPES) if grid.is_uniform(bits) and not grid.stochastic]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
