@@ -166,7 +166,7 @@ def add_export(subparsers: Any) -> None:
         # The old spelling.
         "--flavours",
         nargs="+",
-        help="some of float, weight-only, dequantize-linear, int8, qdq; default: weight-only int8",
+        help="some of float, weight-only, int8, qdq; default: weight-only int8",
     )
     add(
         "--activation_bits",

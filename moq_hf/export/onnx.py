@@ -46,7 +46,6 @@ REPORT_NAME = "moq_export.json"
 FILE_NAMES: dict[Flavor, str] = {
     "float": "model_float.onnx",
     "weight-only": "model.onnx",
-    "dequantize-linear": "model_dequantize_linear.onnx",
     "int8": "model_int8.onnx",
     "qdq": "model_qdq.onnx",
 }
@@ -130,7 +129,7 @@ def export_onnx(
     Args:
         directory: What `save_quantized` wrote: a classifier of sequences, tokens or images, or a base model.
         out: The folder to make, or an empty one.
-        flavors: Some of "float", "weight-only", "dequantize-linear", "int8" and "qdq".
+        flavors: Some of "float", "weight-only", "int8" and "qdq".
         activation_bits: Of the int8 flavor, 2 to 8; None is what the model was trained for, else 8. qdq has 8.
         activation_scale: Of the int8 flavor; None is what the model was trained for, else "per_tensor". qdq has
             "static". Where no range was trained, static takes the largest magnitudes that `data` gives.
@@ -259,9 +258,6 @@ def onnx_runtime(path: Path, threads: int = 0) -> Callable[[Mapping[str, Tensor]
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads
-    if path.name == FILE_NAMES["dequantize-linear"]:
-        # Otherwise onnxruntime rounds the activations to 8 bits.
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
     session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
 
     def run(batch: Mapping[str, Tensor]) -> Tensor:
@@ -320,7 +316,6 @@ def prepare(checkpoint: Checkpoint, flavor: Flavor, rounding: Rounding | None = 
     # The floats that the integers replace are not worth copying.
     copied = copy.deepcopy(model, {id(model.get_submodule(name).weight): None for name in weights})
     stored = dict.fromkeys(checkpoint.verified.layers, "float")
-    folded = flavor != "dequantize-linear"
     guarded = False
     for name, weight in weights.items():
         module, bits = copied.get_submodule(name), checkpoint.verified.layers[name].bits
@@ -329,9 +324,9 @@ def prepare(checkpoint: Checkpoint, flavor: Flavor, rounding: Rounding | None = 
             layer: nn.Module = OnnxEmbedding(weight, bits)
             stored[name] = "int4" if layer.halved else "int8"
         elif isinstance(module, nn.Conv1d | nn.Conv2d):
-            layer = OnnxConvolution(weight, module, folded)
+            layer = OnnxConvolution(weight, module)
         elif rounding is None or not multiplies_integers(module, weight):
-            layer = OnnxLinear(weight, module.bias, folded)
+            layer = OnnxLinear(weight, module.bias)
         else:
             largest, exact = rounding.range_of(name), is_exact_signed(weight.codes, rounding.grid.bits)
             signed = rounding.target == "vnni" or exact
@@ -407,21 +402,17 @@ def _traced(model: Any, inputs: dict[str, Tensor]) -> Any:
 
 
 def _pack(exported: Any, prepared: Prepared) -> None:
-    """Make the codes of linear layers and convolutions of up to 4 bits, and zero points beside them, INT4."""
+    """Make the codes of linear layers and convolutions of up to 4 bits INT4."""
     import ml_dtypes
     import onnx_ir as ir
 
     for name, kind in prepared.stored.items():
         layer = prepared.model.get_submodule(name)
-        if kind != "int4" or not isinstance(layer, OnnxLinear | OnnxConvolution):
-            continue
-        integers = ("codes",) if layer.folded else ("codes", "zero_point")
-        for part in integers:
-            value = exported.graph.initializers.get(f"{name}.{part}")
-            if value is not None:
-                codes = value.const_value.numpy().astype(ml_dtypes.int4)
-                value.const_value = ir.Tensor(codes, dtype=ir.DataType.INT4, name=value.name)
-                value.type = ir.TensorType(ir.DataType.INT4)
+        value = exported.graph.initializers.get(f"{name}.codes")
+        if value is not None and kind == "int4" and isinstance(layer, OnnxLinear | OnnxConvolution):
+            codes = value.const_value.numpy().astype(ml_dtypes.int4)
+            value.const_value = ir.Tensor(codes, dtype=ir.DataType.INT4, name=value.name)
+            value.type = ir.TensorType(ir.DataType.INT4)
 
 
 def _optimize(exported: Any, integers: set[str]) -> None:

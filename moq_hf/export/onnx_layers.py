@@ -3,14 +3,12 @@
 | flavor | linear layer | embedding table |
 | --- | --- | --- |
 | weight-only | x times Cast(codes) * scale, which a runtime folds into a float weight when it loads | Gather, Cast, Mul |
-| dequantize-linear | x times DequantizeLinear(codes), in blocks where the scales are | the same |
 | int8, static inputs | QuantizeLinear, MatMulIntegerToFloat | the same |
 | int8, per_tensor | DynamicQuantizeLinear, MatMulIntegerToFloat | the same |
 | int8, per_token | x / s, QuantizeLinear, MatMulIntegerToFloat, Mul | the same |
 | qdq, static | QuantizeLinear, DequantizeLinear, MatMul with DequantizeLinear(codes), Add | the same |
 
-A convolution is Conv with a weight of Cast(codes) * scale, or of DequantizeLinear(codes) along its output channels; in
-the int8 and qdq flavors it is as in the weight-only one.
+A convolution is Conv with a weight of Cast(codes) * scale in every flavor.
 
 ONNX Runtime turns DequantizeLinear before MatMul into MatMulNBits with accuracy level 4, which rounds activations to 8
 bits: for the same answers as PyTorch the weight-only flavor spells the same formula as Cast and Mul.
@@ -39,8 +37,8 @@ from ..inputs import static_scale, tensor_scale, token_scale
 from ..quantizer import Quantized
 from ..seams.transformers import convolve
 
-Flavor = Literal["float", "weight-only", "dequantize-linear", "int8", "qdq"]
-FLAVORS: tuple[Flavor, ...] = ("float", "weight-only", "dequantize-linear", "int8", "qdq")
+Flavor = Literal["float", "weight-only", "int8", "qdq"]
+FLAVORS: tuple[Flavor, ...] = ("float", "weight-only", "int8", "qdq")
 # The CPUs that a file is made for.
 Target = Literal["vnni", "avx2"]
 TARGETS: tuple[Target, ...] = ("vnni", "avx2")
@@ -121,23 +119,19 @@ class OnnxLinear(_Stored):
     Args:
         weight: Signed codes `[out_features, in_features]`, their scales and zero points.
         bias: `[out_features]`, or None.
-        folded: Cast and Mul instead of DequantizeLinear.
     """
 
-    def __init__(self, weight: Quantized, bias: Tensor | None, folded: bool) -> None:
+    def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
         codes, scale, zero = per_row(weight)
-        scale, zero = scale.T, None if zero is None else zero.T.to(torch.int8)
-        if not folded and len(scale) == 1:
-            scale, zero = scale[0], None if zero is None else zero[0]
-        super().__init__(codes=codes.T.to(torch.int8), scale=scale, zero_point=zero, bias=bias)
-        self.folded = folded
+        zero = None if zero is None else zero.T.to(torch.int8)
+        super().__init__(codes=codes.T.to(torch.int8), scale=scale.T, zero_point=zero, bias=bias)
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the weight, plus the bias."""
-        product = torch.matmul(input, self._folded() if self.folded else self._dequantized())
+        product = torch.matmul(input, self._weight())
         return product if self.bias is None else product + self.bias
 
-    def _folded(self) -> Tensor:
+    def _weight(self) -> Tensor:
         codes, scale, zero = self.codes.to(torch.float32), self.scale, self.zero_point
         groups, columns = scale.shape
         if groups > 1:
@@ -147,12 +141,6 @@ class OnnxLinear(_Stored):
             codes = codes - zero.to(torch.float32)
         return (codes * scale).view(self.codes.shape)
 
-    def _dequantized(self) -> Tensor:
-        if self.scale.dim() == 1:
-            return _dequantize_linear(self.codes, self.scale, self.zero_point, axis=1)
-        block_size = len(self.codes) // len(self.scale)
-        return _dequantize_linear(self.codes, self.scale, self.zero_point, axis=0, block_size=block_size)
-
 
 class OnnxConvolution(_Stored):
     """A convolution with float activations.
@@ -161,25 +149,21 @@ class OnnxConvolution(_Stored):
         weight: Signed codes `[out_channels, in_channels / groups * kernel]`, their scales and zero points, one per row
             or row block.
         layer: The convolution: its own weight is not used.
-        folded: Cast and Mul instead of DequantizeLinear.
     """
 
-    def __init__(self, weight: Quantized, layer: nn.Module, folded: bool) -> None:
+    def __init__(self, weight: Quantized, layer: nn.Module) -> None:
         codes, scale, zero = per_row(weight)
         assert isinstance(layer, nn.Conv1d | nn.Conv2d)
         shape = (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
-        # A scale for each output channel, in the shape that Mul or DequantizeLinear wants.
-        each = [-1, *[1] * (len(shape) - 1)] if folded else [-1]
+        # A scale for each output channel, in the shape that Mul wants.
+        each = [-1, *[1] * (len(shape) - 1)]
         zero = None if zero is None else zero.view(each).to(torch.int8)
         super().__init__(codes=codes.view(shape).to(torch.int8), scale=scale.view(each), zero_point=zero)
         self.layer = layer
-        self.folded = folded
 
     @property
     def weight(self) -> Tensor:
         """The weight, float32, for the model's code that asks for its dtype too."""
-        if not self.folded:
-            return _dequantize_linear(self.codes, self.scale, self.zero_point, axis=0)
         numbers = self.codes.to(torch.float32)
         if self.zero_point is not None:
             numbers = numbers - self.zero_point.to(torch.float32)
@@ -295,7 +279,7 @@ class OnnxInt8Linear(_Stored):
         return _emit("com.microsoft::MatMulIntegerToFloat", inputs, torch.float32, shape, version=1)
 
 
-class OnnxQdqLinear(OnnxLinear):
+class OnnxQdqLinear(_Stored):
     """A linear layer whose input and weight go through pairs of QuantizeLinear and DequantizeLinear.
 
     Args:
@@ -304,20 +288,28 @@ class OnnxQdqLinear(OnnxLinear):
         largest: The range of the input, a float32 scalar: codes have 8 bits.
     """
 
+    zero_point: Tensor
     step: Tensor
     middle: Tensor
 
     def __init__(self, weight: Quantized, bias: Tensor | None, largest: Tensor) -> None:
-        if weight.zero_point is None:
-            weight = weight._replace(zero_point=torch.zeros_like(weight.scale))
-        super().__init__(weight, bias, folded=False)
-        self.register_buffer("step", static_scale(largest, 8))
-        self.register_buffer("middle", torch.tensor(0, dtype=torch.int8))
+        codes, scale, zero = per_row(weight)
+        zero = torch.zeros_like(scale) if zero is None else zero
+        super().__init__(
+            codes=codes.T.to(torch.int8),
+            scale=scale[:, 0],
+            zero_point=zero[:, 0].to(torch.int8),
+            bias=bias,
+            step=static_scale(largest, 8),
+            middle=torch.tensor(0, dtype=torch.int8),
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]`, rounded, times the weight, plus the bias."""
         codes = _quantize_linear(input, self.step, self.middle)
-        return super().forward(_dequantize_linear(codes, self.step, self.middle))
+        weight = _dequantize_linear(self.codes, self.scale, self.zero_point, axis=1)
+        product = torch.matmul(_dequantize_linear(codes, self.step, self.middle), weight)
+        return product if self.bias is None else product + self.bias
 
 
 def per_row(weight: Quantized) -> Quantized:
@@ -344,6 +336,5 @@ def _quantize_linear(input: Tensor, step: Tensor, zero: Tensor) -> Tensor:
     return _emit("QuantizeLinear", (input, step, zero), zero.dtype, input.shape)
 
 
-def _dequantize_linear(codes: Tensor, scale: Tensor, zero: Tensor | None, **where: int) -> Tensor:
-    inputs = (codes, scale) if zero is None else (codes, scale, zero)
-    return _emit("DequantizeLinear", inputs, torch.float32, codes.shape, **where)
+def _dequantize_linear(codes: Tensor, scale: Tensor, zero: Tensor, **where: int) -> Tensor:
+    return _emit("DequantizeLinear", (codes, scale, zero), torch.float32, codes.shape, **where)

@@ -115,13 +115,12 @@ def test_nothing_of_this_machine_is_in_the_files(exported: Export) -> None:
 def test_token_classes_asymmetric_groups_and_external_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(quantize_type="asymmetric", quantize_group_size=16)
     source = checkpoint(tmp_path / "packed", hf.BertForTokenClassification(hf.BertConfig(**SHAPE)), config, [8, 3])
-    flavors = ("dequantize-linear", "weight-only")
     monkeypatch.setattr(onnx_module, "EXTERNAL_DATA_ABOVE", 1000)
-    found = export_onnx(source, tmp_path / "onnx", flavors=flavors)
+    found = export_onnx(source, tmp_path / "onnx", flavors=["weight-only"])
     for proof in found.proofs.values():
         assert proof.largest_difference < 1e-5 and proof.agreement == 1.0
     assert (tmp_path / "onnx" / "model.onnx.data").stat().st_size > 100_000
-    kinds = {v.data_type for v in initializers(tmp_path / "onnx" / "model_dequantize_linear.onnx").values()}
+    kinds = {v.data_type for v in initializers(tmp_path / "onnx" / "model.onnx").values()}
     assert {TensorProto.INT4, TensorProto.INT8} <= kinds
 
 
@@ -138,10 +137,10 @@ def test_a_full_range_has_scales_of_both_signs_in_every_flavor(tmp_path: Path) -
             assert bool((scale > 0).any() and (scale < 0).any()), layer
             assert int(codes.min()) == -(2 ** (layers[layer].bits - 1)), layer
         per_row = name == "quantize_groups"
-        flavors = ("weight-only", "int8") if per_row else ("dequantize-linear",)
+        flavors = ("weight-only", "int8") if per_row else ("weight-only",)
         found = export_onnx(source, tmp_path / f"{name}-onnx", flavors=flavors)
         if not per_row:
-            assert found.proofs["dequantize-linear"].largest_difference < 1e-5
+            assert found.proofs["weight-only"].largest_difference < 1e-5
         else:
             assert found.proofs["weight-only"].largest_difference < 1e-6
             same = found.proofs["int8"].from_same_arithmetic
@@ -162,8 +161,8 @@ def test_features_row_blocks_and_8_bit_activations(tmp_path: Path) -> None:
     }
     config = config_of(quantize_groups=4, quantize_embeddings=8, quantize_type="asymmetric")
     source = checkpoint(tmp_path / "packed", hf.DistilBertModel(hf.DistilBertConfig(**shape)), config, [8, 4])
-    found = export_onnx(source, tmp_path / "onnx", flavors=["int8", "dequantize-linear"])
-    assert found.proofs["dequantize-linear"].largest_difference < 1e-5
+    found = export_onnx(source, tmp_path / "onnx", flavors=["int8", "weight-only"])
+    assert found.proofs["weight-only"].largest_difference < 1e-5
     proof = found.proofs["int8"]
     assert found.activation_bits == 8 and proof.agreement is None
     assert proof.from_same_arithmetic is not None and proof.from_same_arithmetic < 1e-4 < proof.largest_difference
@@ -195,20 +194,19 @@ def test_a_difference_above_the_tolerance_is_refused(
 
 def test_linear_is_dequantize(tmp_path: Path) -> None:
     weight = quantizer.quantize(torch.randn(8, 12), 5, Grid(RowBlocks(4), symmetric=False))
-    layer = OnnxLinear(weight, None, True)
+    layer = OnnxLinear(weight, None)
     assert torch.equal(layer(torch.eye(12)), quantizer.dequantize(*weight).T)
 
 
-@pytest.mark.parametrize("folded", [True, False])
 @pytest.mark.parametrize("grid", [Grid(PerChannel()), Grid(RowBlocks(2), symmetric=False)], ids=["symmetric", "not"])
-def test_a_convolution_is_dequantize(grid: Grid, folded: bool, tmp_path: Path) -> None:
+def test_a_convolution_is_dequantize(grid: Grid, tmp_path: Path) -> None:
     plain = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2, padding_mode="reflect")
     weight = quantizer.quantize(plain.weight.flatten(1), 5, grid)
     if weight.zero_point is not None:
         weight = quantizer.Quantized(weight.codes - 16, weight.scale, weight.zero_point - 16)
     plain.weight = nn.Parameter(quantizer.dequantize(*weight).view(plain.weight.shape))
-    layer = OnnxConvolution(weight, plain, folded)
-    assert not folded or torch.equal(layer.weight, plain.weight)
+    layer = OnnxConvolution(weight, plain)
+    assert torch.equal(layer.weight, plain.weight)
     inputs = torch.randn(2, 4, 7, 7)
     torch.testing.assert_close(export_layer(layer, inputs, tmp_path / "layer.onnx"), plain(inputs))
 
@@ -232,7 +230,7 @@ def test_models_of_pictures(kind: str, tmp_path: Path) -> None:
     quantize_model(model, {**config, "quantize_convolutions": True})
     source = save_quantized(model, tmp_path / "packed")
     (source / "preprocessor_config.json").write_text('{"size": {"height": 32, "width": 48}}')
-    found = export_onnx(source, tmp_path / "onnx", flavors=["weight-only", "dequantize-linear"])
+    found = export_onnx(source, tmp_path / "onnx", flavors=["weight-only"])
     assert found.sentences == 8 and "8 pictures compared" in found.table()
     assert (tmp_path / "onnx" / "preprocessor_config.json").exists()
     for proof in found.proofs.values():
@@ -242,9 +240,6 @@ def test_models_of_pictures(kind: str, tmp_path: Path) -> None:
     value, codes = values[f"{name}.codes"], weights[name].codes
     assert value.data_type == TensorProto.INT4 and tuple(value.dims) == tuple(model.get_submodule(name).weight.shape)
     assert np.array_equal(numpy_helper.to_array(value).astype(np.int32).reshape(codes.shape), codes.numpy())
-    nodes = onnx.load(tmp_path / "onnx" / "model_dequantize_linear.onnx").graph.node
-    made = {output: node.op_type for node in nodes for output in node.output}
-    assert {made[node.input[1]] for node in nodes if node.op_type == "Conv"} == {"DequantizeLinear"}
     # What was 32 bits a weight is 4, but for what stays in float.
     assert found.bytes["weight-only"] < 0.5 * found.bytes["float checkpoint"]
     with pytest.raises(MoQError, match="compared on random ones"):
