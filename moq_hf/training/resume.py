@@ -358,26 +358,18 @@ def _unused(*configs: Mapping[str, Any]) -> set[str]:
 
 def _replay(schedule: PrecisionSchedule, history: Sequence[Switch], steps: int, bits: Mapping[str, int]) -> str | None:
     """Take `schedule` to `steps` with the eigenvalues that were measured; say what came otherwise, if anything."""
-    was: dict[int, dict[str, Switch]] = {}
-    for switch in history:
-        was.setdefault(switch.step, {})[switch.block] = switch
+    made: list[Switch] = []
     while (step := schedule.next_step()) is not None and step <= steps:
         schedule.steps = step - 1
         if schedule.is_choosing:
             return f"the bits of the blocks would have been chosen after step {step}"
-        then = was.pop(step, {})
-        made = schedule.advance({n: s.eigenvalue for n, s in then.items() if s.eigenvalue is not None})
-        for switch in made:
-            if switch.block not in then or then.pop(switch.block).bits != switch.bits:
-                return f"{switch.block} would have gone to {switch.bits} bits after step {step}"
-        if then:
-            was[step] = then
-            break
+        then = {s.block: s.eigenvalue for s in history if s.step == step and s.eigenvalue is not None}
+        made += schedule.advance(then)
     schedule.steps = steps
-    if was:
-        step = min(was)
-        name, switch = next(iter(was[step].items()))
-        return f"{name} would not have gone to {switch.bits} bits after step {step}"
+    was, now = ({(s.step, s.block, s.bits) for s in switches} for switches in (history, made))
+    if was != now:
+        step, missing, name, count = min((step, (step, *other) in was, *other) for step, *other in was ^ now)
+        return f"{name} would{' not' if missing else ''} have gone to {count} bits after step {step}"
     # With an offset of 0 there is no switch to the first bits.
     if {*bits.values(), *schedule.bits.values()} != {FLOAT_BITS}:
         for name, now in schedule.bits.items():
