@@ -2,14 +2,13 @@
 
 The choice of least cost is a multiple-choice knapsack: of each block one option, costs summed, sizes summed up to a
 capacity. It is exact. Partial choices are kept, block by block, that no other one beats in cost and size, and that can
-still become the best one: their cost and the least that the remaining blocks cost where bits may be mixed (the linear
-relaxation: the lower convex hull of a block's options, steepest piece first) is not above that of a known choice.
+still become the best one: their cost and the least that the remaining blocks cost is not above that of a known choice,
+where each unit of size below the capacity is paid for by one price (the Lagrangian relaxation).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -211,17 +210,20 @@ def cheapest(blocks: Sequence[Sequence[Option]], capacity: int) -> list[int] | N
     scale = sum(max(option.cost for option in options) for options in blocks) or 1.0
     worth = _TIE * scale / max(capacity, 1)
     blocks = [[Option(size, cost - worth * size) for size, cost in options] for options in blocks]
-    bounds = _bounds(blocks)
-    bound_sizes, bound_costs = bounds[0]
-    # Whole pieces of the hulls are a choice that fits.
-    known = bound_costs[np.searchsorted(bound_sizes, capacity, "right") - 1] + _ROUNDING * scale
+    price, relaxed = _priced(blocks, capacity, 2 * scale)
+    # What the cheapest choice at that price costs is known to fit.
+    known = sum(option.cost for option in relaxed) + _ROUNDING * scale
+    least = sum(option.cost + price * option.size for option in relaxed) - price * capacity
+    smallest = sum(min(option.size for option in options) for options in blocks)
     cost, size = np.zeros(1), np.zeros(1, np.int64)
     kept: list[np.ndarray] = []
-    for options, (bound_sizes, bound_costs) in zip(blocks, bounds[1:], strict=True):
+    for options, best in zip(blocks, relaxed, strict=True):
         sizes, costs = (np.array(column) for column in zip(*options, strict=True))
         cost, size = (cost[:, None] + costs).ravel(), (size[:, None] + sizes).ravel()
-        room = capacity - size
-        hopeful = (room >= bound_sizes[0]) & (cost + np.interp(room, bound_sizes, bound_costs) <= known)
+        # What the remaining blocks take and cost at the least.
+        smallest -= sizes.min()
+        least -= best.cost + price * best.size
+        hopeful = (size + smallest <= capacity) & (cost + price * size + least <= known)
         some = np.flatnonzero(hopeful)
         some = some[np.lexsort((size[some], cost[some]))]
         unbeaten = np.diff(np.minimum.accumulate(size[some]), prepend=np.iinfo(np.int64).max) < 0
@@ -234,39 +236,17 @@ def cheapest(blocks: Sequence[Sequence[Option]], capacity: int) -> list[int] | N
     return chosen[::-1]
 
 
-def _bounds(blocks: Sequence[Sequence[Option]]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Bound the cost by size from below, for each suffix of the blocks and for none: the linear relaxation.
+def _priced(blocks: Sequence[Sequence[Option]], capacity: int, high: float) -> tuple[float, list[Option]]:
+    """Find about the least price of a unit of size at which the options that are cheapest with it fit, and these.
 
-    Each bound is sizes and their costs, between which it is linear.
+    At the price `high` they do.
     """
-    found = [(np.zeros(1), np.zeros(1))]
-    size, cost = 0, 0.0
-    pieces: list[Option] = []
-    for options in reversed(blocks):
-        corners = _hull(options)
-        size += corners[0].size
-        cost += corners[0].cost
-        pieces += [Option(b.size - a.size, b.cost - a.cost) for a, b in pairwise(corners)]
-        pieces.sort(key=lambda piece: piece.cost / piece.size)
-        sizes = np.cumsum([size, *(piece.size for piece in pieces)])
-        costs = np.cumsum([cost, *(piece.cost for piece in pieces)])
-        found.append((sizes, costs))
-    return found[::-1]
-
-
-def _hull(options: Sequence[Option]) -> list[Option]:
-    """Find the lower convex hull of a block's options, from the smallest one on: more size, less cost."""
-    corners: list[Option] = []
-    for option in sorted(options):
-        if corners and option.cost >= corners[-1].cost:
-            continue
-        # Slopes that differ by rounding alone would come in another order among those of all blocks.
-        while len(corners) > 1 and _slope(*corners[-2:]) <= _slope(corners[-2], option) * (1 + _ROUNDING):
-            corners.pop()
-        corners.append(option)
-    return corners
-
-
-def _slope(one: Option, other: Option) -> float:
-    """Compute the cost saved per unit of size."""
-    return (one.cost - other.cost) / (other.size - one.size)
+    low, found = 0.0, [min(options) for options in blocks]
+    for _ in range(100):
+        price = (low + high) / 2
+        tried = [min(options, key=lambda option: option.cost + price * option.size) for options in blocks]
+        if sum(option.size for option in tried) > capacity:
+            low = price
+        else:
+            high, found = price, tried
+    return high, found

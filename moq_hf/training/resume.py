@@ -366,10 +366,11 @@ def _replay(schedule: PrecisionSchedule, history: Sequence[Switch], steps: int, 
         then = {s.block: s.eigenvalue for s in history if s.step == step and s.eigenvalue is not None}
         made += schedule.advance(then)
     schedule.steps = steps
-    was, now = ({(s.step, s.block, s.bits) for s in switches} for switches in (history, made))
-    if was != now:
-        step, missing, name, count = min((step, (step, *other) in was, *other) for step, *other in was ^ now)
-        return f"{name} would{' not' if missing else ''} have gone to {count} bits after step {step}"
+    taken, anew = ({(s.step, s.block, s.bits) for s in switches} for switches in (history, made))
+    if taken != anew:
+        first, name, count = min(taken ^ anew, key=lambda one: (one[0], one in taken, one))
+        would = "would not" if (first, name, count) in taken else "would"
+        return f"{name} {would} have gone to {count} bits after step {first}"
     # With an offset of 0 there is no switch to the first bits.
     if {*bits.values(), *schedule.bits.values()} != {FLOAT_BITS}:
         for name, now in schedule.bits.items():
