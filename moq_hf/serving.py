@@ -5,9 +5,9 @@ with a description of the model, which is made of its inventory before training 
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import nn
 
@@ -231,18 +231,6 @@ _NAMED = 3
 Answer = Literal["yes", "no", "not tried"]
 
 
-class Reason(NamedTuple):
-    """Why a server does not take a model: what would be served instead, and the layers that it is about, if any."""
-
-    text: str
-    instead: str
-    layers: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        about = f" ({shortened(self.layers)})" if self.layers else ""
-        return f"{self.text}{about}; {self.instead}"
-
-
 @dataclass(frozen=True)
 class Verdict:
     """What a server makes of a model.
@@ -250,17 +238,17 @@ class Verdict:
     Attributes:
         server: Which one.
         answer: Whether it takes the model; what fits but was never tried with this class is "not tried".
-        reasons: Why it does not take it.
+        reasons: Why it does not take it: a text for each, with the layers that it is about and what would be served.
         notes: What to know if it does.
     """
 
     server: Server
     answer: Answer
-    reasons: list[Reason]
+    reasons: list[str]
     notes: tuple[str, ...] = ()
 
 
-def shortened(layers: Sequence[str]) -> str:
+def shortened(layers: Iterable[str]) -> str:
     """Names of layers, with numbers of blocks left out where they differ in nothing else.
 
     >>> shortened(["layers.0.q", "layers.1.q", "layers.2.q", "head"])
@@ -291,23 +279,21 @@ def verdict(model: Description, server: Server) -> Verdict:
     return Verdict(server, answer, reasons, tuple(notes))
 
 
-def _reasons(model: Description, server: Server) -> list[Reason]:
-    """Compare a model with a server's row."""
+def _reasons(model: Description, server: Server) -> list[str]:
     found = []
 
-    def refuse(layers: Iterable[str], text: str, instead: str) -> None:
-        if layers := tuple(layers):
-            found.append(Reason(text, instead, layers))
+    def refuse(layers: Collection[str], text: str, instead: str) -> None:
+        if layers:
+            found.append(f"{text} ({shortened(layers)}); {instead}")
 
     architecture = model.architecture
     if (server.key, architecture) in REFUSED:
-        found.append(Reason(REFUSED[server.key, architecture], "other classes are served"))
+        found.append(f"{REFUSED[server.key, architecture]}; other classes are served")
     if not re.search(server.classes, architecture) or (server.one_stack and model.is_encoder_decoder):
         instead = "classifiers of sequences and tokens and base models of one stack are served"
-        found.append(Reason(f"{architecture} is not exported", instead))
+        found.append(f"{architecture} is not exported; {instead}")
     if server is TRANSFORMERS and model.unserved is not None:
-        text = f"it does not answer as the model did: {model.unserved}"
-        found.append(Reason(text, "see the proof in moq_state.json"))
+        found.append(f"it does not answer as the model did: {model.unserved}; see the proof in moq_state.json")
 
     codes = {name: weight for name, weight in model.weights.items() if not weight.is_float}
     in_float = [name for name in codes if re.search(server.in_float, f"{architecture} {name}")]
@@ -330,33 +316,33 @@ def _reasons(model: Description, server: Server) -> list[Reason]:
             instead = "all of them on the same grid, or all of them in float, are served"
             refuse(names, f"it makes one layer of {what}", instead)
 
+    for layers, text, instead in _misfits(model, server):
+        refuse(layers, text, instead)
+    return found
+
+
+def _misfits(model: Description, server: Server) -> Iterator[tuple[Collection[str], str, str]]:
+    """Yield layers whose bits, groups or sizes do not fit, why, and what would be served."""
     if server.repacks:
         codes = {name: weight for name, weight in model.weights.items() if weight.bits != FLOAT_BITS}
     else:
-        codes = {name: weight for name, weight in codes.items() if weight.kind != "embedding"}
-    return [*found, *_misfits(codes, server)]
-
-
-def _misfits(codes: Mapping[str, Weight], server: Server) -> list[Reason]:
-    """Compare bits, sizes of groups, and sizes of weights."""
-    found = []
+        codes = {n: w for n, w in model.weights.items() if not w.is_float and w.kind != "embedding"}
     for symmetric, legal in ((True, server.symmetric), (False, server.asymmetric)):
         bits = {n: w.bits for n, w in codes.items() if w.symmetric == symmetric and w.bits not in legal}
         taken = f"{_or(legal)} bits" + ("" if symmetric else " with zero points")
-        found.append(Reason(f"its kernels take {taken}, not {_or(bits.values())}", f"{taken} are served", tuple(bits)))
+        yield bits, f"its kernels take {taken}, not {_or(bits.values())}", f"{taken} are served"
     sizes = {name: weight.group_size for name, weight in codes.items() if weight.group_size is not None}
     unfit = {n: s for n, s in sizes.items() if s % server.multiple or s not in (server.groups or [s])}
     groups = _or(server.groups) or f"a multiple of {server.multiple}"
     instead = f"quantize_group_size {groups}, or per channel, is served"
-    found.append(Reason(f"its groups are {groups}, not {_or(unfit.values())}", instead, tuple(unfit)))
+    yield unfit, f"its groups are {groups}, not {_or(unfit.values())}", instead
     for what, multiple, counts in (
         ("columns (in_features)", server.columns, {name: weight.columns for name, weight in codes.items()}),
         ("rows (out_features)", server.rows, {name: weight.rows for name, weight in codes.items()}),
     ):
         odd = {name: count for name, count in counts.items() if count % multiple}
         text = f"its kernels take a multiple of {multiple} {what}, not {_or(odd.values())}"
-        found.append(Reason(text, "name these in modules_to_not_convert", tuple(odd)))
-    return [reason for reason in found if reason.layers]
+        yield odd, text, "name these in modules_to_not_convert"
 
 
 def _unlike_siblings(model: Description) -> dict[str, list[str]]:
@@ -466,6 +452,6 @@ def served_table(verdicts: Sequence[Verdict]) -> str:
     """A line per server, and a line for each reason, for a terminal."""
     rows = []
     for one in verdicts:
-        said = [*map(str, one.reasons)] or list(one.notes) or [""]
+        said = one.reasons or one.notes or [""]
         rows += [(one.server.name, one.answer, said[0]), *(("", "", more) for more in said[1:])]
     return "\n".join(["served by", table(rows, left=(0, 1, 2))])

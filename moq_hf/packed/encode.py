@@ -145,7 +145,7 @@ class Encoder:
         weight = to_rows(parameter, spec.kind).contiguous()
         spec = replace(spec, shape=parameter.shape, dtype=weight.dtype)
         ratio = None if state.ratio is None else state.ratio.to(weight.device)
-        scales, max_error = (0, 0), 0.0
+        scales = (0, 0)
         if form == "float":
             if state.bits != FLOAT_BITS:
                 how: dict[str, Any] = {"ratio": ratio, "seed": state.seed, "blend": state.blend}
@@ -156,7 +156,6 @@ class Encoder:
                 values = quantizer.quantize(weight, state.bits, state.grid, ratio=ratio, seed=state.seed)
             except ValueError as error:
                 raise MoQError(f"{own} cannot be quantized: {error}") from error
-            max_error = _max_error(weight, values)
             scales = (values.scale.shape[0], values.scale.shape[1])
             zero = None if values.zero_point is None else values.zero_point.cpu()
             encoded = FORMS[form].write(quantizer.Quantized(values.codes.cpu(), values.scale.cpu(), zero), spec)
@@ -178,7 +177,6 @@ class Encoder:
             full=state.grid.full,
             bytes=sum(tensor.nbytes for tensor in parts.values()),
             bytes_before=weight.nbytes,
-            max_error=max_error,
             group=None if encoded.scheme is None else self._group(name, encoded.scheme),
             grid=encoded.grid,
             tied=tuple(tied),
@@ -271,14 +269,6 @@ def without_peft_names(named: Mapping[str, _Value], added: Iterable[str]) -> dic
     """Name modules or tensors as they were before PEFT came, without its adapters."""
     renamed = {plain_name(name, added): value for name, value in named.items()} if added else named
     return {name: value for name, value in renamed.items() if name is not None}
-
-
-def _max_error(weight: Tensor, values: quantizer.Quantized) -> float:
-    """Return the largest distance of a weight from its stored value, in steps of its scale."""
-    rows, columns = values.scale.shape
-    error = (weight.float() - quantizer.dequantize(*values)).abs()
-    tiles = error.view(rows, weight.shape[0] // rows, columns, -1).amax((1, 3))
-    return float((tiles / values.scale.abs()).nan_to_num(0.0).max())
 
 
 class Patterns:

@@ -50,7 +50,6 @@ class StoredLayer:
         symmetric: Whether the grid is.
         bytes: What the weight takes in the file: codes, scales and zero points.
         bytes_before: What the float weight took.
-        max_error: Largest distance of a float weight from its stored value, in quantization steps.
         group: Name in the config groups of compressed-tensors; None if dense or float.
         grid: Scales and zero points of a dense layer, base64 of float32 and int32, else None.
         full: Whether codes reach -2^(bits-1) and scales have a sign.
@@ -69,7 +68,6 @@ class StoredLayer:
     symmetric: Flag
     bytes: Count
     bytes_before: Count
-    max_error: Weight
     group: str | None = None
     grid: tuple[Base64, Base64 | None] | None = None
     full: Flag = False

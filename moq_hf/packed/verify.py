@@ -1,6 +1,5 @@
 """What was written, read back: each weight is on the grid that it declares."""
 
-import contextlib
 import copy
 import math
 import os
@@ -57,12 +56,11 @@ class Verification:
 
     def table(self) -> str:
         """A line per layer and the totals, for a terminal."""
-        rows = [("module", "bits", "scales", "stored", "bytes", "before", "max error (steps)")]
+        rows = [("module", "bits", "scales", "stored", "bytes", "before")]
         for name, layer in self.layers.items():
             bits = "float" if layer.bits == FLOAT_BITS else str(layer.bits)
             scales = str(math.prod(layer.scales) or "-")
-            sizes = (f"{layer.bytes:,}", f"{layer.bytes_before:,}")
-            rows.append((name, bits, scales, layer.stored, *sizes, f"{layer.max_error:.3f}"))
+            rows.append((name, bits, scales, layer.stored, f"{layer.bytes:,}", f"{layer.bytes_before:,}"))
         after, before = self.quantized_bytes
         weights = sum(math.prod(layer.shape) for layer in self.layers.values())
         lines = [
@@ -130,13 +128,17 @@ def verify_quantized(
     folder = Path(directory)
     state, layers = read_layers(folder)
     expected = None if model is None else _named_as_in_files(model, state)
-    with _explained(folder):
+    try:
         for name, found in _read_weights(folder, state, layers, _tensors_as_saved(folder, state["tensors"])):
             if isinstance(found, StoredWeight):
                 weight = _checked(found, layers[name])
                 _compare(folder, parameter_of(name, layers[name].kind), weight, expected)
                 continue
             _compare(folder, name, found, expected, "tensor ")
+    except MoQError:
+        raise
+    except _ERRORS as error:
+        raise MoQError(f"{folder}: the weights cannot be read: {one_line(error)}") from error
     if inputs is None or model is None:
         proof = proof_in(state)
     else:
@@ -352,18 +354,8 @@ def _compare(folder: Path, name: str, tensor: Tensor, model: Mapping[str, Tensor
     if model is None:
         return
     expected = model.get(name)
-    if expected is not None and tensor.dim() == 2 and expected.dim() == 3 and tensor.numel() == expected.numel():
-        # The matrices of experts, one below the other.
-        tensor = tensor.view(expected.shape)
+    if expected is not None and tensor.numel() == expected.numel():
+        # The matrices of experts come one below the other.
+        tensor = tensor.reshape(expected.shape)
     if expected is None or not torch.equal(tensor.to(expected.dtype), expected):
         raise MoQError(f"{folder}: {kind}{name} differs from the model's")
-
-
-@contextlib.contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except MoQError:
-        raise
-    except _ERRORS as error:
-        raise MoQError(f"{folder}: the weights cannot be read: {one_line(error)}") from error

@@ -274,7 +274,7 @@ OUTPUT = "bert.encoder.layer.0.attention.output.dense"
         (lambda s: s["layers"][QUERY].update(shape=[0, 32]), "shape.0 must be greater than or equal to 1"),
         (lambda s: s["layers"][QUERY].update(scales=[0, 0]), r"scales must be divisors of the shape \[32, 32\]"),
         (lambda s: s["layers"][QUERY].update(bytes_before=-1), "bytes_before must be greater than or equal to 0"),
-        (lambda s: s["layers"][QUERY].update(max_error=10**400), "max_error must be "),
+        (lambda s: s["parameters"].update(mean_bits=10**400), "mean_bits must be "),
         (lambda s: s["layers"][QUERY].update(group=None), "group must be text, not null"),
         (lambda s: s["layers"][QUERY].update(group="none"), "config.json: quantization_config.config_groups.none is"),
         (lambda s: s["layers"][QUERY].update(bits=0), f"layers.{QUERY}.bits must be greater than or equal to 1, not 0"),
@@ -784,7 +784,7 @@ def test_inspect_prints_a_table(saved: Path, capsys: pytest.CaptureFixture[str])
     layers, _, servers = capsys.readouterr().out.partition("\n\nserved by\n")
     lines = layers.splitlines()
     assert servers.split()[:3] == ["transformers", "5.23.0", "yes"]
-    assert lines[0].split() == ["module", "bits", "scales", "stored", "bytes", "before", "max", "error", "(steps)"]
+    assert lines[0].split() == ["module", "bits", "scales", "stored", "bytes", "before"]
     assert lines[1].split()[:4] == ["bert.encoder.layer.0.attention.self.query", "8", "4", "packed"]
     assert lines[-3].startswith("16 quantized layers: ") and lines[-2].startswith("all weights: ")
     assert re.fullmatch(r"quantized: 9\d\.\d % of the model's [\d,]+ parameters; mean \d\.\d\d bits .*", lines[-1])
