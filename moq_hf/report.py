@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAGE = "moq_report.html"
-GRAY = "#8a929b"
 # Steps and values.
 Series = tuple[list[int], list[float]]
 
@@ -53,8 +52,6 @@ class _Arguments(TypedDict):
 
 
 class _Callback(TypedDict):
-    """What the callback says of itself: its arguments, and what it saved."""
-
     args: _Arguments
     attributes: _Attributes
 
@@ -67,8 +64,6 @@ class _Line(TypedDict):
 
 
 class _State(TypedDict):
-    """What is read of a `trainer_state.json`."""
-
     global_step: NonNegativeInt
     log_history: NotRequired[list[_Line]]
     stateful_callbacks: NotRequired[dict[str, Any]]
@@ -148,7 +143,8 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
     entry = entry_of_moq(state.get("stateful_callbacks"))
     if entry is None or not any("moq/mean_bits" in line for line in log):
         raise MoQError(f"{directory} is not a run with MoQ: its trainer_state.json has no bits")
-    callback = read_as(_Callback, entry, _damaged(path), "stateful_callbacks.MoQCallback")
+    wrong = f"{path} is not as the Trainer wrote it"
+    callback = read_as(_Callback, entry, wrong, "stateful_callbacks.MoQCallback")
     try:
         config = MoQConfig.from_dict(callback["args"]["config"])
     except MoQConfigError as error:
@@ -166,12 +162,8 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
     )
 
 
-def _damaged(path: Path) -> str:
-    return f"{path} is not as the Trainer wrote it"
-
-
 def _read_state(path: Path) -> _State:
-    state: _State = read_as(_State, read_json(path), _damaged(path))
+    state: _State = read_as(_State, read_json(path), f"{path} is not as the Trainer wrote it")
     return state
 
 
@@ -229,8 +221,7 @@ def write_report(
         figures: dict[str, Figure] = {}
         bits = run.by_block("bits")
         if bits:
-            figures["Bits"], axes = _draw_bits(bits, run.config, run.steps)
-            _legend(axes)
+            figures["Bits"] = _draw_bits(bits, run.config, run.steps)
         for title, (ylabel, series) in curves.items():
             if any(steps for steps, _ in series.values()):
                 figures[title] = _curves(ylabel, series, run)
@@ -265,7 +256,6 @@ def _page(run: Run, figures: Sequence[str]) -> str:
 
 
 def _facts(run: Run) -> dict[str, str]:
-    """Give what stands below the title: name to value."""
     facts = {"mean bits": f"{run.series('moq/mean_bits')[1][-1]:.2f}", "precision": run.config.span_in_words}
     shares, sizes = run.series("moq/quantized_share")[1], run.series("moq/size_mb")[1]
     if shares:
@@ -294,11 +284,7 @@ def draw_plan(planned: Plan, path: str | os.PathLike[str]) -> None:
             block.name: ([s.step for s in block.switches], [float(s.bits) for s in block.switches])
             for block in planned.blocks
         }
-        figure, axes = _draw_bits(series, planned.config, planned.total_steps)
-        axes.set_title(f"{planned.config.span_in_words} in {planned.total_steps:,} optimizer steps", fontsize="medium")
-        if planned.deadline_step is not None:
-            axes.axvline(planned.deadline_step, color=GRAY, linestyle="--", linewidth=1, label="deadline")
-        _legend(axes)
+        figure = _draw_bits(series, planned.config, planned.total_steps)
         try:
             figure.savefig(path, dpi=150, facecolor="white")
         except ValueError as error:
@@ -318,10 +304,8 @@ def drawing() -> Iterator[None]:
     settings: dict[Any, Any] = {
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "legend.frameon": False,
         # Names of blocks are not formulas.
         "text.parse_math": False,
-        "font.size": 9.5,
         # Text stays text, and the same figure gives the same file.
         "svg.fonttype": "none",
         "svg.hashsalt": "moq_hf",
@@ -348,13 +332,12 @@ def _legend(axes: "Axes") -> None:
 
 
 def _color(index: int, count: int) -> Any:
-    """A color in an order that shows depth."""
     from matplotlib import colormaps
 
     return colormaps["viridis"](0.05 + 0.75 * index / max(1, count - 1))
 
 
-def _draw_bits(series: Mapping[str, Series], config: MoQConfig, total: int) -> tuple["Figure", "Axes"]:
+def _draw_bits(series: Mapping[str, Series], config: MoQConfig, total: int) -> "Figure":
     """Draw a line for each block, side by side where they would cover each other."""
     figure, axes = _new_figure("bits")
     in_float = begins_in_float(config)
@@ -368,17 +351,17 @@ def _draw_bits(series: Mapping[str, Series], config: MoQConfig, total: int) -> t
         axes.step([0, *steps, total], heights, where="post", color=color, label=name, linewidth=1.5)
     ticks = range(int(lowest), highest + 1)
     axes.set_yticks(ticks, ["float" if in_float and tick == highest else str(tick) for tick in ticks])
-    return figure, axes
+    _legend(axes)
+    return figure
 
 
 def _curves(ylabel: str, series: Mapping[str, Series], run: Run) -> "Figure":
-    """Draw series over the steps, and the mean bits on the right."""
     figure, axes = _new_figure(ylabel)
     for index, (name, (steps, values)) in enumerate(series.items()):
         axes.plot(steps, values, marker=".", color=_color(index, len(series)), label=name)
     _legend(axes)
     right = axes.twinx()
-    right.step(*run.series("moq/mean_bits"), where="post", color=GRAY, linestyle=":")
+    right.step(*run.series("moq/mean_bits"), where="post", color="gray", linestyle=":")
     right.set_ylabel("mean bits")
     return figure
 
