@@ -377,16 +377,11 @@ def _explained() -> Iterator[None]:
     """Explain what to do about a loss that cannot be differentiated twice.
 
     Raises:
-        MoQError: It cannot, or memory ran out.
+        MoQError: It cannot.
         RuntimeError: Whatever else PyTorch raised.
     """
     try:
         yield
-    except torch.OutOfMemoryError as err:
-        raise MoQError(
-            "measuring eigenvalues ran out of memory: give fewer rows per loss, or set sensitivity.measure to "
-            '"divergence", which needs no gradient'
-        ) from err
     except RuntimeError as err:
         if not any(sign in str(err) for sign in _NOT_TWICE):
             raise

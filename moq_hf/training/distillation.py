@@ -60,11 +60,11 @@ def load_teacher(
     model = without_peft(model)
     if not isinstance(model, PreTrainedModel):
         raise MoQError(f"distillation: needs a transformers model, got {type(model).__name__}")
+    teacher: Any = source
     if isinstance(source, str):
+        cls: Any = without_fsdp(type(model))
         try:
-            teacher, found = cast(Any, without_fsdp(type(model))).from_pretrained(
-                source, output_loading_info=True, **(init_kwargs or {})
-            )
+            teacher, found = cls.from_pretrained(source, output_loading_info=True, **(init_kwargs or {}))
         except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
             reason = one_line(error)
             raise MoQError(f"distillation.teacher: cannot load {source} as {type(model).__name__}: {reason}") from error
@@ -74,10 +74,8 @@ def load_teacher(
                 f"fine-tune it on the task first, as {type(model).__name__}"
             )
         if is_packed(teacher):
-            teacher = cast(PreTrainedModel, dequantize_model(teacher))
-    elif isinstance(source, PreTrainedModel):
-        teacher = source
-    else:
+            teacher = dequantize_model(teacher)
+    elif not isinstance(source, PreTrainedModel):
         raise MoQError(f"distillation: the teacher must be a transformers model, got {type(source).__name__}")
     shared = {id(parameter) for parameter in model.parameters()}
     both = [name for name, parameter in teacher.named_parameters() if id(parameter) in shared]
@@ -86,8 +84,7 @@ def load_teacher(
             f"distillation: the teacher shares parameters with the model in training ({', '.join(both)}): give a copy, "
             "made before"
         )
-    names = _COMMON + (_COMMON_HIDDEN if config.hidden else ())
-    for name in names:
+    for name in _COMMON + (_COMMON_HIDDEN if config.hidden else ()):
         ours, theirs = getattr(model.config, name, None), getattr(teacher.config, name, None)
         if ours != theirs:
             hint = "; set distillation.hidden to 0 to compare logits only" if name in _COMMON_HIDDEN else ""
@@ -97,7 +94,7 @@ def load_teacher(
     if named and ours != theirs:
         raise MoQError(f"distillation: the labels are {ours} in the model and {theirs} in the teacher")
     teacher.requires_grad_(False).train(False)
-    return cast(PreTrainedModel, cast(nn.Module, teacher).to(device))
+    return cast(PreTrainedModel, teacher.to(device))
 
 
 def fingerprint(teacher: nn.Module) -> int:

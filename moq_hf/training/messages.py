@@ -189,10 +189,10 @@ def announce_choice(choice: Choice) -> None:
     tqdm.write(f"moq_hf: {choice.table()}")
     if choice.reached < 0.99 * choice.limit:
         logger.warning(
-            "moq_hf: the bits chosen reach %s of a budget of %s, %.1f%% less: no block can have the next of its "
+            "moq_hf: the bits chosen reach %.4g of a budget of %.4g, %.1f%% less: no block can have the next of its "
             "choices within it",
-            f"{choice.reached:,.4g}",
-            f"{choice.limit:,.4g}",
+            choice.reached,
+            choice.limit,
             100 * (1 - choice.reached / choice.limit),
         )
 
