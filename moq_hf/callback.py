@@ -130,7 +130,6 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     @property
     def _name(self) -> str:
-        """What the Trainer's state calls this callback."""
         return type(self).__name__
 
     @property
@@ -262,7 +261,6 @@ class MoQCallback(TrainerCallback, ExportableState):
             logger.warning("moq_hf: %s", note)
 
     def _announce(self, controller: MoQController, args: TrainingArguments, state: TrainerState) -> None:
-        """Say what is planned, and what will not work."""
         schedule = controller.schedule
         # Steps that the schedule never counted: those before it began, and skipped ones.
         steps = state.max_steps - (state.global_step - schedule.steps)
@@ -483,12 +481,10 @@ def write_result(
 
 
 def _is_compiled(model: nn.Module, controller: MoQController, args: TrainingArguments) -> bool:
-    """Whether torch.compile traces the model or a part of it."""
     if args.torch_compile or uncompiled(model) is not model:
         return True
     return any(is_compiled_in_place(part) for _, part in controller.inventory.named)
 
 
 def _dtype(args: TrainingArguments) -> torch.dtype | None:
-    """What the matmul of a quantized layer wants: the autocast dtype."""
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None

@@ -11,7 +11,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform
 
@@ -50,19 +50,14 @@ _Q_TYPE = "quantize_algo.q_type quantize_type"
 # Types of values; the title is how an error says what is legal.
 Flag = Annotated[bool, Field(strict=True, title="true or false")]
 Text = Annotated[str, Field(strict=True, min_length=1, title="text")]
-Name = Annotated[str, Field(strict=True, min_length=1, title="names or globs")]
 Positive = Annotated[int, Field(strict=True, ge=1, le=LARGEST, title="a whole number from 1")]
 Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST, title="a whole number from 0")]
 Bits = Annotated[int, Field(strict=True, ge=1, le=16, title="a whole number from 1 to 16")]
 PackedBits = Annotated[int, Field(strict=True, ge=1, le=8, title="a whole number from 1 to 8")]
 ByteBits = Annotated[int, Field(strict=True, ge=2, le=8, title="a whole number from 2 to 8")]
 Share = Annotated[float, Field(strict=True, gt=0, le=1, title="a number above 0 up to 1")]
-Part = Annotated[float, Field(strict=True, gt=0, lt=1, title="a number above 0 and below 1")]
-Ratio = Annotated[float, Field(strict=True, ge=1e-9, le=1, title="a number from 1e-9 up to 1")]
 Size = Annotated[float, Field(strict=True, gt=0, lt=UNBOUNDED, title="a number above 0")]
 Weight = Annotated[float, Field(strict=True, ge=0, lt=UNBOUNDED, title="a number from 0")]
-# Who is to run what is delivered.
-ServerName = Literal["transformers", "vllm", "sglang", "llama.cpp", "onnxruntime"]
 # How the sensitivity of a block is measured.
 Measure = Literal["eigenvalue", "divergence"]
 
@@ -75,28 +70,25 @@ def key(meaning: str, *names: str, **more: Any) -> Any:
     return Field(description=meaning, **more)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def checked(cls: type[T]) -> type[T]:
     """Make a frozen pydantic dataclass whose constructor raises `MoQConfigError`.
 
-    Its arguments have the names of the fields; only `MoQConfig.from_dict` and its like know the names of a file.
+    It takes the fields by their names; only `MoQConfig.from_dict` and its like know the names of a file.
     """
     rules = ConfigDict(extra="forbid", allow_inf_nan=False, validate_by_name=True, validate_by_alias=False)
-    made: Any = dataclass(frozen=True, config=rules)(cls)
+    made: Any = dataclass(frozen=True, kw_only=True, config=rules)(cls)
     initialize = made.__init__
 
     @functools.wraps(initialize)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        names = [f.name for f in fields(made)]
+    def __init__(self: Any, **given: Any) -> None:
         try:
-            initialize(self, *args, **kwargs)
+            initialize(self, **given)
         except ValidationError as error:
             schema = TypeAdapter(made).json_schema(by_alias=False)
-            schemas = schema["properties"] | _flat_schema(schema)
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            faults = _value_faults(error, schemas, given, names)
+            faults = _value_faults(error, schema["properties"] | _flat_schema(schema), given)
         else:
-            faults = {text: text for _, text in getattr(self, "conflicts", tuple)()}
+            faults = dict(getattr(self, "conflicts", tuple)())
         if faults:
             raise _config_error(made.__name__, [*faults.values()])
 
@@ -113,7 +105,7 @@ class ScheduleConfig:
         key('optimizer steps from the offset to the first drop, or `"auto"`', "quantize_period"),
     ] = 100
     offset: Annotated[
-        Count | Part,
+        Count | Annotated[float, Field(strict=True, gt=0, lt=1, title="a number above 0 and below 1")],
         key("optimizer steps before anything is quantized; below 1: that share of the run", "schedule_offset"),
     ] = 100
     deadline: Annotated[
@@ -137,9 +129,10 @@ class BlendConfig:
     """Forward sees r w + (1 - r) Q(w); r falls from 1 by `change_ratio` each step and starts again at a switch."""
 
     enabled: Annotated[Flag, key("blend the float weight into the quantized one after each switch")] = False
-    change_ratio: Annotated[Ratio, key("what the float share loses per optimizer step", "quantize_change_ratio")] = (
-        0.001
-    )
+    change_ratio: Annotated[
+        Annotated[float, Field(strict=True, ge=1e-9, le=1, title="a number from 1e-9 up to 1")],
+        key("what the float share loses per optimizer step", "quantize_change_ratio"),
+    ] = 0.001
 
 
 @checked
@@ -341,7 +334,7 @@ class MoQConfig:
     distillation: DistillationConfig = DistillationConfig()
     activation: Annotated[ActivationConfig, key("", "activation_quantization")] = ActivationConfig()
     modules_to_not_convert: Annotated[
-        tuple[Name, ...] | None,
+        tuple[Annotated[str, Field(strict=True, min_length=1, title="names or globs")], ...] | None,
         FailFast(),
         key("names or globs left in full precision; null: the model's output heads"),
     ] = None
@@ -364,7 +357,7 @@ class MoQConfig:
         ),
     ] = True
     serve: Annotated[
-        tuple[ServerName, ...],
+        tuple[Literal["transformers", "vllm", "sglang", "llama.cpp", "onnxruntime"], ...],
         FailFast(),
         key("who is to run what is delivered: what one of them cannot take is an error before the first step"),
     ] = ("transformers",)
@@ -647,7 +640,7 @@ def _read_json(path: str | os.PathLike[str]) -> Any:
         place = f"line {error.lineno}, column {error.colno}"
         raise MoQConfigError(f"{os.fspath(path)} is not JSON: {error.msg} at {place}") from error
     except (RecursionError, ValueError) as error:
-        raise MoQConfigError(f"{os.fspath(path)}: {str(error) or 'nested too deeply'}") from error
+        raise MoQConfigError(f"{os.fspath(path)}: {error}") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -740,29 +733,24 @@ def _config_error(where: str, faults: Sequence[str]) -> MoQConfigError:
     return MoQConfigError("\n".join(lines))
 
 
-def _value_faults(
-    error: ValidationError, schemas: Mapping[str, Any], given: Mapping[str, Any], names: Sequence[str] = ()
-) -> dict[str, str]:
+def _value_faults(error: ValidationError, schemas: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
     """Give a line on each wrong value by its path.
 
     Args:
         error: What pydantic found; a value that no kind of a key takes is found wrong by each.
         schemas: JSON Schema of each key by its path.
         given: The values by their paths, or by the names of arguments.
-        names: Of a class's arguments in their order.
     """
     faults = {}
     for found in error.errors(include_url=False, include_input=False):
-        head, *rest = found["loc"]
-        if isinstance(head, int):
-            head = names[head]
-        path = ".".join(map(str, [head, *rest[:1]]))
+        head = str(found["loc"][0])
+        path = ".".join(map(str, found["loc"][:2]))
         if path not in schemas:
-            path = str(head)
+            path = head
         if path in schemas:
-            faults[path] = _value_fault(path, given.get(path, given.get(str(head))), schemas[path])
+            faults[path] = _value_fault(path, given.get(path, given.get(head)), schemas[path])
         else:
-            faults[path] = _unknown_key(path, "", names, 0)
+            faults[path] = _unknown_key(path, "", [name for name in schemas if "." not in name], 0)
     return faults
 
 

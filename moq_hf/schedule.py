@@ -242,7 +242,6 @@ class PrecisionSchedule:
         return self.config.targets[0] if self.targets is None else self.targets[name]
 
     def _start(self, name: str) -> int:
-        """The bits that a block has at the offset."""
         return max(self.config.start_bits, self._target(name))
 
     def _drops_left(self, name: str) -> int:

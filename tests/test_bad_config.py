@@ -398,9 +398,18 @@ def test_the_constructor_checks_too(arguments: dict[str, Any], fragments: list[s
 @pytest.mark.parametrize(
     ("make", "fragments"),
     [
-        (lambda: ScheduleConfig(0, -1), ["ScheduleConfig: 2 things are wrong", "period: 0 is", "offset: -1 is"]),
-        (lambda: ScheduleConfig("auot"), ['ScheduleConfig: period: "auot" is not legal', 'did you mean "auto"?']),
-        (lambda: BlendConfig(True, 0.0), ["BlendConfig: change_ratio: 0.0 is not legal", "from 1e-9 up to 1"]),
+        (
+            lambda: ScheduleConfig(period=0, offset=-1),
+            ["ScheduleConfig: 2 things are wrong", "period: 0 is", "offset: -1 is"],
+        ),
+        (
+            lambda: ScheduleConfig(period="auot"),
+            ['ScheduleConfig: period: "auot" is not legal', 'did you mean "auto"?'],
+        ),
+        (
+            lambda: BlendConfig(enabled=True, change_ratio=0.0),
+            ["BlendConfig: change_ratio: 0.0 is not legal", "from 1e-9 up to 1"],
+        ),
         (lambda: EigenvalueConfig(tol=float("nan")), ["EigenvalueConfig: tol: NaN is not legal", "a number above 0"]),
     ],
 )

@@ -192,12 +192,12 @@ def test_groupings(keys: dict[str, Any], grouping: Any) -> None:
 @pytest.mark.parametrize(("given_deadline", "deadline"), [({}, 0.25), ({"deadline": 0.5}, 0.5), ({"deadline": 1}, 1)])
 def test_the_period_auto_has_a_deadline(given_deadline: dict[str, Any], deadline: float) -> None:
     config = MoQConfig.from_dict(BITS | {"quantize_schedule": {"quantize_period": "auto"} | given_deadline})
-    assert config.schedule == ScheduleConfig("auto", 100, deadline)
+    assert config.schedule == ScheduleConfig(period="auto", offset=100, deadline=deadline)
 
 
 def test_a_deadline_needs_no_auto() -> None:
     config = MoQConfig.from_dict(BITS | {"quantize_schedule": {"deadline": 0.5}})
-    assert config.schedule == ScheduleConfig(100, 100, 0.5)
+    assert config.schedule == ScheduleConfig(deadline=0.5)
 
 
 def test_whole_numbers_are_fine_where_fractions_are() -> None:
@@ -228,12 +228,12 @@ OTHERS: dict[str, Any] = {
     "group_size": 64,
     "start_bits": 9,
     "target_bits": 3,
-    "schedule": ScheduleConfig("auto", 0),
-    "blend": BlendConfig(True, 0.25),
+    "schedule": ScheduleConfig(period="auto", offset=0),
+    "blend": BlendConfig(enabled=True, change_ratio=0.25),
     "eigenvalue": EigenvalueConfig(enabled=True, layer_name="a.b", layer_num=3, method="power"),
-    "sensitivity": SensitivityConfig("divergence"),
-    "distillation": DistillationConfig("x", 2.0, 0.5, 0.0),
-    "activation": ActivationConfig(True, 7, "per_tensor", 5),
+    "sensitivity": SensitivityConfig(measure="divergence"),
+    "distillation": DistillationConfig(teacher="x", logits=2.0, hidden=0.5, labels=0.0),
+    "activation": ActivationConfig(enabled=True, bits=7, scale="per_tensor", start_step=5),
     "modules_to_not_convert": ("a", "b.*"),
     "quantize_embeddings": 4,
     "quantize_convolutions": True,
@@ -373,8 +373,8 @@ def test_deepspeed_documents(document: dict[str, Any], tmp_path: Path) -> None:
 def test_deepspeed_eigenvalues() -> None:
     config = MoQConfig.from_dict(AROUND | {"quantize_training": WITH_EIGENVALUES})
     assert not config.symmetric
-    assert config.schedule == ScheduleConfig(10, 0, None)
-    assert config.blend == BlendConfig(False, 0.001)
+    assert config.schedule == ScheduleConfig(period=10, offset=0, deadline=None)
+    assert config.blend == BlendConfig(enabled=False, change_ratio=0.001)
     assert config.eigenvalue == EigenvalueConfig(
         enabled=True, verbose=True, max_iter=50, stability=0.0, layer_name="bert.encoder.layer", layer_num=12
     )
@@ -548,5 +548,6 @@ def test_a_number_is_no_budget_and_the_measure_has_its_default() -> None:
     )
     assert budget.measure == "divergence"
     assert (
-        MoQConfig(target_bits=BitBudget(mean=3.0), sensitivity=SensitivityConfig("eigenvalue")).measure == "eigenvalue"
+        MoQConfig(target_bits=BitBudget(mean=3.0), sensitivity=SensitivityConfig(measure="eigenvalue")).measure
+        == "eigenvalue"
     )

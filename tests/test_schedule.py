@@ -20,7 +20,12 @@ NAMES = [path.stem for path in sorted(GOLDEN.glob("schedule_*.json")) if "engine
 def make(
     start: int, target: int, period: int | str, offset: float = 0, deadline: float | None = None, **more: Any
 ) -> MoQConfig:
-    return MoQConfig(start_bits=start, target_bits=target, schedule=ScheduleConfig(period, offset, deadline), **more)
+    return MoQConfig(
+        start_bits=start,
+        target_bits=target,
+        schedule=ScheduleConfig(period=period, offset=offset, deadline=deadline),
+        **more,
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,7 +88,7 @@ def test_bits_never_rise_and_change_only_when_due(config: MoQConfig, eigenvalues
 
 
 def test_blend_falls_to_zero_and_starts_again_for_a_block_that_switched() -> None:
-    schedule = PrecisionSchedule(make(4, 3, 6, offset=2, blend=BlendConfig(True, 0.25)), "ab")
+    schedule = PrecisionSchedule(make(4, 3, 6, offset=2, blend=BlendConfig(enabled=True, change_ratio=0.25)), "ab")
     seen = []
     for step in range(16):
         schedule.advance({"a": 0.0, "b": 0.0})
@@ -135,7 +140,7 @@ def deadlines(periods: Any, shares: Any = SHARES, offset: int = 100, blends: Any
             period,
             offset,
             deadline,
-            blend=BlendConfig(blend is not None, blend or 1.0),
+            blend=BlendConfig(enabled=blend is not None, change_ratio=blend or 1.0),
             eigenvalue=EigenvalueConfig(enabled=measured),
         ),
         st.integers(1, 15),
@@ -156,7 +161,7 @@ near_deadline = deadlines(st.just("auto") | st.integers(1, 60), st.floats(0.3, 1
 short = st.integers(100, 250)
 # Without a deadline.
 blended = st.tuples(configs, BLENDS).map(
-    lambda pair: replace(pair[0], blend=BlendConfig(pair[1] is not None, pair[1] or 1.0))
+    lambda pair: replace(pair[0], blend=BlendConfig(enabled=pair[1] is not None, change_ratio=pair[1] or 1.0))
 )
 FACTORS = st.lists(st.integers(1, 5), min_size=15, max_size=15)
 shares = st.floats(0, 1)
@@ -289,7 +294,7 @@ def test_too_few_steps(config: MoQConfig, data: Any) -> None:
                     config.schedule.period,
                     int(now["offset"]),
                     now["deadline"],
-                    blend=BlendConfig(config.blend.enabled, now["ratio"]),
+                    blend=BlendConfig(enabled=config.blend.enabled, change_ratio=now["ratio"]),
                 ),
                 "a",
                 int(now["steps"]),
@@ -380,7 +385,7 @@ def test_a_saved_state_goes_on_as_if_never_saved(
 @settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(configs, st.integers(10, 400), shares, st.none() | st.floats(0.001, 1))
 def test_what_a_plan_says_would_fit_fits(plain: MoQConfig, steps: int, share: float, blend: float | None) -> None:
-    more = {"blend": BlendConfig(blend is not None, blend or 1.0)}
+    more = {"blend": BlendConfig(enabled=blend is not None, change_ratio=blend or 1.0)}
     where = plain.schedule
     config = make(plain.start_bits, plain.target_bits, where.period, where.offset, **more)
     made = plan(config, steps, eigenvalues={"a": share})
@@ -392,7 +397,9 @@ def test_what_a_plan_says_would_fit_fits(plain: MoQConfig, steps: int, share: fl
         r"start_bits (\d+)": lambda v: {"start": int(v)},
         r'(quantize_period "auto")': lambda v: {"period": "auto"},
         r"deadline of (1)": lambda v: {"deadline": 1.0},
-        r"quantize_change_ratio of at least ([\d.]+)": lambda v: {"blend": BlendConfig(True, float(v))},
+        r"quantize_change_ratio of at least ([\d.]+)": lambda v: {
+            "blend": BlendConfig(enabled=True, change_ratio=float(v))
+        },
         r"only a run of (\d+) steps": lambda v: {"total": int(v)},
     }
     offered = 0
@@ -462,8 +469,8 @@ def test_no_size_is_too_large(
         period,
         offset,
         deadline,
-        blend=BlendConfig(ratio is not None, ratio or 1.0),
-        activation=ActivationConfig(activation is not None, start_step=activation or 0),
+        blend=BlendConfig(enabled=ratio is not None, change_ratio=ratio or 1.0),
+        activation=ActivationConfig(enabled=activation is not None, start_step=activation or 0),
         eigenvalue=EigenvalueConfig(enabled=measured),
     )
     try:

@@ -269,6 +269,5 @@ def _output_heads(model: nn.Module, names: list[str]) -> list[str]:
 
 
 def _heads_below(path: str, part: nn.Module, names: list[str]) -> list[str]:
-    """The output heads of a part of a model, by their names in the model."""
     below = [name.removeprefix(f"{path}.") for name in names if is_below(name, path)]
     return [f"{path}.{head}" for head in _output_heads(part, below)]

@@ -99,10 +99,9 @@ def select_layers(
     _check_groups({name: _features(layer) for name, layer in chosen.items()}, config)
     _check_adapters(inventory, chosen)
     left_out = {name: reasons[name] for name in every if name not in chosen}
-    for name, table in _tables(inventory).items() if config.quantize_embeddings is not None else ():
-        reason = _why_no_table(table)
-        if reason is not None:
-            left_out[name] = reason
+    if config.quantize_embeddings is not None:
+        tables = {name: _why_no_table(table) for name, table in inventory.instances(nn.Embedding).items()}
+        left_out |= {name: reason for name, reason in tables.items() if reason is not None}
     return chosen, left_out
 
 
@@ -232,7 +231,6 @@ def _why_not_tied(inventory: Inventory, name: str, own: str, config: MoQConfig) 
 
 
 def _why_no_table(module: nn.Embedding) -> str | None:
-    """Why an embedding table cannot be quantized; None if it can."""
     if module.max_norm is not None:
         return "a max_norm"
     return "sparse gradients" if module.sparse else misfit(module)
@@ -250,12 +248,8 @@ def _experts(inventory: Inventory) -> dict[str, nn.Module]:
 
 def embeddings_to_quantize(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Embedding]:
     """The embedding tables that `quantize_embeddings` takes, or would take, by name; shared ones too."""
-    tables = _tables(inventory).items()
+    tables = inventory.instances(nn.Embedding).items()
     return {name: table for name, table in tables if _why_no_table(table) is None and not _is_named(name, config)}
-
-
-def _tables(inventory: Inventory) -> dict[str, nn.Embedding]:
-    return inventory.instances(nn.Embedding)
 
 
 def _candidates(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
@@ -297,7 +291,6 @@ def _routers(inventory: Inventory) -> set[str]:
 
 
 def _is_named(name: str, config: MoQConfig) -> bool:
-    """Whether `modules_to_not_convert` names a module, by itself or by a glob."""
     return any(_matches(name, pattern) for pattern in config.modules_to_not_convert or ())
 
 
@@ -341,7 +334,6 @@ def _check_adapters(inventory: Inventory, layers: Iterable[str]) -> None:
 
 
 def _features(layer: Layer) -> dict[str, int]:
-    """What may be divided into groups, by its name in PyTorch."""
     if isinstance(layer, Conv1D):
         return {"out_features": layer.nf, "in_features": layer.nx}
     if isinstance(layer, nn.Linear):

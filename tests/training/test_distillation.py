@@ -75,6 +75,10 @@ def outputs(logits: list[list[float]], states: torch.Tensor) -> ModelOutput:
     return ModelOutput(logits=torch.tensor(logits), hidden_states=(states,))
 
 
+def distillation(logits: float, hidden: float, labels: float) -> DistillationConfig:
+    return DistillationConfig(teacher="x", logits=logits, hidden=hidden, labels=labels)
+
+
 def test_the_loss_by_hand() -> None:
     # Teacher probabilities 1/2, 1/2 and 3/4, 1/4; student probabilities 1/4, 3/4 and 1/2, 1/2.
     log = torch.tensor(3.0).log().item()
@@ -86,17 +90,17 @@ def test_the_loss_by_hand() -> None:
     quarter, half = torch.tensor(0.25).log(), torch.tensor(0.5).log()
     logits = -((quarter + torch.tensor(0.75).log()) / 2 + half) / 2
     task = torch.tensor(7.0)
-    each = [DistillationConfig("x", *weights) for weights in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))]
+    each = [distillation(*weights) for weights in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))]
     parts = [distillation_loss(task, ours, theirs, inputs, config) for config in each]
     torch.testing.assert_close(parts[0], logits)
     torch.testing.assert_close(parts[1], torch.tensor(1.0 / 4.0))
     torch.testing.assert_close(parts[2], task)
-    whole = distillation_loss(task, ours, theirs, inputs, DistillationConfig("x", 2.0, 3.0, 0.5))
+    whole = distillation_loss(task, ours, theirs, inputs, distillation(2.0, 3.0, 0.5))
     torch.testing.assert_close(whole, 2 * parts[0] + 3 * parts[1] + 0.5 * parts[2])
 
 
 def test_regression_and_ignored_positions() -> None:
-    config = DistillationConfig("x", 1.0, 0.0, 0.0)
+    config = distillation(1.0, 0.0, 0.0)
     nothing = torch.zeros(())
     scores = distillation_loss(
         nothing, {"logits": torch.tensor([[1.0]])}, {"logits": torch.tensor([[3.0]])}, {}, config
@@ -110,7 +114,7 @@ def test_regression_and_ignored_positions() -> None:
 
 def test_classes_that_do_not_exclude_each_other_and_several_numbers() -> None:
     ours, theirs = torch.randn(4, 3), torch.randn(4, 3)
-    config = DistillationConfig("x", 1.0, 0.0, 0.0)
+    config = distillation(1.0, 0.0, 0.0)
 
     def loss(shift: float, problem: str | None) -> torch.Tensor:
         student = {"logits": ours + shift}
@@ -127,7 +131,7 @@ def test_classes_that_do_not_exclude_each_other_and_several_numbers() -> None:
 
 
 def test_a_class_that_is_ruled_out_has_no_part() -> None:
-    config = DistillationConfig("x", 1.0, 0.0, 0.0)
+    config = distillation(1.0, 0.0, 0.0)
     ours, theirs = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)
     never = torch.full((4, 1), -torch.inf)
     masked = distillation_loss(
@@ -351,7 +355,7 @@ def test_a_packed_teacher(tmp_path: Path) -> None:
 
 def test_the_teacher_goes_where_training_will_be(tmp_path: Path) -> None:
     # FSDP2 and ZeRO move the student when training begins.
-    loaded = load_teacher(new_model(2), new_model(1), DistillationConfig("x"), torch.device("meta"))
+    loaded = load_teacher(new_model(2), new_model(1), DistillationConfig(teacher="x"), torch.device("meta"))
     assert loaded.device.type == "meta"
 
 

@@ -58,7 +58,7 @@ def config(start: int = 8, target: int = 4, period: int = 2, offset: int = 0, **
     return MoQConfig(
         start_bits=start,
         target_bits=target,
-        schedule=ScheduleConfig(period, offset),
+        schedule=ScheduleConfig(period=period, offset=offset),
         eigenvalue=EigenvalueConfig(enabled=True, **eigenvalue),
     )
 
@@ -106,7 +106,9 @@ def test_measuring_when_due_gives_the_recorded_trajectory() -> None:
     values = [{name: ev[layers[name]] for name in measured} for ev in golden["ev"]]
     bits = golden["config"]
     plan = MoQConfig(
-        start_bits=bits["start_bits"], target_bits=bits["target_bits"], schedule=ScheduleConfig(bits["period"], 0)
+        start_bits=bits["start_bits"],
+        target_bits=bits["target_bits"],
+        schedule=ScheduleConfig(period=bits["period"], offset=0),
     )
     schedule, table = PrecisionSchedule(plan, columns.values()), Table(values, measured)
     for expected in golden["trajectory"]:
