@@ -13,6 +13,7 @@ import psutil
 import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from ..errors import one_line
@@ -20,7 +21,7 @@ from ..names import named_modules, uncompiled, without_fsdp, without_peft
 from ..processes import is_apart
 from ..quant_experts import quantized_in
 from ..quant_linear import QuantLayer
-from ..seams.transformers import attention_of, modules_with_bars
+from ..seams.transformers import attention_of
 from ..training.measuring import evaluating
 from .files import ADAPTER
 
@@ -311,21 +312,15 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without the libraries' progress bars and advice: what is written is said in one line."""
-    bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    modules = modules_with_bars()
-    before = [vars(module)["tqdm"] for module in modules]
-    for module in modules:
-        vars(module)["tqdm"] = lambda items, *args, **kwargs: items
-    cast(Any, transformers_logging).disable_progress_bar()
+    level, initialize = transformers_logging.get_verbosity(), tqdm.__init__
     transformers_logging.set_verbosity(max(level, logging.ERROR))
+    # compressed-tensors has no switch for its bars.
+    tqdm.__init__ = lambda bar, *args, **kwargs: initialize(bar, *args, **{**kwargs, "disable": True})
     try:
         yield
     finally:
-        for module, bar in zip(modules, before, strict=True):
-            vars(module)["tqdm"] = bar
+        tqdm.__init__ = initialize
         transformers_logging.set_verbosity(level)
-        if bars:
-            cast(Any, transformers_logging).enable_progress_bar()
 
 
 def _moved(inputs: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:

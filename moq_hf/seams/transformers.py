@@ -10,10 +10,9 @@ Documented, and so not here:
 `device_mesh` and `placements`.
 """
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import torch
@@ -383,19 +382,6 @@ def write_packing_config(folder: Path, config: Mapping[str, Any]) -> None:
     from compressed_tensors.quantization import QuantizationConfig
 
     ModelCompressor(QuantizationConfig.model_validate(config)).update_config(str(folder))
-
-
-def modules_with_bars() -> list[ModuleType]:
-    """The modules of compressed-tensors that draw bars which cannot be switched off: their `tqdm` may be replaced.
-
-    Relies on: `from tqdm import tqdm` in `offload.dispatch`, `quantization` and what they import.
-    Breaks: Progress bars of the proof would run through that of training.
-    """
-    import compressed_tensors.offload.dispatch  # noqa: F401
-    import compressed_tensors.quantization  # noqa: F401
-
-    loaded = list(sys.modules.items())
-    return [m for name, m in loaded if name.startswith("compressed_tensors.") and "tqdm" in vars(m)]
 
 
 # What PyTorch and DeepSpeed make of a model.
