@@ -47,7 +47,6 @@ def add_plan(subparsers: Any) -> None:
     add("--gradient_accumulation", type=_positive, default=1, help="default: 1")
     add("--num_processes", type=_positive, default=1, help="default: 1")
     add("--json", action="store_true", help="print JSON instead of the table")
-    add("--plot", help="draw the plan to this file too")
     parser.set_defaults(run=_plan)
 
 
@@ -55,10 +54,6 @@ def _plan(args: argparse.Namespace) -> None:
     from .plan import plan
 
     planned = plan(args.moq_config, _steps(args))
-    if args.plot is not None:
-        from .report import draw_plan
-
-        draw_plan(planned, args.plot)
     print(json.dumps(planned.to_dict(), indent=2) if args.json else planned)
 
 

@@ -1,4 +1,4 @@
-"""What a run did, as one page, from the Trainer's own log; and the drawing of a plan. matplotlib draws.
+"""What a run did, as one page, from the Trainer's own log; matplotlib draws.
 
 Nothing is measured here. A run is read from its folder: `trainer_state.json`, there or in its newest checkpoint, and
 `eval_results.json`.
@@ -22,7 +22,6 @@ from typing_extensions import TypedDict
 from .config import MoQConfig
 from .errors import MoQConfigError, MoQError, read_as, read_json, require
 from .model.sizes import percent
-from .plan import Plan
 from .schedule import FLOAT_BITS, begins_in_float
 from .text import metric_rows, metrics_in
 from .training.budget import Choice
@@ -271,24 +270,6 @@ def _facts(run: Run) -> dict[str, str]:
 def _table(rows: Sequence[Sequence[str]]) -> str:
     lines = ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
     return f"<table>{''.join(lines)}</table>"
-
-
-def draw_plan(planned: Plan, path: str | os.PathLike[str]) -> None:
-    """Draw the bits of each block of a plan over the steps of the run, to a PNG or whatever the ending says.
-
-    Raises:
-        MoQError: matplotlib is not installed, or does not know the ending.
-    """
-    with drawing():
-        series: dict[str, Series] = {
-            block.name: ([s.step for s in block.switches], [float(s.bits) for s in block.switches])
-            for block in planned.blocks
-        }
-        figure = _draw_bits(series, planned.config, planned.total_steps)
-        try:
-            figure.savefig(path, dpi=150, facecolor="white")
-        except ValueError as error:
-            raise MoQError(f"cannot draw to {os.fspath(path)}: {error}") from error
 
 
 @contextmanager
