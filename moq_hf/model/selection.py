@@ -43,7 +43,9 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
     check_supported([module for _, module in found.named], [parameter for _, parameter in found.parameters()])
     experts = select_experts(found, config)
     layers, left_out = select_layers(found, config, bool(experts))
-    embeddings = select_embeddings(found, config)
+    embeddings = embeddings_to_quantize(found, config) if config.quantize_embeddings is not None else {}
+    if config.quantize_embeddings is not None and not embeddings:
+        raise MoQError("quantize_embeddings: the model has no embedding table that can be quantized; set it to null")
     tied = select_tied(found, {**embeddings, **layers}, config)
     found = replace(
         found,
@@ -162,22 +164,6 @@ def grid_of_experts(module: nn.Module, parameter: str, config: MoQConfig) -> Gri
 
 def _grid_for(weight: Tensor, config: MoQConfig) -> Grid:
     return config.grid_of(str(weight.dtype).removeprefix("torch."))
-
-
-def select_embeddings(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Embedding]:
-    """The embedding tables that the config quantizes, by name: none without `quantize_embeddings`.
-
-    Tables of which `misfit` says why, sparse ones and ones with a `max_norm` are left alone.
-
-    Raises:
-        MoQError: There is none.
-    """
-    if config.quantize_embeddings is None:
-        return {}
-    chosen = embeddings_to_quantize(inventory, config)
-    if not chosen:
-        raise MoQError("quantize_embeddings: the model has no embedding table that can be quantized; set it to null")
-    return chosen
 
 
 def select_tied(inventory: Inventory, chosen: Mapping[str, nn.Module], config: MoQConfig) -> dict[str, str]:

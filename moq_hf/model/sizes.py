@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -133,11 +134,10 @@ class ModelSizes:
 
     def largest_others(self) -> dict[str, int]:
         """Parameters that stay in float, the largest first; those of all blocks are one: `layer.*.key.bias`."""
-        found: dict[str, int] = {}
+        found = Counter[str]()
         for name, count in self.others.items():
-            group = re.sub(r"\b\d+\b", "*", name)
-            found[group] = found.get(group, 0) + count
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+            found[re.sub(r"\b\d+\b", "*", name)] += count
+        return dict(found.most_common())
 
 
 class FileSize:
