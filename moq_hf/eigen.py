@@ -115,15 +115,14 @@ def block_eigenvalues(
     # Of one loss the graph is kept for all products; of several, only one graph is in memory at a time.
     kept = gradients_of(losses[0], parameters) if len(losses) == 1 else None
 
-    def products(vectors: Mapping[str, Tensor], one: Loss) -> dict[str, Tensor]:
-        gradients = kept or gradients_of(one, {name: parameters[name] for name in vectors})
-        return {name: hessian_product(gradients, parameters[name], vector) for name, vector in vectors.items()}
-
     def mean_products(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         sums = {name: torch.zeros_like(vector) for name, vector in vectors.items()}
         for one in losses:
-            for name, product in products(vectors, one).items():
-                sums[name] += product.div_(len(losses))
+            gradients = kept or gradients_of(one, {name: parameters[name] for name in vectors})
+            for name, vector in vectors.items():
+                sums[name] += hessian_product(gradients, parameters[name], vector).div_(len(losses))
+            # Its graph must be gone before the next one comes.
+            del gradients
         return sums
 
     return solve(searches, mean_products)

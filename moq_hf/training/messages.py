@@ -1,6 +1,7 @@
 """What a run says: what is quantized, what a user should know, what switched, and how a checkpoint's run goes on."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -128,15 +129,15 @@ def switches_in_words(switches: Sequence[Switch], blocks: Mapping[str, Sequence[
     >>> switches_in_words([Switch(2, "a", 32, 6, 4, 1, None)], {"a": ["a.query", "a.key"], "b": ["b"]}, 12.5)
     ['step 2: float -> 6 bits in 2 of 3 layers; mean 12.50 bits over the whole model']
     """
-    lines = []
     total = sum(map(len, blocks.values()))
-    for before, bits in sorted({(s.before, s.bits) for s in switches}, reverse=True):
-        layers = sum(len(blocks[s.block]) for s in switches if (s.before, s.bits) == (before, bits))
-        lines.append(
-            f"step {switches[0].step}: {'float' if before == FLOAT_BITS else before} -> {bits} bits in {layers} of "
-            f"{total} layers; mean {mean_bits:.2f} bits over the whole model"
-        )
-    return lines
+    layers: Counter[tuple[int, int]] = Counter()
+    for switch in switches:
+        layers[switch.before, switch.bits] += len(blocks[switch.block])
+    return [
+        f"step {switches[0].step}: {'float' if before == FLOAT_BITS else before} -> {bits} bits in {count} of "
+        f"{total} layers; mean {mean_bits:.2f} bits over the whole model"
+        for (before, bits), count in sorted(layers.items(), reverse=True)
+    ]
 
 
 def notes_on_resuming(

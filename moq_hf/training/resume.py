@@ -32,8 +32,7 @@ _HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel", "eigenvalue.verbo
 _FROM_NOW_ON = frozenset(
     {"quantize_algo.scale_refresh", "seed"}
     | {f"eigenvalue.{name}" for name in ("max_iter", "tol", "stability", "gas_boundary_resolution", "method")}
-    | {f"eigenvalue.{name}" for name in ("max_overhead", "num_samples")}
-    | {"sensitivity.measure"}
+    | {"eigenvalue.max_overhead", "eigenvalue.num_samples", "sensitivity.measure"}
     | {f"distillation.{name}" for name in ("teacher", "logits", "hidden", "labels")}
 )
 # Keys that may change if the steps already taken would be the same.
@@ -161,12 +160,13 @@ def check_state(state: Mapping[str, Any], where: str = "the checkpoint's MoQ sta
             "goes on with the moq_hf that began it"
         )
     read_as(SavedState, state, where, key)
+    where = f"{where}: {key}." if key else f"{where}: "
     try:
         config = MoQConfig.from_dict(state["config"])
     except MoQConfigError as error:
-        raise MoQError(f"{where}: {f'{key}.' if key else ''}config: {error}") from error
+        raise MoQError(f"{where}config: {error}") from error
     for fault in _conflicts(config, state):
-        raise MoQError(f"{where}: {f'{key}.' if key else ''}{fault}")
+        raise MoQError(where + fault)
 
 
 def _conflicts(config: MoQConfig, state: Mapping[str, Any]) -> Iterator[str]:

@@ -234,7 +234,7 @@ class Sensitivity:
 
 def _blocks_of(
     inventory: Inventory, config: MoQConfig, units: Mapping[str, Sequence[str]] | None
-) -> tuple[dict[str, list[nn.Parameter]], dict[str, list[str]]]:
+) -> tuple[dict[str, list[nn.Parameter]], Mapping[str, Sequence[str]]]:
     """Find the parameters and the layers of the blocks to measure; see `Sensitivity`.
 
     Raises:
@@ -247,7 +247,7 @@ def _blocks_of(
             block: [parameters[layer if layer in inventory.experts else f"{layer}.weight"] for layer in unit]
             for block, unit in units.items()
         }
-        return weights, {block: list(unit) for block, unit in units.items()}
+        return weights, units
     blocks = inventory.layer_blocks(config.eigenvalue.layer_name, config.eigenvalue.layer_num)
     layers = {block: [layer for layer in inventory.scheduled if is_below(layer, block)] for block in blocks}
     layers = {block: below for block, below in layers.items() if below}
