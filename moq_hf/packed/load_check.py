@@ -324,7 +324,6 @@ def quiet() -> Iterator[None]:
 
 
 def _moved(inputs: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
-    """Return a copy of a batch on the device."""
     return cast(dict[str, Any], recursively_apply(lambda tensor: tensor.detach().to(device, copy=True), dict(inputs)))
 
 

@@ -320,11 +320,13 @@ def _checked(found: StoredWeight, layer: StoredLayer) -> Tensor:
     Raises:
         MoQError: It is not.
     """
-    if layer.stored == "float":
-        return next(iter(found.pieces.values()))["weight"]
-    values = FORMS[layer.stored].read(found)
-    found.check(values)
-    return dequantize(*values) if found.scheme is not None else next(iter(found.pieces.values()))["weight"]
+    if layer.stored != "float":
+        values = FORMS[layer.stored].read(found)
+        found.check(values)
+        if found.scheme is not None:
+            return dequantize(*values)
+    [parts] = found.pieces.values()
+    return parts["weight"]
 
 
 def _tensors_as_saved(folder: Path, digests: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
