@@ -260,7 +260,8 @@ def _read_data(options: dict[str, Any]) -> None:
     from .export.compare import read_data
 
     file, task = options.pop("validation_file", None), options.pop("task_name", None)
-    options["max_length"] = options.pop("max_seq_length", 128)
+    if "max_seq_length" in options:
+        options["max_length"] = options.pop("max_seq_length")
     if file is not None:
         options["data"] = read_data(file, task)
     elif task is not None:
