@@ -159,7 +159,7 @@ def test_nan_in_a_sharded_weight_is_found_where_it_is_quantized(alone: None) -> 
     for look in (True, False):
         model(torch.randn(4, 6))
         with pytest.raises(MoQError, match=r"^NaN or Inf in 0.weight: training has diverged"):
-            check_finite(layers, look=look)
+            check_finite(layers, read_weights=look)
     # What is not quantized is not looked at.
     layers["0"].set_bits(FLOAT_BITS)
     check_finite(layers)
