@@ -255,7 +255,7 @@ def main() -> None:
             keep(str(case), measure(model, case, args.repeats))
     keep(str(Case(None, 1, 8)), measure(model, Case(None, 1, 8), 10 * args.repeats))
     keep("float32, evaluation, 1 x 16", evaluation(model, 10 * args.repeats))
-    packages = [package for package in ("torchao", "optimum-quanto") if installed(package.replace("-", "."))]
+    packages = [package for package in ("torchao", "optimum.quanto") if installed(package)]
     write(
         {**environment(*packages), "repeats": args.repeats, "layers": args.layers, "seed": 0, "results": results},
         args.out,

@@ -78,6 +78,17 @@ def test_what_the_docs_say_of_the_proof_was_measured() -> None:
     assert f"median of {len(measured['runs'])} runs" in text
 
 
+def test_the_table_of_a_step_is_that_of_the_lines() -> None:
+    cases = result("step_time")["results"]
+    steps = {case: arms for case, arms in cases.items() if "evaluation" not in case}
+    text = page("docs/evidence/speed.md")
+    for arm in steps["float32, 1 x 16 x 64"]:
+        ratios = [f"{arms[arm]['ratio']:.3f}" if arm in arms else "" for arms in steps.values()]
+        assert "| " + " | ".join([arm, *ratios]) + " |\n" in text
+    evaluation = cases["float32, evaluation, 1 x 16"]["moq_hf, 8 bits"]
+    assert f"in evaluation took {evaluation['ratio']:.3f} of" in text
+
+
 def test_the_table_of_llama_cpp_is_that_of_the_lines() -> None:
     measured, text = result("llamacpp"), page("docs/evidence/llama-cpp.md")
 
