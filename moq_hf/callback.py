@@ -314,7 +314,6 @@ class MoQCallback(TrainerCallback, ExportableState):
             logger.info("step %d: %s", state.global_step + 1, messages.arrival(self.config, controller.sizes))
 
     def _was_skipped(self, optimizer: Any) -> bool:
-        """Whether the gradient scaler skipped the optimizer step just taken."""
         before, self._loss_scale = self._loss_scale, loss_scale(optimizer)
         # A fused optimizer is called whatever the gradients are and skips by itself, which Accelerate does not see; the
         # scale falls then too.

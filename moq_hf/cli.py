@@ -197,7 +197,7 @@ def _export(args: argparse.Namespace) -> None:
     elif args.to == "float":
         from .export.floats import export_floats
 
-        print(export_floats(args.directory, args.out).table())
+        print(f"{export_floats(args.directory, args.out)}: floats on their grid")
     else:
         from .export.onnx import export_onnx
 

@@ -156,7 +156,6 @@ def quantized_in(name: str, module: nn.Module) -> dict[str, QuantLayer]:
 
 @functools.cache
 def _class_of(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The quantized class for experts of class `base` with these parameters."""
     return type(f"Quant{base.__name__}", (QuantExperts, base), {name: _Reader(name) for name in names})
 
 

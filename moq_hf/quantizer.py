@@ -29,6 +29,7 @@ Sources: uniform grids as in DeepSpeed's MoQ; ternary from Li et al. 2016, "Tern
 threshold factor); binary from Rastegari et al. 2016, "XNOR-Net".
 """  # noqa: E501 - a table row cannot be broken
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -243,20 +244,15 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
 def uniform(like: Tensor, seed: RoundingSeed = _FIRST) -> Tensor:
     """Uniform float32 numbers in [0, 1) of the shape and on the device of a tensor, by `torch.rand`.
 
-    The generator is seeded with seed, layer and step, mixed to 63 bits by the finalizer of SplitMix64 (Steele et al.
-    2014, "Fast Splittable Pseudorandom Number Generators"). So numbers are the same on one kind of device.
+    The generator is seeded with 63 bits of the SHA-256 of seed, layer and step. So numbers are the same on one kind of
+    device.
 
     Args:
         like: Gives shape and device.
         seed: The three numbers.
     """
-    mixed = 0
-    for word in seed:
-        mixed = (mixed + word + 0x9E3779B97F4A7C15) % 2**64
-        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
-        mixed ^= mixed >> 31
-    generator = torch.Generator(like.device).manual_seed(mixed >> 1)
+    digest = hashlib.sha256(repr(tuple(seed)).encode()).digest()
+    generator = torch.Generator(like.device).manual_seed(int.from_bytes(digest[:8]) >> 1)
     return torch.rand(like.shape, generator=generator, dtype=torch.float32, device=like.device)
 
 

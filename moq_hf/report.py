@@ -57,8 +57,6 @@ class _Callback(TypedDict):
 
 @with_config(extra="allow")
 class _Line(TypedDict):
-    """A line of the Trainer's log; its other values are checked where they are drawn."""
-
     step: NonNegativeInt
 
 

@@ -194,7 +194,6 @@ class MoQTrainer(Trainer):
         return load_teacher(source, student, config.distillation, self.args.device, init_kwargs)
 
     def _follow(self, teacher: PreTrainedModel | None) -> None:
-        """Learn from a teacher from now on, or from none."""
         self._teacher = teacher
         self.teacher_fingerprint = None if teacher is None else fingerprint(teacher)
         # The loss with a teacher is a mean over the micro-batch, whatever the model's own would be.
@@ -374,7 +373,6 @@ class MoQTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _delivers(self) -> bool:
-        """Whether what is saved now is the quantized model, and not a checkpoint or a float one."""
         return not self._saving_checkpoint and is_quantized(cast(nn.Module, self.model).modules())
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:

@@ -214,6 +214,5 @@ def _batch(reference: Reference, examples: int, tokens: int) -> dict[str, Tensor
 
 
 def _milliseconds(run: Model, batch: Mapping[str, Tensor], repeats: int) -> float:
-    """The median time of a pass, after one that does not count."""
     run(batch)
     return 1e3 * statistics.median(timeit.repeat(lambda: run(batch), number=1, repeat=repeats))

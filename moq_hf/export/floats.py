@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import MoQError
@@ -16,26 +15,7 @@ from .compare import load_floats
 _LEFT = (CONFIG, STATE_NAME, "README.md", "training_args.bin")
 
 
-@dataclass(frozen=True)
-class FloatExport:
-    """What `export_floats` wrote.
-
-    Attributes:
-        directory: Where.
-        bytes: Of the weights.
-        packed_bytes: Of those of the checkpoint.
-    """
-
-    directory: Path
-    bytes: int
-    packed_bytes: int
-
-    def table(self) -> str:
-        """The sizes, for a terminal."""
-        return f"{self.directory}: floats on their grid, {self.bytes:,} bytes, packed {self.packed_bytes:,}"
-
-
-def export_floats(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> FloatExport:
+def export_floats(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     """Write the weights of a packed checkpoint as floats, which keep the values that their grids gave them.
 
     Any program that reads folders of transformers reads it, such as llama.cpp's converter. Tokenizer and the like are
@@ -46,14 +26,14 @@ def export_floats(directory: str | os.PathLike[str], out: str | os.PathLike[str]
         out: The folder to make, or an empty one.
 
     Returns:
-        Sizes.
+        The folder.
 
     Raises:
         MoQError: The checkpoint is damaged, transformers cannot load it, it has adapters beside it, or `out` is not
             empty.
     """
     folder, target = Path(directory), new_path(out)
-    packed_bytes = verify_quantized(folder).file_bytes
+    verify_quantized(folder)
     if (folder / ADAPTER).exists():
         raise MoQError(f"{folder} has adapters in {ADAPTER}/, which floats of the base model would leave out")
     with quiet():
@@ -63,4 +43,4 @@ def export_floats(directory: str | os.PathLike[str], out: str | os.PathLike[str]
             for path in folder.iterdir():
                 if path.is_file() and path.suffix != ".png" and path.name not in _LEFT and not WEIGHTS.match(path.name):
                     shutil.copy(path, staging)
-    return FloatExport(Path(out), sum(path.stat().st_size for path in target.glob("*.safetensors")), packed_bytes)
+    return Path(out)

@@ -165,7 +165,6 @@ def _check_grids(directory: str, layers: Mapping[str, StoredLayer]) -> None:
 
 
 def _expert_of(layer: str) -> int:
-    """The number of the expert that a layer belongs to; 0 for other layers."""
     found = _EXPERT.search(layer)
     return int(found[1]) if found else 0
 

@@ -205,7 +205,6 @@ def _check_choice(option: str, value: object, legal: Sequence[object]) -> None:
 
 
 def _rounding(checkpoint: Checkpoint, reference: Reference, grid: InputGrid, target: Target) -> Rounding:
-    """How inputs are rounded: with the ranges of training, where a layer has one."""
     if grid.scale != "static":
         return Rounding(grid, {}, "", target)
     saved = checkpoint.verified.state.get("input_ranges") or {}
@@ -231,7 +230,6 @@ def _rounding(checkpoint: Checkpoint, reference: Reference, grid: InputGrid, tar
 
 
 def _simulated(prepared: "Prepared", reference: Reference, flavor: Flavor, rounding: Rounding) -> Tensor:
-    """What PyTorch answers with the inputs of those layers rounded that multiply integers."""
     rounded = [
         name
         for name in prepared.stored

@@ -172,7 +172,6 @@ class ReferenceOutputs:
         return False, f"{reason}, {where}", difference
 
     def _outputs_of(self, model: nn.Module) -> list[Tensor]:
-        """All tensors that the model gives, on the CPU, floats as float32."""
         with self._evaluating(model):
             found = [tensor.detach().cpu() for tensor in tensors_of(model(**self._inputs))]
         return [tensor.float() if tensor.is_floating_point() else tensor for tensor in found]
@@ -337,7 +336,6 @@ def _in_one_process() -> contextlib.AbstractContextManager[None]:
 
 
 def _fits(size: int, device: torch.device) -> bool:
-    """Whether `size` bytes and half as many for working on them are free."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return 1.5 * size < free
 

@@ -199,7 +199,7 @@ def _controller(shell: nn.Module, state: Mapping[str, Any]) -> MoQController:
     """Make the run's controller and bring it to where the checkpoint was."""
     controller = MoQController(shell, MoQConfig.from_dict(state["config"]), state["schedule"].get("total_steps"))
     controller.load_state_dict(state)
-    if state.get("handed_dtype") is not None:
+    if state["handed_dtype"]:
         for layer in {**controller.layers, **controller.embeddings}.values():
             layer.moq.handed_dtype = getattr(torch, state["handed_dtype"])
     return controller

@@ -255,7 +255,7 @@ class MoQController:
         # Of a run with many processes only the first one saves.
         check_finite(self.all_layers)
         ratios = {name: layer.moq.ratio for name, layer in self.layers.items()}
-        state = {
+        return {
             "version": STATE_VERSION,
             "moq_hf": __version__,
             "config": self.config.to_dict(),
@@ -265,13 +265,9 @@ class MoQController:
             "history": [list(switch) for switch in self.history],
             "float_size_mb": self.sizes.float_mb,
             "sensitivity": None if self.sensitivity is None else self.sensitivity.state_dict(),
+            "choice": None if self.choice is None else asdict(self.choice),
+            "handed_dtype": handed_dtype(self.all_layers),
         }
-        handed = handed_dtype(self.all_layers)
-        if handed is not None:
-            state["handed_dtype"] = handed
-        # Of other configs a state stays what it was.
-        choice = None if self.choice is None else asdict(self.choice)
-        return state if self.config.budget is None else {**state, "choice": choice}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Go on from a saved state; call it after the float weights are loaded.

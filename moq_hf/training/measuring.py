@@ -120,7 +120,6 @@ def is_fsdp2(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _restored(objects: Iterable[object]) -> Iterator[None]:
-    """Restore the objects' attributes on exit."""
     before = [(one, dict(vars(one))) for one in objects]
     try:
         yield

@@ -81,8 +81,8 @@ class SavedState(TypedDict):
     input_ranges: dict[str, Range]
     history: list[tuple[Count, str, Bits, Bits, Period, Factor, Unit | None]]
     sensitivity: SavedSensitivity | None
-    choice: NotRequired[Choice | None]
-    handed_dtype: NotRequired[Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]]
+    choice: Choice | None
+    handed_dtype: Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")] | None
 
 
 class SavedAttributes(TypedDict):
@@ -170,7 +170,6 @@ def check_state(state: Mapping[str, Any], where: str = "the checkpoint's MoQ sta
 
 
 def _conflicts(config: MoQConfig, state: Mapping[str, Any]) -> Iterator[str]:
-    """Find values that do not go together."""
     schedule, sensitivity = state["schedule"], state["sensitivity"]
     blocks = schedule["blocks"]
     if config.schedule.depends_on_length and schedule["total_steps"] is None:

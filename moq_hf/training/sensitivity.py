@@ -209,7 +209,6 @@ class Sensitivity:
         return rows
 
     def _count(self, rows: float, start: float, levels: int = 1) -> None:
-        """Count a measurement that began at `start`."""
         self._spent += self.measure.cost(rows, levels)
         self.seconds += time.perf_counter() - start
 
