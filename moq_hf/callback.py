@@ -12,7 +12,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from .config import MoQConfig
 from .errors import MoQError, one_line
@@ -53,28 +58,31 @@ logger = logging.getLogger(__name__)
 class MoQCallback(TrainerCallback, ExportableState):
     """Mixture-of-Quantization for any `Trainer`: `Trainer(..., callbacks=[MoQCallback("moq.json")])`.
 
-    The model is made ready when the Trainer is built, and again (a `model_init` makes a new one) when training
-    begins. After each optimizer step that was not skipped the schedule advances.
-    A run that resumes from a checkpoint goes on where the checkpoint was. At the end of training the packed model is
-    written to the folder `quantized` in the output folder; `MoQTrainer` leaves that to `save_model`.
+    The model is made ready when the Trainer is built, and again (a `model_init` makes a
+    new one) when training begins. After each optimizer step that was not skipped the
+    schedule advances. A run that resumes from a checkpoint goes on where the checkpoint
+    was. At the end of training the packed model is written to the folder `quantized` in
+    the output folder; `MoQTrainer` leaves that to `save_model`.
 
-    With `eigenvalue.enabled` it takes the batches that go through the model in training, and the loss that the model
-    gives for them.
+    With `eigenvalue.enabled` it takes the batches that go through the model in
+    training, and the loss that the model gives for them.
 
     Args:
         config: A `MoQConfig`, a mapping or the path of a JSON file.
-        loss: For `eigenvalue.enabled`: gives the scalar mean loss of a model on a batch, where that is not the loss in
-            the model's output (label smoothing, `compute_loss_func`). It takes the model and the keyword arguments of
-            its forward pass as a dict.
-        max_shard_size: The largest size of a weight file in the folder `quantized`, as `save_quantized` takes it.
+        loss: For `eigenvalue.enabled`: gives the scalar mean loss of a model on a
+            batch, where that is not the loss in the model's output (label smoothing,
+            `compute_loss_func`). It takes the model and the keyword arguments of its
+            forward pass as a dict.
+        max_shard_size: The largest size of a weight file in the folder `quantized`, as
+            `save_quantized` takes it.
 
     Raises:
         MoQConfigError: The config is wrong.
         MoQError: `max_shard_size` is no size.
 
     Attributes:
-        controller: The `MoQController` of the model in training; None before a Trainer has the callback, and if the
-            config is not enabled.
+        controller: The `MoQController` of the model in training; None before a Trainer
+            has the callback, and if the config is not enabled.
         trainer: The `MoQTrainer` that runs the callback; None for a stock Trainer.
 
     >>> callback = MoQCallback({"quantize_bits": {"start_bits": 8, "target_bits": 4}})
@@ -105,9 +113,14 @@ class MoQCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into `trainer_state.json`, in JSON types."""
         return {
-            "args": {"config": self.config.to_dict(), "max_shard_size": self.max_shard_size},
+            "args": {
+                "config": self.config.to_dict(),
+                "max_shard_size": self.max_shard_size,
+            },
             "attributes": {
-                "saved": None if self.controller is None else self.controller.state_dict(),
+                "saved": None
+                if self.controller is None
+                else self.controller.state_dict(),
                 "saved_at": None if self._state is None else self._state.global_step,
                 "teacher": self._teacher,
             },
@@ -125,7 +138,11 @@ class MoQCallback(TrainerCallback, ExportableState):
                 f"float_first: the checkpoint at step {state.global_step} was made without MoQ; give its model as "
                 "start and teacher instead, or start a new run"
             )
-        steps = state.max_steps if resumed is None else planned_steps(self.config, resumed, state.max_steps)
+        steps = (
+            state.max_steps
+            if resumed is None
+            else planned_steps(self.config, resumed, state.max_steps)
+        )
         return offset_step_of(self.config, steps)
 
     @property
@@ -146,9 +163,17 @@ class MoQCallback(TrainerCallback, ExportableState):
         if getattr(self.trainer, "state", None) is not state:
             self.trainer = None
         if isinstance(callback_states(state).get(self._name), list):
-            raise MoQError("two MoQCallbacks in one Trainer: pass one (MoQTrainer(moq_config=) brings its own)")
+            raise MoQError(
+                "two MoQCallbacks in one Trainer: pass one (MoQTrainer(moq_config=) brings its own)"
+            )
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Make the layers quantized ones, before anything wraps the model.
 
         Raises:
@@ -160,23 +185,33 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._find_trainer(state)
         inventory = take_inventory(kwargs["model"], self.config)
         if is_quantized(inventory.modules.values()):
-            # By an earlier run: until training begins, evaluating it must give what that run delivered.
-            if self.controller is not None and self.controller.model is not inventory.model:
+            # By an earlier run: until training begins, evaluating it must give what
+            # that run delivered.
+            if (
+                self.controller is not None
+                and self.controller.model is not inventory.model
+            ):
                 self.controller = None
             return
-        # How long the run is will be known when it begins; none of its steps is taken before.
+        # How long the run is will be known when it begins; none of its steps is taken
+        # before.
         self.controller = MoQController(inventory, self.config, sys.maxsize)
         if self.trainer is None and state.is_world_process_zero:
             warn_of_half_checkpoint(cast(str, args.output_dir))
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Start the schedule, or go on with the checkpoint's.
 
         Raises:
-            MoQError: The run is too short for anything to be quantized or for the deadline, there are two MoQCallbacks,
-                the checkpoint is of another config, or the processes disagree.
+            MoQError: The run is too short for anything to be quantized or for the
+                deadline, there are two MoQCallbacks, the checkpoint is of another
+                config, or the processes disagree.
         """
         self._state = state
         resumed = resumed_state(state)
@@ -190,18 +225,24 @@ class MoQCallback(TrainerCallback, ExportableState):
             return
         self._find_trainer(state)
         if self.trainer is None and self.config.distillation.teacher is not None:
-            raise MoQError("distillation.teacher: a callback cannot change the loss; use MoQTrainer")
+            raise MoQError(
+                "distillation.teacher: a callback cannot change the loss; use MoQTrainer"
+            )
         model = kwargs["model"]
         controller = self._controller_of(args, state, model, resumed)
         # So that the Trainer can load what it saves.
-        checkpoints_as_modules(without_peft(controller.model), bool(controller.inventory.experts))
+        checkpoints_as_modules(
+            without_peft(controller.model), bool(controller.inventory.experts)
+        )
         self._began = time.perf_counter()
         self._loss_scale = loss_scale(kwargs.get("optimizer"))
         self._prepare_measuring(controller, args, state)
         self._listen(controller, _is_compiled(model, controller, args))
         before = callback_states(state).get(self._name, {}).get("attributes", {})
         if self.trainer is not None:
-            self.trainer.begin_phase(resumed is not None and has_begun(resumed), before.get("teacher"))
+            self.trainer.begin_phase(
+                resumed is not None and has_begun(resumed), before.get("teacher")
+            )
         if resumed is not None:
             self._go_on(controller, state, resumed, before)
         elif state.global_step > 0:
@@ -211,17 +252,23 @@ class MoQCallback(TrainerCallback, ExportableState):
                 state.global_step,
                 state.global_step + controller.schedule.offset,
             )
-            # What was evaluated in float is not a candidate for the best quantized model.
+            # What was evaluated in float is not a candidate for the best quantized
+            # model.
             forget_best(state)
         controller.check_ranks()
         self._announce(controller, args, state)
-        # A checkpoint that was made without this callback has no entry, and the next save would fail on that.
+        # A checkpoint that was made without this callback has no entry, and the next
+        # save would fail on that.
         callback_states(state)[self._name] = self.state()
         if not controller.has_arrived:
             forget_best(state)
 
     def _controller_of(
-        self, args: TrainingArguments, state: TrainerState, model: Any, resumed: Mapping[str, Any] | None
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        model: Any,
+        resumed: Mapping[str, Any] | None,
     ) -> MoQController:
         """The controller of this run, at its beginning: the one from before, if the model is still the same."""
         controller = self.controller
@@ -237,10 +284,14 @@ class MoQCallback(TrainerCallback, ExportableState):
             self.controller = controller = MoQController(inventory, self.config, length)
         return controller
 
-    def _prepare_measuring(self, controller: MoQController, args: TrainingArguments, state: TrainerState) -> None:
+    def _prepare_measuring(
+        self, controller: MoQController, args: TrainingArguments, state: TrainerState
+    ) -> None:
         if controller.sensitivity is None:
             return
-        rows = (state.train_batch_size or args.train_batch_size) * args.gradient_accumulation_steps
+        rows = (
+            state.train_batch_size or args.train_batch_size
+        ) * args.gradient_accumulation_steps
         controller.sensitivity.plan(state.max_steps, rows, args.bf16 or args.fp16)
         own_loss = model_loss if self.trainer is None else self.trainer.mean_loss
         controller.sensitivity.measure.loss = self.loss or own_loss
@@ -255,38 +306,59 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Bring a new schedule to where the checkpoint's was, and say what is other than before."""
         changed = controller.load_state_dict(resumed)
         step = state.global_step
-        logger.info("resumed at step %d, mean %.2f bits over the whole model", step, controller.sizes.mean_bits)
+        logger.info(
+            "resumed at step %d, mean %.2f bits over the whole model",
+            step,
+            controller.sizes.mean_bits,
+        )
         saved_at = before.get("saved_at", step)
-        for note in messages.notes_on_resuming(step, saved_at, changed, before.get("teacher"), self._teacher):
+        for note in messages.notes_on_resuming(
+            step, saved_at, changed, before.get("teacher"), self._teacher
+        ):
             logger.warning("moq_hf: %s", note)
 
-    def _announce(self, controller: MoQController, args: TrainingArguments, state: TrainerState) -> None:
+    def _announce(
+        self, controller: MoQController, args: TrainingArguments, state: TrainerState
+    ) -> None:
         schedule = controller.schedule
-        # Steps that the schedule never counted: those before it began, and skipped ones.
+        # Steps that the schedule never counted: those before it began, and skipped
+        # ones.
         steps = state.max_steps - (state.global_step - schedule.steps)
         check_room(schedule, steps)
-        # What depends on the length, a resumed schedule has of the run that it began in.
-        planned = schedule.total_steps if self.config.schedule.depends_on_length else None
+        # What depends on the length, a resumed schedule has of the run that it began
+        # in.
+        planned = (
+            schedule.total_steps if self.config.schedule.depends_on_length else None
+        )
         self._plan = plan(self.config, planned or steps)
         if not state.is_world_process_zero:
             return
         logger.info("%s", controller.summary())
         if controller.sensitivity is not None:
-            choices = None if self.config.budget is None else len(self.config.budget.choices)
+            choices = (
+                None if self.config.budget is None else len(self.config.budget.choices)
+            )
             logger.info("%s", controller.sensitivity.summary(choices))
-        tqdm.write(f"moq_hf plan: {self._plan.table()}\nin quantized layers: {controller.sizes.coverage}")
+        tqdm.write(
+            f"moq_hf plan: {self._plan.table()}\nin quantized layers: {controller.sizes.coverage}"
+        )
         notes = [*controller.warnings(), *self._plan.notes]
         notes += messages.notes_on_length(schedule, steps, state.max_steps)
         for note in notes:
             logger.warning("moq_hf: %s", note)
 
     def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Advance by one step, with eigenvalues if a drop is due; a step that the gradient scaler skipped is none.
 
         Raises:
-            MoQError: A weight holds NaN or Inf, the loss cannot be measured, or the processes disagree.
+            MoQError: A weight holds NaN or Inf, the loss cannot be measured, or the
+                processes disagree.
         """
         controller = self.controller
         if controller is None:
@@ -300,10 +372,18 @@ class MoQCallback(TrainerCallback, ExportableState):
             return
         had_arrived, was_chosen = controller.has_arrived, controller.choice is not None
         schedule = controller.schedule
-        if self.trainer is not None and not controller.has_begun and schedule.steps + 1 == schedule.offset:
+        if (
+            self.trainer is not None
+            and not controller.has_begun
+            and schedule.steps + 1 == schedule.offset
+        ):
             self.trainer.end_float_phase()
         eigenvalues = controller.measure()
-        if not was_chosen and controller.choice is not None and state.is_world_process_zero:
+        if (
+            not was_chosen
+            and controller.choice is not None
+            and state.is_world_process_zero
+        ):
             messages.announce_choice(controller.choice)
         if controller.step(eigenvalues):
             control.should_log = True
@@ -311,15 +391,28 @@ class MoQCallback(TrainerCallback, ExportableState):
             # What was evaluated so far is not a candidate for the best quantized model.
             forget_best(state)
         if controller.has_arrived and not had_arrived:
-            logger.info("step %d: %s", state.global_step + 1, messages.arrival(self.config, controller.sizes))
+            logger.info(
+                "step %d: %s",
+                state.global_step + 1,
+                messages.arrival(self.config, controller.sizes),
+            )
 
     def _was_skipped(self, optimizer: Any) -> bool:
         before, self._loss_scale = self._loss_scale, loss_scale(optimizer)
-        # A fused optimizer is called whatever the gradients are and skips by itself, which Accelerate does not see; the
-        # scale falls then too.
-        return bool(getattr(optimizer, "step_was_skipped", False)) or self._loss_scale < before
+        # A fused optimizer is called whatever the gradients are and skips by itself,
+        # which Accelerate does not see; the scale falls then too.
+        return (
+            bool(getattr(optimizer, "step_was_skipped", False))
+            or self._loss_scale < before
+        )
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Let a MoQTrainer log the evaluation of its float phase."""
         if self.trainer is not None:
             # Logging counts as the step's log, which has the loss and is still to come.
@@ -341,23 +434,36 @@ class MoQCallback(TrainerCallback, ExportableState):
         metrics = self.controller.metrics()
         if state.log_history:
             state.log_history[-1].update(metrics)
-        # MoQTrainer logs the blocks for the reporters, which have them by now; on the screen they would be a wall.
+        # MoQTrainer logs the blocks for the reporters, which have them by now; on the
+        # screen they would be a wall.
         for name in metrics:
             logs.pop(name, None)
         logs["moq/mean_bits"] = metrics["moq/mean_bits"]
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Complete a checkpoint of shards; one from before the target precision is not a candidate for the best one."""
         if self.controller is None:
             return
         if state.is_world_process_zero:
             folder = Path(cast(str, args.output_dir), f"checkpoint-{state.global_step}")
-            complete_checkpoint(folder, self.controller.model, kwargs.get("processing_class"))
+            complete_checkpoint(
+                folder, self.controller.model, kwargs.get("processing_class")
+            )
         if not self.controller.has_arrived:
             forget_best(state)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Take the bits of the weights that training ends with, those of the best checkpoint, and deliver the model.
 
@@ -371,7 +477,9 @@ class MoQCallback(TrainerCallback, ExportableState):
         checkpoints_as_modules(without_peft(controller.model), False)
         if state.is_world_process_zero and self._plan is not None:
             schedule = controller.schedule
-            tqdm.write(f"moq_hf: {outcome(self._plan, controller.history, schedule.steps, schedule.targets)}")
+            tqdm.write(
+                f"moq_hf: {outcome(self._plan, controller.history, schedule.steps, schedule.targets)}"
+            )
         if controller.sensitivity is not None:
             controller.sensitivity.report(time.perf_counter() - self._began)
         best = state_of_best(state) if args.load_best_model_at_end else None
@@ -380,31 +488,55 @@ class MoQCallback(TrainerCallback, ExportableState):
         else:
             controller.refresh()
         controller.check_ranks()
-        # For trainer.save_state(), which is called after this: its file goes to the Hub with the rest.
+        # For trainer.save_state(), which is called after this: its file goes to the Hub
+        # with the rest.
         entry = self.state()
         for part in (entry["args"], entry["attributes"]["saved"]):
             part["config"] = shareable(part["config"])
         callback_states(state)[self._name] = entry
         if state.is_world_process_zero and not controller.has_arrived:
-            early = messages.ended_early(self.config, controller.sizes, args.load_best_model_at_end)
+            early = messages.ended_early(
+                self.config, controller.sizes, args.load_best_model_at_end
+            )
             logger.warning("moq_hf: %s", early)
         if self._kept is None and self.config.prove and state.global_step > 0:
             batch = first_batch(kwargs.get("train_dataloader"))
             self._kept = None if batch is None else kept_batch(batch)
         if self.trainer is None and controller.has_begun:
-            self._deliver(controller, args, last_metrics(state), kwargs.get("processing_class"))
+            self._deliver(
+                controller, args, last_metrics(state), kwargs.get("processing_class")
+            )
 
     def _deliver(
-        self, controller: MoQController, args: TrainingArguments, metrics: Mapping[str, Any], processing_class: Any
+        self,
+        controller: MoQController,
+        args: TrainingArguments,
+        metrics: Mapping[str, Any],
+        processing_class: Any,
     ) -> None:
         folder = Path(cast(str, args.output_dir), "quantized")
-        options = {"processing_class": processing_class, "metrics": metrics, "max_shard_size": self.max_shard_size}
+        options = {
+            "processing_class": processing_class,
+            "metrics": metrics,
+            "max_shard_size": self.max_shard_size,
+        }
         answers = self.answers(args)
         try:
-            write_result(controller.model, folder, args, answers, controller=controller, **options)
+            write_result(
+                controller.model,
+                folder,
+                args,
+                answers,
+                controller=controller,
+                **options,
+            )
         # Training is done: what cannot be written here is still the Trainer's to save.
         except Exception as error:
-            logger.warning("moq_hf: nothing is delivered to %s: %s", folder, one_line(error, named=True))
+            logger.warning(
+                "moq_hf: nothing is delivered to %s: %s",
+                folder,
+                one_line(error, named=True),
+            )
 
     def answers(self, args: TrainingArguments) -> ReferenceOutputs | None:
         """What the model answers to a batch of its run, to be held against what is delivered; in every process.
@@ -413,7 +545,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             args: The Trainer's.
 
         Returns:
-            The answers, in processes that save; None without a batch, before training or with `prove: false`.
+            The answers, in processes that save; None without a batch, before training
+            or with `prove: false`.
         """
         if self.controller is None or self._kept is None:
             return None
@@ -426,13 +559,18 @@ class MoQCallback(TrainerCallback, ExportableState):
     def observe(self, inputs: Mapping[str, Any]) -> None:
         """Keep a training micro-batch, as `loss` takes it, if sensitivity will be measured on it."""
         controller = self.controller
-        if controller is not None and controller.sensitivity is not None and controller.wants_samples:
+        if (
+            controller is not None
+            and controller.sensitivity is not None
+            and controller.wants_samples
+        ):
             controller.sensitivity.samples.add(inputs)
 
     def _listen(self, controller: MoQController, is_compiled: bool) -> None:
         """Watch what goes through the model in training, if anything is wanted of it."""
         self._stop_listening()
-        # A compiled model's hooks are compiled too; what it is proven on is taken from the data in the end.
+        # A compiled model's hooks are compiled too; what it is proven on is taken from
+        # the data in the end.
         self._kept, self._readers_checked = None, is_compiled
         measured = controller.sensitivity is not None and self.trainer is None
         if measured or (self.config.prove and not is_compiled):
@@ -446,8 +584,13 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Take what went through the model in training: keep the first batch, measure sensitivity on some."""
         if self._kept is None and self.config.prove and self.controller is not None:
             self._kept = kept_batch(inputs, self.controller.model)
-        # A MoQTrainer hands its batches to `observe`, with what the loss needs and the model does not see.
-        if self.trainer is None and self.controller is not None and self.controller.sensitivity is not None:
+        # A MoQTrainer hands its batches to `observe`, with what the loss needs and the
+        # model does not see.
+        if (
+            self.trainer is None
+            and self.controller is not None
+            and self.controller.sensitivity is not None
+        ):
             self.observe(inputs)
         else:
             self._stop_listening()
@@ -476,10 +619,14 @@ def write_result(
         if gathered is not None:
             options["state_dict"] = gathered
         if args.should_save:
-            tqdm.write(f"moq_hf: {deliver(model, folder, SaveOptions(**options), answers)}")
+            tqdm.write(
+                f"moq_hf: {deliver(model, folder, SaveOptions(**options), answers)}"
+            )
 
 
-def _is_compiled(model: nn.Module, controller: MoQController, args: TrainingArguments) -> bool:
+def _is_compiled(
+    model: nn.Module, controller: MoQController, args: TrainingArguments
+) -> bool:
     if args.torch_compile or uncompiled(model) is not model:
         return True
     return any(is_compiled_in_place(part) for _, part in controller.inventory.named)

@@ -17,7 +17,9 @@ integers in the file OUT, for llama.cpp. float: an ordinary folder OUT of floats
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with the arguments `argv` (default: those of the process); give the exit status: 0, or 2 for wrong input."""
-    parser = argparse.ArgumentParser(prog="moq-hf", description="Mixture-of-Quantization for Hugging Face Trainer.")
+    parser = argparse.ArgumentParser(
+        prog="moq-hf", description="Mixture-of-Quantization for Hugging Face Trainer."
+    )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in (add_plan, add_report, add_pack, add_inspect, add_export, add_bench):
         add(subparsers)
@@ -63,15 +65,21 @@ def _steps(args: argparse.Namespace) -> int:
     Raises:
         MoQError: The options say too little, or too much.
     """
-    sizes = {name: getattr(args, name) for name in ("num_examples", "batch_size", "epochs")}
+    sizes = {
+        name: getattr(args, name) for name in ("num_examples", "batch_size", "epochs")
+    }
     given = [f"--{name}" for name, value in sizes.items() if value is not None]
     lacking = [f"--{name}" for name, value in sizes.items() if value is None]
     if args.max_steps is not None:
         if given:
-            raise MoQError(f"--max_steps is the length of the run: it goes without {', '.join(given)}")
+            raise MoQError(
+                f"--max_steps is the length of the run: it goes without {', '.join(given)}"
+            )
         return int(args.max_steps)
     if lacking:
-        raise MoQError(f"the length of the run is unknown: give {', '.join(lacking)}, or --max_steps")
+        raise MoQError(
+            f"the length of the run is unknown: give {', '.join(lacking)}, or --max_steps"
+        )
     # An epoch's last batch and its last accumulation may be short.
     batches = math.ceil(args.num_examples / (args.batch_size * args.num_processes))
     steps: float = args.epochs * math.ceil(batches / args.gradient_accumulation)
@@ -87,8 +95,15 @@ def add_report(subparsers: Any) -> None:
         description="Write moq_report.html and its figures from the folder of a finished run.",
     )
     add = parser.add_argument
-    add("directory", metavar="DIR", help="the run's output_dir, or one of its checkpoints")
-    add("--float", help="a float run to compare with; default: DIR/float, if it is there")
+    add(
+        "directory",
+        metavar="DIR",
+        help="the run's output_dir, or one of its checkpoints",
+    )
+    add(
+        "--float",
+        help="a float run to compare with; default: DIR/float, if it is there",
+    )
     add("--out", help="folder to write to; default: the run's")
     parser.set_defaults(run=_report)
 
@@ -108,17 +123,35 @@ def add_pack(subparsers: Any) -> None:
         "weights are read one at a time: from safetensors, from the shards of FSDP2, or from DeepSpeed's files.",
     )
     add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="a folder checkpoint-N of a run with moq_hf")
+    add(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a folder checkpoint-N of a run with moq_hf",
+    )
     add("out", metavar="OUT", help="the folder to make")
-    add("--model", help="folder or Hub id with config and tokenizer, if the checkpoint has none")
-    add("--max_shard_size", default="5GB", help="the largest size of a weight file; default: 5GB")
+    add(
+        "--model",
+        help="folder or Hub id with config and tokenizer, if the checkpoint has none",
+    )
+    add(
+        "--max_shard_size",
+        default="5GB",
+        help="the largest size of a weight file; default: 5GB",
+    )
     parser.set_defaults(run=_pack)
 
 
 def _pack(args: argparse.Namespace) -> None:
     from .packed.pack import pack_checkpoint
 
-    print(pack_checkpoint(args.checkpoint, args.out, model=args.model, max_shard_size=args.max_shard_size))
+    print(
+        pack_checkpoint(
+            args.checkpoint,
+            args.out,
+            model=args.model,
+            max_shard_size=args.max_shard_size,
+        )
+    )
 
 
 def add_inspect(subparsers: Any) -> None:
@@ -128,7 +161,10 @@ def add_inspect(subparsers: Any) -> None:
         help="verify a packed checkpoint, print its layers and who can serve it",
         description="Verify a packed checkpoint, and say which servers take it.",
     )
-    parser.add_argument("directory", help="what save_quantized, MoQTrainer.save_model or a run's end wrote")
+    parser.add_argument(
+        "directory",
+        help="what save_quantized, MoQTrainer.save_model or a run's end wrote",
+    )
     parser.set_defaults(run=_inspect)
 
 
@@ -149,11 +185,22 @@ def add_export(subparsers: Any) -> None:
         description=_EXPORT,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("directory", metavar="DIR", help="a packed checkpoint; for onnx with its tokenizer")
-    parser.add_argument("--to", required=True, choices=("onnx", "gguf", "float"), help="the format")
-    parser.add_argument("out", metavar="OUT", help="the folder to make; for gguf the file")
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        help="a packed checkpoint; for onnx with its tokenizer",
+    )
+    parser.add_argument(
+        "--to", required=True, choices=("onnx", "gguf", "float"), help="the format"
+    )
+    parser.add_argument(
+        "out", metavar="OUT", help="the folder to make; for gguf the file"
+    )
     gguf = parser.add_argument_group("gguf")
-    gguf.add_argument("--base", help="what llama.cpp's converter made of the checkpoint as floats (--to float)")
+    gguf.add_argument(
+        "--base",
+        help="what llama.cpp's converter made of the checkpoint as floats (--to float)",
+    )
     onnx = parser.add_argument_group("onnx")
     add = onnx.add_argument
     add(
@@ -172,7 +219,10 @@ def add_export(subparsers: Any) -> None:
         "--activation_scale",
         help="of int8: per_token, per_tensor, static; default: as trained, or per_tensor",
     )
-    add("--cpu", help="what int8 is made for: vnni, avx2, or auto, which is what suits this machine")
+    add(
+        "--cpu",
+        help="what int8 is made for: vnni, avx2, or auto, which is what suits this machine",
+    )
     add(
         "--tolerance",
         type=_positive_number,
@@ -183,7 +233,11 @@ def add_export(subparsers: Any) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
-    options = {name: value for name, value in vars(args).items() if name not in ("run", "directory", "to", "out")}
+    options = {
+        name: value
+        for name, value in vars(args).items()
+        if name not in ("run", "directory", "to", "out")
+    }
     taken = {"onnx": options.keys() - {"base"}, "gguf": {"base"}, "float": set()}
     foreign = options.keys() - taken[args.to]
     if foreign:
@@ -192,7 +246,9 @@ def _export(args: argparse.Namespace) -> None:
         from .export.gguf import export_gguf
 
         if "base" not in options:
-            raise MoQError("--to gguf needs --base, what llama.cpp's converter made of the checkpoint as floats")
+            raise MoQError(
+                "--to gguf needs --base, what llama.cpp's converter made of the checkpoint as floats"
+            )
         print(export_gguf(args.directory, args.out, args.base).table())
     elif args.to == "float":
         from .export.floats import export_floats
@@ -216,8 +272,20 @@ def add_bench(subparsers: Any) -> None:
     )
     add = parser.add_argument
     add("directory", metavar="DIR", help="a packed checkpoint with its tokenizer")
-    add("--batch", dest="batches", type=_positive, nargs="+", help="batch sizes; default: 1 8")
-    add("--sequence", dest="sequences", type=_positive, nargs="+", help="tokens; default: 16 128")
+    add(
+        "--batch",
+        dest="batches",
+        type=_positive,
+        nargs="+",
+        help="batch sizes; default: 1 8",
+    )
+    add(
+        "--sequence",
+        dest="sequences",
+        type=_positive,
+        nargs="+",
+        help="tokens; default: 16 128",
+    )
     add("--threads", type=_positive, help="of each engine; default: PyTorch's number")
     add("--activation_bits", type=_positive, help="as for export")
     add("--repeats", type=_positive, help="forward passes per shape; default: 20")
@@ -233,7 +301,11 @@ def add_bench(subparsers: Any) -> None:
 def _bench(args: argparse.Namespace) -> None:
     from .export.bench import benchmark
 
-    options = {name: value for name, value in vars(args).items() if name not in ("run", "directory")}
+    options = {
+        name: value
+        for name, value in vars(args).items()
+        if name not in ("run", "directory")
+    }
     _read_data(options)
     print(benchmark(args.directory, **options).table())
 

@@ -1,7 +1,8 @@
 """What moq.json says, checked: DeepSpeed's words, one field for each key, every error of a file in one message.
 
-A field holds all there is to a key: its name in the file, what is legal, the default and the meaning. Reading, writing,
-and by `scripts/config_reference.py` the table in the documentation and the JSON Schema are made from the fields.
+A field holds all there is to a key: its name in the file, what is legal, the default
+and the meaning. Reading, writing, and by `scripts/config_reference.py` the table in the
+documentation and the JSON Schema are made from the fields.
 """
 
 import difflib
@@ -29,17 +30,29 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from .errors import MOST_FAULTS, MoQConfigError, listed, show, show_key
-from .grid import Grid, Grouping, InputGrid, InputScale, PerChannel, PerGroup, RowBlocks, ScaleDtype, Search
+from .grid import (
+    Grid,
+    Grouping,
+    InputGrid,
+    InputScale,
+    PerChannel,
+    PerGroup,
+    RowBlocks,
+    ScaleDtype,
+    Search,
+)
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Whole numbers end here: beyond it counting steps would be slow, and printing them fail.
+# Whole numbers end here: beyond it counting steps would be slow, and printing them
+# fail.
 LARGEST = 2**63 - 1
 # Other numbers end here: beyond it sums overflow.
 UNBOUNDED = 1e300
-# The share of the run by which every block is at its target: a late last drop costs accuracy at low bits.
+# The share of the run by which every block is at its target: a late last drop costs
+# accuracy at low bits.
 AUTO_DEADLINE = 0.25
 # Bits that a block may have under a budget, where the config does not name them.
 DEFAULT_CHOICES = (2, 3, 4, 8)
@@ -50,14 +63,30 @@ _Q_TYPE = "quantize_algo.q_type quantize_type"
 # Types of values; the title is how an error says what is legal.
 Flag = Annotated[bool, Field(strict=True, title="true or false")]
 Text = Annotated[str, Field(strict=True, min_length=1, title="text")]
-Positive = Annotated[int, Field(strict=True, ge=1, le=LARGEST, title="a whole number from 1")]
-Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST, title="a whole number from 0")]
-Bits = Annotated[int, Field(strict=True, ge=1, le=16, title="a whole number from 1 to 16")]
-PackedBits = Annotated[int, Field(strict=True, ge=1, le=8, title="a whole number from 1 to 8")]
-ByteBits = Annotated[int, Field(strict=True, ge=2, le=8, title="a whole number from 2 to 8")]
-Share = Annotated[float, Field(strict=True, gt=0, le=1, title="a number above 0 up to 1")]
-Size = Annotated[float, Field(strict=True, gt=0, lt=UNBOUNDED, title="a number above 0")]
-Weight = Annotated[float, Field(strict=True, ge=0, lt=UNBOUNDED, title="a number from 0")]
+Positive = Annotated[
+    int, Field(strict=True, ge=1, le=LARGEST, title="a whole number from 1")
+]
+Count = Annotated[
+    int, Field(strict=True, ge=0, le=LARGEST, title="a whole number from 0")
+]
+Bits = Annotated[
+    int, Field(strict=True, ge=1, le=16, title="a whole number from 1 to 16")
+]
+PackedBits = Annotated[
+    int, Field(strict=True, ge=1, le=8, title="a whole number from 1 to 8")
+]
+ByteBits = Annotated[
+    int, Field(strict=True, ge=2, le=8, title="a whole number from 2 to 8")
+]
+Share = Annotated[
+    float, Field(strict=True, gt=0, le=1, title="a number above 0 up to 1")
+]
+Size = Annotated[
+    float, Field(strict=True, gt=0, lt=UNBOUNDED, title="a number above 0")
+]
+Weight = Annotated[
+    float, Field(strict=True, ge=0, lt=UNBOUNDED, title="a number from 0")
+]
 # How the sensitivity of a block is measured.
 Measure = Literal["eigenvalue", "divergence"]
 
@@ -66,17 +95,28 @@ def key(meaning: str, *names: str, **more: Any) -> Any:
     """Describe a field's key: its meaning, its name in the file if it is not the field's, and other names for it."""
     if names:
         paths = [AliasPath(*name.split(".")) for name in names]
-        more |= {"validation_alias": AliasChoices(*paths), "serialization_alias": names[0]}
+        more |= {
+            "validation_alias": AliasChoices(*paths),
+            "serialization_alias": names[0],
+        }
     return Field(description=meaning, **more)
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(field,)
+)
 def checked(cls: type[T]) -> type[T]:
     """Make a frozen pydantic dataclass whose constructor raises `MoQConfigError`.
 
-    It takes the fields by their names; only `MoQConfig.from_dict` and its like know the names of a file.
+    It takes the fields by their names; only `MoQConfig.from_dict` and its like know the
+    names of a file.
     """
-    rules = ConfigDict(extra="forbid", allow_inf_nan=False, validate_by_name=True, validate_by_alias=False)
+    rules = ConfigDict(
+        extra="forbid",
+        allow_inf_nan=False,
+        validate_by_name=True,
+        validate_by_alias=False,
+    )
     made: Any = dataclass(frozen=True, kw_only=True, config=rules)(cls)
     initialize = made.__init__
 
@@ -86,7 +126,9 @@ def checked(cls: type[T]) -> type[T]:
             initialize(self, **given)
         except ValidationError as error:
             schema = TypeAdapter(made).json_schema(by_alias=False)
-            faults = _value_faults(error, schema["properties"] | _flat_schema(schema), given)
+            faults = _value_faults(
+                error, schema["properties"] | _flat_schema(schema), given
+            )
         else:
             faults = dict(getattr(self, "conflicts", tuple)())
         if faults:
@@ -102,15 +144,26 @@ class ScheduleConfig:
 
     period: Annotated[
         Positive | Literal["auto"],
-        key('optimizer steps from the offset to the first drop, or `"auto"`', "quantize_period"),
+        key(
+            'optimizer steps from the offset to the first drop, or `"auto"`',
+            "quantize_period",
+        ),
     ] = 100
     offset: Annotated[
-        Count | Annotated[float, Field(strict=True, gt=0, lt=1, title="a number above 0 and below 1")],
-        key("optimizer steps before anything is quantized; below 1: that share of the run", "schedule_offset"),
+        Count
+        | Annotated[
+            float, Field(strict=True, gt=0, lt=1, title="a number above 0 and below 1")
+        ],
+        key(
+            "optimizer steps before anything is quantized; below 1: that share of the run",
+            "schedule_offset",
+        ),
     ] = 100
     deadline: Annotated[
         Share | None,
-        key('share of the run by which every block is at its target; 0.25 with the period `"auto"`'),
+        key(
+            'share of the run by which every block is at its target; 0.25 with the period `"auto"`'
+        ),
     ] = None
 
     def __post_init__(self) -> None:
@@ -128,9 +181,13 @@ class ScheduleConfig:
 class BlendConfig:
     """Forward sees r w + (1 - r) Q(w); r falls from 1 by `change_ratio` each step and starts again at a switch."""
 
-    enabled: Annotated[Flag, key("blend the float weight into the quantized one after each switch")] = False
+    enabled: Annotated[
+        Flag, key("blend the float weight into the quantized one after each switch")
+    ] = False
     change_ratio: Annotated[
-        Annotated[float, Field(strict=True, ge=1e-9, le=1, title="a number from 1e-9 up to 1")],
+        Annotated[
+            float, Field(strict=True, ge=1e-9, le=1, title="a number from 1e-9 up to 1")
+        ],
         key("what the float share loses per optimizer step", "quantize_change_ratio"),
     ] = 0.001
 
@@ -141,18 +198,30 @@ class EigenvalueConfig:
 
     enabled: Annotated[Flag, key("sensitive blocks drop later")] = False
     verbose: Annotated[Flag, key("log every measurement")] = False
-    max_iter: Annotated[Positive, key("Hessian-vector products per block, at most")] = 100
+    max_iter: Annotated[Positive, key("Hessian-vector products per block, at most")] = (
+        100
+    )
     tol: Annotated[Size, key("relative error of an eigenvalue")] = 1e-2
-    stability: Annotated[Weight, key("added to norms before dividing (power iteration)")] = 1e-6
-    gas_boundary_resolution: Annotated[Positive, key("measure at multiples of that many optimizer steps")] = 1
-    layer_name: Annotated[Text | None, key("path of the layer list; null finds it")] = None
+    stability: Annotated[
+        Weight, key("added to norms before dividing (power iteration)")
+    ] = 1e-6
+    gas_boundary_resolution: Annotated[
+        Positive, key("measure at multiples of that many optimizer steps")
+    ] = 1
+    layer_name: Annotated[Text | None, key("path of the layer list; null finds it")] = (
+        None
+    )
     layer_num: Annotated[
         Count | None,
         AfterValidator(lambda number: number or None),
         key("entries of that list; null or 0 is all"),
     ] = None
-    method: Annotated[Literal["lanczos", "power"], key("`power` is the published method")] = "lanczos"
-    max_overhead: Annotated[Share, key("share of the run's time that measuring may take")] = 0.05
+    method: Annotated[
+        Literal["lanczos", "power"], key("`power` is the published method")
+    ] = "lanczos"
+    max_overhead: Annotated[
+        Share, key("share of the run's time that measuring may take")
+    ] = 0.05
     num_samples: Annotated[Positive, key("training examples a measurement uses")] = 64
 
 
@@ -175,7 +244,9 @@ class DistillationConfig:
 
     teacher: Annotated[
         Text | None,
-        key("folder or Hub id of a float model to learn from, trained on the same task (`MoQTrainer` only)"),
+        key(
+            "folder or Hub id of a float model to learn from, trained on the same task (`MoQTrainer` only)"
+        ),
     ] = None
     logits: Annotated[Weight, key("weight of the teacher's logits in the loss")] = 1.0
     hidden: Annotated[Weight, key("weight of the teacher's hidden states")] = 1.0
@@ -188,14 +259,22 @@ class ActivationConfig:
     """Inputs of the quantized linear layers, rounded while training as the `int8` export rounds them."""
 
     enabled: Annotated[
-        Flag, key("round the inputs of quantized linear layers too: training for the `int8` and `qdq` exports")
+        Flag,
+        key(
+            "round the inputs of quantized linear layers too: training for the `int8` and `qdq` exports"
+        ),
     ] = False
     bits: Annotated[ByteBits, key("of those inputs; 7 for CPUs without VNNI")] = 8
     scale: Annotated[
         InputScale,
-        key("what shares a scale: all inputs of a layer (a running range), those of a call, or those of a token"),
+        key(
+            "what shares a scale: all inputs of a layer (a running range), those of a call, or those of a token"
+        ),
     ] = "static"
-    start_step: Annotated[Count, key("optimizer steps before that begins; it never does before the offset")] = 0
+    start_step: Annotated[
+        Count,
+        key("optimizer steps before that begins; it never does before the offset"),
+    ] = 0
 
     @property
     def grid(self) -> InputGrid | None:
@@ -217,17 +296,26 @@ class BitBudget:
     """
 
     mean: Annotated[Size | None, key("bits per weight of the quantized layers")] = None
-    file_mb: Annotated[Size | None, key("of the delivered model.safetensors, in 10^6 bytes")] = None
+    file_mb: Annotated[
+        Size | None, key("of the delivered model.safetensors, in 10^6 bytes")
+    ] = None
     choices: Annotated[
         tuple[PackedBits, ...],
         FailFast(),
-        key("bits that a block may have", json_schema_extra={"minItems": 2, "uniqueItems": True}),
+        key(
+            "bits that a block may have",
+            json_schema_extra={"minItems": 2, "uniqueItems": True},
+        ),
     ] = DEFAULT_CHOICES
 
     def in_words(self) -> str:
         """The choices and the budget, for messages."""
         words = [str(bits) for bits in self.choices]
-        limit = f"{self.file_mb:g} MB in the file" if self.mean is None else f"{self.mean:g} in the mean"
+        limit = (
+            f"{self.file_mb:g} MB in the file"
+            if self.mean is None
+            else f"{self.mean:g} in the mean"
+        )
         return f"{', '.join(words[:-1])} or {words[-1]} bits, {limit}"
 
 
@@ -257,7 +345,10 @@ class MoQConfig:
     """
 
     enabled: Annotated[Flag, key("false: train as if moq_hf were not there")] = True
-    verbose: Annotated[Flag, key("log every switch of every block, not only a summary", "quantize_verbose")] = False
+    verbose: Annotated[
+        Flag,
+        key("log every switch of every block, not only a summary", "quantize_verbose"),
+    ] = False
     kernel: Annotated[
         Flag | None,
         key(
@@ -268,10 +359,15 @@ class MoQConfig:
     ] = None
     q_type: Annotated[
         Literal["symmetric", "asymmetric"],
-        key("also spelled `quantize_type` at the top, and `quantize-algo`", "quantize_algo.q_type", "quantize_type"),
+        key(
+            "also spelled `quantize_type` at the top, and `quantize-algo`",
+            "quantize_algo.q_type",
+            "quantize_type",
+        ),
     ] = "symmetric"
     rounding: Annotated[
-        Literal["nearest", "stochastic"], key("rounding of a weight to its grid", "quantize_algo.rounding")
+        Literal["nearest", "stochastic"],
+        key("rounding of a weight to its grid", "quantize_algo.rounding"),
     ] = "nearest"
     scale: Annotated[
         Search,
@@ -305,20 +401,37 @@ class MoQConfig:
     ] = None
     groups: Annotated[
         Positive | Literal["per_channel"],
-        key('scales per weight: blocks of consecutive rows, or `"per_channel"`', "quantize_groups"),
+        key(
+            'scales per weight: blocks of consecutive rows, or `"per_channel"`',
+            "quantize_groups",
+        ),
     ] = 1
     group_size: Annotated[
-        Positive | None, key("instead: that many consecutive weights of a row share a scale", "quantize_group_size")
+        Positive | None,
+        key(
+            "instead: that many consecutive weights of a row share a scale",
+            "quantize_group_size",
+        ),
     ] = None
-    start_bits: Annotated[Bits, key("precision at the offset", "quantize_bits.start_bits")] = 16
+    start_bits: Annotated[
+        Bits, key("precision at the offset", "quantize_bits.start_bits")
+    ] = 16
     target_bits: Annotated[
         Bits
         | Annotated[
             BitBudget,
-            PlainSerializer(lambda budget: {name: value for name, value in vars(budget).items() if value is not None}),
+            PlainSerializer(
+                lambda budget: {
+                    name: value
+                    for name, value in vars(budget).items()
+                    if value is not None
+                }
+            ),
             Field(
                 title='{"mean": 3.0, "choices": [2, 3, 4, 8]}, or the same with "file_mb"',
-                json_schema_extra={"oneOf": [{"required": ["mean"]}, {"required": ["file_mb"]}]},
+                json_schema_extra={
+                    "oneOf": [{"required": ["mean"]}, {"required": ["file_mb"]}]
+                },
             ),
         ],
         key(
@@ -332,15 +445,23 @@ class MoQConfig:
     eigenvalue: EigenvalueConfig = EigenvalueConfig()
     sensitivity: SensitivityConfig = SensitivityConfig()
     distillation: DistillationConfig = DistillationConfig()
-    activation: Annotated[ActivationConfig, key("", "activation_quantization")] = ActivationConfig()
+    activation: Annotated[ActivationConfig, key("", "activation_quantization")] = (
+        ActivationConfig()
+    )
     modules_to_not_convert: Annotated[
-        tuple[Annotated[str, Field(strict=True, min_length=1, title="names or globs")], ...] | None,
+        tuple[
+            Annotated[str, Field(strict=True, min_length=1, title="names or globs")],
+            ...,
+        ]
+        | None,
         FailFast(),
         key("names or globs left in full precision; null: the model's output heads"),
     ] = None
     quantize_embeddings: Annotated[
         ByteBits | None,
-        key("bits of embedding tables, one scale per row, and of output heads that share one; null leaves them alone"),
+        key(
+            "bits of embedding tables, one scale per row, and of output heads that share one; null leaves them alone"
+        ),
     ] = None
     quantize_convolutions: Annotated[
         Flag,
@@ -357,12 +478,20 @@ class MoQConfig:
         ),
     ] = True
     serve: Annotated[
-        tuple[Literal["transformers", "vllm", "sglang", "llama.cpp", "onnxruntime"], ...],
+        tuple[
+            Literal["transformers", "vllm", "sglang", "llama.cpp", "onnxruntime"], ...
+        ],
         FailFast(),
-        key("who is to run what is delivered: what one of them cannot take is an error before the first step"),
+        key(
+            "who is to run what is delivered: what one of them cannot take is an error before the first step"
+        ),
     ] = ("transformers",)
-    seed: Annotated[Count, key("of stochastic rounding and of the eigenvalue start vectors")] = 0
-    ignored_sections: Annotated[tuple[str, ...], key("", exclude=True)] = field(default=(), compare=False)
+    seed: Annotated[
+        Count, key("of stochastic rounding and of the eigenvalue start vectors")
+    ] = 0
+    ignored_sections: Annotated[tuple[str, ...], key("", exclude=True)] = field(
+        default=(), compare=False
+    )
 
     @property
     def symmetric(self) -> bool:
@@ -384,7 +513,11 @@ class MoQConfig:
     @property
     def targets(self) -> tuple[int, ...]:
         """The bits that a block may end with, ascending: one number without a budget."""
-        return (self.target_bits,) if isinstance(self.target_bits, int) else self.target_bits.choices
+        return (
+            (self.target_bits,)
+            if isinstance(self.target_bits, int)
+            else self.target_bits.choices
+        )
 
     @property
     def target_in_words(self) -> str:
@@ -393,7 +526,11 @@ class MoQConfig:
         >>> MoQConfig(start_bits=8, target_bits=BitBudget(mean=3.0)).target_in_words
         '2, 3, 4 or 8 bits, 3 in the mean'
         """
-        return f"{self.target_bits} bits" if isinstance(self.target_bits, int) else self.target_bits.in_words()
+        return (
+            f"{self.target_bits} bits"
+            if isinstance(self.target_bits, int)
+            else self.target_bits.in_words()
+        )
 
     @property
     def falls(self) -> bool:
@@ -407,12 +544,18 @@ class MoQConfig:
         >>> MoQConfig(start_bits=8, target_bits=4).span_in_words, MoQConfig(start_bits=2, target_bits=2).span_in_words
         ('8 to 4 bits', '2 bits')
         """
-        return f"{self.start_bits} to {self.target_in_words}" if self.falls else self.target_in_words
+        return (
+            f"{self.start_bits} to {self.target_in_words}"
+            if self.falls
+            else self.target_in_words
+        )
 
     @property
     def measure(self) -> Measure:
         """What the sensitivity of a block is in this run: that of `sensitivity`, or its default."""
-        return self.sensitivity.measure or ("eigenvalue" if self.budget is None else "divergence")
+        return self.sensitivity.measure or (
+            "eigenvalue" if self.budget is None else "divergence"
+        )
 
     @property
     def grid(self) -> Grid:
@@ -422,9 +565,10 @@ class MoQConfig:
     def grid_of(self, dtype: str) -> Grid:
         """The same, of a model whose weights have a dtype.
 
-        What was trained is what the servers in `serve` compute with. vLLM and SGLang load scales in the half precision
-        that they compute in: the model's own, else bfloat16. Values of bfloat16 are exact in float16 too wherever that
-        has them in its normal range, so they fit a GGUF file as well.
+        What was trained is what the servers in `serve` compute with. vLLM and SGLang
+        load scales in the half precision that they compute in: the model's own, else
+        bfloat16. Values of bfloat16 are exact in float16 too wherever that has them in
+        its normal range, so they fit a GGUF file as well.
 
         Args:
             dtype: Of the model's weights: "float32", "bfloat16" or "float16".
@@ -438,14 +582,19 @@ class MoQConfig:
             served = "float16" if dtype == "float16" else "bfloat16"
         is_stochastic, is_full = self.rounding == "stochastic", self.range == "full"
         scales = self.scale_dtype or served
-        return Grid(self.grouping, self.symmetric, is_stochastic, self.scale, is_full, scales)
+        return Grid(
+            self.grouping, self.symmetric, is_stochastic, self.scale, is_full, scales
+        )
 
     @classmethod
-    def load(cls, source: "MoQConfig | Mapping[str, Any] | str | os.PathLike[str]") -> "MoQConfig":
+    def load(
+        cls, source: "MoQConfig | Mapping[str, Any] | str | os.PathLike[str]"
+    ) -> "MoQConfig":
         """A `MoQConfig` as it is, a mapping or the path of a JSON file.
 
         Raises:
-            MoQConfigError: As `from_dict` and `from_file`, or `source` is none of the three.
+            MoQConfigError: As `from_dict` and `from_file`, or `source` is none of the
+                three.
         """
         if isinstance(source, MoQConfig):
             return source
@@ -453,7 +602,9 @@ class MoQConfig:
             return cls.from_dict(source)
         if isinstance(source, (str, os.PathLike)):
             return cls.from_file(source)
-        raise MoQConfigError(f"a MoQ config is a MoQConfig, a mapping or a path, got {type(source).__name__}")
+        raise MoQConfigError(
+            f"a MoQ config is a MoQConfig, a mapping or a path, got {type(source).__name__}"
+        )
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> "MoQConfig":
@@ -482,7 +633,10 @@ class MoQConfig:
         """What is wrong with values together: the keys that it is about, apart by spaces, and a line on it."""
         if self.group_size is not None and self.groups != 1:
             groups = f"quantize_groups {show(self.groups)} and quantize_group_size {self.group_size}"
-            yield "quantize_groups quantize_group_size", f"{groups} exclude each other: give one"
+            yield (
+                "quantize_groups quantize_group_size",
+                f"{groups} exclude each other: give one",
+            )
         if self.range == "full" and not self.symmetric:
             yield (
                 f"quantize_algo.range {_Q_TYPE}",
@@ -494,14 +648,20 @@ class MoQConfig:
                 "distillation.logits distillation.hidden",
                 "distillation: logits and hidden are both 0, so a teacher would teach nothing; give one a weight",
             )
-        if self.sensitivity.measure is not None and not self.eigenvalue.enabled and self.budget is None:
+        if (
+            self.sensitivity.measure is not None
+            and not self.eigenvalue.enabled
+            and self.budget is None
+        ):
             yield (
                 "sensitivity.measure eigenvalue.enabled quantize_bits.target_bits",
                 f"sensitivity.measure: nothing asks for {show(self.sensitivity.measure)}: set eigenvalue.enabled to "
                 "true for the pace of the blocks, or quantize_bits.target_bits to a budget",
             )
         bits = "quantize_bits.start_bits quantize_bits.target_bits"
-        fault = self._bits_fault() if self.budget is None else _budget_fault(self.budget)
+        fault = (
+            self._bits_fault() if self.budget is None else _budget_fault(self.budget)
+        )
         if fault is not None:
             yield bits, fault
             return
@@ -522,7 +682,11 @@ class MoQConfig:
         start, target = self.start_bits, self.targets[0]
         default = " (it is the default); set it to 8, 4, 3 or 2"
         if target > start:
-            advice = default if target == 16 else f"; bits only fall, so start_bits must be {target} or more"
+            advice = (
+                default
+                if target == 16
+                else f"; bits only fall, so start_bits must be {target} or more"
+            )
             return f"quantize_bits: target_bits {target} is above start_bits {start}{advice}"
         if self.enabled and target == 16:
             return f"quantize_bits.target_bits: 16 would quantize nothing{default}"
@@ -530,7 +694,11 @@ class MoQConfig:
 
 
 def _budget_fault(budget: BitBudget) -> str | None:
-    where, mean, choices = "quantize_bits.target_bits", budget.mean, list(budget.choices)
+    where, mean, choices = (
+        "quantize_bits.target_bits",
+        budget.mean,
+        list(budget.choices),
+    )
     if (mean is None) == (budget.file_mb is None):
         return f"{where}: mean {show(mean)} and file_mb {show(budget.file_mb)}: give one of them"
     if len(choices) < 2 or choices != sorted(set(choices)):
@@ -565,7 +733,9 @@ def _flat_schema(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if section is None:
             found[name] = value
         else:
-            found |= {f"{name}.{inner}": part for inner, part in section["properties"].items()}
+            found |= {
+                f"{name}.{inner}": part for inner, part in section["properties"].items()
+            }
     return found
 
 
@@ -587,11 +757,22 @@ def _parse(document: Any, where: str) -> MoQConfig:
     try:
         config = _read(values, ignored)
     except ValidationError as error:
-        wrong = _value_faults(error, key_schemas() | {"quantize_type": key_schemas()["quantize_algo.q_type"]}, values)
-        config = _read({path: value for path, value in values.items() if path not in wrong}, ignored)
+        wrong = _value_faults(
+            error,
+            key_schemas() | {"quantize_type": key_schemas()["quantize_algo.q_type"]},
+            values,
+        )
+        config = _read(
+            {path: value for path, value in values.items() if path not in wrong},
+            ignored,
+        )
     faults += [wrong[path] for path in values if path in wrong]
     # A value that is not legal by itself is in no conflict.
-    faults += [text for keys, text in config.conflicts() if not wrong.keys() & set(keys.split())]
+    faults += [
+        text
+        for keys, text in config.conflicts()
+        if not wrong.keys() & set(keys.split())
+    ]
     if faults:
         raise _config_error(where, faults)
     if ignored:
@@ -633,12 +814,16 @@ def _read_json(path: str | os.PathLike[str]) -> Any:
     # ValueError: not UTF-8, or a path with a null character.
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise MoQConfigError(f"cannot read the MoQ config {os.fspath(path)}: {reason}") from error
+        raise MoQConfigError(
+            f"cannot read the MoQ config {os.fspath(path)}: {reason}"
+        ) from error
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
-        raise MoQConfigError(f"{os.fspath(path)} is not JSON: {error.msg} at {place}") from error
+        raise MoQConfigError(
+            f"{os.fspath(path)} is not JSON: {error.msg} at {place}"
+        ) from error
     except (RecursionError, ValueError) as error:
         raise MoQConfigError(f"{os.fspath(path)}: {error}") from error
 
@@ -655,25 +840,39 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _block_of(document: Any, where: str, faults: list[str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+def _block_of(
+    document: Any, where: str, faults: list[str]
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """Find moq_hf's keys in a document, and the names of the sections around them; `faults` takes what is wrong.
 
     Raises:
         MoQConfigError: There are none.
     """
     if not isinstance(document, Mapping):
-        raise MoQConfigError(f"{where}: must be an object of keys, got {show(document)}")
+        raise MoQConfigError(
+            f"{where}: must be an object of keys, got {show(document)}"
+        )
     if "quantize_training" in document:
         block = document["quantize_training"]
         if not isinstance(block, Mapping):
-            raise MoQConfigError(f"{where}: quantize_training must be an object of keys, got {show(block)}")
+            raise MoQConfigError(
+                f"{where}: quantize_training must be an object of keys, got {show(block)}"
+            )
         ours = [*_places(), "quantize_training", "$schema"]
-        faults += [f"{name}: belongs in quantize_training" for name in document if name in _places()]
+        faults += [
+            f"{name}: belongs in quantize_training"
+            for name in document
+            if name in _places()
+        ]
         return block, tuple(str(name) for name in document if name not in ours)
     if any(name in _DEEPSPEED for name in document):
         raise MoQConfigError(
             f"{where}: a DeepSpeed config without the section quantize_training, so there is nothing to quantize"
-            + (" (compression_training is another method)" if "compression_training" in document else "")
+            + (
+                " (compression_training is another method)"
+                if "compression_training" in document
+                else ""
+            )
             + '; add "quantize_training": {"quantize_bits": {"start_bits": 12, "target_bits": 8}, ...}'
         )
     return document, ()
@@ -698,10 +897,16 @@ def _flatten(block: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
         if not isinstance(name, str):
             faults.append(f"{show(name)}: keys must be text")
         elif section != name and section in block:
-            faults.append("quantize_algo and quantize-algo: two spellings of one key, give one")
+            faults.append(
+                "quantize_algo and quantize-algo: two spellings of one key, give one"
+            )
         elif name not in _places():
             if name != "$schema":
-                faults.append(_unknown_key(name, "", [*_places(), "quantize_training"], len(faults)))
+                faults.append(
+                    _unknown_key(
+                        name, "", [*_places(), "quantize_training"], len(faults)
+                    )
+                )
         elif not (names := _places()[name]):
             values[name] = value
         elif not isinstance(value, Mapping):
@@ -711,7 +916,9 @@ def _flatten(block: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
                 if inner in names:
                     values[f"{section}.{inner}"] = inner_value
                 else:
-                    faults.append(_unknown_key(str(inner), f"{section}.", names, len(faults)))
+                    faults.append(
+                        _unknown_key(str(inner), f"{section}.", names, len(faults))
+                    )
     if "quantize_type" in values and "quantize_algo.q_type" in values:
         one, other = values.pop("quantize_type"), values["quantize_algo.q_type"]
         if one != other:
@@ -727,17 +934,23 @@ def _config_error(where: str, faults: Sequence[str]) -> MoQConfigError:
     """Make one error of all that is wrong with a file, a mapping or the arguments of a class."""
     if len(faults) == 1:
         return MoQConfigError(f"{where}: {faults[0]}")
-    lines = [f"{where}: {len(faults)} things are wrong", *(f"  - {fault}" for fault in faults[:MOST_FAULTS])]
+    lines = [
+        f"{where}: {len(faults)} things are wrong",
+        *(f"  - {fault}" for fault in faults[:MOST_FAULTS]),
+    ]
     if len(faults) > MOST_FAULTS:
         lines.append(f"  and {len(faults) - MOST_FAULTS} more")
     return MoQConfigError("\n".join(lines))
 
 
-def _value_faults(error: ValidationError, schemas: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
+def _value_faults(
+    error: ValidationError, schemas: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, str]:
     """Give a line on each wrong value by its path.
 
     Args:
-        error: What pydantic found; a value that no kind of a key takes is found wrong by each.
+        error: What pydantic found; a value that no kind of a key takes is found wrong
+            by each.
         schemas: JSON Schema of each key by its path.
         given: The values by their paths, or by the names of arguments.
     """
@@ -748,15 +961,23 @@ def _value_faults(error: ValidationError, schemas: Mapping[str, Any], given: Map
         if path not in schemas:
             path = head
         if path in schemas:
-            faults[path] = _value_fault(path, given.get(path, given.get(head)), schemas[path])
+            faults[path] = _value_fault(
+                path, given.get(path, given.get(head)), schemas[path]
+            )
         else:
-            faults[path] = _unknown_key(path, "", [name for name in schemas if "." not in name], 0)
+            faults[path] = _unknown_key(
+                path, "", [name for name in schemas if "." not in name], 0
+            )
     return faults
 
 
 def _value_fault(path: str, value: Any, schema: Mapping[str, Any]) -> str:
     kinds = schema.get("anyOf", [schema])
-    words = [word for kind in kinds for word in kind.get("enum") or kind.get("items", {}).get("enum", ())]
+    words = [
+        word
+        for kind in kinds
+        for word in kind.get("enum") or kind.get("items", {}).get("enum", ())
+    ]
     words += [kind["const"] for kind in kinds if "const" in kind]
     hint = ""
     if any(kind.get("type") == "integer" for kind in kinds):
@@ -765,7 +986,11 @@ def _value_fault(path: str, value: Any, schema: Mapping[str, Any]) -> str:
         elif type(value) is int and value > LARGEST:
             hint = " and below 2**63"
     # Of a list, its first item that is no word was misspelt.
-    word = next((item for item in value if item not in words), None) if isinstance(value, (list, tuple)) else value
+    word = (
+        next((item for item in value if item not in words), None)
+        if isinstance(value, (list, tuple))
+        else value
+    )
     near = _nearest(word, words)
     if near:
         hint = f" (did you mean {json.dumps(near)}?)"
@@ -810,11 +1035,16 @@ def _unknown_key(name: str, section: str, here: Sequence[str], earlier: int) -> 
         earlier: How many faults are listed already.
     """
     path = show_key(section + name)
-    # Which key was meant takes time to find, and is not shown after so many others, nor for a text that is no name.
+    # Which key was meant takes time to find, and is not shown after so many others, nor
+    # for a text that is no name.
     if earlier >= MOST_FAULTS or len(name) > 80:
         return f"{path}: unknown key"
     # "enabled" and "verbose" stand in several places and point nowhere.
-    inner = {key.split(".")[1]: key for key in key_schemas() if "." in key and not key.endswith(("enabled", "verbose"))}
+    inner = {
+        key.split(".")[1]: key
+        for key in key_schemas()
+        if "." in key and not key.endswith(("enabled", "verbose"))
+    }
     near = _nearest(name, here)
     if near and name not in inner:
         return f"{path}: unknown key, did you mean {section}{near}?"

@@ -1,8 +1,9 @@
 """The eigenvalue of largest magnitude of each block of a loss's Hessian: how sensitive the loss is to each layer.
 
-A product of a block with a vector is that of a second differentiation, or a difference of two gradients. `lanczos`
-turns products into an eigenvalue; `power_iteration` is the way of DeepSpeed (`runtime/eigenvalue.py` up to 0.16). A
-vector has a number for each element of a block's parameters, flat and in float32.
+A product of a block with a vector is that of a second differentiation, or a difference
+of two gradients. `lanczos` turns products into an eigenvalue; `power_iteration` is the
+way of DeepSpeed (`runtime/eigenvalue.py` up to 0.16). A vector has a number for each
+element of a block's parameters, flat and in float32.
 """
 
 import contextlib
@@ -19,13 +20,14 @@ from .processes import is_apart
 
 Loss = Callable[[], Tensor]
 
-# The largest change of a weight in a difference of gradients. Of 1e-5 to 1e-1 this one had the least error over blocks
-# and directions, at most 1e-3 of the product: truncation grows with its square, float32's rounding with its inverse.
-# See docs/evidence/eigenvalues.md.
+# The largest change of a weight in a difference of gradients. Of 1e-5 to 1e-1 this one
+# had the least error over blocks and directions, at most 1e-3 of the product:
+# truncation grows with its square, float32's rounding with its inverse. See
+# docs/evidence/eigenvalues.md.
 DIFFERENCE = 2e-4
 
-# Ritz values of fewer steps of Lanczos may look settled before the largest eigenvalue shows; see
-# docs/evidence/eigenvalues.md.
+# Ritz values of fewer steps of Lanczos may look settled before the largest eigenvalue
+# shows; see docs/evidence/eigenvalues.md.
 MIN_STEPS = 6
 # Searching all of so many dimensions costs less than thinking about them.
 SMALL = 64
@@ -42,9 +44,11 @@ class Eigenvalue:
     """What was found for one block.
 
     Attributes:
-        value: The eigenvalue of largest magnitude, with its sign; NaN if a product was not finite.
-        reason: Why the iteration ended: "tolerance", "exact" (the whole space that the start vector reaches was
-            searched), "zero" (the block's Hessian has no curvature along the start vector), "max_iter" or "not finite".
+        value: The eigenvalue of largest magnitude, with its sign; NaN if a product was
+            not finite.
+        reason: Why the iteration ended: "tolerance", "exact" (the whole space that the
+            start vector reaches was searched), "zero" (the block's Hessian has no
+            curvature along the start vector), "max_iter" or "not finite".
         num_products: Products of the block's Hessian with a vector.
     """
 
@@ -53,7 +57,8 @@ class Eigenvalue:
     num_products: int
 
 
-# Searches a symmetric matrix for its eigenvalue: yields vectors `[n]` to be multiplied with it, is sent the products.
+# Searches a symmetric matrix for its eigenvalue: yields vectors `[n]` to be multiplied
+# with it, is sent the products.
 Search = Generator[Tensor, Tensor, Eigenvalue]
 
 
@@ -69,17 +74,21 @@ def block_eigenvalues(
 ) -> dict[str, Eigenvalue]:
     """The eigenvalue of largest magnitude of each block on the diagonal of the Hessian of a loss.
 
-    Measures as the model stands: mode, data and precision are the caller's. Writes no gradient, and draws nothing from
-    the global random generators.
+    Measures as the model stands: mode, data and precision are the caller's. Writes no
+    gradient, and draws nothing from the global random generators.
 
     Args:
-        loss: Gives the loss, a scalar, each time the same for the same parameters. Several of them (one per batch)
-            stand for their mean, and only one batch's graph is in memory at a time.
-        blocks: Block name to the parameters of the block, of any shape, all of which require a gradient.
-        method: "lanczos" (see `lanczos`) or "power" (see `power_iteration`), which is DeepSpeed's and may end on a
-            wrong value where the ends of the spectrum are nearly equal in magnitude.
+        loss: Gives the loss, a scalar, each time the same for the same parameters.
+            Several of them (one per batch) stand for their mean, and only one batch's
+            graph is in memory at a time.
+        blocks: Block name to the parameters of the block, of any shape, all of which
+            require a gradient.
+        method: "lanczos" (see `lanczos`) or "power" (see `power_iteration`), which is
+            DeepSpeed's and may end on a wrong value where the ends of the spectrum are
+            nearly equal in magnitude.
         max_iter: Products per block, at most.
-        tol: Relative error of an eigenvalue; for "power" the relative change at which to end.
+        tol: Relative error of an eigenvalue; for "power" the relative change at which
+            to end.
         stability: Added to norms before dividing by them ("power").
         seed: Of the start vectors.
 
@@ -87,9 +96,10 @@ def block_eigenvalues(
         The blocks' results, in the order of `blocks`.
 
     Raises:
-        MoQError: No blocks or losses, a block without parameters, a parameter that requires no gradient or that FSDP2
-            or ZeRO-3 takes apart, a loss that is not a scalar or depends on no parameter, an argument out of its range,
-            or a loss that cannot be differentiated twice.
+        MoQError: No blocks or losses, a block without parameters, a parameter that
+            requires no gradient or that FSDP2 or ZeRO-3 takes apart, a loss that is not
+            a scalar or depends on no parameter, an argument out of its range, or a loss
+            that cannot be differentiated twice.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> found = block_eigenvalues(lambda: (torch.tensor([1.0, -3.0]) * x**2).sum() / 2, {"x": [x]})["x"]
@@ -112,15 +122,20 @@ def block_eigenvalues(
             searches[name] = lanczos(start, tol, max_iter)
         else:
             searches[name] = power_iteration(start, tol, max_iter, stability)
-    # Of one loss the graph is kept for all products; of several, only one graph is in memory at a time.
+    # Of one loss the graph is kept for all products; of several, only one graph is in
+    # memory at a time.
     kept = gradients_of(losses[0], parameters) if len(losses) == 1 else None
 
     def mean_products(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         sums = {name: torch.zeros_like(vector) for name, vector in vectors.items()}
         for one in losses:
-            gradients = kept or gradients_of(one, {name: parameters[name] for name in vectors})
+            gradients = kept or gradients_of(
+                one, {name: parameters[name] for name in vectors}
+            )
             for name, vector in vectors.items():
-                sums[name] += hessian_product(gradients, parameters[name], vector).div_(len(losses))
+                sums[name] += hessian_product(gradients, parameters[name], vector).div_(
+                    len(losses)
+                )
             # Its graph must be gone before the next one comes.
             del gradients
         return sums
@@ -129,13 +144,15 @@ def block_eigenvalues(
 
 
 def solve(
-    searches: Mapping[str, Search], products: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    searches: Mapping[str, Search],
+    products: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> dict[str, Eigenvalue]:
     """Find an eigenvalue of each of several matrices, of which only products with vectors are known.
 
     Args:
         searches: Name of a matrix to its search.
-        products: Takes vectors v `[n]` by the names of their matrices, and gives the products H v, which it leaves.
+        products: Takes vectors v `[n]` by the names of their matrices, and gives the
+            products H v, which it leaves.
 
     >>> matrix = torch.diag(torch.tensor([1.0, -3.0, 2.0]))
     >>> search = lanczos(torch.ones(3), tol=1e-2, max_iter=10)
@@ -157,14 +174,17 @@ def solve(
 def lanczos(start: Tensor, tol: float, max_iter: int) -> Search:
     """Lanczos iteration on a symmetric matrix, for the eigenvalue of largest magnitude.
 
-    With T the tridiagonal matrix of j steps and (t, s) an eigenpair of it (t a Ritz value), some eigenvalue lies
-    within r = beta_j |s_j| of t (Parlett, The Symmetric Eigenvalue Problem, 13.2), and within r^2 / gap of an end of
-    the spectrum that is `gap` away from the rest (4.5 there). It ends after at least `MIN_STEPS` products as soon as
-    the Ritz value of larger magnitude is within `tol` by that estimate and the other end can no longer exceed it by
-    more than `tol`. Lost orthogonality repeats eigenvalues that are found already and changes no extreme one (13.6).
+    With T the tridiagonal matrix of j steps and (t, s) an eigenpair of it (t a Ritz
+    value), some eigenvalue lies within r = beta_j |s_j| of t (Parlett, The Symmetric
+    Eigenvalue Problem, 13.2), and within r^2 / gap of an end of the spectrum that is
+    `gap` away from the rest (4.5 there). It ends after at least `MIN_STEPS` products as
+    soon as the Ritz value of larger magnitude is within `tol` by that estimate and the
+    other end can no longer exceed it by more than `tol`. Lost orthogonality repeats
+    eigenvalues that are found already and changes no extreme one (13.6).
 
-    That is an estimate, no bound: it cannot know of an eigenvalue whose vector the start hardly has a part of, and
-    takes ends that are hardly apart for one. Small matrices are searched to the end.
+    That is an estimate, no bound: it cannot know of an eigenvalue whose vector the
+    start hardly has a part of, and takes ends that are hardly apart for one. Small
+    matrices are searched to the end.
 
     Args:
         start: `[n]`, float32; not zero.
@@ -187,7 +207,9 @@ def lanczos(start: Tensor, tol: float, max_iter: int) -> Search:
         steps = len(diagonal)
         if not math.isfinite(alpha + beta):
             return Eigenvalue(math.nan, "not finite", steps)
-        (other, other_error), (value, error) = sorted(_extremes(diagonal, off, beta), key=lambda end: abs(end[0]))
+        (other, other_error), (value, error) = sorted(
+            _extremes(diagonal, off, beta), key=lambda end: abs(end[0])
+        )
         scale = max(abs(value), *map(abs, diagonal), *map(abs, off))
         # Rounding leaves that much of a vector that is zero in exact arithmetic.
         if beta <= 1e-6 * scale or steps == size:
@@ -201,7 +223,9 @@ def lanczos(start: Tensor, tol: float, max_iter: int) -> Search:
         before, vector = vector, product.div_(beta)
 
 
-def _extremes(diagonal: Sequence[float], off: Sequence[float], beta: float) -> list[tuple[float, float]]:
+def _extremes(
+    diagonal: Sequence[float], off: Sequence[float], beta: float
+) -> list[tuple[float, float]]:
     """Find the lowest and the highest Ritz value of a tridiagonal matrix, each with the estimate of its error."""
     matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64, device="cpu"))
     if off:
@@ -221,7 +245,9 @@ def _extremes(diagonal: Sequence[float], off: Sequence[float], beta: float) -> l
     return found
 
 
-def power_iteration(start: Tensor, tol: float, max_iter: int, stability: float) -> Search:
+def power_iteration(
+    start: Tensor, tol: float, max_iter: int, stability: float
+) -> Search:
     """Power iteration as DeepSpeed published it: ends when the Rayleigh quotient changed by less than `tol`.
 
     Args:
@@ -246,15 +272,23 @@ def power_iteration(start: Tensor, tol: float, max_iter: int, stability: float) 
     return Eigenvalue(value, "max_iter", max_iter)
 
 
-def gradients_of(loss: Loss, blocks: Mapping[str, Sequence[Tensor]]) -> dict[int, Tensor | None]:
+def gradients_of(
+    loss: Loss, blocks: Mapping[str, Sequence[Tensor]]
+) -> dict[int, Tensor | None]:
     """The gradients of a loss with their own graph, by the ids of the blocks' parameters."""
-    unique = list({id(p): p for parameters in blocks.values() for p in parameters}.values())
+    unique = list(
+        {id(p): p for parameters in blocks.values() for p in parameters}.values()
+    )
     with _explained():
-        found = torch.autograd.grad(_evaluate(loss), unique, create_graph=True, allow_unused=True)
+        found = torch.autograd.grad(
+            _evaluate(loss), unique, create_graph=True, allow_unused=True
+        )
     return dict(zip(map(id, unique), found, strict=True))
 
 
-def hessian_product(gradients: Mapping[int, Tensor | None], parameters: Sequence[Tensor], vector: Tensor) -> Tensor:
+def hessian_product(
+    gradients: Mapping[int, Tensor | None], parameters: Sequence[Tensor], vector: Tensor
+) -> Tensor:
     """H v `[n]` of a block with a vector `[n]`, float32, from what `gradients_of` gives."""
     outputs, weights = [], []
     for parameter, part in zip(parameters, _split(vector, parameters), strict=True):
@@ -266,15 +300,18 @@ def hessian_product(gradients: Mapping[int, Tensor | None], parameters: Sequence
     if not outputs:
         return torch.zeros_like(vector)
     with _explained():
-        found = torch.autograd.grad(outputs, parameters, weights, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(
+            outputs, parameters, weights, retain_graph=True, allow_unused=True
+        )
     return _flat(found, parameters)
 
 
 def check_second_derivative(loss: Loss, parameters: Sequence[Tensor]) -> None:
     """Compare a product along a random direction with differences of gradients, taken over two steps.
 
-    A kernel whose gradient autograd does not record (Liger's, some attention kernels) makes products wrong in silence.
-    At the kinks of a loss (ReLU, top-k routing) it is the differences that are wrong, and depend on their step.
+    A kernel whose gradient autograd does not record (Liger's, some attention kernels)
+    makes products wrong in silence. At the kinks of a loss (ReLU, top-k routing) it is
+    the differences that are wrong, and depend on their step.
 
     Args:
         loss: Gives the loss, a scalar, each time the same for the same parameters.
@@ -289,7 +326,8 @@ def check_second_derivative(loss: Loss, parameters: Sequence[Tensor]) -> None:
     wide, narrow = (_difference(loss, parameters, vector, h) for h in (step, step / 2))
     exact = hessian_product(gradients_of(loss, {"": parameters}), parameters, vector)
     error, length = float((wide - exact).norm()), float(exact.norm())
-    # Gradients below 1e-6 are rounding; among themselves differences agree to 1 %, with the product to 2 %.
+    # Gradients below 1e-6 are rounding; among themselves differences agree to 1 %, with
+    # the product to 2 %.
     if error > 0.05 * length + 1e-6 and float((wide - narrow).norm()) < 0.1 * error:
         raise MoQError(
             f"the loss has no right second derivative: a product with its Hessian is off by {error:.3g} where its norm "
@@ -298,26 +336,34 @@ def check_second_derivative(loss: Loss, parameters: Sequence[Tensor]) -> None:
         )
 
 
-def _difference(loss: Loss, parameters: Sequence[Tensor], vector: Tensor, step: float) -> Tensor:
+def _difference(
+    loss: Loss, parameters: Sequence[Tensor], vector: Tensor, step: float
+) -> Tensor:
     """Approximate the product of the loss's Hessian with v by gradients g: (g(x + step v) - g(x - step v)) / 2 step."""
     values = [parameter.data for parameter in parameters]
     gradients = []
     for signed in (step, -step):
-        for parameter, value, move in zip(parameters, values, _split(vector, parameters), strict=True):
+        for parameter, value, move in zip(
+            parameters, values, _split(vector, parameters), strict=True
+        ):
             parameter.data = value.add(move, alpha=signed)
-        gradients.append(torch.autograd.grad(_evaluate(loss), parameters, allow_unused=True))
+        gradients.append(
+            torch.autograd.grad(_evaluate(loss), parameters, allow_unused=True)
+        )
         for parameter, value in zip(parameters, values, strict=True):
             parameter.data = value
     ahead, behind = (_flat(found, parameters) for found in gradients)
     return (ahead - behind) / (2 * step)
 
 
-def _check_blocks(losses: Sequence[Loss], blocks: Mapping[str, Sequence[Tensor]]) -> None:
+def _check_blocks(
+    losses: Sequence[Loss], blocks: Mapping[str, Sequence[Tensor]]
+) -> None:
     """Check what is to be measured.
 
     Raises:
-        MoQError: No losses or blocks, a block without parameters, with one that requires no gradient or that an engine
-            takes apart.
+        MoQError: No losses or blocks, a block without parameters, with one that
+            requires no gradient or that an engine takes apart.
     """
     if not losses:
         raise MoQError("no loss: give one, or one per batch")
@@ -328,7 +374,9 @@ def _check_blocks(losses: Sequence[Loss], blocks: Mapping[str, Sequence[Tensor]]
             raise MoQError(f"block {name!r} has no parameters")
         frozen = sum(not p.requires_grad for p in parameters)
         if frozen:
-            raise MoQError(f"block {name!r} has {frozen} parameters that require no gradient; see `measuring`")
+            raise MoQError(
+                f"block {name!r} has {frozen} parameters that require no gradient; see `measuring`"
+            )
         if any(map(is_apart, parameters)):
             raise MoQError(NOT_UNDER_ENGINES)
 
@@ -337,19 +385,29 @@ def _random_vector(parameters: Sequence[Tensor], seed: int) -> Tensor:
     """Draw a random vector `[n]` over some parameters, the same wherever they are."""
     size = sum(p.numel() for p in parameters)
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(parameters[0].device)
+    return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(
+        parameters[0].device
+    )
 
 
 def _split(vector: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Cut a vector into the shapes of the parameters, in their dtypes."""
     pieces = torch.split(vector, [p.numel() for p in parameters])
-    return [piece.view(p.shape).to(p.dtype) for piece, p in zip(pieces, parameters, strict=True)]
+    return [
+        piece.view(p.shape).to(p.dtype)
+        for piece, p in zip(pieces, parameters, strict=True)
+    ]
 
 
 def _flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
     """Join tensors of the shapes of `like`, None being zeros, to one float32 vector."""
     pairs = zip(tensors, like, strict=True)
-    return torch.cat([(torch.zeros_like(p) if t is None else t).detach().float().flatten() for t, p in pairs])
+    return torch.cat(
+        [
+            (torch.zeros_like(p) if t is None else t).detach().float().flatten()
+            for t, p in pairs
+        ]
+    )
 
 
 def _evaluate(loss: Loss) -> Tensor:
@@ -361,7 +419,11 @@ def _evaluate(loss: Loss) -> Tensor:
     with torch.enable_grad():
         value = loss()
     if not isinstance(value, Tensor) or value.numel() != 1:
-        shape = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        shape = (
+            f"a tensor of shape {list(value.shape)}"
+            if isinstance(value, Tensor)
+            else type(value).__name__
+        )
         raise MoQError(f"the loss must be a scalar tensor, got {shape}")
     if not value.requires_grad:
         raise MoQError("the loss depends on no parameter that requires a gradient")

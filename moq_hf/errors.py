@@ -89,7 +89,9 @@ def require(extra: str, *libraries: str) -> None:
         try:
             importlib.import_module(library)
         except ImportError:
-            raise MoQError(f"{library} is not installed: pip install 'moq_hf[{extra}]'") from None
+            raise MoQError(
+                f"{library} is not installed: pip install 'moq_hf[{extra}]'"
+            ) from None
 
 
 def read_as(kind: Any, value: Any, where: str, key: str = "") -> Any:
@@ -112,7 +114,10 @@ def read_as(kind: Any, value: Any, where: str, key: str = "") -> Any:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
-    place = ".".join(show_key(str(part)) for part in (key, *found["loc"]) if part != "") or "it"
+    place = (
+        ".".join(show_key(str(part)) for part in (key, *found["loc"]) if part != "")
+        or "it"
+    )
     if found["type"] == "missing":
         raise MoQError(f"{where}: {place} is missing")
     legal = found["msg"].removeprefix("Input should be ")

@@ -1,7 +1,8 @@
 """The grid of a weight: which weights share a scale, whether codes are symmetric, how they round, how a scale is found.
 
-A `Grid` says everything about a quantization but the bit width, which falls while training. The numerics that it names
-are defined in `quantizer`. An `InputGrid` says how the inputs of a layer are rounded, as `inputs` defines it.
+A `Grid` says everything about a quantization but the bit width, which falls while
+training. The numerics that it names are defined in `quantizer`. An `InputGrid` says how
+the inputs of a layer are rounded, as `inputs` defines it.
 """
 
 from dataclasses import dataclass
@@ -49,7 +50,9 @@ class RowBlocks:
             ValueError: The rows cannot be divided so.
         """
         if self.count < 1 or rows % self.count:
-            raise ValueError(f"{self.count} groups do not divide the {rows} rows of the weight")
+            raise ValueError(
+                f"{self.count} groups do not divide the {rows} rows of the weight"
+            )
         return self.count, 1
 
 
@@ -100,7 +103,9 @@ class PerGroup:
             ValueError: The columns cannot be divided so.
         """
         if self.size < 1 or columns % self.size:
-            raise ValueError(f"group_size {self.size} does not divide the {columns} columns of the weight")
+            raise ValueError(
+                f"group_size {self.size} does not divide the {columns} columns of the weight"
+            )
         return rows, columns // self.size
 
 
@@ -114,11 +119,14 @@ class Grid:
     Attributes:
         grouping: Which weights share a scale. Groups fall on row boundaries.
         symmetric: Codes around zero; otherwise codes from 0 with a zero point.
-        stochastic: Round x / scale to floor(x / scale + u); otherwise to the nearest, half to even.
-        search: How a scale is found: "absmax", "mse" (the clipping ratio of each group with the least squared error),
-            or "auto" (mse at 5 bits and below, absmax above).
-        full: Of a symmetric grid: codes down to -2^(b-1), one more than "narrow" has, and a scale with a sign, so that
-            this code is on the side of the largest weight. From 2 bits on; 1 bit is binary.
+        stochastic: Round x / scale to floor(x / scale + u); otherwise to the nearest,
+            half to even.
+        search: How a scale is found: "absmax", "mse" (the clipping ratio of each group
+            with the least squared error), or "auto" (mse at 5 bits and below, absmax
+            above).
+        full: Of a symmetric grid: codes down to -2^(b-1), one more than "narrow" has,
+            and a scale with a sign, so that this code is on the side of the largest
+            weight. From 2 bits on; 1 bit is binary.
         scale_dtype: What each scale is rounded to before codes are computed with it.
 
     >>> Grid(PerGroup(4)).shape(12, 8)
@@ -171,22 +179,26 @@ class Grid:
         >>> Grid().searches(4), Grid().searches(8), Grid(search="mse").searches(8)
         (True, False, True)
         """
-        wanted = self.search == "mse" or (self.search == "auto" and bits <= SEARCHED_BITS)
+        wanted = self.search == "mse" or (
+            self.search == "auto" and bits <= SEARCHED_BITS
+        )
         return wanted and self.is_uniform(bits)
 
     def check(self, bits: int) -> None:
         """Check that the grid exists at a bit width.
 
         Raises:
-            ValueError: It does not: bits are not 1 to 16, 1 bit or a full range is asymmetric, or stochastic rounding
-                has no steps.
+            ValueError: It does not: bits are not 1 to 16, 1 bit or a full range is
+                asymmetric, or stochastic rounding has no steps.
         """
         if not 1 <= bits <= MAX_BITS:
             raise ValueError(f"bits must be 1 to {MAX_BITS}, got {bits}")
         if bits == 1 and not self.symmetric:
             raise ValueError("1 bit is binary, which is symmetric only")
         if self.full and not self.symmetric:
-            raise ValueError("a full range is of symmetric grids: an asymmetric one has all its codes")
+            raise ValueError(
+                "a full range is of symmetric grids: an asymmetric one has all its codes"
+            )
         if self.stochastic and not self.is_uniform(bits):
             raise ValueError(f"{bits} bits symmetric rounds to nearest only")
 
@@ -197,8 +209,9 @@ class InputGrid:
 
     Attributes:
         bits: Bit width of a code, 2 to 8.
-        scale: "per_token": symmetric codes, a scale for each token. "per_tensor": asymmetric codes, a scale for each
-            call. "static": symmetric codes, one scale, learned in training.
+        scale: "per_token": symmetric codes, a scale for each token. "per_tensor":
+            asymmetric codes, a scale for each call. "static": symmetric codes, one
+            scale, learned in training.
 
     >>> InputGrid(8, "per_token").limits(), InputGrid(8, "per_tensor").limits(), InputGrid(7, "static").limits()
     ((-127, 127), (0, 255), (-64, 63))

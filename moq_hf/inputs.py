@@ -33,13 +33,16 @@ _NEWEST = 0.01
 LARGEST_RANGE = torch.finfo(torch.float32).max
 
 
-def fake_quantize_input(input: Tensor, grid: InputGrid, largest: Tensor | None = None) -> Tensor:
+def fake_quantize_input(
+    input: Tensor, grid: InputGrid, largest: Tensor | None = None
+) -> Tensor:
     """An input on its grid: scale * (code - zero point).
 
     Args:
         input: Floating-point `[..., features]`.
         grid: How it is quantized.
-        largest: The range of a static scale, a float32 scalar; None is the largest magnitude of `input`.
+        largest: The range of a static scale, a float32 scalar; None is the largest
+            magnitude of `input`.
 
     Returns:
         The input's shape and dtype.
@@ -54,7 +57,15 @@ def fake_quantize_input(input: Tensor, grid: InputGrid, largest: Tensor | None =
         return (x / scale).round_().mul_(scale).to(input.dtype)
     if grid.scale == "per_tensor":
         scale, zero = tensor_scale(x, grid.bits)
-        return (x / scale).round_().add_(zero).clamp_(low, high).sub_(zero).mul_(scale).to(input.dtype)
+        return (
+            (x / scale)
+            .round_()
+            .add_(zero)
+            .clamp_(low, high)
+            .sub_(zero)
+            .mul_(scale)
+            .to(input.dtype)
+        )
     scale = static_scale(x.abs().amax() if largest is None else largest, grid.bits)
     return (x / scale).round_().clamp_(low, high).mul_(scale).to(input.dtype)
 
@@ -83,8 +94,10 @@ class InputObserver:
 
     Attributes:
         grid: How they are quantized.
-        observed: Of a static scale: the largest magnitude since the last optimizer step, a float32 scalar.
-        range: Of a static scale: the running range, a float32 scalar; None before the first step.
+        observed: Of a static scale: the largest magnitude since the last optimizer
+            step, a float32 scalar.
+        range: Of a static scale: the running range, a float32 scalar; None before the
+            first step.
         active: Whether they are quantized, or only observed.
     """
 
@@ -98,19 +111,30 @@ class InputObserver:
 
         Args:
             input: Floating-point `[..., features]`.
-            training: Whether its magnitude counts for the range; not inside torch.func's transforms, which allow no
-                writing.
+            training: Whether its magnitude counts for the range; not inside
+                torch.func's transforms, which allow no writing.
         """
         if input.numel() == 0 or input.is_meta:
             # No values, and no largest one.
             return None
         if self.grid.scale == "static" and training and not is_transformed():
-            # In place, so that a compiled graph keeps its tensor; replicas of DataParallel have inputs elsewhere.
-            newest = input.detach().abs().amax().nan_to_num(nan=0.0, posinf=0.0).to(self.observed.device)
+            # In place, so that a compiled graph keeps its tensor; replicas of
+            # DataParallel have inputs elsewhere.
+            newest = (
+                input.detach()
+                .abs()
+                .amax()
+                .nan_to_num(nan=0.0, posinf=0.0)
+                .to(self.observed.device)
+            )
             self.observed.copy_(torch.maximum(self.observed, newest))
         if not self.active:
             return None
-        return fake_quantize_input(input, self.grid, None if self.range is None else self.range.to(input.device))
+        return fake_quantize_input(
+            input,
+            self.grid,
+            None if self.range is None else self.range.to(input.device),
+        )
 
     def move_to(self, device: torch.device) -> None:
         """Move what is known of the range to a device; not the meta device, where it would be lost."""
@@ -121,14 +145,19 @@ class InputObserver:
     def step(self, newest: Tensor) -> None:
         """Bring the running range up to date after an optimizer step.
 
-        A pass whose inputs hold NaN or Inf does not count, nor does a step without a forward pass.
+        A pass whose inputs hold NaN or Inf does not count, nor does a step without a
+        forward pass.
 
         Args:
             newest: The largest magnitude that the step saw, a float32 scalar.
         """
         counts = newest > 0
         if self.range is not None:
-            self.range.copy_(torch.where(counts, self.range + _NEWEST * (newest - self.range), self.range))
+            self.range.copy_(
+                torch.where(
+                    counts, self.range + _NEWEST * (newest - self.range), self.range
+                )
+            )
         elif bool(counts):
             self.range = newest.clone()
         self.observed.zero_()
@@ -154,10 +183,14 @@ def update_ranges(inputs: Iterable[InputObserver]) -> None:
 
 def ranges_of(inputs: Mapping[str, InputObserver]) -> dict[str, float]:
     """The running ranges that there are, as a saved state holds them: exact, since float32 fits into JSON's numbers."""
-    return {name: float(one.range) for name, one in inputs.items() if one.range is not None}
+    return {
+        name: float(one.range) for name, one in inputs.items() if one.range is not None
+    }
 
 
-def load_ranges(inputs: Mapping[str, InputObserver], saved: Mapping[str, float]) -> None:
+def load_ranges(
+    inputs: Mapping[str, InputObserver], saved: Mapping[str, float]
+) -> None:
     """Take over what `ranges_of` gave; a layer that is not in it starts without a range."""
     for name, one in inputs.items():
         one.observed.zero_()

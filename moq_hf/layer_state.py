@@ -29,7 +29,8 @@ _FORWARD = ("forward", "compute_loss", "prediction_step")
 class _StraightThrough(torch.autograd.Function):
     """The quantized weight, with the float weight's gradient.
 
-    Differentiable twice, and by torch.func's grad and vjp. A forward-mode rule would keep Dynamo from tracing it.
+    Differentiable twice, and by torch.func's grad and vjp. A forward-mode rule would
+    keep Dynamo from tracing it.
     """
 
     generate_vmap_rule = True
@@ -47,25 +48,29 @@ class _StraightThrough(torch.autograd.Function):
         return grad[0].to(ctx.dtype), None
 
 
-# What Function.apply does where no transform of torch.func is active, without binding arguments to a signature, which
-# takes as long as all the rest.
+# What Function.apply does where no transform of torch.func is active, without binding
+# arguments to a signature, which takes as long as all the rest.
 _apply = super(torch.autograd.Function, _StraightThrough).apply
 
 
 def straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
     """The quantized weight, whose gradient is that of the float weight."""
     plain = not torch.compiler.is_compiling() and not is_transformed()
-    return cast(Tensor, (_apply if plain else _StraightThrough.apply)(weight, quantized))  # type: ignore[no-untyped-call]
+    return cast(
+        Tensor, (_apply if plain else _StraightThrough.apply)(weight, quantized)
+    )  # type: ignore[no-untyped-call]
 
 
 def in_forward() -> bool:
     """Whether this thread is inside a module's forward pass, or recomputes one for checkpointing.
 
-    Read off the stack: a flag would have to be kept right through exceptions, threads, copies and wrappers.
+    Read off the stack: a flag would have to be kept right through exceptions, threads,
+    copies and wrappers.
     """
     if torch.compiler.is_compiling():
         return True
-    # Autograd runs hooks with gradients off, and what checkpointing recomputes with gradients on.
+    # Autograd runs hooks with gradients off, and what checkpointing recomputes with
+    # gradients on.
     if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
         return True
     frame: FrameType | None = sys._getframe(1)
@@ -80,7 +85,9 @@ def in_forward() -> bool:
 def _is_of_module(frame: FrameType) -> bool:
     """Whether a function of such a name is a module's, called without its `__call__`, or a Trainer's, with its loss."""
     names = frame.f_code.co_varnames
-    return bool(names) and isinstance(frame.f_locals.get(names[0]), (nn.Module, Trainer))
+    return bool(names) and isinstance(
+        frame.f_locals.get(names[0]), (nn.Module, Trainer)
+    )
 
 
 class Copy(NamedTuple):
@@ -88,8 +95,10 @@ class Copy(NamedTuple):
 
     Attributes:
         values: The quantized weight.
-        key: What it was made of and with: the float weight's address and version, the precision and the ratios.
-        sources: The tensors that the key names: as long as they live, no others can have their addresses.
+        key: What it was made of and with: the float weight's address and version, the
+            precision and the ratios.
+        sources: The tensors that the key names: as long as they live, no others can
+            have their addresses.
     """
 
     values: Tensor
@@ -107,16 +116,21 @@ class LayerState:
         bits: Bit width, 1 to 16; 32 is unquantized.
         ratio: Clipping ratio per group, or None for absmax.
         blend: Share of the float weight in the forward pass.
-        seed: The random numbers of stochastic rounding. Its step counts optimizer steps.
+        seed: The random numbers of stochastic rounding. Its step counts optimizer
+            steps.
         kernel: `quantizer_kernel` of the config: false lets only `quantizer` compute.
         config: What the model was made ready with.
         inputs: Of a linear layer: how its inputs are quantized; None leaves them alone.
         name: The layer's in the model that was made ready, for messages.
-        has_controller: Whether a controller counts the optimizer steps; otherwise each call of `train()` counts as one.
+        has_controller: Whether a controller counts the optimizer steps; otherwise each
+            call of `train()` counts as one.
         used: Whether a forward pass has used the weight since the layer was made ready.
-        handed_over: Whether an engine, FSDP2 or ZeRO-3, hands the weight over for each pass and frees it after that.
-        handed_dtype: The dtype in which it was handed over last; None before the first pass.
-        scale: That of the weight when it was last quantized: not finite where a group held NaN or Inf.
+        handed_over: Whether an engine, FSDP2 or ZeRO-3, hands the weight over for each
+            pass and frees it after that.
+        handed_dtype: The dtype in which it was handed over last; None before the first
+            pass.
+        scale: That of the weight when it was last quantized: not finite where a group
+            held NaN or Inf.
     """
 
     grid: Grid
@@ -139,17 +153,24 @@ class LayerState:
         self._begin()
 
     def _begin(self) -> None:
-        # Copies by dtype: what reads a weight under autocast wants another one than what multiplies with it.
+        # Copies by dtype: what reads a weight under autocast wants another one than
+        # what multiplies with it.
         self.copies: dict[torch.dtype, Copy] = {}
-        # Quantized weights of the pass that is under way, where the backward pass is to compute them again.
+        # Quantized weights of the pass that is under way, where the backward pass is to
+        # compute them again.
         self.made: list[Tensor] | None = None
-        # Compiled graphs know the state by its number: a tensor, on which they do not depend.
+        # Compiled graphs know the state by its number: a tensor, on which they do not
+        # depend.
         number = next(_numbers)
         self.number = torch.tensor(number, device="cpu")
         _states[number] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("copies", "made", "number")}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("copies", "made", "number")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -165,32 +186,41 @@ class LayerState:
         Raises:
             RuntimeError: It cannot be quantized.
         """
-        # Shards are for FSDP2 itself to see, which replaces them by the whole weight before anything is computed.
+        # Shards are for FSDP2 itself to see, which replaces them by the whole weight
+        # before anything is computed.
         if is_sharded(weight) or not in_forward():
             return weight
         try:
             return self.quantized_weight(weight, weight.dtype, training)
         except AttributeError as error:
             # nn.Module would look on, and give the float weight.
-            raise RuntimeError(f"{parameter_of(self.name, self.kind)} cannot be quantized: {error}") from error
+            raise RuntimeError(
+                f"{parameter_of(self.name, self.kind)} cannot be quantized: {error}"
+            ) from error
 
-    def quantized_weight(self, weight: Tensor, dtype: torch.dtype | None, training: bool) -> Tensor:
+    def quantized_weight(
+        self, weight: Tensor, dtype: torch.dtype | None, training: bool
+    ) -> Tensor:
         """What a forward pass multiplies with: of the shape of `weight`, gradient straight through to it.
 
         Args:
             weight: The float weight as the pass has it.
-            dtype: Of the result; None is what a matrix product takes: autocast's dtype, or the weight's own.
+            dtype: Of the result; None is what a matrix product takes: autocast's dtype,
+                or the weight's own.
             training: Whether the layer is in training.
         """
         if dtype is None:
             dtype = _matmul_dtype(weight)
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-            return straight_through(weight, fake_quantize_in_graph(weight.detach(), self.number, dtype))
+            return straight_through(
+                weight, fake_quantize_in_graph(weight.detach(), self.number, dtype)
+            )
         self.used = True
         if self.bits == FLOAT_BITS or weight.is_meta:
             return weight
         changes = training or torch.is_grad_enabled() or self.handed_over
-        # What torch.func and torch.export trace has no memory of its own, by which a copy would be known.
+        # What torch.func and torch.export trace has no memory of its own, by which a
+        # copy would be known.
         if changes or is_transformed() or torch.compiler.is_exporting():
             self.copies.clear()
             quantized = self.fake_quantize(weight, dtype)
@@ -212,7 +242,13 @@ class LayerState:
             matrix = to_rows(weight.detach(), self.kind)
             numerics = quantizer if self.kernel is False else triton_quant
             values, self.scale = numerics.fake_quantize_with_scale(
-                matrix, self.bits, self.grid, ratio=self.ratio, seed=self.seed, blend=self.blend, dtype=dtype
+                matrix,
+                self.bits,
+                self.grid,
+                ratio=self.ratio,
+                seed=self.seed,
+                blend=self.blend,
+                dtype=dtype,
             )
             return from_rows(values, self.kind, weight.shape).contiguous()
 
@@ -226,10 +262,19 @@ class LayerState:
             dtype: Of the result.
         """
         version = 0 if weight.is_inference() else weight._version
-        key = (weight.data_ptr(), version, self.bits, self.blend, self.seed, id(self.ratio))
+        key = (
+            weight.data_ptr(),
+            version,
+            self.bits,
+            self.blend,
+            self.seed,
+            id(self.ratio),
+        )
         kept = self.copies.get(dtype)
         if kept is None or kept.key != key:
-            kept = Copy(self.fake_quantize(weight, dtype), key, (weight.detach(), self.ratio))
+            kept = Copy(
+                self.fake_quantize(weight, dtype), key, (weight.detach(), self.ratio)
+            )
             self.copies[dtype] = kept
         return kept.values
 
@@ -237,7 +282,11 @@ class LayerState:
 def _matmul_dtype(weight: Tensor) -> torch.dtype:
     """The dtype in which a weight is multiplied: that of autocast, which leaves float64 alone, or its own."""
     device = weight.device.type
-    if weight.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+    if (
+        weight.dtype == torch.float64
+        or device == "meta"
+        or not torch.is_autocast_enabled(device)
+    ):
         return weight.dtype
     return torch.get_autocast_dtype(device)
 
@@ -247,7 +296,9 @@ _states: "weakref.WeakValueDictionary[int, LayerState]" = weakref.WeakValueDicti
 
 
 @torch.library.custom_op("moq_hf::fake_quantize", mutates_args=())
-def fake_quantize_in_graph(weight: Tensor, number: Tensor, dtype: torch.dtype) -> Tensor:
+def fake_quantize_in_graph(
+    weight: Tensor, number: Tensor, dtype: torch.dtype
+) -> Tensor:
     """What a compiled graph calls to quantize a weight: it holds for all bits, and the numbers are those of eager code.
 
     Args:

@@ -7,7 +7,14 @@ from torch import nn
 
 from .errors import MoQError
 from .seams.engines import FSDP2
-from .seams.transformers import ADAPTED, CHECKPOINTED, COMPILED, ORIGINAL, TRAINED_COPIES, is_peft
+from .seams.transformers import (
+    ADAPTED,
+    CHECKPOINTED,
+    COMPILED,
+    ORIGINAL,
+    TRAINED_COPIES,
+    is_peft,
+)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -18,17 +25,24 @@ def uncompiled(model: nn.Module) -> nn.Module:
 def unwrapped(model: Any) -> nn.Module:
     """The module that is trained, without what a Trainer shows around it: torch.compile, or a model of SetFit.
 
-    PEFT's wrapper stays, since its names are those of the state dict; see `without_peft`.
+    PEFT's wrapper stays, since its names are those of the state dict; see
+    `without_peft`.
 
     Raises:
         MoQError: It is not a module.
     """
     model = uncompiled(model)
     # SetFit's Trainer shows its callbacks what lies around the module that it trains.
-    found = model if isinstance(model, nn.Module) else getattr(model, "model_body", None)
+    found = (
+        model if isinstance(model, nn.Module) else getattr(model, "model_body", None)
+    )
     if isinstance(found, nn.Module):
         return found
-    what = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    what = (
+        f"the class {model.__name__}"
+        if isinstance(model, type)
+        else type(model).__name__
+    )
     raise MoQError(f"the model must be a torch.nn.Module, got {what}")
 
 
@@ -39,10 +53,13 @@ def without_fsdp(cls: type[nn.Module]) -> type[nn.Module]:
     return cls
 
 
-def named_modules(model: nn.Module, *, every: bool = False) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(
+    model: nn.Module, *, every: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
     """The names of `model.named_modules()` as the state dict has them: without activation checkpointing's wrappers.
 
-    FSDP's `activation_checkpointing` puts one around each block, which hands attributes through; it has the same name.
+    FSDP's `activation_checkpointing` puts one around each block, which hands attributes
+    through; it has the same name.
 
     Args:
         model: Any module.
@@ -57,14 +74,19 @@ def named_modules(model: nn.Module, *, every: bool = False) -> Iterator[tuple[st
 
 def without_peft(model: nn.Module) -> nn.Module:
     """The model that a `PeftModel` wraps, with the adapters in it; any other model as it is."""
-    get = getattr(model, "get_base_model", None) if hasattr(model, "peft_config") else None
+    get = (
+        getattr(model, "get_base_model", None)
+        if hasattr(model, "peft_config")
+        else None
+    )
     return cast(nn.Module, get()) if callable(get) else model
 
 
 def adapters(model: nn.Module) -> list[str]:
     """The names of the modules that PEFT has put into the model, none of which is quantized.
 
-    They lie beside the `base_layer` that they adapt, or are copies to be trained of an `original_module`.
+    They lie beside the `base_layer` that they adapt, or are copies to be trained of an
+    `original_module`.
     """
     found = []
     for name, module in named_modules(model):
@@ -86,7 +108,11 @@ def plain_name(name: str, added: Iterable[str]) -> str | None:
     """
     if any(is_below(name, adapter) for adapter in added):
         return None
-    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
+    return ".".join(
+        part
+        for part in name.split(".")
+        if part not in ("base_layer", "original_module")
+    )
 
 
 def is_below(name: str, module: str) -> bool:

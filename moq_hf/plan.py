@@ -7,7 +7,14 @@ from typing import Any
 
 from .config import AUTO_DEADLINE, LARGEST, MoQConfig
 from .errors import MoQError
-from .schedule import FLOAT_BITS, PrecisionSchedule, Switch, fade_steps, offset_step_of, quotient
+from .schedule import (
+    FLOAT_BITS,
+    PrecisionSchedule,
+    Switch,
+    fade_steps,
+    offset_step_of,
+    quotient,
+)
 from .text import table
 
 
@@ -18,8 +25,10 @@ class BlockPlan:
     Attributes:
         name: Of the block.
         eigenvalue: The one assumed at each of its drops; None: factor 1.
-        switches: Every change of precision up to the target, those after the end of the run too.
-        target_step: Optimizer step after which the block computes with its target precision and nothing else.
+        switches: Every change of precision up to the target, those after the end of the
+            run too.
+        target_step: Optimizer step after which the block computes with its target
+            precision and nothing else.
         target_bits: That precision.
     """
 
@@ -84,13 +93,27 @@ class Plan:
     def table(self) -> str:
         """A line for each block: the step of each drop, and the one at which the target is reached."""
         schedule = self.config.schedule
-        period = f"period {'auto' if schedule.period == 'auto' else f'{schedule.period:,}'}"
-        last = "no deadline" if self.deadline_step is None else f"deadline at step {self.deadline_step:,}"
-        bits = sorted({s.bits for block in self.blocks for s in block.switches}, reverse=True)
+        period = (
+            f"period {'auto' if schedule.period == 'auto' else f'{schedule.period:,}'}"
+        )
+        last = (
+            "no deadline"
+            if self.deadline_step is None
+            else f"deadline at step {self.deadline_step:,}"
+        )
+        bits = sorted(
+            {s.bits for block in self.blocks for s in block.switches}, reverse=True
+        )
         rows = [["block", *(f"{b} bits" for b in bits), "at target"]]
         for block in self.blocks:
             steps = {s.bits: self._step(s.step) for s in block.switches}
-            rows.append([block.name, *(steps.get(b, "") for b in bits), self._step(block.target_step)])
+            rows.append(
+                [
+                    block.name,
+                    *(steps.get(b, "") for b in bits),
+                    self._step(block.target_step),
+                ]
+            )
         lines = [
             f"{self.total_steps:,} optimizer steps, {self.config.span_in_words}, "
             f"offset {self.offset:,}, {period}, {last}"
@@ -121,17 +144,20 @@ def plan(
     Args:
         config: A `MoQConfig`, a mapping or the path of a JSON file.
         total_steps: Optimizer steps of the run.
-        blocks: Names; by default those in `eigenvalues`, or else the least and the most sensitive block there can be
-            where the config measures eigenvalues, and one that stands for all where it does not; under a budget these
-            for each of its choices.
-        eigenvalues: Block name to eigenvalue over the largest, 0 to 1, taken to be the same at each drop. A block that
-            is missing has factor 1.
-        targets: Under a budget, which nothing knows ahead of time: block name to the bits to end with.
+        blocks: Names; by default those in `eigenvalues`, or else the least and the most
+            sensitive block there can be where the config measures eigenvalues, and one
+            that stands for all where it does not; under a budget these for each of its
+            choices.
+        eigenvalues: Block name to eigenvalue over the largest, 0 to 1, taken to be the
+            same at each drop. A block that is missing has factor 1.
+        targets: Under a budget, which nothing knows ahead of time: block name to the
+            bits to end with.
 
     Raises:
         MoQConfigError: The config is wrong.
-        MoQError: The config quantizes nothing within `total_steps` or activations from after it, has more drops than
-            fit before its deadline, or blocks with a budget that have no targets; or the eigenvalues are wrong.
+        MoQError: The config quantizes nothing within `total_steps` or activations from
+            after it, has more drops than fit before its deadline, or blocks with a
+            budget that have no targets; or the eigenvalues are wrong.
 
     >>> config = {
     ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
@@ -147,10 +173,14 @@ def plan(
     if blocks is None and eigenvalues is None:
         blocks, eigenvalues, targets = _extremes(config, targets)
     eigenvalues = eigenvalues or {}
-    schedule = PrecisionSchedule(config, eigenvalues if blocks is None else blocks, total_steps)
+    schedule = PrecisionSchedule(
+        config, eigenvalues if blocks is None else blocks, total_steps
+    )
     if config.budget is not None:
         if targets is None:
-            raise MoQError("the bits of blocks under a budget are not known ahead of time: give targets, or no blocks")
+            raise MoQError(
+                "the bits of blocks under a budget are not known ahead of time: give targets, or no blocks"
+            )
         schedule.choose(targets)
     switches: dict[str, list[Switch]] = {name: [] for name in schedule.bits}
     while (step := schedule.next_step()) is not None:
@@ -161,10 +191,16 @@ def plan(
     planned = []
     for name, made in switches.items():
         end = fade + (made[-1].step if made else offset)
-        planned.append(BlockPlan(name, eigenvalues.get(name), tuple(made), end, goals[name]))
+        planned.append(
+            BlockPlan(name, eigenvalues.get(name), tuple(made), end, goals[name])
+        )
     late = max(planned, key=lambda block: block.target_step)
-    notes = () if late.target_step <= total_steps else (_advice(config, total_steps, late),)
-    return Plan(config, total_steps, offset, schedule.deadline_step, tuple(planned), notes)
+    notes = (
+        () if late.target_step <= total_steps else (_advice(config, total_steps, late),)
+    )
+    return Plan(
+        config, total_steps, offset, schedule.deadline_step, tuple(planned), notes
+    )
 
 
 def _check_length(config: MoQConfig, total_steps: Any) -> None:
@@ -174,7 +210,9 @@ def _check_length(config: MoQConfig, total_steps: Any) -> None:
         MoQError: It does not, or there is no such length.
     """
     if not isinstance(total_steps, int) or total_steps < 1:
-        raise MoQError(f"total_steps must be a whole number from 1, got {total_steps!r}")
+        raise MoQError(
+            f"total_steps must be a whole number from 1, got {total_steps!r}"
+        )
     if total_steps > LARGEST:
         raise MoQError("total_steps must be below 2**63")
     if not config.enabled:
@@ -191,33 +229,51 @@ def _extremes(
     config: MoQConfig, targets: Mapping[str, int] | None
 ) -> tuple[list[str], dict[str, float], Mapping[str, int] | None]:
     """Blocks to plan where none are named, their eigenvalues and targets: the earliest and the latest cases."""
-    values = {"least sensitive": 0.0, "most sensitive": 1.0} if config.eigenvalue.enabled else {}
+    values = (
+        {"least sensitive": 0.0, "most sensitive": 1.0}
+        if config.eigenvalue.enabled
+        else {}
+    )
     if config.budget is None:
         return list(values) or ["every block"], values, None
     if targets is not None:
         return list(targets), {}, targets
-    cases = {f"{name}, {bits} bits": (name, bits) for name in values or ["a block"] for bits in config.targets}
+    cases = {
+        f"{name}, {bits} bits": (name, bits)
+        for name in values or ["a block"]
+        for bits in config.targets
+    }
     eigenvalues = {case: values[name] for case, (name, _) in cases.items() if values}
     return list(cases), eigenvalues, {case: bits for case, (_, bits) in cases.items()}
 
 
-def outcome(planned: Plan, history: Iterable[Switch], steps: int, targets: Mapping[str, int] | None = None) -> str:
+def outcome(
+    planned: Plan,
+    history: Iterable[Switch],
+    steps: int,
+    targets: Mapping[str, int] | None = None,
+) -> str:
     """What happened, beside what was planned: the blocks by the step of their last drop.
 
     Args:
         planned: The plan that the run began with.
         history: Every switch of the run, those before it was resumed too.
         steps: Optimizer steps that it took.
-        targets: Block name to the bits that it was to end with; by default those of the config.
+        targets: Block name to the bits that it was to end with; by default those of the
+            config.
     """
     last = planned.config.targets[-1]
-    ends = [block.switches[-1].step for block in planned.blocks if block.switches] or [0]
+    ends = [block.switches[-1].step for block in planned.blocks if block.switches] or [
+        0
+    ]
     span = " to ".join(f"{step:,}" for step in sorted({min(ends), max(ends)}))
     made = {switch.block: switch for switch in history}
     groups: dict[tuple[int, int], list[str]] = {}
     for name, switch in made.items():
         groups.setdefault((switch.step, switch.bits), []).append(name)
-    lines = [f"after {steps:,} optimizer steps; planned: {planned.config.target_in_words} after step {span}"]
+    lines = [
+        f"after {steps:,} optimizer steps; planned: {planned.config.target_in_words} after step {span}"
+    ]
     for (step, bits), names in sorted(groups.items()):
         who = names[0] if len(names) == 1 else f"{len(names)} blocks"
         rest = "" if 1 in (len(names), len(groups)) else f": {', '.join(names)}"
@@ -239,15 +295,24 @@ def _advice(config: MoQConfig, total_steps: int, late: BlockPlan) -> str:
     if fitting := sum(step <= room for step in since):
         options.append(f"start_bits {target + fitting}")
     if room >= len(since):
-        auto = int(AUTO_DEADLINE * total_steps) - offset - fade_steps(config) >= len(since)
+        auto = int(AUTO_DEADLINE * total_steps) - offset - fade_steps(config) >= len(
+            since
+        )
         options.append('the quantize_period "auto"' if auto else "a deadline of 1")
     left = total_steps - offset - (since[-1] if since else 0)
     if config.blend.enabled and left > 0:
         options.append(f"a quantize_change_ratio of at least {quotient(1, left)}")
-    bits = next((s.bits for s in reversed(late.switches) if s.step <= total_steps), config.start_bits)
+    bits = next(
+        (s.bits for s in reversed(late.switches) if s.step <= total_steps),
+        config.start_bits,
+    )
     blend = " without a share of the float weights" if config.blend.enabled else ""
     return (
         f"the run has {total_steps} optimizer steps but reaches {target} bits{blend} only at step {late.target_step} "
         f"({late.name}; it ends at {bits} bits): "
-        + (f"{', or '.join(options)} fits" if options else f"only a run of {late.target_step} steps fits")
+        + (
+            f"{', or '.join(options)} fits"
+            if options
+            else f"only a run of {late.target_step} steps fits"
+        )
     )

@@ -10,7 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .errors import MoQError
-from .seams.engines import FSDP1, FSDP2, ZERO_3, ZERO_3_SHAPE, is_offloaded, whole_of_partitions
+from .seams.engines import (
+    FSDP1,
+    FSDP2,
+    ZERO_3,
+    ZERO_3_SHAPE,
+    is_offloaded,
+    whole_of_partitions,
+)
 
 
 def is_distributed() -> bool:
@@ -30,7 +37,11 @@ def is_apart(tensor: Tensor) -> bool:
 
 def shape_of(tensor: Tensor) -> torch.Size:
     """The shape of a whole tensor, of which nothing may be there now."""
-    return cast(torch.Size, getattr(tensor, ZERO_3_SHAPE)) if is_partitioned(tensor) else tensor.shape
+    return (
+        cast(torch.Size, getattr(tensor, ZERO_3_SHAPE))
+        if is_partitioned(tensor)
+        else tensor.shape
+    )
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -40,7 +51,11 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def device_of(tensor: Tensor) -> torch.device:
     """Where the tensor is computed with: that of the mesh for shards, which may be offloaded to the CPU."""
-    return torch.device(cast(Any, tensor).device_mesh.device_type) if is_sharded(tensor) else tensor.device
+    return (
+        torch.device(cast(Any, tensor).device_mesh.device_type)
+        if is_sharded(tensor)
+        else tensor.device
+    )
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -66,11 +81,15 @@ def sharded_as(weight: Tensor, values: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     like = cast(Any, weight)
-    return distribute_tensor(values.to(device_of(weight)), like.device_mesh, like.placements).to(weight.device)
+    return distribute_tensor(
+        values.to(device_of(weight)), like.device_mesh, like.placements
+    ).to(weight.device)
 
 
 @contextmanager
-def gathered_state_dict(model: nn.Module, everywhere: bool = False) -> Iterator[dict[str, Tensor] | None]:
+def gathered_state_dict(
+    model: nn.Module, everywhere: bool = False
+) -> Iterator[dict[str, Tensor] | None]:
     """The state dict of a model whose weights engines have taken apart, on the CPU of rank 0; every process must enter.
 
     The other processes hold one tensor at a time, and all leave together.
@@ -80,7 +99,8 @@ def gathered_state_dict(model: nn.Module, everywhere: bool = False) -> Iterator[
         everywhere: Keep it in every process, where several of them save.
 
     Yields:
-        The tensors by name. None in the other processes, and for a model with whole weights.
+        The tensors by name. None in the other processes, and for a model with whole
+        weights.
     """
     # FSDP2 takes apart here what it has left gathered after a pass without gradients.
     names = model.state_dict(keep_vars=True)
@@ -97,7 +117,11 @@ def gathered_state_dict(model: nn.Module, everywhere: bool = False) -> Iterator[
             tensor = whole(value)
             gathered[id(value)] = tensor.cpu() if keeps else torch.empty(0)
     try:
-        yield {name: gathered[id(value)] for name, value in names.items()} if keeps else None
+        yield (
+            {name: gathered[id(value)] for name, value in names.items()}
+            if keeps
+            else None
+        )
     finally:
         dist.barrier(patient)
         dist.destroy_process_group(patient)
@@ -111,7 +135,8 @@ def check_supported(modules: Iterable[nn.Module], parameters: Sequence[Tensor]) 
         parameters: All its parameters.
 
     Raises:
-        MoQError: FSDP1, tensor parallelism or offloaded weights; says what works instead.
+        MoQError: FSDP1, tensor parallelism or offloaded weights; says what works
+            instead.
     """
     modules, instead = list(modules), "DDP, FSDP2 and DeepSpeed ZeRO work"
     if any(map(is_offloaded, modules)):
@@ -119,11 +144,20 @@ def check_supported(modules: Iterable[nn.Module], parameters: Sequence[Tensor]) 
             "device_map has left some weights on the CPU or on disk, where nothing can train them: load the model "
             "without device_map, or with fewer weights in each process by FSDP2 or ZeRO-3 (see the guide on processes)"
         )
-    names = {name for module in modules for name in (cls.__name__ for cls in type(module).__mro__)}
+    names = {
+        name
+        for module in modules
+        for name in (cls.__name__ for cls in type(module).__mro__)
+    }
     if FSDP1 in names:
-        raise MoQError(f"FSDP1 flattens the weights that are to be quantized (fsdp_config: version 1); {instead}")
+        raise MoQError(
+            f"FSDP1 flattens the weights that are to be quantized (fsdp_config: version 1); {instead}"
+        )
     sharded = [parameter for parameter in parameters if is_sharded(parameter)]
-    twice = any(sum(p.is_shard() for p in cast(Any, parameter).placements) > 1 for parameter in sharded)
+    twice = any(
+        sum(p.is_shard() for p in cast(Any, parameter).placements) > 1
+        for parameter in sharded
+    )
     if sharded and (twice or FSDP2 not in names):
         raise MoQError(f"tensor-parallel weights cannot be quantized; {instead}")
 
@@ -148,7 +182,10 @@ def agree(number: int, device: torch.device, state: Callable[[], str]) -> None:
         return
     states: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(states, state())
-    first, other = states[0], next((s for s in enumerate(states) if s[1] != states[0]), (0, states[0]))
+    first, other = (
+        states[0],
+        next((s for s in enumerate(states) if s[1] != states[0]), (0, states[0])),
+    )
     raise MoQError(
         f"the processes disagree: rank 0 has {first}, rank {other[0]} has {other[1]}; all must have the same config, "
         "checkpoint, length of the data and version of moq_hf"
@@ -168,7 +205,9 @@ def mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
         return values
     own = torch.tensor(values, dtype=torch.float32, device="cpu")
     finite = own.isfinite()
-    sums = torch.stack([own.where(finite, torch.zeros_like(own)), finite.float()]).to(device)
+    sums = torch.stack([own.where(finite, torch.zeros_like(own)), finite.float()]).to(
+        device
+    )
     dist.all_reduce(sums)
     dist.broadcast(sums, 0)
     total, count = sums.cpu()

@@ -1,9 +1,10 @@
 """`QuantExperts`: experts of transformers, whose parameters of three dimensions a forward pass reads quantized.
 
-transformers 5 keeps the experts of a layer in one module with two parameters, `gate_up_proj` and `down_proj`. The
-module gets another class, as a linear layer does, and a `LayerState` for each of the parameters. Every implementation
-of experts reads `self.gate_up_proj`: inside a forward pass that is the quantized one. An `ExpertsWeight` shows one
-parameter as a quantized layer, which is called by the parameter's full name.
+transformers 5 keeps the experts of a layer in one module with two parameters,
+`gate_up_proj` and `down_proj`. The module gets another class, as a linear layer does,
+and a `LayerState` for each of the parameters. Every implementation of experts reads
+`self.gate_up_proj`: inside a forward pass that is the quantized one. An `ExpertsWeight`
+shows one parameter as a quantized layer, which is called by the parameter's full name.
 """
 
 import functools
@@ -23,7 +24,8 @@ class QuantExperts(QuantModule):
     """What quantized experts share: not constructed, `make_quantized` changes the class of existing modules.
 
     Attributes:
-        moq_states: Parameter's name to how it is quantized; a parameter without an entry stays in float.
+        moq_states: Parameter's name to how it is quantized; a parameter without an
+            entry stays in float.
     """
 
     moq_states: dict[str, LayerState]
@@ -58,7 +60,8 @@ class QuantExperts(QuantModule):
 class ExpertsWeight(QuantLayer):
     """One parameter of an experts module as a quantized layer; it holds none itself and is no part of the model's tree.
 
-    Rows and groups are those of each expert's matrix; see `to_rows`. So no two experts share a scale.
+    Rows and groups are those of each expert's matrix; see `to_rows`. So no two experts
+    share a scale.
 
     Args:
         experts: The module that has the parameter.
@@ -79,7 +82,9 @@ class ExpertsWeight(QuantLayer):
 
     def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """Quantize the weight as the experts read it, in any dtype."""
-        return self.moq.quantized_weight(self.float_weight, dtype, cast(nn.Module, self.experts).training)
+        return self.moq.quantized_weight(
+            self.float_weight, dtype, cast(nn.Module, self.experts).training
+        )
 
     def release(self) -> None:
         """Leave the parameter in float; the last one of a module gives it the class back that it had before."""
@@ -101,19 +106,23 @@ class _Reader:
             return self
         value, state = experts.parameter(self.name), experts.moq_states.get(self.name)
         if value is None:
-            raise AttributeError(f"{type(experts).__name__!r} object has no attribute {self.name!r}")
+            raise AttributeError(
+                f"{type(experts).__name__!r} object has no attribute {self.name!r}"
+            )
         return value if state is None else state.read(value, experts.training)
 
     def __set__(self, experts: QuantExperts, value: Any) -> None:
-        # Parameters never come here: nn.Module registers them. What comes is the tensor of a replica.
+        # Parameters never come here: nn.Module registers them. What comes is the tensor
+        # of a replica.
         experts.__dict__[self.name] = value
 
 
 def experts_parameters(module: nn.Module) -> list[str]:
     """The names of a module's parameters that hold the weights of experts; none of any other module.
 
-    They have three dimensions, in a module whose class says how they lie. Others (the shared experts of some families,
-    those of Llama 4) are not known to be matrices of experts.
+    They have three dimensions, in a module whose class says how they lie. Others (the
+    shared experts of some families, those of Llama 4) are not known to be matrices of
+    experts.
     """
     if experts_transposed(module) is None:
         return []
@@ -127,7 +136,11 @@ def experts_parameters(module: nn.Module) -> list[str]:
 def matrix_of(module: nn.Module, name: str) -> tuple[int, int, int]:
     """How many experts a parameter holds, and the rows and columns of the matrix of each."""
     experts, first, second = shape_of(cast(Tensor, module._parameters[name]))
-    return (experts, second, first) if experts_transposed(module) else (experts, first, second)
+    return (
+        (experts, second, first)
+        if experts_transposed(module)
+        else (experts, first, second)
+    )
 
 
 def make_quantized(module: nn.Module, states: Mapping[str, LayerState]) -> None:
@@ -150,13 +163,20 @@ def quantized_in(name: str, module: nn.Module) -> dict[str, QuantLayer]:
         module: Any module.
     """
     if isinstance(module, QuantExperts):
-        return {f"{name}.{weight.attribute}".lstrip("."): weight for weight in module.quantized_weights()}
+        return {
+            f"{name}.{weight.attribute}".lstrip("."): weight
+            for weight in module.quantized_weights()
+        }
     return {name: module} if isinstance(module, QuantLayer) else {}
 
 
 @functools.cache
 def _class_of(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    return type(f"Quant{base.__name__}", (QuantExperts, base), {name: _Reader(name) for name in names})
+    return type(
+        f"Quant{base.__name__}",
+        (QuantExperts, base),
+        {name: _Reader(name) for name in names},
+    )
 
 
 def _new_experts(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:

@@ -1,14 +1,17 @@
 """`QuantLinear`: a linear layer that computes with a quantized copy of its weight and trains the float one.
 
-`QuantConv1D` does the same for GPT-2's transposed linear layers, `QuantEmbedding` for an embedding table, one scale per
-row, and `QuantConv1d` and `QuantConv2d` for convolutions, whose weight is a matrix with a row for each output channel,
-`[out_channels, in_channels / groups * kernel]`. `activation_quantization` rounds the inputs of linear layers alone.
+`QuantConv1D` does the same for GPT-2's transposed linear layers, `QuantEmbedding` for
+an embedding table, one scale per row, and `QuantConv1d` and `QuantConv2d` for
+convolutions, whose weight is a matrix with a row for each output channel,
+`[out_channels, in_channels / groups * kernel]`. `activation_quantization` rounds the
+inputs of linear layers alone.
 
-A model gets its quantized layers by a change of class, so that parameter objects, state-dict keys, hooks and wrappers
-(DDP, FSDP, PEFT, torch.compile) stay as they are. In training, or where gradients flow, each forward pass quantizes the
-weight that it multiplies with; the gradient passes straight through to the float weight. Evaluation without gradients
-keeps a copy, which is dropped by `train()`, `eval()`, `.to()` and the like, and does not outlive a change of the weight
-or of its precision.
+A model gets its quantized layers by a change of class, so that parameter objects,
+state-dict keys, hooks and wrappers (DDP, FSDP, PEFT, torch.compile) stay as they are.
+In training, or where gradients flow, each forward pass quantizes the weight that it
+multiplies with; the gradient passes straight through to the float weight. Evaluation
+without gradients keeps a copy, which is dropped by `train()`, `eval()`, `.to()` and the
+like, and does not outlive a change of the weight or of its precision.
 """
 
 import contextlib
@@ -52,9 +55,11 @@ class QuantModule(nn.Module):
 class QuantLayer(QuantModule):
     """What quantized layers share: a float `weight` that is trained, and quantized in the forward pass.
 
-    Whoever reads `weight` inside a forward pass gets the quantized one, with the gradient straight through to the float
-    one: the layer itself, a model that multiplies with `layer.weight`, a fused path of PyTorch. Anywhere else `weight`
-    is the float parameter, as in the state dict. What a forward pass writes into the weight that it reads is lost.
+    Whoever reads `weight` inside a forward pass gets the quantized one, with the
+    gradient straight through to the float one: the layer itself, a model that
+    multiplies with `layer.weight`, a fused path of PyTorch. Anywhere else `weight` is
+    the float parameter, as in the state dict. What a forward pass writes into the
+    weight that it reads is lost.
 
     Attributes:
         moq: The layer's `LayerState`.
@@ -80,7 +85,8 @@ class QuantLayer(QuantModule):
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
-        # Parameters never come here: nn.Module registers them. What comes is the tensor of a replica.
+        # Parameters never come here: nn.Module registers them. What comes is the tensor
+        # of a replica.
         self.__dict__["weight"] = value
 
     @property
@@ -112,7 +118,8 @@ class QuantLayer(QuantModule):
         """What a forward pass multiplies with: of the shape of `weight`, gradient straight through to it.
 
         Args:
-            dtype: Of the result; None is what a matrix product takes: autocast's dtype, or the weight's own.
+            dtype: Of the result; None is what a matrix product takes: autocast's dtype,
+                or the weight's own.
         """
         return self.moq.quantized_weight(self.float_weight, dtype, self.training)
 
@@ -123,7 +130,11 @@ class QuantLayer(QuantModule):
             dtype: Of the result.
         """
         weight = self._whole_weight()
-        return weight.to(dtype) if self.moq.bits == FLOAT_BITS else self.moq.fake_quantize(weight, dtype)
+        return (
+            weight.to(dtype)
+            if self.moq.bits == FLOAT_BITS
+            else self.moq.fake_quantize(weight, dtype)
+        )
 
     def _whole_weight(self) -> Tensor:
         """The float weight, whole, rounded to the dtype in which an engine hands it over."""
@@ -148,7 +159,11 @@ class QuantLayer(QuantModule):
         """Search the clipping ratios for the weight as it is now, where the grid wants any."""
         state = self.moq
         state.ratio = None
-        if state.bits == FLOAT_BITS or self.float_weight.is_meta or not state.grid.searches(state.bits):
+        if (
+            state.bits == FLOAT_BITS
+            or self.float_weight.is_meta
+            or not state.grid.searches(state.bits)
+        ):
             return
         matrix = to_rows(self._whole_weight().detach(), self.kind)
         state.ratio = quantizer.least_squares_ratio(matrix, state.bits, state.grid)
@@ -163,7 +178,8 @@ class QuantLayer(QuantModule):
         """As `nn.Module.train`; drops the copy that evaluation has made, in either mode."""
         super().train(mode)
         self.invalidate()
-        # A head that shares the state of an embedding table leaves the counting to the table.
+        # A head that shares the state of an embedding table leaves the counting to the
+        # table.
         if not self.moq.has_controller and self.kind == self.moq.kind:
             self._count_step(mode)
         return self
@@ -176,7 +192,10 @@ class QuantLayer(QuantModule):
         if not mode:
             return
         state.seed = state.seed._replace(step=state.seed.step + 1)
-        if state.config is not None and state.seed.step % state.config.scale_refresh == 0:
+        if (
+            state.config is not None
+            and state.seed.step % state.config.scale_refresh == 0
+        ):
             self.search_ratios()
 
     def extra_repr(self) -> str:
@@ -204,20 +223,28 @@ class QuantLayer(QuantModule):
             state.inputs.move_to(device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Classes made for subclasses of nn.Linear have no importable name: the base class stands for them.
+        # Classes made for subclasses of nn.Linear have no importable name: the base
+        # class stands for them.
         return _new_layer, (base_class(type(self)),), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
-def recompute_in_backward(layers: Iterable[QuantLayer]) -> contextlib.AbstractContextManager[Any]:
+def recompute_in_backward(
+    layers: Iterable[QuantLayer],
+) -> contextlib.AbstractContextManager[Any]:
     """In it autograd keeps, of weights that engines hand over, only how to quantize them again.
 
-    Else the quantized weights of a whole model would lie in memory from the forward to the backward pass, while the
-    engine frees the float ones, which it hands over once more for the backward pass.
+    Else the quantized weights of a whole model would lie in memory from the forward to
+    the backward pass, while the engine frees the float ones, which it hands over once
+    more for the backward pass.
 
     Args:
         layers: Whose weights a forward pass inside multiplies with.
     """
-    handed = [] if torch.compiler.is_compiling() else [layer for layer in layers if layer.moq.handed_over]
+    handed = (
+        []
+        if torch.compiler.is_compiling()
+        else [layer for layer in layers if layer.moq.handed_over]
+    )
     return _recomputing(handed) if handed else contextlib.nullcontext()
 
 
@@ -229,14 +256,21 @@ def _recomputing(layers: list[QuantLayer]) -> Iterator[None]:
             for made in layer.moq.made or ():
                 if made.untyped_storage().data_ptr() == address:
                     return functools.partial(
-                        _again, layer, made.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+                        _again,
+                        layer,
+                        made.dtype,
+                        tensor.size(),
+                        tensor.stride(),
+                        tensor.storage_offset(),
                     )
         return tensor
 
     for layer in layers:
         layer.moq.made = []
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept if isinstance(kept, Tensor) else kept()):
+        with torch.autograd.graph.saved_tensors_hooks(
+            pack, lambda kept: kept if isinstance(kept, Tensor) else kept()
+        ):
             yield
     finally:
         for layer in layers:
@@ -251,8 +285,8 @@ def _again(layer: QuantLayer, dtype: torch.dtype, *place: Any) -> Tensor:
 class QuantLinear(QuantLayer, nn.Linear):
     """`nn.Linear` with a quantized weight in its forward pass.
 
-    Not constructed: `quantize_model` changes the class of existing layers. `weight` and `bias` remain the float
-    parameters that the optimizer trains.
+    Not constructed: `quantize_model` changes the class of existing layers. `weight` and
+    `bias` remain the float parameters that the optimizer trains.
 
     Attributes:
         moq: The layer's `LayerState`.
@@ -269,14 +303,16 @@ class QuantLinear(QuantLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the quantized weight, plus the bias."""
         with recompute_in_backward([self]):
-            return F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
+            return F.linear(
+                self.quantized_input(input), self.quantized_weight(), self.bias
+            )
 
 
 class QuantConv1D(QuantLayer, Conv1D):
     """`Conv1D` of transformers, the linear layer of GPT-2, with a quantized weight; not constructed, as `QuantLinear`.
 
-    Its weight is `[in_features, out_features]`. Rows, groups and channels are those of the transpose, as if it were the
-    `nn.Linear` that computes the same.
+    Its weight is `[in_features, out_features]`. Rows, groups and channels are those of
+    the transpose, as if it were the `nn.Linear` that computes the same.
 
     Attributes:
         moq: The layer's `LayerState`.
@@ -289,7 +325,9 @@ class QuantConv1D(QuantLayer, Conv1D):
         """`x` `[..., in_features]` times the quantized weight, plus the bias."""
         rows = self.quantized_input(x).view(-1, x.size(-1))
         with recompute_in_backward([self]):
-            return torch.addmm(self.bias, rows, self.quantized_weight()).view(*x.size()[:-1], self.nf)
+            return torch.addmm(self.bias, rows, self.quantized_weight()).view(
+                *x.size()[:-1], self.nf
+            )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}{self.extra_repr()})"
@@ -307,7 +345,9 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """The rows `[..., embedding_dim]` of the quantized table for the indices `input` `[...]`."""
         table = self.quantized_weight(self.float_weight.dtype)
-        return F.embedding(input, table, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        return F.embedding(
+            input, table, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq
+        )
 
 
 class QuantConv(QuantLayer):
@@ -358,20 +398,28 @@ CLASSES: dict[type[nn.Module], type[QuantLayer]] = {
 def quant_class(base: type[nn.Module]) -> type[QuantLayer]:
     """The quantized class for layers of class `base`, made once."""
     if base not in CLASSES:
-        quantized = next(made for plain, made in CLASSES.items() if issubclass(base, plain))
+        quantized = next(
+            made for plain, made in CLASSES.items() if issubclass(base, plain)
+        )
         # Its own forward pass reads the quantized table.
         own = {"forward": base.forward} if is_scaled_table(base) else {}
         CLASSES[base] = type(f"Quant{base.__name__}", (quantized, base), own)
     return CLASSES[base]
 
 
-def base_class(cls: type[nn.Module], quantized: type[nn.Module] = QuantLayer) -> type[nn.Module]:
+def base_class(
+    cls: type[nn.Module], quantized: type[nn.Module] = QuantLayer
+) -> type[nn.Module]:
     """The class that a module had before it got the class `cls`, which is derived from `quantized`."""
     first, second = cls.__bases__[:2]
     if issubclass(first, quantized):
         return cast(type[nn.Module], second)
     # The class that fully_shard made of a quantized one.
-    return type(cls.__name__.replace("Quant", "", 1), (first, base_class(second, quantized)), dict(cls.__dict__))
+    return type(
+        cls.__name__.replace("Quant", "", 1),
+        (first, base_class(second, quantized)),
+        dict(cls.__dict__),
+    )
 
 
 def _new_layer(base: type[nn.Module]) -> QuantLayer:

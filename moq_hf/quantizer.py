@@ -42,7 +42,8 @@ from .grid import Grid, ScaleDtype
 # The clipping ratios that a search tries. Saved states hold their indices.
 RATIOS = tuple((100 - 5 * k) / 100 for k in range(17))
 _TINY = torch.finfo(torch.float32).tiny
-# Weights that a CPU takes at once where one pass over all of them would leave its caches: 384 KB of float32.
+# Weights that a CPU takes at once where one pass over all of them would leave its
+# caches: 384 KB of float32.
 _BLOCK = 98_304
 _SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEFAULT = Grid()
@@ -69,9 +70,10 @@ class Quantized(NamedTuple):
     """A quantized weight.
 
     Attributes:
-        codes: int32 `[rows, columns]`. Symmetric codes are signed, asymmetric ones unsigned.
-        scale: float32 `[groups, 1]`, or `[rows, columns / group_size]`, values of the grid's `scale_dtype`. Those of a
-            full range have a sign.
+        codes: int32 `[rows, columns]`. Symmetric codes are signed, asymmetric ones
+            unsigned.
+        scale: float32 `[groups, 1]`, or `[rows, columns / group_size]`, values of the
+            grid's `scale_dtype`. Those of a full range have a sign.
         zero_point: int32, the shape of `scale`; None for symmetric grids.
     """
 
@@ -94,11 +96,13 @@ def quantize(
         weight: Floating-point `[rows, columns]`, any dtype and device.
         bits: Bit width, 1 to 16.
         grid: Which weights share a scale, and how codes are rounded.
-        ratio: Clipping ratios, float32 of the scale's shape, in (0, 1]. None is 1 everywhere (absmax).
+        ratio: Clipping ratios, float32 of the scale's shape, in (0, 1]. None is 1
+            everywhere (absmax).
         seed: The random numbers of stochastic rounding.
 
     Raises:
-        ValueError: Bits, grid or ratio do not fit the weight, or the weight holds NaN or Inf.
+        ValueError: Bits, grid or ratio do not fit the weight, or the weight holds NaN
+            or Inf.
 
     >>> quantize(torch.tensor([[0.5, -1.0, 0.25]]), 3).codes
     tensor([[ 2, -3,  1]], dtype=torch.int32)
@@ -107,24 +111,41 @@ def quantize(
     x = _groups(weight, shape)
     noise = uniform(x, seed) if grid.stochastic else None
     scale, offset = _scales(x, bits, grid, ratio)
-    codes = _codes(x, bits, grid, scale, offset, noise, torch.empty(x.shape, dtype=torch.float32, device=x.device))
+    codes = _codes(
+        x,
+        bits,
+        grid,
+        scale,
+        offset,
+        noise,
+        torch.empty(x.shape, dtype=torch.float32, device=x.device),
+    )
     if not bool(torch.isfinite(scale).all()):
-        raise ValueError("weight holds NaN or Inf (or spans more than float32 can hold)")
+        raise ValueError(
+            "weight holds NaN or Inf (or spans more than float32 can hold)"
+        )
     return Quantized(
         codes.to(torch.int32).reshape(weight.shape),
         scale.reshape(shape),
-        None if grid.symmetric or offset is None else offset.to(torch.int32).reshape(shape),
+        None
+        if grid.symmetric or offset is None
+        else offset.to(torch.int32).reshape(shape),
     )
 
 
 def dequantize(
-    codes: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, dtype: torch.dtype = torch.float32
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """(codes - zero_point) * scale in float32, cast to `dtype`.
 
     Args:
         codes: Integer `[rows, columns]`.
-        scale: float32 `[r, c]`, where r divides the rows and c the columns: a group is a tile.
+        scale: float32 `[r, c]`, where r divides the rows and c the columns: a group is
+            a tile.
         zero_point: Integer of the scale's shape, or None.
         dtype: Dtype of the result.
 
@@ -136,8 +157,12 @@ def dequantize(
     """
     rows, columns = codes.shape
     if scale.dim() != 2 or rows % scale.shape[0] or columns % scale.shape[1]:
-        raise ValueError(f"scale {list(scale.shape)} does not tile codes {list(codes.shape)}")
-    tiles = codes.to(torch.float32).view(scale.shape[0], -1, scale.shape[1], columns // scale.shape[1])
+        raise ValueError(
+            f"scale {list(scale.shape)} does not tile codes {list(codes.shape)}"
+        )
+    tiles = codes.to(torch.float32).view(
+        scale.shape[0], -1, scale.shape[1], columns // scale.shape[1]
+    )
     if zero_point is not None:
         tiles = tiles - zero_point.to(torch.float32)[:, None, :, None]
     return (tiles * scale[:, None, :, None]).reshape(codes.shape).to(dtype)
@@ -155,13 +180,15 @@ def fake_quantize(
 ) -> Tensor:
     """Exactly `dequantize(*quantize(weight, ...))`, in fewer passes over memory and without the codes.
 
-    Nothing is raised for NaN or Inf, so that a GPU need not wait for the host; see `fake_quantize_with_scale`.
+    Nothing is raised for NaN or Inf, so that a GPU need not wait for the host; see
+    `fake_quantize_with_scale`.
 
     Args:
         weight: Floating-point `[rows, columns]`, any dtype, device and strides.
         bits: Bit width, 1 to 16.
         grid: Which weights share a scale, and how codes are rounded.
-        ratio: Clipping ratios, float32 of the scale's shape, in (0, 1]. None is 1 everywhere (absmax).
+        ratio: Clipping ratios, float32 of the scale's shape, in (0, 1]. None is 1
+            everywhere (absmax).
         seed: The random numbers of stochastic rounding.
         blend: Share b of the float weight in the result b * w + (1 - b) * Q(w), 0 to 1.
         dtype: Dtype of the result; None is the weight's.
@@ -175,7 +202,9 @@ def fake_quantize(
     >>> fake_quantize(torch.tensor([[0.5, -1.0, 0.25]]), 2)
     tensor([[ 0.7500, -0.7500,  0.0000]])
     """
-    return fake_quantize_with_scale(weight, bits, grid, ratio=ratio, seed=seed, blend=blend, dtype=dtype)[0]
+    return fake_quantize_with_scale(
+        weight, bits, grid, ratio=ratio, seed=seed, blend=blend, dtype=dtype
+    )[0]
 
 
 def fake_quantize_with_scale(
@@ -190,19 +219,26 @@ def fake_quantize_with_scale(
 ) -> tuple[Tensor, Tensor]:
     """`fake_quantize` and the scale that it found, float32 `[groups, 1]`.
 
-    The scale of a group is not finite exactly if the group holds NaN or Inf, or spans more than float32 can hold: to
-    look at the scales is to look at the weight without a second pass over it.
+    The scale of a group is not finite exactly if the group holds NaN or Inf, or spans
+    more than float32 can hold: to look at the scales is to look at the weight without a
+    second pass over it.
     """
     x = _groups(weight, check(weight, bits, grid, ratio))
     noise = uniform(x, seed) if grid.stochastic else None
     scale, offset = _scales(x, bits, grid, ratio)
     out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
     # With a float32 result there is no buffer to keep in the caches.
-    for rows in [slice(None)] if out.dtype == torch.float32 and grid.is_uniform(bits) else _blocks(x):
+    for rows in (
+        [slice(None)]
+        if out.dtype == torch.float32 and grid.is_uniform(bits)
+        else _blocks(x)
+    ):
         part, values = x[rows], out[rows]
         if out.dtype != torch.float32:
             values = torch.empty(part.shape, dtype=torch.float32, device=x.device)
-        part_offset, part_noise = (None if tensor is None else tensor[rows] for tensor in (offset, noise))
+        part_offset, part_noise = (
+            None if tensor is None else tensor[rows] for tensor in (offset, noise)
+        )
         _codes(part, bits, grid, scale[rows], part_offset, part_noise, values)
         if part_offset is not None and not grid.symmetric:
             values.sub_(part_offset)
@@ -217,7 +253,8 @@ def fake_quantize_with_scale(
 def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
     """The clipping ratio of each group, out of 1.00, 0.95, ... 0.20, with the least sum of squared errors.
 
-    Errors are those of nearest rounding, squared in float32 and added in float64; ties go to the larger ratio.
+    Errors are those of nearest rounding, squared in float32 and added in float64; ties
+    go to the larger ratio.
 
     Args:
         weight: Floating-point `[rows, columns]`, any dtype and device.
@@ -235,7 +272,9 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
     """
     shape = check(weight, bits, replace(grid, stochastic=False))
     if not grid.is_uniform(bits):
-        raise ValueError(f"{bits} bits symmetric sets its own scale: there is no clipping ratio to search")
+        raise ValueError(
+            f"{bits} bits symmetric sets its own scale: there is no clipping ratio to search"
+        )
     x = _groups(weight, shape)
     best = [_best_ratio(x[rows].to(torch.float32), bits, grid) for rows in _blocks(x)]
     return torch.cat(best).view(shape)
@@ -244,19 +283,25 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
 def uniform(like: Tensor, seed: RoundingSeed = _FIRST) -> Tensor:
     """Uniform float32 numbers in [0, 1) of the shape and on the device of a tensor, by `torch.rand`.
 
-    The generator is seeded with 63 bits of the SHA-256 of seed, layer and step. So numbers are the same on one kind of
-    device.
+    The generator is seeded with 63 bits of the SHA-256 of seed, layer and step. So
+    numbers are the same on one kind of device.
 
     Args:
         like: Gives shape and device.
         seed: The three numbers.
     """
     digest = hashlib.sha256(repr(tuple(seed)).encode()).digest()
-    generator = torch.Generator(like.device).manual_seed(int.from_bytes(digest[:8]) >> 1)
-    return torch.rand(like.shape, generator=generator, dtype=torch.float32, device=like.device)
+    generator = torch.Generator(like.device).manual_seed(
+        int.from_bytes(digest[:8]) >> 1
+    )
+    return torch.rand(
+        like.shape, generator=generator, dtype=torch.float32, device=like.device
+    )
 
 
-def check(weight: Tensor, bits: int, grid: Grid = _DEFAULT, ratio: Tensor | None = None) -> tuple[int, int]:
+def check(
+    weight: Tensor, bits: int, grid: Grid = _DEFAULT, ratio: Tensor | None = None
+) -> tuple[int, int]:
     """The shape of the scale, once all arguments are found right, short of what only the weight's values would show.
 
     Raises:
@@ -269,9 +314,13 @@ def check(weight: Tensor, bits: int, grid: Grid = _DEFAULT, ratio: Tensor | None
     shape = grid.shape(*weight.shape)
     grid.check(bits)
     if ratio is not None and not grid.is_uniform(bits):
-        raise ValueError(f"{bits} bits symmetric sets its own scale: it takes no clipping ratio")
+        raise ValueError(
+            f"{bits} bits symmetric sets its own scale: it takes no clipping ratio"
+        )
     if ratio is not None and tuple(ratio.shape) != shape:
-        raise ValueError(f"ratio has shape {list(ratio.shape)}, the scale has {list(shape)}")
+        raise ValueError(
+            f"ratio has shape {list(ratio.shape)}, the scale has {list(shape)}"
+        )
     return shape
 
 
@@ -288,14 +337,24 @@ def _blocks(x: Tensor) -> Iterator[slice]:
         yield slice(first, first + size)
 
 
-def _scales(x: Tensor, bits: int, grid: Grid, ratio: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _scales(
+    x: Tensor, bits: int, grid: Grid, ratio: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Find the scale of groups and their offset, which is the zero point, or the threshold of ternary ones.
 
-    Both are float32 `[groups, 1]`; the offset is None for symmetric grids with equal steps.
+    Both are float32 `[groups, 1]`; the offset is None for symmetric grids with equal
+    steps.
     """
     if grid.is_uniform(bits):
-        return _uniform_scale(*_range(x, grid), bits, grid, None if ratio is None else ratio.reshape(-1, 1))
-    scales, thresholds = zip(*[_few_scales(x[rows], bits) for rows in _blocks(x)], strict=True)
+        return _uniform_scale(
+            *_range(x, grid),
+            bits,
+            grid,
+            None if ratio is None else ratio.reshape(-1, 1),
+        )
+    scales, thresholds = zip(
+        *[_few_scales(x[rows], bits) for rows in _blocks(x)], strict=True
+    )
     return _as_stored(torch.cat(scales), grid.scale_dtype), torch.cat(thresholds)
 
 
@@ -309,11 +368,19 @@ def _few_scales(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     if bits == 1:
         return torch.where(is_zero, 0.0, mean), threshold
     above = magnitude.gt(threshold).to(torch.float32)
-    return torch.where(is_zero, 1.0, _mean(magnitude.mul_(above), above.sum(1, keepdim=True))), threshold
+    return torch.where(
+        is_zero, 1.0, _mean(magnitude.mul_(above), above.sum(1, keepdim=True))
+    ), threshold
 
 
 def _codes(
-    x: Tensor, bits: int, grid: Grid, scale: Tensor, offset: Tensor | None, noise: Tensor | None, out: Tensor
+    x: Tensor,
+    bits: int,
+    grid: Grid,
+    scale: Tensor,
+    offset: Tensor | None,
+    noise: Tensor | None,
+    out: Tensor,
 ) -> Tensor:
     """Write the codes of groups, integers, to the float32 memory of `out`; `scale` and `offset` are from `_scales`."""
     if bits == 1:
@@ -331,12 +398,18 @@ def _codes(
 
 
 def _mean(magnitude: Tensor, count: int | Tensor) -> Tensor:
-    return magnitude.sum(1, keepdim=True, dtype=torch.float64).div_(count).to(torch.float32)
+    return (
+        magnitude.sum(1, keepdim=True, dtype=torch.float64)
+        .div_(count)
+        .to(torch.float32)
+    )
 
 
 def _range(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Find both ends of groups, float32 `[groups, 1]`: of a narrow range mirrored, else with 0 in between."""
-    low, high = (end(x, 1, keepdim=True).to(torch.float32) for end in (torch.amin, torch.amax))
+    low, high = (
+        end(x, 1, keepdim=True).to(torch.float32) for end in (torch.amin, torch.amax)
+    )
     if grid.symmetric and not grid.full:
         high = torch.maximum(high, -low)
         return -high, high
@@ -356,7 +429,9 @@ def _uniform_scale(
     # Division by a number would be a multiplication by its reciprocal on CUDA.
     scale = span / torch.full_like(span, least if grid.full else most)
     scale = _as_stored(torch.where(scale.abs() < _TINY, 1.0, scale), grid.scale_dtype)
-    return scale, None if grid.symmetric else (-low / scale).round_().clamp_(least, most)
+    return scale, None if grid.symmetric else (-low / scale).round_().clamp_(
+        least, most
+    )
 
 
 def _as_stored(scale: Tensor, dtype: ScaleDtype) -> Tensor:
@@ -364,9 +439,16 @@ def _as_stored(scale: Tensor, dtype: ScaleDtype) -> Tensor:
     if dtype == "float32":
         return scale
     limits = torch.finfo(_SCALE_DTYPES[dtype])
-    # What is given is not below the smallest normal float32, bfloat16's too; float16 has subnormal values.
-    least = limits.smallest_normal * limits.eps if dtype == "float16" else limits.smallest_normal
-    size = scale.abs().clamp_(least, limits.max).to(_SCALE_DTYPES[dtype]).to(torch.float32)
+    # What is given is not below the smallest normal float32, bfloat16's too; float16
+    # has subnormal values.
+    least = (
+        limits.smallest_normal * limits.eps
+        if dtype == "float16"
+        else limits.smallest_normal
+    )
+    size = (
+        scale.abs().clamp_(least, limits.max).to(_SCALE_DTYPES[dtype]).to(torch.float32)
+    )
     return torch.where((scale == 0) | scale.isinf(), scale, size.copysign_(scale))
 
 
@@ -374,16 +456,27 @@ def _best_ratio(x: Tensor, bits: int, grid: Grid) -> Tensor:
     """Search the ratios `[groups, 1]` of float32 groups `[groups, elements]`; see `least_squares_ratio`."""
     least, most = grid.limits(bits)
     buffer, (low, high) = torch.empty_like(x), _range(x, grid)
-    best, best_error = torch.ones_like(high), torch.full_like(high, torch.inf, dtype=torch.float64)
+    best, best_error = (
+        torch.ones_like(high),
+        torch.full_like(high, torch.inf, dtype=torch.float64),
+    )
     for value in RATIOS:
-        # As a tensor: PyTorch multiplies with a number in another precision on some devices.
-        scale, zero = _uniform_scale(low, high, bits, grid, torch.full_like(high, value))
+        # As a tensor: PyTorch multiplies with a number in another precision on some
+        # devices.
+        scale, zero = _uniform_scale(
+            low, high, bits, grid, torch.full_like(high, value)
+        )
         torch.div(x, scale, out=buffer).round_()
         if zero is None:
             buffer.clamp_(least, most)
         else:
             buffer.add_(zero).clamp_(least, most).sub_(zero)
-        error = buffer.mul_(scale).sub_(x).square_().sum(1, keepdim=True, dtype=torch.float64)
+        error = (
+            buffer.mul_(scale)
+            .sub_(x)
+            .square_()
+            .sum(1, keepdim=True, dtype=torch.float64)
+        )
         best = torch.where(error < best_error, value, best)
         best_error = torch.fmin(best_error, error)
     return best

@@ -1,7 +1,7 @@
 """What a run did, as one page, from the Trainer's own log; matplotlib draws.
 
-Nothing is measured here. A run is read from its folder: `trainer_state.json`, there or in its newest checkpoint, and
-`eval_results.json`.
+Nothing is measured here. A run is read from its folder: `trainer_state.json`, there or
+in its newest checkpoint, and `eval_results.json`.
 """
 
 import html
@@ -75,7 +75,8 @@ class Run:
         config: What it followed.
         steps: Optimizer steps taken.
         log: The Trainer's log, line by line.
-        float_size_mb: Size of the parameters before anything was quantized, in megabytes; None if it is not recorded.
+        float_size_mb: Size of the parameters before anything was quantized, in
+            megabytes; None if it is not recorded.
         quantized: Name to value of the last evaluation's metrics, without `eval_`.
         in_float: The same of the float run beside it; empty if there is none.
         choice: The bits that a budget gave the blocks; None without one.
@@ -103,32 +104,47 @@ class Run:
         """Block name to the series of `moq/<kind>/<block>`, layer.2 before layer.10."""
         start = f"moq/{kind}/"
         names = {key for line in self.log for key in line if key.startswith(start)}
-        return {name.removeprefix(start): self.series(name) for name in sorted(names, key=_natural)}
+        return {
+            name.removeprefix(start): self.series(name)
+            for name in sorted(names, key=_natural)
+        }
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [
+        (int(part), "") if part.isdigit() else (-1, part)
+        for part in re.split(r"(\d+)", name)
+    ]
 
 
-def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLike[str] | None = None) -> Run:
+def read_run(
+    directory: str | os.PathLike[str],
+    float_directory: str | os.PathLike[str] | None = None,
+) -> Run:
     """Read the folder of a finished run.
 
     Args:
         directory: The run's `output_dir`, or one of its checkpoints.
-        float_directory: Of the float run to compare with; by default the folder `float` in `directory`, where
-            `run_glue_moq.py --float_baseline` puts it, if it is there.
+        float_directory: Of the float run to compare with; by default the folder `float`
+            in `directory`, where `run_glue_moq.py --float_baseline` puts it, if it is
+            there.
 
     Raises:
-        MoQError: There is no trainer_state.json, it is not a run with MoQ, `float_directory`
-            has no metrics, or a file is not as it was written; names the file and the key.
+        MoQError: There is no trainer_state.json, it is not a run with MoQ,
+            `float_directory` has no metrics, or a file is not as it was written; names
+            the file and the key.
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise MoQError(f"{directory} is not a folder; give the output_dir of a finished run")
+        raise MoQError(
+            f"{directory} is not a folder; give the output_dir of a finished run"
+        )
     float_run = directory / FOLDER if float_directory is None else Path(float_directory)
     in_float = _metrics(float_run)
     if float_directory is not None and not in_float:
-        raise MoQError(f"{float_directory} has neither eval_results.json nor an evaluation in a trainer_state.json")
+        raise MoQError(
+            f"{float_directory} has neither eval_results.json nor an evaluation in a trainer_state.json"
+        )
     path = _state_of(directory)
     if path is None:
         raise MoQError(
@@ -139,7 +155,9 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
     log = state.get("log_history", [])
     entry = entry_of_moq(state.get("stateful_callbacks"))
     if entry is None or not any("moq/mean_bits" in line for line in log):
-        raise MoQError(f"{directory} is not a run with MoQ: its trainer_state.json has no bits")
+        raise MoQError(
+            f"{directory} is not a run with MoQ: its trainer_state.json has no bits"
+        )
     wrong = f"{path} is not as the Trainer wrote it"
     callback = read_as(_Callback, entry, wrong, "stateful_callbacks.MoQCallback")
     try:
@@ -160,7 +178,9 @@ def read_run(directory: str | os.PathLike[str], float_directory: str | os.PathLi
 
 
 def _read_state(path: Path) -> _State:
-    state: _State = read_as(_State, read_json(path), f"{path} is not as the Trainer wrote it")
+    state: _State = read_as(
+        _State, read_json(path), f"{path} is not as the Trainer wrote it"
+    )
     return state
 
 
@@ -184,7 +204,9 @@ def _metrics(directory: Path) -> dict[str, float]:
         for line in _read_state(state).get("log_history", []):
             if any(key.startswith("eval_") for key in line):
                 logged = line
-    return metrics_in({key: value for key, value in logged.items() if key.startswith("eval_")})
+    return metrics_in(
+        {key: value for key, value in logged.items() if key.startswith("eval_")}
+    )
 
 
 def write_report(
@@ -197,21 +219,33 @@ def write_report(
     Args:
         directory: The run's `output_dir`, or one of its checkpoints.
         out: Folder to write to; by default `directory`.
-        float_directory: A float run to compare with; by default the folder `float` in `directory`, if it is there.
+        float_directory: A float run to compare with; by default the folder `float` in
+            `directory`, if it is there.
 
     Returns:
         The path of the page.
 
     Raises:
-        MoQError: There is no finished run with MoQ, a file of it is damaged, or matplotlib is not installed.
+        MoQError: There is no finished run with MoQ, a file of it is damaged, or
+            matplotlib is not installed.
     """
     run = read_run(directory, float_directory)
     folder = run.directory if out is None else Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     curves = {
         "Sensitivity": ("eigenvalue over the largest", run.by_block("eigenvalue")),
-        "Loss": ("loss", {"training": run.series("loss"), "evaluation": run.series("eval_loss")}),
-        "Metrics": ("metric", {name: run.series(f"eval_{name}") for name in run.quantized if name != "loss"}),
+        "Loss": (
+            "loss",
+            {"training": run.series("loss"), "evaluation": run.series("eval_loss")},
+        ),
+        "Metrics": (
+            "metric",
+            {
+                name: run.series(f"eval_{name}")
+                for name in run.quantized
+                if name != "loss"
+            },
+        ),
     }
     parts = []
     with drawing():
@@ -223,12 +257,18 @@ def write_report(
             if any(steps for steps, _ in series.values()):
                 figures[title] = _curves(ylabel, series, run)
         for title, figure in figures.items():
-            figure.savefig(folder / f"moq_{title.lower()}.png", dpi=150, metadata={"Software": None})
+            figure.savefig(
+                folder / f"moq_{title.lower()}.png",
+                dpi=150,
+                metadata={"Software": None},
+            )
             stream = io.StringIO()
             figure.savefig(stream, format="svg", metadata={"Date": None})
             svg = stream.getvalue()
             svg = svg[svg.index("<svg") :]
-            parts.append(f"<h2>{title}</h2><figure>{svg}<figcaption>{_CAPTIONS[title]}</figcaption></figure>")
+            parts.append(
+                f"<h2>{title}</h2><figure>{svg}<figcaption>{_CAPTIONS[title]}</figcaption></figure>"
+            )
     page = folder / PAGE
     page.write_text(_page(run, parts), encoding="utf-8")
     return page
@@ -236,24 +276,36 @@ def write_report(
 
 def _page(run: Run, figures: Sequence[str]) -> str:
     title = html.escape(run.directory.resolve().name)
-    facts = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in _facts(run).items())
+    facts = "".join(
+        f"<div><dt>{name}</dt><dd>{value}</dd></div>"
+        for name, value in _facts(run).items()
+    )
     parts = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
         f"<title>moq_hf: {title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1><dl>{facts}</dl>",
         *figures,
     ]
     if run.quantized:
-        parts.append(f"<h2>Last evaluation</h2>{_table(metric_rows(run.quantized, run.in_float))}")
+        parts.append(
+            f"<h2>Last evaluation</h2>{_table(metric_rows(run.quantized, run.in_float))}"
+        )
     if run.choice is not None:
-        parts.append(f"<h2>Bits under a budget</h2><p>{html.escape(run.choice.outcome())}</p>")
+        parts.append(
+            f"<h2>Bits under a budget</h2><p>{html.escape(run.choice.outcome())}</p>"
+        )
         parts.append(_table(run.choice.rows()))
     config = html.escape(json.dumps(run.config.to_dict(), indent=2))
-    parts.append(f"<details><summary>Configuration</summary><pre>{config}</pre></details></body></html>\n")
+    parts.append(
+        f"<details><summary>Configuration</summary><pre>{config}</pre></details></body></html>\n"
+    )
     return "\n".join(parts)
 
 
 def _facts(run: Run) -> dict[str, str]:
-    facts = {"mean bits": f"{run.series('moq/mean_bits')[1][-1]:.2f}", "precision": run.config.span_in_words}
+    facts = {
+        "mean bits": f"{run.series('moq/mean_bits')[1][-1]:.2f}",
+        "precision": run.config.span_in_words,
+    }
     shares, sizes = run.series("moq/quantized_share")[1], run.series("moq/size_mb")[1]
     if shares:
         facts["quantized"] = f"{percent(shares[-1])} of the parameters"
@@ -266,7 +318,10 @@ def _facts(run: Run) -> dict[str, str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    lines = ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
+    lines = [
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in rows
+    ]
     return f"<table>{''.join(lines)}</table>"
 
 
@@ -307,7 +362,13 @@ def _legend(axes: "Axes") -> None:
     handles, names = axes.get_legend_handles_labels()
     # A model without a list of layers has a block for each linear layer.
     every = math.ceil(len(names) / 20)
-    axes.legend(handles[::every], names[::every], loc="upper left", bbox_to_anchor=(1.0, 1.02), fontsize="small")
+    axes.legend(
+        handles[::every],
+        names[::every],
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.02),
+        fontsize="small",
+    )
 
 
 def _color(index: int, count: int) -> Any:
@@ -327,9 +388,19 @@ def _draw_bits(series: Mapping[str, Series], config: MoQConfig, total: int) -> "
         shift = 0.4 * (index + 0.5) / len(series) - 0.2
         heights = [min(value, highest) - shift for value in (start, *bits, bits[-1])]
         color = _color(index, len(series))
-        axes.step([0, *steps, total], heights, where="post", color=color, label=name, linewidth=1.5)
+        axes.step(
+            [0, *steps, total],
+            heights,
+            where="post",
+            color=color,
+            label=name,
+            linewidth=1.5,
+        )
     ticks = range(int(lowest), highest + 1)
-    axes.set_yticks(ticks, ["float" if in_float and tick == highest else str(tick) for tick in ticks])
+    axes.set_yticks(
+        ticks,
+        ["float" if in_float and tick == highest else str(tick) for tick in ticks],
+    )
     _legend(axes)
     return figure
 
@@ -337,7 +408,9 @@ def _draw_bits(series: Mapping[str, Series], config: MoQConfig, total: int) -> "
 def _curves(ylabel: str, series: Mapping[str, Series], run: Run) -> "Figure":
     figure, axes = _new_figure(ylabel)
     for index, (name, (steps, values)) in enumerate(series.items()):
-        axes.plot(steps, values, marker=".", color=_color(index, len(series)), label=name)
+        axes.plot(
+            steps, values, marker=".", color=_color(index, len(series)), label=name
+        )
     _legend(axes)
     right = axes.twinx()
     right.step(*run.series("moq/mean_bits"), where="post", color="gray", linestyle=":")

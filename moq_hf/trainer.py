@@ -29,8 +29,19 @@ from .seams.transformers import (
     save_training_args,
     training_summary,
 )
-from .training.checkpoints import check_whole, last_checkpoint, last_metrics, resumed_state
-from .training.distillation import check_hidden, distillation_loss, fingerprint, labels_at_logits, load_teacher
+from .training.checkpoints import (
+    check_whole,
+    last_checkpoint,
+    last_metrics,
+    resumed_state,
+)
+from .training.distillation import (
+    check_hidden,
+    distillation_loss,
+    fingerprint,
+    labels_at_logits,
+    load_teacher,
+)
 from .training.float_first import FloatPhase, after_float, share_of
 from .training.measuring import evaluating
 
@@ -52,26 +63,34 @@ class MoQTrainer(Trainer):
 
     Args:
         *args: What `Trainer` takes.
-        moq_config: A `MoQConfig`, a mapping or the path of a JSON file; None trains in float.
-        teacher: A float model for distillation, instead of `distillation.teacher` in the config.
-        teacher_init_kwargs: For the `from_pretrained` of `distillation.teacher`: `token`, `cache_dir`, `revision`, ...
-        float_first: Train in float for that share of the steps, above 0 and below 1; True is half of them. The model of
-            then is evaluated, saved in the folder `float` of the output folder, and is start and teacher of what
-            follows: the schedule of `moq_config` in the rest of the steps, with the learning rate's schedule and the
-            optimizer's state begun anew. The config's `schedule_offset` is not read.
-        max_shard_size: The largest size of a weight file of the packed model, as `save_quantized` takes it.
+        moq_config: A `MoQConfig`, a mapping or the path of a JSON file; None trains in
+            float.
+        teacher: A float model for distillation, instead of `distillation.teacher` in
+            the config.
+        teacher_init_kwargs: For the `from_pretrained` of `distillation.teacher`:
+            `token`, `cache_dir`, `revision`, ...
+        float_first: Train in float for that share of the steps, above 0 and below 1;
+            True is half of them. The model of then is evaluated, saved in the folder
+            `float` of the output folder, and is start and teacher of what follows: the
+            schedule of `moq_config` in the rest of the steps, with the learning rate's
+            schedule and the optimizer's state begun anew. The config's
+            `schedule_offset` is not read.
+        max_shard_size: The largest size of a weight file of the packed model, as
+            `save_quantized` takes it.
         **kwargs: What `Trainer` takes.
 
     Raises:
         MoQConfigError: The config is wrong.
-        MoQError: The config does not fit the model, `callbacks` holds a MoQCallback too, or `float_first` goes with a
-            teacher, without a config, with a custom scheduler or with PEFT's adapters.
+        MoQError: The config does not fit the model, `callbacks` holds a MoQCallback
+            too, or `float_first` goes with a teacher, without a config, with a custom
+            scheduler or with PEFT's adapters.
 
     Attributes:
         moq: The `MoQCallback`, or None.
-        final_metrics: Metrics for `moq_state.json` and the model card; None takes the last evaluation in the log.
-        float_metrics: The same of a model trained in float; with `float_first` those of its float phase. Set both
-            before saving or pushing.
+        final_metrics: Metrics for `moq_state.json` and the model card; None takes the
+            last evaluation in the log.
+        float_metrics: The same of a model trained in float; with `float_first` those of
+            its float phase. Set both before saving or pushing.
         teacher_fingerprint: A checksum of the teacher in use; None without one.
 
     >>> import tempfile
@@ -93,7 +112,11 @@ class MoQTrainer(Trainer):
     def __init__(
         self,
         *args: Any,
-        moq_config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        moq_config: MoQConfig
+        | Mapping[str, Any]
+        | str
+        | os.PathLike[str]
+        | None = None,
         teacher: PreTrainedModel | None = None,
         teacher_init_kwargs: Mapping[str, Any] | None = None,
         float_first: bool | float | None = None,
@@ -103,16 +126,29 @@ class MoQTrainer(Trainer):
         self.moq: MoQCallback | None = None
         self.max_shard_size = bytes_in(max_shard_size)
         callbacks = list(kwargs.get("callbacks") or [])
-        given = [callback for callback in callbacks if isinstance(callback, MoQCallback)]
+        given = [
+            callback for callback in callbacks if isinstance(callback, MoQCallback)
+        ]
         if given and (moq_config is not None or len(given) > 1):
-            raise MoQError("two MoQ configs: give moq_config or one MoQCallback, not both")
+            raise MoQError(
+                "two MoQ configs: give moq_config or one MoQCallback, not both"
+            )
         share = share_of(float_first)
         if given:
             self.moq = given[0]
         elif moq_config is not None:
-            self.moq = MoQCallback(moq_config if share is None else after_float(MoQConfig.load(moq_config), share))
+            self.moq = MoQCallback(
+                moq_config
+                if share is None
+                else after_float(MoQConfig.load(moq_config), share)
+            )
             callbacks.append(self.moq)
-        if share is not None and (given or self.moq is None or not self.moq.config.enabled or teacher is not None):
+        if share is not None and (
+            given
+            or self.moq is None
+            or not self.moq.config.enabled
+            or teacher is not None
+        ):
             raise MoQError(
                 "float_first needs a moq_config that is enabled, no MoQCallback beside it, and no other teacher: the "
                 "model trained in float is the teacher"
@@ -134,7 +170,12 @@ class MoQTrainer(Trainer):
             check_hidden(student, cast(MoQCallback, self.moq).config.distillation)
         self._follow(self._find_teacher(teacher, teacher_init_kwargs))
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Train, as `Trainer.train`; `resume_from_checkpoint=True` takes the last checkpoint that is whole.
 
         Raises:
@@ -144,7 +185,9 @@ class MoQTrainer(Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(cast(str, self.args.output_dir))
             if resume_from_checkpoint is None:
-                raise MoQError(f"cannot resume: there is no whole checkpoint in {self.args.output_dir}")
+                raise MoQError(
+                    f"cannot resume: there is no whole checkpoint in {self.args.output_dir}"
+                )
         elif resume_from_checkpoint:
             check_whole(resume_from_checkpoint)
         self._live_moq()
@@ -158,7 +201,10 @@ class MoQTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """One micro-batch; before the first one of a run, find out how the loss is scaled."""
         if not self._loss_checked:
@@ -168,7 +214,9 @@ class MoQTrainer(Trainer):
         if moq is not None:
             moq.observe(inputs)
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if not self._loss_called and (self._teacher is not None or self._float_phase is not None):
+        if not self._loss_called and (
+            self._teacher is not None or self._float_phase is not None
+        ):
             self._loss_called = True
             logger.warning(
                 "moq_hf: compute_loss of %s does not call that of MoQTrainer, which follows the teacher: it is not "
@@ -180,26 +228,39 @@ class MoQTrainer(Trainer):
     def _find_teacher(
         self, given: PreTrainedModel | None, init_kwargs: Mapping[str, Any] | None
     ) -> PreTrainedModel | None:
-        config = None if self.moq is None or not self.moq.config.enabled else self.moq.config
+        config = (
+            None if self.moq is None or not self.moq.config.enabled else self.moq.config
+        )
         if given is not None and config is None:
-            raise MoQError("a teacher is for quantized training: give a moq_config that is enabled")
-        named = None if config is None or given is not None else config.distillation.teacher
+            raise MoQError(
+                "a teacher is for quantized training: give a moq_config that is enabled"
+            )
+        named = (
+            None if config is None or given is not None else config.distillation.teacher
+        )
         if init_kwargs and named is None:
-            raise MoQError("teacher_init_kwargs are for the teacher that distillation.teacher names; there is none")
+            raise MoQError(
+                "teacher_init_kwargs are for the teacher that distillation.teacher names; there is none"
+            )
         source = given or named
         if source is None or config is None:
             return None
         student = self.accelerator.unwrap_model(self.model)
         check_hidden(student, config.distillation)
-        return load_teacher(source, student, config.distillation, self.args.device, init_kwargs)
+        return load_teacher(
+            source, student, config.distillation, self.args.device, init_kwargs
+        )
 
     def _follow(self, teacher: PreTrainedModel | None) -> None:
         self._teacher = teacher
         self.teacher_fingerprint = None if teacher is None else fingerprint(teacher)
-        # The loss with a teacher is a mean over the micro-batch, whatever the model's own would be.
+        # The loss with a teacher is a mean over the micro-batch, whatever the model's
+        # own would be.
         self.loss_is_scaled_for_ga = self._scaled_for_ga if teacher is None else False
 
-    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> LRScheduler:
         """Make the learning rate's schedule, as `Trainer.create_scheduler`; with `float_first` one for each phase.
 
         Raises:
@@ -237,7 +298,8 @@ class MoQTrainer(Trainer):
         """Begin or go on with a run: `has_begun` is whether a float phase is over. Called by the `MoQCallback`.
 
         Raises:
-            MoQError: What the float phase has used cannot be begun anew; what it left is missing, or of another run.
+            MoQError: What the float phase has used cannot be begun anew; what it left
+                is missing, or of another run.
         """
         phase = self._float_phase
         if phase is None:
@@ -284,7 +346,9 @@ class MoQTrainer(Trainer):
         """The scalar mean loss over one batch by itself, by `compute_loss`; sensitivity is measured on it."""
         prepared = prepared_inputs(self, inputs)
         count = self._count_of(prepared)
-        return cast(Tensor, self.compute_loss(model, prepared, num_items_in_batch=count))
+        return cast(
+            Tensor, self.compute_loss(model, prepared, num_items_in_batch=count)
+        )
 
     def _count_of(self, inputs: Mapping[str, Any]) -> Tensor | None:
         """What a `compute_loss_func` must divide by for the mean over one batch; None where the model has the loss."""
@@ -303,12 +367,28 @@ class MoQTrainer(Trainer):
         """As `Trainer.compute_loss`; in training with a teacher, the distillation loss."""
         self._loss_called = True
         phase = self._float_phase
-        # At its first step a float phase finds out whether the model can be its own teacher.
-        is_trial = phase is not None and not phase.outputs_checked and self.state.global_step == 0
-        if self.moq is None or not model.training or (self._teacher is None and not is_trial):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        config, student = self.moq.config.distillation, self.accelerator.unwrap_model(self.model)
-        inputs = {**inputs, "output_hidden_states": True} if config.hidden else dict(inputs)
+        # At its first step a float phase finds out whether the model can be its own
+        # teacher.
+        is_trial = (
+            phase is not None
+            and not phase.outputs_checked
+            and self.state.global_step == 0
+        )
+        if (
+            self.moq is None
+            or not model.training
+            or (self._teacher is None and not is_trial)
+        ):
+            return super().compute_loss(
+                model, inputs, return_outputs, num_items_in_batch
+            )
+        config, student = (
+            self.moq.config.distillation,
+            self.accelerator.unwrap_model(self.model),
+        )
+        inputs = (
+            {**inputs, "output_hidden_states": True} if config.hidden else dict(inputs)
+        )
         count = num_items_in_batch if self._teacher is None else self._count_of(inputs)
         # The Trainer takes the labels out where it computes the loss itself.
         loss, outputs = super().compute_loss(model, dict(inputs), True, count)
@@ -322,21 +402,39 @@ class MoQTrainer(Trainer):
         problem = getattr(teacher.config, "problem_type", None)
         inputs = {**inputs, "labels": labels_at_logits(student, inputs.get("labels"))}
         with torch.set_grad_enabled(self._teacher is not None):
-            distilled = distillation_loss(loss, outputs, teacher_outputs, inputs, config, problem)
+            distilled = distillation_loss(
+                loss, outputs, teacher_outputs, inputs, config, problem
+            )
         if self._teacher is not None:
             loss = distilled
         elif phase is not None:
             phase.outputs_checked = True
         return (loss, outputs) if return_outputs else loss
 
-    def _check_loss_scale(self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None) -> None:
-        factor = self.args.gradient_accumulation_steps * self.args.world_size * max(1, self.args.n_gpu)
-        if count is None or factor == 1 or self.loss_is_scaled_for_ga is not None or self.compute_loss_func is not None:
+    def _check_loss_scale(
+        self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None
+    ) -> None:
+        factor = (
+            self.args.gradient_accumulation_steps
+            * self.args.world_size
+            * max(1, self.args.n_gpu)
+        )
+        if (
+            count is None
+            or factor == 1
+            or self.loss_is_scaled_for_ga is not None
+            or self.compute_loss_func is not None
+        ):
             return
         with evaluating(model), self.compute_loss_context_manager():
             prepared = prepared_inputs(self, inputs)
             once, twice = (
-                float(self.compute_loss(model, dict(prepared), num_items_in_batch=times * count)) for times in (1, 2)
+                float(
+                    self.compute_loss(
+                        model, dict(prepared), num_items_in_batch=times * count
+                    )
+                )
+                for times in (1, 2)
             )
         if once == twice != 0.0:
             average_loss(self)
@@ -348,7 +446,9 @@ class MoQTrainer(Trainer):
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
         if self._live_moq() is None and resumed_state(self.state) is not None:
-            logger.warning("moq_hf: the checkpoint was made with MoQ; without moq_config the run goes on in float")
+            logger.warning(
+                "moq_hf: the checkpoint was made with MoQ; without moq_config the run goes on in float"
+            )
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
         self._saving_checkpoint = True
@@ -357,7 +457,9 @@ class MoQTrainer(Trainer):
         finally:
             self._saving_checkpoint = False
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(
+        self, output_dir: str | None = None, _internal_call: bool = False
+    ) -> None:
         """Deliver the model, packed if that can be loaded, and prove it; in every process.
 
         Raises:
@@ -367,26 +469,36 @@ class MoQTrainer(Trainer):
         if not self._delivers() or not any(map(is_apart, model.parameters())):
             super().save_model(output_dir, _internal_call)
             return
-        # The stock one gathers the whole model first; or, by its settings, saves nothing that loads.
+        # The stock one gathers the whole model first; or, by its settings, saves
+        # nothing that loads.
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            self.push_to_hub(
+                commit_message="Model save", revision=self.args.hub_revision
+            )
 
     def _delivers(self) -> bool:
-        return not self._saving_checkpoint and is_quantized(cast(nn.Module, self.model).modules())
+        return not self._saving_checkpoint and is_quantized(
+            cast(nn.Module, self.model).modules()
+        )
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
         if not self._delivers():
             super()._save(output_dir, state_dict)
             return
-        folder = Path(cast(str, output_dir if output_dir is not None else self.args.output_dir))
+        folder = Path(
+            cast(str, output_dir if output_dir is not None else self.args.output_dir)
+        )
         moq = self._live_moq()
         write_result(
             self.accelerator.unwrap_model(self.model, keep_torch_compile=False),
             folder,
             self.args,
             None if moq is None else moq.answers(self.args),
-            processing_class=self.processing_class or getattr(self.data_collator, "tokenizer", None),
+            processing_class=self.processing_class
+            or getattr(self.data_collator, "tokenizer", None),
             controller=None if moq is None else moq.controller,
             metrics=self.final_metrics or last_metrics(self.state),
             float_metrics=self.float_metrics,
@@ -399,18 +511,24 @@ class MoQTrainer(Trainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the card of the packed model, with the last metrics; the Trainer's own where none was saved."""
         folder = Path(cast(str, self.args.output_dir))
-        if not quant_layers(self.accelerator.unwrap_model(self.model)) or not (folder / STATE_NAME).is_file():
+        if (
+            not quant_layers(self.accelerator.unwrap_model(self.model))
+            or not (folder / STATE_NAME).is_file()
+        ):
             super().create_model_card(*args, **kwargs)
             return
         if not self.is_world_process_zero():
             return
-        record_metrics(folder, self.final_metrics or last_metrics(self.state), self.float_metrics)
+        record_metrics(
+            folder, self.final_metrics or last_metrics(self.state), self.float_metrics
+        )
         # What the stock card knows: task, data and hyperparameters.
         known = training_summary(self, *args, **kwargs)
         tag = _one(known.dataset_tags)
         data = ModelCardData(
             model_name=self.hub_model_id or known.model_name,
-            base_model=kwargs.get("finetuned_from") or base_model_of(self.accelerator.unwrap_model(self.model)),
+            base_model=kwargs.get("finetuned_from")
+            or base_model_of(self.accelerator.unwrap_model(self.model)),
             pipeline_tag=_one(known.tasks),
             datasets=None if tag is None else [tag],
             language=known.language,
@@ -423,9 +541,14 @@ class MoQTrainer(Trainer):
 
     def _live_moq(self) -> MoQCallback | None:
         """The callback of this Trainer, which it may share with others."""
-        # restore_callback_states_from_checkpoint puts a new object instead of the one that was passed.
+        # restore_callback_states_from_checkpoint puts a new object instead of the one
+        # that was passed.
         if self.moq is not None and self.moq not in callbacks_of(self):
-            found = [callback for callback in callbacks_of(self) if isinstance(callback, MoQCallback)]
+            found = [
+                callback
+                for callback in callbacks_of(self)
+                if isinstance(callback, MoQCallback)
+            ]
             self.moq = found[0] if found else None
         if self.moq is not None:
             self.moq.trainer = self

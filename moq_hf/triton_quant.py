@@ -1,7 +1,8 @@
 """`quantizer.fake_quantize` as one launch of a Triton kernel, with the same numbers, bit for bit.
 
-Importable without Triton and without a GPU: where the kernel does not run, `quantizer` computes. The kernel takes equal
-steps in groups of up to `LONGEST` weights; ternary and binary grids, longer groups and float64 are for `quantizer`.
+Importable without Triton and without a GPU: where the kernel does not run, `quantizer`
+computes. The kernel takes equal steps in groups of up to `LONGEST` weights; ternary and
+binary grids, longer groups and float64 are for `quantizer`.
 """
 
 import functools
@@ -22,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 # One program reads a whole group: longer ones would leave most of a GPU idle.
 LONGEST = 65_536
-# Elements of a tile and warps of a program, so that a thread holds 16 elements: not measured on a GPU.
+# Elements of a tile and warps of a program, so that a thread holds 16 elements: not
+# measured on a GPU.
 _TILE, _WARPS = 4096, 8
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _DEFAULT, _FIRST = Grid(), RoundingSeed()
@@ -30,7 +32,9 @@ _DEFAULT, _FIRST = Grid(), RoundingSeed()
 _given_up: set[torch.device] = set()
 
 
-def fake_quantize(weight: Tensor, bits: int, grid: Grid = _DEFAULT, **how: Any) -> Tensor:
+def fake_quantize(
+    weight: Tensor, bits: int, grid: Grid = _DEFAULT, **how: Any
+) -> Tensor:
     """`quantizer.fake_quantize`, with the same arguments and results."""
     return fake_quantize_with_scale(weight, bits, grid, **how)[0]
 
@@ -51,23 +55,33 @@ def fake_quantize_with_scale(
         ValueError: Bits, grid or ratio do not fit the weight.
     """
     dtype = dtype or weight.dtype
-    if {dtype, weight.dtype} <= _DTYPES and grid.is_uniform(bits) and available(weight.device):
+    if (
+        {dtype, weight.dtype} <= _DTYPES
+        and grid.is_uniform(bits)
+        and available(weight.device)
+    ):
         rows, columns = quantizer.check(weight, bits, grid, ratio)
         if weight.numel() <= LONGEST * rows * columns:
             try:
-                return _launch(weight, bits, grid, rows * columns, ratio, seed, blend, dtype)
+                return _launch(
+                    weight, bits, grid, rows * columns, ratio, seed, blend, dtype
+                )
             except Exception as error:
-                # Triton raises what its compiler, the C compiler that it calls, or the driver raise.
+                # Triton raises what its compiler, the C compiler that it calls, or the
+                # driver raise.
                 _give_up(weight.device, f"{type(error).__name__}: {error}")
-    return quantizer.fake_quantize_with_scale(weight, bits, grid, ratio=ratio, seed=seed, blend=blend, dtype=dtype)
+    return quantizer.fake_quantize_with_scale(
+        weight, bits, grid, ratio=ratio, seed=seed, blend=blend, dtype=dtype
+    )
 
 
 def available(device: torch.device) -> bool:
     """Whether the kernel runs on a device, with the numbers of `quantizer`: tried out once in each process.
 
-    True for CUDA devices with a working Triton, and for the CPU in Triton's interpreter (TRITON_INTERPRET=1 in the
-    environment before Triton is imported). Where the kernel cannot be launched, or gives another number, one warning
-    says so, and this is False from then on. It is False while torch.compile traces: plain PyTorch can be compiled.
+    True for CUDA devices with a working Triton, and for the CPU in Triton's interpreter
+    (TRITON_INTERPRET=1 in the environment before Triton is imported). Where the kernel
+    cannot be launched, or gives another number, one warning says so, and this is False
+    from then on. It is False while torch.compile traces: plain PyTorch can be compiled.
     """
     if device.type not in ("cpu", "cuda") or torch.compiler.is_compiling():
         return False
@@ -92,14 +106,19 @@ def _is_right(device: torch.device) -> bool:
     except Exception as error:
         wrong = [f"{type(error).__name__}: {error}"]
     if wrong:
-        _give_up(device, f"at first use, it does not compute what plain PyTorch does: {'; '.join(wrong)}")
+        _give_up(
+            device,
+            f"at first use, it does not compute what plain PyTorch does: {'; '.join(wrong)}",
+        )
     return not wrong
 
 
 def _give_up(device: torch.device, reason: str) -> None:
     _given_up.add(device)
     logger.warning(
-        "moq_hf: the Triton kernel is not used on %s, plain PyTorch computes in its place: %s", device, reason
+        "moq_hf: the Triton kernel is not used on %s, plain PyTorch computes in its place: %s",
+        device,
+        reason,
     )
 
 
@@ -108,11 +127,20 @@ def _differences(device: torch.device) -> Iterator[str]:
     halves = torch.arange(-63.5, 64.5, 1.0, device=device)
     weight = torch.stack([halves, halves.exp2() * 1e-3, halves * 0.0, halves / 3])
     ratio = torch.tensor([[1.0], [0.85], [1.0], [0.2]], device=device)
-    for grid in (Grid(), Grid(full=True, scale_dtype="bfloat16"), Grid(symmetric=False), Grid(stochastic=True)):
+    for grid in (
+        Grid(),
+        Grid(full=True, scale_dtype="bfloat16"),
+        Grid(symmetric=False),
+        Grid(stochastic=True),
+    ):
         grid = replace(grid, grouping=PerChannel())
         blend = 0.25 if grid.stochastic else 0.0
-        found, _ = _launch(weight, 7, grid, len(weight), ratio, _FIRST, blend, torch.bfloat16)
-        expected = quantizer.fake_quantize(weight, 7, grid, ratio=ratio, blend=blend, dtype=torch.bfloat16)
+        found, _ = _launch(
+            weight, 7, grid, len(weight), ratio, _FIRST, blend, torch.bfloat16
+        )
+        expected = quantizer.fake_quantize(
+            weight, 7, grid, ratio=ratio, blend=blend, dtype=torch.bfloat16
+        )
         count = int((found != expected).sum())
         if count:
             yield f"{count} of {found.numel()} weights differ ({grid})"

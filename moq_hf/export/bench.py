@@ -31,7 +31,8 @@ class Measured:
 
     Attributes:
         bytes: Of the weights in PyTorch, of the file in a runtime.
-        milliseconds: Median time of a forward pass, by shape ("8 x 128": examples and tokens).
+        milliseconds: Median time of a forward pass, by shape ("8 x 128": examples and
+            tokens).
         speed: Geometric mean over the shapes of PyTorch's time divided by this one's.
         proof: How its answers compare with the checkpoint's in PyTorch.
         command: How to make the file and what loads it; "" for PyTorch.
@@ -62,13 +63,21 @@ class Benchmark:
 
     def recommended(self) -> str | None:
         """The fastest engine whose file loses at most `max_loss` of each metric; None if there is none."""
-        legal = [name for name, one in self.engines.items() if one.command and self._is_accurate(one)]
+        legal = [
+            name
+            for name, one in self.engines.items()
+            if one.command and self._is_accurate(one)
+        ]
         return max(legal, key=lambda name: self.engines[name].speed, default=None)
 
     def _is_accurate(self, one: Measured) -> bool:
         before = self.engines["PyTorch"].proof.metrics
-        # 0.80 - 0.79 is 0.01, not the float above it. A loss that is not a number proves nothing.
-        return all(round(value - one.proof.metrics[name], 9) <= self.max_loss for name, value in before.items())
+        # 0.80 - 0.79 is 0.01, not the float above it. A loss that is not a number
+        # proves nothing.
+        return all(
+            round(value - one.proof.metrics[name], 9) <= self.max_loss
+            for name, value in before.items()
+        )
 
     def table(self) -> str:
         """A line per engine, and what to deploy."""
@@ -86,17 +95,33 @@ class Benchmark:
         ]
         for name, one in self.engines.items():
             times = [f"{time:.1f}" for time in one.milliseconds.values()]
-            rows.append([name, f"{one.bytes / 1e6:.2f}", *times, f"{one.speed:.2f}", *one.proof.cells()])
+            rows.append(
+                [
+                    name,
+                    f"{one.bytes / 1e6:.2f}",
+                    *times,
+                    f"{one.speed:.2f}",
+                    *one.proof.cells(),
+                ]
+            )
         missing = [f"{name}: {reason}" for name, reason in self.missing.items()]
-        return "\n".join([table(rows), *missing, f"threads: {self.threads}", "", self._sentence()])
+        return "\n".join(
+            [table(rows), *missing, f"threads: {self.threads}", "", self._sentence()]
+        )
 
     def _sentence(self) -> str:
         best, metrics = self.recommended(), self.engines["PyTorch"].proof.metrics
         if best is None:
             return f"Deploy the checkpoint in PyTorch: no exported file ran and lost at most {self.max_loss:g}."
         one = self.engines[best]
-        answers = [f"{name} {one.proof.metrics[name]:.4f} (PyTorch {value:.4f})" for name, value in metrics.items()]
-        accuracy = ", ".join(answers) or "its accuracy was not measured: give sentences with labels (--validation_file)"
+        answers = [
+            f"{name} {one.proof.metrics[name]:.4f} (PyTorch {value:.4f})"
+            for name, value in metrics.items()
+        ]
+        accuracy = (
+            ", ".join(answers)
+            or "its accuracy was not measured: give sentences with labels (--validation_file)"
+        )
         return f"Deploy {one.command}: {one.speed:.2f} times as fast as PyTorch; {accuracy}."
 
 
@@ -121,11 +146,13 @@ def benchmark(
         batches: Batch sizes.
         sequences: Tokens per example, without padding.
         threads: Of each engine; None is PyTorch's number.
-        activation_bits: Of the int8 file, 2 to 8; None is what the model was trained for, else 8.
+        activation_bits: Of the int8 file, 2 to 8; None is what the model was trained
+            for, else 8.
         repeats: Forward passes per shape, after one that does not count.
         data: What all engines answer, for their accuracy.
         max_length: Tokens of an example of the data, at most.
-        max_loss: What a recommended file may lose of each metric, against the checkpoint in PyTorch.
+        max_loss: What a recommended file may lose of each metric, against the
+            checkpoint in PyTorch.
 
     Raises:
         MoQError: The checkpoint cannot be exported, or an argument does not fit it.
@@ -134,19 +161,29 @@ def benchmark(
     checkpoint = load_checkpoint(folder)
     model = checkpoint.model
     if takes_pictures(model):
-        raise MoQError(f"{folder}: models of texts are measured, not {type(model).__name__}")
+        raise MoQError(
+            f"{folder}: models of texts are measured, not {type(model).__name__}"
+        )
     limit = getattr(model.config, "max_position_embeddings", math.inf)
     if max(sequences) > limit:
-        raise MoQError(f"sequence {max(sequences)} is longer than the {limit} positions of the model")
+        raise MoQError(
+            f"sequence {max(sequences)} is longer than the {limit} positions of the model"
+        )
     reference = Reference(checkpoint, data, max_length)
-    shapes = {f"{batch} x {tokens}": _batch(reference, batch, tokens) for batch, tokens in product(batches, sequences)}
+    shapes = {
+        f"{batch} x {tokens}": _batch(reference, batch, tokens)
+        for batch, tokens in product(batches, sequences)
+    }
     engines: dict[str, Measured] = {}
     missing: dict[str, str] = {}
 
     def measure(name: str, size: int, command: str, load: Callable[[], Model]) -> None:
         try:
             run = load()
-            times = {shape: _milliseconds(run, batch, repeats) for shape, batch in shapes.items()}
+            times = {
+                shape: _milliseconds(run, batch, repeats)
+                for shape, batch in shapes.items()
+            }
             answers = [run(batch) for batch in reference.batches]
             if not all(answer.isfinite().all() for answer in answers):
                 raise MoQError("some of its answers are not finite")
@@ -165,8 +202,13 @@ def benchmark(
         measure("PyTorch", checkpoint.verified.float_bytes, "", lambda: run)
     finally:
         torch.set_num_threads(before)
-    # qdq multiplies signed integers of 8 bits, which other processors do not do exactly.
-    flavors: tuple[Flavor, ...] = ("weight-only", "int8", "qdq") if target_here() == "vnni" else ("weight-only", "int8")
+    # qdq multiplies signed integers of 8 bits, which other processors do not do
+    # exactly.
+    flavors: tuple[Flavor, ...] = (
+        ("weight-only", "int8", "qdq")
+        if target_here() == "vnni"
+        else ("weight-only", "int8")
+    )
     runtimes = [("ONNX Runtime", onnx_runtime), ("OpenVINO", _openvino)]
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "onnx"
@@ -182,9 +224,18 @@ def benchmark(
         for (runtime, load), (flavor, file) in product(runtimes, found.files.items()):
             # qdq is slow in ONNX Runtime, which has int8.
             if (runtime, flavor) != ("ONNX Runtime", "qdq"):
-                bits = f" --activation_bits {found.activation_bits}" if flavor == "int8" else ""
+                bits = (
+                    f" --activation_bits {found.activation_bits}"
+                    if flavor == "int8"
+                    else ""
+                )
                 command = f"{file} with {runtime} (moq-hf export --to onnx --flavors {flavor}{bits})"
-                measure(f"{runtime} {flavor}", found.bytes[flavor], command, partial(load, out / file, threads))
+                measure(
+                    f"{runtime} {flavor}",
+                    found.bytes[flavor],
+                    command,
+                    partial(load, out / file, threads),
+                )
     return Benchmark(engines, missing, threads, max_loss)
 
 
@@ -197,7 +248,9 @@ def _openvino(path: Path, threads: int) -> Model:
     require("openvino", "openvino")
     import openvino
 
-    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_NUM_THREADS": threads})
+    compiled = openvino.Core().compile_model(
+        path, "CPU", {"INFERENCE_NUM_THREADS": threads}
+    )
 
     def run(batch: Mapping[str, Tensor]) -> Tensor:
         outputs = compiled({name: tensor.numpy() for name, tensor in batch.items()})
@@ -208,11 +261,16 @@ def _openvino(path: Path, threads: int) -> Model:
 
 def _batch(reference: Reference, examples: int, tokens: int) -> dict[str, Tensor]:
     """Inputs `[examples, tokens]` without padding."""
-    batch = {name: torch.full((examples, tokens), int(name == "attention_mask")) for name in reference.batches[0]}
+    batch = {
+        name: torch.full((examples, tokens), int(name == "attention_mask"))
+        for name in reference.batches[0]
+    }
     batch["input_ids"] = torch.arange(examples * tokens).view(examples, tokens) % 10
     return batch
 
 
 def _milliseconds(run: Model, batch: Mapping[str, Tensor], repeats: int) -> float:
     run(batch)
-    return 1e3 * statistics.median(timeit.repeat(lambda: run(batch), number=1, repeat=repeats))
+    return 1e3 * statistics.median(
+        timeit.repeat(lambda: run(batch), number=1, repeat=repeats)
+    )

@@ -24,9 +24,15 @@ from ..packed.verify import Verification, stored_weights, verify_quantized
 TOLERANCE = 1e-4
 GLUE = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
 PROCESSOR = "preprocessor_config.json"
-_KINDS = ("ForSequenceClassification", "ForTokenClassification", "ForImageClassification", "Model")
+_KINDS = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForImageClassification",
+    "Model",
+)
 _BATCH = 16
-# Pictures that are compared, and their side where neither the model nor its processor says it.
+# Pictures that are compared, and their side where neither the model nor its processor
+# says it.
 _PICTURES, _SIDE = 8, 224
 
 
@@ -53,14 +59,22 @@ SENTENCES = Data(
     [
         ("A quiet film that stays with you.",),
         ("The plot makes no sense and the actors seem to know it.",),
-        ("He said that the meeting had been moved to Thursday because two of the speakers were late.",),
+        (
+            "He said that the meeting had been moved to Thursday because two of the speakers were late.",
+        ),
         ("Prices rose by three percent in March.",),
         ("Who wrote this?",),
-        ("The committee, which had met twice since the spring, could not agree on a date, a place or an agenda.",),
+        (
+            "The committee, which had met twice since the spring, could not agree on a date, a place or an agenda.",
+        ),
         ("I would not call it good, but I would watch it again.",),
         ("No.",),
-        ("Rain fell on the hills all night, and in the morning the river was over its banks.",),
-        ("The company said that its new engine uses a third less fuel than the one it replaces.",),
+        (
+            "Rain fell on the hills all night, and in the morning the river was over its banks.",
+        ),
+        (
+            "The company said that its new engine uses a third less fuel than the one it replaces.",
+        ),
         ("It was the best and the worst of their ideas.",),
         ("Please send the report by noon.",),
     ]
@@ -103,8 +117,18 @@ def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
         labels.append(label)
     if not texts:
         raise MoQError(f"{os.fspath(path)} holds no rows")
-    if len({(len(text), label is None) for text, label in zip(texts, labels, strict=True)}) > 1:
-        raise MoQError(f"{os.fspath(path)}: all rows must have as many texts, and all a label or none")
+    if (
+        len(
+            {
+                (len(text), label is None)
+                for text, label in zip(texts, labels, strict=True)
+            }
+        )
+        > 1
+    ):
+        raise MoQError(
+            f"{os.fspath(path)}: all rows must have as many texts, and all a label or none"
+        )
     return Data(texts, None if labels[0] is None else labels, task)
 
 
@@ -140,9 +164,17 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     # Experts are a parameter of their module: there is no module of their name.
     odd = [name for name in verified.layers if not isinstance(modules.get(name), kinds)]
     if odd:
-        raise MoQError(f"{directory}: only nn.Linear, nn.Embedding and convolutions are exported, not {', '.join(odd)}")
+        raise MoQError(
+            f"{directory}: only nn.Linear, nn.Embedding and convolutions are exported, not {', '.join(odd)}"
+        )
     processor = directory / PROCESSOR
-    return Checkpoint(model, tokenizer, processor if processor.is_file() else None, verified, stored_weights(directory))
+    return Checkpoint(
+        model,
+        tokenizer,
+        processor if processor.is_file() else None,
+        verified,
+        stored_weights(directory),
+    )
 
 
 def takes_pictures(model: Any) -> bool:
@@ -156,7 +188,8 @@ def load_model(directory: Path) -> tuple[Any, Any]:
     A model of pictures has none.
 
     Raises:
-        MoQError: It is of a kind that is not exported, or one of texts without a tokenizer.
+        MoQError: It is of a kind that is not exported, or one of texts without a
+            tokenizer.
     """
     model = load_floats(directory, attn_implementation="eager", dtype=torch.float32)
     name = type(model).__name__
@@ -177,9 +210,13 @@ def load_floats(directory: Path, **options: Any) -> Any:
     Raises:
         MoQError: Its class is none of transformers'.
     """
-    name = (transformers.AutoConfig.from_pretrained(directory).architectures or ["none"])[0]
+    name = (
+        transformers.AutoConfig.from_pretrained(directory).architectures or ["none"]
+    )[0]
     if not hasattr(transformers, name):
-        raise MoQError(f"{directory}: its config names the class {name}, which transformers does not have")
+        raise MoQError(
+            f"{directory}: its config names the class {name}, which transformers does not have"
+        )
     model = getattr(transformers, name).from_pretrained(directory, **options)
     if is_packed(model):
         dequantize_model(model)
@@ -206,9 +243,10 @@ class Proof:
     """How the answers of one exported model compare with those of the checkpoint in PyTorch.
 
     Attributes:
-        largest_difference: Of the outputs, over all pictures, or sentences and their tokens that are not padding.
-        from_same_arithmetic: The same against PyTorch with the activations rounded as the exported model rounds them;
-            None where it rounds none.
+        largest_difference: Of the outputs, over all pictures, or sentences and their
+            tokens that are not padding.
+        from_same_arithmetic: The same against PyTorch with the activations rounded as
+            the exported model rounds them; None where it rounds none.
         agreement: Share of equal predictions; None where the model predicts no class.
         metrics: GLUE metrics, where the data has labels.
     """
@@ -221,7 +259,11 @@ class Proof:
     def cells(self) -> list[str]:
         """The difference, the agreement and the metrics, for a table."""
         agreement = "-" if self.agreement is None else f"{self.agreement:.4f}"
-        return [f"{self.largest_difference:.2e}", agreement, *(f"{value:.4f}" for value in self.metrics.values())]
+        return [
+            f"{self.largest_difference:.2e}",
+            agreement,
+            *(f"{value:.4f}" for value in self.metrics.values()),
+        ]
 
 
 class Reference:
@@ -249,14 +291,18 @@ class Reference:
         if self.compared == "pictures":
             self.size = _PICTURES
             if data is not SENTENCES:
-                raise MoQError("a model of pictures is compared on random ones: leave the texts out")
+                raise MoQError(
+                    "a model of pictures is compared on random ones: leave the texts out"
+                )
             self.batches = [random_pictures(checkpoint.model, checkpoint.processor)]
         else:
             self.batches = _tokenized(checkpoint, data, max_length)
         self._answers = self._run()
         self.metrics = self._metrics(self._answers)
 
-    def rounded(self, layers: Sequence[str], grid: InputGrid, ranges: Mapping[str, float]) -> Tensor:
+    def rounded(
+        self, layers: Sequence[str], grid: InputGrid, ranges: Mapping[str, float]
+    ) -> Tensor:
         """Give the answers with the inputs of these layers rounded; `ranges` are those of a static scale."""
 
         def round_input(name: str, value: Tensor) -> Tensor:
@@ -276,29 +322,39 @@ class Reference:
         self._run(layers, note)
         return found
 
-    def prove(self, outputs: Sequence[Tensor], simulated: Tensor | None = None) -> Proof:
+    def prove(
+        self, outputs: Sequence[Tensor], simulated: Tensor | None = None
+    ) -> Proof:
         """Compare the answers of an exported model.
 
         Args:
             outputs: Its first output for each of `batches`.
-            simulated: What PyTorch answers with the exported model's arithmetic, if that is another.
+            simulated: What PyTorch answers with the exported model's arithmetic, if
+                that is another.
         """
         found, answers = self._rows(outputs), self._answers
         agreement = None
         if self._predicts and found.shape[-1] > 1:
             agreement = float((found.argmax(-1) == answers.argmax(-1)).double().mean())
         same = None if simulated is None else float((found - simulated).abs().max())
-        return Proof(float((found - answers).abs().max()), same, agreement, self._metrics(found))
+        return Proof(
+            float((found - answers).abs().max()), same, agreement, self._metrics(found)
+        )
 
     def _run(
-        self, layers: Sequence[str] = (), change: Callable[[str, Tensor], Tensor] = lambda name, value: value
+        self,
+        layers: Sequence[str] = (),
+        change: Callable[[str, Tensor], Tensor] = lambda name, value: value,
     ) -> Tensor:
         """Give the answers to all batches, where the inputs of `layers` go through `change`."""
 
         def hook(name: str) -> Callable[..., Any]:
             return lambda module, args: (change(name, args[0]), *args[1:])
 
-        handles = [self._model.get_submodule(name).register_forward_pre_hook(hook(name)) for name in layers]
+        handles = [
+            self._model.get_submodule(name).register_forward_pre_hook(hook(name))
+            for name in layers
+        ]
         try:
             with torch.inference_mode():
                 outputs = [self._model(**batch) for batch in self.batches]
@@ -329,7 +385,8 @@ def random_pictures(model: Any, processor: Path | None) -> dict[str, Tensor]:
 
     Args:
         model: Whose config may say how large a picture is.
-        processor: The file that says how pictures are prepared, which may say it too; else they are of 224 pixels.
+        processor: The file that says how pictures are prepared, which may say it too;
+            else they are of 224 pixels.
     """
     size = getattr(model.config, "image_size", None)
     if size is None and processor is not None:
@@ -342,10 +399,14 @@ def random_pictures(model: Any, processor: Path | None) -> dict[str, Tensor]:
     elif isinstance(size, int):
         size = (size, size)
     shape = (_PICTURES, getattr(model.config, "num_channels", 3), *size)
-    return {"pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(0))}
+    return {
+        "pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    }
 
 
-def _tokenized(checkpoint: Checkpoint, data: Data, max_length: int) -> list[dict[str, Tensor]]:
+def _tokenized(
+    checkpoint: Checkpoint, data: Data, max_length: int
+) -> list[dict[str, Tensor]]:
     """Batches of the model's inputs, int64 `[examples, tokens]`.
 
     Raises:
@@ -353,7 +414,9 @@ def _tokenized(checkpoint: Checkpoint, data: Data, max_length: int) -> list[dict
     """
     model, tokenizer, texts = checkpoint.model, checkpoint.tokenizer, data.texts
     if data.labels is not None and len(data.labels) != len(texts):
-        raise MoQError(f"{len(texts)} texts need as many labels, not {len(data.labels)}")
+        raise MoQError(
+            f"{len(texts)} texts need as many labels, not {len(data.labels)}"
+        )
     if len(texts) < 2:
         raise MoQError("the comparison needs at least two sentences")
     accepted = inspect.signature(type(model).forward).parameters
@@ -362,15 +425,25 @@ def _tokenized(checkpoint: Checkpoint, data: Data, max_length: int) -> list[dict
     limit = min(max_length, positions, tokenizer.model_max_length)
     batches = []
     for start in range(0, len(texts), _BATCH):
-        columns = [list(column) for column in zip(*texts[start : start + _BATCH], strict=True)]
-        encoded = tokenizer(*columns, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+        columns = [
+            list(column) for column in zip(*texts[start : start + _BATCH], strict=True)
+        ]
+        encoded = tokenizer(
+            *columns,
+            padding=True,
+            truncation=True,
+            max_length=limit,
+            return_tensors="pt",
+        )
         batches.append({name: encoded[name] for name in names})
     if batches[0]["input_ids"].shape[1] < 2:
         raise MoQError("the comparison needs sentences of two tokens or more")
     return batches
 
 
-def metrics_of(answers: Tensor, labels: Sequence[float], task: str | None) -> dict[str, float]:
+def metrics_of(
+    answers: Tensor, labels: Sequence[float], task: str | None
+) -> dict[str, float]:
     """The metrics of a classifier's outputs.
 
     Args:
@@ -379,26 +452,36 @@ def metrics_of(answers: Tensor, labels: Sequence[float], task: str | None) -> di
         task: GLUE's name; None is accuracy, or correlations for scores.
 
     Raises:
-        MoQError: The labels or the task do not fit the number of outputs; scipy or scikit-learn is missing.
+        MoQError: The labels or the task do not fit the number of outputs; scipy or
+            scikit-learn is missing.
 
     >>> metrics_of(torch.tensor([[2.0, 1.0], [0.0, 3.0]]), [0, 0], "sst2")
     {'accuracy': 0.5}
     """
     logits = answers.numpy()
     classes = logits.shape[1]
-    if (task is not None and (task == "stsb") != (classes == 1)) or (classes > 2 and task in ("cola", "mrpc", "qqp")):
+    if (task is not None and (task == "stsb") != (classes == 1)) or (
+        classes > 2 and task in ("cola", "mrpc", "qqp")
+    ):
         raise MoQError(f"the task {task} does not fit a model with {classes} outputs")
     if classes > 1 and not set(labels) <= set(range(classes)):
-        raise MoQError(f"labels must be class ids, 0 to {classes - 1}, for a model with {classes} outputs")
+        raise MoQError(
+            f"labels must be class ids, 0 to {classes - 1}, for a model with {classes} outputs"
+        )
     require("glue", "scipy", "sklearn")
     from scipy import stats
     from sklearn import metrics
 
     if classes == 1:
         scores = logits[:, 0]
-        found = {"pearson": stats.pearsonr(labels, scores)[0], "spearmanr": stats.spearmanr(labels, scores)[0]}
+        found = {
+            "pearson": stats.pearsonr(labels, scores)[0],
+            "spearmanr": stats.spearmanr(labels, scores)[0],
+        }
     elif task == "cola":
-        found = {"matthews_correlation": metrics.matthews_corrcoef(labels, logits.argmax(1))}
+        found = {
+            "matthews_correlation": metrics.matthews_corrcoef(labels, logits.argmax(1))
+        }
     else:
         found = {"accuracy": metrics.accuracy_score(labels, logits.argmax(1))}
         if task in ("mrpc", "qqp"):

@@ -15,11 +15,13 @@ from .compare import load_floats
 _LEFT = (CONFIG, STATE_NAME, "README.md", "training_args.bin")
 
 
-def export_floats(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
+def export_floats(
+    directory: str | os.PathLike[str], out: str | os.PathLike[str]
+) -> Path:
     """Write the weights of a packed checkpoint as floats, which keep the values that their grids gave them.
 
-    Any program that reads folders of transformers reads it, such as llama.cpp's converter. Tokenizer and the like are
-    copied.
+    Any program that reads folders of transformers reads it, such as llama.cpp's
+    converter. Tokenizer and the like are copied.
 
     Args:
         directory: What `save_quantized` wrote.
@@ -29,18 +31,25 @@ def export_floats(directory: str | os.PathLike[str], out: str | os.PathLike[str]
         The folder.
 
     Raises:
-        MoQError: The checkpoint is damaged, transformers cannot load it, it has adapters beside it, or `out` is not
-            empty.
+        MoQError: The checkpoint is damaged, transformers cannot load it, it has
+            adapters beside it, or `out` is not empty.
     """
     folder, target = Path(directory), new_path(out)
     verify_quantized(folder)
     if (folder / ADAPTER).exists():
-        raise MoQError(f"{folder} has adapters in {ADAPTER}/, which floats of the base model would leave out")
+        raise MoQError(
+            f"{folder} has adapters in {ADAPTER}/, which floats of the base model would leave out"
+        )
     with quiet():
         model = load_floats(folder, dtype="auto")
         with staged(target) as staging:
             model.save_pretrained(staging)
             for path in folder.iterdir():
-                if path.is_file() and path.suffix != ".png" and path.name not in _LEFT and not WEIGHTS.match(path.name):
+                if (
+                    path.is_file()
+                    and path.suffix != ".png"
+                    and path.name not in _LEFT
+                    and not WEIGHTS.match(path.name)
+                ):
                     shutil.copy(path, staging)
     return Path(out)

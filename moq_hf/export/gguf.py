@@ -1,9 +1,10 @@
 """`export_gguf`: a packed checkpoint's integers as a GGUF file, which llama.cpp runs.
 
-Everything but the quantized weights comes from a base: the GGUF file that llama.cpp's converter made of the same
-weights as floats. So vocabulary, hyperparameters and norms are what that converter made of them. The base also shows in
-which order a tensor has its rows: llama.cpp wants the rows of q and k of some architectures in another order than
-transformers.
+Everything but the quantized weights comes from a base: the GGUF file that llama.cpp's
+converter made of the same weights as floats. So vocabulary, hyperparameters and norms
+are what that converter made of them. The base also shows in which order a tensor has
+its rows: llama.cpp wants the rows of q and k of some architectures in another order
+than transformers.
 
 A quantized weight lies in blocks: 32 weights of a row that share a scale in float16.
 
@@ -13,8 +14,9 @@ A quantized weight lies in blocks: 32 weights of a row that share a scale in flo
 | Q4_1 | 2 to 4, asymmetric | 0 to 15 | d * code + m | 20 |
 | Q8_0 | 5 to 8, symmetric | -128 to 127 | d * code | 34 |
 
-A scale that more than 32 weights share is repeated. ggml's own quantizer never gives a code of -128, but its kernels
-compute with it: they multiply the code's magnitude as an unsigned byte, or the code itself (ggml of llama.cpp 0.3.36).
+A scale that more than 32 weights share is repeated. ggml's own quantizer never gives a
+code of -128, but its kernels compute with it: they multiply the code's magnitude as an
+unsigned byte, or the code itself (ggml of llama.cpp 0.3.36).
 """
 
 import os
@@ -43,9 +45,16 @@ _NEVER_IN_BLOCKS = ("position_embd.weight", "token_types.weight")
 _BY_WORD = ("token_embd.weight", "output.weight")
 # One tensor holds the experts of a block.
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# Keys of a file that are not copied: gguf writes them itself, or they follow from the types of the tensors.
-_NOT_COPIED = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
-# A float of the base may have been rounded to bfloat16 (2^-8) and float16; the second is float16's smallest number.
+# Keys of a file that are not copied: gguf writes them itself, or they follow from the
+# types of the tensors.
+_NOT_COPIED = (
+    "GGUF.",
+    "general.architecture",
+    "general.file_type",
+    "general.quantization_version",
+)
+# A float of the base may have been rounded to bfloat16 (2^-8) and float16; the second
+# is float16's smallest number.
 _RELATIVE, _ABSOLUTE = 2.0**-7, 2.0**-24
 # Weights of a row that share a scale.
 _SIZE = 32
@@ -63,8 +72,10 @@ class GgufExport:
         bytes: Size of the file.
         base_bytes: Size of the base.
         types: How many tensors of the file are of each type.
-        layers: The type that each quantized layer has; that of the base, if llama.cpp takes no blocks there.
-        weight_error: The largest error of a weight by the rounding of scales to float16, in quantization steps.
+        layers: The type that each quantized layer has; that of the base, if llama.cpp
+            takes no blocks there.
+        weight_error: The largest error of a weight by the rounding of scales to
+            float16, in quantization steps.
     """
 
     path: Path
@@ -76,7 +87,9 @@ class GgufExport:
 
     def table(self) -> str:
         """Sizes, types and errors, for a terminal."""
-        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.types.items()))
+        counts = ", ".join(
+            f"{count} {kind}" for kind, count in sorted(self.types.items())
+        )
         lines = [
             f"{self.path}: {self.bytes:,} bytes, the base {self.base_bytes:,} ({self.bytes / self.base_bytes:.3f})",
             f"tensors: {counts}",
@@ -90,56 +103,78 @@ class GgufExport:
 
 
 def export_gguf(
-    directory: str | os.PathLike[str], out: str | os.PathLike[str], base: str | os.PathLike[str]
+    directory: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    base: str | os.PathLike[str],
 ) -> GgufExport:
     """Write a packed checkpoint as a GGUF file with the checkpoint's own integers.
 
-    Symmetric layers of up to 4 bits become Q4_0, of 5 to 8 bits Q8_0; asymmetric ones of up to 4 bits Q4_1. Scales
-    become float16. The file is read back and compared before it appears.
+    Symmetric layers of up to 4 bits become Q4_0, of 5 to 8 bits Q8_0; asymmetric ones
+    of up to 4 bits Q4_1. Scales become float16. The file is read back and compared
+    before it appears.
 
     Args:
         directory: What `save_quantized` wrote.
         out: The file to make.
-        base: What llama.cpp's converter made of the same checkpoint as floats, in float32, float16 or bfloat16.
+        base: What llama.cpp's converter made of the same checkpoint as floats, in
+            float32, float16 or bfloat16.
 
     Returns:
         Sizes, types, and what the scales lost in float16.
 
     Raises:
-        MoQError: The checkpoint is damaged, a grid does not fit any block, the base is of another model or quantized,
-            a scale does not fit float16, `out` exists, or gguf is not installed.
+        MoQError: The checkpoint is damaged, a grid does not fit any block, the base is
+            of another model or quantized, a scale does not fit float16, `out` exists,
+            or gguf is not installed.
     """
     require("gguf", "gguf")
     target, source = new_path(out), Path(base)
     found = recorded(directory)
     # The converter reads the files, so its names of layers are those in the files.
     names = found.state.get("names") or {}
-    stored = {names.get(name, name): layer for name, layer in found.layers.items() if layer.stored != "float"}
+    stored = {
+        names.get(name, name): layer
+        for name, layer in found.layers.items()
+        if layer.stored != "float"
+    }
     layers = by_matrix(stored)
     _check_grids(os.fspath(directory), layers)
     read = _Base(source)
     places = read.places_of(list(layers))
-    weights = {names.get(name, name): own for name, own in split(stored_weights(directory), found.layers).items()}
+    weights = {
+        names.get(name, name): own
+        for name, own in split(stored_weights(directory), found.layers).items()
+    }
     lost = [name for name in layers if name not in weights]
     if lost:
-        raise MoQError(f"{directory}: floats of half precision have no codes any more: {listed(lost)}; leave them out")
+        raise MoQError(
+            f"{directory}: floats of half precision have no codes any more: {listed(lost)}; leave them out"
+        )
     placed: dict[str, dict[int, Blocks]] = {}
     for name, layer in layers.items():
         blocks = read.fitted(places[name], weights.pop(name), layer, name)
         if not places[name].endswith(_NEVER_IN_BLOCKS):
             placed.setdefault(places[name], {})[_expert_of(name)] = blocks
-    parts = {place: read.all_experts(place, experts) for place, experts in placed.items()}
+    parts = {
+        place: read.all_experts(place, experts) for place, experts in placed.items()
+    }
     with staged(target) as staging:
         read.write(staging, parts)
         read.prove(staging, parts)
-    kinds = {name: parts[name][0].kind if name in parts else read.kind(name) for name in read.tensors}
+    kinds = {
+        name: parts[name][0].kind if name in parts else read.kind(name)
+        for name in read.tensors
+    }
     return GgufExport(
         path=Path(out),
         bytes=target.stat().st_size,
         base_bytes=source.stat().st_size,
         types=dict(Counter(kinds.values())),
         layers={name: kinds[place] for name, place in places.items()},
-        weight_error=max((blocks.error for tensor in parts.values() for blocks in tensor), default=0.0),
+        weight_error=max(
+            (blocks.error for tensor in parts.values() for blocks in tensor),
+            default=0.0,
+        ),
     )
 
 
@@ -147,10 +182,13 @@ def _check_grids(directory: str, layers: Mapping[str, StoredLayer]) -> None:
     """Whether a block fits each grid.
 
     Raises:
-        MoQError: Some do not, or there is nothing to write; names all layers by what does not fit.
+        MoQError: Some do not, or there is nothing to write; names all layers by what
+            does not fit.
     """
     if not layers:
-        raise MoQError(f"{directory}: no layer is quantized yet, so there are no integers to write")
+        raise MoQError(
+            f"{directory}: no layer is quantized yet, so there are no integers to write"
+        )
     misfits: dict[str, list[str]] = {}
     for name, layer in layers.items():
         try:
@@ -176,8 +214,10 @@ class Blocks(NamedTuple):
         kind: "Q4_0", "Q4_1" or "Q8_0".
         codes: int16 `[rows, blocks, 32]`; those of Q4_1 from 0.
         scale: float16 `[rows, blocks, 1]`.
-        minimum: float16 of the scale's shape, the value of code 0 in Q4_1; None for the others.
-        error: The largest error of a weight by the rounding to float16, in quantization steps.
+        minimum: float16 of the scale's shape, the value of code 0 in Q4_1; None for the
+            others.
+        error: The largest error of a weight by the rounding to float16, in quantization
+            steps.
     """
 
     kind: str
@@ -189,17 +229,28 @@ class Blocks(NamedTuple):
     def reordered(self, order: NDArray[np.int64]) -> "Blocks":
         """Take the rows in another order."""
         minimum = None if self.minimum is None else self.minimum[order]
-        return self._replace(codes=self.codes[order], scale=self.scale[order], minimum=minimum)
+        return self._replace(
+            codes=self.codes[order], scale=self.scale[order], minimum=minimum
+        )
 
     def raw(self) -> NDArray[np.uint8]:
         """The bytes of the blocks, `[rows, bytes]`."""
         if self.kind == "Q8_0":
-            parts = [self.scale.view(np.uint8), self.codes.astype(np.int8).view(np.uint8)]
+            parts = [
+                self.scale.view(np.uint8),
+                self.codes.astype(np.int8).view(np.uint8),
+            ]
         else:
-            nibbles = (self.codes + 8 if self.minimum is None else self.codes).astype(np.uint8)
+            nibbles = (self.codes + 8 if self.minimum is None else self.codes).astype(
+                np.uint8
+            )
             # The first half of the block lies in the lower nibbles.
-            packed = nibbles[..., : _SIZE // 2] | nibbles[..., _SIZE // 2 :] << np.uint8(4)
-            halves = [self.scale] if self.minimum is None else [self.scale, self.minimum]
+            packed = nibbles[..., : _SIZE // 2] | nibbles[
+                ..., _SIZE // 2 :
+            ] << np.uint8(4)
+            halves = (
+                [self.scale] if self.minimum is None else [self.scale, self.minimum]
+            )
             parts = [*(half.view(np.uint8) for half in halves), packed]
         return np.concatenate(parts, -1).reshape(len(self.codes), -1)
 
@@ -224,7 +275,9 @@ def kind_of(layer: StoredLayer) -> str:
     if layer.bits > MAX_PACKED_BITS:
         raise MoQError(f"{layer.bits} bits")
     if size % _SIZE:
-        raise MoQError(f"{columns} columns" if size == columns else f"groups of {size} columns")
+        raise MoQError(
+            f"{columns} columns" if size == columns else f"groups of {size} columns"
+        )
     if layer.bits <= 4:
         return "Q4_0" if layer.symmetric else "Q4_1"
     if not layer.symmetric:
@@ -241,7 +294,8 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
         where: What an error names.
 
     Raises:
-        MoQError: A scale, or the value of code 0, is too large or too small for float16.
+        MoQError: A scale, or the value of code 0, is too large or too small for
+            float16.
 
     >>> import torch
     >>> layer = StoredLayer("linear", 4, "packed", (1, 32), (1, 1), True, 0, 0, 0.0)
@@ -253,7 +307,11 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     blocks = columns // _SIZE
 
     def per_block(values: Tensor) -> Floats:
-        repeated = values.float().repeat_interleave(rows // above, 0).repeat_interleave(blocks // across, 1)
+        repeated = (
+            values.float()
+            .repeat_interleave(rows // above, 0)
+            .repeat_interleave(blocks // across, 1)
+        )
         return repeated[..., None].numpy()
 
     codes = stored.codes.numpy().astype(np.int16).reshape(rows, blocks, _SIZE)
@@ -264,17 +322,24 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     with np.errstate(over="ignore"):
         half, minimum = scale.astype(np.float16), None
         if stored.zero_point is not None:
-            # `stored_weights` gives codes and zero points that are less by half of the range.
+            # `stored_weights` gives codes and zero points that are less by half of the
+            # range.
             shift = 2 ** (layer.bits - 1)
             codes = codes + np.int16(shift)
-            minimum = (-(per_block(stored.zero_point) + shift) * scale).astype(np.float16)
+            minimum = (-(per_block(stored.zero_point) + shift) * scale).astype(
+                np.float16
+            )
     misfits = ~np.isfinite(half) | (used & (half == 0))
     if minimum is not None:
         misfits |= ~np.isfinite(minimum)
     if misfits.any():
-        raise MoQError(f"{where}: a scale of {np.abs(scale[misfits]).max():.3g} does not fit GGUF's float16")
+        raise MoQError(
+            f"{where}: a scale of {np.abs(scale[misfits]).max():.3g} does not fit GGUF's float16"
+        )
     found = Blocks(kind_of(layer), codes, half, minimum, 0.0)
-    steps = (found.values().reshape(codes.shape) - exact) / np.where(used, scale, np.float32(np.inf))
+    steps = (found.values().reshape(codes.shape) - exact) / np.where(
+        used, scale, np.float32(np.inf)
+    )
     return found._replace(error=float(np.abs(steps).max()))
 
 
@@ -288,7 +353,8 @@ class _Base:
         tensors: As gguf's reader gives them, by name.
 
     Raises:
-        MoQError: It cannot be read, is one of several parts, or holds quantized tensors.
+        MoQError: It cannot be read, is one of several parts, or holds quantized
+            tensors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -297,14 +363,20 @@ class _Base:
         self._path = path
         try:
             reader = gguf.GGUFReader(path)
-            self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
-            self._keys = {name: field.contents() for name, field in reader.fields.items()}
+            self.tensors: dict[str, Any] = {
+                tensor.name: tensor for tensor in reader.tensors
+            }
+            self._keys = {
+                name: field.contents() for name, field in reader.fields.items()
+            }
             self._architecture = self._keys["general.architecture"]
             known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
             blocks = self._keys[f"{self._architecture}.block_count"]
             self._names = gguf.get_tensor_name_map(known[self._architecture], blocks)
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise MoQError(f"the base {path} cannot be read as a GGUF file of a model: {one_line(error)}") from error
+            raise MoQError(
+                f"the base {path} cannot be read as a GGUF file of a model: {one_line(error)}"
+            ) from error
         self._fields = _copied(reader)
         if self._keys.get("split.count", 0) > 1:
             raise MoQError(f"the base {path} is a part of a file: give the whole one")
@@ -323,12 +395,20 @@ class _Base:
         """The name of the tensor that holds a layer, by gguf's own map; empty if there is none."""
         # The converter leaves out what goes before the names that the map knows.
         layer = _EXPERT.sub(".experts.", layer)
-        for name in (layer, layer.replace("language_model.", ""), layer.partition(".")[2]):
+        for name in (
+            layer,
+            layer.replace("language_model.", ""),
+            layer.partition(".")[2],
+        ):
             found = self._names.get_name(name)
             if found is not None:
                 place = f"{found}.weight"
                 # A tied head is the table of words.
-                return _BY_WORD[0] if place == _BY_WORD[1] and place not in self.tensors else place
+                return (
+                    _BY_WORD[0]
+                    if place == _BY_WORD[1] and place not in self.tensors
+                    else place
+                )
         return ""
 
     def places_of(self, layers: Sequence[str]) -> dict[str, str]:
@@ -346,7 +426,9 @@ class _Base:
             )
         return places
 
-    def fitted(self, place: str, stored: Quantized, layer: StoredLayer, name: str) -> Blocks:
+    def fitted(
+        self, place: str, stored: Quantized, layer: StoredLayer, name: str
+    ) -> Blocks:
         """A layer's blocks with the rows in the base's order.
 
         Raises:
@@ -378,7 +460,11 @@ class _Base:
         yield order
         heads: set[int] = set()
         for key in ("head_count", "head_count_kv"):
-            heads.update(np.atleast_1d(self._keys.get(f"{self._architecture}.attention.{key}", 0)).tolist())
+            heads.update(
+                np.atleast_1d(
+                    self._keys.get(f"{self._architecture}.attention.{key}", 0)
+                ).tolist()
+            )
         for number in sorted(heads):
             if number and rows % (2 * number) == 0:
                 yield order.reshape(number, 2, -1).swapaxes(1, 2).ravel()
@@ -389,7 +475,10 @@ class _Base:
         Raises:
             MoQError: Some experts are not quantized, or have another type.
         """
-        data, kinds = self.tensors[place].data, sorted({blocks.kind for blocks in experts.values()})
+        data, kinds = (
+            self.tensors[place].data,
+            sorted({blocks.kind for blocks in experts.values()}),
+        )
         count = len(data) if data.ndim == 3 else 1
         if len(experts) != count or len(kinds) > 1:
             raise MoQError(
@@ -408,7 +497,12 @@ class _Base:
                 writer.add_custom_alignment(field.contents())
             else:
                 kinds = field.types
-                writer.add_key_value(name, field.contents(), kinds[0], kinds[-1] if len(kinds) > 1 else None)
+                writer.add_key_value(
+                    name,
+                    field.contents(),
+                    kinds[0],
+                    kinds[-1] if len(kinds) > 1 else None,
+                )
         # The type of the file is the one that most weights have.
         sizes: Counter[str] = Counter()
         for blocks in parts.values():
@@ -419,7 +513,10 @@ class _Base:
             data, kind = tensor.data, tensor.tensor_type
             if name in parts:
                 raw = np.concatenate([part.raw() for part in parts[name]])
-                data, kind = raw.reshape(*data.shape[:-1], -1), gguf.GGMLQuantizationType[parts[name][0].kind]
+                data, kind = (
+                    raw.reshape(*data.shape[:-1], -1),
+                    gguf.GGMLQuantizationType[parts[name][0].kind],
+                )
             writer.add_tensor(name, data, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -439,20 +536,33 @@ class _Base:
         found = {tensor.name: tensor for tensor in reader.tensors}
         wrong = found.keys() ^ self.tensors.keys()
         for name in found.keys() - wrong:
-            data, expected = found[name].data.view(np.uint8), self.tensors[name].data.view(np.uint8)
+            data, expected = (
+                found[name].data.view(np.uint8),
+                self.tensors[name].data.view(np.uint8),
+            )
             if name in parts:
                 expected = np.concatenate([part.values() for part in parts[name]])
                 data = floats_of(data, found[name].tensor_type).reshape(expected.shape)
             if not np.array_equal(data, expected):
                 wrong.add(name)
         said = {name: field.contents() for name, field in _copied(reader).items()}
-        wrong |= {name for name in said.keys() | self._fields.keys() if said.get(name) != self._keys.get(name)}
+        wrong |= {
+            name
+            for name in said.keys() | self._fields.keys()
+            if said.get(name) != self._keys.get(name)
+        }
         if wrong:
-            raise MoQError(f"{path}: {', '.join(sorted(wrong))} was not read back as it was written")
+            raise MoQError(
+                f"{path}: {', '.join(sorted(wrong))} was not read back as it was written"
+            )
 
 
 def _copied(reader: Any) -> dict[str, Any]:
     """What a file says of the model and the export copies, by key."""
-    fields = {name: field for name, field in reader.fields.items() if not name.startswith(_NOT_COPIED)}
+    fields = {
+        name: field
+        for name, field in reader.fields.items()
+        if not name.startswith(_NOT_COPIED)
+    }
     # An empty list cannot be written, and says what no list says.
     return {name: field for name, field in fields.items() if field.contents() != []}

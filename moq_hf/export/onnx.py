@@ -22,7 +22,15 @@ from ..grid import InputGrid, InputScale
 from ..packed.files import new_path, staged
 from ..quantizer import Quantized
 from ..text import table
-from .compare import SENTENCES, TOLERANCE, Checkpoint, Data, Proof, Reference, load_checkpoint
+from .compare import (
+    SENTENCES,
+    TOLERANCE,
+    Checkpoint,
+    Data,
+    Proof,
+    Reference,
+    load_checkpoint,
+)
 from .onnx_layers import (
     FLAVORS,
     GUARD,
@@ -49,10 +57,12 @@ FILE_NAMES: dict[Flavor, str] = {
     "int8": "model_int8.onnx",
     "qdq": "model_qdq.onnx",
 }
-# One file may not have 2 GB; what comes near is loaded faster from a file that is mapped.
+# One file may not have 2 GB; what comes near is loaded faster from a file that is
+# mapped.
 EXTERNAL_DATA_ABOVE = 10**9
 
-# A zero is added to the answers. It is element 0 of one, or where the sum is wrong element 1, which fails.
+# A zero is added to the answers. It is element 0 of one, or where the sum is wrong
+# element 1, which fails.
 _GUARD = """<ir_version: 10, opset_import: ["" : 21]>
 guard (float[1, 1] answers) => (float[1, 1] checked) {
   activations = Constant <value = uint8[1, 4] {255, 255, 255, 255}> ()
@@ -78,9 +88,11 @@ class Export:
         sentences: How many of them.
         activation_bits: Of the int8 flavor.
         checkpoint_metrics: Of the checkpoint in PyTorch.
-        bytes: Of each flavor's files; "float checkpoint" is what the float weights take.
+        bytes: Of each flavor's files; "float checkpoint" is what the float weights
+            take.
         files: The file of each flavor.
-        layers: How each quantized layer is stored in each flavor: "int4", "int8", "uint8", "float".
+        layers: How each quantized layer is stored in each flavor: "int4", "int8",
+            "uint8", "float".
         proofs: By flavor.
         activations: Of the flavors that round them: how, and for which CPUs.
     """
@@ -99,14 +111,44 @@ class Export:
     def table(self) -> str:
         """A line per flavor, for a terminal."""
         metrics = self.checkpoint_metrics
-        rows = [["flavor", "file", "bytes", "of float", "largest difference", "agreement", *metrics]]
-        rows.append(["checkpoint", *[""] * 5, *(f"{value:.4f}" for value in metrics.values())])
+        rows = [
+            [
+                "flavor",
+                "file",
+                "bytes",
+                "of float",
+                "largest difference",
+                "agreement",
+                *metrics,
+            ]
+        ]
+        rows.append(
+            ["checkpoint", *[""] * 5, *(f"{value:.4f}" for value in metrics.values())]
+        )
         for flavor, proof in self.proofs.items():
             size = self.bytes[flavor]
             share = size / self.bytes["float checkpoint"]
-            rows.append([flavor, self.files[flavor], f"{size:,}", f"{share:.3f}", *proof.cells()])
-        lines = [f"{flavor}: activations {words}" for flavor, words in self.activations.items()]
-        return "\n".join([table(rows), "", *lines, f"{self.sentences} {self.compared} compared; {self.directory}"])
+            rows.append(
+                [
+                    flavor,
+                    self.files[flavor],
+                    f"{size:,}",
+                    f"{share:.3f}",
+                    *proof.cells(),
+                ]
+            )
+        lines = [
+            f"{flavor}: activations {words}"
+            for flavor, words in self.activations.items()
+        ]
+        return "\n".join(
+            [
+                table(rows),
+                "",
+                *lines,
+                f"{self.sentences} {self.compared} compared; {self.directory}",
+            ]
+        )
 
 
 def export_onnx(
@@ -123,27 +165,34 @@ def export_onnx(
 ) -> Export:
     """Write a packed checkpoint as ONNX models, after proving that they answer as it does.
 
-    The folder holds a model per flavor, the model's `config.json`, its tokenizer and `moq_export.json`; plain
-    onnxruntime and `optimum.onnxruntime` load it. It appears when everything is proven, or not at all.
+    The folder holds a model per flavor, the model's `config.json`, its tokenizer and
+    `moq_export.json`; plain onnxruntime and `optimum.onnxruntime` load it. It appears
+    when everything is proven, or not at all.
 
     Args:
-        directory: What `save_quantized` wrote: a classifier of sequences, tokens or images, or a base model.
+        directory: What `save_quantized` wrote: a classifier of sequences, tokens or
+            images, or a base model.
         out: The folder to make, or an empty one.
         flavors: Some of "float", "weight-only", "int8" and "qdq".
-        activation_bits: Of the int8 flavor, 2 to 8; None is what the model was trained for, else 8. qdq has 8.
-        activation_scale: Of the int8 flavor; None is what the model was trained for, else "per_tensor". qdq has
-            "static". Where no range was trained, static takes the largest magnitudes that `data` gives.
-        cpu: What int8 is made for: "vnni", "avx2", or "auto", which is what suits this machine. qdq is for "vnni".
+        activation_bits: Of the int8 flavor, 2 to 8; None is what the model was trained
+            for, else 8. qdq has 8.
+        activation_scale: Of the int8 flavor; None is what the model was trained for,
+            else "per_tensor". qdq has "static". Where no range was trained, static
+            takes the largest magnitudes that `data` gives.
+        cpu: What int8 is made for: "vnni", "avx2", or "auto", which is what suits this
+            machine. qdq is for "vnni".
         data: Compared on; a model of pictures answers random ones instead.
         max_length: Tokens of an example, at most.
-        tolerance: Largest difference of the outputs that float and weight-only may have.
+        tolerance: Largest difference of the outputs that float and weight-only may
+            have.
 
     Returns:
         Sizes, and the proof of each flavor.
 
     Raises:
-        MoQError: The checkpoint is damaged or of another kind, `out` holds something, the differences are too large,
-            the data does not fit, or onnx, onnxscript or onnxruntime are not installed.
+        MoQError: The checkpoint is damaged or of another kind, `out` holds something,
+            the differences are too large, the data does not fit, or onnx, onnxscript or
+            onnxruntime are not installed.
     """
     require("onnx", "onnxruntime", "onnxscript")
     for flavor in flavors or (None,):
@@ -158,7 +207,9 @@ def export_onnx(
     checkpoint = load_checkpoint(Path(directory))
     reference = Reference(checkpoint, data, max_length)
     config = checkpoint.verified.state.get("config")
-    trained = (config and MoQConfig.from_dict(config).activation.grid) or InputGrid(8, "per_tensor")
+    trained = (config and MoQConfig.from_dict(config).activation.grid) or InputGrid(
+        8, "per_tensor"
+    )
     grid = InputGrid(
         trained.bits if activation_bits is None else activation_bits,
         trained.scale if activation_scale is None else activation_scale,
@@ -186,11 +237,21 @@ def export_onnx(
             found.files[flavor], found.layers[flavor] = path.name, prepared.stored
             found.bytes[flavor] = write_model(prepared, reference.batches[0], path)
             run = onnx_runtime(path)
-            simulated = None if rounding is None else _simulated(prepared, reference, flavor, rounding)
-            proof = reference.prove([run(batch) for batch in reference.batches], simulated)
+            simulated = (
+                None
+                if rounding is None
+                else _simulated(prepared, reference, flavor, rounding)
+            )
+            proof = reference.prove(
+                [run(batch) for batch in reference.batches], simulated
+            )
             found.proofs[flavor] = proof
-            # These compute what the checkpoint does, so that a large difference is a fault.
-            if flavor in ("float", "weight-only") and not proof.largest_difference <= tolerance:
+            # These compute what the checkpoint does, so that a large difference is a
+            # fault.
+            if (
+                flavor in ("float", "weight-only")
+                and not proof.largest_difference <= tolerance
+            ):
                 raise MoQError(
                     f"the {flavor} model's outputs differ by {proof.largest_difference:.3g} from the checkpoint's, "
                     f"more than the tolerance of {tolerance:g}: nothing is written to {out}"
@@ -201,10 +262,14 @@ def export_onnx(
 
 def _check_choice(option: str, value: object, legal: Sequence[object]) -> None:
     if value not in legal:
-        raise MoQError(f"{option} must be one of {', '.join(map(str, legal))}, got {value!r}")
+        raise MoQError(
+            f"{option} must be one of {', '.join(map(str, legal))}, got {value!r}"
+        )
 
 
-def _rounding(checkpoint: Checkpoint, reference: Reference, grid: InputGrid, target: Target) -> Rounding:
+def _rounding(
+    checkpoint: Checkpoint, reference: Reference, grid: InputGrid, target: Target
+) -> Rounding:
     if grid.scale != "static":
         return Rounding(grid, {}, "", target)
     saved = checkpoint.verified.state.get("input_ranges") or {}
@@ -229,11 +294,15 @@ def _rounding(checkpoint: Checkpoint, reference: Reference, grid: InputGrid, tar
     return Rounding(grid, trained | reference.largest_inputs(unknown), source, target)
 
 
-def _simulated(prepared: "Prepared", reference: Reference, flavor: Flavor, rounding: Rounding) -> Tensor:
+def _simulated(
+    prepared: "Prepared", reference: Reference, flavor: Flavor, rounding: Rounding
+) -> Tensor:
     rounded = [
         name
         for name in prepared.stored
-        if isinstance(prepared.model.get_submodule(name), OnnxInt8Linear | OnnxQdqLinear)
+        if isinstance(
+            prepared.model.get_submodule(name), OnnxInt8Linear | OnnxQdqLinear
+        )
     ]
     if not rounded:
         logger.warning(
@@ -244,7 +313,9 @@ def _simulated(prepared: "Prepared", reference: Reference, flavor: Flavor, round
     return reference.rounded(rounded, rounding.grid, rounding.ranges)
 
 
-def onnx_runtime(path: Path, threads: int = 0) -> Callable[[Mapping[str, Tensor]], Tensor]:
+def onnx_runtime(
+    path: Path, threads: int = 0
+) -> Callable[[Mapping[str, Tensor]], Tensor]:
     """Load a file in ONNX Runtime; gives what runs it on a batch and returns its first output.
 
     Args:
@@ -256,16 +327,22 @@ def onnx_runtime(path: Path, threads: int = 0) -> Callable[[Mapping[str, Tensor]
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads
-    session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        os.fspath(path), options, providers=["CPUExecutionProvider"]
+    )
 
     def run(batch: Mapping[str, Tensor]) -> Tensor:
-        outputs = session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})
+        outputs = session.run(
+            None, {name: tensor.numpy() for name, tensor in batch.items()}
+        )
         return torch.from_numpy(outputs[0])
 
     return run
 
 
-def _write_rest(folder: Path, checkpoint: Checkpoint, found: Export, tolerance: float) -> None:
+def _write_rest(
+    folder: Path, checkpoint: Checkpoint, found: Export, tolerance: float
+) -> None:
     """Write the model's config, without its quantization, what prepares its inputs, and the report."""
     checkpoint.model.config.save_pretrained(folder)
     if checkpoint.tokenizer is not None:
@@ -277,7 +354,9 @@ def _write_rest(folder: Path, checkpoint: Checkpoint, found: Export, tolerance: 
     names = ("moq_hf", "torch", "onnx", "onnxruntime")
     versions = {name: str(importlib.import_module(name).__version__) for name in names}
     report |= {"opset": OPSET, "versions": versions, "tolerance": tolerance}
-    (folder / REPORT_NAME).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (folder / REPORT_NAME).write_text(
+        json.dumps(report, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 @dataclass(frozen=True)
@@ -286,8 +365,10 @@ class Prepared:
 
     Attributes:
         model: The model.
-        stored: What each quantized layer becomes in the file: "int4", "int8", "uint8" or "float".
-        guarded: Whether signed weights have products with activations of 8 bits that may saturate.
+        stored: What each quantized layer becomes in the file: "int4", "int8", "uint8"
+            or "float".
+        guarded: Whether signed weights have products with activations of 8 bits that
+            may saturate.
     """
 
     model: Any
@@ -300,7 +381,9 @@ def multiplies_integers(module: nn.Module, weight: Quantized) -> bool:
     return isinstance(module, nn.Linear) and weight.scale.shape[1] == 1
 
 
-def prepare(checkpoint: Checkpoint, flavor: Flavor, rounding: Rounding | None = None) -> Prepared:
+def prepare(
+    checkpoint: Checkpoint, flavor: Flavor, rounding: Rounding | None = None
+) -> Prepared:
     """Put layers that emit integers into a copy of the model.
 
     Args:
@@ -312,7 +395,9 @@ def prepare(checkpoint: Checkpoint, flavor: Flavor, rounding: Rounding | None = 
     if flavor == "float":
         return Prepared(model, {}, False)
     # The floats that the integers replace are not worth copying.
-    copied = copy.deepcopy(model, {id(model.get_submodule(name).weight): None for name in weights})
+    copied = copy.deepcopy(
+        model, {id(model.get_submodule(name).weight): None for name in weights}
+    )
     stored = dict.fromkeys(checkpoint.verified.layers, "float")
     guarded = False
     for name, weight in weights.items():
@@ -326,12 +411,17 @@ def prepare(checkpoint: Checkpoint, flavor: Flavor, rounding: Rounding | None = 
         elif rounding is None or not multiplies_integers(module, weight):
             layer = OnnxLinear(weight, module.bias)
         else:
-            largest, exact = rounding.range_of(name), is_exact_signed(weight.codes, rounding.grid.bits)
+            largest, exact = (
+                rounding.range_of(name),
+                is_exact_signed(weight.codes, rounding.grid.bits),
+            )
             signed = rounding.target == "vnni" or exact
             guarded |= signed and not exact
             stored[name] = "int8" if signed else "uint8"
             if flavor == "int8":
-                layer = OnnxInt8Linear(weight, module.bias, rounding.grid, largest, signed)
+                layer = OnnxInt8Linear(
+                    weight, module.bias, rounding.grid, largest, signed
+                )
             else:
                 assert largest is not None
                 layer = OnnxQdqLinear(weight, module.bias, largest)
@@ -344,7 +434,8 @@ def write_model(prepared: Prepared, example: Mapping[str, Tensor], path: Path) -
 
     Args:
         prepared: The model.
-        example: Inputs, int64 `[examples, tokens]`, or float32 `[examples, channels, height, width]`.
+        example: Inputs, int64 `[examples, tokens]`, or float32 `[examples, channels,
+            height, width]`.
         path: The file.
 
     Returns:
@@ -356,18 +447,36 @@ def write_model(prepared: Prepared, example: Mapping[str, Tensor], path: Path) -
     import onnx_ir as ir
 
     with torch.no_grad(), quiet():
-        few = {name: tensor[:2] if tensor.dim() > 2 else tensor[:2, :16] for name, tensor in example.items()}
-        exported = _traced(prepared.model, {name: tensor.contiguous() for name, tensor in few.items()})
+        few = {
+            name: tensor[:2] if tensor.dim() > 2 else tensor[:2, :16]
+            for name, tensor in example.items()
+        }
+        exported = _traced(
+            prepared.model, {name: tensor.contiguous() for name, tensor in few.items()}
+        )
         _pack(exported, prepared)
-        _optimize(exported, {f"{name}.{part}" for name in prepared.stored for part in ("codes", "zero_point")})
+        _optimize(
+            exported,
+            {
+                f"{name}.{part}"
+                for name in prepared.stored
+                for part in ("codes", "zero_point")
+            },
+        )
         # The float flavor is left as PyTorch exports it.
         if prepared.stored:
             _keep_sums(exported)
         if prepared.guarded:
             _guard(exported)
-    size = sum(value.const_value.nbytes for value in exported.graph.initializers.values())
+    size = sum(
+        value.const_value.nbytes for value in exported.graph.initializers.values()
+    )
     beside = path.with_name(f"{path.name}.data")
-    ir.save(exported, path, external_data=beside.name if size > EXTERNAL_DATA_ABOVE else None)
+    ir.save(
+        exported,
+        path,
+        external_data=beside.name if size > EXTERNAL_DATA_ABOVE else None,
+    )
     return sum(file.stat().st_size for file in (path, beside) if file.exists())
 
 
@@ -378,7 +487,8 @@ def _traced(model: Any, inputs: dict[str, Tensor]) -> Any:
         MoQError: The exporter of PyTorch cannot export the model.
     """
     dynamic = {
-        name: {0: "batch"} if tensor.dim() > 2 else {0: "batch", 1: "sequence"} for name, tensor in inputs.items()
+        name: {0: "batch"} if tensor.dim() > 2 else {0: "batch", 1: "sequence"}
+        for name, tensor in inputs.items()
     }
     try:
         program = torch.onnx.export(
@@ -395,7 +505,9 @@ def _traced(model: Any, inputs: dict[str, Tensor]) -> Any:
         )
     except torch.onnx.errors.OnnxExporterError as error:
         reason = one_line(error.__cause__ or error)[:300]
-        raise MoQError(f"torch.onnx.export cannot export {type(model).__name__}: {reason}") from error
+        raise MoQError(
+            f"torch.onnx.export cannot export {type(model).__name__}: {reason}"
+        ) from error
     return cast(Any, program).model
 
 
@@ -407,18 +519,32 @@ def _pack(exported: Any, prepared: Prepared) -> None:
     for name, kind in prepared.stored.items():
         layer = prepared.model.get_submodule(name)
         value = exported.graph.initializers.get(f"{name}.codes")
-        if value is not None and kind == "int4" and isinstance(layer, OnnxLinear | OnnxConvolution):
+        if (
+            value is not None
+            and kind == "int4"
+            and isinstance(layer, OnnxLinear | OnnxConvolution)
+        ):
             codes = value.const_value.numpy().astype(ml_dtypes.int4)
-            value.const_value = ir.Tensor(codes, dtype=ir.DataType.INT4, name=value.name)
+            value.const_value = ir.Tensor(
+                codes, dtype=ir.DataType.INT4, name=value.name
+            )
             value.type = ir.TensorType(ir.DataType.INT4)
 
 
 def _optimize(exported: Any, integers: set[str]) -> None:
-    from onnx_ir.passes.common import ClearMetadataAndDocStringPass, CommonSubexpressionEliminationPass
+    from onnx_ir.passes.common import (
+        ClearMetadataAndDocStringPass,
+        CommonSubexpressionEliminationPass,
+    )
     from onnxscript.optimizer import optimize_ir
 
     # The default would fold small integer weights into float ones.
-    optimize_ir(exported, should_fold=lambda node: False if integers & {v.name for v in node.inputs if v} else None)
+    optimize_ir(
+        exported,
+        should_fold=lambda node: (
+            False if integers & {v.name for v in node.inputs if v} else None
+        ),
+    )
     CommonSubexpressionEliminationPass()(exported)
     # Stack traces, with the paths of this machine.
     ClearMetadataAndDocStringPass()(exported)
@@ -427,20 +553,26 @@ def _optimize(exported: Any, integers: set[str]) -> None:
 def _keep_sums(exported: Any) -> None:
     """Write the sum before a LayerNormalization as Sum.
 
-    ONNX Runtime (1.31) fuses Add with it to SkipLayerNormalization, which takes longer on a CPU than both.
+    ONNX Runtime (1.31) fuses Add with it to SkipLayerNormalization, which takes longer
+    on a CPU than both.
     """
     constants = exported.graph.initializers
     for node in exported.graph:
         if node.op_type == "LayerNormalization":
             before = node.inputs[0].producer()
-            if before is not None and before.op_type == "Add" and not any(v.name in constants for v in before.inputs):
+            if (
+                before is not None
+                and before.op_type == "Add"
+                and not any(v.name in constants for v in before.inputs)
+            ):
                 before.op_type = "Sum"
 
 
 def _guard(exported: Any) -> None:
     """Let the model fail where four products 255 * 127 do not sum to 129,540, which is where pairs saturate.
 
-    ONNX Runtime computes it once, when the model is loaded, with the kernel that multiplies the layers.
+    ONNX Runtime computes it once, when the model is loaded, with the kernel that
+    multiplies the layers.
     """
     import onnx_ir as ir
 

@@ -54,8 +54,10 @@ class Rounding:
 
     Attributes:
         grid: Their grid.
-        ranges: Of a static scale: the range of each layer's inputs, by the layer's name.
-        source: Where the ranges are from: "trained", "measured", "partly trained", or "" where there are none.
+        ranges: Of a static scale: the range of each layer's inputs, by the layer's
+            name.
+        source: Where the ranges are from: "trained", "measured", "partly trained", or
+            "" where there are none.
         target: The CPUs that the file is made for.
     """
 
@@ -77,7 +79,8 @@ def target_of(cpu: str, architecture: str) -> Target:
     """What suits a machine: "vnni" where products of 8 bits are exact, which they are on ARM too.
 
     Args:
-        cpu: What Linux says of the processor in /proc/cpuinfo, its instructions among it.
+        cpu: What Linux says of the processor in /proc/cpuinfo, its instructions among
+            it.
         architecture: As `platform.machine` gives it.
     """
     exact = {"avx_vnni", "avx512_vnni", "amx_int8"}.intersection(cpu.split())
@@ -87,7 +90,9 @@ def target_of(cpu: str, architecture: str) -> Target:
 def target_here() -> Target:
     """What suits this machine."""
     path = Path("/proc/cpuinfo")
-    return target_of(path.read_text(encoding="utf-8") if path.exists() else "", platform.machine())
+    return target_of(
+        path.read_text(encoding="utf-8") if path.exists() else "", platform.machine()
+    )
 
 
 def is_exact_signed(codes: Tensor, bits: int) -> bool:
@@ -117,14 +122,17 @@ class OnnxLinear(_Stored):
     """A linear layer with float activations.
 
     Args:
-        weight: Signed codes `[out_features, in_features]`, their scales and zero points.
+        weight: Signed codes `[out_features, in_features]`, their scales and zero
+            points.
         bias: `[out_features]`, or None.
     """
 
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
         codes, scale, zero = per_row(weight)
         zero = None if zero is None else zero.T.to(torch.int8)
-        super().__init__(codes=codes.T.to(torch.int8), scale=scale.T, zero_point=zero, bias=bias)
+        super().__init__(
+            codes=codes.T.to(torch.int8), scale=scale.T, zero_point=zero, bias=bias
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the weight, plus the bias."""
@@ -146,19 +154,27 @@ class OnnxConvolution(_Stored):
     """A convolution with float activations.
 
     Args:
-        weight: Signed codes `[out_channels, in_channels / groups * kernel]`, their scales and zero points, one per row
-            or row block.
+        weight: Signed codes `[out_channels, in_channels / groups * kernel]`, their
+            scales and zero points, one per row or row block.
         layer: The convolution: its own weight is not used.
     """
 
     def __init__(self, weight: Quantized, layer: nn.Module) -> None:
         codes, scale, zero = per_row(weight)
         assert isinstance(layer, nn.Conv1d | nn.Conv2d)
-        shape = (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
+        shape = (
+            layer.out_channels,
+            layer.in_channels // layer.groups,
+            *layer.kernel_size,
+        )
         # A scale for each output channel, in the shape that Mul wants.
         each = [-1, *[1] * (len(shape) - 1)]
         zero = None if zero is None else zero.view(each).to(torch.int8)
-        super().__init__(codes=codes.view(shape).to(torch.int8), scale=scale.view(each), zero_point=zero)
+        super().__init__(
+            codes=codes.view(shape).to(torch.int8),
+            scale=scale.view(each),
+            zero_point=zero,
+        )
         self.layer = layer
 
     @property
@@ -177,7 +193,8 @@ class OnnxConvolution(_Stored):
 class OnnxEmbedding(_Stored):
     """An embedding table of integers: rows are dequantized after they are looked up.
 
-    Codes of up to 4 bits lie in the two halves of a byte, the first half of a row in the lower ones.
+    Codes of up to 4 bits lie in the two halves of a byte, the first half of a row in
+    the lower ones.
 
     Args:
         weight: Signed codes `[rows, columns]`, and a scale per row.
@@ -190,12 +207,16 @@ class OnnxEmbedding(_Stored):
         if halved:
             low, high = (codes + 8).chunk(2, 1)
             codes = low + 16 * high
-        super().__init__(codes=codes.to(torch.uint8 if halved else torch.int8), scale=weight.scale)
+        super().__init__(
+            codes=codes.to(torch.uint8 if halved else torch.int8), scale=weight.scale
+        )
         self.halved = halved
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows `[..., columns]` for the indices `input` `[...]`."""
-        return self._floats(F.embedding(input, self.codes), F.embedding(input, self.scale))
+        return self._floats(
+            F.embedding(input, self.codes), F.embedding(input, self.scale)
+        )
 
     @property
     def weight(self) -> Tensor:
@@ -215,7 +236,8 @@ class OnnxInt8Linear(_Stored):
     """A linear layer that rounds its input, and multiplies unsigned activations with integer weights.
 
     Args:
-        weight: Signed codes `[out_features, in_features]`, their scales and zero points, one per row or row block.
+        weight: Signed codes `[out_features, in_features]`, their scales and zero
+            points, one per row or row block.
         bias: `[out_features]`, or None.
         grid: Of the input.
         largest: The range of a static scale, a float32 scalar.
@@ -228,7 +250,12 @@ class OnnxInt8Linear(_Stored):
     most: Tensor
 
     def __init__(
-        self, weight: Quantized, bias: Tensor | None, grid: InputGrid, largest: Tensor | None, signed: bool
+        self,
+        weight: Quantized,
+        bias: Tensor | None,
+        grid: InputGrid,
+        largest: Tensor | None,
+        signed: bool,
     ) -> None:
         codes, scale, zero = per_row(weight)
         shift, dtype = (0, torch.int8) if signed else (128, torch.uint8)
@@ -239,7 +266,8 @@ class OnnxInt8Linear(_Stored):
             scale=scale[:, 0],
             zero_point=(zero + shift).to(dtype),
             bias=bias,
-            # What a code of the input is worth: of a token's it is multiplied with later.
+            # What a code of the input is worth: of a token's it is multiplied with
+            # later.
             step=torch.ones(()) if largest is None else static_scale(largest, bits),
             middle=torch.tensor(1 << bits - 1, dtype=torch.uint8),
             least=torch.tensor(0, dtype=torch.uint8),
@@ -252,7 +280,10 @@ class OnnxInt8Linear(_Stored):
         bits, step, zero = self.grid.bits, self.step, self.middle
         if self.grid.scale == "per_token":
             scale = token_scale(input, bits)
-            product = self._product(_quantize_linear(input / scale, step, zero), step, zero) * scale
+            product = (
+                self._product(_quantize_linear(input / scale, step, zero), step, zero)
+                * scale
+            )
             return product if self.bias is None else product + self.bias
         if self.grid.scale == "per_tensor" and bits == 8:
             codes, step, zero = torch.onnx.ops.symbolic_multi_out(
@@ -268,22 +299,33 @@ class OnnxInt8Linear(_Stored):
             zero = middle.to(torch.uint8)
         codes = _quantize_linear(input, step, zero)
         if bits < 8:
-            codes = _emit("Clip", (codes, self.least, self.most), torch.uint8, codes.shape)
+            codes = _emit(
+                "Clip", (codes, self.least, self.most), torch.uint8, codes.shape
+            )
         return self._product(codes, step, zero, self.bias)
 
-    def _product(self, codes: Tensor, step: Tensor, zero: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _product(
+        self, codes: Tensor, step: Tensor, zero: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         inputs = [codes, self.codes, step, self.scale, zero, self.zero_point]
         if bias is not None:
             inputs.append(bias)
         shape = (*codes.shape[:-1], self.codes.shape[1])
-        return _emit("com.microsoft::MatMulIntegerToFloat", inputs, torch.float32, shape, version=1)
+        return _emit(
+            "com.microsoft::MatMulIntegerToFloat",
+            inputs,
+            torch.float32,
+            shape,
+            version=1,
+        )
 
 
 class OnnxQdqLinear(_Stored):
     """A linear layer whose input and weight go through pairs of QuantizeLinear and DequantizeLinear.
 
     Args:
-        weight: Signed codes `[out_features, in_features]`, their scales and zero points, one per row or row block.
+        weight: Signed codes `[out_features, in_features]`, their scales and zero
+            points, one per row or row block.
         bias: `[out_features]`, or None.
         largest: The range of the input, a float32 scalar: codes have 8 bits.
     """
@@ -308,7 +350,9 @@ class OnnxQdqLinear(_Stored):
         """`input` `[..., in_features]`, rounded, times the weight, plus the bias."""
         codes = _quantize_linear(input, self.step, self.middle)
         weight = _dequantize_linear(self.codes, self.scale, self.zero_point, axis=1)
-        product = torch.matmul(_dequantize_linear(codes, self.step, self.middle), weight)
+        product = torch.matmul(
+            _dequantize_linear(codes, self.step, self.middle), weight
+        )
         return product if self.bias is None else product + self.bias
 
 
@@ -329,12 +373,18 @@ def _emit(
     **more: Any,
 ) -> Tensor:
     """Put an operator of ONNX into the graph that is traced."""
-    return torch.onnx.ops.symbolic(op, inputs, more, dtype=dtype, shape=shape, version=version)
+    return torch.onnx.ops.symbolic(
+        op, inputs, more, dtype=dtype, shape=shape, version=version
+    )
 
 
 def _quantize_linear(input: Tensor, step: Tensor, zero: Tensor) -> Tensor:
     return _emit("QuantizeLinear", (input, step, zero), zero.dtype, input.shape)
 
 
-def _dequantize_linear(codes: Tensor, scale: Tensor, zero: Tensor, **where: int) -> Tensor:
-    return _emit("DequantizeLinear", (codes, scale, zero), torch.float32, codes.shape, **where)
+def _dequantize_linear(
+    codes: Tensor, scale: Tensor, zero: Tensor, **where: int
+) -> Tensor:
+    return _emit(
+        "DequantizeLinear", (codes, scale, zero), torch.float32, codes.shape, **where
+    )

@@ -8,7 +8,9 @@
 - `MAX_BITS`: the widest code; `WIDTH`: the bits that each code takes, or None if it takes its own.
 - `TENSORS`: the last parts of the names of a weight's tensors, but for zero points.
 
-A packed checkpoint is an ordinary transformers folder in the format of compressed-tensors, written with that library,
-so that a process which never heard of moq_hf computes the same, bit for bit. `table` says which forms a folder may
-have, the best one first; a layer takes the first that fits it. A new form is a module here and a line in that table.
+A packed checkpoint is an ordinary transformers folder in the format of
+compressed-tensors, written with that library, so that a process which never heard of
+moq_hf computes the same, bit for bit. `table` says which forms a folder may have, the
+best one first; a layer takes the first that fits it. A new form is a module here and a
+line in that table.
 """

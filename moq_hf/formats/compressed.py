@@ -15,7 +15,8 @@ from .stored import EncodedWeight, EncodeSpec, StoredWeight
 def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
     """The tensors of a weight in a format of compressed-tensors, and the config group that describes them.
 
-    The library's grid is (code - zero) * scale with codes from -2^(bits-1), so zero points are shifted by that.
+    The library's grid is (code - zero) * scale with codes from -2^(bits-1), so zero
+    points are shifted by that.
 
     | grid | strategy | zero point |
     | --- | --- | --- |
@@ -30,7 +31,12 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
     scale, zero, size = values.scale, values.zero_point, spec.row_size
     half = 2 ** (spec.width - 1)
     symmetric = zero is None if spec.shared is None else spec.shared.symmetric
-    args: dict[str, Any] = {"num_bits": spec.width, "type": "int", "symmetric": symmetric, "dynamic": False}
+    args: dict[str, Any] = {
+        "num_bits": spec.width,
+        "type": "int",
+        "symmetric": symmetric,
+        "dynamic": False,
+    }
     if symmetric or spec.shared is not None:
         # Servers know a scale for each channel or group, none for a block of rows.
         repeats = rows // len(scale)
@@ -38,13 +44,26 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
         zero = None if zero is None else zero.repeat_interleave(repeats, 0)
         if size is not None:
             # A table may have fewer scales than the layers whose scheme it takes.
-            scale = scale.expand(rows, columns // size) if scale.shape[1] == 1 else scale
+            scale = (
+                scale.expand(rows, columns // size) if scale.shape[1] == 1 else scale
+            )
             zero = zero.expand(scale.shape) if zero is not None else None
-        args |= {"strategy": "channel"} if size is None else {"strategy": "group", "group_size": size}
+        args |= (
+            {"strategy": "channel"}
+            if size is None
+            else {"strategy": "group", "group_size": size}
+        )
     else:
-        args |= {"strategy": "block", "block_structure": [rows // scale.shape[0], columns // scale.shape[1]]}
-    # The library's compressors take floats, which are on the grid, and divide them by the scales again.
-    parts = {"weight": dequantize(*values), "weight_scale": scale.to(spec.scale_dtype).contiguous()}
+        args |= {
+            "strategy": "block",
+            "block_structure": [rows // scale.shape[0], columns // scale.shape[1]],
+        }
+    # The library's compressors take floats, which are on the grid, and divide them by
+    # the scales again.
+    parts = {
+        "weight": dequantize(*values),
+        "weight_scale": scale.to(spec.scale_dtype).contiguous(),
+    }
     if not symmetric:
         shifted = torch.zeros_like(scale) if zero is None else zero - half
         parts["weight_zero_point"] = shifted.to(torch.int8).contiguous()
@@ -54,8 +73,13 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
     found: dict[str, Tensor] = {}
     count = rows // len(spec.matrices)
     for index, name in enumerate(spec.matrices):
-        piece = {part: tensor[index * count : (index + 1) * count].clone() for part, tensor in parts.items()}
-        found |= {f"{name}.{part}": tensor for part, tensor in compress(piece, scheme).items()}
+        piece = {
+            part: tensor[index * count : (index + 1) * count].clone()
+            for part, tensor in parts.items()
+        }
+        found |= {
+            f"{name}.{part}": tensor for part, tensor in compress(piece, scheme).items()
+        }
     return EncodedWeight(found, scheme)
 
 
@@ -89,14 +113,28 @@ def _read_piece(stored: StoredWeight, parts: dict[str, Tensor]) -> Quantized:
     width = stored.scheme["weights"]["num_bits"]
     if "weight_packed" in parts:
         words = [shape[0], math.ceil(shape[1] * width / 32)]
-        if list(parts["weight_packed"].shape) != words or parts["weight_shape"].tolist() != shape:
-            raise MoQError(f"{stored.where}: the packed codes are not those of a weight {shape} at {width} bits")
-    found = decompress({**parts, "weight_scale": parts["weight_scale"].float()}, stored.scheme)
-    weight, scale, zero = found["weight"], found["weight_scale"], found.get("weight_zero_point")
+        if (
+            list(parts["weight_packed"].shape) != words
+            or parts["weight_shape"].tolist() != shape
+        ):
+            raise MoQError(
+                f"{stored.where}: the packed codes are not those of a weight {shape} at {width} bits"
+            )
+    found = decompress(
+        {**parts, "weight_scale": parts["weight_scale"].float()}, stored.scheme
+    )
+    weight, scale, zero = (
+        found["weight"],
+        found["weight_scale"],
+        found.get("weight_zero_point"),
+    )
     repeats = [size // count for size, count in zip(shape, scale.shape, strict=True)]
-    steps = weight / scale.repeat_interleave(repeats[0], 0).repeat_interleave(repeats[1], 1)
+    steps = weight / scale.repeat_interleave(repeats[0], 0).repeat_interleave(
+        repeats[1], 1
+    )
     codes = steps.round().int()
-    # A table that was given the groups of the linear layers has more scales than its state says.
+    # A table that was given the groups of the linear layers has more scales than its
+    # state says.
     own = slice(None, None, scale.shape[1] // stored.scales[1])
     if stored.grid.symmetric or zero is None:
         return Quantized(codes, scale[:, own], None)

@@ -24,14 +24,23 @@ def fits(spec: EncodeSpec) -> bool:
 
 def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
     """The weight in its own dtype, with its grid as text."""
-    weight = from_rows(dequantize(*values, dtype=spec.dtype), spec.kind, spec.shape).contiguous()
+    weight = from_rows(
+        dequantize(*values, dtype=spec.dtype), spec.kind, spec.shape
+    ).contiguous()
     zero = values.zero_point
-    return EncodedWeight({"weight": weight}, grid=(_to_text(values.scale), None if zero is None else _to_text(zero)))
+    return EncodedWeight(
+        {"weight": weight},
+        grid=(_to_text(values.scale), None if zero is None else _to_text(zero)),
+    )
 
 
 def shapes(spec: EncodeSpec) -> dict[str, Tensor]:
     """The weight, in its own dtype."""
-    return {"weight": torch.empty(tuple(spec.shape or spec.matrix_shape), dtype=spec.dtype, device="meta")}
+    return {
+        "weight": torch.empty(
+            tuple(spec.shape or spec.matrix_shape), dtype=spec.dtype, device="meta"
+        )
+    }
 
 
 def read(stored: StoredWeight) -> Quantized:
@@ -42,23 +51,36 @@ def read(stored: StoredWeight) -> Quantized:
     """
     scale_text, zero_text = cast(tuple[str, str | None], stored.saved_grid)
     scale = _from_text(scale_text, torch.float32).view(stored.scales)
-    zero = None if zero_text is None else _from_text(zero_text, torch.int32).view(stored.scales)
+    zero = (
+        None
+        if zero_text is None
+        else _from_text(zero_text, torch.int32).view(stored.scales)
+    )
     [parts] = stored.pieces.values()
     weight = to_rows(parts["weight"], stored.kind)
     low, high = stored.grid.limits(stored.bits)
-    tiles = weight.float().reshape(stored.scales[0], stored.shape[0] // stored.scales[0], stored.scales[1], -1)
+    tiles = weight.float().reshape(
+        stored.scales[0], stored.shape[0] // stored.scales[0], stored.scales[1], -1
+    )
     codes = (tiles / scale[:, None, :, None]).round().nan_to_num(0.0)
     if zero is not None:
         codes += zero[:, None, :, None]
-    codes = torch.where(tiles < 0, -1.0, 1.0) if stored.bits == 1 else codes.clamp(low, high)
+    codes = (
+        torch.where(tiles < 0, -1.0, 1.0)
+        if stored.bits == 1
+        else codes.clamp(low, high)
+    )
     values = Quantized(codes.reshape(weight.shape).int(), scale, zero)
     off = dequantize(*values, dtype=weight.dtype) != weight
-    # A half dtype rounds by up to a step and more, so that the nearest code may be the next one's.
+    # A half dtype rounds by up to a step and more, so that the nearest code may be the
+    # next one's.
     for step in (-1, 1) if weight.dtype != torch.float32 and off.any() else ():
         others = values._replace(codes=(values.codes + step).clamp(low, high))
         off &= dequantize(*others, dtype=weight.dtype) != weight
     if bool(off.any()):
-        raise MoQError(f"{stored.where}: a weight is not on the grid of {stored.bits} bits")
+        raise MoQError(
+            f"{stored.where}: a weight is not on the grid of {stored.bits} bits"
+        )
     return values
 
 

@@ -1,7 +1,8 @@
 """A byte for each weight of an embedding table: compressed-tensors' `int-quantized`.
 
-transformers initializes tables, and ties weights, by the name `weight`, which the codes keep. Modules that are tied to
-the table have the same codes, which are stored once, and scales of their own.
+transformers initializes tables, and ties weights, by the name `weight`, which the codes
+keep. Modules that are tied to the table have the same codes, which are stored once, and
+scales of their own.
 """
 
 import torch
@@ -19,7 +20,11 @@ TENSORS = frozenset({"weight", "weight_scale"})
 
 def fits(spec: EncodeSpec) -> bool:
     """Whether a layer is a table of 2 to 8 bits."""
-    return spec.is_table and 2 <= spec.bits <= MAX_BITS and spec.kind in ("linear", "embedding")
+    return (
+        spec.is_table
+        and 2 <= spec.bits <= MAX_BITS
+        and spec.kind in ("linear", "embedding")
+    )
 
 
 def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
@@ -29,7 +34,10 @@ def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
 
 def shapes(spec: EncodeSpec) -> dict[str, Tensor]:
     """A byte for each weight, scales and zero points."""
-    return {"weight": torch.empty(spec.matrix_shape, dtype=torch.int8, device="meta"), **compressed.scale_shapes(spec)}
+    return {
+        "weight": torch.empty(spec.matrix_shape, dtype=torch.int8, device="meta"),
+        **compressed.scale_shapes(spec),
+    }
 
 
 read = compressed.read

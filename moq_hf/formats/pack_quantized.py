@@ -21,7 +21,8 @@ _WORD = 32
 def fits(spec: EncodeSpec) -> bool:
     """Whether a layer can be packed: an `nn.Linear` or experts of 2 to 8 bits; a table where all have one scheme.
 
-    Tables by themselves cannot: transformers initializes and ties them by the name `weight`.
+    Tables by themselves cannot: transformers initializes and ties them by the name
+    `weight`.
     """
     if not 2 <= spec.bits <= MAX_BITS:
         return False
@@ -34,7 +35,8 @@ def fits(spec: EncodeSpec) -> bool:
     if spec.is_table and not spec.shared.takes_tables:
         return False
     rows, columns = spec.matrix_shape
-    # compressed-tensors 0.20 cannot read zero points back that are packed into one word.
+    # compressed-tensors 0.20 cannot read zero points back that are packed into one
+    # word.
     one_word = not spec.shared.symmetric and rows * spec.bits <= _WORD
     return not one_word and (spec.row_size is None or columns % spec.row_size == 0)
 
@@ -47,9 +49,15 @@ def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
 def shapes(spec: EncodeSpec) -> dict[str, Tensor]:
     """Words, the shape, scales and zero points of a layer with a scheme of its own."""
     rows, columns = spec.matrix_shape
-    words = torch.empty((rows, math.ceil(columns * spec.bits / _WORD)), dtype=torch.int32, device="meta")
+    words = torch.empty(
+        (rows, math.ceil(columns * spec.bits / _WORD)), dtype=torch.int32, device="meta"
+    )
     shape = torch.empty(2, dtype=torch.int64, device="meta")
-    return {"weight_packed": words, "weight_shape": shape, **compressed.scale_shapes(spec)}
+    return {
+        "weight_packed": words,
+        "weight_shape": shape,
+        **compressed.scale_shapes(spec),
+    }
 
 
 read = compressed.read

@@ -23,7 +23,8 @@ class SharedScheme:
     Attributes:
         row_size: Weights of a row that share a scale; None if whole rows share one.
         symmetric: Whether there are no zero points.
-        takes_tables: Whether embedding tables are packed too, at the widest bits of all.
+        takes_tables: Whether embedding tables are packed too, at the widest bits of
+            all.
     """
 
     row_size: int | None
@@ -41,7 +42,8 @@ class EncodeSpec:
         bits: Of a code.
         grid: Which weights share a scale, and how codes are rounded.
         is_table: Whether it is an embedding table, or is tied to another module.
-        matrices: Names of the matrices of experts in the files, as the rows come; None where they have no place there.
+        matrices: Names of the matrices of experts in the files, as the rows come; None
+            where they have no place there.
         shared: The scheme that all layers must have; None where each has its own.
         width: Bits that a packed code takes in the file; `bits` or more.
         shape: Of the weight in the model.
@@ -60,7 +62,9 @@ class EncodeSpec:
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, layer: QuantLayer, is_table: bool, matrices: tuple[str, ...] | None = ()) -> "EncodeSpec":
+    def of(
+        cls, layer: QuantLayer, is_table: bool, matrices: tuple[str, ...] | None = ()
+    ) -> "EncodeSpec":
         """The spec of a layer at its current bits; `matrices` is for experts in rows, and None for any other layer."""
         state = layer.moq
         return cls(
@@ -77,20 +81,28 @@ class EncodeSpec:
     @property
     def row_size(self) -> int | None:
         """Weights of a row that share a scale in the files."""
-        return self.grid.grouping.row_size if self.shared is None else self.shared.row_size
+        return (
+            self.grid.grouping.row_size if self.shared is None else self.shared.row_size
+        )
 
     @property
     def scale_dtype(self) -> torch.dtype:
         """Of the scales in the file."""
-        return torch.float32 if self.shared is not None else getattr(torch, self.grid.scale_dtype)
+        return (
+            torch.float32
+            if self.shared is not None
+            else getattr(torch, self.grid.scale_dtype)
+        )
 
 
 class EncodedWeight(NamedTuple):
     """A weight as it goes into the files.
 
     Attributes:
-        parts: Tensors by the last part of their name; those of experts by the whole name.
-        scheme: The config group of compressed-tensors but for its targets; None for floats.
+        parts: Tensors by the last part of their name; those of experts by the whole
+            name.
+        scheme: The config group of compressed-tensors but for its targets; None for
+            floats.
         grid: Scales and zero points for `moq_state.json`, where no tensor holds them.
     """
 
@@ -112,8 +124,8 @@ class StoredWeight:
         scales: Rows and columns of the scale.
         scheme: Its config group; None for floats.
         saved_grid: Scales and zero points in `moq_state.json`, of floats on their grid.
-        pieces: Its tensors so far by the last part of their name: those of each matrix of experts, as the rows come;
-            of any other layer one piece.
+        pieces: Its tensors so far by the last part of their name: those of each matrix
+            of experts, as the rows come; of any other layer one piece.
     """
 
     where: str
@@ -129,18 +141,31 @@ class StoredWeight:
     def check(self, values: Quantized) -> None:
         """Check that codes, scales and zero points are of the grid that the layer declares, and need its bits.
 
-        Some code needs them, as that of a group's largest weight does: stochastic rounding may leave it one short, an
-        asymmetric grid two. Ternary and binary grids have other codes.
+        Some code needs them, as that of a group's largest weight does: stochastic
+        rounding may leave it one short, an asymmetric grid two. Ternary and binary
+        grids have other codes.
 
         Raises:
             MoQError: They are not, or do not; names the layer.
         """
         codes, scale, zero = values
         if self.grid.symmetric != (zero is None):
-            raise MoQError(f"{self.where}: an asymmetric grid has zero points, and a symmetric one has none")
-        is_legal = scale >= 0 if self.bits == 1 else scale != 0 if self.grid.full else scale > 0
+            raise MoQError(
+                f"{self.where}: an asymmetric grid has zero points, and a symmetric one has none"
+            )
+        is_legal = (
+            scale >= 0
+            if self.bits == 1
+            else scale != 0
+            if self.grid.full
+            else scale > 0
+        )
         if not bool(torch.isfinite(scale).all() and is_legal.all()):
-            legal = "finite number but 0" if self.grid.is_full(self.bits) else "positive number"
+            legal = (
+                "finite number but 0"
+                if self.grid.is_full(self.bits)
+                else "positive number"
+            )
             raise MoQError(f"{self.where}: a scale is not a {legal}")
         if self.bits == 1:
             if bool((codes.abs() != 1).any()):
@@ -152,10 +177,21 @@ class StoredWeight:
             if integers is not None:
                 least, most = (int(value) for value in torch.aminmax(integers))
                 if least < low or most > high:
-                    raise MoQError(f"{self.where}: {what} beyond {high} at {self.bits} bits")
+                    raise MoQError(
+                        f"{self.where}: {what} beyond {high} at {self.bits} bits"
+                    )
                 lowest, highest = min(lowest, least), max(highest, most)
         low, high = self.grid.limits(self.bits - 1)
-        # A group of zeros has the scale 1, and one that is too small for float16 has its least value.
+        # A group of zeros has the scale 1, and one that is too small for float16 has
+        # its least value.
         shows_bits = bool(((scale != 1) & (scale.abs() > 2.0**-24)).any())
-        if self.bits > 2 and shows_bits and lowest < highest and low <= lowest and highest <= high:
-            raise MoQError(f"{self.where}: no code is beyond {high}, so they are of fewer than {self.bits} bits")
+        if (
+            self.bits > 2
+            and shows_bits
+            and lowest < highest
+            and low <= lowest
+            and highest <= high
+        ):
+            raise MoQError(
+                f"{self.where}: no code is beyond {high}, so they are of fewer than {self.bits} bits"
+            )

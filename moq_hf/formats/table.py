@@ -9,7 +9,11 @@ from .stored import EncodeSpec
 Layout = Literal["packed", "unpacked", "floats"]
 
 
-FORMS: dict[str, ModuleType] = {"packed": pack_quantized, "int8": int_quantized, "dense": floats}
+FORMS: dict[str, ModuleType] = {
+    "packed": pack_quantized,
+    "int8": int_quantized,
+    "dense": floats,
+}
 """Each form by the name that `moq_state.json` has for it."""
 
 LAYOUTS: dict[Layout, tuple[str, ...]] = {

@@ -1,7 +1,7 @@
 """The Triton kernel behind `triton_quant`, which launches it; importing this module needs Triton.
 
-The numbers are those of `quantizer`, bit for bit: division rounds to nearest (`tl.div_rn`), and a launch must not fuse
-products with sums (`enable_fp_fusion=False`).
+The numbers are those of `quantizer`, bit for bit: division rounds to nearest
+(`tl.div_rn`), and a launch must not fuse products with sums (`enable_fp_fusion=False`).
 """
 
 import triton
@@ -43,7 +43,8 @@ def fake_quantize_kernel(
         Y_ptr: Where fake-quantized weights go, in any float dtype.
         scale_ptr: Where float32 scales go, `[n_rows]`.
         ratio_ptr: float32 clipping ratios `[n_rows]`, or None.
-        noise_ptr: float32 random numbers of stochastic rounding `[n_rows, n_cols]`, or None.
+        noise_ptr: float32 random numbers of stochastic rounding `[n_rows, n_cols]`, or
+            None.
         n_rows: Number of groups.
         n_cols: Weights of a group.
         low: The least code, a float.
@@ -60,13 +61,16 @@ def fake_quantize_kernel(
     row_mask = row_idx < n_rows
     row_start = (row_idx * n_cols)[:, None]
 
-    # The first pass finds the range. Magnitudes are compared as integers, among which NaN is above all others.
+    # The first pass finds the range. Magnitudes are compared as integers, among which
+    # NaN is above all others.
     top = tl.zeros([BLOCK_ROWS], tl.int32)
     bottom = tl.zeros([BLOCK_ROWS], tl.int32)
     for first_col in range(0, n_cols, BLOCK_SIZE):
         col_offsets = first_col + tl.arange(0, BLOCK_SIZE)[None, :]
         mask = row_mask[:, None] & (col_offsets < n_cols)
-        x = tl.load(X_ptr + row_start + col_offsets, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(X_ptr + row_start + col_offsets, mask=mask, other=0.0).to(
+            tl.float32
+        )
         magnitude = x.to(tl.int32, bitcast=True) & _MAGNITUDE
         if SYMMETRIC and not FULL:
             top = tl.maximum(top, tl.max(magnitude, 1))
@@ -93,12 +97,17 @@ def fake_quantize_kernel(
     for first_col in range(0, n_cols, BLOCK_SIZE):
         col_offsets = first_col + tl.arange(0, BLOCK_SIZE)[None, :]
         mask = row_mask[:, None] & (col_offsets < n_cols)
-        x = tl.load(X_ptr + row_start + col_offsets, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(X_ptr + row_start + col_offsets, mask=mask, other=0.0).to(
+            tl.float32
+        )
         code = tl.div_rn(x, tl.zeros_like(x) + scale)
         if noise_ptr is None:
             code = _round(code)
         else:
-            code = tl.floor(code + tl.load(noise_ptr + row_start + col_offsets, mask=mask, other=0.0))
+            code = tl.floor(
+                code
+                + tl.load(noise_ptr + row_start + col_offsets, mask=mask, other=0.0)
+            )
         if SYMMETRIC:
             code = tl.minimum(tl.maximum(code, low), high)
         else:
@@ -106,7 +115,9 @@ def fake_quantize_kernel(
         y = code * scale
         if blend is not None:
             y = y * keep + x * blend
-        tl.store(Y_ptr + row_start + col_offsets, _cast(y, Y_ptr.dtype.element_ty), mask=mask)
+        tl.store(
+            Y_ptr + row_start + col_offsets, _cast(y, Y_ptr.dtype.element_ty), mask=mask
+        )
 
 
 @triton.jit
@@ -114,7 +125,9 @@ def _round(y):
     """Round half to even, with the sign of zero kept, for |y| <= 2^22: Triton's interpreter has no `rint`."""
     rounded = (y + 12582912.0) - 12582912.0
     magnitude = rounded.to(tl.int32, bitcast=True) & _MAGNITUDE
-    return (magnitude | (y.to(tl.int32, bitcast=True) & _SIGN)).to(tl.float32, bitcast=True)
+    return (magnitude | (y.to(tl.int32, bitcast=True) & _SIGN)).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit
@@ -125,7 +138,11 @@ def _as_stored(scale, SCALE_DTYPE: tl.constexpr):
     if SCALE_DTYPE == tl.bfloat16:
         size = _cast(tl.minimum(size, _LARGEST_BFLOAT16), SCALE_DTYPE).to(tl.float32)
     elif SCALE_DTYPE == tl.float16:
-        size = tl.minimum(tl.maximum(size, _LEAST_FLOAT16), _LARGEST_FLOAT16).to(SCALE_DTYPE).to(tl.float32)
+        size = (
+            tl.minimum(tl.maximum(size, _LEAST_FLOAT16), _LARGEST_FLOAT16)
+            .to(SCALE_DTYPE)
+            .to(tl.float32)
+        )
     return tl.where(is_kept, scale, tl.where(scale < 0.0, -size, size))
 
 
@@ -134,6 +151,8 @@ def _cast(values, DTYPE: tl.constexpr):
     """Cast to a dtype, half to even: Triton's interpreter cuts bfloat16 off, where the hardware rounds."""
     if _INTERPRETED and DTYPE == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
-        rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) & -65536).to(tl.float32, bitcast=True)
+        rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) & -65536).to(
+            tl.float32, bitcast=True
+        )
         values = tl.where(values == values, rounded, values)
     return values.to(DTYPE)

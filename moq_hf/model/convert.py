@@ -23,15 +23,20 @@ from .inventory import Inventory, is_packed
 from .selection import grid_of, grid_of_experts, take_inventory
 
 
-def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str) -> nn.Module:
+def quantize_model(
+    model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
+) -> nn.Module:
     """Make the linear layers of `model`, and what else the config names, quantized ones, at its `start_bits` at once.
 
-    Changes the model in place. Layers that the config leaves out, and those of an earlier call that it does not name
-    any more, are plain float layers afterwards. With `enabled: false` that is all of them.
+    Changes the model in place. Layers that the config leaves out, and those of an
+    earlier call that it does not name any more, are plain float layers afterwards. With
+    `enabled: false` that is all of them.
 
-    In a loop without a callback each call of `model.train()` counts as an optimizer step, as before each step of a
-    Trainer: stochastic rounding draws anew, ranges of inputs take over what they saw, and every `scale_refresh` steps
-    the clipping ratios are searched again. `load_state_dict` searches them too, and so does calling this once more.
+    In a loop without a callback each call of `model.train()` counts as an optimizer
+    step, as before each step of a Trainer: stochastic rounding draws anew, ranges of
+    inputs take over what they saw, and every `scale_refresh` steps the clipping ratios
+    are searched again. `load_state_dict` searches them too, and so does calling this
+    once more.
 
     Args:
         model: Any module.
@@ -41,9 +46,10 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
         The model.
 
     Raises:
-        MoQError: Nothing to quantize, a budget (which only training can choose bits for), a name in
-            `modules_to_not_convert` that matches nothing, groups that do not divide a layer's weight, weights that
-            FSDP1 or tensor parallelism took apart, or NaN or Inf in a weight. The model is a float one then.
+        MoQError: Nothing to quantize, a budget (which only training can choose bits
+            for), a name in `modules_to_not_convert` that matches nothing, groups that
+            do not divide a layer's weight, weights that FSDP1 or tensor parallelism
+            took apart, or NaN or Inf in a weight. The model is a float one then.
         MoQConfigError: The config is wrong.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
@@ -74,15 +80,19 @@ def quantize_model(model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
     return model
 
 
-def dequantize_model(model: nn.Module, *, weights: Literal["quantized", "float"] = "quantized") -> nn.Module:
+def dequantize_model(
+    model: nn.Module, *, weights: Literal["quantized", "float"] = "quantized"
+) -> nn.Module:
     """Make every quantized layer of `model` a plain one again, in place.
 
-    Does it too for a model that `from_pretrained` loaded from a packed checkpoint, so that it can be trained on.
+    Does it too for a model that `from_pretrained` loaded from a packed checkpoint, so
+    that it can be trained on.
 
     Args:
         model: Any module.
-        weights: "quantized" writes what the forward pass used into the weights, so that the model computes the same;
-            "float" leaves the float weights that were trained.
+        weights: "quantized" writes what the forward pass used into the weights, so that
+            the model computes the same; "float" leaves the float weights that were
+            trained.
 
     Returns:
         The model.
@@ -123,25 +133,39 @@ def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
     found: dict[str, QuantLayer] = {}
     for name, module in named_modules(model):
         found |= quantized_in(name, module)
-    return {name: layer for name, layer in found.items() if not isinstance(layer, QuantEmbedding)}
+    return {
+        name: layer
+        for name, layer in found.items()
+        if not isinstance(layer, QuantEmbedding)
+    }
 
 
 def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
     """The quantized embedding tables by their names, each once, in model order."""
-    return {name: module for name, module in named_modules(model) if isinstance(module, QuantEmbedding)}
+    return {
+        name: module
+        for name, module in named_modules(model)
+        if isinstance(module, QuantEmbedding)
+    }
 
 
 def is_quantized(modules: Iterable[nn.Module]) -> bool:
     """Whether any of a model's modules computes with a quantized weight now."""
-    return any(layer.moq.bits != FLOAT_BITS for module in modules for layer in quantized_in("", module).values())
+    return any(
+        layer.moq.bits != FLOAT_BITS
+        for module in modules
+        for layer in quantized_in("", module).values()
+    )
 
 
-def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, QuantLayer], dict[str, QuantEmbedding]]:
+def prepare_model(
+    inventory: Inventory, config: MoQConfig
+) -> tuple[dict[str, QuantLayer], dict[str, QuantEmbedding]]:
     """Make the layers that were chosen quantized ones, still with 32 bits, and any other a plain one.
 
     Returns:
-        Layers of the schedule, experts among them, and embedding tables, by name. Whatever an earlier run left on them
-        is gone.
+        Layers of the schedule, experts among them, and embedding tables, by name.
+        Whatever an earlier run left on them is gone.
     """
     chosen: dict[str, nn.Module] = {**inventory.layers, **inventory.embeddings}
     kept = {*chosen, *inventory.tied, *inventory.experts}
@@ -157,13 +181,17 @@ def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, Qu
             layer.moq.inputs = new_inputs(rounded, layer.float_weight.device)
     for name, owner in inventory.tied.items():
         # One state for one weight.
-        _quantized_layer(inventory.modules[name]).moq = cast(QuantLayer, chosen[owner]).moq
+        _quantized_layer(inventory.modules[name]).moq = cast(
+            QuantLayer, chosen[owner]
+        ).moq
     states: dict[nn.Module, dict[str, LayerState]] = {}
     for index, (name, module) in enumerate(inventory.experts.items(), len(chosen)):
         attribute = name.rpartition(".")[2]
         kind: Kind = "experts_t" if experts_transposed(module) else "experts"
         grid = grid_of_experts(module, attribute, config)
-        states.setdefault(module, {})[attribute] = _new_state(name, index, grid, kind, config)
+        states.setdefault(module, {})[attribute] = _new_state(
+            name, index, grid, kind, config
+        )
     for module, own_states in states.items():
         make_quantized(module, own_states)
     _guard_merging(inventory.modules.values())
@@ -173,7 +201,9 @@ def prepare_model(inventory: Inventory, config: MoQConfig) -> tuple[dict[str, Qu
     for layer in found.values():
         layer.invalidate()
     layers = {name: found[name] for name in inventory.scheduled}
-    return layers, {name: cast(QuantEmbedding, found[name]) for name in inventory.embeddings}
+    return layers, {
+        name: cast(QuantEmbedding, found[name]) for name in inventory.embeddings
+    }
 
 
 def _quantized_layer(module: nn.Module) -> QuantLayer:
@@ -182,9 +212,13 @@ def _quantized_layer(module: nn.Module) -> QuantLayer:
     return cast(QuantLayer, module)
 
 
-def _new_state(name: str, index: int, grid: Grid, kind: Kind, config: MoQConfig) -> LayerState:
+def _new_state(
+    name: str, index: int, grid: Grid, kind: Kind, config: MoQConfig
+) -> LayerState:
     seed = RoundingSeed(config.seed, index)
-    return LayerState(grid, kind, seed=seed, kernel=config.kernel, config=config, name=name)
+    return LayerState(
+        grid, kind, seed=seed, kernel=config.kernel, config=config, name=name
+    )
 
 
 def _guard_merging(modules: Iterable[nn.Module]) -> None:
@@ -212,14 +246,17 @@ def restore(layer: QuantLayer) -> None:
     cast(nn.Module, layer).__class__ = base_class(type(layer))
 
 
-def check_finite(layers: Mapping[str, QuantLayer], *, read_weights: bool = True, gather: bool = False) -> None:
+def check_finite(
+    layers: Mapping[str, QuantLayer], *, read_weights: bool = True, gather: bool = False
+) -> None:
     """Stop if a quantized weight holds NaN or Inf; one wait for the device, not one per layer.
 
     Args:
         layers: By name.
-        read_weights: Look at the weights. Otherwise look at the scales that the last forward passes found, which costs
-            nothing and comes a step later.
-        gather: Look at whole weights, which all processes must ask for; otherwise at what this process holds of them.
+        read_weights: Look at the weights. Otherwise look at the scales that the last
+            forward passes found, which costs nothing and comes a step later.
+        gather: Look at whole weights, which all processes must ask for; otherwise at
+            what this process holds of them.
 
     Raises:
         MoQError: Names the parameters.
@@ -228,7 +265,9 @@ def check_finite(layers: Mapping[str, QuantLayer], *, read_weights: bool = True,
     for name, layer in layers.items():
         seen = layer.moq.scale
         if read_weights:
-            seen = whole(layer.float_weight) if gather else local_part(layer.float_weight)
+            seen = (
+                whole(layer.float_weight) if gather else local_part(layer.float_weight)
+            )
         else:
             # A scale is looked at once, and not held from one step to the next.
             layer.moq.scale = None
@@ -238,16 +277,23 @@ def check_finite(layers: Mapping[str, QuantLayer], *, read_weights: bool = True,
         return
     device = next(iter(found.values())).device
     fine = torch.stack([flag.to(device) for flag in found.values()]).tolist()
-    wrong = [parameter_of(name, layers[name].kind) for name, is_fine in zip(found, fine, strict=True) if not is_fine]
+    wrong = [
+        parameter_of(name, layers[name].kind)
+        for name, is_fine in zip(found, fine, strict=True)
+        if not is_fine
+    ]
     if wrong:
-        raise MoQError(f"NaN or Inf in {', '.join(wrong)}: training has diverged or the checkpoint is damaged")
+        raise MoQError(
+            f"NaN or Inf in {', '.join(wrong)}: training has diverged or the checkpoint is damaged"
+        )
 
 
 def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
     """Stop if a model used a float weight past its quantized layer: call it where gradients are, in all processes.
 
-    Whoever takes `layer.weight` in a forward pass gets the quantized one. A weight that was taken otherwise (from
-    `named_parameters()`, from `_parameters`) has a gradient while its layer was never used.
+    Whoever takes `layer.weight` in a forward pass gets the quantized one. A weight that
+    was taken otherwise (from `named_parameters()`, from `_parameters`) has a gradient
+    while its layer was never used.
 
     Raises:
         MoQError: Names the layers.
@@ -256,11 +302,24 @@ def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
     flags = []
     for layer in layers.values():
         is_used, grad = id(layer.float_weight) in used, layer.float_weight.grad
-        flags.append([is_used, not is_used and grad is not None and bool((local_part(grad) != 0).any())])
+        flags.append(
+            [
+                is_used,
+                not is_used
+                and grad is not None
+                and bool((local_part(grad) != 0).any()),
+            ]
+        )
     first = next(iter(layers.values())).float_weight
     # Elsewhere in the batch, in another process, the layer may have been used.
-    found = largest_over_ranks(torch.tensor(flags, dtype=torch.float32, device=device_of(first))).tolist()
-    wrong = [name for name, (is_used, has_grad) in zip(layers, found, strict=True) if has_grad and not is_used]
+    found = largest_over_ranks(
+        torch.tensor(flags, dtype=torch.float32, device=device_of(first))
+    ).tolist()
+    wrong = [
+        name
+        for name, (is_used, has_grad) in zip(layers, found, strict=True)
+        if has_grad and not is_used
+    ]
     if wrong:
         named = ", ".join(f'"{name}"' for name in wrong)
         raise MoQError(

@@ -17,31 +17,46 @@ Layer = nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d
 # The list that DeepSpeed's default names: taken alone where it exists.
 BERT_LAYERS = "bert.encoder.layer"
 LINEARS = (nn.Linear, Conv1D)
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 # Layers that vLLM and SGLang make one layer of.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"))
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("query", "key", "value"),
+)
 
 
 @dataclass(frozen=True)
 class Inventory:
     """The modules of a model by their names, and what they are. Parameters are looked up when they are asked for.
 
-    A block is an entry of a list of layers: of the outermost `ModuleList` that a layer lies in, or of the list that
-    `eigenvalue.layer_name` names. A layer outside of any list is a block of its own.
+    A block is an entry of a list of layers: of the outermost `ModuleList` that a layer
+    lies in, or of the list that `eigenvalue.layer_name` names. A layer outside of any
+    list is a block of its own.
 
     Attributes:
         model: The model without what wraps it; see `unwrapped`.
         named: Every name with its module; a module in two places has two.
         modules: Name to module, each module once, in model order.
         adapters: Names of the modules that PEFT has put in.
-        layers: The linear layers and convolutions that a config quantizes by name; `take_inventory` fills it, and the
-            next four.
-        experts: The parameters of experts that it quantizes, by their names, each with its module.
+        layers: The linear layers and convolutions that a config quantizes by name;
+            `take_inventory` fills it, and the next four.
+        experts: The parameters of experts that it quantizes, by their names, each with
+            its module.
         embeddings: The embedding tables that it quantizes.
-        tied: Module to the one of `layers` or `embeddings` whose weight it shares, and with it the quantized copy.
-        left_out: Linear layers that stay in float, and tables and convolutions that were meant to be quantized, by
-            name: with the reason if neither the config nor the layer's place is the reason.
+        tied: Module to the one of `layers` or `embeddings` whose weight it shares, and
+            with it the quantized copy.
+        left_out: Linear layers that stay in float, and tables and convolutions that
+            were meant to be quantized, by name: with the reason if neither the config
+            nor the layer's place is the reason.
 
     >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), "head": nn.Linear(4, 2)})
     >>> inventory = Inventory.of(model)
@@ -64,7 +79,8 @@ class Inventory:
         """What is in a model, or in what a Trainer shows around it; see `unwrapped`."""
         model = unwrapped(model)
         named = tuple(named_modules(model, every=True))
-        # Of a module and what activation checkpointing puts around it, which have one name, the module.
+        # Of a module and what activation checkpointing puts around it, which have one
+        # name, the module.
         modules = dict(named_modules(model))
         return cls(model, named, modules, tuple(adapters(model)))
 
@@ -81,7 +97,11 @@ class Inventory:
     def instances(self, *classes: type[nn.Module]) -> dict[str, Any]:
         """Modules of some classes by their names, but for those of PEFT's adapters."""
         modules = self.modules.items()
-        return {name: module for name, module in modules if isinstance(module, classes) and not self.is_added(name)}
+        return {
+            name: module
+            for name, module in modules
+            if isinstance(module, classes) and not self.is_added(name)
+        }
 
     def heads(self, layers: Iterable[str]) -> list[str]:
         """Which of some layers, by their names, are output heads: by default they stay in full precision."""
@@ -92,7 +112,11 @@ class Inventory:
         """The outermost lists of modules, by name."""
         found: dict[str, nn.ModuleList] = {}
         for name, module in self.modules.items():
-            if name and isinstance(module, nn.ModuleList) and not any(is_below(name, outer) for outer in found):
+            if (
+                name
+                and isinstance(module, nn.ModuleList)
+                and not any(is_below(name, outer) for outer in found)
+            ):
                 found[name] = module
         return found
 
@@ -103,7 +127,9 @@ class Inventory:
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every name of every parameter, in model order: as `model.named_parameters(remove_duplicate=False)`."""
         for name, module in self.named:
-            yield from module.named_parameters(name, recurse=False, remove_duplicate=False)
+            yield from module.named_parameters(
+                name, recurse=False, remove_duplicate=False
+            )
 
     def shared(self, layers: Collection[str]) -> list[str]:
         """One line for each of the layers whose weight is also that of something that is none of them."""
@@ -114,14 +140,19 @@ class Inventory:
         for name, parameter in parameters.items():
             if name not in own:
                 names.setdefault(id(parameter), []).append(name)
-        return [f"{name} is also {', '.join(also)}" for name in own if (also := names.get(id(parameters[name])))]
+        return [
+            f"{name} is also {', '.join(also)}"
+            for name in own
+            if (also := names.get(id(parameters[name])))
+        ]
 
     def block_of(self, layer: str, measured: Iterable[str] = ()) -> str:
         """The block of a layer.
 
         Args:
             layer: Its name.
-            measured: Blocks of the list that `eigenvalue.layer_name` names: they go before others.
+            measured: Blocks of the list that `eigenvalue.layer_name` names: they go
+                before others.
         """
         for block in measured:
             if is_below(layer, block):
@@ -132,7 +163,9 @@ class Inventory:
                 return f"{outer}.{entry}"
         return layer
 
-    def blocks(self, layers: Iterable[str], measured: Iterable[str] = ()) -> dict[str, list[str]]:
+    def blocks(
+        self, layers: Iterable[str], measured: Iterable[str] = ()
+    ) -> dict[str, list[str]]:
         """The layers by their blocks, both in model order; `measured` as `block_of` takes it."""
         found: dict[str, list[str]] = {}
         for layer in layers:
@@ -162,24 +195,39 @@ class Inventory:
         """The blocks that can be measured: entries of lists of layers, with all their parameters of floating point.
 
         Args:
-            layer_name: Path of a `ModuleList`. None takes `bert.encoder.layer` where there is one, otherwise every
-                outermost `ModuleList` all of whose entries are of one class and have parameters (both stacks of a T5),
-                and failing that those of several classes.
+            layer_name: Path of a `ModuleList`. None takes `bert.encoder.layer` where
+                there is one, otherwise every outermost `ModuleList` all of whose
+                entries are of one class and have parameters (both stacks of a T5), and
+                failing that those of several classes.
             layer_num: Entries of each list, from the first; None is all.
 
         Returns:
             Module name of the entry to its parameters, in model order.
 
         Raises:
-            MoQError: No such list, with those that there are; or `layer_num` is more than a list has.
+            MoQError: No such list, with those that there are; or `layer_num` is more
+                than a list has.
         """
-        full = {name: entries for name, entries in self.lists.items() if entries and all(map(_has_weights, entries))}
-        uniform = {name: entries for name, entries in full.items() if len({type(entry) for entry in entries}) == 1}
+        full = {
+            name: entries
+            for name, entries in self.lists.items()
+            if entries and all(map(_has_weights, entries))
+        }
+        uniform = {
+            name: entries
+            for name, entries in full.items()
+            if len({type(entry) for entry in entries}) == 1
+        }
         lists = uniform or full
         if layer_name is not None:
             entries = dict(self.named).get(layer_name)
             if not isinstance(entries, nn.ModuleList) or not _has_weights(entries):
-                there = ", ".join(f"{name} ({len(entries)})" for name, entries in lists.items()) or "none"
+                there = (
+                    ", ".join(
+                        f"{name} ({len(entries)})" for name, entries in lists.items()
+                    )
+                    or "none"
+                )
                 raise MoQError(
                     f"eigenvalue.layer_name: {layer_name!r} is no list of layers (a ModuleList); the model has: {there}"
                 )
@@ -187,10 +235,18 @@ class Inventory:
         elif BERT_LAYERS in lists:
             lists = {BERT_LAYERS: lists[BERT_LAYERS]}
         if not lists:
-            raise MoQError("the model has no list of layers (a ModuleList of modules with parameters) to measure")
-        short = [f"{name} has {len(entries)}" for name, entries in lists.items() if len(entries) < (layer_num or 0)]
+            raise MoQError(
+                "the model has no list of layers (a ModuleList of modules with parameters) to measure"
+            )
+        short = [
+            f"{name} has {len(entries)}"
+            for name, entries in lists.items()
+            if len(entries) < (layer_num or 0)
+        ]
         if short:
-            raise MoQError(f"eigenvalue.layer_num: {layer_num} is more than there are: {', '.join(short)}")
+            raise MoQError(
+                f"eigenvalue.layer_num: {layer_num} is more than there are: {', '.join(short)}"
+            )
         return {
             f"{name}.{index}": [p for p in entry.parameters() if p.is_floating_point()]
             for name, entries in lists.items()
@@ -221,12 +277,23 @@ def misfit(module: nn.Module) -> str | None:
     """
     if is_convolution(module) and not isinstance(module, nn.Conv1d | nn.Conv2d):
         return f"the class {type(module).__name__}"
-    plain = (nn.Linear.forward, Conv1D.forward, nn.Embedding.forward, nn.Conv1d.forward, nn.Conv2d.forward)
-    # One that is quantized already has a forward pass of ours, and a state. What accelerate hangs on the instance is
-    # around the class's own.
-    if type(module).forward not in plain and not hasattr(module, "moq") and not is_scaled_table(type(module)):
+    plain = (
+        nn.Linear.forward,
+        Conv1D.forward,
+        nn.Embedding.forward,
+        nn.Conv1d.forward,
+        nn.Conv2d.forward,
+    )
+    # One that is quantized already has a forward pass of ours, and a state. What
+    # accelerate hangs on the instance is around the class's own.
+    if (
+        type(module).forward not in plain
+        and not hasattr(module, "moq")
+        and not is_scaled_table(type(module))
+    ):
         return "a forward of its own"
-    # Parametrizations and the old weight_norm compute it anew at each access: there is nothing to train, nor to keep.
+    # Parametrizations and the old weight_norm compute it anew at each access: there is
+    # nothing to train, nor to keep.
     if not isinstance(module._parameters.get("weight"), nn.Parameter):
         return "a computed weight"
     return None
@@ -239,9 +306,10 @@ def _has_weights(module: nn.Module) -> bool:
 def _output_heads(model: nn.Module, names: list[str]) -> list[str]:
     """Which of the linear layers `names` are output heads of the model.
 
-    For a transformers model with a base model: whatever lies outside of it. Otherwise the output embeddings; failing
-    those, of a module made of transformers models (T5's two stacks, a body in a custom module) their heads and
-    whatever lies outside of them; of any other module the last linear layer.
+    For a transformers model with a base model: whatever lies outside of it. Otherwise
+    the output embeddings; failing those, of a module made of transformers models (T5's
+    two stacks, a body in a custom module) their heads and whatever lies outside of
+    them; of any other module the last linear layer.
     """
     named = list(named_modules(model, every=True))
     inner = without_peft(model)
@@ -258,11 +326,19 @@ def _output_heads(model: nn.Module, names: list[str]) -> list[str]:
         return [name for name in names if any(is_below(name, head) for head in heads)]
     parts: dict[str, nn.Module] = {}
     for path, module in named:
-        if path and hasattr(module, "base_model_prefix") and not any(is_below(path, part) for part in parts):
+        if (
+            path
+            and hasattr(module, "base_model_prefix")
+            and not any(is_below(path, part) for part in parts)
+        ):
             parts[path] = module
     if parts:
         inside = {name for name in names if any(is_below(name, path) for path in parts)}
-        heads = [head for path, part in parts.items() for head in _heads_below(path, part, names)]
+        heads = [
+            head
+            for path, part in parts.items()
+            for head in _heads_below(path, part, names)
+        ]
         return [name for name in names if name in heads or name not in inside]
     is_base_model = prefix is not None
     return [] if is_base_model or len(names) == 1 else names[-1:]

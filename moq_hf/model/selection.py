@@ -17,7 +17,15 @@ from ..processes import check_supported
 from ..quant_experts import experts_parameters, matrix_of
 from ..seams.transformers import ADAPTED, has_dora
 from ..serving import check_served
-from .inventory import CONVOLUTIONS, LINEARS, Inventory, Layer, is_convolution, is_packed, misfit
+from .inventory import (
+    CONVOLUTIONS,
+    LINEARS,
+    Inventory,
+    Layer,
+    is_convolution,
+    is_packed,
+    misfit,
+)
 
 # How embedding tables are quantized, whatever the config says of the linear layers.
 _ROWS = Grid(PerChannel(), search="absmax")
@@ -31,7 +39,8 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
         config: What to look for.
 
     Raises:
-        MoQError: What `quantize_model` raises, but for NaN and Inf; a server in `serve` cannot take what is chosen.
+        MoQError: What `quantize_model` raises, but for NaN and Inf; a server in `serve`
+            cannot take what is chosen.
     """
     found = Inventory.of(model)
     if not config.enabled:
@@ -40,20 +49,33 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
         raise MoQError(
             "the model comes from a packed checkpoint: call moq_hf.dequantize_model(model) before training it"
         )
-    check_supported([module for _, module in found.named], [parameter for _, parameter in found.parameters()])
+    check_supported(
+        [module for _, module in found.named],
+        [parameter for _, parameter in found.parameters()],
+    )
     experts = select_experts(found, config)
     layers, left_out = select_layers(found, config, bool(experts))
-    embeddings = embeddings_to_quantize(found, config) if config.quantize_embeddings is not None else {}
+    embeddings = (
+        embeddings_to_quantize(found, config)
+        if config.quantize_embeddings is not None
+        else {}
+    )
     if config.quantize_embeddings is not None and not embeddings:
-        raise MoQError("quantize_embeddings: the model has no embedding table that can be quantized; set it to null")
+        raise MoQError(
+            "quantize_embeddings: the model has no embedding table that can be quantized; set it to null"
+        )
     tied = select_tied(found, {**embeddings, **layers}, config)
     found = replace(
         found,
         layers={name: layer for name, layer in layers.items() if name not in tied},
         experts=experts,
-        embeddings={name: table for name, table in embeddings.items() if name not in tied},
+        embeddings={
+            name: table for name, table in embeddings.items() if name not in tied
+        },
         tied=tied,
-        left_out={name: reason for name, reason in left_out.items() if name not in tied},
+        left_out={
+            name: reason for name, reason in left_out.items() if name not in tied
+        },
     )
     check_served(found, config)
     return found
@@ -70,51 +92,85 @@ def select_layers(
         has_experts: Whether there is something to quantize without these layers.
 
     Returns:
-        Name to layer, and name to why it stays in float: None where the config or its place in the model says so.
-        Embedding tables that cannot be quantized are among the second ones.
+        Name to layer, and name to why it stays in float: None where the config or its
+        place in the model says so. Embedding tables that cannot be quantized are among
+        the second ones.
 
     Raises:
-        MoQError: There is none and no experts either, a pattern in `modules_to_not_convert` matches nothing, a weight
-            is not floating point, groups do not divide it, or DoRA adapts it.
+        MoQError: There is none and no experts either, a pattern in
+            `modules_to_not_convert` matches nothing, a weight is not floating point,
+            groups do not divide it, or DoRA adapts it.
     """
     every = _candidates(inventory, config)
-    what = "linear layer or convolution" if config.quantize_convolutions else "linear layer"
+    what = (
+        "linear layer or convolution"
+        if config.quantize_convolutions
+        else "linear layer"
+    )
     convolutions = inventory.instances(*CONVOLUTIONS)
     if config.quantize_convolutions and not convolutions:
-        raise MoQError("quantize_convolutions: the model has no convolution; leave the key out")
+        raise MoQError(
+            "quantize_convolutions: the model has no convolution; leave the key out"
+        )
     kept = _kept_by(inventory, config)
     asked = {name: layer for name, layer in every.items() if name not in kept}
     _check_weights(asked)
     routers = _routers(inventory)
-    reasons = {name: "routes to experts" if name in routers else misfit(layer) for name, layer in every.items()}
+    reasons = {
+        name: "routes to experts" if name in routers else misfit(layer)
+        for name, layer in every.items()
+    }
     chosen = {name: layer for name, layer in asked.items() if reasons[name] is None}
     if not chosen and not has_experts:
         unasked = convolutions and not config.quantize_convolutions
-        hint = "; quantize_convolutions: true would quantize convolutions" if unasked else ""
+        hint = (
+            "; quantize_convolutions: true would quantize convolutions"
+            if unasked
+            else ""
+        )
         if not every:
-            leaves = {type(module).__name__ for module in inventory.modules.values() if not list(module.children())}
+            leaves = {
+                type(module).__name__
+                for module in inventory.modules.values()
+                if not list(module.children())
+            }
             listed = ", ".join(sorted(leaves)) or "none"
-            raise MoQError(f"the model has no {what} to quantize; its layers are {listed}{hint}")
-        place = "is an output head" if config.modules_to_not_convert is None else "is in modules_to_not_convert"
-        listed = ", ".join(f"{name} has {reasons[name]}" if name in asked else f"{name} {place}" for name in every)
+            raise MoQError(
+                f"the model has no {what} to quantize; its layers are {listed}{hint}"
+            )
+        place = (
+            "is an output head"
+            if config.modules_to_not_convert is None
+            else "is in modules_to_not_convert"
+        )
+        listed = ", ".join(
+            f"{name} has {reasons[name]}" if name in asked else f"{name} {place}"
+            for name in every
+        )
         raise MoQError(f"no {what} is left to quantize: {listed}{hint}")
     _check_groups({name: _features(layer) for name, layer in chosen.items()}, config)
     _check_adapters(inventory, chosen)
     left_out = {name: reasons[name] for name in every if name not in chosen}
     if config.quantize_embeddings is not None:
-        tables = {name: _why_no_table(table) for name, table in inventory.instances(nn.Embedding).items()}
-        left_out |= {name: reason for name, reason in tables.items() if reason is not None}
+        tables = {
+            name: _why_no_table(table)
+            for name, table in inventory.instances(nn.Embedding).items()
+        }
+        left_out |= {
+            name: reason for name, reason in tables.items() if reason is not None
+        }
     return chosen, left_out
 
 
 def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Module]:
     """The parameters of experts that the config quantizes, by their names, each with its module.
 
-    Those of a module that PEFT adapts are left alone: it computes their sum with the adapter anew.
+    Those of a module that PEFT adapts are left alone: it computes their sum with the
+    adapter anew.
 
     Raises:
-        MoQError: Groups do not divide the matrices, or the config quantizes the inputs of layers, which experts have
-            inside.
+        MoQError: Groups do not divide the matrices, or the config quantizes the inputs
+            of layers, which experts have inside.
     """
     every = _experts(inventory).items()
     chosen = {name: module for name, module in every if not _is_named(name, config)}
@@ -139,8 +195,9 @@ def output_heads(inventory: Inventory, config: MoQConfig) -> list[str]:
 def grid_of(layer: nn.Module, config: MoQConfig) -> Grid:
     """How a chosen layer's weight is quantized.
 
-    An embedding table has a scale per row. So has a convolution with `quantize_group_size`, which seldom divides its
-    kernels: 3 x 3 in each group of a depthwise one are 9 weights.
+    An embedding table has a scale per row. So has a convolution with
+    `quantize_group_size`, which seldom divides its kernels: 3 x 3 in each group of a
+    depthwise one are 9 weights.
 
     >>> config = MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, "quantize_group_size": 32})
     >>> grid_of(nn.Conv2d(3, 4, 3), config).grouping, grid_of(nn.Linear(32, 4), config).grouping
@@ -158,7 +215,10 @@ def grid_of_experts(module: nn.Module, parameter: str, config: MoQConfig) -> Gri
     """As `grid_of`, for a parameter of experts: with `quantize_groups` there are so many blocks in each expert."""
     grid = _grid_for(cast(Tensor, module._parameters[parameter]), config)
     if isinstance(grid.grouping, RowBlocks):
-        return replace(grid, grouping=RowBlocks(grid.grouping.count * matrix_of(module, parameter)[0]))
+        return replace(
+            grid,
+            grouping=RowBlocks(grid.grouping.count * matrix_of(module, parameter)[0]),
+        )
     return grid
 
 
@@ -166,11 +226,14 @@ def _grid_for(weight: Tensor, config: MoQConfig) -> Grid:
     return config.grid_of(str(weight.dtype).removeprefix("torch."))
 
 
-def select_tied(inventory: Inventory, chosen: Mapping[str, nn.Module], config: MoQConfig) -> dict[str, str]:
+def select_tied(
+    inventory: Inventory, chosen: Mapping[str, nn.Module], config: MoQConfig
+) -> dict[str, str]:
     """The modules that share the weight of a chosen one: they compute with its quantized copy.
 
-    The first of `chosen` with a weight says how it is quantized. So `quantize_embeddings` decides for a table that is
-    the output head too; without it, a head that is quantized as a linear layer decides for the table.
+    The first of `chosen` with a weight says how it is quantized. So
+    `quantize_embeddings` decides for a table that is the output head too; without it, a
+    head that is quantized as a linear layer decides for the table.
 
     Args:
         inventory: Of the model.
@@ -181,7 +244,8 @@ def select_tied(inventory: Inventory, chosen: Mapping[str, nn.Module], config: M
         Name of the module to that of the chosen one.
 
     Raises:
-        MoQError: One of them cannot be quantized, or the config leaves it in float by name.
+        MoQError: One of them cannot be quantized, or the config leaves it in float by
+            name.
     """
     owners: dict[int, str] = {}
     for name, module in chosen.items():
@@ -191,13 +255,19 @@ def select_tied(inventory: Inventory, chosen: Mapping[str, nn.Module], config: M
     for name, module in inventory.modules.items():
         for own, parameter in module._parameters.items():
             owner = owners.get(id(parameter), name)
-            reason = None if owner == name else _why_not_tied(inventory, name, own, config)
+            reason = (
+                None if owner == name else _why_not_tied(inventory, name, own, config)
+            )
             if reason is not None:
                 wrong.append(f"{owner}.weight is also {name}.{own}, {reason}")
             elif owner != name:
                 found[name] = owner
     if wrong:
-        instead = "set quantize_embeddings to null" if config.quantize_embeddings else "leave the layers in float"
+        instead = (
+            "set quantize_embeddings to null"
+            if config.quantize_embeddings
+            else "leave the layers in float"
+        )
         raise MoQError(
             f"{'; '.join(wrong)}: a shared weight is quantized for all that use it or for none: {instead}, or name all "
             "of them in modules_to_not_convert"
@@ -205,10 +275,16 @@ def select_tied(inventory: Inventory, chosen: Mapping[str, nn.Module], config: M
     return found
 
 
-def _why_not_tied(inventory: Inventory, name: str, own: str, config: MoQConfig) -> str | None:
+def _why_not_tied(
+    inventory: Inventory, name: str, own: str, config: MoQConfig
+) -> str | None:
     """Why a module cannot compute with the quantized copy of a weight that it shares; None if it can."""
     module = inventory.modules[name]
-    if own != "weight" or not isinstance(module, nn.Linear | nn.Embedding) or inventory.is_added(name):
+    if (
+        own != "weight"
+        or not isinstance(module, nn.Linear | nn.Embedding)
+        or inventory.is_added(name)
+    ):
         return f"of a {type(module).__name__}"
     if _is_named(name, config):
         return "which modules_to_not_convert names"
@@ -232,15 +308,23 @@ def _experts(inventory: Inventory) -> dict[str, nn.Module]:
     }
 
 
-def embeddings_to_quantize(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Embedding]:
+def embeddings_to_quantize(
+    inventory: Inventory, config: MoQConfig
+) -> dict[str, nn.Embedding]:
     """The embedding tables that `quantize_embeddings` takes, or would take, by name; shared ones too."""
     tables = inventory.instances(nn.Embedding).items()
-    return {name: table for name, table in tables if _why_no_table(table) is None and not _is_named(name, config)}
+    return {
+        name: table
+        for name, table in tables
+        if _why_no_table(table) is None and not _is_named(name, config)
+    }
 
 
 def _candidates(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
     """What the config may quantize by the schedule, in model order: linear layers, and convolutions if it says so."""
-    return inventory.instances(*LINEARS, *(CONVOLUTIONS if config.quantize_convolutions else ()))
+    return inventory.instances(
+        *LINEARS, *(CONVOLUTIONS if config.quantize_convolutions else ())
+    )
 
 
 def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:
@@ -255,7 +339,11 @@ def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:
     known = [*filter(None, inventory.modules), *_experts(inventory)]
     for pattern in config.modules_to_not_convert:
         if not any(_matches(name, pattern) for name in known):
-            what = "linear layers and convolutions" if config.quantize_convolutions else "linear layers"
+            what = (
+                "linear layers and convolutions"
+                if config.quantize_convolutions
+                else "linear layers"
+            )
             raise MoQError(
                 f"modules_to_not_convert: {pattern!r} matches no module; the {what} are {', '.join(candidates)}"
             )
@@ -271,13 +359,18 @@ def _routers(inventory: Inventory) -> set[str]:
             continue
         experts, beside = matrix_of(module, own[0])[0], name.rpartition(".")[0]
         for other, layer in inventory.linears.items():
-            if is_below(other, beside) and _features(layer)["out_features"] in (1, experts):
+            if is_below(other, beside) and _features(layer)["out_features"] in (
+                1,
+                experts,
+            ):
                 found.add(other)
     return found
 
 
 def _is_named(name: str, config: MoQConfig) -> bool:
-    return any(_matches(name, pattern) for pattern in config.modules_to_not_convert or ())
+    return any(
+        _matches(name, pattern) for pattern in config.modules_to_not_convert or ()
+    )
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -290,13 +383,21 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _check_weights(layers: Mapping[str, Layer]) -> None:
-    odd = [f"{name} ({layer.weight.dtype})" for name, layer in layers.items() if not layer.weight.is_floating_point()]
+    odd = [
+        f"{name} ({layer.weight.dtype})"
+        for name, layer in layers.items()
+        if not layer.weight.is_floating_point()
+    ]
     if odd:
         raise MoQError(
             f"these layers are quantized already, their weights are not floating point: {', '.join(odd)}; "
             "load the model in float, or name them in modules_to_not_convert"
         )
-    late = [name for name, layer in layers.items() if hasattr(layer, "moq") and misfit(layer) is not None]
+    late = [
+        name
+        for name, layer in layers.items()
+        if hasattr(layer, "moq") and misfit(layer) is not None
+    ]
     if late:
         raise MoQError(
             f"{', '.join(late)}: the weight has been parametrized since the layer was quantized; remove the "
@@ -310,7 +411,11 @@ def _check_adapters(inventory: Inventory, layers: Iterable[str]) -> None:
     Raises:
         MoQError: There are adapters of DoRA; names them.
     """
-    parents = {name: inventory.modules[name.removesuffix(f".{ADAPTED}")] for name in layers if ADAPTED in name}
+    parents = {
+        name: inventory.modules[name.removesuffix(f".{ADAPTED}")]
+        for name in layers
+        if ADAPTED in name
+    }
     wrong = [name for name, parent in parents.items() if has_dora(parent)]
     if wrong:
         raise MoQError(
@@ -338,8 +443,17 @@ def _check_groups(features: Mapping[str, Mapping[str, int]], config: MoQConfig) 
         return
     axis, count = grouping.divides
     names = {axis, axis.replace("features", "channels")}
-    sizes = {layer: (name, size) for layer, own in features.items() for name, size in own.items() if name in names}
-    wrong = [f"{layer} ({name} {size})" for layer, (name, size) in sizes.items() if size % count]
+    sizes = {
+        layer: (name, size)
+        for layer, own in features.items()
+        for name, size in own.items()
+        if name in names
+    }
+    wrong = [
+        f"{layer} ({name} {size})"
+        for layer, (name, size) in sizes.items()
+        if size % count
+    ]
     if wrong:
         common = math.gcd(*(size for _, size in sizes.values()))
         fits = [n for n in range(1, common + 1) if common % n == 0]

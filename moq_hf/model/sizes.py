@@ -45,8 +45,8 @@ class _Weight(NamedTuple):
 class ModelSizes:
     """The sizes of a model in training. Each parameter counts once, however many names it has.
 
-    Parameters are counted when it is made, so that asking for the current figures costs a sum over the layers. Shards
-    count as the whole parameter.
+    Parameters are counted when it is made, so that asking for the current figures costs
+    a sum over the layers. Shards count as the whole parameter.
 
     Args:
         inventory: Of the model.
@@ -59,7 +59,11 @@ class ModelSizes:
     """
 
     def __init__(self, inventory: Inventory, layers: Mapping[str, QuantLayer]) -> None:
-        tables = {id(m._parameters.get("weight")) for m in inventory.modules.values() if isinstance(m, nn.Embedding)}
+        tables = {
+            id(m._parameters.get("weight"))
+            for m in inventory.modules.values()
+            if isinstance(m, nn.Embedding)
+        }
         owners: dict[int, QuantLayer] = {}
         for layer in layers.values():
             owners.setdefault(id(layer.weight), layer)
@@ -76,7 +80,9 @@ class ModelSizes:
                 layer = owners[id(parameter)]
                 groups = layer.moq.grid.shape(*layer.matrix_shape)
                 is_table = id(parameter) in tables
-                self._weights.append(_Weight(layer, count, groups[0] * groups[1], full, is_table))
+                self._weights.append(
+                    _Weight(layer, count, groups[0] * groups[1], full, is_table)
+                )
             else:
                 self.others[name] = count
                 self._others_bits += count * full
@@ -97,40 +103,60 @@ class ModelSizes:
     def mean_bits(self) -> float:
         """Bits per parameter of the whole model now; a parameter that is not quantized has those of its dtype."""
         bits = ((w.numbers, w.layer.moq.bits, w.full) for w in self._weights)
-        return (self._others_bits + sum(n * (full if b == FLOAT_BITS else b) for n, b, full in bits)) / self.total
+        return (
+            self._others_bits
+            + sum(n * (full if b == FLOAT_BITS else b) for n, b, full in bits)
+        ) / self.total
 
     @property
     def float_mb(self) -> float:
         """Megabytes (10^6 bytes) of the parameters in their own dtypes."""
-        return (self._others_bits + sum(weight.numbers * weight.full for weight in self._weights)) / 8e6
+        return (
+            self._others_bits
+            + sum(weight.numbers * weight.full for weight in self._weights)
+        ) / 8e6
 
     @property
     def mb(self) -> float:
         """The same with each quantized weight packed and one scale, in its dtype, for each group, as it is saved.
 
-        What the packed format has no place for takes what it takes in float. Of the others, either each weight takes
-        its current bits, and one of an embedding table a byte, or all take as many as the largest, whichever is less;
-        see `has_one_width`.
+        What the packed format has no place for takes what it takes in float. Of the
+        others, either each weight takes its current bits, and one of an embedding table
+        a byte, or all take as many as the largest, whichever is less; see
+        `has_one_width`.
         """
         width = self._widest if self.has_one_width else None
         size = self._others_bits
         for weight in self._weights:
             bits = weight.saved(width)
-            size += weight.numbers * bits + (weight.scales * weight.full if bits < weight.full else 0)
+            size += weight.numbers * bits + (
+                weight.scales * weight.full if bits < weight.full else 0
+            )
         return size / 8e6
 
     @property
     def has_one_width(self) -> bool:
         """Whether the codes are smaller with all weights at the width of the largest than with tables in bytes.
 
-        Only what is unpacked while loading can have a table in fewer than 8 bits, and it knows one width for all.
+        Only what is unpacked while loading can have a table in fewer than 8 bits, and
+        it knows one width for all.
         """
-        apart, alike = (sum(w.numbers * w.saved(width) for w in self._weights) for width in (None, self._widest))
+        apart, alike = (
+            sum(w.numbers * w.saved(width) for w in self._weights)
+            for width in (None, self._widest)
+        )
         return alike < apart
 
     @property
     def _widest(self) -> int:
-        return max((w.layer.moq.bits for w in self._weights if w.layer.moq.bits <= MAX_PACKED_BITS), default=0)
+        return max(
+            (
+                w.layer.moq.bits
+                for w in self._weights
+                if w.layer.moq.bits <= MAX_PACKED_BITS
+            ),
+            default=0,
+        )
 
     def largest_others(self) -> dict[str, int]:
         """Parameters that stay in float, the largest first; those of all blocks are one: `layer.*.key.bias`."""
@@ -160,32 +186,47 @@ class FileSize:
         table_bits: int | None,
     ) -> None:
         self._inventory, self._layers = inventory, layers
-        seen = {id(layer.float_weight) for layer in (*layers.values(), *embeddings.values())}
+        seen = {
+            id(layer.float_weight) for layer in (*layers.values(), *embeddings.values())
+        }
         self._fixed: dict[str, Tensor] = {}
         for name, tensor in inventory.model.state_dict(keep_vars=True).items():
             if id(tensor) not in seen and not inventory.is_added(name):
                 seen.add(id(tensor))
                 self._fixed[name] = tensor
         for name, table in embeddings.items():
-            self._fixed |= self._tensors(name, table, table_bits or FLOAT_BITS, is_table=True)
-        # No offset has more digits than that of the end at the most bits. Offsets count data, not the header.
+            self._fixed |= self._tensors(
+                name, table, table_bits or FLOAT_BITS, is_table=True
+            )
+        # No offset has more digits than that of the end at the most bits. Offsets count
+        # data, not the header.
         self._end = 0
-        self._end = self.of_rest() + sum(self.of_layer(name, MAX_PACKED_BITS) for name in layers)
+        self._end = self.of_rest() + sum(
+            self.of_layer(name, MAX_PACKED_BITS) for name in layers
+        )
 
     def why_alike(self) -> str | None:
         """Why the bits of single layers make no difference to the file; None if they do."""
         model = without_peft(self._inventory.model)
         kinds = {layer.kind for layer in self._layers.values()}
         symmetric = all(layer.moq.grid.symmetric for layer in self._layers.values())
-        has_table = any(isinstance(module, QuantEmbedding) for module in self._inventory.modules.values())
+        has_table = any(
+            isinstance(module, QuantEmbedding)
+            for module in self._inventory.modules.values()
+        )
         reasons = {
-            "only models of transformers are packed": not isinstance(model, PreTrainedModel),
-            "Conv1D layers are saved as floats on the grid, at full size": "conv1d" in kinds,
+            "only models of transformers are packed": not isinstance(
+                model, PreTrainedModel
+            ),
+            "Conv1D layers are saved as floats on the grid, at full size": "conv1d"
+            in kinds,
             "a model of its kind is unpacked while loading, with all codes as wide as the widest": parts_are_called(
                 model
             ),
             "packed experts are all as wide as the widest": any(map(is_experts, kinds)),
-            "asymmetric codes are unpacked while loading, all as wide as the widest": not (symmetric or has_table),
+            "asymmetric codes are unpacked while loading, all as wide as the widest": not (
+                symmetric or has_table
+            ),
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -197,21 +238,31 @@ class FileSize:
     def of_rest(self) -> int:
         """Bytes of everything else: what stays in float, tables, the rest of the header."""
         # The header's length, its own entry, and spaces up to a multiple of 8.
-        return 8 + len('{"__metadata__":{"format":"pt"}}') + 14 + self._size(self._fixed)
+        return (
+            8 + len('{"__metadata__":{"format":"pt"}}') + 14 + self._size(self._fixed)
+        )
 
     def _size(self, tensors: Mapping[str, Tensor]) -> int:
         """Bytes of tensors and, once the end of the data is known, of their entries in the header."""
         total = 0
         for name, tensor in tensors.items():
             shape, letters = shape_of(tensor), _LETTERS.get(tensor.dtype, 3)
-            entry = {name: {"dtype": "?" * letters, "shape": shape, "data_offsets": [self._end, self._end]}}
+            entry = {
+                name: {
+                    "dtype": "?" * letters,
+                    "shape": shape,
+                    "data_offsets": [self._end, self._end],
+                }
+            }
             total += shape.numel() * tensor.element_size()
             if self._end:
                 # A comma more, and two braces less.
                 total += len(json.dumps(entry, separators=(",", ":"))) - 1
         return total
 
-    def _tensors(self, name: str, layer: QuantLayer, bits: int, is_table: bool) -> dict[str, Tensor]:
+    def _tensors(
+        self, name: str, layer: QuantLayer, bits: int, is_table: bool
+    ) -> dict[str, Tensor]:
         """Return the tensors that stand for a layer's weight, on the meta device."""
         spec = replace(EncodeSpec.of(layer, is_table), bits=bits)
         parts = FORMS[form_of(spec, "packed")].shapes(spec)
@@ -221,14 +272,21 @@ class FileSize:
         if weight is not None:
             found[parameter_of(name, layer.kind)] = weight
             # Modules that are tied to a table have scales of their own.
-            names += [other for other, owner in self._inventory.tied.items() if owner == name]
-        return found | {f"{one}.{part}": tensor for one in names for part, tensor in parts.items()}
+            names += [
+                other for other, owner in self._inventory.tied.items() if owner == name
+            ]
+        return found | {
+            f"{one}.{part}": tensor for one in names for part, tensor in parts.items()
+        }
 
 
 def parts_are_called(model: nn.Module) -> bool:
     """Whether users call parts of the model by themselves, past the first forward pass that would unpack all of it."""
     config = getattr(model, "config", None)
-    return bool(getattr(config, "is_encoder_decoder", False) or getattr(config, "sub_configs", None))
+    return bool(
+        getattr(config, "is_encoder_decoder", False)
+        or getattr(config, "sub_configs", None)
+    )
 
 
 def covered(quantized: int, total: int) -> str:

@@ -47,10 +47,13 @@ def write_card(
     """Write `README.md` into a packed checkpoint.
 
     Args:
-        directory: What `save_quantized` wrote; its metrics, sizes and bits are those of the card.
-        data: What else is known of the model; `model_name` is a Hub id, or the directory's name.
-        dataset: The `dataset_type`, `dataset_name` and `dataset_config` of an `EvalResult`; without a type and a
-            `pipeline_tag` the metadata has no results.
+        directory: What `save_quantized` wrote; its metrics, sizes and bits are those of
+            the card.
+        data: What else is known of the model; `model_name` is a Hub id, or the
+            directory's name.
+        dataset: The `dataset_type`, `dataset_name` and `dataset_config` of an
+            `EvalResult`; without a type and a `pipeline_tag` the metadata has no
+            results.
         training: Hyperparameters, for the section on reproducing the model.
         found: What `verify_quantized` gives for it; None: it is verified now.
 
@@ -64,7 +67,9 @@ def write_card(
     data, dataset = data or ModelCardData(), dataset or {}
     found = found or verify_quantized(folder)
     name = data.model_name or folder.resolve().name
-    metrics, before = (metrics_in(found.state.get(key) or {}) for key in ("metrics", "float_metrics"))
+    metrics, before = (
+        metrics_in(found.state.get(key) or {}) for key in ("metrics", "float_metrics")
+    )
     measured = {metric: value for metric, value in metrics.items() if metric != "loss"}
     data.model_name = name.rpartition("/")[2]
     data.library_name = "transformers"
@@ -74,10 +79,19 @@ def write_card(
     data.metrics = list(measured) or None
     if data.pipeline_tag and dataset.get("dataset_type"):
         data.eval_results = [
-            EvalResult(task_type=data.pipeline_tag, metric_type=metric, metric_value=value, **dataset)  # type: ignore[arg-type]
+            EvalResult(
+                task_type=data.pipeline_tag,
+                metric_type=metric,
+                metric_value=value,
+                **dataset,
+            )  # type: ignore[arg-type]
             for metric, value in measured.items()
         ]
-    origin = f" from [{data.base_model}](https://huggingface.co/{data.base_model})" if data.base_model else ""
+    origin = (
+        f" from [{data.base_model}](https://huggingface.co/{data.base_model})"
+        if data.base_model
+        else ""
+    )
     source = dataset.get("dataset_name") or dataset.get("dataset_type")
     sections = [
         f"# {data.model_name}",
@@ -90,16 +104,25 @@ def write_card(
         f"## How it was made\n\n{_making(found.state, training or {})}",
     ]
     path = folder / "README.md"
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n").save(path)
+    ModelCard(
+        f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n"
+    ).save(path)
     return path
 
 
 def _made(found: Verification) -> str:
     """Say what was quantized, to how many bits, and how that is stored."""
-    layers = [layer for layer in found.layers.values() if layer.kind != "embedding"] or list(found.layers.values())
+    layers = [
+        layer for layer in found.layers.values() if layer.kind != "embedding"
+    ] or list(found.layers.values())
     names = {"embedding": "embedding tables", "conv": "convolutions"}
-    what = sorted({names.get(layer.kind, "linear layers") for layer in layers}, reverse=True)
-    bits = ["float" if width == FLOAT_BITS else str(width) for width in sorted({layer.bits for layer in layers})]
+    what = sorted(
+        {names.get(layer.kind, "linear layers") for layer in layers}, reverse=True
+    )
+    bits = [
+        "float" if width == FLOAT_BITS else str(width)
+        for width in sorted({layer.bits for layer in layers})
+    ]
     stored = "packed integers in the format of compressed-tensors"
     if not all(has_codes(layer.stored) for layer in layers):
         stored += ", or floats on their grid; see the table"
@@ -111,13 +134,17 @@ def _made(found: Verification) -> str:
 
 
 def _loading(name: str, folder: Path, found: Verification) -> str:
-    if found.state.get("by_hand") or (found.proof is not None and found.proof.agrees is False):
+    if found.state.get("by_hand") or (
+        found.proof is not None and found.proof.agrees is False
+    ):
         return _BY_HAND
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     architecture = (config.get("architectures") or ["AutoModel"])[0]
     head = re.search(r"For\w+$", architecture)
     auto = f"AutoModel{head[0]}" if head else "AutoModel"
-    return _BY_TRANSFORMERS.format(cls=auto if hasattr(transformers, auto) else architecture, name=name)
+    return _BY_TRANSFORMERS.format(
+        cls=auto if hasattr(transformers, auto) else architecture, name=name
+    )
 
 
 def _results(metrics: Mapping[str, float], before: Mapping[str, float]) -> str:
@@ -136,7 +163,9 @@ def _sizes(found: Verification) -> str:
     ):
         rows.append([what, _mb(was), _mb(now), f"{now / was:.3f}"])
     lines = [markdown_table(rows), ""]
-    lines.append(f"Quantized: {found.coverage()}; mean {found.mean_bits:.2f} bits over the whole model.")
+    lines.append(
+        f"Quantized: {found.coverage()}; mean {found.mean_bits:.2f} bits over the whole model."
+    )
     for name, layer in found.layers.items():
         if layer.tied:
             others = " and ".join(f"`{other}`" for other in layer.tied)
@@ -155,12 +184,16 @@ def _bits(found: Verification) -> str:
     rows: list[tuple[object, ...]] = [("layer", "bits", "stored", "bytes", "before")]
     for name, layer in found.layers.items():
         bits = "float" if layer.bits == FLOAT_BITS else layer.bits
-        rows.append((name, bits, layer.stored, f"{layer.bytes:,}", f"{layer.bytes_before:,}"))
+        rows.append(
+            (name, bits, layer.stored, f"{layer.bytes:,}", f"{layer.bytes_before:,}")
+        )
     return markdown_table(rows)
 
 
 def _making(state: Mapping[str, Any], training: Mapping[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in state["versions"].items())
+    versions = ", ".join(
+        f"{name} {version}" for name, version in state["versions"].items()
+    )
     steps = {} if state["step"] is None else {"optimizer steps": state["step"]}
     settings = {**steps, **training, "versions": versions}
     listed = "\n".join(f"- {name}: {value}" for name, value in settings.items())

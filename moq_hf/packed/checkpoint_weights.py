@@ -1,8 +1,10 @@
 """The float weights of a run's checkpoint, read one tensor at a time: safetensors, and the shards of FSDP2 and ZeRO.
 
-DeepSpeed's files are read without DeepSpeed. ZeRO-1 and ZeRO-2 save the weights whole. ZeRO-3 saves a part of each for
-every process: those that are trained as float32, one after the other in a few flat tensors, with room at the end of a
-part where the processes do not divide the weight. What the run computed with is the same, rounded to its own dtype.
+DeepSpeed's files are read without DeepSpeed. ZeRO-1 and ZeRO-2 save the weights whole.
+ZeRO-3 saves a part of each for every process: those that are trained as float32, one
+after the other in a few flat tensors, with room at the end of a part where the
+processes do not divide the weight. What the run computed with is the same, rounded to
+its own dtype.
 """
 
 import math
@@ -44,7 +46,9 @@ class Weights(Mapping[str, Tensor]):
         read: Gives one, on the CPU.
     """
 
-    def __init__(self, place: Path, specs: Mapping[str, Spec], read: Callable[[str], Tensor]) -> None:
+    def __init__(
+        self, place: Path, specs: Mapping[str, Spec], read: Callable[[str], Tensor]
+    ) -> None:
         self.place = place
         self.specs = specs
         self._read = read
@@ -60,9 +64,13 @@ class Weights(Mapping[str, Tensor]):
             tensor = self._read(name)
         # Whatever a file that is not what it was makes a library raise.
         except Exception as error:
-            raise MoQError(f"{self.place}: {name} cannot be read: {one_line(error, named=True)}") from error
+            raise MoQError(
+                f"{self.place}: {name} cannot be read: {one_line(error, named=True)}"
+            ) from error
         if Spec(tensor.shape, tensor.dtype) != spec:
-            raise MoQError(f"{self.place}: {name} is not a tensor {list(spec.shape)} of {spec.dtype}")
+            raise MoQError(
+                f"{self.place}: {name} is not a tensor {list(spec.shape)} of {spec.dtype}"
+            )
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -115,11 +123,15 @@ def distributed_weights(folder: Path) -> Weights:
     try:
         metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
     except Exception as error:
-        raise MoQError(f"{folder / '.metadata'} cannot be read: {one_line(error, named=True)}") from error
+        raise MoQError(
+            f"{folder / '.metadata'} cannot be read: {one_line(error, named=True)}"
+        ) from error
     specs: dict[str, Spec] = {}
     for name, tensor in metadata.items():
         if isinstance(tensor, TensorStorageMetadata) and name.startswith(_MODEL):
-            specs[name.removeprefix(_MODEL)] = Spec(torch.Size(tensor.size), tensor.properties.dtype)
+            specs[name.removeprefix(_MODEL)] = Spec(
+                torch.Size(tensor.size), tensor.properties.dtype
+            )
     if not specs:
         raise MoQError(f"{folder} holds no weights of a model")
 
@@ -127,9 +139,15 @@ def distributed_weights(folder: Path) -> Weights:
         tensor = torch.empty(specs[name].shape, dtype=specs[name].dtype, device="cpu")
         with warnings.catch_warnings():
             # That there are no other processes, as is said by `no_dist`.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled", UserWarning
+            )
             try:
-                load({"model": {name: tensor}}, storage_reader=FileSystemReader(folder), no_dist=True)
+                load(
+                    {"model": {name: tensor}},
+                    storage_reader=FileSystemReader(folder),
+                    no_dist=True,
+                )
             # It is no Exception.
             except CheckpointException as error:
                 raise OSError(str(error)) from error
@@ -168,15 +186,22 @@ def zero_weights(folder: Path) -> Weights:
     """The weights that DeepSpeed saved in a folder.
 
     Raises:
-        MoQError: A file is missing or damaged, or the model was taken apart in another way too.
+        MoQError: A file is missing or damaged, or the model was taken apart in another
+            way too.
     """
     if any(folder.glob("*mp_rank_01*_model_states.pt")):
-        raise MoQError(f"{folder}: the weights are taken apart by tensor parallelism, which moq_hf does not train with")
+        raise MoQError(
+            f"{folder}: the weights are taken apart by tensor parallelism, which moq_hf does not train with"
+        )
     path = folder / _WHOLE
     if not path.is_file():
         return _parted_weights(folder)
     # ZeRO-1 and ZeRO-2 save the weights whole, in the dtype of the run.
-    specs = {n: Spec(t.shape, t.dtype) for n, t in _read(path)["module"].items() if isinstance(t, Tensor)}
+    specs = {
+        n: Spec(t.shape, t.dtype)
+        for n, t in _read(path)["module"].items()
+        if isinstance(t, Tensor)
+    }
     return Weights(path, specs, lambda name: _read(path)["module"][name].clone())
 
 
@@ -188,24 +213,45 @@ def _parted_weights(folder: Path) -> Weights:
     """
     by_rank = _by_rank(folder, _PART)
     if 0 not in by_rank:
-        raise MoQError(f"{folder}: zero_pp_rank_0_mp_rank_00_model_states.pt is missing: no weights of DeepSpeed")
+        raise MoQError(
+            f"{folder}: zero_pp_rank_0_mp_rank_00_model_states.pt is missing: no weights of DeepSpeed"
+        )
     state = _read(by_rank[0])
     try:
         world = int(state["dp_world_size"])
         module: Mapping[str, Any] = state["module"]
-        trained = {n: torch.Size(s) for shapes in state["param_shapes"] for n, s in shapes.items()}
-        frozen = {n: torch.Size(s) for n, s in (state.get("frozen_param_shapes") or {}).items()}
+        trained = {
+            n: torch.Size(s)
+            for shapes in state["param_shapes"]
+            for n, s in shapes.items()
+        }
+        frozen = {
+            n: torch.Size(s)
+            for n, s in (state.get("frozen_param_shapes") or {}).items()
+        }
         shared: Mapping[str, str] = state["shared_params"]
         buffers = [name for name in state["buffer_names"] if name in module]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise MoQError(f"{by_rank[0]}: not as DeepSpeed writes it: {one_line(error, named=True)}") from error
+        raise MoQError(
+            f"{by_rank[0]}: not as DeepSpeed writes it: {one_line(error, named=True)}"
+        ) from error
     parts = _complete(folder, by_rank, world, by_rank[0].name)
     masters: list[Path] = []
     if trained:
         optimizers = _by_rank(folder, _TRAINED)
-        prefix = "bf16_" if any(path.name.startswith("bf16_") for path in optimizers.values()) else ""
-        masters = _complete(folder, optimizers, world, f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    # Where the part of each begins in what a process has of the weights that are trained.
+        prefix = (
+            "bf16_"
+            if any(path.name.startswith("bf16_") for path in optimizers.values())
+            else ""
+        )
+        masters = _complete(
+            folder,
+            optimizers,
+            world,
+            f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        )
+    # Where the part of each begins in what a process has of the weights that are
+    # trained.
     slices: dict[str, slice] = {}
     end = 0
     for name, shape in trained.items():
@@ -214,10 +260,19 @@ def _parted_weights(folder: Path) -> Weights:
     for path in masters:
         there = sum(flat.numel() for flat in _flat(path))
         if there < end:
-            raise MoQError(f"{path} holds {there} numbers, not the {end} of the weights that are trained")
-    found = {name: Spec(shape, module[name].dtype) for name, shape in {**frozen, **trained}.items()}
+            raise MoQError(
+                f"{path} holds {there} numbers, not the {end} of the weights that are trained"
+            )
+    found = {
+        name: Spec(shape, module[name].dtype)
+        for name, shape in {**frozen, **trained}.items()
+    }
     found |= {name: Spec(module[name].shape, module[name].dtype) for name in buffers}
-    aliases = {name: other for name, other in shared.items() if other in found and name not in found}
+    aliases = {
+        name: other
+        for name, other in shared.items()
+        if other in found and name not in found
+    }
     found |= {name: found[other] for name, other in aliases.items()}
     # In the order of the model.
     specs = {name: found[name] for name in [*(n for n in module if n in found), *found]}
@@ -228,9 +283,13 @@ def _parted_weights(folder: Path) -> Weights:
         if name in buffers:
             return cast(Tensor, _read(parts[0])["module"][name].clone())
         if name in frozen:
-            pieces = [_read(path)["frozen_param_fragments"][name].clone() for path in parts]
+            pieces = [
+                _read(path)["frozen_param_fragments"][name].clone() for path in parts
+            ]
         else:
-            pieces = [_cut(_flat(path), slices[name]).to(spec.dtype) for path in masters]
+            pieces = [
+                _cut(_flat(path), slices[name]).to(spec.dtype) for path in masters
+            ]
         # Parts have room at the end where the processes do not divide the weight.
         return torch.cat(pieces)[: spec.shape.numel()].view(spec.shape)
 
@@ -242,7 +301,9 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     return {int(match[1]): path for match, path in found if match}
 
 
-def _complete(folder: Path, files: Mapping[int, Path], world: int, first: str) -> list[Path]:
+def _complete(
+    folder: Path, files: Mapping[int, Path], world: int, first: str
+) -> list[Path]:
     """Return the files of all processes, in their order.
 
     Raises:
@@ -251,7 +312,9 @@ def _complete(folder: Path, files: Mapping[int, Path], world: int, first: str) -
     missing = [rank for rank in range(world) if rank not in files]
     if missing:
         name = first.replace("rank_0_", f"rank_{missing[0]}_", 1)
-        raise MoQError(f"{folder / name} is missing: the run had {world} processes, each with a file")
+        raise MoQError(
+            f"{folder / name} is missing: the run had {world} processes, each with a file"
+        )
     return [files[rank] for rank in range(world)]
 
 
@@ -264,7 +327,9 @@ def _flat(path: Path) -> list[Tensor]:
     try:
         flat = _read(path)["optimizer_state_dict"]["fp32_flat_groups"]
     except (KeyError, TypeError) as error:
-        raise MoQError(f"{path}: not as ZeRO-3 writes it: {one_line(error, named=True)}") from error
+        raise MoQError(
+            f"{path}: not as ZeRO-3 writes it: {one_line(error, named=True)}"
+        ) from error
     return cast(list[Tensor], flat)
 
 

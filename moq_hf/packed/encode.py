@@ -1,9 +1,11 @@
 """The layers of one model on their way into the files: the form that each is stored in, and the config groups.
 
-A config group names its modules by patterns that hold in transformers and in servers, which rename and fuse layers. A
-server puts other prefixes before a name, other modules between a block and its layer, and several layers into one: vLLM
-looks for `model.layers.0.self_attn.q_proj` in a model that has `qkv_proj`, and for BERT's `query` in the module
-`output`. So a pattern has the list of blocks, the numbers of the blocks, and the last part of the layer's name.
+A config group names its modules by patterns that hold in transformers and in servers,
+which rename and fuse layers. A server puts other prefixes before a name, other modules
+between a block and its layer, and several layers into one: vLLM looks for
+`model.layers.0.self_attn.q_proj` in a model that has `qkv_proj`, and for BERT's `query`
+in the module `output`. So a pattern has the list of blocks, the numbers of the blocks,
+and the last part of the layer's name.
 """
 
 import re
@@ -32,7 +34,8 @@ _Value = TypeVar("_Value")
 _EXPERTS = "experts"
 # Whatever stands before, and between two parts of a name.
 _ANY = r"(?:.*\.)?"
-# SGLang asks for the layer that it makes of these in BERT; vLLM and SGLang look others up by their parts.
+# SGLang asks for the layer that it makes of these in BERT; vLLM and SGLang look others
+# up by their parts.
 _FUSED = ("query", "key", "value")
 # What the files call the matrix of an expert.
 _MATRIX = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
@@ -47,10 +50,12 @@ class Encoder:
         inventory: Of the model.
         layers: Those whose weights go into the files, by name.
         layout: Which forms they may have.
-        tied: Layer to the layers that share its weight and that `from_pretrained` ties to it.
+        tied: Layer to the layers that share its weight and that `from_pretrained` ties
+            to it.
 
     Attributes:
-        forms: Each layer's form: one of `FORMS`, or "float" for one that is not quantized yet.
+        forms: Each layer's form: one of `FORMS`, or "float" for one that is not
+            quantized yet.
         packed: The layers whose modules hold packed weights after loading.
         groups: The config groups so far.
         stored: What `moq_state.json` says of each layer that was stored.
@@ -72,27 +77,55 @@ class Encoder:
         self.groups: dict[str, dict[str, Any]] = {}
         self.stored: dict[str, StoredLayer] = {}
         self.names: dict[str, str] | None = None
-        model, modules = inventory.model, without_peft_names(inventory.modules, inventory.adapters)
+        model, modules = (
+            inventory.model,
+            without_peft_names(inventory.modules, inventory.adapters),
+        )
         self._linears = [name for name, module in modules.items() if is_linear(module)]
-        matched = [name for name, module in modules.items() if is_linear(module) or isinstance(module, nn.Embedding)]
+        matched = [
+            name
+            for name, module in modules.items()
+            if is_linear(module) or isinstance(module, nn.Embedding)
+        ]
         lists = {name: len(entries) for name, entries in inventory.lists.items()}
-        self._patterns = Patterns(matched, lists, str(getattr(model, "base_model_prefix", "")))
-        self.tables = {name for name, layer in layers.items() if layer.kind == "embedding" or self.tied.get(name)}
+        self._patterns = Patterns(
+            matched, lists, str(getattr(model, "base_model_prefix", ""))
+        )
+        self.tables = {
+            name
+            for name, layer in layers.items()
+            if layer.kind == "embedding" or self.tied.get(name)
+        }
         shared = self._shared_scheme() if layout == "unpacked" else None
-        self._specs = {name: self._spec(model, name, layer, shared) for name, layer in layers.items()}
+        self._specs = {
+            name: self._spec(model, name, layer, shared)
+            for name, layer in layers.items()
+        }
         self.forms = {name: self._form(name) for name in layers}
         packed = [name for name, form in self.forms.items() if form == "packed"]
-        self._matrices = {name: self._specs[name].matrices or () for name in packed if is_experts(layers[name].kind)}
+        self._matrices = {
+            name: self._specs[name].matrices or ()
+            for name in packed
+            if is_experts(layers[name].kind)
+        }
         self.packed = [name for name in packed if name not in self._matrices]
-        # Unpacked while loading, all layers have codes as wide as the widest; experts always do.
+        # Unpacked while loading, all layers have codes as wide as the widest; experts
+        # always do.
         alike = packed if shared is not None else list(self._matrices)
         width = max([2, *(layers[name].moq.bits for name in alike)])
         for name in alike:
             self._specs[name] = replace(self._specs[name], width=width)
-        self.dtypes = {str(layers[name].weight.dtype).removeprefix("torch.") for name in packed}
+        self.dtypes = {
+            str(layers[name].weight.dtype).removeprefix("torch.") for name in packed
+        }
         scales = {layer.moq.grid.scale_dtype for layer in layers.values()}
-        # Scales are loaded in the model's dtype: a narrower one than theirs would round them.
-        self.dtype = next(iter(scales)) if layout == "packed" and self.dtypes == scales else "float32"
+        # Scales are loaded in the model's dtype: a narrower one than theirs would round
+        # them.
+        self.dtype = (
+            next(iter(scales))
+            if layout == "packed" and self.dtypes == scales
+            else "float32"
+        )
 
     @property
     def is_asymmetric(self) -> bool:
@@ -101,7 +134,11 @@ class Encoder:
 
     def _shared_scheme(self) -> SharedScheme:
         first = next(iter(self.layers.values()))
-        linears = (layer for n, layer in self.layers.items() if layer.kind == "linear" and n not in self.tables)
+        linears = (
+            layer
+            for n, layer in self.layers.items()
+            if layer.kind == "linear" and n not in self.tables
+        )
         grid = next(linears, first).moq.grid
         sizes = {True: 0, False: 0}
         widths = {True: 0, False: 0}
@@ -110,23 +147,42 @@ class Encoder:
                 is_table = name in self.tables
                 sizes[is_table] += shape_of(layer.float_weight).numel()
                 widths[is_table] = max(layer.moq.bits, widths[is_table])
-        # Tables stay floats where the files would grow by giving all other codes their bits.
+        # Tables stay floats where the files would grow by giving all other codes their
+        # bits.
         growth = max(0, widths[True] - widths[False]) * sizes[False]
         saved = (8 * torch.float32.itemsize - max(widths.values())) * sizes[True]
         return SharedScheme(grid.grouping.row_size, grid.symmetric, growth <= saved)
 
-    def _spec(self, model: nn.Module, name: str, layer: QuantLayer, shared: SharedScheme | None) -> EncodeSpec:
-        matrices = matrix_names(model, name, shape_of(layer.float_weight)) if layer.kind == "experts" else None
-        return replace(EncodeSpec.of(layer, name in self.tables, matrices), shared=shared)
+    def _spec(
+        self,
+        model: nn.Module,
+        name: str,
+        layer: QuantLayer,
+        shared: SharedScheme | None,
+    ) -> EncodeSpec:
+        matrices = (
+            matrix_names(model, name, shape_of(layer.float_weight))
+            if layer.kind == "experts"
+            else None
+        )
+        return replace(
+            EncodeSpec.of(layer, name in self.tables, matrices), shared=shared
+        )
 
     def _form(self, name: str) -> str:
         state = self.layers[name].moq
-        return "float" if state.bits == FLOAT_BITS or state.blend else form_of(self._specs[name], self.layout)
+        return (
+            "float"
+            if state.bits == FLOAT_BITS or state.blend
+            else form_of(self._specs[name], self.layout)
+        )
 
     def replaced_names(self) -> set[str]:
         """The names of the float weights instead of which the files hold something else, or nothing."""
         own = {parameter_of(name, layer.kind) for name, layer in self.layers.items()}
-        return own | {f"{other}.weight" for others in self.tied.values() for other in others}
+        return own | {
+            f"{other}.weight" for others in self.tied.values() for other in others
+        }
 
     def store(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
         """What stands for a layer's weight in the files, by the names of tensors.
@@ -140,33 +196,60 @@ class Encoder:
         """
         state, spec, form = self.layers[name].moq, self._specs[name], self.forms[name]
         own, tied = parameter_of(name, spec.kind), self.tied.get(name, ())
-        # An engine may have handed the weight over in a narrower dtype: what was evaluated was rounded to that first.
-        parameter = parameter.detach().to(state.handed_dtype or parameter.dtype).to(parameter.dtype)
+        # An engine may have handed the weight over in a narrower dtype: what was
+        # evaluated was rounded to that first.
+        parameter = (
+            parameter.detach()
+            .to(state.handed_dtype or parameter.dtype)
+            .to(parameter.dtype)
+        )
         weight = to_rows(parameter, spec.kind).contiguous()
         spec = replace(spec, shape=parameter.shape, dtype=weight.dtype)
         ratio = None if state.ratio is None else state.ratio.to(weight.device)
         scales = (0, 0)
         if form == "float":
             if state.bits != FLOAT_BITS:
-                how: dict[str, Any] = {"ratio": ratio, "seed": state.seed, "blend": state.blend}
+                how: dict[str, Any] = {
+                    "ratio": ratio,
+                    "seed": state.seed,
+                    "blend": state.blend,
+                }
                 weight = quantizer.fake_quantize(weight, state.bits, state.grid, **how)
-            encoded = EncodedWeight({"weight": from_rows(weight, spec.kind, parameter.shape).contiguous()})
+            encoded = EncodedWeight(
+                {"weight": from_rows(weight, spec.kind, parameter.shape).contiguous()}
+            )
         else:
             try:
-                values = quantizer.quantize(weight, state.bits, state.grid, ratio=ratio, seed=state.seed)
+                values = quantizer.quantize(
+                    weight, state.bits, state.grid, ratio=ratio, seed=state.seed
+                )
             except ValueError as error:
                 raise MoQError(f"{own} cannot be quantized: {error}") from error
             scales = (values.scale.shape[0], values.scale.shape[1])
             zero = None if values.zero_point is None else values.zero_point.cpu()
-            encoded = FORMS[form].write(quantizer.Quantized(values.codes.cpu(), values.scale.cpu(), zero), spec)
+            encoded = FORMS[form].write(
+                quantizer.Quantized(values.codes.cpu(), values.scale.cpu(), zero), spec
+            )
         parts = encoded.parts
         matrices = self._matrices.get(name)
         if not matrices:
-            parts = {own if part == "weight" else f"{name}.{part}": tensor for part, tensor in parts.items()}
+            parts = {
+                own if part == "weight" else f"{name}.{part}": tensor
+                for part, tensor in parts.items()
+            }
         if "weight" in encoded.parts:
-            # Modules that are tied to a table share its weight, and have scales and zero points of their own.
-            again = {part: tensor for part, tensor in encoded.parts.items() if part != "weight"}
-            parts |= {f"{other}.{part}": tensor.clone() for other in tied for part, tensor in again.items()}
+            # Modules that are tied to a table share its weight, and have scales and
+            # zero points of their own.
+            again = {
+                part: tensor
+                for part, tensor in encoded.parts.items()
+                if part != "weight"
+            }
+            parts |= {
+                f"{other}.{part}": tensor.clone()
+                for other in tied
+                for part, tensor in again.items()
+            }
         self.stored[name] = StoredLayer(
             kind=spec.kind,
             bits=state.bits,
@@ -187,11 +270,18 @@ class Encoder:
     def _group(self, name: str, scheme: dict[str, Any]) -> str:
         """Add a layer to the config group with its scheme, and return the name of the group."""
         if name in self._matrices:
-            # A group of their own, which stands first: loaders take the first one that names experts.
+            # A group of their own, which stands first: loaders take the first one that
+            # names experts.
             self.groups = {_EXPERTS: {"targets": [], **scheme}, **self.groups}
             return _EXPERTS
-        others = {group: config for group, config in self.groups.items() if group != _EXPERTS}
-        same = [group for group, config in others.items() if {**config, "targets": []} == {"targets": [], **scheme}]
+        others = {
+            group: config for group, config in self.groups.items() if group != _EXPERTS
+        }
+        same = [
+            group
+            for group, config in others.items()
+            if {**config, "targets": []} == {"targets": [], **scheme}
+        ]
         group = same[0] if same else f"group_{len(others)}"
         self.groups.setdefault(group, {"targets": [], **scheme})
         self.groups[group]["targets"] += [name, *self.tied.get(name, ())]
@@ -200,14 +290,25 @@ class Encoder:
     def rename(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors under the names that the model's files have; notes in `names` what layers are called there.
 
-        If transformers merges or splits weights of these layers, all tensors keep the names of the modules. Other
-        weights that it splits keep theirs beside packed ones: loading puts only packed pieces together then.
+        If transformers merges or splits weights of these layers, all tensors keep the
+        names of the modules. Other weights that it splits keep theirs beside packed
+        ones: loading puts only packed pieces together then.
         """
         handed_on = {id(tensor) for tensor in original_format(model, tensors).values()}
-        kept = {n: t for n, t in tensors.items() if id(t) not in handed_on and (self.groups or n in self.stored)}
-        renamed = original_format(model, {n: t for n, t in tensors.items() if n not in kept}) | kept
+        kept = {
+            n: t
+            for n, t in tensors.items()
+            if id(t) not in handed_on and (self.groups or n in self.stored)
+        }
+        renamed = (
+            original_format(model, {n: t for n, t in tensors.items() if n not in kept})
+            | kept
+        )
         called = {id(tensor): name for name, tensor in renamed.items()}
-        layers = {*self.stored, *(module for modules in self.tied.values() for module in modules)}
+        layers = {
+            *self.stored,
+            *(module for modules in self.tied.values() for module in modules),
+        }
         self.names = {}
         for name, tensor in tensors.items():
             layer = name.rpartition(".")[0]
@@ -221,24 +322,40 @@ class Encoder:
         if not self.groups:
             return None
         formats = {group["format"] for group in self.groups.values()}
-        members = {name: group["targets"] for name, group in self.groups.items() if name != _EXPERTS}
+        members = {
+            name: group["targets"]
+            for name, group in self.groups.items()
+            if name != _EXPERTS
+        }
         packed = {name for names in members.values() for name in names}
-        targets, ignore = self._patterns.of(members, [name for name in self._linears if name not in packed])
+        targets, ignore = self._patterns.of(
+            members, [name for name in self._linears if name not in packed]
+        )
         if _EXPERTS in self.groups:
-            targets[_EXPERTS] = [matrix_pattern(name for names in self._matrices.values() for name in names)]
+            targets[_EXPERTS] = [
+                matrix_pattern(
+                    name for names in self._matrices.values() for name in names
+                )
+            ]
         return {
-            "config_groups": {name: {**group, "targets": targets[name]} for name, group in self.groups.items()},
+            "config_groups": {
+                name: {**group, "targets": targets[name]}
+                for name, group in self.groups.items()
+            },
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "ignore": ignore,
         }
 
 
-def matrix_names(model: nn.Module, parameter: str, shape: Sequence[int]) -> tuple[str, ...] | None:
+def matrix_names(
+    model: nn.Module, parameter: str, shape: Sequence[int]
+) -> tuple[str, ...] | None:
     """The names in the files of the matrices of a parameter of experts, as its rows come; None if it has no such place.
 
-    One parameter is many matrices in the files, which servers know by their own names; in the parameter of a gated
-    layer those of the gate and of the other half take turns. They must all be of as many rows, each in one piece.
+    One parameter is many matrices in the files, which servers know by their own names;
+    in the parameter of a gated layer those of the gate and of the other half take
+    turns. They must all be of as many rows, each in one piece.
 
     Args:
         model: Of transformers.
@@ -265,9 +382,15 @@ def matrix_pattern(names: Iterable[str]) -> str:
     return rf"re:.*\.experts\.\d+\.(?:{'|'.join(ends)})$"
 
 
-def without_peft_names(named: Mapping[str, _Value], added: Iterable[str]) -> dict[str, _Value]:
+def without_peft_names(
+    named: Mapping[str, _Value], added: Iterable[str]
+) -> dict[str, _Value]:
     """Name modules or tensors as they were before PEFT came, without its adapters."""
-    renamed = {plain_name(name, added): value for name, value in named.items()} if added else named
+    renamed = (
+        {plain_name(name, added): value for name, value in named.items()}
+        if added
+        else named
+    )
     return {name: value for name, value in renamed.items() if name is not None}
 
 
@@ -275,7 +398,8 @@ class Patterns:
     r"""Patterns for the layers of one model.
 
     Args:
-        names: Every module that a pattern could match, by the name that it has in the files.
+        names: Every module that a pattern could match, by the name that it has in the
+            files.
         lists: Names of the lists of blocks.
         prefix: Name of the base model, which a model with another head may have or not.
 
@@ -284,13 +408,20 @@ class Patterns:
     ({'group_0': ['re:(?:.*\\.)?layers\\.\\d+\\.q_proj$']}, ['re:(?:.*\\.)?lm_head$'])
     """
 
-    def __init__(self, names: Iterable[str], lists: Mapping[str, int], prefix: str) -> None:
+    def __init__(
+        self, names: Iterable[str], lists: Mapping[str, int], prefix: str
+    ) -> None:
         self.names = list(names)
         self.prefix = f"{prefix}." if prefix else ""
         paths = [path.split(".") for path in lists]
-        self.lists = {path: (_own_end(path.split("."), paths), count) for path, count in lists.items()}
+        self.lists = {
+            path: (_own_end(path.split("."), paths), count)
+            for path, count in lists.items()
+        }
 
-    def of(self, groups: Mapping[str, Sequence[str]], left: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    def of(
+        self, groups: Mapping[str, Sequence[str]], left: Sequence[str]
+    ) -> tuple[dict[str, list[str]], list[str]]:
         """The targets of each group, and what is to be ignored.
 
         Args:
@@ -298,12 +429,14 @@ class Patterns:
             left: Names of linear layers that are in no group.
 
         Returns:
-            Patterns after "re:", which match the names as `re.match` does. Where they would not tell the groups apart,
-            the names.
+            Patterns after "re:", which match the names as `re.match` does. Where they
+            would not tell the groups apart, the names.
         """
         owners = {name: group for group, members in groups.items() for name in members}
         tails = self._tails({name: owners.get(name) for name in (*owners, *left)})
-        targets = {group: self._patterns(members, tails) for group, members in groups.items()}
+        targets = {
+            group: self._patterns(members, tails) for group, members in groups.items()
+        }
         ignore = self._patterns(left, tails)
         if self._holds(targets, ignore, owners):
             return targets, ignore
@@ -311,7 +444,9 @@ class Patterns:
 
     def _place(self, name: str) -> tuple[str, str, list[str]] | None:
         """Split the name of a layer in a block: list, number and the rest; None for a layer of no block."""
-        path = next((path for path in self.lists if is_below(name, path) and name != path), None)
+        path = next(
+            (path for path in self.lists if is_below(name, path) and name != path), None
+        )
         if path is None:
             return None
         index, *rest = name[len(path) + 1 :].split(".")
@@ -320,14 +455,20 @@ class Patterns:
     def _tails(self, owners: Mapping[str, str | None]) -> dict[str, str]:
         """Return as few of the last parts of each name as show its group among the layers of its block."""
         found: dict[tuple[str, str, str], set[str | None]] = {}
-        places = {name: place for name in owners if (place := self._place(name)) is not None}
+        places = {
+            name: place for name in owners if (place := self._place(name)) is not None
+        }
         for name, (path, index, rest) in places.items():
             for k in range(1, len(rest) + 1):
-                found.setdefault((path, index, ".".join(rest[-k:])), set()).add(owners[name])
+                found.setdefault((path, index, ".".join(rest[-k:])), set()).add(
+                    owners[name]
+                )
         tails = {}
         for name, (path, index, rest) in places.items():
             ends = (".".join(rest[-k:]) for k in range(1, len(rest)))
-            short = next((end for end in ends if len(found[path, index, end]) == 1), None)
+            short = next(
+                (end for end in ends if len(found[path, index, end]) == 1), None
+            )
             # A whole rest has nothing between it and its block.
             tails[name] = ".".join(rest) if short is None else f"*{short}"
         return tails
@@ -338,7 +479,9 @@ class Patterns:
         for name in members:
             place = self._place(name)
             if place is None:
-                patterns.append(f"re:{_ANY}{re.escape(name.removeprefix(self.prefix))}$")
+                patterns.append(
+                    f"re:{_ANY}{re.escape(name.removeprefix(self.prefix))}$"
+                )
             else:
                 places.setdefault((place[0], tails[name]), {})[place[1]] = None
         # Layers of the same blocks have one pattern.
@@ -351,15 +494,28 @@ class Patterns:
                 ends.append("qkv_proj")
             end, count = self.lists[path]
             number = r"\d+" if len(indices) == count else _either(indices)
-            patterns.append(f"re:{_ANY}{end}\\.{number}\\.{_ANY if is_short else ''}{_either(ends)}$")
+            patterns.append(
+                f"re:{_ANY}{end}\\.{number}\\.{_ANY if is_short else ''}{_either(ends)}$"
+            )
         return _needed(patterns, members)
 
-    def _holds(self, targets: Mapping[str, Sequence[str]], ignore: Sequence[str], owners: Mapping[str, str]) -> bool:
+    def _holds(
+        self,
+        targets: Mapping[str, Sequence[str]],
+        ignore: Sequence[str],
+        owners: Mapping[str, str],
+    ) -> bool:
         """Whether each name has the group that it belongs to and no other."""
         for name in self.names:
-            matching = {group for group, patterns in targets.items() if _matches(name, patterns)}
+            matching = {
+                group for group, patterns in targets.items() if _matches(name, patterns)
+            }
             ignored = _matches(name, ignore)
-            if (matching != {owners[name]} or ignored) if name in owners else (matching and not ignored):
+            if (
+                (matching != {owners[name]} or ignored)
+                if name in owners
+                else (matching and not ignored)
+            ):
                 return False
         return True
 

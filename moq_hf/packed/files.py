@@ -22,7 +22,9 @@ CONFIG = "config.json"
 ADAPTER = "adapter"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+WEIGHTS = re.compile(
+    r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
+)
 _UNFINISHED = "no packed checkpoint, or one whose saving was interrupted"
 
 
@@ -54,7 +56,9 @@ def open_weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
         if not path.is_file():
             raise MoQError(f"{path} is missing: {_UNFINISHED}")
         with safe_open(path, framework="pt") as file:
-            if index is not None and set(file.keys()) != {n for n, place in index.items() if place == path.name}:
+            if index is not None and set(file.keys()) != {
+                n for n, place in index.items() if place == path.name
+            }:
                 raise MoQError(f"{path}: its tensors are not those that {INDEX} names")
             yield path, file
 
@@ -84,7 +88,9 @@ def bytes_in(size: int | str) -> int:
     except ValueError:
         count = 0
     if count < 1:
-        raise MoQError(f"max_shard_size: a number of bytes, or one with a unit (KB, MB, GB, TB): got {size!r}")
+        raise MoQError(
+            f"max_shard_size: a number of bytes, or one with a unit (KB, MB, GB, TB): got {size!r}"
+        )
     return count
 
 
@@ -127,20 +133,24 @@ def new_path(out: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
-def staged(target: Path, what: str = "", publish: Callable[[Path, Path], None] | None = None) -> Iterator[Path]:
+def staged(
+    target: Path, what: str = "", publish: Callable[[Path, Path], None] | None = None
+) -> Iterator[Path]:
     """A path beside `target` to write a file or a folder to; where nothing is raised, it becomes `target` at the end.
 
     Args:
         target: Where to.
         what: What is written, for the error.
-        publish: Puts the files into a folder that is there and not empty; it is written inside that folder then, which
-            may be a file system of its own.
+        publish: Puts the files into a folder that is there and not empty; it is written
+            inside that folder then, which may be a file system of its own.
 
     Raises:
         MoQError: Something cannot be written.
     """
     is_there = publish is not None and target.is_dir()
-    staging = target / ".writing" if is_there else target.with_name(f".{target.name}.writing")
+    staging = (
+        target / ".writing" if is_there else target.with_name(f".{target.name}.writing")
+    )
     try:
         _remove(staging)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,13 @@ from ..training.checkpoints import STATE_FILE, fault_of, last_metrics, state_of_
 from ..training.controller import MoQController
 from ..training.float_first import FOLDER, METRICS
 from ..training.resume import has_begun
-from .checkpoint_weights import Weights, distributed_weights, safetensors_weights, zero_folder, zero_weights
+from .checkpoint_weights import (
+    Weights,
+    distributed_weights,
+    safetensors_weights,
+    zero_folder,
+    zero_weights,
+)
 from .files import CONFIG, INDEX, SINGLE, bytes_in
 from .save import SaveOptions, deliver
 
@@ -31,7 +37,15 @@ logger = logging.getLogger(__name__)
 
 _SHARDS = f"{FSDP_MODEL}_0"
 # What of a checkpoint's JSON and text files is not the tokenizer's or processor's.
-_OTHERS = {CONFIG, INDEX, STATE_FILE, "generation_config.json", "adapter_config.json", "README.md", "latest"}
+_OTHERS = {
+    CONFIG,
+    INDEX,
+    STATE_FILE,
+    "generation_config.json",
+    "adapter_config.json",
+    "README.md",
+    "latest",
+}
 _TOKENIZER = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe")
 
 
@@ -44,27 +58,33 @@ def pack_checkpoint(
 ) -> str:
     """Write the packed model of a checkpoint, as `MoQTrainer.save_model` would have written it at that step.
 
-    The model is made without memory for its weights. They are read one at a time, wherever the checkpoint has them:
-    safetensors, the shards of FSDP2, or the files of DeepSpeed's ZeRO. No answers are compared, since there is no model
-    in memory to ask.
+    The model is made without memory for its weights. They are read one at a time,
+    wherever the checkpoint has them: safetensors, the shards of FSDP2, or the files of
+    DeepSpeed's ZeRO. No answers are compared, since there is no model in memory to ask.
 
     Args:
         checkpoint: A folder `checkpoint-N` of a run with moq_hf.
         out: Where to; another folder.
-        model: A folder or Hub id with `config.json` and tokenizer, for a checkpoint that has none.
-        max_shard_size: The largest size of a weight file: bytes, or a text such as "5GB".
+        model: A folder or Hub id with `config.json` and tokenizer, for a checkpoint
+            that has none.
+        max_shard_size: The largest size of a weight file: bytes, or a text such as
+            "5GB".
 
     Returns:
         What was written, in a line.
 
     Raises:
-        MoQError: The checkpoint lacks something, is damaged, or is from before quantization began; or the files cannot
-            be written.
+        MoQError: The checkpoint lacks something, is damaged, or is from before
+            quantization began; or the files cannot be written.
     """
     folder, target = Path(checkpoint), Path(out)
     shard_size = bytes_in(max_shard_size)
-    if target.exists() and (not target.is_dir() or (folder.exists() and target.samefile(folder))):
-        raise MoQError(f"{target} is {'the checkpoint itself' if target.is_dir() else 'a file'}: name another folder")
+    if target.exists() and (
+        not target.is_dir() or (folder.exists() and target.samefile(folder))
+    ):
+        raise MoQError(
+            f"{target} is {'the checkpoint itself' if target.is_dir() else 'a file'}: name another folder"
+        )
     fault = fault_of(folder)
     if fault is not None:
         raise MoQError(f"cannot pack {folder}: it is not a whole checkpoint ({fault})")
@@ -106,10 +126,15 @@ def _config_of(folder: Path, described: Path | str) -> PreTrainedConfig:
             else f"{folder / CONFIG} is missing: give --model, a folder or Hub id with the model's config and tokenizer"
         )
     try:
-        return cast(PreTrainedConfig, transformers.AutoConfig.from_pretrained(described, trust_remote_code=False))
+        return cast(
+            PreTrainedConfig,
+            transformers.AutoConfig.from_pretrained(described, trust_remote_code=False),
+        )
     # Unknown types, damaged files, no network.
     except Exception as error:
-        raise MoQError(f"the config of {described} cannot be read: {one_line(error)}") from error
+        raise MoQError(
+            f"the config of {described} cannot be read: {one_line(error)}"
+        ) from error
 
 
 def _weights_of(folder: Path) -> Weights:
@@ -129,7 +154,9 @@ def _weights_of(folder: Path) -> Weights:
     zero = zero_folder(folder)
     if zero is not None:
         return zero_weights(zero)
-    raise MoQError(f"{folder} holds no weights: neither {SINGLE}, nor {INDEX}, nor {_SHARDS}, nor files of DeepSpeed")
+    raise MoQError(
+        f"{folder} holds no weights: neither {SINGLE}, nor {INDEX}, nor {_SHARDS}, nor files of DeepSpeed"
+    )
 
 
 def _shell(config: PreTrainedConfig, described: Path | str) -> PreTrainedModel:
@@ -149,11 +176,15 @@ def _shell(config: PreTrainedConfig, described: Path | str) -> PreTrainedModel:
         with torch.device("meta"):
             shell = cast(Any, cls)(config).eval()
     except Exception as error:
-        raise MoQError(f"{name} cannot be made of {CONFIG}: {one_line(error, named=True)}") from error
+        raise MoQError(
+            f"{name} cannot be made of {CONFIG}: {one_line(error, named=True)}"
+        ) from error
     if shell.can_generate():
         # There need not be such a file.
         with contextlib.suppress(OSError):
-            shell.generation_config = transformers.GenerationConfig.from_pretrained(described)
+            shell.generation_config = transformers.GenerationConfig.from_pretrained(
+                described
+            )
     return cast(PreTrainedModel, shell)
 
 
@@ -165,7 +196,9 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
     """
     wanted = dict(shell.state_dict(keep_vars=True))
     # Where transformers writes other names than those of the modules.
-    there = {id(tensor): name for name, tensor in original_format(shell, wanted).items()}
+    there = {
+        id(tensor): name for name, tensor in original_format(shell, wanted).items()
+    }
     tied = tied_parameters(shell)
     # A weight under one of its names is there under all of them.
     called: dict[int, str] = {}
@@ -173,7 +206,11 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
         for candidate in (name, there.get(id(tensor)), tied.get(name)):
             if candidate is not None and candidate in weights.specs:
                 called.setdefault(id(tensor), candidate)
-    found = {name: called[id(tensor)] for name, tensor in wanted.items() if id(tensor) in called}
+    found = {
+        name: called[id(tensor)]
+        for name, tensor in wanted.items()
+        if id(tensor) in called
+    }
     missing = sorted(wanted.keys() - found.keys() - never_saved(shell))
     left = sorted(weights.specs.keys() - set(found.values()) - wanted.keys())
     if missing and any(plain_name(name, ()) != name for name in left):
@@ -181,10 +218,14 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
             f"{folder} holds the weights of a model with PEFT's adapters: load them, and call save_quantized"
         )
     if missing:
-        raise MoQError(f"{weights.place}: missing of the model's weights: {listed(missing)}")
+        raise MoQError(
+            f"{weights.place}: missing of the model's weights: {listed(missing)}"
+        )
     left = [name for name in left if name not in tied]
     if left:
-        raise MoQError(f"{weights.place}: weights that {type(shell).__name__} does not have: {listed(left)}")
+        raise MoQError(
+            f"{weights.place}: weights that {type(shell).__name__} does not have: {listed(left)}"
+        )
     for name, saved_name in found.items():
         spec, tensor = weights.specs[saved_name], wanted[name]
         if spec.shape != tensor.shape:
@@ -197,7 +238,11 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
 
 def _controller(shell: nn.Module, state: Mapping[str, Any]) -> MoQController:
     """Make the run's controller and bring it to where the checkpoint was."""
-    controller = MoQController(shell, MoQConfig.from_dict(state["config"]), state["schedule"].get("total_steps"))
+    controller = MoQController(
+        shell,
+        MoQConfig.from_dict(state["config"]),
+        state["schedule"].get("total_steps"),
+    )
     controller.load_state_dict(state)
     if state["handed_dtype"]:
         for layer in {**controller.layers, **controller.embeddings}.values():
@@ -230,14 +275,24 @@ class _Copied:
 
 def _processing_class(folder: Path, model: str | None) -> Any:
     """Find the tokenizer or processor of the checkpoint; failing that, of the model that was named; or None."""
-    files = [p for p in sorted(folder.iterdir()) if p.suffix in _TOKENIZER and p.is_file() and p.name not in _OTHERS]
+    files = [
+        p
+        for p in sorted(folder.iterdir())
+        if p.suffix in _TOKENIZER and p.is_file() and p.name not in _OTHERS
+    ]
     if files:
         return _Copied([*files, *folder.glob("additional_chat_templates")])
     if model is None:
         return None
     try:
-        return cast(Any, transformers.AutoProcessor).from_pretrained(model, trust_remote_code=False)
+        return cast(Any, transformers.AutoProcessor).from_pretrained(
+            model, trust_remote_code=False
+        )
     # It has none, or one that needs a library.
     except Exception as error:
-        logger.warning("moq_hf: no tokenizer is saved: that of %s cannot be loaded: %s", model, one_line(error))
+        logger.warning(
+            "moq_hf: no tokenizer is saved: that of %s cannot be loaded: %s",
+            model,
+            one_line(error),
+        )
         return None

@@ -26,21 +26,45 @@ from ..names import uncompiled, without_fsdp, without_peft
 from ..processes import is_apart
 from ..quant_experts import quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer
-from ..seams.transformers import has_adapter, initialize_again, tied_parameters, write_packing_config
+from ..seams.transformers import (
+    has_adapter,
+    initialize_again,
+    tied_parameters,
+    write_packing_config,
+)
 from ..training.controller import MoQController, handed_dtype
 from ..weight_matrix import parameter_of
 from .card import write_card
 from .encode import Encoder, without_peft_names
-from .files import ADAPTER, CONFIG, INDEX, SINGLE, WEIGHTS, bytes_in, digest_of, staged, tensors_in
+from .files import (
+    ADAPTER,
+    CONFIG,
+    INDEX,
+    SINGLE,
+    WEIGHTS,
+    bytes_in,
+    digest_of,
+    staged,
+    tensors_in,
+)
 from .load_check import Proof, ReferenceOutputs, quiet
 from .state import clean_metrics, hub_id, sha256, state_of, without_paths, write_state
 from .verify import Verification, verify_quantized
 
 logger = logging.getLogger(__name__)
 # What would make transformers load an older model, or put its adapters, into a new one.
-_STALE_FILES = ("config.json", "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+_STALE_FILES = (
+    "config.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
 # What a run's last line calls the layouts.
-_LAYOUT_NAMES = {"packed": "packed", "unpacked": "packed, unpacked while loading", "floats": "floats on the grid"}
+_LAYOUT_NAMES = {
+    "packed": "packed",
+    "unpacked": "packed, unpacked while loading",
+    "floats": "floats on the grid",
+}
 
 
 @dataclass(frozen=True)
@@ -49,12 +73,15 @@ class SaveOptions:
 
     Attributes:
         processing_class: Tokenizer or processor to save along.
-        controller: The run's, for its history; without one the state holds the config and the bits alone.
+        controller: The run's, for its history; without one the state holds the config
+            and the bits alone.
         metrics: Figures to keep in `moq_state.json`.
         float_metrics: Those of a model that was trained in float.
-        state_dict: The model's float tensors, where they are not in the model itself: a dict, or a mapping that makes
-            each when it is asked for. Then of the layers' weights no more than one is held at a time.
-        max_shard_size: The largest size of a weight file, as `save_pretrained` takes it.
+        state_dict: The model's float tensors, where they are not in the model itself: a
+            dict, or a mapping that makes each when it is asked for. Then of the layers'
+            weights no more than one is held at a time.
+        max_shard_size: The largest size of a weight file, as `save_pretrained` takes
+            it.
     """
 
     processing_class: Any = None
@@ -80,35 +107,43 @@ def save_quantized(
 ) -> Path:
     """Write `model` as a packed checkpoint that plain `from_pretrained` loads, with the same logits bit for bit.
 
-    The model stays as it is. A directory that is not there appears whole or not at all. One that is there keeps its
-    other files; its old model is gone before the first new file comes, and nothing loads before the last one is there.
-    A `README.md` that is not moq_hf's own stays.
+    The model stays as it is. A directory that is not there appears whole or not at all.
+    One that is there keeps its other files; its old model is gone before the first new
+    file comes, and nothing loads before the last one is there. A `README.md` that is
+    not moq_hf's own stays.
 
-    Of a `PeftModel` the base model is packed; its adapters are saved by `save_pretrained` into the folder `adapter`.
+    Of a `PeftModel` the base model is packed; its adapters are saved by
+    `save_pretrained` into the folder `adapter`.
 
-    With `inputs` the files are loaded by plain `from_pretrained` and compared with the model before they appear; a
-    layout that does not agree is given up for the next one, at last for floats on the grid, with a warning.
+    With `inputs` the files are loaded by plain `from_pretrained` and compared with the
+    model before they appear; a layout that does not agree is given up for the next one,
+    at last for floats on the grid, with a warning.
 
     Args:
         model: A transformers model with quantized layers, or a `PeftModel` around one.
         directory: Where to; made if missing.
         processing_class: Tokenizer or processor to save along.
-        controller: The run's, for its history; without one the state holds the config and the bits alone.
+        controller: The run's, for its history; without one the state holds the config
+            and the bits alone.
         metrics: Figures to keep in `moq_state.json`.
         float_metrics: Those of a model that was trained in float.
-        state_dict: The model's float tensors, where they are not in the model itself: a dict, or a mapping that makes
-            each when it is asked for. Then of the layers' weights no more than one is held at a time.
-        max_shard_size: The largest size of a weight file: bytes, or a text such as "5GB".
-        inputs: A batch as the model's forward pass takes it, to prove the files on; None: they are not loaded.
-        layout: How the weights lie in the files: "packed", "unpacked" (unpacked while loading) or "floats"; None is the
-            first of them that transformers can load.
+        state_dict: The model's float tensors, where they are not in the model itself: a
+            dict, or a mapping that makes each when it is asked for. Then of the layers'
+            weights no more than one is held at a time.
+        max_shard_size: The largest size of a weight file: bytes, or a text such as
+            "5GB".
+        inputs: A batch as the model's forward pass takes it, to prove the files on;
+            None: they are not loaded.
+        layout: How the weights lie in the files: "packed", "unpacked" (unpacked while
+            loading) or "floats"; None is the first of them that transformers can load.
 
     Returns:
         The directory.
 
     Raises:
-        MoQError: The model is not one of transformers or has no quantized layer, a quantized weight is shared, sharded
-            or holds NaN or Inf, transformers cannot make a model of its class, or the files cannot be written.
+        MoQError: The model is not one of transformers or has no quantized layer, a
+            quantized weight is shared, sharded or holds NaN or Inf, transformers cannot
+            make a model of its class, or the files cannot be written.
 
     >>> import tempfile
     >>> from moq_hf import quantize_model, verify_quantized
@@ -121,8 +156,14 @@ def save_quantized(
     >>> found.layers["bert.pooler.dense"].stored, found.layers["bert.pooler.dense"].bits
     ('packed', 4)
     """
-    options = SaveOptions(processing_class, controller, metrics, float_metrics, state_dict, max_shard_size)
-    reference = inputs if isinstance(inputs, ReferenceOutputs) or inputs is None else ReferenceOutputs(model, inputs)
+    options = SaveOptions(
+        processing_class, controller, metrics, float_metrics, state_dict, max_shard_size
+    )
+    reference = (
+        inputs
+        if isinstance(inputs, ReferenceOutputs) or inputs is None
+        else ReferenceOutputs(model, inputs)
+    )
     _Saving(model, directory, options).save(reference, layout)
     return Path(directory)
 
@@ -139,7 +180,8 @@ def deliver(
         model: With quantized layers.
         directory: Where to.
         options: What goes with the model.
-        reference: The model's outputs, to prove the files on; None: they are not loaded.
+        reference: The model's outputs, to prove the files on; None: they are not
+            loaded.
 
     Returns:
         What was written, in a line.
@@ -150,14 +192,17 @@ def deliver(
     saving = _Saving(model, directory, options)
     try:
         found = saving.save(reference)
-    # Training is done: whatever a model's own code raises here must not lose its result.
+    # Training is done: whatever a model's own code raises here must not lose its
+    # result.
     except Exception as error:
         reason = one_line(error, named=not isinstance(error, MoQError))
         found = saving.save_by_hand(reason)
     proof = "" if found.proof is None else f"; {found.proof}"
     if found.state["by_hand"]:
         proof = "; not proven: only load_state_dict loads it"
-    sizes = f"{found.file_bytes / 1e6:,.2f} MB ({found.float_bytes / 1e6:,.2f} in float)"
+    sizes = (
+        f"{found.file_bytes / 1e6:,.2f} MB ({found.float_bytes / 1e6:,.2f} in float)"
+    )
     return f"{Path(directory)}: {_LAYOUT_NAMES[found.state['layout']]}, {sizes}{proof}"
 
 
@@ -169,21 +214,29 @@ def base_model_of(model: nn.Module) -> str | None:
 class _Saving:
     """One model on its way into a folder."""
 
-    def __init__(self, model: nn.Module, directory: str | os.PathLike[str], options: SaveOptions) -> None:
+    def __init__(
+        self, model: nn.Module, directory: str | os.PathLike[str], options: SaveOptions
+    ) -> None:
         self.target = Path(directory)
         self.options = options
         self.whole_model = uncompiled(model)
         self.model: Any = without_peft(self.whole_model)
         self.whole = Inventory.of(self.whole_model)
-        self.inventory = self.whole if self.model is self.whole_model else Inventory.of(self.model)
+        self.inventory = (
+            self.whole if self.model is self.whole_model else Inventory.of(self.model)
+        )
         found: dict[str, QuantLayer] = {}
         for name, module in self.inventory.modules.items():
             found |= quantized_in(name, module)
         # Embedding tables stand last in the files.
-        self.quantized = dict(sorted(found.items(), key=lambda item: isinstance(item[1], QuantEmbedding)))
+        self.quantized = dict(
+            sorted(found.items(), key=lambda item: isinstance(item[1], QuantEmbedding))
+        )
         self.layers = without_peft_names(self.quantized, self.inventory.adapters)
 
-    def save(self, reference: ReferenceOutputs | None, layout: Layout | None = None) -> Verification:
+    def save(
+        self, reference: ReferenceOutputs | None, layout: Layout | None = None
+    ) -> Verification:
         """Write the layout that is asked for; else the first one that agrees with the reference, if there is one.
 
         Raises:
@@ -197,13 +250,19 @@ class _Saving:
             for layout in layouts if reference is not None else layouts[:1]:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir()
-                encoder = Encoder(self.inventory, _without(self.layers, tied), layout, tied)
+                encoder = Encoder(
+                    self.inventory, _without(self.layers, tied), layout, tied
+                )
                 with quiet():
                     tensors, rest = self._encode(encoder)
                     renamed = encoder.rename(self.model, tensors)
-                    _write_packed_files(staging, self.model, renamed, encoder, self.options)
+                    _write_packed_files(
+                        staging, self.model, renamed, encoder, self.options
+                    )
                     if self.whole_model is not self.model:
-                        _write_adapter(staging / ADAPTER, self.whole_model, self.options.state_dict)
+                        _write_adapter(
+                            staging / ADAPTER, self.whole_model, self.options.state_dict
+                        )
                 proof = None if reference is None else reference.prove(staging)
                 if proof is None or proof.agrees is not False:
                     break
@@ -212,7 +271,9 @@ class _Saving:
                     reason = f"{layout}: {proof.reason}"
                 elif str(proof.reason) not in reason:
                     reason = f"{reason}; {layout}: {proof.reason}"
-            found = self._write_state(staging, encoder, rest, proof=proof, reason=reason)
+            found = self._write_state(
+                staging, encoder, rest, proof=proof, reason=reason
+            )
         _warn(self.target, encoder, proof, reason)
         self._write_card(found)
         return found
@@ -220,8 +281,9 @@ class _Saving:
     def save_by_hand(self, reason: str) -> Verification:
         """Write any model as floats on their grid: what is left to do for one that cannot be packed.
 
-        The tensors lie in `model.safetensors` under their names in the state dict, for `load_state_dict`. A model of
-        transformers has its `config.json` beside them; where its class allows it, `from_pretrained` loads the folder.
+        The tensors lie in `model.safetensors` under their names in the state dict, for
+        `load_state_dict`. A model of transformers has its `config.json` beside them;
+        where its class allows it, `from_pretrained` loads the folder.
 
         Raises:
             MoQError: The files cannot be written, or a weight holds NaN or Inf.
@@ -233,7 +295,11 @@ class _Saving:
             staging.mkdir()
             tensors, rest = self._encode(encoder)
             # No two tensors may share memory in a file.
-            own = {n: t.detach().cpu().clone().contiguous() for n, t in tensors.items() if isinstance(t, Tensor)}
+            own = {
+                n: t.detach().cpu().clone().contiguous()
+                for n, t in tensors.items()
+                if isinstance(t, Tensor)
+            }
             save_file(own, staging / SINGLE, metadata={"format": "pt"})
             left = [f"{name} (no tensor)" for name in tensors.keys() - own.keys()]
             if self.whole_model is not self.model:
@@ -247,7 +313,9 @@ class _Saving:
                     left.append(f"{type(part).__name__} ({one_line(error)})")
                     if part is not processing_class:
                         (staging / CONFIG).unlink(missing_ok=True)
-            found = self._write_state(staging, encoder, rest, proof=None, reason=reason, by_hand=True)
+            found = self._write_state(
+                staging, encoder, rest, proof=None, reason=reason, by_hand=True
+            )
         if left:
             logger.warning("moq_hf: not saved beside the weights: %s", ", ".join(left))
         _warn(self.target, encoder, None, reason)
@@ -255,7 +323,9 @@ class _Saving:
         return found
 
     def _staged(self) -> contextlib.AbstractContextManager[Path]:
-        return staged(self.target.resolve(), what="the packed model to ", publish=_publish)
+        return staged(
+            self.target.resolve(), what="the packed model to ", publish=_publish
+        )
 
     def _check(self) -> None:
         """Check that transformers can save the model, and that its weights are here.
@@ -265,13 +335,17 @@ class _Saving:
         """
         bytes_in(self.options.max_shard_size)
         if not isinstance(self.model, PreTrainedModel):
-            raise MoQError(f"only models of transformers can be saved packed, got {type(self.model).__name__}")
+            raise MoQError(
+                f"only models of transformers can be saved packed, got {type(self.model).__name__}"
+            )
         if has_adapter(self.model):
             raise MoQError(
                 "a model with add_adapter saves its adapters alone: use peft.get_peft_model to have it packed"
             )
         if not self.quantized:
-            raise MoQError("the model has no quantized layer: call quantize_model first, or train it with MoQ")
+            raise MoQError(
+                "the model has no quantized layer: call quantize_model first, or train it with MoQ"
+            )
         if self.target.exists() and not self.target.is_dir():
             raise MoQError(f"{self.target} is a file, not a directory")
         sharing = self.inventory.shared(self.quantized)
@@ -282,22 +356,31 @@ class _Saving:
         if self.options.state_dict is not None:
             return
         # FSDP2's tensors, and what ZeRO leaves of a weight.
-        sharded = [n for n, layer in self.quantized.items() if is_apart(layer.float_weight) or not layer.weight.numel()]
+        sharded = [
+            n
+            for n, layer in self.quantized.items()
+            if is_apart(layer.float_weight) or not layer.weight.numel()
+        ]
         if sharded:
             raise MoQError(
                 f"the weights of {', '.join(sharded)} are spread over processes: save with MoQTrainer.save_model"
             )
         if any(layer.float_weight.is_meta for layer in self.quantized.values()):
-            raise MoQError("the weights are on the meta device, which keeps none: give state_dict")
+            raise MoQError(
+                "the weights are on the meta device, which keeps none: give state_dict"
+            )
 
     def _layouts(self, tied: Mapping[str, Sequence[str]]) -> Sequence[Layout]:
         """Return what transformers can load, the best one first; the last one is right for every model."""
         encoder = Encoder(self.inventory, _without(self.layers, tied), "packed", tied)
         if not any(map(has_codes, encoder.forms.values())):
             return ["floats"]
-        if parts_are_called(self.model) or _init_reaches_into(self.model, encoder.packed):
+        if parts_are_called(self.model) or _init_reaches_into(
+            self.model, encoder.packed
+        ):
             return ["unpacked", "floats"]
-        # Servers take asymmetric grids as they are unpacked while loading; tables of more bits would be dense there.
+        # Servers take asymmetric grids as they are unpacked while loading; tables of
+        # more bits would be dense there.
         served = encoder.is_asymmetric and not encoder.tables
         if served or ModelSizes(self.whole, self.quantized).has_one_width:
             return ["unpacked", "packed", "floats"]
@@ -309,12 +392,19 @@ class _Saving:
         Float weights are read and encoded one by one.
         """
         source = self.options.state_dict or self.model.state_dict()
-        path = next(name for name, module in self.whole.modules.items() if module is self.model)
+        path = next(
+            name for name, module in self.whole.modules.items() if module is self.model
+        )
         # The names in the source by those that the tensors had before PEFT came.
-        names = without_peft_names({name.removeprefix(f"{path}."): name for name in source}, self.inventory.adapters)
+        names = without_peft_names(
+            {name.removeprefix(f"{path}."): name for name in source},
+            self.inventory.adapters,
+        )
         replaced = encoder.replaced_names()
         # Names that share a tensor go on sharing it.
-        values = without_peft_names(self.model.state_dict(keep_vars=True), self.inventory.adapters)
+        values = without_peft_names(
+            self.model.state_dict(keep_vars=True), self.inventory.adapters
+        )
         kept: dict[int | str, Tensor] = {}
         tensors: dict[str, Tensor] = {}
         for name, there in names.items():
@@ -323,9 +413,13 @@ class _Saving:
                 if key not in kept:
                     kept[key] = source[there]
                 tensors[name] = kept[key]
-        rest = sum(tensor.nbytes for tensor in kept.values() if isinstance(tensor, Tensor))
+        rest = sum(
+            tensor.nbytes for tensor in kept.values() if isinstance(tensor, Tensor)
+        )
         for name, layer in encoder.layers.items():
-            tensors |= encoder.store(name, source[names[parameter_of(name, layer.kind)]])
+            tensors |= encoder.store(
+                name, source[names[parameter_of(name, layer.kind)]]
+            )
         return tensors, rest
 
     def _write_state(
@@ -353,7 +447,11 @@ class _Saving:
             # Nobody's `save_pretrained` wrote it.
             "by_hand": by_hand,
             "handed_dtype": handed_dtype(self.layers),
-            "parameters": {"total": sizes.total, "quantized": sizes.quantized, "mean_bits": sizes.mean_bits},
+            "parameters": {
+                "total": sizes.total,
+                "quantized": sizes.quantized,
+                "mean_bits": sizes.mean_bits,
+            },
             "float_bytes": saved + rest,
             "tensors": {name: digest_of(tensor) for name, tensor in tensors_in(folder)},
             "config_json": sha256(config.read_bytes()) if config.exists() else None,
@@ -364,15 +462,29 @@ class _Saving:
     def _write_card(self, found: Verification) -> None:
         path = self.target / "README.md"
         try:
-            if path.exists() and "Mixture-of-Quantization (moq_hf)" not in path.read_text(encoding="utf-8"):
+            if (
+                path.exists()
+                and "Mixture-of-Quantization (moq_hf)"
+                not in path.read_text(encoding="utf-8")
+            ):
                 logger.info("%s is not moq_hf's: it stays", path)
                 return
-            write_card(self.target, ModelCardData(base_model=base_model_of(self.model)), found=found)
+            write_card(
+                self.target,
+                ModelCardData(base_model=base_model_of(self.model)),
+                found=found,
+            )
         except Exception as error:
-            logger.warning("moq_hf: %s has no model card: %s", self.target, one_line(error, named=True))
+            logger.warning(
+                "moq_hf: %s has no model card: %s",
+                self.target,
+                one_line(error, named=True),
+            )
 
 
-def _without(layers: Mapping[str, QuantLayer], tied: Mapping[str, Sequence[str]]) -> dict[str, QuantLayer]:
+def _without(
+    layers: Mapping[str, QuantLayer], tied: Mapping[str, Sequence[str]]
+) -> dict[str, QuantLayer]:
     """Leave out the layers that are tied to another one, whose weight goes into the files."""
     again = {other for others in tied.values() for other in others}
     return {name: layer for name, layer in layers.items() if name not in again}
@@ -383,7 +495,11 @@ def _tied(model: nn.Module, layers: Mapping[str, QuantLayer]) -> dict[str, list[
     found: dict[str, list[str]] = {}
     for other, source in tied_parameters(model).items():
         layer, own = source.rpartition(".")[0], other.rpartition(".")[0]
-        if layer in layers and own in layers and layers[layer].float_weight is layers[own].float_weight:
+        if (
+            layer in layers
+            and own in layers
+            and layers[layer].float_weight is layers[own].float_weight
+        ):
             found.setdefault(layer, []).append(own)
     return found
 
@@ -392,7 +508,8 @@ def _init_reaches_into(model: nn.Module, packed: Iterable[str]) -> bool:
     """Whether the model's class initializes modules through the weights of others, which packed ones do not have.
 
     Raises:
-        MoQError: transformers cannot make a model of the class, as `from_pretrained` would have to.
+        MoQError: transformers cannot make a model of the class, as `from_pretrained`
+            would have to.
     """
     cls, names = without_fsdp(type(model)), list(packed)
     try:
@@ -413,12 +530,21 @@ def _init_reaches_into(model: nn.Module, packed: Iterable[str]) -> bool:
 
 
 def _write_packed_files(
-    folder: Path, model: Any, tensors: Mapping[str, Tensor], encoder: Encoder, options: SaveOptions
+    folder: Path,
+    model: Any,
+    tensors: Mapping[str, Tensor],
+    encoder: Encoder,
+    options: SaveOptions,
 ) -> None:
     """Write the tensors, `config.json` with the quantization config, and the tokenizer or processor."""
     # They have the names that the files shall have.
     shards = bytes_in(options.max_shard_size)
-    model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=shards, save_original_format=False)
+    model.save_pretrained(
+        folder,
+        state_dict=dict(tensors),
+        max_shard_size=shards,
+        save_original_format=False,
+    )
     if options.processing_class is not None:
         options.processing_class.save_pretrained(folder)
     config = encoder.config()
@@ -439,26 +565,32 @@ def _write_packed_files(
         )
 
 
-def _write_adapter(folder: Path, model: Any, state_dict: Mapping[str, Tensor] | None) -> None:
+def _write_adapter(
+    folder: Path, model: Any, state_dict: Mapping[str, Tensor] | None
+) -> None:
     """Write PEFT's own files, but for a path on this machine and the card that has it."""
     model.save_pretrained(folder, state_dict=state_dict)
     (folder / "README.md").unlink(missing_ok=True)
     path = folder / "adapter_config.json"
     if path.exists():
         document = json.loads(path.read_text(encoding="utf-8"))
-        document["base_model_name_or_path"] = hub_id(document.get("base_model_name_or_path"))
+        document["base_model_name_or_path"] = hub_id(
+            document.get("base_model_name_or_path")
+        )
         path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def _publish(staging: Path, target: Path) -> None:
     """Put what was written into its place, so that at no moment half of it loads."""
-    # Nothing loads without one of these, while a class of transformers makes do without a config. So they go first, and
-    # that of the new model comes last.
+    # Nothing loads without one of these, while a class of transformers makes do without
+    # a config. So they go first, and that of the new model comes last.
     entries = (SINGLE, INDEX)
     for name in entries:
         (target / name).unlink(missing_ok=True)
     for path in list(target.iterdir()):
-        if path.is_file() and (WEIGHTS.fullmatch(path.name) or path.name in _STALE_FILES):
+        if path.is_file() and (
+            WEIGHTS.fullmatch(path.name) or path.name in _STALE_FILES
+        ):
             path.unlink()
     shutil.rmtree(target / ADAPTER, ignore_errors=True)
     for path in sorted(staging.rglob("*"), key=lambda path: path.name in entries):
@@ -468,12 +600,18 @@ def _publish(staging: Path, target: Path) -> None:
             path.replace(place)
 
 
-def _warn(target: Path, encoder: Encoder, proof: Proof | None, reason: str | None) -> None:
+def _warn(
+    target: Path, encoder: Encoder, proof: Proof | None, reason: str | None
+) -> None:
     """Say what of the model is not packed, and whether it does not compute what was evaluated."""
     floats = []
     for name, layer in encoder.stored.items():
         if not has_codes(layer.stored):
-            floats.append(f"{name} (float)" if layer.stored == "float" else f"{name} ({layer.bits} bits)")
+            floats.append(
+                f"{name} (float)"
+                if layer.stored == "float"
+                else f"{name} ({layer.bits} bits)"
+            )
     # One reason is enough: a folder of floats has its own.
     if floats and (reason is None or encoder.layout != "floats"):
         logger.warning(
@@ -484,8 +622,14 @@ def _warn(target: Path, encoder: Encoder, proof: Proof | None, reason: str | Non
             ", ".join(floats),
         )
     if proof is not None and proof.agrees is False:
-        logger.warning("moq_hf: %s: what is written does not compute what was evaluated: %s", target, proof.reason)
+        logger.warning(
+            "moq_hf: %s: what is written does not compute what was evaluated: %s",
+            target,
+            proof.reason,
+        )
     elif reason is not None:
         unpacked = "weights that are unpacked while loading"
-        held = "floats on the grid, not packed" if encoder.layout == "floats" else unpacked
+        held = (
+            "floats on the grid, not packed" if encoder.layout == "floats" else unpacked
+        )
         logger.warning("moq_hf: %s holds %s: %s", target, held, reason)

@@ -44,17 +44,22 @@ class StoredLayer:
     Attributes:
         kind: What the layer is; see `weight_matrix.Kind`.
         bits: 1 to 16, or 32 for a layer that was not quantized yet.
-        stored: "packed" (bits per weight), "int8" (one byte per weight), "dense" (floats on the grid) or "float".
-        shape: Rows and columns of the weight as it is quantized; a conv1d has its transpose in the file.
+        stored: "packed" (bits per weight), "int8" (one byte per weight), "dense"
+            (floats on the grid) or "float".
+        shape: Rows and columns of the weight as it is quantized; a conv1d has its
+            transpose in the file.
         scales: Rows and columns of the scale; [0, 0] for float.
         symmetric: Whether the grid is.
         bytes: What the weight takes in the file: codes, scales and zero points.
         bytes_before: What the float weight took.
         group: Name in the config groups of compressed-tensors; None if dense or float.
-        grid: Scales and zero points of a dense layer, base64 of float32 and int32, else None.
+        grid: Scales and zero points of a dense layer, base64 of float32 and int32, else
+            None.
         full: Whether codes reach -2^(bits-1) and scales have a sign.
-        tied: Modules that loading ties to this one's weight; the file has at most their scales and zero points.
-        matrices: Names of packed experts' matrices in the files, as the rows of `shape` come; None for any other layer.
+        tied: Modules that loading ties to this one's weight; the file has at most their
+            scales and zero points.
+        matrices: Names of packed experts' matrices in the files, as the rows of `shape`
+            come; None for any other layer.
     """
 
     # A file with other keys is damaged.
@@ -81,10 +86,18 @@ class StoredLayer:
         most, has_grid = FORMS[self.stored].MAX_BITS, not has_codes(self.stored)
         if self.bits > most:
             return "bits", f"a whole number from 1 to {most}"
-        if any(count == 0 or size % count for size, count in zip(self.shape, self.scales, strict=True)):
+        if any(
+            count == 0 or size % count
+            for size, count in zip(self.shape, self.scales, strict=True)
+        ):
             return "scales", f"divisors of the shape {list(self.shape)}"
-        if self.matrices is not None and (not self.matrices or self.shape[0] % len(self.matrices)):
-            return "matrices", f"different names, so many that they divide {self.shape[0]} rows"
+        if self.matrices is not None and (
+            not self.matrices or self.shape[0] % len(self.matrices)
+        ):
+            return (
+                "matrices",
+                f"different names, so many that they divide {self.shape[0]} rows",
+            )
         if not has_grid and self.group is None:
             return "group", "text"
         # 4 bytes each, as text of 4 letters for 3 bytes.
@@ -152,10 +165,20 @@ def state_of(
         "format": STATE_FORMAT,
         "versions": versions,
         "config": None if config is None else shareable(config.to_dict()),
-        "input_ranges": ranges_of({n: layer.moq.inputs for n, layer in layers.items() if layer.moq.inputs is not None}),
+        "input_ranges": ranges_of(
+            {
+                n: layer.moq.inputs
+                for n, layer in layers.items()
+                if layer.moq.inputs is not None
+            }
+        ),
         "step": None if controller is None else controller.schedule.steps,
-        "history": [] if controller is None else [switch._asdict() for switch in controller.history],
-        "choice": None if controller is None or controller.choice is None else asdict(controller.choice),
+        "history": []
+        if controller is None
+        else [switch._asdict() for switch in controller.history],
+        "choice": None
+        if controller is None or controller.choice is None
+        else asdict(controller.choice),
         "layers": {name: asdict(layer) for name, layer in stored.items()},
     }
 
@@ -166,7 +189,13 @@ def shareable(config: dict[str, Any]) -> dict[str, Any]:
     >>> shareable({"seed": 1, "distillation": {"teacher": "/srv/somebody/teacher", "temperature": 2.0}})
     {'seed': 1, 'distillation': {'teacher': None, 'temperature': 2.0}}
     """
-    return {**config, "distillation": {**config["distillation"], "teacher": hub_id(config["distillation"]["teacher"])}}
+    return {
+        **config,
+        "distillation": {
+            **config["distillation"],
+            "teacher": hub_id(config["distillation"]["teacher"]),
+        },
+    }
 
 
 def without_paths(text: str) -> str:
@@ -185,7 +214,11 @@ def hub_id(name: str | None) -> str | None:
     ('google-bert/bert-base-cased', None)
     """
     name = name or ""
-    return name if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not Path(name).exists() else None
+    return (
+        name
+        if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not Path(name).exists()
+        else None
+    )
 
 
 class Places:
@@ -196,15 +229,28 @@ class Places:
         state: The content of `moq_state.json`.
     """
 
-    def __init__(self, layers: Mapping[str, StoredLayer], state: Mapping[str, Any]) -> None:
-        self._modules = {there: name for name, there in (state.get("names") or {}).items()}
-        self._matrices = {matrix: name for name, layer in layers.items() for matrix in layer.matrices or ()}
-        self._parameters = {name for name, layer in layers.items() if parameter_of(name, layer.kind) == name}
+    def __init__(
+        self, layers: Mapping[str, StoredLayer], state: Mapping[str, Any]
+    ) -> None:
+        self._modules = {
+            there: name for name, there in (state.get("names") or {}).items()
+        }
+        self._matrices = {
+            matrix: name
+            for name, layer in layers.items()
+            for matrix in layer.matrices or ()
+        }
+        self._parameters = {
+            name
+            for name, layer in layers.items()
+            if parameter_of(name, layer.kind) == name
+        }
 
     def of(self, tensor: str) -> tuple[str, str, str]:
         """The names of a tensor's layer and of the matrix in it, and the last part of the tensor's own.
 
-        But for packed experts the matrix is the layer itself. For a tensor of no layer both are its module.
+        But for packed experts the matrix is the layer itself. For a tensor of no layer
+        both are its module.
         """
         if tensor in self._parameters:
             return tensor, tensor, "weight"
@@ -214,14 +260,17 @@ class Places:
 
 
 def record_metrics(
-    directory: str | os.PathLike[str], metrics: Mapping[str, Any], float_metrics: Mapping[str, Any] | None = None
+    directory: str | os.PathLike[str],
+    metrics: Mapping[str, Any],
+    float_metrics: Mapping[str, Any] | None = None,
 ) -> None:
     """Put figures that came after saving into the `moq_state.json` of a packed checkpoint.
 
     Args:
         directory: What `save_quantized` wrote.
         metrics: Figures by name, instead of those that are there.
-        float_metrics: Those of a model that was trained in float; None leaves what is there.
+        float_metrics: Those of a model that was trained in float; None leaves what is
+            there.
 
     Raises:
         MoQError: There is no such file, or it is damaged or cannot be written.
@@ -261,7 +310,9 @@ def sha256(data: bytes) -> str:
 
 
 def _canonical(state: Mapping[str, Any]) -> bytes:
-    return json.dumps({key: value for key, value in state.items() if key != "digest"}, sort_keys=True).encode()
+    return json.dumps(
+        {key: value for key, value in state.items() if key != "digest"}, sort_keys=True
+    ).encode()
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
@@ -302,7 +353,8 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
     """The state of a packed checkpoint, and its layers.
 
     Raises:
-        MoQError: A value is not of the type or in the range of what is written; names the file and the key.
+        MoQError: A value is not of the type or in the range of what is written; names
+            the file and the key.
     """
     state, where = read_state(folder), str(folder / STATE_NAME)
     layers: dict[str, StoredLayer] = read_as(State, state, where)["layers"]
@@ -310,7 +362,9 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
         fault = layer.fault()
         if fault is not None:
             key, legal = fault
-            raise MoQError(f"{where}: layers.{name}.{key} must be {legal}, not {show(getattr(layer, key))}")
+            raise MoQError(
+                f"{where}: layers.{name}.{key} must be {legal}, not {show(getattr(layer, key))}"
+            )
     return state, layers
 
 
@@ -326,12 +380,18 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
         directory: What `save_quantized` wrote.
 
     Raises:
-        MoQError: The state or the config is missing or damaged; names the file and the key.
+        MoQError: The state or the config is missing or damaged; names the file and the
+            key.
     """
     folder = Path(directory)
     state, layers = read_layers(folder)
     config = {} if state["config_json"] is None else read_document(folder / CONFIG)
-    classes = read_as(list[str] | None, config.get("architectures"), str(folder / CONFIG), "architectures")
+    classes = read_as(
+        list[str] | None,
+        config.get("architectures"),
+        str(folder / CONFIG),
+        "architectures",
+    )
     proof = proof_in(state)
     unserved = proof.reason if proof is not None and proof.agrees is False else None
     if state.get("by_hand") and (proof is None or not proof.agrees):
@@ -347,11 +407,24 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
         names = layer.matrices or (name,)
         rows, columns = layer.shape[0] // len(names), layer.shape[1]
         # One group may fill a row.
-        size = columns // layer.scales[1] if layer.scales[1] > 1 or row_size == columns else None
+        size = (
+            columns // layer.scales[1]
+            if layer.scales[1] > 1 or row_size == columns
+            else None
+        )
         kind = "linear" if layer.matrices else layer.kind
         packed = has_codes(layer.stored)
-        weights |= dict.fromkeys(names, serving.Weight(kind, rows, columns, layer.bits, size, layer.symmetric, packed))
-    floats = [name for name in state["tensors"] if name.endswith(".weight") or serving.WHOLE_EXPERTS.search(name)]
+        weights |= dict.fromkeys(
+            names,
+            serving.Weight(
+                kind, rows, columns, layer.bits, size, layer.symmetric, packed
+            ),
+        )
+    floats = [
+        name
+        for name in state["tensors"]
+        if name.endswith(".weight") or serving.WHOLE_EXPERTS.search(name)
+    ]
     model = serving.Description(
         architecture=classes[0] if classes else "",
         weights=weights,

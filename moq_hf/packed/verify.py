@@ -30,7 +30,15 @@ from .files import CONFIG, digest_of, read_document, size_of, tensors_in, weight
 from .load_check import Proof, ReferenceOutputs
 from .state import STATE_NAME, Places, StoredLayer, proof_in, read_layers, sha256
 
-_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
+_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    SafetensorError,
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,8 @@ class Verification:
         layers: Each quantized layer by name.
         file_bytes: Size of the weight files together.
         state: The content of `moq_state.json`.
-        proof: How the folder answered beside the model, when it was saved or now, with `inputs`; None: not tried.
+        proof: How the folder answered beside the model, when it was saved or now, with
+            `inputs`; None: not tried.
     """
 
     layers: dict[str, StoredLayer]
@@ -60,7 +69,16 @@ class Verification:
         for name, layer in self.layers.items():
             bits = "float" if layer.bits == FLOAT_BITS else str(layer.bits)
             scales = str(math.prod(layer.scales) or "-")
-            rows.append((name, bits, scales, layer.stored, f"{layer.bytes:,}", f"{layer.bytes_before:,}"))
+            rows.append(
+                (
+                    name,
+                    bits,
+                    scales,
+                    layer.stored,
+                    f"{layer.bytes:,}",
+                    f"{layer.bytes_before:,}",
+                )
+            )
         after, before = self.quantized_bytes
         weights = sum(math.prod(layer.shape) for layer in self.layers.values())
         lines = [
@@ -93,7 +111,9 @@ class Verification:
     def quantized_bytes(self) -> tuple[int, int]:
         """Bytes of the quantized layers' weights, and what they took in float."""
         layers = self.layers.values()
-        return sum(layer.bytes for layer in layers), sum(layer.bytes_before for layer in layers)
+        return sum(layer.bytes for layer in layers), sum(
+            layer.bytes_before for layer in layers
+        )
 
 
 def verify_quantized(
@@ -104,19 +124,22 @@ def verify_quantized(
 ) -> Verification:
     """Read a packed checkpoint back and prove that each weight is on the grid that it declares.
 
-    Every tensor is compared with the digest taken when it was saved, every code with the range of its grid.
+    Every tensor is compared with the digest taken when it was saved, every code with
+    the range of its grid.
 
     Args:
         directory: What `save_quantized` wrote.
-        model: The model that was saved: its weights, as its forward pass uses them, must be those in the files.
-        inputs: A batch as the model's forward pass takes it: plain `from_pretrained` loads the folder, and its answers
-            must be the model's.
+        model: The model that was saved: its weights, as its forward pass uses them,
+            must be those in the files.
+        inputs: A batch as the model's forward pass takes it: plain `from_pretrained`
+            loads the folder, and its answers must be the model's.
 
     Returns:
         The layers with their sizes.
 
     Raises:
-        MoQError: Something is damaged, missing or different; names the file and the tensor.
+        MoQError: Something is damaged, missing or different; names the file and the
+            tensor.
 
     >>> from pathlib import Path
     >>> verify_quantized(Path("a folder that is not there"))
@@ -129,16 +152,22 @@ def verify_quantized(
     state, layers = read_layers(folder)
     expected = None if model is None else _named_as_in_files(model, state)
     try:
-        for name, found in _read_weights(folder, state, layers, _tensors_as_saved(folder, state["tensors"])):
+        for name, found in _read_weights(
+            folder, state, layers, _tensors_as_saved(folder, state["tensors"])
+        ):
             if isinstance(found, StoredWeight):
                 weight = _checked(found, layers[name])
-                _compare(folder, parameter_of(name, layers[name].kind), weight, expected)
+                _compare(
+                    folder, parameter_of(name, layers[name].kind), weight, expected
+                )
                 continue
             _compare(folder, name, found, expected, "tensor ")
     except MoQError:
         raise
     except _ERRORS as error:
-        raise MoQError(f"{folder}: the weights cannot be read: {one_line(error)}") from error
+        raise MoQError(
+            f"{folder}: the weights cannot be read: {one_line(error)}"
+        ) from error
     if inputs is None or model is None:
         proof = proof_in(state)
     else:
@@ -162,14 +191,19 @@ def recorded(directory: str | os.PathLike[str]) -> Verification:
     """
     folder = Path(directory)
     state, layers = read_layers(folder)
-    return Verification(layers, sum(path.stat().st_size for path in weight_files(folder) if path.is_file()), state)
+    return Verification(
+        layers,
+        sum(path.stat().st_size for path in weight_files(folder) if path.is_file()),
+        state,
+    )
 
 
 def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
     """The codes, scales and zero points of a packed checkpoint's layers of up to 8 bits, by layer.
 
-    Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those of `quantizer`. Those of floats
-    on their grid are found again; where a half dtype rounded the floats, the layer is left out.
+    Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those
+    of `quantizer`. Those of floats on their grid are found again; where a half dtype
+    rounded the floats, the layer is left out.
 
     Args:
         directory: What `save_quantized` wrote.
@@ -179,16 +213,24 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
     """
     folder = Path(directory)
     verified = verify_quantized(folder)
-    layers = {n: s for n, s in verified.layers.items() if s.stored != "float" and s.bits <= MAX_PACKED_BITS}
+    layers = {
+        n: s
+        for n, s in verified.layers.items()
+        if s.stored != "float" and s.bits <= MAX_PACKED_BITS
+    }
     weights: dict[str, Quantized] = {}
-    for name, found in _read_weights(folder, verified.state, layers, tensors_in(folder)):
+    for name, found in _read_weights(
+        folder, verified.state, layers, tensors_in(folder)
+    ):
         if not isinstance(found, StoredWeight):
             continue
         if found.scheme is None and found.pieces[name]["weight"].dtype != torch.float32:
             continue
         codes, scale, zero = FORMS[layers[name].stored].read(found)
         half = 0 if zero is None else 2 ** (found.bits - 1)
-        weights[name] = Quantized(codes - half, scale, None if zero is None else zero - half)
+        weights[name] = Quantized(
+            codes - half, scale, None if zero is None else zero - half
+        )
     return {name: weights[name] for name in layers if name in weights}
 
 
@@ -206,7 +248,9 @@ def by_matrix(layers: Mapping[str, StoredLayer]) -> dict[str, StoredLayer]:
     return found
 
 
-def split(weights: Mapping[str, Quantized], layers: Mapping[str, StoredLayer]) -> dict[str, Quantized]:
+def split(
+    weights: Mapping[str, Quantized], layers: Mapping[str, StoredLayer]
+) -> dict[str, Quantized]:
     """What `stored_weights` gives, by the names of `by_matrix`."""
     found: dict[str, Quantized] = {}
     for name, values in weights.items():
@@ -223,9 +267,13 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     if is_packed(model):
         model = dequantize_model(copy.deepcopy(model))
     model = without_peft(model)
-    tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    tensors = {
+        name: tensor.detach().cpu() for name, tensor in model.state_dict().items()
+    }
     for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
-        tensors[parameter_of(name, layer.kind)] = layer.quantized_weight().detach().cpu()
+        tensors[parameter_of(name, layer.kind)] = (
+            layer.quantized_weight().detach().cpu()
+        )
     return without_peft_names(tensors, adapters(model))
 
 
@@ -239,12 +287,16 @@ def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, 
 
 
 def _read_weights(
-    folder: Path, state: Mapping[str, Any], layers: Mapping[str, StoredLayer], tensors: Iterable[tuple[str, Tensor]]
+    folder: Path,
+    state: Mapping[str, Any],
+    layers: Mapping[str, StoredLayer],
+    tensors: Iterable[tuple[str, Tensor]],
 ) -> Iterator[tuple[str, StoredWeight | Tensor]]:
     """Yield each layer's weight as soon as its tensors are all there, and every other tensor, by name.
 
     Raises:
-        MoQError: Tensors of a layer are missing, or the config says otherwise than the state.
+        MoQError: Tensors of a layer are missing, or the config says otherwise than the
+            state.
     """
     groups = _groups_of(folder, state, layers)
     places = Places(layers, state)
@@ -269,7 +321,9 @@ def _read_weights(
             continue
         if owner not in weights or not part.startswith("weight"):
             if part == "weight_packed":
-                raise MoQError(f"{folder / STATE_NAME}: layers.{owner} is missing, whose packed weight there is")
+                raise MoQError(
+                    f"{folder / STATE_NAME}: layers.{owner} is missing, whose packed weight there is"
+                )
             yield name, tensor
             continue
         weights[owner].pieces[matrix][part] = tensor
@@ -284,11 +338,14 @@ def _read_weights(
         raise MoQError(f"{folder}: missing from the weights: {', '.join(weights)}")
 
 
-def _groups_of(folder: Path, state: Mapping[str, Any], layers: Mapping[str, StoredLayer]) -> Mapping[str, Any]:
+def _groups_of(
+    folder: Path, state: Mapping[str, Any], layers: Mapping[str, StoredLayer]
+) -> Mapping[str, Any]:
     """Return the config groups, after each layer was found to have the bits that its group declares.
 
     Raises:
-        MoQError: The config is not as it was saved, or it says otherwise than the state.
+        MoQError: The config is not as it was saved, or it says otherwise than the
+            state.
     """
     path = folder / CONFIG
     # A model of a class of its own has no config.
@@ -303,9 +360,12 @@ def _groups_of(folder: Path, state: Mapping[str, Any], layers: Mapping[str, Stor
         if layer.group is None:
             continue
         if layer.group not in groups:
-            raise MoQError(f"{path}: quantization_config.config_groups.{layer.group} is missing")
+            raise MoQError(
+                f"{path}: quantization_config.config_groups.{layer.group} is missing"
+            )
         width = groups[layer.group]["weights"]["num_bits"]
-        # Unpacked while loading, all layers have codes as wide as the widest; experts always do.
+        # Unpacked while loading, all layers have codes as wide as the widest; experts
+        # always do.
         shared = quantization.get("dequantize") or is_experts(layer.kind)
         if layer.bits > width or (layer.bits < width and not shared):
             raise MoQError(
@@ -329,7 +389,9 @@ def _checked(found: StoredWeight, layer: StoredLayer) -> Tensor:
     return parts["weight"]
 
 
-def _tensors_as_saved(folder: Path, digests: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+def _tensors_as_saved(
+    folder: Path, digests: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor by its name, after it was compared with its digest.
 
     Raises:
@@ -344,10 +406,18 @@ def _tensors_as_saved(folder: Path, digests: Mapping[str, str]) -> Iterator[tupl
         missing.remove(name)
         yield name, tensor
     if missing:
-        raise MoQError(f"{folder}: missing from the weights: {', '.join(sorted(missing))}")
+        raise MoQError(
+            f"{folder}: missing from the weights: {', '.join(sorted(missing))}"
+        )
 
 
-def _compare(folder: Path, name: str, tensor: Tensor, model: Mapping[str, Tensor] | None, kind: str = "") -> None:
+def _compare(
+    folder: Path,
+    name: str,
+    tensor: Tensor,
+    model: Mapping[str, Tensor] | None,
+    kind: str = "",
+) -> None:
     """Compare a tensor with the model's in the model's dtype, if there is one.
 
     Raises:

@@ -1,6 +1,7 @@
 """What moq_hf uses of the private surface of the engines that take weights apart: FSDP and DeepSpeed.
 
-As in `seams.transformers`, each name says what it relies on, and what would break; its test tells when that is gone.
+As in `seams.transformers`, each name says what it relies on, and what would break; its
+test tells when that is gone.
 """
 
 from typing import Final
@@ -39,8 +40,9 @@ Breaks: Training with ZeRO-3 fails before the first step.
 def whole_of_partitions(parameter: Tensor) -> Tensor:
     """A parameter under ZeRO-3, whole, without a graph; all processes must ask for it.
 
-    Relies on: `deepspeed.zero.GatheredParameters`, which is documented, and that a parameter which is whole stays so.
-    Breaks: Clipping ratios could not be searched, nor a model saved.
+    Relies on: `deepspeed.zero.GatheredParameters`, which is documented, and that a
+    parameter which is whole stays so. Breaks: Clipping ratios could not be searched,
+    nor a model saved.
     """
     import deepspeed
 
@@ -51,10 +53,13 @@ def whole_of_partitions(parameter: Tensor) -> Tensor:
 def is_offloaded(module: nn.Module) -> bool:
     """Whether Accelerate keeps a module's weights elsewhere between forward passes, as `device_map` may have it.
 
-    Relies on: `_hf_hook` of a module, which is on the meta device then.
-    Breaks: Training fails on the meta device, after the first step, with no word about what to do.
+    Relies on: `_hf_hook` of a module, which is on the meta device then. Breaks:
+    Training fails on the meta device, after the first step, with no word about what to
+    do.
     """
-    return hasattr(module, "_hf_hook") and any(p.is_meta for p in module.parameters(recurse=False))
+    return hasattr(module, "_hf_hook") and any(
+        p.is_meta for p in module.parameters(recurse=False)
+    )
 
 
 FSDP_MODEL: Final = "pytorch_model_fsdp"

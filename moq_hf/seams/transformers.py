@@ -1,13 +1,14 @@
 """Everything private or undocumented that is used of transformers, and of the libraries that it trains and loads with.
 
-A public name is deprecated before it goes; these names are not. Each has its place here, which says what it relies on
-and what a user would see break, and a test of the same name. What cannot be called from here, methods that are
-overridden and what every forward pass needs, is listed in `tests/test_seams.py`. For a new version of a library: raise
-`CHECKED` there, run the test, mend in this module what fails.
+A public name is deprecated before it goes; these names are not. Each has its place
+here, which says what it relies on and what a user would see break, and a test of the
+same name. What cannot be called from here, methods that are overridden and what every
+forward pass needs, is listed in `tests/test_seams.py`. For a new version of a library:
+raise `CHECKED` there, run the test, mend in this module what fails.
 
-Documented, and so not here:
-`base_model_prefix`, `loss_is_scaled_for_ga`, `step_was_skipped`, `save_original_format`, `Conv1D`, and of DTensor
-`device_mesh` and `placements`.
+Documented, and so not here: `base_model_prefix`, `loss_is_scaled_for_ga`,
+`step_was_skipped`, `save_original_format`, `Conv1D`, and of DTensor `device_mesh` and
+`placements`.
 """
 
 from collections.abc import Mapping
@@ -47,8 +48,9 @@ Breaks: `last_checkpoint` might take a checkpoint that was cut off for a whole o
 def callback_states(state: transformers.TrainerState) -> dict[str, Any]:
     """The states of a run's callbacks, by class name; may be written.
 
-    Relies on: `TrainerState.stateful_callbacks`, declared a list of callbacks, is a dict once the Trainer has it.
-    Breaks: A resumed run would start a new schedule, and saving a checkpoint fail.
+    Relies on: `TrainerState.stateful_callbacks`, declared a list of callbacks, is a
+    dict once the Trainer has it. Breaks: A resumed run would start a new schedule, and
+    saving a checkpoint fail.
     """
     return cast(dict[str, Any], state.stateful_callbacks)
 
@@ -56,17 +58,19 @@ def callback_states(state: transformers.TrainerState) -> dict[str, Any]:
 def callbacks_of(trainer: transformers.Trainer) -> list[transformers.TrainerCallback]:
     """The callbacks of a Trainer, of which a restored checkpoint may have made new objects.
 
-    Relies on: `Trainer.callback_handler.callbacks`.
-    Breaks: `MoQTrainer` would not find its callback again after `restore_callback_states_from_checkpoint`.
+    Relies on: `Trainer.callback_handler.callbacks`. Breaks: `MoQTrainer` would not find
+    its callback again after `restore_callback_states_from_checkpoint`.
     """
     return cast(list[transformers.TrainerCallback], trainer.callback_handler.callbacks)
 
 
-def prepared_inputs(trainer: transformers.Trainer, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def prepared_inputs(
+    trainer: transformers.Trainer, inputs: Mapping[str, Any]
+) -> dict[str, Any]:
     """A batch of the data loader as `compute_loss` takes it: on the device, in the dtype that DeepSpeed wants.
 
-    Relies on: `Trainer._prepare_inputs`.
-    Breaks: Eigenvalues and the loss scale could not be measured: `MoQTrainer` fails at the first batch.
+    Relies on: `Trainer._prepare_inputs`. Breaks: Eigenvalues and the loss scale could
+    not be measured: `MoQTrainer` fails at the first batch.
     """
     return dict(trainer._prepare_inputs(cast(dict[str, Any], inputs)))
 
@@ -74,20 +78,22 @@ def prepared_inputs(trainer: transformers.Trainer, inputs: Mapping[str, Any]) ->
 def checkpoint_folder(trainer: transformers.Trainer) -> Path:
     """Where the Trainer saves the checkpoint of this step; a trial of a search has a folder of its own.
 
-    Relies on: `Trainer._get_output_dir`, `Trainer._trial` while it trains, and `PREFIX_CHECKPOINT_DIR` before the step.
-    Breaks: What a full disk left of a checkpoint would stay, and be found at the next resume; float models of a
+    Relies on: `Trainer._get_output_dir`, `Trainer._trial` while it trains, and
+    `PREFIX_CHECKPOINT_DIR` before the step. Breaks: What a full disk left of a
+    checkpoint would stay, and be found at the next resume; float models of a
         search's trials would be written over each other.
     """
     return Path(
-        trainer._get_output_dir(trainer._trial), f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        trainer._get_output_dir(trainer._trial),
+        f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}",
     )
 
 
 def save_training_args(args: transformers.TrainingArguments, folder: Path) -> None:
     """Write the arguments of a run beside its model, as `Trainer._save` does.
 
-    Relies on: `transformers.trainer.TRAINING_ARGS_NAME`.
-    Breaks: A delivered folder would have no `training_args.bin`, or one that nothing looks for.
+    Relies on: `transformers.trainer.TRAINING_ARGS_NAME`. Breaks: A delivered folder
+    would have no `training_args.bin`, or one that nothing looks for.
     """
     torch.save(args, folder / transformers.trainer.TRAINING_ARGS_NAME)
 
@@ -104,8 +110,9 @@ def training_summary(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -
 def average_loss(trainer: transformers.Trainer) -> None:
     """Have the Trainer divide the loss by the accumulation steps, and not average it over processes by itself.
 
-    Relies on: `Trainer.model_accepts_loss_kwargs`, which `training_step` reads.
-    Breaks: BERT and other classifiers would train with a loss multiplied by accumulation steps and processes.
+    Relies on: `Trainer.model_accepts_loss_kwargs`, which `training_step` reads. Breaks:
+    BERT and other classifiers would train with a loss multiplied by accumulation steps
+    and processes.
     """
     trainer.model_accepts_loss_kwargs = False
 
@@ -116,8 +123,8 @@ def average_loss(trainer: transformers.Trainer) -> None:
 def loss_scale(optimizer: Any) -> float:
     """The gradient scaler's scale, which falls when it skips a step; 0 without a scaler.
 
-    Relies on: `AcceleratedOptimizer.scaler`.
-    Breaks: With fp16 and a fused optimizer the schedule would count steps that were skipped.
+    Relies on: `AcceleratedOptimizer.scaler`. Breaks: With fp16 and a fused optimizer
+    the schedule would count steps that were skipped.
 
     Example:
         >>> loss_scale(torch.optim.SGD([torch.zeros(1)]))
@@ -130,8 +137,9 @@ def loss_scale(optimizer: Any) -> float:
 def undo_mixed_precision(model: nn.Module) -> None:
     """Give the instance the forward back that `Accelerator.prepare` put autocast around.
 
-    Relies on: `_original_forward`, an attribute of the instance.
-    Breaks: Eigenvalues would be measured in float16 or bfloat16, whose second derivatives are mostly rounding.
+    Relies on: `_original_forward`, an attribute of the instance. Breaks: Eigenvalues
+    would be measured in float16 or bfloat16, whose second derivatives are mostly
+    rounding.
     """
     if "_original_forward" in vars(model):
         vars(model)["forward"] = vars(model)["_original_forward"]
@@ -143,8 +151,8 @@ def undo_mixed_precision(model: nn.Module) -> None:
 def attention_of(config: Any) -> str | None:
     """The implementation of attention that a model computes with; None where its config has none.
 
-    Relies on: `PreTrainedConfig._attn_implementation`.
-    Breaks: The proof would compare two implementations, and report differences that are rounding.
+    Relies on: `PreTrainedConfig._attn_implementation`. Breaks: The proof would compare
+    two implementations, and report differences that are rounding.
     """
     name = getattr(config, "_attn_implementation", None)
     return name if isinstance(name, str) else None
@@ -153,8 +161,9 @@ def attention_of(config: Any) -> str | None:
 def set_attention(config: Any, name: str) -> None:
     """Have a model compute with another implementation of attention; nothing is checked, parts keep theirs.
 
-    Relies on: `_attn_implementation_internal`. The setter of `_attn_implementation` would change the parts' too.
-    Breaks: A model with flash attention could not be measured: PyTorch has no second derivative for it.
+    Relies on: `_attn_implementation_internal`. The setter of `_attn_implementation`
+    would change the parts' too. Breaks: A model with flash attention could not be
+    measured: PyTorch has no second derivative for it.
     """
     config._attn_implementation_internal = name
 
@@ -162,8 +171,9 @@ def set_attention(config: Any, name: str) -> None:
 def initialize_again(model: nn.Module) -> None:
     """Initialize a model's weights as `from_pretrained` does what a file does not hold.
 
-    Relies on: `PreTrainedModel.initialize_weights`, which passes over modules with `_is_hf_initialized`.
-    Breaks: A model whose initialization touches each weight would be saved packed, and `from_pretrained` fail on it.
+    Relies on: `PreTrainedModel.initialize_weights`, which passes over modules with
+    `_is_hf_initialized`. Breaks: A model whose initialization touches each weight would
+    be saved packed, and `from_pretrained` fail on it.
 
     Raises:
         AttributeError: The initialization reads a weight that the model does not have.
@@ -176,22 +186,29 @@ def initialize_again(model: nn.Module) -> None:
 def experts_transposed(module: nn.Module) -> bool | None:
     """Whether a module of experts keeps their matrices `[experts, columns, rows]`; None if it is none.
 
-    Relies on: `is_transposed`, which `integrations.moe.use_experts_implementation` puts on instances.
-    Breaks: Experts would stay in float, as the shares in every text would say.
+    Relies on: `is_transposed`, which `integrations.moe.use_experts_implementation` puts
+    on instances. Breaks: Experts would stay in float, as the shares in every text would
+    say.
     """
     found = vars(module).get("is_transposed")
-    return found if isinstance(found, bool) and "is_concatenated" in vars(module) else None
+    return (
+        found if isinstance(found, bool) and "is_concatenated" in vars(module) else None
+    )
 
 
-def original_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def original_format(
+    model: nn.Module, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """A model's tensors under the names of its files, which servers know: as `save_pretrained` writes them by default.
 
-    Relies on: `core_model_loading.revert_weight_conversion`, which hands on a tensor that is only renamed.
-    Breaks: Saving would fail; or vLLM and SGLang not find the weights of models whose names transformers 5 changed.
+    Relies on: `core_model_loading.revert_weight_conversion`, which hands on a tensor
+    that is only renamed. Breaks: Saving would fail; or vLLM and SGLang not find the
+    weights of models whose names transformers 5 changed.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    # What was loaded packed would be taken apart by how its packed tensors were put together.
+    # What was loaded packed would be taken apart by how its packed tensors were put
+    # together.
     named: Any = model if packed_loader(model) is None else as_constructed(model)
     return cast(dict[str, Tensor], revert_weight_conversion(named, dict(tensors)))
 
@@ -199,11 +216,13 @@ def original_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
 def checkpoints_as_modules(model: nn.Module, switched_on: bool) -> None:
     """Have `save_pretrained` give tensors the names of the modules, or those of the model's files again.
 
-    The Trainer loads checkpoints by `load_state_dict`, which knows no other names: without this a run with experts
-    goes on, or ends with its best model, with experts as they were before.
+    The Trainer loads checkpoints by `load_state_dict`, which knows no other names:
+    without this a run with experts goes on, or ends with its best model, with experts
+    as they were before.
 
-    Relies on: `PreTrainedModel._weight_conversions`, from which `revert_weight_conversion` takes the names.
-    Breaks: Experts would lose their training at a resume, with a warning of the Trainer alone.
+    Relies on: `PreTrainedModel._weight_conversions`, from which
+    `revert_weight_conversion` takes the names. Breaks: Experts would lose their
+    training at a resume, with a warning of the Trainer alone.
     """
     attributes = vars(model)
     if switched_on and "_moq_weight_conversions" not in attributes:
@@ -213,7 +232,9 @@ def checkpoints_as_modules(model: nn.Module, switched_on: bool) -> None:
         attributes["_weight_conversions"] = attributes.pop("_moq_weight_conversions")
 
 
-def matrices_in_files(model: nn.Module, parameter: str, experts: int, rows: int) -> dict[str, Tensor]:
+def matrices_in_files(
+    model: nn.Module, parameter: str, experts: int, rows: int
+) -> dict[str, Tensor]:
     """Under which names the files of a model have the matrices of a parameter of experts: where each of its rows is.
 
     Args:
@@ -223,30 +244,39 @@ def matrices_in_files(model: nn.Module, parameter: str, experts: int, rows: int)
         rows: Of each expert's matrix.
 
     Returns:
-        Name to int64 `[rows of the matrix, 1]`, in the order of the parameter's rows one below the other. One name, its
-        own, if transformers does not take it apart.
+        Name to int64 `[rows of the matrix, 1]`, in the order of the parameter's rows
+        one below the other. One name, its own, if transformers does not take it apart.
 
-    Relies on: `conversion_mapping.get_model_conversion_mapping` and `core_model_loading.revert_weight_conversion`.
-    Breaks: Experts would be saved as floats on the grid, at full size; or under names that nothing loads, as the proof
+    Relies on: `conversion_mapping.get_model_conversion_mapping` and
+    `core_model_loading.revert_weight_conversion`. Breaks: Experts would be saved as
+    floats on the grid, at full size; or under names that nothing loads, as the proof
         says.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     numbers = torch.arange(experts * rows, device="cpu").view(experts, rows, 1)
-    return cast(dict[str, Tensor], revert_weight_conversion(cast(Any, as_constructed(model)), {parameter: numbers}))
+    return cast(
+        dict[str, Tensor],
+        revert_weight_conversion(
+            cast(Any, as_constructed(model)), {parameter: numbers}
+        ),
+    )
 
 
 def as_constructed(model: nn.Module) -> Any:
     """What `revert_weight_conversion` takes names from, for a model as if it had not been loaded.
 
-    Relies on: `conversion_mapping.get_model_conversion_mapping`, and `PrefixChange` among what it gives.
-    Breaks: Experts could not be saved packed, nor a packed model be compared with its folder.
+    Relies on: `conversion_mapping.get_model_conversion_mapping`, and `PrefixChange`
+    among what it gives. Breaks: Experts could not be saved packed, nor a packed model
+    be compared with its folder.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
     every = get_model_conversion_mapping(cast(Any, model), add_legacy=False)
-    reversible = [conversion for conversion in every if not isinstance(conversion, PrefixChange)]
+    reversible = [
+        conversion for conversion in every if not isinstance(conversion, PrefixChange)
+    ]
     return SimpleNamespace(config=model.config, _weight_conversions=reversible)
 
 
@@ -260,7 +290,9 @@ def is_scaled_table(cls: type[nn.Module]) -> bool:
         >>> is_scaled_table(nn.Embedding)
         False
     """
-    return issubclass(cls, nn.Embedding) and cls.__name__.endswith("ScaledWordEmbedding")
+    return issubclass(cls, nn.Embedding) and cls.__name__.endswith(
+        "ScaledWordEmbedding"
+    )
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
@@ -305,8 +337,9 @@ def has_adapter(model: nn.Module) -> bool:
 def packed_loader(model: nn.Module) -> Any:
     """What loaded a model from a packed checkpoint; None for any other model.
 
-    Relies on: `PreTrainedModel.hf_quantizer`, and that the one of compressed-tensors has a `compressor`.
-    Breaks: `dequantize_model` would refuse a packed model, and training on one not be refused.
+    Relies on: `PreTrainedModel.hf_quantizer`, and that the one of compressed-tensors
+    has a `compressor`. Breaks: `dequantize_model` would refuse a packed model, and
+    training on one not be refused.
     """
     loader = getattr(model, "hf_quantizer", None)
     return loader if hasattr(loader, "compressor") else None
@@ -315,10 +348,12 @@ def packed_loader(model: nn.Module) -> Any:
 def unpack(model: nn.Module) -> None:
     """Make a plain model of one that was loaded packed: float weights that can be trained, nothing else.
 
-    Relies on: `decompress_module`, `quantization_scheme`, `quantization_status`, `QuantizationMetadata`,
+    Relies on: `decompress_module`, `quantization_scheme`, `quantization_status`,
+    `QuantizationMetadata`,
         `remove_quantization_config`, `ModelCompressor.remove_decompression_hook`, and
         `PreTrainedModel._weight_conversions`.
-    Breaks: `dequantize_model` would fail on a packed model, or leave one that cannot be trained.
+    Breaks: `dequantize_model` would fail on a packed model, or leave one that cannot be
+    trained.
     """
     from compressed_tensors.compressors import decompress_module
     from compressed_tensors.quantization import QuantizationMetadata, QuantizationStatus
@@ -344,21 +379,27 @@ def unpack(model: nn.Module) -> None:
     cast(Any, model).tie_weights()
 
 
-def compress(tensors: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
+def compress(
+    tensors: Mapping[str, Tensor], group: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """The tensors in the files of a weight on its grid: `weight`, `weight_scale` and `weight_zero_point` in one format.
 
-    Relies on: `BaseCompressor.compress` of the class for the format, and the fields of `QuantizationScheme`.
-    Breaks: Nothing could be saved packed; or files would hold other codes, which `verify_quantized` reports.
+    Relies on: `BaseCompressor.compress` of the class for the format, and the fields of
+    `QuantizationScheme`. Breaks: Nothing could be saved packed; or files would hold
+    other codes, which `verify_quantized` reports.
     """
     compressor, scheme = _compressor_of(group)
     return cast(dict[str, Tensor], compressor.compress(dict(tensors), scheme))
 
 
-def decompress(tensors: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
+def decompress(
+    tensors: Mapping[str, Tensor], group: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """`weight` as transformers will compute with it, and its scales and zero points, of the tensors in the files.
 
-    Relies on: `BaseCompressor.decompress` of the class for the format, and the fields of `QuantizationScheme`.
-    Breaks: `verify_quantized` and the exports would fail, or prove something else than what is loaded.
+    Relies on: `BaseCompressor.decompress` of the class for the format, and the fields
+    of `QuantizationScheme`. Breaks: `verify_quantized` and the exports would fail, or
+    prove something else than what is loaded.
     """
     compressor, scheme = _compressor_of(group)
     return cast(dict[str, Tensor], compressor.decompress(dict(tensors), scheme))
@@ -375,13 +416,16 @@ def _compressor_of(group: Mapping[str, Any]) -> tuple[Any, Any]:
 def write_packing_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Put how the layers are packed into the `config.json` of a folder.
 
-    Relies on: `ModelCompressor.update_config`, which writes `quantization_config` as transformers reads it.
-    Breaks: `from_pretrained` would not know that the weights are packed.
+    Relies on: `ModelCompressor.update_config`, which writes `quantization_config` as
+    transformers reads it. Breaks: `from_pretrained` would not know that the weights are
+    packed.
     """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
-    ModelCompressor(QuantizationConfig.model_validate(config)).update_config(str(folder))
+    ModelCompressor(QuantizationConfig.model_validate(config)).update_config(
+        str(folder)
+    )
 
 
 # What PyTorch and DeepSpeed make of a model.
@@ -404,8 +448,9 @@ Breaks: Layers would have other names than in the state dict: a packed model cou
 def convolve(layer: nn.Conv1d | nn.Conv2d, input: Tensor, weight: Tensor) -> Tensor:
     """What a convolution computes with another weight: its own stride, padding, groups and bias.
 
-    Relies on: `_conv_forward(input, weight, bias)` of `nn.Conv1d` and `nn.Conv2d`, which pads by the layer's mode.
-    Breaks: Convolutions could not be quantized: the first forward pass fails.
+    Relies on: `_conv_forward(input, weight, bias)` of `nn.Conv1d` and `nn.Conv2d`,
+    which pads by the layer's mode. Breaks: Convolutions could not be quantized: the
+    first forward pass fails.
     """
     return cast(Any, layer)._conv_forward(input, weight, layer.bias)  # type: ignore[no-any-return]
 
@@ -413,8 +458,8 @@ def convolve(layer: nn.Conv1d | nn.Conv2d, input: Tensor, weight: Tensor) -> Ten
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether `module.compile()` was called.
 
-    Relies on: `nn.Module._compiled_call_impl`.
-    Breaks: Batches would not be taken from a compiled model, or taking them would break its graph.
+    Relies on: `nn.Module._compiled_call_impl`. Breaks: Batches would not be taken from
+    a compiled model, or taking them would break its graph.
     """
     return getattr(module, "_compiled_call_impl", None) is not None
 
@@ -422,10 +467,14 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 def is_transformed() -> bool:
     """Whether grad, vjp or vmap of torch.func calls; what torch.compile traces takes that into account by itself.
 
-    Relies on: `torch._C._are_functorch_transforms_active`, which `torch.autograd.Function.apply` asks too.
-    Breaks: Gradients of torch.func would fail on quantized layers, and the ranges of inputs would be written in them.
+    Relies on: `torch._C._are_functorch_transforms_active`, which
+    `torch.autograd.Function.apply` asks too. Breaks: Gradients of torch.func would fail
+    on quantized layers, and the ranges of inputs would be written in them.
     """
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._are_functorch_transforms_active()
+    )
 
 
 # What PEFT puts into a model.
@@ -464,7 +513,7 @@ def is_peft(module: nn.Module) -> bool:
 def has_dora(module: nn.Module) -> bool:
     """Whether an adapter's wrapper scales the weight's rows to norms that it learns.
 
-    Relies on: `lora_magnitude_vector`.
-    Breaks: DoRA on a quantized layer would not be refused, and compute something else after loading.
+    Relies on: `lora_magnitude_vector`. Breaks: DoRA on a quantized layer would not be
+    refused, and compute something else after loading.
     """
     return len(cast(Any, getattr(module, "lora_magnitude_vector", ()))) > 0

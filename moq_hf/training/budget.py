@@ -1,9 +1,11 @@
 """Bits under a budget: what they cost and take, which are chosen, and how the choice is shown, saved and read back.
 
-The choice of least cost is a multiple-choice knapsack: of each block one option, costs summed, sizes summed up to a
-capacity. It is exact. Partial choices are kept, block by block, that no other one beats in cost and size, and that can
-still become the best one: their cost and the least that the remaining blocks cost is not above that of a known choice,
-where each unit of size below the capacity is paid for by one price (the Lagrangian relaxation).
+The choice of least cost is a multiple-choice knapsack: of each block one option, costs
+summed, sizes summed up to a capacity. It is exact. Partial choices are kept, block by
+block, that no other one beats in cost and size, and that can still become the best one:
+their cost and the least that the remaining blocks cost is not above that of a known
+choice, where each unit of size below the capacity is paid for by one price (the
+Lagrangian relaxation).
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +35,8 @@ class Chosen:
         bits: What it ends with.
         weights: How many it has.
         cost: What these bits cost by the measure.
-        saved: Megabytes (10^6 bytes) of codes that they save against the most bits that it could have.
+        saved: Megabytes (10^6 bytes) of codes that they save against the most bits that
+            it could have.
     """
 
     bits: PackedBits
@@ -72,14 +75,23 @@ class Choice:
         return [
             ("block", "weights", "bits", "costs", "saves MB"),
             *(
-                (name, f"{own.weights:,}", str(own.bits), f"{own.cost:.3g}", f"{own.saved:,.3f}")
+                (
+                    name,
+                    f"{own.weights:,}",
+                    str(own.bits),
+                    f"{own.cost:.3g}",
+                    f"{own.saved:,.3f}",
+                )
                 for name, own in self.blocks.items()
             ),
         ]
 
     def outcome(self) -> str:
         """A line on the budget."""
-        cost, saved = (sum(getattr(own, key) for own in self.blocks.values()) for key in ("cost", "saved"))
+        cost, saved = (
+            sum(getattr(own, key) for own in self.blocks.values())
+            for key in ("cost", "saved")
+        )
         what = "MB in the file" if self.in_file else "bits per quantized weight"
         return f"{self.reached:,.4g} of {self.limit:,.4g} {what}; rise of the loss {cost:.3g}, saved {saved:,.3f} MB"
 
@@ -99,7 +111,8 @@ class Chooser:
         file: Of the model, for a budget of megabytes.
 
     Raises:
-        MoQError: No choice is within the budget, or all are; the text has the possible range.
+        MoQError: No choice is within the budget, or all are; the text has the possible
+            range.
     """
 
     def __init__(
@@ -111,15 +124,26 @@ class Chooser:
     ) -> None:
         budget = config.budget
         assert budget is not None
-        self.choices, self.measure, self.in_file = budget.choices, config.measure, file is not None
+        self.choices, self.measure, self.in_file = (
+            budget.choices,
+            config.measure,
+            file is not None,
+        )
         self._weights = weights
-        # What a choice takes is the sum of its blocks' sizes and the rest, in units of 1 / unit.
+        # What a choice takes is the sum of its blocks' sizes and the rest, in units of
+        # 1 / unit.
         if file is None:
-            self._sizes = {block: {bits: bits * count for bits in self.choices} for block, count in weights.items()}
+            self._sizes = {
+                block: {bits: bits * count for bits in self.choices}
+                for block, count in weights.items()
+            }
             self._rest, self._unit, limit = 0, sum(weights.values()), budget.mean
         else:
             self._sizes = {
-                block: {bits: sum(file.of_layer(layer, bits) for layer in own) for bits in self.choices}
+                block: {
+                    bits: sum(file.of_layer(layer, bits) for layer in own)
+                    for bits in self.choices
+                }
                 for block, own in blocks.items()
             }
             self._rest, self._unit, limit = file.of_rest(), 10**6, budget.file_mb
@@ -132,22 +156,29 @@ class Chooser:
         """The bits of each block that cost the least within the budget.
 
         Args:
-            costs: By block and bits; a cost that rises with the bits is taken for that of fewer ones.
+            costs: By block and bits; a cost that rises with the bits is taken for that
+                of fewer ones.
             step: Optimizer steps taken.
         """
         costs = {block: _falling(own) for block, own in costs.items()}
         options = [
-            [Option(sizes[bits], costs[block][bits]) for bits in self.choices] for block, sizes in self._sizes.items()
+            [Option(sizes[bits], costs[block][bits]) for bits in self.choices]
+            for block, sizes in self._sizes.items()
         ]
-        # As the decimal fraction that it was written as: 2.3 * 50 is 114.99999999999999.
+        # As the decimal fraction that it was written as: 2.3 * 50 is
+        # 114.99999999999999.
         capacity = int(Fraction(str(self._limit)) * self._unit) - self._rest
         # The sizes at the fewest bits were found to fit.
         picked = cheapest(options, capacity) or [0] * len(options)
         chosen = {}
         for block, index in zip(self._sizes, picked, strict=True):
             bits, count = self.choices[index], self._weights[block]
-            chosen[block] = Chosen(bits, count, costs[block][bits], count * (self.choices[-1] - bits) / 8e6)
-        reached = self._reached([self._sizes[block][own.bits] for block, own in chosen.items()])
+            chosen[block] = Chosen(
+                bits, count, costs[block][bits], count * (self.choices[-1] - bits) / 8e6
+            )
+        reached = self._reached(
+            [self._sizes[block][own.bits] for block, own in chosen.items()]
+        )
         return Choice(self.measure, step, chosen, self._limit, reached, self.in_file)
 
     def _reached(self, sizes: Sequence[int]) -> float:
@@ -156,10 +187,19 @@ class Chooser:
     def _check_file(self, file: FileSize) -> None:
         where, alike = "quantize_bits.target_bits.file_mb", file.why_alike()
         if alike is not None:
-            raise MoQError(f"{where}: {alike}, so that no choice of bits meets it; give mean instead")
-        least, most = (self._reached([end(own.values()) for own in self._sizes.values()]) for end in (min, max))
+            raise MoQError(
+                f"{where}: {alike}, so that no choice of bits meets it; give mean instead"
+            )
+        least, most = (
+            self._reached([end(own.values()) for own in self._sizes.values()])
+            for end in (min, max)
+        )
         if not least <= self._limit <= most:
-            stays = "the rest of the file stays" if self._limit < least else "more choices allow more"
+            stays = (
+                "the rest of the file stays"
+                if self._limit < least
+                else "more choices allow more"
+            )
             raise MoQError(
                 f"{where}: {self._limit:g} MB is impossible: with {self.choices[0]} to {self.choices[-1]} bits the "
                 f"file of this model has {least:,.3f} to {most:,.3f} MB ({stays}: {self._rest / 1e6:,.3f} MB are no "
@@ -209,11 +249,16 @@ def cheapest(blocks: Sequence[Sequence[Option]], capacity: int) -> list[int] | N
         return None
     scale = sum(max(option.cost for option in options) for options in blocks) or 1.0
     worth = _TIE * scale / max(capacity, 1)
-    blocks = [[Option(size, cost - worth * size) for size, cost in options] for options in blocks]
+    blocks = [
+        [Option(size, cost - worth * size) for size, cost in options]
+        for options in blocks
+    ]
     price, relaxed = _priced(blocks, capacity, 2 * scale)
     # What the cheapest choice at that price costs is known to fit.
     known = sum(option.cost for option in relaxed) + _ROUNDING * scale
-    least = sum(option.cost + price * option.size for option in relaxed) - price * capacity
+    least = (
+        sum(option.cost + price * option.size for option in relaxed) - price * capacity
+    )
     smallest = sum(min(option.size for option in options) for options in blocks)
     cost, size = np.zeros(1), np.zeros(1, np.int64)
     kept: list[np.ndarray] = []
@@ -226,7 +271,10 @@ def cheapest(blocks: Sequence[Sequence[Option]], capacity: int) -> list[int] | N
         hopeful = (size + smallest <= capacity) & (cost + price * size + least <= known)
         some = np.flatnonzero(hopeful)
         some = some[np.lexsort((size[some], cost[some]))]
-        unbeaten = np.diff(np.minimum.accumulate(size[some]), prepend=np.iinfo(np.int64).max) < 0
+        unbeaten = (
+            np.diff(np.minimum.accumulate(size[some]), prepend=np.iinfo(np.int64).max)
+            < 0
+        )
         kept.append(some[unbeaten])
         cost, size = cost[kept[-1]], size[kept[-1]]
     chosen, place = [], 0
@@ -236,7 +284,9 @@ def cheapest(blocks: Sequence[Sequence[Option]], capacity: int) -> list[int] | N
     return chosen[::-1]
 
 
-def _priced(blocks: Sequence[Sequence[Option]], capacity: int, high: float) -> tuple[float, list[Option]]:
+def _priced(
+    blocks: Sequence[Sequence[Option]], capacity: int, high: float
+) -> tuple[float, list[Option]]:
     """Find about the least price of a unit of size at which the options that are cheapest with it fit, and these.
 
     At the price `high` they do.
@@ -244,7 +294,10 @@ def _priced(blocks: Sequence[Sequence[Option]], capacity: int, high: float) -> t
     low, found = 0.0, [min(options) for options in blocks]
     for _ in range(100):
         price = (low + high) / 2
-        tried = [min(options, key=lambda option: option.cost + price * option.size) for options in blocks]
+        tried = [
+            min(options, key=lambda option: option.cost + price * option.size)
+            for options in blocks
+        ]
         if sum(option.size for option in tried) > capacity:
             low = price
         else:

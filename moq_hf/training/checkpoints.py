@@ -28,8 +28,9 @@ STATE_FILE = "trainer_state.json"
 def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """The last whole checkpoint in a Trainer's output folder, for `train(resume_from_checkpoint=...)`.
 
-    A checkpoint that is cut off, as a run leaves it that is killed while it saves, is left out with a warning.
-    `resume_from_checkpoint=True` does this in a `MoQTrainer`; in a stock `Trainer` it stops at such a folder.
+    A checkpoint that is cut off, as a run leaves it that is killed while it saves, is
+    left out with a warning. `resume_from_checkpoint=True` does this in a `MoQTrainer`;
+    in a stock `Trainer` it stops at such a folder.
 
     Args:
         folder: The output folder; it need not exist.
@@ -66,7 +67,9 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     """The folders in a Trainer's output folder that it would take for checkpoints, the last one first."""
     found = [path for path in Path(folder).glob("checkpoint-*") if path.is_dir()]
     found = [path for path in found if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
+    return sorted(
+        found, key=lambda path: int(path.name.partition("-")[2]), reverse=True
+    )
 
 
 def fault_of(checkpoint: str | os.PathLike[str]) -> str | None:
@@ -91,7 +94,11 @@ def fault_of(checkpoint: str | os.PathLike[str]) -> str | None:
                 # Opening compares the size of the file with its table of contents.
                 with safe_open(path, "np"):
                     pass
-            elif path.suffix in (".pt", ".pth") and path.is_file() and not zipfile.is_zipfile(path):
+            elif (
+                path.suffix in (".pt", ".pth")
+                and path.is_file()
+                and not zipfile.is_zipfile(path)
+            ):
                 return f"{path.name} is damaged"
         except (OSError, SafetensorError):
             return f"{path.name} is damaged"
@@ -102,21 +109,31 @@ def check_whole(checkpoint: str | os.PathLike[str]) -> None:
     """Check a checkpoint before it is loaded.
 
     Raises:
-        MoQError: It was not written to its end; the text names the last one beside it that was.
+        MoQError: It was not written to its end; the text names the last one beside it
+            that was.
     """
     fault = fault_of(checkpoint)
     if fault is None:
         return
     folder = Path(checkpoint)
-    whole = next((path for path in checkpoints(folder.parent) if fault_of(path) is None), None)
-    advice = "there is no whole one beside it" if whole is None else f"the last whole one beside it is {whole}"
+    whole = next(
+        (path for path in checkpoints(folder.parent) if fault_of(path) is None), None
+    )
+    advice = (
+        "there is no whole one beside it"
+        if whole is None
+        else f"the last whole one beside it is {whole}"
+    )
     raise MoQError(f"cannot resume from {folder}: it is not whole ({fault}); {advice}")
 
 
-def complete_checkpoint(checkpoint: Path, model: nn.Module, processing_class: Any = None) -> None:
+def complete_checkpoint(
+    checkpoint: Path, model: nn.Module, processing_class: Any = None
+) -> None:
     """Write the model's config, and its tokenizer, into a checkpoint that has none: one that FSDP saved in shards.
 
-    `moq-hf pack` makes the model of it. A folder that is not there stays so, and what cannot be written is a warning.
+    `moq-hf pack` makes the model of it. A folder that is not there stays so, and what
+    cannot be written is a warning.
 
     Args:
         checkpoint: The folder.
@@ -124,18 +141,32 @@ def complete_checkpoint(checkpoint: Path, model: nn.Module, processing_class: An
         processing_class: The Trainer's.
     """
     config: Any = getattr(model, "config", None)
-    is_described = (checkpoint / "config.json").exists() or without_peft(model) is not model
-    if is_described or not checkpoint.is_dir() or not hasattr(config, "save_pretrained"):
+    is_described = (checkpoint / "config.json").exists() or without_peft(
+        model
+    ) is not model
+    if (
+        is_described
+        or not checkpoint.is_dir()
+        or not hasattr(config, "save_pretrained")
+    ):
         return
     config = deepcopy(config)
     config.architectures = [without_fsdp(type(model)).__name__]
     try:
         # The one of models that generate.
-        for part in (config, getattr(model, "generation_config", None), processing_class):
+        for part in (
+            config,
+            getattr(model, "generation_config", None),
+            processing_class,
+        ):
             if part is not None and hasattr(part, "save_pretrained"):
                 part.save_pretrained(checkpoint)
     except (OSError, ValueError) as error:
-        logger.warning("moq_hf: %s has no config.json, so moq-hf pack will need --model: %s", checkpoint, error)
+        logger.warning(
+            "moq_hf: %s has no config.json, so moq-hf pack will need --model: %s",
+            checkpoint,
+            error,
+        )
 
 
 def resumed_state(state: TrainerState) -> Mapping[str, Any] | None:
@@ -165,7 +196,11 @@ def forget_best(state: TrainerState) -> None:
 
 def last_metrics(state: TrainerState) -> dict[str, Any]:
     """The last evaluation in the log; that of the best checkpoint, if one was chosen."""
-    logs = [log for log in state.log_history if any(name.startswith("eval_") for name in log)]
+    logs = [
+        log
+        for log in state.log_history
+        if any(name.startswith("eval_") for name in log)
+    ]
     best = [log for log in logs if log["step"] == state.best_global_step]
     return dict((best or logs or [{}])[-1])
 
@@ -178,7 +213,10 @@ def entry_of_moq(entries: Any) -> Any:
         return entries["MoQCallback"]
     for entry in entries.values():
         attributes = entry.get("attributes") if isinstance(entry, Mapping) else None
-        if isinstance(attributes, Mapping) and {"saved", "saved_at"} <= attributes.keys():
+        if (
+            isinstance(attributes, Mapping)
+            and {"saved", "saved_at"} <= attributes.keys()
+        ):
             return entry
     return None
 
@@ -187,7 +225,8 @@ def state_of_run(checkpoint: Path) -> Mapping[str, Any]:
     """The controller's state in a checkpoint.
 
     Raises:
-        MoQError: There is none: the run was without MoQ; or it is not as it was written.
+        MoQError: There is none: the run was without MoQ; or it is not as it was
+            written.
     """
     state = _saved_in(checkpoint)
     if state is None:

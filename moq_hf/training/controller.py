@@ -40,8 +40,9 @@ class MoQController:
     """Takes a model through its falling precision, one call of `step` per optimizer step.
 
     Args:
-        model: Made ready for quantization in place; its layers are unquantized until the schedule says otherwise. In
-            its place an `Inventory` of it, as `take_inventory` gives it with `config`.
+        model: Made ready for quantization in place; its layers are unquantized until
+            the schedule says otherwise. In its place an `Inventory` of it, as
+            `take_inventory` gives it with `config`.
         config: What to follow; `enabled` must be true.
         total_steps: Optimizer steps of the run, where the schedule needs them.
 
@@ -50,13 +51,16 @@ class MoQController:
 
     Attributes:
         inventory: The `Inventory` of the model.
-        layers: Quantized linear layers and convolutions by name, and experts by the names of their parameters.
+        layers: Quantized linear layers and convolutions by name, and experts by the
+            names of their parameters.
         embeddings: Quantized embedding tables by name.
         blocks: Block name to the names of its layers; see `Inventory`.
         schedule: The `PrecisionSchedule`.
-        sensitivity: The `Sensitivity` that gives the schedule its eigenvalues; None unless the config enables them.
+        sensitivity: The `Sensitivity` that gives the schedule its eigenvalues; None
+            unless the config enables them.
         sizes: The `ModelSizes`.
-        choice: The bits of each block that a budget got; None without one, and until they are chosen.
+        choice: The bits of each block that a budget got; None without one, and until
+            they are chosen.
         history: Every `Switch` so far.
     """
 
@@ -66,7 +70,9 @@ class MoQController:
         config: MoQConfig,
         total_steps: int | None = None,
     ) -> None:
-        inventory = model if isinstance(model, Inventory) else take_inventory(model, config)
+        inventory = (
+            model if isinstance(model, Inventory) else take_inventory(model, config)
+        )
         self.config = config
         self.begin(inventory, total_steps)
 
@@ -78,8 +84,9 @@ class MoQController:
             total_steps: Optimizer steps of the run, where the schedule needs them.
 
         Raises:
-            MoQError: The run is too short for what the config asks for, there is nothing to measure eigenvalues of, a
-                budget is impossible, or a weight holds NaN or Inf.
+            MoQError: The run is too short for what the config asks for, there is
+                nothing to measure eigenvalues of, a budget is impossible, or a weight
+                holds NaN or Inf.
         """
         config, self.inventory = self.config, inventory
         self.model = inventory.model
@@ -88,7 +95,9 @@ class MoQController:
         if config.eigenvalue.enabled or units is not None:
             self.sensitivity = Sensitivity(inventory, config, units)
         measured = () if self.sensitivity is None else self.sensitivity.blocks
-        self.blocks = inventory.blocks(inventory.scheduled, measured) if units is None else units
+        self.blocks = (
+            inventory.blocks(inventory.scheduled, measured) if units is None else units
+        )
         self.schedule = PrecisionSchedule(self.config, self.blocks, total_steps)
         self.history: list[Switch] = []
         self.choice: Choice | None = None
@@ -100,9 +109,17 @@ class MoQController:
         if config.budget is not None:
             file = None
             if config.budget.file_mb is not None:
-                file = FileSize(inventory, self.layers, self.embeddings, config.quantize_embeddings)
-            counts = {name: shape_of(layer.float_weight).numel() for name, layer in self.layers.items()}
-            weights = {block: sum(counts[layer] for layer in own) for block, own in self.blocks.items()}
+                file = FileSize(
+                    inventory, self.layers, self.embeddings, config.quantize_embeddings
+                )
+            counts = {
+                name: shape_of(layer.float_weight).numel()
+                for name, layer in self.layers.items()
+            }
+            weights = {
+                block: sum(counts[layer] for layer in own)
+                for block, own in self.blocks.items()
+            }
             self._chooser = Chooser(config, weights, self.blocks, file)
         self._write_bits(self.blocks)
         self.refresh()
@@ -115,24 +132,33 @@ class MoQController:
     @property
     def has_arrived(self) -> bool:
         """Whether every layer computes with its target precision and nothing else: weights and inputs."""
-        return self.schedule.at_target and (self.rounds_inputs or not self.config.activation.enabled)
+        return self.schedule.at_target and (
+            self.rounds_inputs or not self.config.activation.enabled
+        )
 
     @property
     def rounds_inputs(self) -> bool:
         """Whether the inputs of quantized linear layers are rounded in the next forward pass."""
         activation = self.config.activation
-        return activation.enabled and self.has_begun and self.schedule.steps >= activation.start_step
+        return (
+            activation.enabled
+            and self.has_begun
+            and self.schedule.steps >= activation.start_step
+        )
 
     @property
     def has_begun(self) -> bool:
         """Whether the offset was reached: before it nothing is quantized."""
         return any(bits != FLOAT_BITS for bits in self.schedule.bits.values())
 
-    def step(self, eigenvalues: Mapping[str, float] | None = None) -> tuple[Switch, ...]:
+    def step(
+        self, eigenvalues: Mapping[str, float] | None = None
+    ) -> tuple[Switch, ...]:
         """After an optimizer step that was not skipped: advance the schedule.
 
         Args:
-            eigenvalues: Block name to eigenvalue over the largest, 0 to 1; a block that is missing has factor 1.
+            eigenvalues: Block name to eigenvalue over the largest, 0 to 1; a block that
+                is missing has factor 1.
 
         Returns:
             What changed.
@@ -144,7 +170,8 @@ class MoQController:
         self.history += switches
         switched = {switch.block for switch in switches}
         due = self.schedule.steps % self.config.scale_refresh == 0
-        # In the same order in all processes, which gather weights for it that an engine has taken apart.
+        # In the same order in all processes, which gather weights for it that an engine
+        # has taken apart.
         self._write_bits(block for block in self.blocks if due or block in switched)
         update_ranges(self._inputs().values())
         self._write_progress()
@@ -155,7 +182,8 @@ class MoQController:
     def check_ranks(self, skipped: bool = False) -> None:
         """Stop in all processes unless every one has the same config, plan and bits: before each step.
 
-        A message of 16 bytes. Ranks that disagree would wait for each other for ever, or train different models.
+        A message of 16 bytes. Ranks that disagree would wait for each other for ever,
+        or train different models.
 
         Args:
             skipped: Whether the gradient scaler skipped this rank's step.
@@ -165,23 +193,33 @@ class MoQController:
         """
         if not is_distributed():
             return
-        sums = [_checksum(what_counts(self.config)), _checksum(self.schedule.state_dict())]
+        sums = [
+            _checksum(what_counts(self.config)),
+            _checksum(self.schedule.state_dict()),
+        ]
         bits = [layer.moq.bits for layer in self.layers.values()]
         weight = next(iter(self.layers.values())).weight
-        agree(_checksum([sums, bits, skipped]), device_of(weight), lambda: self._shown(sums) + ", skipped" * skipped)
+        agree(
+            _checksum([sums, bits, skipped]),
+            device_of(weight),
+            lambda: self._shown(sums) + ", skipped" * skipped,
+        )
 
     @property
     def wants_samples(self) -> bool:
         """Whether something is still to be measured on training examples."""
         if self.sensitivity is None:
             return False
-        return self.schedule.targets is None or (self.config.eigenvalue.enabled and not self.has_arrived)
+        return self.schedule.targets is None or (
+            self.config.eigenvalue.enabled and not self.has_arrived
+        )
 
     def measure(self) -> dict[str, float] | None:
         """What the coming `step` needs: bits under a budget, which are chosen here if they are due, and eigenvalues.
 
         Returns:
-            Eigenvalues, or what stands for them, measured if they are due; None without `eigenvalue.enabled`.
+            Eigenvalues, or what stands for them, measured if they are due; None without
+            `eigenvalue.enabled`.
 
         Raises:
             MoQError: They cannot be measured; see `Sensitivity.update`.
@@ -191,10 +229,16 @@ class MoQController:
         if not self.wants_samples:
             self.sensitivity.samples.clear()
         self.sensitivity.check()
-        if self.schedule.is_choosing and self._chooser is not None and self.config.budget is not None:
+        if (
+            self.schedule.is_choosing
+            and self._chooser is not None
+            and self.config.budget is not None
+        ):
             # On the float model as the optimizer has just left it.
             step = self.schedule.steps + 1
-            self.choice = self._chooser.choose(self.sensitivity.costs(self.config.budget.choices), step)
+            self.choice = self._chooser.choose(
+                self.sensitivity.costs(self.config.budget.choices), step
+            )
             self.schedule.choose(self.choice.targets)
         if self.config.eigenvalue.enabled and self.sensitivity.is_due(self.schedule):
             self.sensitivity.update(self.schedule)
@@ -226,9 +270,10 @@ class MoQController:
     def metrics(self) -> dict[str, float]:
         """Scalars for a Trainer's log.
 
-        Always bits per parameter and the size of the whole model now, in megabytes, the share of it that is quantized,
-        and where the config blends, each block's share of the float weights. At the step of a switch also each block's
-        bits, period and eigenvalue.
+        Always bits per parameter and the size of the whole model now, in megabytes, the
+        share of it that is quantized, and where the config blends, each block's share
+        of the float weights. At the step of a switch also each block's bits, period and
+        eigenvalue.
         """
         bits, period = self.schedule.bits, self.schedule.period
         scalars = {
@@ -237,13 +282,19 @@ class MoQController:
             "moq/size_mb": round(self.sizes.mb, 4),
         }
         if self.config.blend.enabled:
-            scalars |= {f"moq/blend/{block}": round(share, 6) for block, share in self.schedule.blend.items()}
+            scalars |= {
+                f"moq/blend/{block}": round(share, 6)
+                for block, share in self.schedule.blend.items()
+            }
         if not self.history or self.history[-1].step != self.schedule.steps:
             return scalars
         scalars |= {f"moq/bits/{block}": bits[block] for block in self.blocks}
         scalars |= {f"moq/period/{block}": period[block] for block in self.blocks}
         if self.config.eigenvalue.enabled and self.sensitivity is not None:
-            scalars |= {f"moq/eigenvalue/{block}": value for block, value in self.sensitivity.values.items()}
+            scalars |= {
+                f"moq/eigenvalue/{block}": value
+                for block, value in self.sensitivity.values.items()
+            }
         return scalars
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,11 +311,17 @@ class MoQController:
             "moq_hf": __version__,
             "config": self.config.to_dict(),
             "schedule": self.schedule.state_dict(),
-            "ratios": {name: ratios_in_letters(ratio) for name, ratio in ratios.items() if ratio is not None},
+            "ratios": {
+                name: ratios_in_letters(ratio)
+                for name, ratio in ratios.items()
+                if ratio is not None
+            },
             "input_ranges": ranges_of(self._inputs()),
             "history": [list(switch) for switch in self.history],
             "float_size_mb": self.sizes.float_mb,
-            "sensitivity": None if self.sensitivity is None else self.sensitivity.state_dict(),
+            "sensitivity": None
+            if self.sensitivity is None
+            else self.sensitivity.state_dict(),
             "choice": None if self.choice is None else asdict(self.choice),
             "handed_dtype": handed_dtype(self.all_layers),
         }
@@ -273,14 +330,16 @@ class MoQController:
         """Go on from a saved state; call it after the float weights are loaded.
 
         Returns:
-            What changed in the config and counts: dotted key to the saved value and the current one.
+            What changed in the config and counts: dotted key to the saved value and the
+                current one.
 
         Raises:
-            MoQError: The state is of other layers, of a config that this one cannot go on from (see `load_schedule`),
-                of a newer moq_hf, or damaged.
+            MoQError: The state is of other layers, of a config that this one cannot go
+                on from (see `load_schedule`), of a newer moq_hf, or damaged.
         """
         check_state(state)
-        # A checkpoint of an earlier version lacks the keys that came later: they had their defaults.
+        # A checkpoint of an earlier version lacks the keys that came later: they had
+        # their defaults.
         changed = changes(MoQConfig.from_dict(state["config"]), self.config)
         load_schedule(self.schedule, state, changed)
         self.history = [Switch(*switch) for switch in state["history"]]
@@ -290,21 +349,33 @@ class MoQController:
         # Before the offset a changed config may have made other blocks of the layers.
         if self.sensitivity is not None and (self.has_begun or not changed):
             # Other limits, another number of examples.
-            asked = {"rows": 0} if any(key.startswith(("eigenvalue.", "sensitivity.")) for key in changed) else {}
+            asked = (
+                {"rows": 0}
+                if any(
+                    key.startswith(("eigenvalue.", "sensitivity.")) for key in changed
+                )
+                else {}
+            )
             self.sensitivity.load_state_dict({**state["sensitivity"], **asked})
         self.refresh()
         return changed
 
     def summary(self) -> str:
         """One line: what is quantized and what is left alone, and why if neither the config nor its place says so."""
-        return messages.summary(self.inventory, self.config, len(self.blocks), self.sizes)
+        return messages.summary(
+            self.inventory, self.config, len(self.blocks), self.sizes
+        )
 
     def warnings(self) -> list[str]:
         """What a user should know before the first step."""
         return messages.warnings(self.inventory, self.config, self.sizes)
 
     def _inputs(self) -> dict[str, InputObserver]:
-        return {name: layer.moq.inputs for name, layer in self.layers.items() if layer.moq.inputs is not None}
+        return {
+            name: layer.moq.inputs
+            for name, layer in self.layers.items()
+            if layer.moq.inputs is not None
+        }
 
     def _shown(self, sums: list[int]) -> str:
         return (
@@ -312,7 +383,9 @@ class MoQController:
             f"(config {sums[0]:08x}, schedule {sums[1]:08x})"
         )
 
-    def _write_bits(self, blocks: Iterable[str], saved: Mapping[str, str] | None = None) -> None:
+    def _write_bits(
+        self, blocks: Iterable[str], saved: Mapping[str, str] | None = None
+    ) -> None:
         """Give the layers the schedule's bits: the one place in a run that does.
 
         Args:
@@ -325,24 +398,37 @@ class MoQController:
                 layer = self.layers[name]
                 if saved is None:
                     # A frozen weight has the ratios that it had.
-                    if bits[block] != layer.moq.bits or layer.float_weight.requires_grad:
+                    if (
+                        bits[block] != layer.moq.bits
+                        or layer.float_weight.requires_grad
+                    ):
                         layer.set_bits(bits[block])
                     continue
                 layer.moq.bits = bits[block]
                 layer.moq.ratio = None
                 if name in saved:
-                    ratio = ratios_of_letters(name, saved[name], layer.moq.grid.shape(*layer.matrix_shape))
+                    ratio = ratios_of_letters(
+                        name, saved[name], layer.moq.grid.shape(*layer.matrix_shape)
+                    )
                     # On the meta device it would be lost.
-                    layer.moq.ratio = ratio if layer.weight.is_meta else ratio.to(layer.weight.device)
+                    layer.moq.ratio = (
+                        ratio if layer.weight.is_meta else ratio.to(layer.weight.device)
+                    )
         for table in self.embeddings.values():
-            table.moq.bits = (self.config.quantize_embeddings if self.has_begun else None) or FLOAT_BITS
+            table.moq.bits = (
+                self.config.quantize_embeddings if self.has_begun else None
+            ) or FLOAT_BITS
 
     def _log(self, switches: tuple[Switch, ...]) -> None:
         if self.config.verbose:
             for switch in switches:
                 target = (self.schedule.targets or {})[switch.block]
-                logger.info("%s", messages.switch_in_words(switch, target, self.schedule.offset))
-        for line in messages.switches_in_words(switches, self.blocks, self.sizes.mean_bits):
+                logger.info(
+                    "%s", messages.switch_in_words(switch, target, self.schedule.offset)
+                )
+        for line in messages.switches_in_words(
+            switches, self.blocks, self.sizes.mean_bits
+        ):
             logger.info("%s", line)
 
 

@@ -9,8 +9,8 @@ The loss is a weighted sum of three means over a batch:
   all layers. Padding does not count.
 - labels: the task's own loss.
 
-As in TernaryBERT (Zhang et al., 2020, arXiv 2009.12812), which has no labels, and adds attention scores; those do not
-exist with fused attention.
+As in TernaryBERT (Zhang et al., 2020, arXiv 2009.12812), which has no labels, and adds
+attention scores; those do not exist with fused attention.
 """
 
 import inspect
@@ -32,8 +32,13 @@ from ..names import without_fsdp, without_peft
 
 logger = logging.getLogger(__name__)
 
-_STATES = {"hidden_states": "attention_mask", "encoder_hidden_states": "attention_mask", "decoder_hidden_states": None}
-# What both models must have in common: what inputs mean, what outputs mean, and the shape of what is compared.
+_STATES = {
+    "hidden_states": "attention_mask",
+    "encoder_hidden_states": "attention_mask",
+    "decoder_hidden_states": None,
+}
+# What both models must have in common: what inputs mean, what outputs mean, and the
+# shape of what is compared.
 _COMMON = ("vocab_size", "num_labels", "model_type")
 _COMMON_HIDDEN = ("hidden_size", "num_hidden_layers")
 
@@ -59,15 +64,21 @@ def load_teacher(
     """
     model = without_peft(model)
     if not isinstance(model, PreTrainedModel):
-        raise MoQError(f"distillation: needs a transformers model, got {type(model).__name__}")
+        raise MoQError(
+            f"distillation: needs a transformers model, got {type(model).__name__}"
+        )
     teacher: Any = source
     if isinstance(source, str):
         cls: Any = without_fsdp(type(model))
         try:
-            teacher, found = cls.from_pretrained(source, output_loading_info=True, **(init_kwargs or {}))
+            teacher, found = cls.from_pretrained(
+                source, output_loading_info=True, **(init_kwargs or {})
+            )
         except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
             reason = one_line(error)
-            raise MoQError(f"distillation.teacher: cannot load {source} as {type(model).__name__}: {reason}") from error
+            raise MoQError(
+                f"distillation.teacher: cannot load {source} as {type(model).__name__}: {reason}"
+            ) from error
         if found["missing_keys"]:
             raise MoQError(
                 f"distillation.teacher: {source} holds no weights for {', '.join(sorted(found['missing_keys']))}: "
@@ -76,23 +87,47 @@ def load_teacher(
         if is_packed(teacher):
             teacher = dequantize_model(teacher)
     elif not isinstance(source, PreTrainedModel):
-        raise MoQError(f"distillation: the teacher must be a transformers model, got {type(source).__name__}")
+        raise MoQError(
+            f"distillation: the teacher must be a transformers model, got {type(source).__name__}"
+        )
     shared = {id(parameter) for parameter in model.parameters()}
-    both = [name for name, parameter in teacher.named_parameters() if id(parameter) in shared]
+    both = [
+        name
+        for name, parameter in teacher.named_parameters()
+        if id(parameter) in shared
+    ]
     if both:
         raise MoQError(
             f"distillation: the teacher shares parameters with the model in training ({', '.join(both)}): give a copy, "
             "made before"
         )
     for name in _COMMON + (_COMMON_HIDDEN if config.hidden else ()):
-        ours, theirs = getattr(model.config, name, None), getattr(teacher.config, name, None)
+        ours, theirs = (
+            getattr(model.config, name, None),
+            getattr(teacher.config, name, None),
+        )
         if ours != theirs:
-            hint = "; set distillation.hidden to 0 to compare logits only" if name in _COMMON_HIDDEN else ""
-            raise MoQError(f"distillation: {name} is {ours} in the model and {theirs} in the teacher{hint}")
+            hint = (
+                "; set distillation.hidden to 0 to compare logits only"
+                if name in _COMMON_HIDDEN
+                else ""
+            )
+            raise MoQError(
+                f"distillation: {name} is {ours} in the model and {theirs} in the teacher{hint}"
+            )
     ours, theirs = model.config.id2label, teacher.config.id2label
-    named = ours and theirs and not any(str(label).startswith("LABEL_") for label in (*ours.values(), *theirs.values()))
+    named = (
+        ours
+        and theirs
+        and not any(
+            str(label).startswith("LABEL_")
+            for label in (*ours.values(), *theirs.values())
+        )
+    )
     if named and ours != theirs:
-        raise MoQError(f"distillation: the labels are {ours} in the model and {theirs} in the teacher")
+        raise MoQError(
+            f"distillation: the labels are {ours} in the model and {theirs} in the teacher"
+        )
     teacher.requires_grad_(False).train(False)
     return cast(PreTrainedModel, teacher.to(device))
 
@@ -118,9 +153,11 @@ def distillation_loss(
 
     Args:
         task_loss: Of the student, a scalar.
-        student: Output of the student with `output_hidden_states` where `config.hidden` is not 0.
+        student: Output of the student with `output_hidden_states` where `config.hidden`
+            is not 0.
         teacher: Output of the teacher for the same `inputs`.
-        inputs: Of both: `attention_mask` is read, and `labels`, as `labels_at_logits` gives them.
+        inputs: Of both: `attention_mask` is read, and `labels`, as `labels_at_logits`
+            gives them.
         config: The weights.
         problem: See `logits_loss`.
 
@@ -135,20 +172,34 @@ def distillation_loss(
             raise MoQError(
                 f"distillation: the model's output has no names (return_dict), it is {type(output).__name__}"
             )
-    total = config.labels * task_loss.float() if config.labels else task_loss.new_zeros((), dtype=torch.float32)
+    total = (
+        config.labels * task_loss.float()
+        if config.labels
+        else task_loss.new_zeros((), dtype=torch.float32)
+    )
     if config.logits:
         ours, theirs = logits_in(student), logits_in(teacher)
         if not ours:
-            raise MoQError(f"distillation: the model's output has no logits, only {', '.join(student)}")
-        total = total + config.logits * logits_loss(ours, theirs, inputs.get("labels"), problem)
+            raise MoQError(
+                f"distillation: the model's output has no logits, only {', '.join(student)}"
+            )
+        total = total + config.logits * logits_loss(
+            ours, theirs, inputs.get("labels"), problem
+        )
     if config.hidden:
         parts = [
-            _state_loss(ours.float(), theirs.float(), inputs.get(mask) if mask else None)
+            _state_loss(
+                ours.float(), theirs.float(), inputs.get(mask) if mask else None
+            )
             for name, mask in _STATES.items()
-            for ours, theirs in zip(student.get(name) or (), teacher.get(name) or (), strict=True)
+            for ours, theirs in zip(
+                student.get(name) or (), teacher.get(name) or (), strict=True
+            )
         ]
         if not parts:
-            raise MoQError("distillation: the model's output has no hidden states; set distillation.hidden to 0")
+            raise MoQError(
+                "distillation: the model's output has no hidden states; set distillation.hidden to 0"
+            )
         total = total + config.hidden * torch.stack(parts).mean()
     return total
 
@@ -159,29 +210,45 @@ def logits_in(output: Any) -> dict[str, Tensor]:
 
 
 def logits_loss(
-    student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], labels: Any, problem: str | None = None
+    student: Mapping[str, Tensor],
+    teacher: Mapping[str, Tensor],
+    labels: Any,
+    problem: str | None = None,
 ) -> Tensor:
     """The cross entropy of class probabilities with the teacher's, a scalar; the mean where there are several logits.
 
     Args:
         student: As `logits_in` gives them.
         teacher: The same of the teacher.
-        labels: Where these are -100, at their positions nothing counts; without labels of their shape all counts.
-        problem: `problem_type` of the model's config: with `multi_label_classification` each class has a probability of
-            its own, with `regression`, or one logit and no type, the loss is the squared difference.
+        labels: Where these are -100, at their positions nothing counts; without labels
+            of their shape all counts.
+        problem: `problem_type` of the model's config: with `multi_label_classification`
+            each class has a probability of its own, with `regression`, or one logit and
+            no type, the loss is the squared difference.
     """
-    return torch.stack([_cross_entropy(student[name], teacher[name], labels, problem) for name in student]).mean()
+    return torch.stack(
+        [
+            _cross_entropy(student[name], teacher[name], labels, problem)
+            for name in student
+        ]
+    ).mean()
 
 
 def labels_at_logits(model: nn.Module, labels: Any) -> Any:
     """The labels, each at the position of the logits that predict it.
 
-    That is its own, or the one before it in a model that generates with a decoder alone, as the loss of transformers
-    has it. The last position predicts nothing there: -100.
+    That is its own, or the one before it in a model that generates with a decoder
+    alone, as the loss of transformers has it. The last position predicts nothing there:
+    -100.
     """
     model = without_peft(model)
     generates = getattr(model, "can_generate", None)
-    if not isinstance(labels, Tensor) or labels.dim() < 2 or generates is None or not generates():
+    if (
+        not isinstance(labels, Tensor)
+        or labels.dim() < 2
+        or generates is None
+        or not generates()
+    ):
         return labels
     if getattr(model.config, "is_encoder_decoder", False):
         return labels
@@ -204,14 +271,20 @@ def check_hidden(model: nn.Module, config: DistillationConfig) -> None:
 def takes(model: nn.Module, name: str) -> bool:
     """Whether a model's forward pass has an argument of that name, or takes any."""
     kinds = inspect.signature(model.forward).parameters
-    return name in kinds or any(kind.kind is kind.VAR_KEYWORD for kind in kinds.values())
+    return name in kinds or any(
+        kind.kind is kind.VAR_KEYWORD for kind in kinds.values()
+    )
 
 
-def _cross_entropy(student: Tensor, teacher: Tensor, labels: Any, problem: str | None) -> Tensor:
+def _cross_entropy(
+    student: Tensor, teacher: Tensor, labels: Any, problem: str | None
+) -> Tensor:
     if problem == "regression" or (problem is None and student.shape[-1] == 1):
         return nn.functional.mse_loss(student, teacher)
     if problem == "multi_label_classification":
-        return nn.functional.binary_cross_entropy_with_logits(student, teacher.sigmoid())
+        return nn.functional.binary_cross_entropy_with_logits(
+            student, teacher.sigmoid()
+        )
     given = teacher.softmax(-1)
     # A class that a mask rules out is infinitely unlikely for both.
     loss = -(given * student.log_softmax(-1).masked_fill(given == 0, 0.0)).sum(-1)

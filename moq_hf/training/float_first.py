@@ -70,16 +70,23 @@ def after_float(config: MoQConfig, share: float) -> MoQConfig:
             schedule.offset,
         )
     # Written with so many digits, it is read as the fraction that it is.
-    deadline = None if schedule.deadline is None else round(share + (1 - share) * schedule.deadline, 9)
-    return dataclasses.replace(config, schedule=dataclasses.replace(schedule, offset=share, deadline=deadline))
+    deadline = (
+        None
+        if schedule.deadline is None
+        else round(share + (1 - share) * schedule.deadline, 9)
+    )
+    return dataclasses.replace(
+        config, schedule=dataclasses.replace(schedule, offset=share, deadline=deadline)
+    )
 
 
 class FloatPhase:
     """The float part of a `MoQTrainer`'s run.
 
-    At its end the model is saved in the folder `float` of the output folder, evaluated, and loaded from there as the
-    teacher; a run that resumes later finds it there. The optimizer's state starts afresh, as the learning rate does:
-    the rest is what a second run from the saved model would be.
+    At its end the model is saved in the folder `float` of the output folder, evaluated,
+    and loaded from there as the teacher; a run that resumes later finds it there. The
+    optimizer's state starts afresh, as the learning rate does: the rest is what a
+    second run from the saved model would be.
 
     Args:
         trainer: Whose run it is.
@@ -87,11 +94,14 @@ class FloatPhase:
         model: The one to train.
 
     Raises:
-        MoQError: The model is not one of transformers, has adapters, or is not what its class makes of its config.
+        MoQError: The model is not one of transformers, has adapters, or is not what its
+            class makes of its config.
 
     Attributes:
-        metrics: The evaluation at the end of the phase; None before, and without an evaluation set.
-        outputs_checked: Whether the model's outputs were found to be those of a teacher.
+        metrics: The evaluation at the end of the phase; None before, and without an
+            evaluation set.
+        outputs_checked: Whether the model's outputs were found to be those of a
+            teacher.
     """
 
     def __init__(self, trainer: Trainer, share: float, model: Any) -> None:
@@ -101,7 +111,9 @@ class FloatPhase:
                 "first, and give MoQTrainer(teacher=) a copy"
             )
         if not isinstance(model, PreTrainedModel):
-            raise MoQError(f"float_first: needs a transformers model, got {type(model).__name__}")
+            raise MoQError(
+                f"float_first: needs a transformers model, got {type(model).__name__}"
+            )
         _check_class(model)
         self.trainer, self.share = trainer, share
         self.metrics: Mapping[str, Any] | None = None
@@ -164,13 +176,21 @@ class FloatPhase:
             MoQError: It cannot be loaded.
         """
         student = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        return load_teacher(str(self.folder), student, config.distillation, self.trainer.args.device)
+        return load_teacher(
+            str(self.folder), student, config.distillation, self.trainer.args.device
+        )
 
     def log(self) -> None:
         """Log the evaluation, once it is there."""
         if self._unlogged is not None:
-            figures = {name: value for name, value in self._unlogged.items() if isinstance(value, (int, float))}
-            self.trainer.log({f"float_{name}": value for name, value in figures.items()})
+            figures = {
+                name: value
+                for name, value in self._unlogged.items()
+                if isinstance(value, (int, float))
+            }
+            self.trainer.log(
+                {f"float_{name}": value for name, value in figures.items()}
+            )
             self._unlogged = None
 
     @property
@@ -183,7 +203,8 @@ def _check_class(model: PreTrainedModel) -> None:
     """Check that the model can be loaded once it is saved, as its own teacher.
 
     Raises:
-        MoQError: Its class needs more than a config, or makes other weights of it: a part was put in by hand.
+        MoQError: Its class needs more than a config, or makes other weights of it: a
+            part was put in by hand.
     """
     try:
         # As `from_pretrained` makes it.
@@ -195,8 +216,13 @@ def _check_class(model: PreTrainedModel) -> None:
             "as its own teacher: give MoQTrainer(teacher=) a copy of a float model"
         ) from error
     now = model.state_dict()
-    shapes = {name: [own[name].shape for own in (now, again) if name in own] for name in now | again}
-    other = sorted(name for name, found in shapes.items() if len(found) < 2 or found[0] != found[1])
+    shapes = {
+        name: [own[name].shape for own in (now, again) if name in own]
+        for name in now | again
+    }
+    other = sorted(
+        name for name, found in shapes.items() if len(found) < 2 or found[0] != found[1]
+    )
     if other:
         raise MoQError(
             f"float_first: {type(model).__name__} has other weights by its config ({', '.join(other)}), so it cannot "
@@ -215,5 +241,14 @@ def _evaluated(trainer: Trainer) -> dict[str, float]:
     for name, part in data.items() if isinstance(data, Mapping) else [("", data)]:
         loader = trainer.get_eval_dataloader(part)
         prefix = f"eval_{name}".rstrip("_")
-        metrics |= trainer.evaluation_loop(loader, "Evaluation", loss_only, metric_key_prefix=prefix).metrics or {}
-    return {name: value for name, value in metrics.items() if not isinstance(value, float) or math.isfinite(value)}
+        metrics |= (
+            trainer.evaluation_loop(
+                loader, "Evaluation", loss_only, metric_key_prefix=prefix
+            ).metrics
+            or {}
+        )
+    return {
+        name: value
+        for name, value in metrics.items()
+        if not isinstance(value, float) or math.isfinite(value)
+    }

@@ -1,10 +1,12 @@
 """How sensitive a block is to rounding: each measure is a class that checks the model, prices and measures.
 
-`divergence`: how far the model's predictions move when one block is rounded to other bits. With p the class
-probabilities as they are and q those with the block at other bits, it is KL(p, q), averaged over the predictions that
-count: what the cross entropy of q with p has more than the entropy of p.
+`divergence`: how far the model's predictions move when one block is rounded to other
+bits. With p the class probabilities as they are and q those with the block at other
+bits, it is KL(p, q), averaged over the predictions that count: what the cross entropy
+of q with p has more than the entropy of p.
 
-`eigenvalue`: the eigenvalue of largest magnitude of the block of the loss's Hessian; see `moq_hf.eigen`.
+`eigenvalue`: the eigenvalue of largest magnitude of the block of the loss's Hessian;
+see `moq_hf.eigen`.
 """
 
 import functools
@@ -30,15 +32,18 @@ logger = logging.getLogger(__name__)
 
 # What a block costs, by block and by bits.
 Costs = dict[str, dict[int, float]]
-# The scalar mean loss of a model over a batch, given as the keyword arguments of its forward pass.
+# The scalar mean loss of a model over a batch, given as the keyword arguments of its
+# forward pass.
 Loss = Callable[[nn.Module, Batch], Tensor]
 
-# In units of the forward and backward pass of one training example; see docs/evidence/eigenvalues.md. They decide what
-# the budget allows: the clock would let two runs of the same seed differ.
+# In units of the forward and backward pass of one training example; see
+# docs/evidence/eigenvalues.md. They decide what the budget allows: the clock would let
+# two runs of the same seed differ.
 GRAPH_COST, PRODUCT_COST, FORWARD_COST = 1.0, 0.6, 0.4
 # Products a block takes early in training, where it takes most.
 FIRST_PRODUCTS = {"lanczos": 11, "power": 23}
-# Numbers of all the logits that are compared, half a gigabyte; of a large vocabulary not every token.
+# Numbers of all the logits that are compared, half a gigabyte; of a large vocabulary
+# not every token.
 KEPT_LOGITS = 1 << 26
 
 
@@ -71,8 +76,10 @@ class _Measure:
         config: Limits of the measurement, and the seed.
 
     Attributes:
-        loss: Gives the scalar mean loss of the model over a batch; by default that in the model's output.
-        products: Products of the Hessian that a block took in the last measurement, where the measure takes any.
+        loss: Gives the scalar mean loss of the model over a batch; by default that in
+            the model's output.
+        products: Products of the Hessian that a block took in the last measurement,
+            where the measure takes any.
     """
 
     name: ClassVar[str]
@@ -87,17 +94,24 @@ class _Measure:
         self.model, self.blocks, self.layers = model, blocks, layers
         self.config, self.seed = config.eigenvalue, config.seed
         self.loss: Loss = model_loss
-        self.products = float(min(self.config.max_iter, FIRST_PRODUCTS[self.config.method]))
+        self.products = float(
+            min(self.config.max_iter, FIRST_PRODUCTS[self.config.method])
+        )
         self.device = device_of(next(model.parameters()))
         self._warned: set[str] = set()
 
     def _quantized_layers(self) -> dict[str, list[QuantLayer]]:
         layers = quant_layers(self.model)
-        return {name: [layers[layer] for layer in own] for name, own in self.layers.items()}
+        return {
+            name: [layers[layer] for layer in own] for name, own in self.layers.items()
+        }
 
     def _warn_of_infinite(self, values: Mapping[str, float]) -> None:
         odd = [name for name, value in values.items() if not math.isfinite(value)]
-        self._warn("is not finite: the largest finite one is used, 1 for all if there is none", odd)
+        self._warn(
+            "is not finite: the largest finite one is used, 1 for all if there is none",
+            odd,
+        )
 
     def _warn(self, what: str, blocks: Sequence[str]) -> None:
         warning = f"moq_hf: the {self.name} of {', '.join(blocks)} {what}"
@@ -117,8 +131,17 @@ class Divergence(_Measure):
         Raises:
             MoQError: It does so for a wrapper of the model.
         """
-        gathered = {id(p) for module in self.model.modules() if is_fsdp2(module) for p in module.parameters()}
-        if any(is_sharded(p) and id(p) not in gathered for own in self.blocks.values() for p in own):
+        gathered = {
+            id(p)
+            for module in self.model.modules()
+            if is_fsdp2(module)
+            for p in module.parameters()
+        }
+        if any(
+            is_sharded(p) and id(p) not in gathered
+            for own in self.blocks.values()
+            for p in own
+        ):
             raise MoQError(
                 f"{self.name}: FSDP2 gathers the weights for a wrapper of the model, that of torch_compile: "
                 "leave torch_compile out, or call model.compile() yourself"
@@ -137,7 +160,9 @@ class Divergence(_Measure):
         """What a measurement takes, in training examples: a reference, and a pass for each block and level."""
         return rows * FORWARD_COST * (1 + levels * len(self.blocks))
 
-    def costs(self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]) -> Costs:
+    def costs(
+        self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]
+    ) -> Costs:
         """The divergence of each block at each of some bits, with all others as they are; the same in all ranks.
 
         Args:
@@ -149,12 +174,22 @@ class Divergence(_Measure):
         """
         with measuring(self.model):
             found = divergences(self.model, batches, self._quantized_layers(), levels)
-        values = iter(mean_over_ranks([cost for own in found.values() for cost in own.values()], self.device))
-        agreed = {name: {bits: next(values) for bits in own} for name, own in found.items()}
-        self._warn_of_infinite({name: sum(own.values()) for name, own in agreed.items()})
+        values = iter(
+            mean_over_ranks(
+                [cost for own in found.values() for cost in own.values()], self.device
+            )
+        )
+        agreed = {
+            name: {bits: next(values) for bits in own} for name, own in found.items()
+        }
+        self._warn_of_infinite(
+            {name: sum(own.values()) for name, own in agreed.items()}
+        )
         return agreed
 
-    def scores(self, batches: Sequence[Batch], next_bits: Mapping[str, int]) -> dict[str, float]:
+    def scores(
+        self, batches: Sequence[Batch], next_bits: Mapping[str, int]
+    ) -> dict[str, float]:
         """The divergence of each block at its next bits.
 
         Raises:
@@ -185,17 +220,24 @@ class Eigenvalue(_Measure):
             MoQError: It cannot; see `check_second_derivative`.
         """
         with measuring(self.model, self.blocks) as blocks:
-            check_second_derivative(self._losses([batch])[0], next(iter(blocks.values())))
+            check_second_derivative(
+                self._losses([batch])[0], next(iter(blocks.values()))
+            )
 
     def cost(self, rows: float, levels: int = 1) -> float:
         """A graph and its products: one graph serves all products, those of several batches are made for each round."""
         graphs = 1.0 if rows <= CHUNK else self.products
-        return rows * (GRAPH_COST * graphs + PRODUCT_COST * self.products * len(self.blocks))
+        return rows * (
+            GRAPH_COST * graphs + PRODUCT_COST * self.products * len(self.blocks)
+        )
 
-    def costs(self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]) -> Costs:
+    def costs(
+        self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]
+    ) -> Costs:
         """Predict the costs to second order, for the worst change of a block's weights.
 
-        It is the block's eigenvalue times the squared length of their change by rounding, halved.
+        It is the block's eigenvalue times the squared length of their change by
+        rounding, halved.
 
         Raises:
             MoQError: The loss cannot be differentiated twice.
@@ -209,10 +251,14 @@ class Eigenvalue(_Measure):
             found[name] = {}
             for bits in choices:
                 with at_bits(layers[name], bits), torch.no_grad():
-                    found[name][bits] = value * sum(map(_squared_change, layers[name])) / 2
+                    found[name][bits] = (
+                        value * sum(map(_squared_change, layers[name])) / 2
+                    )
         return found
 
-    def scores(self, batches: Sequence[Batch], next_bits: Mapping[str, int] | None = None) -> dict[str, float]:
+    def scores(
+        self, batches: Sequence[Batch], next_bits: Mapping[str, int] | None = None
+    ) -> dict[str, float]:
         """The magnitude of each block's eigenvalue, whatever its next bits are.
 
         Raises:
@@ -220,10 +266,15 @@ class Eigenvalue(_Measure):
         """
         config, losses = self.config, self._losses(batches)
         with measuring(self.model, self.blocks) as blocks:
-            options = {name: getattr(config, name) for name in ("method", "max_iter", "tol", "stability")}
+            options = {
+                name: getattr(config, name)
+                for name in ("method", "max_iter", "tol", "stability")
+            }
             found = block_eigenvalues(losses, blocks, seed=self.seed, **options)
         unfinished = [name for name, one in found.items() if one.reason == "max_iter"]
-        self._warn(f"is not within tol after max_iter {config.max_iter} products", unfinished)
+        self._warn(
+            f"is not within tol after max_iter {config.max_iter} products", unfinished
+        )
         products = sum(one.num_products for one in found.values()) / len(found)
         magnitudes = [abs(one.value) for one in found.values()]
         self.products, *values = mean_over_ranks([products, *magnitudes], self.device)
@@ -234,7 +285,10 @@ class Eigenvalue(_Measure):
     def _losses(self, batches: Sequence[Batch]) -> list[Callable[[], Tensor]]:
         """Make the loss over each batch, weighted so that their mean is that over examples."""
         weight = len(batches) / sum(map(rows_of, batches))
-        return [functools.partial(self._loss, batch, weight * rows_of(batch)) for batch in batches]
+        return [
+            functools.partial(self._loss, batch, weight * rows_of(batch))
+            for batch in batches
+        ]
 
     def _loss(self, batch: Batch, weight: float) -> Tensor:
         with repeatable():
@@ -242,7 +296,10 @@ class Eigenvalue(_Measure):
 
 
 Measure = Divergence | Eigenvalue
-MEASURES: dict[str, type[Measure]] = {"divergence": Divergence, "eigenvalue": Eigenvalue}
+MEASURES: dict[str, type[Measure]] = {
+    "divergence": Divergence,
+    "eigenvalue": Eigenvalue,
+}
 
 
 def divergences(
@@ -265,12 +322,17 @@ def divergences(
     counts = [rows_of(batch) for batch in batches]
     found: Costs = {}
     with torch.no_grad():
-        references = [_reference(model, batch, KEPT_LOGITS // len(batches)) for batch in batches]
+        references = [
+            _reference(model, batch, KEPT_LOGITS // len(batches)) for batch in batches
+        ]
         for block, levels_of_block in levels.items():
             found[block] = {}
             for bits in levels_of_block:
                 with at_bits(layers[block], bits):
-                    sums = [rows * reference() for rows, reference in zip(counts, references, strict=True)]
+                    sums = [
+                        rows * reference()
+                        for rows, reference in zip(counts, references, strict=True)
+                    ]
                 moved = sum(sums) / sum(counts)
                 # Below 0 it is rounding.
                 found[block][bits] = max(0.0, moved) if math.isfinite(moved) else moved
@@ -284,7 +346,9 @@ def logits_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         MoQError: It has none.
     """
     with repeatable(), torch.no_grad():
-        output = model(**{name: value for name, value in batch.items() if takes(model, name)})
+        output = model(
+            **{name: value for name, value in batch.items() if takes(model, name)}
+        )
     found = logits_in(output) if isinstance(output, Mapping) else {}
     if not found:
         raise MoQError(
@@ -299,9 +363,19 @@ def finite_costs(costs: Costs) -> Costs:
     >>> finite_costs({"a": {2: math.inf, 4: 0.5}, "b": {2: 2.0, 4: 0.0}})
     {'a': {2: 2.0, 4: 0.5}, 'b': {2: 2.0, 4: 0.0}}
     """
-    largest = max((cost for own in costs.values() for cost in own.values() if math.isfinite(cost)), default=1.0)
+    largest = max(
+        (
+            cost
+            for own in costs.values()
+            for cost in own.values()
+            if math.isfinite(cost)
+        ),
+        default=1.0,
+    )
     return {
-        block: {bits: cost if math.isfinite(cost) else largest for bits, cost in own.items()}
+        block: {
+            bits: cost if math.isfinite(cost) else largest for bits, cost in own.items()
+        }
         for block, own in costs.items()
     }
 
@@ -316,11 +390,17 @@ def _reference(model: nn.Module, batch: Batch, size: int) -> Callable[[], float]
 
     def compared(logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # Little differences of large numbers; not every device has float64.
-        return {name: logits[name].flatten(0, -2)[own].cpu().double() for name, own in rows.items()}
+        return {
+            name: logits[name].flatten(0, -2)[own].cpu().double()
+            for name, own in rows.items()
+        }
 
     reference = compared(now)
     entropy = float(logits_loss(reference, reference, None, problem))
-    return lambda: float(logits_loss(compared(logits_of(model, batch)), reference, None, problem)) - entropy
+    return lambda: (
+        float(logits_loss(compared(logits_of(model, batch)), reference, None, problem))
+        - entropy
+    )
 
 
 def compared_rows(logits: Tensor, labels: Any, size: int) -> Tensor:
@@ -333,7 +413,11 @@ def compared_rows(logits: Tensor, labels: Any, size: int) -> Tensor:
     """
     count = logits.shape[:-1].numel()
     rows = torch.arange(count, device=logits.device)
-    if isinstance(labels, Tensor) and labels.shape == logits.shape[:-1] and bool(labels.ne(-100).any()):
+    if (
+        isinstance(labels, Tensor)
+        and labels.shape == logits.shape[:-1]
+        and bool(labels.ne(-100).any())
+    ):
         rows = rows[labels.flatten().ne(-100)]
     wanted = max(1, size // logits.shape[-1])
     return rows[:: -(-len(rows) // wanted)]

@@ -26,21 +26,27 @@ def measuring(
 ) -> Iterator[dict[str, list[Tensor]]]:
     """For the duration `model` is out of training and computes in float32; afterwards it is as it was.
 
-    Inside there is no autocast, no dropout and no compiled code, and attention can be differentiated twice. All
-    parameters are stand-ins and all buffers copies: the model's own get no gradient, no new version and no hook called.
-    Random numbers drawn inside leave the generators as they were. What FSDP2 or ZeRO-3 takes apart keeps its
+    Inside there is no autocast, no dropout and no compiled code, and attention can be
+    differentiated twice. All parameters are stand-ins and all buffers copies: the
+    model's own get no gradient, no new version and no hook called. Random numbers drawn
+    inside leave the generators as they were. What FSDP2 or ZeRO-3 takes apart keeps its
     parameters, and the precision that it trains in.
 
     Args:
         model: Unwrapped (no DDP).
-        blocks: Block name to parameters of the model, for eigenvalues: their stand-ins require a gradient, frozen ones
-            included, and layers multiply with stand-ins that hold their quantized weights as they are now. None: layers
-            quantize in each forward pass, at bits that `at_bits` can change.
+        blocks: Block name to parameters of the model, for eigenvalues: their stand-ins
+            require a gradient, frozen ones included, and layers multiply with stand-ins
+            that hold their quantized weights as they are now. None: layers quantize in
+            each forward pass, at bits that `at_bits` can change.
 
     Yields:
         Block name to the stand-ins, for `block_eigenvalues`.
     """
-    layers = [layer for name, module in named_modules(model) for layer in quantized_in(name, module).values()]
+    layers = [
+        layer
+        for name, module in named_modules(model)
+        for layer in quantized_in(name, module).values()
+    ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(repeatable())
         stack.enter_context(_restored(layer.moq for layer in layers))
@@ -54,14 +60,19 @@ def measuring(
             stack.enter_context(_restored(model.modules()))
             stand_ins = _exchange(model, blocks)
             _use_plain_attention(model, stack)
-            for device in {p.device.type for p in model.parameters()} - {"meta"} | {"cpu"}:
+            for device in {p.device.type for p in model.parameters()} - {"meta"} | {
+                "cpu"
+            }:
                 stack.enter_context(torch.autocast(device, enabled=False))
         for layer in layers:
             layer.moq.inputs = None
             if blocks is not None:
                 # The stand-ins are on the grid already.
                 layer.moq.bits = FLOAT_BITS
-        yield {name: [p for one in own for p in stand_ins[id(one)]] for name, own in (blocks or {}).items()}
+        yield {
+            name: [p for one in own for p in stand_ins[id(one)]]
+            for name, own in (blocks or {}).items()
+        }
 
 
 @contextlib.contextmanager
@@ -82,7 +93,9 @@ def repeatable() -> Iterator[None]:
     has_own = accelerator is not None and accelerator.type != "mps"
     devices = [torch.accelerator.current_device_index()] if has_own else []
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator is not None else "cuda"):
+    with torch.random.fork_rng(
+        devices, device_type=accelerator.type if accelerator is not None else "cuda"
+    ):
         try:
             yield
         finally:
@@ -129,11 +142,14 @@ def _restored(objects: Iterable[object]) -> Iterator[None]:
             vars(one).update(attributes)
 
 
-def _exchange(model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]] | None) -> dict[int, list[Tensor]]:
+def _exchange(
+    model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]] | None
+) -> dict[int, list[Tensor]]:
     """Take the modules out of training, and exchange parameters and buffers for others in float32.
 
     Returns:
-        The stand-ins of each parameter, by its id; two for a weight that a quantized layer shares with another module.
+        The stand-ins of each parameter, by its id; two for a weight that a quantized
+        layer shares with another module.
     """
     measured = {id(p) for own in (blocks or {}).values() for p in own}
     made: dict[tuple[int, bool], Tensor] = {}
@@ -141,7 +157,10 @@ def _exchange(model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]] | N
     undo_mixed_precision(model)
     for module in model.modules():
         quantized = {} if blocks is None else quantized_in("", module)
-        values = {id(layer.parameter()): layer.quantized_copy(torch.float32) for layer in quantized.values()}
+        values = {
+            id(layer.parameter()): layer.quantized_copy(torch.float32)
+            for layer in quantized.values()
+        }
         parameters: dict[str, Any] = dict(module._parameters)
         for name, parameter in parameters.items():
             if parameter is None or not parameter.is_floating_point():
@@ -161,7 +180,9 @@ def _exchange(model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]] | N
                 buffers[name] = copy.float() if copy.is_floating_point() else copy
         vars(module).update(training=False, _parameters=parameters, _buffers=buffers)
         if isinstance(module, nn.RNNBase):
-            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+            module._flat_weights = [
+                getattr(module, name) for name in module._flat_weights_names
+            ]
     return found
 
 

@@ -20,7 +20,9 @@ from .resume import describe
 logger = logging.getLogger(__name__)
 
 
-def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSizes) -> str:
+def summary(
+    inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSizes
+) -> str:
     """One line: what is quantized and what is left alone, and why if neither the config nor its place says so.
 
     Args:
@@ -31,7 +33,9 @@ def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSi
     """
     left: dict[str, list[str]] = {}
     for name, reason in inventory.left_out.items():
-        left.setdefault(f"left in float, {reason}" if reason else "left in full precision", []).append(name)
+        left.setdefault(
+            f"left in float, {reason}" if reason else "left in full precision", []
+        ).append(name)
     if inventory.adapters:
         left.setdefault("left in full precision", []).append("PEFT's adapters")
     convolutions = sum(map(is_convolution, inventory.layers.values()))
@@ -41,12 +45,18 @@ def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSi
         "parameters of experts": len(inventory.experts),
     }
     what = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-    parts = [f"{what} in {blocks} blocks go {'from' if config.falls else 'to'} {config.span_in_words}"]
+    parts = [
+        f"{what} in {blocks} blocks go {'from' if config.falls else 'to'} {config.span_in_words}"
+    ]
     if convolutions and config.grouping.row_size is not None:
         parts.append("convolutions have one scale per channel")
     if inventory.embeddings:
-        parts.append(f"{len(inventory.embeddings)} embedding tables to {config.quantize_embeddings}")
-    parts += [f"{name} shares the weight of {owner}" for name, owner in inventory.tied.items()]
+        parts.append(
+            f"{len(inventory.embeddings)} embedding tables to {config.quantize_embeddings}"
+        )
+    parts += [
+        f"{name} shares the weight of {owner}" for name, owner in inventory.tied.items()
+    ]
     activation = config.activation
     if activation.enabled:
         parts.append(
@@ -54,7 +64,9 @@ def summary(inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSi
             f"{activation.start_step} steps"
         )
     parts.append(f"quantized: {sizes.coverage}")
-    parts += [f"{why}: {', '.join(names)}" for why, names in left.items()] or ["no layer is left out"]
+    parts += [f"{why}: {', '.join(names)}" for why, names in left.items()] or [
+        "no layer is left out"
+    ]
     return "; ".join(parts)
 
 
@@ -69,24 +81,36 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
     notes = []
     if sizes.share < 0.5:
         notes.append(_what_stays_in_float(inventory, config, sizes))
-    devices: set[torch.device] = {layer.weight.device for layer in inventory.layers.values()}
+    devices: set[torch.device] = {
+        layer.weight.device for layer in inventory.layers.values()
+    }
     # On a CUDA device the kernels say themselves what keeps them from running.
-    if config.kernel and not all(device.type == "cuda" or triton_quant.available(device) for device in devices):
-        notes.append("quantizer_kernel: the Triton kernels need a CUDA device; plain PyTorch gives the same numbers")
-    heads = [name for name in output_heads(inventory, config) if name in inventory.layers]
+    if config.kernel and not all(
+        device.type == "cuda" or triton_quant.available(device) for device in devices
+    ):
+        notes.append(
+            "quantizer_kernel: the Triton kernels need a CUDA device; plain PyTorch gives the same numbers"
+        )
+    heads = [
+        name for name in output_heads(inventory, config) if name in inventory.layers
+    ]
     if config.modules_to_not_convert is not None and heads:
         notes.append(
             f"the output heads {', '.join(heads)} are quantized too, since modules_to_not_convert is given "
             "without them; add them to it to leave them in full precision"
         )
-    convolutions = [name for name, layer in inventory.layers.items() if is_convolution(layer)]
+    convolutions = [
+        name for name, layer in inventory.layers.items() if is_convolution(layer)
+    ]
     if convolutions:
         notes.append(
             "quantize_convolutions: the packed format has no place for convolutions; these are saved as floats on the "
             f"grid, at full size, and are integers in the ONNX export: {', '.join(convolutions)}"
         )
     if convolutions and config.activation.enabled:
-        notes.append("activation_quantization is of linear layers: the inputs of convolutions stay in float")
+        notes.append(
+            "activation_quantization is of linear layers: the inputs of convolutions stay in float"
+        )
     if config.activation.enabled and config.grouping.row_size is not None:
         notes.append(
             "activation_quantization: integer products need one scale per channel, so the int8 export keeps layers "
@@ -95,14 +119,22 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
     return [*notes, *serving.notes(inventory, config)]
 
 
-def _what_stays_in_float(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> str:
+def _what_stays_in_float(
+    inventory: Inventory, config: MoQConfig, sizes: ModelSizes
+) -> str:
     others = sizes.largest_others()
-    parts = [f"{in_words(count)} in {group}" for group, count in list(others.items())[:4]]
+    parts = [
+        f"{in_words(count)} in {group}" for group, count in list(others.items())[:4]
+    ]
     known = {*inventory.embeddings, *inventory.tied}
-    tables = [name for name in embeddings_to_quantize(inventory, config) if name not in known]
+    tables = [
+        name for name in embeddings_to_quantize(inventory, config) if name not in known
+    ]
     if tables:
         parts[-1] += f"; quantize_embeddings would take {', '.join(tables)}"
-    return f"only {sizes.coverage} are in quantized layers; the others: {', '.join(parts)}"
+    return (
+        f"only {sizes.coverage} are in quantized layers; the others: {', '.join(parts)}"
+    )
 
 
 def switch_in_words(switch: Switch, target_bits: int, offset: int) -> str:
@@ -111,14 +143,28 @@ def switch_in_words(switch: Switch, target_bits: int, offset: int) -> str:
     >>> switch_in_words(Switch(6, "layer.1", 5, 4, 8, 1, None), target_bits=3, offset=2)
     'step 6: layer.1 goes from 5 to 4 bits, and drops next after step 10'
     """
-    start = "starts at" if switch.before == FLOAT_BITS else f"goes from {switch.before} to"
+    start = (
+        "starts at" if switch.before == FLOAT_BITS else f"goes from {switch.before} to"
+    )
     due = offset + switch.period
-    then = "its target" if switch.bits == target_bits else f"and drops next after step {due}"
-    reason = "" if switch.eigenvalue is None else f" (eigenvalue {switch.eigenvalue:.2f}, factor {switch.factor})"
-    return f"step {switch.step}: {switch.block} {start} {switch.bits} bits, {then}{reason}"
+    then = (
+        "its target"
+        if switch.bits == target_bits
+        else f"and drops next after step {due}"
+    )
+    reason = (
+        ""
+        if switch.eigenvalue is None
+        else f" (eigenvalue {switch.eigenvalue:.2f}, factor {switch.factor})"
+    )
+    return (
+        f"step {switch.step}: {switch.block} {start} {switch.bits} bits, {then}{reason}"
+    )
 
 
-def switches_in_words(switches: Sequence[Switch], blocks: Mapping[str, Sequence[str]], mean_bits: float) -> list[str]:
+def switches_in_words(
+    switches: Sequence[Switch], blocks: Mapping[str, Sequence[str]], mean_bits: float
+) -> list[str]:
     """A line for each change of precision of one step.
 
     Args:
@@ -141,7 +187,11 @@ def switches_in_words(switches: Sequence[Switch], blocks: Mapping[str, Sequence[
 
 
 def notes_on_resuming(
-    step: int, saved_at: int, changed: Mapping[str, tuple[Any, Any]], teacher_before: int | None, teacher: int | None
+    step: int,
+    saved_at: int,
+    changed: Mapping[str, tuple[Any, Any]],
+    teacher_before: int | None,
+    teacher: int | None,
 ) -> Iterable[str]:
     """What is other than before in a run that goes on from a checkpoint made with MoQ.
 
@@ -165,7 +215,9 @@ def notes_on_resuming(
         )
 
 
-def notes_on_length(schedule: PrecisionSchedule, steps: int, max_steps: int) -> list[str]:
+def notes_on_length(
+    schedule: PrecisionSchedule, steps: int, max_steps: int
+) -> list[str]:
     """What to say if a schedule that depends on the length of its run goes on in one of another length.
 
     Args:
@@ -173,11 +225,16 @@ def notes_on_length(schedule: PrecisionSchedule, steps: int, max_steps: int) -> 
         steps: Optimizer steps of the run that the schedule counts.
         max_steps: All of them.
     """
-    if not schedule.config.schedule.depends_on_length or schedule.total_steps in (steps, max_steps):
+    if not schedule.config.schedule.depends_on_length or schedule.total_steps in (
+        steps,
+        max_steps,
+    ):
         return []
     deadline = schedule.deadline_step
     stays = (
-        f"its offset stays at step {schedule.offset}" if deadline is None else f"its deadline stays at step {deadline}"
+        f"its offset stays at step {schedule.offset}"
+        if deadline is None
+        else f"its deadline stays at step {deadline}"
     )
     return [
         f"the checkpoint's schedule was planned for a run of {schedule.total_steps} optimizer steps, this one has "
@@ -214,7 +271,9 @@ def ended_early(config: MoQConfig, sizes: ModelSizes, best: bool) -> str:
         sizes: Of the model as it is.
         best: Whether the best checkpoint was to be loaded.
     """
-    no_candidate = "; no checkpoint was a candidate for load_best_model_at_end" if best else ""
+    no_candidate = (
+        "; no checkpoint was a candidate for load_best_model_at_end" if best else ""
+    )
     return (
         f"training ended at a mean of {sizes.mean_bits:.2f} bits over the whole model, before every quantized layer "
         f"was at {config.target_in_words}{no_candidate}"

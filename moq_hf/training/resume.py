@@ -27,11 +27,23 @@ STATE_VERSION = 3
 _LONGEST = 2**128
 
 # Keys that change no result.
-_HARMLESS = frozenset({"quantize_verbose", "quantizer_kernel", "eigenvalue.verbose", "prove", "serve"})
-# Keys whose change takes effect from now on: at the next search for ratios, random number, measurement or loss.
+_HARMLESS = frozenset(
+    {"quantize_verbose", "quantizer_kernel", "eigenvalue.verbose", "prove", "serve"}
+)
+# Keys whose change takes effect from now on: at the next search for ratios, random
+# number, measurement or loss.
 _FROM_NOW_ON = frozenset(
     {"quantize_algo.scale_refresh", "seed"}
-    | {f"eigenvalue.{name}" for name in ("max_iter", "tol", "stability", "gas_boundary_resolution", "method")}
+    | {
+        f"eigenvalue.{name}"
+        for name in (
+            "max_iter",
+            "tol",
+            "stability",
+            "gas_boundary_resolution",
+            "method",
+        )
+    }
     | {"eigenvalue.max_overhead", "eigenvalue.num_samples", "sensitivity.measure"}
     | {f"distillation.{name}" for name in ("teacher", "logits", "hidden", "labels")}
 )
@@ -39,7 +51,10 @@ _FROM_NOW_ON = frozenset(
 TARGET = "quantize_bits.target_bits"
 SCHEDULE_KEYS = frozenset(
     {"quantize_bits.start_bits", TARGET}
-    | {f"quantize_schedule.{name}" for name in ("quantize_period", "schedule_offset", "deadline")}
+    | {
+        f"quantize_schedule.{name}"
+        for name in ("quantize_period", "schedule_offset", "deadline")
+    }
 )
 
 
@@ -97,7 +112,8 @@ class SavedCallback(TypedDict):
     attributes: SavedAttributes
 
 
-# Clipping ratios in a saved state, a letter for each group: A is the first one that is searched, 1.00, then B 0.95, ...
+# Clipping ratios in a saved state, a letter for each group: A is the first one that is
+# searched, 1.00, then B 0.95, ...
 _LETTERS = dict(zip(string.ascii_uppercase, RATIOS, strict=False))
 
 
@@ -131,7 +147,9 @@ def ratios_of_letters(name: str, text: str, shape: tuple[int, int]) -> Tensor:
             f"the checkpoint's MoQ state is damaged: ratios.{name} must be {shape[0] * shape[1]} clipping ratios, "
             f"letters from A to Q, not {show(text)}"
         )
-    return torch.tensor([_LETTERS[letter] for letter in text], dtype=torch.float32, device="cpu").view(shape)
+    return torch.tensor(
+        [_LETTERS[letter] for letter in text], dtype=torch.float32, device="cpu"
+    ).view(shape)
 
 
 def saved_state(entry: Any) -> Mapping[str, Any] | None:
@@ -140,18 +158,28 @@ def saved_state(entry: Any) -> Mapping[str, Any] | None:
     Raises:
         MoQError: The entry, or the state, is not as it was written; names the key.
     """
-    where, key = "the checkpoint's trainer_state.json is damaged", "stateful_callbacks.MoQCallback"
-    found: Mapping[str, Any] | None = read_as(SavedCallback, entry, where, key)["attributes"]["saved"]
+    where, key = (
+        "the checkpoint's trainer_state.json is damaged",
+        "stateful_callbacks.MoQCallback",
+    )
+    found: Mapping[str, Any] | None = read_as(SavedCallback, entry, where, key)[
+        "attributes"
+    ]["saved"]
     if found is not None:
         check_state(found, where, f"{key}.attributes.saved")
     return found
 
 
-def check_state(state: Mapping[str, Any], where: str = "the checkpoint's MoQ state is damaged", key: str = "") -> None:
+def check_state(
+    state: Mapping[str, Any],
+    where: str = "the checkpoint's MoQ state is damaged",
+    key: str = "",
+) -> None:
     """Check types and ranges of what `MoQController.state_dict` gave and a file may have changed.
 
     Raises:
-        MoQError: Something is not as it was written, or by another version of moq_hf; names the key.
+        MoQError: Something is not as it was written, or by another version of moq_hf;
+            names the key.
     """
     if state.get("version") != STATE_VERSION:
         raise MoQError(
@@ -179,16 +207,24 @@ def _conflicts(config: MoQConfig, state: Mapping[str, Any]) -> Iterator[str]:
         if bits != FLOAT_BITS and not least <= bits <= most:
             yield f"schedule.blocks.{name}.0 must be a whole number from {least} to {most}, not {bits}"
     is_measured = config.eigenvalue.enabled or config.budget is not None
-    if is_measured and (sensitivity is None or not sensitivity["eigenvalues"].keys() <= blocks.keys()):
+    if is_measured and (
+        sensitivity is None or not sensitivity["eigenvalues"].keys() <= blocks.keys()
+    ):
         yield "sensitivity must be that of the blocks"
     targets = schedule.get("targets")
-    if config.budget is not None and has_begun(state) and (targets is None or targets.keys() != blocks.keys()):
+    if (
+        config.budget is not None
+        and has_begun(state)
+        and (targets is None or targets.keys() != blocks.keys())
+    ):
         yield "schedule.targets: not the bits that were chosen for the blocks"
 
 
 def choice_in(state: Mapping[str, Any]) -> Choice | None:
     """The bits that were chosen under a budget, of a state that was checked."""
-    found: Choice | None = read_as(Choice | None, state.get("choice"), "the checkpoint's MoQ state", "choice")
+    found: Choice | None = read_as(
+        Choice | None, state.get("choice"), "the checkpoint's MoQ state", "choice"
+    )
     return found
 
 
@@ -203,7 +239,11 @@ def changes(saved: MoQConfig, now: MoQConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted keys that count and differ, each with the saved value and the current one."""
     one, other = _flat(saved), _flat(now)
     ignored = _HARMLESS | _unused(one, other)
-    return {key: (one[key], other[key]) for key in one if key not in ignored and one[key] != other[key]}
+    return {
+        key: (one[key], other[key])
+        for key in one
+        if key not in ignored and one[key] != other[key]
+    }
 
 
 def planned_steps(config: MoQConfig, state: Mapping[str, Any], total_steps: int) -> int:
@@ -226,7 +266,8 @@ def check_start(config: MoQConfig, step: int, total_steps: int) -> None:
 
     Args:
         config: The current one.
-        step: Optimizer steps of the checkpoint, which was made without MoQ; 0 at the start of a run.
+        step: Optimizer steps of the checkpoint, which was made without MoQ; 0 at the
+            start of a run.
         total_steps: Optimizer steps of the run that goes on.
 
     Raises:
@@ -257,8 +298,14 @@ def check_room(schedule: PrecisionSchedule, total_steps: int) -> None:
     if not config.schedule.depends_on_length:
         return
     last = config.activation.start_step if config.activation.enabled else 0
-    # Without a deadline bits fall as in a run that does not know its length, and may end early.
-    last = max(last, schedule.offset + 1 if config.schedule.deadline is None else schedule.last_drop())
+    # Without a deadline bits fall as in a run that does not know its length, and may
+    # end early.
+    last = max(
+        last,
+        schedule.offset + 1
+        if config.schedule.deadline is None
+        else schedule.last_drop(),
+    )
     if last > max(total_steps, schedule.steps):
         raise MoQError(
             f"the checkpoint's schedule was planned for {schedule.total_steps} optimizer steps, and after "
@@ -269,12 +316,15 @@ def check_room(schedule: PrecisionSchedule, total_steps: int) -> None:
 
 
 def load_schedule(
-    schedule: PrecisionSchedule, state: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]
+    schedule: PrecisionSchedule,
+    state: Mapping[str, Any],
+    changed: Mapping[str, tuple[Any, Any]],
 ) -> None:
     """Bring a new schedule to where a saved run was, if the run can go on with the current config.
 
-    Before the offset anything may change but what would have begun quantization by now. After it, what decides on the
-    grids may not, and the schedule may in so far as its passed steps stay what they were.
+    Before the offset anything may change but what would have begun quantization by now.
+    After it, what decides on the grids may not, and the schedule may in so far as its
+    passed steps stay what they were.
 
     Args:
         schedule: By the current config.
@@ -282,24 +332,35 @@ def load_schedule(
         changed: As from `changes`.
 
     Raises:
-        MoQError: It cannot; the text has each key with both values. Or the state is of other blocks.
+        MoQError: It cannot; the text has each key with both values. Or the state is of
+            other blocks.
     """
     bits = {name: block[0] for name, block in state["schedule"]["blocks"].items()}
     steps: int = state["schedule"]["steps"]
     fixed = changed.keys() - SCHEDULE_KEYS - _FROM_NOW_ON if has_begun(state) else set()
-    faults = [f"{_in_words(key, changed[key])}, fixed from the offset on" for key in changed if key in fixed]
+    faults = [
+        f"{_in_words(key, changed[key])}, fixed from the offset on"
+        for key in changed
+        if key in fixed
+    ]
     targets = state["schedule"].get("targets")
     if schedule.config.budget is not None and has_begun(state):
         pair = changed.get(TARGET)
         if pair is not None:
-            faults.append(f"{_in_words(TARGET, pair)}: bits under a budget are chosen once, at the offset")
+            faults.append(
+                f"{_in_words(TARGET, pair)}: bits under a budget are chosen once, at the offset"
+            )
         # They are known where a run goes back to its best checkpoint.
         elif schedule.targets is None:
             schedule.choose(targets)
     if not faults and _is_replayed(state, changed):
-        otherwise = _replay(schedule, [Switch(*switch) for switch in state["history"]], steps, bits)
+        otherwise = _replay(
+            schedule, [Switch(*switch) for switch in state["history"]], steps, bits
+        )
         if otherwise:
-            reasons = describe({key: pair for key, pair in changed.items() if key in SCHEDULE_KEYS})
+            reasons = describe(
+                {key: pair for key, pair in changed.items() if key in SCHEDULE_KEYS}
+            )
             faults.append(f"{reasons}: {otherwise}")
     elif not faults:
         schedule.load_state_dict(state["schedule"])
@@ -315,7 +376,9 @@ def has_begun(state: Mapping[str, Any]) -> bool:
     return any(block[0] != FLOAT_BITS for block in state["schedule"]["blocks"].values())
 
 
-def _is_replayed(state: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> bool:
+def _is_replayed(
+    state: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]
+) -> bool:
     """Whether the current schedule takes the passed steps anew, for what changed in the config."""
     return bool(SCHEDULE_KEYS.intersection(changed) if has_begun(state) else changed)
 
@@ -336,35 +399,60 @@ def _in_words(key: str, pair: tuple[Any, Any]) -> str:
 def _flat(config: MoQConfig) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in config.to_dict().items():
-        flat |= {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {key: value}
+        flat |= (
+            {f"{key}.{name}": part for name, part in value.items()}
+            if isinstance(value, Mapping)
+            else {key: value}
+        )
     # What null stands for.
     return flat | {"quantize_algo.scale_dtype": config.grid.scale_dtype}
 
 
 def _unused(*configs: Mapping[str, Any]) -> set[str]:
     """Find the keys of sections that are off in all of these flat configs."""
-    off = {key.partition(".")[0] for key in configs[0] if key.endswith(".enabled") and not any(c[key] for c in configs)}
+    off = {
+        key.partition(".")[0]
+        for key in configs[0]
+        if key.endswith(".enabled") and not any(c[key] for c in configs)
+    }
     # A budget is chosen by what these sections say.
     if any(isinstance(config[TARGET], Mapping) for config in configs):
         off.discard("eigenvalue")
     elif "eigenvalue" in off:
         off.add("sensitivity")
-    return {key for key in configs[0] if key.partition(".")[0] in off and not key.endswith(".enabled")}
+    return {
+        key
+        for key in configs[0]
+        if key.partition(".")[0] in off and not key.endswith(".enabled")
+    }
 
 
-def _replay(schedule: PrecisionSchedule, history: Sequence[Switch], steps: int, bits: Mapping[str, int]) -> str | None:
+def _replay(
+    schedule: PrecisionSchedule,
+    history: Sequence[Switch],
+    steps: int,
+    bits: Mapping[str, int],
+) -> str | None:
     """Take `schedule` to `steps` with the eigenvalues that were measured; say what came otherwise, if anything."""
     made: list[Switch] = []
     while (step := schedule.next_step()) is not None and step <= steps:
         schedule.steps = step - 1
         if schedule.is_choosing:
             return f"the bits of the blocks would have been chosen after step {step}"
-        then = {s.block: s.eigenvalue for s in history if s.step == step and s.eigenvalue is not None}
+        then = {
+            s.block: s.eigenvalue
+            for s in history
+            if s.step == step and s.eigenvalue is not None
+        }
         made += schedule.advance(then)
     schedule.steps = steps
-    taken, anew = ({(s.step, s.block, s.bits) for s in switches} for switches in (history, made))
+    taken, anew = (
+        {(s.step, s.block, s.bits) for s in switches} for switches in (history, made)
+    )
     if taken != anew:
-        first, name, count = min(taken ^ anew, key=lambda one: (one[0], one in taken, one))
+        first, name, count = min(
+            taken ^ anew, key=lambda one: (one[0], one in taken, one)
+        )
         would = "would not" if (first, name, count) in taken else "would"
         return f"{name} {would} have gone to {count} bits after step {first}"
     # With an offset of 0 there is no switch to the first bits.

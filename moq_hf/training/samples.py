@@ -32,7 +32,8 @@ class Samples:
 
     Args:
         num_samples: Examples wanted.
-        across_steps: Keep examples of earlier optimizer steps too; they are saved with the state.
+        across_steps: Keep examples of earlier optimizer steps too; they are saved with
+            the state.
 
     >>> samples = Samples(3, across_steps=True)
     >>> samples.add({"x": torch.arange(4)})
@@ -46,7 +47,9 @@ class Samples:
 
     def add(self, inputs: Mapping[str, Any]) -> None:
         """Take a micro-batch. Its tensors are kept, not copied."""
-        self._batches.append({k: v.detach() if isinstance(v, Tensor) else v for k, v in inputs.items()})
+        self._batches.append(
+            {k: v.detach() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        )
         while sum(map(rows_of, self._batches[1:])) >= self.num_samples:
             del self._batches[0]
 
@@ -55,7 +58,9 @@ class Samples:
         kept: list[Batch] = []
         left = KEPT_BYTES if self.across_steps else 0
         for batch in reversed(self._batches):
-            left -= sum(value.nbytes for value in batch.values() if isinstance(value, Tensor))
+            left -= sum(
+                value.nbytes for value in batch.values() if isinstance(value, Tensor)
+            )
             if left < 0 or not can_split(batch):
                 break
             kept.insert(0, batch)
@@ -71,16 +76,26 @@ class Samples:
         for batch in reversed(self._batches):
             if rows <= 0:
                 break
-            size, chunk = (min(rows, rows_of(batch)), CHUNK) if can_split(batch) else (rows_of(batch), rows_of(batch))
+            size, chunk = (
+                (min(rows, rows_of(batch)), CHUNK)
+                if can_split(batch)
+                else (rows_of(batch), rows_of(batch))
+            )
             rows -= size
-            found += [part_of(batch, start, min(size, start + chunk)) for start in range(0, size, chunk)]
+            found += [
+                part_of(batch, start, min(size, start + chunk))
+                for start in range(0, size, chunk)
+            ]
         return found
 
     def state_dict(self) -> str:
         """What is kept, as text."""
         buffer = io.BytesIO()
         # A view would be saved with all of what it is a view of.
-        kept = [{k: v.cpu().clone() if isinstance(v, Tensor) else v for k, v in b.items()} for b in self._batches]
+        kept = [
+            {k: v.cpu().clone() if isinstance(v, Tensor) else v for k, v in b.items()}
+            for b in self._batches
+        ]
         torch.save(kept, buffer)
         return base64.b64encode(zlib.compress(buffer.getvalue())).decode()
 
@@ -93,10 +108,21 @@ class Samples:
         try:
             buffer = io.BytesIO(zlib.decompress(base64.b64decode(text)))
             kept = torch.load(buffer, map_location=device, weights_only=True)
-        except (ValueError, RuntimeError, EOFError, OSError, zlib.error, pickle.UnpicklingError):
+        except (
+            ValueError,
+            RuntimeError,
+            EOFError,
+            OSError,
+            zlib.error,
+            pickle.UnpicklingError,
+        ):
             kept = None
-        if not isinstance(kept, list) or not all(isinstance(batch, dict) and can_split(batch) for batch in kept):
-            raise MoQError("the checkpoint's MoQ state is damaged: sensitivity.samples are not training examples")
+        if not isinstance(kept, list) or not all(
+            isinstance(batch, dict) and can_split(batch) for batch in kept
+        ):
+            raise MoQError(
+                "the checkpoint's MoQ state is damaged: sensitivity.samples are not training examples"
+            )
         self._batches = kept
 
 
@@ -106,7 +132,14 @@ def rows_of(inputs: Batch) -> int:
     >>> rows_of({"input_ids": torch.zeros(4, 7), "return_dict": True})
     4
     """
-    return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()), 1)
+    return next(
+        (
+            len(value)
+            for value in inputs.values()
+            if isinstance(value, Tensor) and value.dim()
+        ),
+        1,
+    )
 
 
 def part_of(inputs: Batch, start: int, end: int) -> Batch:
@@ -117,7 +150,10 @@ def part_of(inputs: Batch, start: int, end: int) -> Batch:
     """
     if not can_split(inputs):
         return inputs
-    return {key: value[start:end] if isinstance(value, Tensor) else value for key, value in inputs.items()}
+    return {
+        key: value[start:end] if isinstance(value, Tensor) else value
+        for key, value in inputs.items()
+    }
 
 
 def can_split(inputs: Batch) -> bool:
@@ -131,24 +167,38 @@ def can_split(inputs: Batch) -> bool:
     )
 
 
-def on_training_batch(model: nn.Module, take: Callable[[Mapping[str, Any]], None]) -> RemovableHandle:
+def on_training_batch(
+    model: nn.Module, take: Callable[[Mapping[str, Any]], None]
+) -> RemovableHandle:
     """Call a bound method with each batch of training, by the names of the forward pass's arguments.
 
     The method's object is not kept alive by it.
     """
-    return model.register_forward_hook(_Hook(model, weakref.WeakMethod(take)), with_kwargs=True)
+    return model.register_forward_hook(
+        _Hook(model, weakref.WeakMethod(take)), with_kwargs=True
+    )
 
 
 class _Hook:
     """The forward hook. A copy of the model, or a saved one, calls nobody."""
 
-    def __init__(self, model: nn.Module, take: Callable[[], Callable[[Mapping[str, Any]], None] | None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        take: Callable[[], Callable[[Mapping[str, Any]], None] | None],
+    ) -> None:
         self._take = take
         parameters = inspect.signature(model.forward).parameters.values()
         self._names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def __call__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
         take = self._take()
         if take is None or not module.training or not torch.is_grad_enabled():
             return
@@ -169,10 +219,12 @@ def first_batch(dataloader: Any) -> Mapping[str, Any] | None:
     """A training batch, for the proof, where the hook has seen none; None if none can be read."""
     try:
         batch = next(iter(dataloader))
-    # Training is done: data that cannot be read twice, or at all, must not lose its result.
+    # Training is done: data that cannot be read twice, or at all, must not lose its
+    # result.
     except Exception as error:
         logger.warning(
-            "moq_hf: what is delivered will not be proven, there is no batch available (%s)", type(error).__name__
+            "moq_hf: what is delivered will not be proven, there is no batch available (%s)",
+            type(error).__name__,
         )
         return None
     return batch if isinstance(batch, Mapping) else None

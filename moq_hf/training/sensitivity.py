@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 # However small the budget is, fewer examples would say nothing.
 MIN_ROWS = 8
-# A half-precision training step is that much faster than the same in float32, in which sensitivity is measured.
+# A half-precision training step is that much faster than the same in float32, in which
+# sensitivity is measured.
 HALF_PRECISION = 4.0
 
 
@@ -34,17 +35,21 @@ def normalize(eigenvalues: Mapping[str, float]) -> dict[str, float]:
     """
     sizes = {name: abs(value) for name, value in eigenvalues.items()}
     largest = max(filter(math.isfinite, sizes.values()), default=0.0)
-    return {name: size / largest if largest and math.isfinite(size) else 1.0 for name, size in sizes.items()}
+    return {
+        name: size / largest if largest and math.isfinite(size) else 1.0
+        for name, size in sizes.items()
+    }
 
 
 class Sensitivity:
     """What the schedule knows of its blocks: measured when a drop is due and the budget of time allows it.
 
     Args:
-        inventory: Of the model in training; only blocks that hold a layer to quantize are measured.
+        inventory: Of the model in training; only blocks that hold a layer to quantize
+            are measured.
         config: What to measure, and how.
-        units: Block name to its layers, to compare these blocks by the weights of their layers alone. None: entries of
-            the layer list, with all their parameters.
+        units: Block name to its layers, to compare these blocks by the weights of their
+            layers alone. None: entries of the layer list, with all their parameters.
 
     Raises:
         MoQError: There is nothing to measure; see `Inventory.layer_blocks`.
@@ -52,22 +57,29 @@ class Sensitivity:
     Attributes:
         blocks: Block name to its parameters.
         measure: The `Measure` that compares them.
-        scores: Block name to the magnitude of its eigenvalue, or to its divergence at its next bits; empty before the
-            first measurement.
+        scores: Block name to the magnitude of its eigenvalue, or to its divergence at
+            its next bits; empty before the first measurement.
         seconds: Time that measuring took, in this process.
     """
 
     def __init__(
-        self, inventory: Inventory, config: MoQConfig, units: Mapping[str, Sequence[str]] | None = None
+        self,
+        inventory: Inventory,
+        config: MoQConfig,
+        units: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.config = config.eigenvalue
         self.blocks, layers = _blocks_of(inventory, config, units)
-        self.measure = MEASURES[config.measure](inventory.model, self.blocks, layers, config)
+        self.measure = MEASURES[config.measure](
+            inventory.model, self.blocks, layers, config
+        )
         self.is_apart = any(is_apart(p) for own in self.blocks.values() for p in own)
         self.device = self.measure.device
         self.scores: dict[str, float] = {}
         self.seconds = 0.0
-        self.samples = Samples(self.config.num_samples, across_steps=not is_distributed())
+        self.samples = Samples(
+            self.config.num_samples, across_steps=not is_distributed()
+        )
         # In units of one training example; without `plan` there is no limit.
         self._per_step, self._total = math.inf, math.inf
         self._spent = 0.0
@@ -80,16 +92,20 @@ class Sensitivity:
         """Block name to its magnitude over the largest, 0 to 1."""
         return normalize(self.scores)
 
-    def plan(self, total_steps: int, rows_per_step: float, half_precision: bool = False) -> None:
+    def plan(
+        self, total_steps: int, rows_per_step: float, half_precision: bool = False
+    ) -> None:
         """Set how long the run is, so that the budget can be kept.
 
         Args:
             total_steps: Optimizer steps of the whole run.
             rows_per_step: Training examples per optimizer step and process.
-            half_precision: Whether training computes in bf16 or fp16; measuring is in float32.
+            half_precision: Whether training computes in bf16 or fp16; measuring is in
+                float32.
 
         Raises:
-            MoQError: An engine takes the parameters apart in a way that cannot be measured.
+            MoQError: An engine takes the parameters apart in a way that cannot be
+                measured.
         """
         self.measure.check_model()
         self._per_step = rows_per_step / (HALF_PRECISION if half_precision else 1.0)
@@ -99,7 +115,8 @@ class Sensitivity:
         """One line: what is measured first and what the budget of time allows.
 
         Args:
-            choices: How many numbers of bits a block may have, where they are chosen first.
+            choices: How many numbers of bits a block may have, where they are chosen
+                first.
         """
         rows = self._first_rows(choices or 1)
         when = "when a drop is due" if choices is None else "when the bits are chosen"
@@ -111,11 +128,16 @@ class Sensitivity:
     def is_due(self, schedule: PrecisionSchedule) -> bool:
         """Whether the coming step of the schedule wants values measured now.
 
-        The last multiple of `gas_boundary_resolution` steps before a drop; the drop itself if there is no value yet.
+        The last multiple of `gas_boundary_resolution` steps before a drop; the drop
+        itself if there is no value yet.
         """
         resolution = self.config.gas_boundary_resolution
         on_grid = (schedule.steps + 1) % resolution == 0
-        ahead = schedule.drops_ahead(resolution if on_grid else 1) if on_grid or not self.scores else ()
+        ahead = (
+            schedule.drops_ahead(resolution if on_grid else 1)
+            if on_grid or not self.scores
+            else ()
+        )
         return any(name in self.blocks for name in ahead)
 
     def check(self) -> None:
@@ -141,17 +163,34 @@ class Sensitivity:
         step = schedule.steps + 1
         self._rows = self._rows or self._first_rows()
         batches, rows = self._batches(self._rows)
-        if self.scores and self._spent + self.measure.cost(rows) > step * self._per_step * self.config.max_overhead:
+        if (
+            self.scores
+            and self._spent + self.measure.cost(rows)
+            > step * self._per_step * self.config.max_overhead
+        ):
             again = f"step {step}: the last {self.measure.name}s are used again"
-            logger.info("%s, measuring would exceed max_overhead %.3g", again, self.config.max_overhead)
+            logger.info(
+                "%s, measuring would exceed max_overhead %.3g",
+                again,
+                self.config.max_overhead,
+            )
             return
         start = time.perf_counter()
-        next_bits = {name: bits for name, bits in schedule.next_bits.items() if name in self.blocks}
+        next_bits = {
+            name: bits
+            for name, bits in schedule.next_bits.items()
+            if name in self.blocks
+        }
         self.scores = self.measure.scores(batches, next_bits)
         self._count(rows, start)
-        words = ", ".join(f"{name} {value:.2f} ({self.scores[name]:.3g})" for name, value in self.values.items())
+        words = ", ".join(
+            f"{name} {value:.2f} ({self.scores[name]:.3g})"
+            for name, value in self.values.items()
+        )
         level = logging.INFO if self.config.verbose else logging.DEBUG
-        logger.log(level, "step %d: %ss over %d examples: %s", step, self.measure, rows, words)
+        logger.log(
+            level, "step %d: %ss over %d examples: %s", step, self.measure, rows, words
+        )
 
     def costs(self, choices: Sequence[int]) -> Costs:
         """What each block costs at each of some bits, with all others as they are now.
@@ -159,13 +198,16 @@ class Sensitivity:
         It counts for the budget of time, with fewer examples where that is small.
 
         Raises:
-            MoQError: There are no samples, the model cannot be measured, or no cost is finite.
+            MoQError: There are no samples, the model cannot be measured, or no cost is
+                finite.
         """
         start = time.perf_counter()
         batches, rows = self._batches(self._first_rows(len(choices)))
         found = self.measure.costs(batches, dict.fromkeys(self.blocks, choices))
         self._count(rows, start, len(choices))
-        if not any(math.isfinite(cost) for own in found.values() for cost in own.values()):
+        if not any(
+            math.isfinite(cost) for own in found.values() for cost in own.values()
+        ):
             raise MoQError(
                 f"quantize_bits.target_bits: the {self.measure.name} of no block is finite (NaN or Inf), so the bits "
                 "cannot be chosen by it; look at the model's loss in evaluation mode, or set another "
@@ -183,7 +225,9 @@ class Sensitivity:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, in JSON types."""
         return {
-            "eigenvalues": {k: None if math.isnan(v) else v for k, v in self.scores.items()},
+            "eigenvalues": {
+                k: None if math.isnan(v) else v for k, v in self.scores.items()
+            },
             "spent": self._spent,
             "products": self.measure.products,
             "rows": self._rows,
@@ -196,7 +240,9 @@ class Sensitivity:
         Raises:
             MoQError: Its samples are damaged.
         """
-        self.scores = {k: math.nan if v is None else v for k, v in state["eigenvalues"].items()}
+        self.scores = {
+            k: math.nan if v is None else v for k, v in state["eigenvalues"].items()
+        }
         self._spent, self.measure.products = state["spent"], state["products"]
         self._rows = state["rows"]
         self.samples.load_state_dict(state["samples"], self.device)
@@ -204,7 +250,10 @@ class Sensitivity:
     def _first_rows(self, levels: int = 1) -> int:
         """Find how many examples the budget of time allows a measurement."""
         rows = self.config.num_samples
-        while rows > MIN_ROWS and self.measure.cost(rows, levels) > self._total - self._spent:
+        while (
+            rows > MIN_ROWS
+            and self.measure.cost(rows, levels) > self._total - self._spent
+        ):
             rows -= 1
         return rows
 
@@ -215,20 +264,29 @@ class Sensitivity:
     def _batches(self, rows: int) -> tuple[list[Batch], float]:
         """Take the latest `rows` examples, on the model's device, and count them, in the mean over the ranks.
 
-        They are in float32 unless an engine has its own precision; it gathers weights for each batch, so that all ranks
-        must have as many of them.
+        They are in float32 unless an engine has its own precision; it gathers weights
+        for each batch, so that all ranks must have as many of them.
 
         Raises:
             MoQError: There are none.
         """
-        batches = [_moved(batch, self.device, not self.is_apart) for batch in self.samples.batches(rows)]
+        batches = [
+            _moved(batch, self.device, not self.is_apart)
+            for batch in self.samples.batches(rows)
+        ]
         if self.is_apart:
-            least = -largest_over_ranks(torch.tensor([-len(batches)], device=self.device))
+            least = -largest_over_ranks(
+                torch.tensor([-len(batches)], device=self.device)
+            )
             batches = batches[: int(least)]
         if not batches:
-            raise MoQError(f"{self.measure.name}s: no training example was seen before they are measured")
+            raise MoQError(
+                f"{self.measure.name}s: no training example was seen before they are measured"
+            )
         # Ranks must agree on whether to measure, and on what it cost.
-        return batches, mean_over_ranks([float(sum(map(rows_of, batches)))], self.device)[0]
+        return batches, mean_over_ranks(
+            [float(sum(map(rows_of, batches)))], self.device
+        )[0]
 
 
 def _blocks_of(
@@ -243,15 +301,25 @@ def _blocks_of(
         parameters = dict(inventory.parameters())
         # Experts are called as their parameter.
         weights = {
-            block: [parameters[layer if layer in inventory.experts else f"{layer}.weight"] for layer in unit]
+            block: [
+                parameters[layer if layer in inventory.experts else f"{layer}.weight"]
+                for layer in unit
+            ]
             for block, unit in units.items()
         }
         return weights, units
-    blocks = inventory.layer_blocks(config.eigenvalue.layer_name, config.eigenvalue.layer_num)
-    layers = {block: [layer for layer in inventory.scheduled if is_below(layer, block)] for block in blocks}
+    blocks = inventory.layer_blocks(
+        config.eigenvalue.layer_name, config.eigenvalue.layer_num
+    )
+    layers = {
+        block: [layer for layer in inventory.scheduled if is_below(layer, block)]
+        for block in blocks
+    }
     layers = {block: below for block, below in layers.items() if below}
     if not layers:
-        raise MoQError(f"eigenvalue: no block has a quantized layer; the blocks are {', '.join(blocks)}")
+        raise MoQError(
+            f"eigenvalue: no block has a quantized layer; the blocks are {', '.join(blocks)}"
+        )
     return {block: blocks[block] for block in layers}, layers
 
 
