@@ -56,9 +56,8 @@ _apply = super(torch.autograd.Function, _StraightThrough).apply
 def straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
     """The quantized weight, whose gradient is that of the float weight."""
     plain = not torch.compiler.is_compiling() and not is_transformed()
-    return cast(
-        Tensor, (_apply if plain else _StraightThrough.apply)(weight, quantized)
-    )  # type: ignore[no-untyped-call]
+    apply = _apply if plain else _StraightThrough.apply
+    return cast(Tensor, apply(weight, quantized))  # type: ignore[no-untyped-call]
 
 
 def in_forward() -> bool:

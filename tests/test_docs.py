@@ -224,7 +224,7 @@ def test_make_gpu(tmp_path: Path) -> None:
 
 def test_pip_install(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    shutil.copytree(ROOT / "moq_hf", source / "moq_hf", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "moq_hf", source / "moq_hf", ignore=shutil.ignore_patterns("__pycache__", "*ruff*"))
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     # The tools and the dependencies that are here already, since a test has no network.

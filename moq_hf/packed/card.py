@@ -83,8 +83,8 @@ def write_card(
                 task_type=data.pipeline_tag,
                 metric_type=metric,
                 metric_value=value,
-                **dataset,
-            )  # type: ignore[arg-type]
+                **dataset,  # type: ignore[arg-type]
+            )
             for metric, value in measured.items()
         ]
     origin = (

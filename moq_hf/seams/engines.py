@@ -41,8 +41,8 @@ def whole_of_partitions(parameter: Tensor) -> Tensor:
     """A parameter under ZeRO-3, whole, without a graph; all processes must ask for it.
 
     Relies on: `deepspeed.zero.GatheredParameters`, which is documented, and that a
-    parameter which is whole stays so. Breaks: Clipping ratios could not be searched,
-    nor a model saved.
+    parameter which is whole stays so.
+    Breaks: Clipping ratios could not be searched, nor a model saved.
     """
     import deepspeed
 
@@ -53,9 +53,9 @@ def whole_of_partitions(parameter: Tensor) -> Tensor:
 def is_offloaded(module: nn.Module) -> bool:
     """Whether Accelerate keeps a module's weights elsewhere between forward passes, as `device_map` may have it.
 
-    Relies on: `_hf_hook` of a module, which is on the meta device then. Breaks:
-    Training fails on the meta device, after the first step, with no word about what to
-    do.
+    Relies on: `_hf_hook` of a module, which is on the meta device then.
+    Breaks: Training fails on the meta device, after the first step, with no word about
+    what to do.
     """
     return hasattr(module, "_hf_hook") and any(
         p.is_meta for p in module.parameters(recurse=False)

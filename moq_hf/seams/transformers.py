@@ -49,8 +49,8 @@ def callback_states(state: transformers.TrainerState) -> dict[str, Any]:
     """The states of a run's callbacks, by class name; may be written.
 
     Relies on: `TrainerState.stateful_callbacks`, declared a list of callbacks, is a
-    dict once the Trainer has it. Breaks: A resumed run would start a new schedule, and
-    saving a checkpoint fail.
+    dict once the Trainer has it.
+    Breaks: A resumed run would start a new schedule, and saving a checkpoint fail.
     """
     return cast(dict[str, Any], state.stateful_callbacks)
 
@@ -58,8 +58,9 @@ def callback_states(state: transformers.TrainerState) -> dict[str, Any]:
 def callbacks_of(trainer: transformers.Trainer) -> list[transformers.TrainerCallback]:
     """The callbacks of a Trainer, of which a restored checkpoint may have made new objects.
 
-    Relies on: `Trainer.callback_handler.callbacks`. Breaks: `MoQTrainer` would not find
-    its callback again after `restore_callback_states_from_checkpoint`.
+    Relies on: `Trainer.callback_handler.callbacks`.
+    Breaks: `MoQTrainer` would not find its callback again after
+    `restore_callback_states_from_checkpoint`.
     """
     return cast(list[transformers.TrainerCallback], trainer.callback_handler.callbacks)
 
@@ -69,8 +70,9 @@ def prepared_inputs(
 ) -> dict[str, Any]:
     """A batch of the data loader as `compute_loss` takes it: on the device, in the dtype that DeepSpeed wants.
 
-    Relies on: `Trainer._prepare_inputs`. Breaks: Eigenvalues and the loss scale could
-    not be measured: `MoQTrainer` fails at the first batch.
+    Relies on: `Trainer._prepare_inputs`.
+    Breaks: Eigenvalues and the loss scale could not be measured: `MoQTrainer` fails at
+    the first batch.
     """
     return dict(trainer._prepare_inputs(cast(dict[str, Any], inputs)))
 
@@ -79,9 +81,9 @@ def checkpoint_folder(trainer: transformers.Trainer) -> Path:
     """Where the Trainer saves the checkpoint of this step; a trial of a search has a folder of its own.
 
     Relies on: `Trainer._get_output_dir`, `Trainer._trial` while it trains, and
-    `PREFIX_CHECKPOINT_DIR` before the step. Breaks: What a full disk left of a
-    checkpoint would stay, and be found at the next resume; float models of a
-        search's trials would be written over each other.
+    `PREFIX_CHECKPOINT_DIR` before the step.
+    Breaks: What a full disk left of a checkpoint would stay, and be found at the next
+    resume; float models of a search's trials would be written over each other.
     """
     return Path(
         trainer._get_output_dir(trainer._trial),
@@ -92,8 +94,9 @@ def checkpoint_folder(trainer: transformers.Trainer) -> Path:
 def save_training_args(args: transformers.TrainingArguments, folder: Path) -> None:
     """Write the arguments of a run beside its model, as `Trainer._save` does.
 
-    Relies on: `transformers.trainer.TRAINING_ARGS_NAME`. Breaks: A delivered folder
-    would have no `training_args.bin`, or one that nothing looks for.
+    Relies on: `transformers.trainer.TRAINING_ARGS_NAME`.
+    Breaks: A delivered folder would have no `training_args.bin`, or one that nothing
+    looks for.
     """
     torch.save(args, folder / transformers.trainer.TRAINING_ARGS_NAME)
 
@@ -110,9 +113,9 @@ def training_summary(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -
 def average_loss(trainer: transformers.Trainer) -> None:
     """Have the Trainer divide the loss by the accumulation steps, and not average it over processes by itself.
 
-    Relies on: `Trainer.model_accepts_loss_kwargs`, which `training_step` reads. Breaks:
-    BERT and other classifiers would train with a loss multiplied by accumulation steps
-    and processes.
+    Relies on: `Trainer.model_accepts_loss_kwargs`, which `training_step` reads.
+    Breaks: BERT and other classifiers would train with a loss multiplied by
+    accumulation steps and processes.
     """
     trainer.model_accepts_loss_kwargs = False
 
@@ -123,8 +126,9 @@ def average_loss(trainer: transformers.Trainer) -> None:
 def loss_scale(optimizer: Any) -> float:
     """The gradient scaler's scale, which falls when it skips a step; 0 without a scaler.
 
-    Relies on: `AcceleratedOptimizer.scaler`. Breaks: With fp16 and a fused optimizer
-    the schedule would count steps that were skipped.
+    Relies on: `AcceleratedOptimizer.scaler`.
+    Breaks: With fp16 and a fused optimizer the schedule would count steps that were
+    skipped.
 
     Example:
         >>> loss_scale(torch.optim.SGD([torch.zeros(1)]))
@@ -137,9 +141,9 @@ def loss_scale(optimizer: Any) -> float:
 def undo_mixed_precision(model: nn.Module) -> None:
     """Give the instance the forward back that `Accelerator.prepare` put autocast around.
 
-    Relies on: `_original_forward`, an attribute of the instance. Breaks: Eigenvalues
-    would be measured in float16 or bfloat16, whose second derivatives are mostly
-    rounding.
+    Relies on: `_original_forward`, an attribute of the instance.
+    Breaks: Eigenvalues would be measured in float16 or bfloat16, whose second
+    derivatives are mostly rounding.
     """
     if "_original_forward" in vars(model):
         vars(model)["forward"] = vars(model)["_original_forward"]
@@ -151,8 +155,9 @@ def undo_mixed_precision(model: nn.Module) -> None:
 def attention_of(config: Any) -> str | None:
     """The implementation of attention that a model computes with; None where its config has none.
 
-    Relies on: `PreTrainedConfig._attn_implementation`. Breaks: The proof would compare
-    two implementations, and report differences that are rounding.
+    Relies on: `PreTrainedConfig._attn_implementation`.
+    Breaks: The proof would compare two implementations, and report differences that are
+    rounding.
     """
     name = getattr(config, "_attn_implementation", None)
     return name if isinstance(name, str) else None
@@ -162,8 +167,9 @@ def set_attention(config: Any, name: str) -> None:
     """Have a model compute with another implementation of attention; nothing is checked, parts keep theirs.
 
     Relies on: `_attn_implementation_internal`. The setter of `_attn_implementation`
-    would change the parts' too. Breaks: A model with flash attention could not be
-    measured: PyTorch has no second derivative for it.
+    would change the parts' too.
+    Breaks: A model with flash attention could not be measured: PyTorch has no second
+    derivative for it.
     """
     config._attn_implementation_internal = name
 
@@ -172,8 +178,9 @@ def initialize_again(model: nn.Module) -> None:
     """Initialize a model's weights as `from_pretrained` does what a file does not hold.
 
     Relies on: `PreTrainedModel.initialize_weights`, which passes over modules with
-    `_is_hf_initialized`. Breaks: A model whose initialization touches each weight would
-    be saved packed, and `from_pretrained` fail on it.
+    `_is_hf_initialized`.
+    Breaks: A model whose initialization touches each weight would be saved packed, and
+    `from_pretrained` fail on it.
 
     Raises:
         AttributeError: The initialization reads a weight that the model does not have.
@@ -187,8 +194,8 @@ def experts_transposed(module: nn.Module) -> bool | None:
     """Whether a module of experts keeps their matrices `[experts, columns, rows]`; None if it is none.
 
     Relies on: `is_transposed`, which `integrations.moe.use_experts_implementation` puts
-    on instances. Breaks: Experts would stay in float, as the shares in every text would
-    say.
+    on instances.
+    Breaks: Experts would stay in float, as the shares in every text would say.
     """
     found = vars(module).get("is_transposed")
     return (
@@ -202,8 +209,9 @@ def original_format(
     """A model's tensors under the names of its files, which servers know: as `save_pretrained` writes them by default.
 
     Relies on: `core_model_loading.revert_weight_conversion`, which hands on a tensor
-    that is only renamed. Breaks: Saving would fail; or vLLM and SGLang not find the
-    weights of models whose names transformers 5 changed.
+    that is only renamed.
+    Breaks: Saving would fail; or vLLM and SGLang not find the weights of models whose
+    names transformers 5 changed.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -221,8 +229,9 @@ def checkpoints_as_modules(model: nn.Module, switched_on: bool) -> None:
     as they were before.
 
     Relies on: `PreTrainedModel._weight_conversions`, from which
-    `revert_weight_conversion` takes the names. Breaks: Experts would lose their
-    training at a resume, with a warning of the Trainer alone.
+    `revert_weight_conversion` takes the names.
+    Breaks: Experts would lose their training at a resume, with a warning of the Trainer
+    alone.
     """
     attributes = vars(model)
     if switched_on and "_moq_weight_conversions" not in attributes:
@@ -248,9 +257,9 @@ def matrices_in_files(
         one below the other. One name, its own, if transformers does not take it apart.
 
     Relies on: `conversion_mapping.get_model_conversion_mapping` and
-    `core_model_loading.revert_weight_conversion`. Breaks: Experts would be saved as
-    floats on the grid, at full size; or under names that nothing loads, as the proof
-        says.
+    `core_model_loading.revert_weight_conversion`.
+    Breaks: Experts would be saved as floats on the grid, at full size; or under names
+    that nothing loads, as the proof says.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -267,8 +276,9 @@ def as_constructed(model: nn.Module) -> Any:
     """What `revert_weight_conversion` takes names from, for a model as if it had not been loaded.
 
     Relies on: `conversion_mapping.get_model_conversion_mapping`, and `PrefixChange`
-    among what it gives. Breaks: Experts could not be saved packed, nor a packed model
-    be compared with its folder.
+    among what it gives.
+    Breaks: Experts could not be saved packed, nor a packed model be compared with its
+    folder.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
@@ -338,8 +348,9 @@ def packed_loader(model: nn.Module) -> Any:
     """What loaded a model from a packed checkpoint; None for any other model.
 
     Relies on: `PreTrainedModel.hf_quantizer`, and that the one of compressed-tensors
-    has a `compressor`. Breaks: `dequantize_model` would refuse a packed model, and
-    training on one not be refused.
+    has a `compressor`.
+    Breaks: `dequantize_model` would refuse a packed model, and training on one not be
+    refused.
     """
     loader = getattr(model, "hf_quantizer", None)
     return loader if hasattr(loader, "compressor") else None
@@ -385,8 +396,9 @@ def compress(
     """The tensors in the files of a weight on its grid: `weight`, `weight_scale` and `weight_zero_point` in one format.
 
     Relies on: `BaseCompressor.compress` of the class for the format, and the fields of
-    `QuantizationScheme`. Breaks: Nothing could be saved packed; or files would hold
-    other codes, which `verify_quantized` reports.
+    `QuantizationScheme`.
+    Breaks: Nothing could be saved packed; or files would hold other codes, which
+    `verify_quantized` reports.
     """
     compressor, scheme = _compressor_of(group)
     return cast(dict[str, Tensor], compressor.compress(dict(tensors), scheme))
@@ -398,8 +410,9 @@ def decompress(
     """`weight` as transformers will compute with it, and its scales and zero points, of the tensors in the files.
 
     Relies on: `BaseCompressor.decompress` of the class for the format, and the fields
-    of `QuantizationScheme`. Breaks: `verify_quantized` and the exports would fail, or
-    prove something else than what is loaded.
+    of `QuantizationScheme`.
+    Breaks: `verify_quantized` and the exports would fail, or prove something else than
+    what is loaded.
     """
     compressor, scheme = _compressor_of(group)
     return cast(dict[str, Tensor], compressor.decompress(dict(tensors), scheme))
@@ -417,8 +430,8 @@ def write_packing_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Put how the layers are packed into the `config.json` of a folder.
 
     Relies on: `ModelCompressor.update_config`, which writes `quantization_config` as
-    transformers reads it. Breaks: `from_pretrained` would not know that the weights are
-    packed.
+    transformers reads it.
+    Breaks: `from_pretrained` would not know that the weights are packed.
     """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig
@@ -449,8 +462,8 @@ def convolve(layer: nn.Conv1d | nn.Conv2d, input: Tensor, weight: Tensor) -> Ten
     """What a convolution computes with another weight: its own stride, padding, groups and bias.
 
     Relies on: `_conv_forward(input, weight, bias)` of `nn.Conv1d` and `nn.Conv2d`,
-    which pads by the layer's mode. Breaks: Convolutions could not be quantized: the
-    first forward pass fails.
+    which pads by the layer's mode.
+    Breaks: Convolutions could not be quantized: the first forward pass fails.
     """
     return cast(Any, layer)._conv_forward(input, weight, layer.bias)  # type: ignore[no-any-return]
 
@@ -458,8 +471,9 @@ def convolve(layer: nn.Conv1d | nn.Conv2d, input: Tensor, weight: Tensor) -> Ten
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether `module.compile()` was called.
 
-    Relies on: `nn.Module._compiled_call_impl`. Breaks: Batches would not be taken from
-    a compiled model, or taking them would break its graph.
+    Relies on: `nn.Module._compiled_call_impl`.
+    Breaks: Batches would not be taken from a compiled model, or taking them would break
+    its graph.
     """
     return getattr(module, "_compiled_call_impl", None) is not None
 
@@ -468,8 +482,9 @@ def is_transformed() -> bool:
     """Whether grad, vjp or vmap of torch.func calls; what torch.compile traces takes that into account by itself.
 
     Relies on: `torch._C._are_functorch_transforms_active`, which
-    `torch.autograd.Function.apply` asks too. Breaks: Gradients of torch.func would fail
-    on quantized layers, and the ranges of inputs would be written in them.
+    `torch.autograd.Function.apply` asks too.
+    Breaks: Gradients of torch.func would fail on quantized layers, and the ranges of
+    inputs would be written in them.
     """
     return (
         not torch.compiler.is_compiling()
@@ -513,7 +528,8 @@ def is_peft(module: nn.Module) -> bool:
 def has_dora(module: nn.Module) -> bool:
     """Whether an adapter's wrapper scales the weight's rows to norms that it learns.
 
-    Relies on: `lora_magnitude_vector`. Breaks: DoRA on a quantized layer would not be
-    refused, and compute something else after loading.
+    Relies on: `lora_magnitude_vector`.
+    Breaks: DoRA on a quantized layer would not be refused, and compute something else
+    after loading.
     """
     return len(cast(Any, getattr(module, "lora_magnitude_vector", ()))) > 0
