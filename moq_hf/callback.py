@@ -370,7 +370,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             check_bypassed_weights(controller.all_layers)
         if skipped:
             return
-        had_arrived, was_chosen = controller.has_arrived, controller.choice is not None
+        had_arrived = controller.has_arrived
+        was_chosen = controller.choice is not None
         schedule = controller.schedule
         if (
             self.trainer is not None
@@ -398,7 +399,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             )
 
     def _was_skipped(self, optimizer: Any) -> bool:
-        before, self._loss_scale = self._loss_scale, loss_scale(optimizer)
+        before = self._loss_scale
+        self._loss_scale = loss_scale(optimizer)
         # A fused optimizer is called whatever the gradients are and skips by itself,
         # which Accelerate does not see; the scale falls then too.
         return (
@@ -571,7 +573,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._stop_listening()
         # A compiled model's hooks are compiled too; what it is proven on is taken from
         # the data in the end.
-        self._kept, self._readers_checked = None, is_compiled
+        self._kept = None
+        self._readers_checked = is_compiled
         measured = controller.sensitivity is not None and self.trainer is None
         if measured or (self.config.prove and not is_compiled):
             self._hook = on_training_batch(controller.model, self._take)

@@ -193,7 +193,8 @@ def lanczos(start: Tensor, tol: float, max_iter: int) -> Search:
     """
     size = start.numel()
     min_steps = size if size <= SMALL else MIN_STEPS
-    before, vector = None, start / start.norm()
+    before = None
+    vector = start / start.norm()
     diagonal: list[float] = []
     off: list[float] = []
     while True:
@@ -220,7 +221,8 @@ def lanczos(start: Tensor, tol: float, max_iter: int) -> Search:
         if steps == max_iter:
             return Eigenvalue(value, "max_iter", steps)
         off.append(beta)
-        before, vector = vector, product.div_(beta)
+        before = vector
+        vector = product.div_(beta)
 
 
 def _extremes(
@@ -262,7 +264,8 @@ def power_iteration(
     for steps in range(1, max_iter + 1):
         vector = product / (product.norm() + stability)
         product = yield vector
-        before, value = value, float(vector @ product)
+        before = value
+        value = float(vector @ product)
         if not math.isfinite(value):
             return Eigenvalue(math.nan, "not finite", steps)
         if value == 0.0:
@@ -290,7 +293,8 @@ def hessian_product(
     gradients: Mapping[int, Tensor | None], parameters: Sequence[Tensor], vector: Tensor
 ) -> Tensor:
     """H v `[n]` of a block with a vector `[n]`, float32, from what `gradients_of` gives."""
-    outputs, weights = [], []
+    outputs = []
+    weights = []
     for parameter, part in zip(parameters, _split(vector, parameters), strict=True):
         gradient = gradients[id(parameter)]
         # A gradient that depends on nothing adds nothing to the Hessian.
@@ -325,7 +329,8 @@ def check_second_derivative(loss: Loss, parameters: Sequence[Tensor]) -> None:
     step = DIFFERENCE / float(vector.abs().max())
     wide, narrow = (_difference(loss, parameters, vector, h) for h in (step, step / 2))
     exact = hessian_product(gradients_of(loss, {"": parameters}), parameters, vector)
-    error, length = float((wide - exact).norm()), float(exact.norm())
+    error = float((wide - exact).norm())
+    length = float(exact.norm())
     # Gradients below 1e-6 are rounding; among themselves differences agree to 1 %, with
     # the product to 2 %.
     if error > 0.05 * length + 1e-6 and float((wide - narrow).norm()) < 0.1 * error:

@@ -78,7 +78,8 @@ def token_scale(input: Tensor, bits: int) -> Tensor:
 def tensor_scale(input: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """The scale of a float32 input and its zero point, both float32 scalars."""
     most = (1 << bits) - 1
-    low, high = input.min().clamp(max=0.0), input.max().clamp(min=0.0)
+    low = input.min().clamp(max=0.0)
+    high = input.max().clamp(min=0.0)
     scale = ((high - low) / most).clamp(min=_TINY)
     return scale, (-low / scale).round().clamp(0, most)
 

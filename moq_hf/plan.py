@@ -187,7 +187,9 @@ def plan(
         schedule.steps = step - 1
         for switch in schedule.advance(eigenvalues):
             switches[switch.block].append(switch)
-    fade, offset, goals = fade_steps(config), schedule.offset, schedule.targets or {}
+    fade = fade_steps(config)
+    offset = schedule.offset
+    goals = schedule.targets or {}
     planned = []
     for name, made in switches.items():
         end = fade + (made[-1].step if made else offset)
@@ -285,7 +287,8 @@ def outcome(
 
 def _advice(config: MoQConfig, total_steps: int, late: BlockPlan) -> str:
     """What would bring the block that is last to its target before the run ends."""
-    offset, target = offset_step_of(config, total_steps), late.target_bits
+    offset = offset_step_of(config, total_steps)
+    target = late.target_bits
     since = [s.step - offset for s in late.switches if s.before != FLOAT_BITS]
     room = total_steps - offset - fade_steps(config)
     options = []

@@ -138,7 +138,8 @@ def check_supported(modules: Iterable[nn.Module], parameters: Sequence[Tensor]) 
         MoQError: FSDP1, tensor parallelism or offloaded weights; says what works
             instead.
     """
-    modules, instead = list(modules), "DDP, FSDP2 and DeepSpeed ZeRO work"
+    modules = list(modules)
+    instead = "DDP, FSDP2 and DeepSpeed ZeRO work"
     if any(map(is_offloaded, modules)):
         raise MoQError(
             "device_map has left some weights on the CPU or on disk, where nothing can train them: load the model "
@@ -182,10 +183,8 @@ def agree(number: int, device: torch.device, state: Callable[[], str]) -> None:
         return
     states: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(states, state())
-    first, other = (
-        states[0],
-        next((s for s in enumerate(states) if s[1] != states[0]), (0, states[0])),
-    )
+    first = states[0]
+    other = next((s for s in enumerate(states) if s[1] != states[0]), (0, states[0]))
     raise MoQError(
         f"the processes disagree: rank 0 has {first}, rank {other[0]} has {other[1]}; all must have the same config, "
         "checkpoint, length of the data and version of moq_hf"

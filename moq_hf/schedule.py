@@ -262,10 +262,8 @@ class PrecisionSchedule:
         """
         blocks = state["blocks"]
         if blocks.keys() != self.bits.keys():
-            missing, extra = (
-                sorted(self.bits.keys() - blocks),
-                sorted(blocks.keys() - self.bits),
-            )
+            missing = sorted(self.bits.keys() - blocks)
+            extra = sorted(blocks.keys() - self.bits)
             raise MoQError(
                 "the saved schedule is of another set of blocks: "
                 f"not in it {', '.join(missing) or 'none'}; only in it {', '.join(extra) or 'none'}"
@@ -283,7 +281,8 @@ class PrecisionSchedule:
         factor = MAX_FACTOR if self.config.eigenvalue.enabled else 1
         last = 0
         for name, bits in self.bits.items():
-            changed, period = self._changed[name], self.period[name]
+            changed = self._changed[name]
+            period = self.period[name]
             if bits == FLOAT_BITS:
                 changed = max(self.steps + 1, self.offset)
             for left in reversed(range(self._drops_left(name))):
@@ -316,7 +315,8 @@ class PrecisionSchedule:
 
     def _first(self, name: str) -> int:
         """Steps from the offset to the first drop of a block."""
-        drops, period = self._drops(name), self.config.schedule.period
+        drops = self._drops(name)
+        period = self.config.schedule.period
         if self._room is None or drops == 0:
             return 1 if period == "auto" else period
         if period == "auto":
@@ -350,7 +350,8 @@ class PrecisionSchedule:
             MoQError: The deadline leaves no room for the drops, or the length of the
                 run is not known.
         """
-        config, self.total_steps = self.config, total_steps
+        config = self.config
+        self.total_steps = total_steps
         self.offset = offset = offset_step_of(config, total_steps)
         # Steps from the offset to the last drop that meets the deadline; None without
         # one.
@@ -362,7 +363,8 @@ class PrecisionSchedule:
             raise MoQError(
                 'quantize_schedule: the period "auto" and deadline need total_steps, the length of the run'
             )
-        fade, target = fade_steps(config), config.targets[0]
+        fade = fade_steps(config)
+        target = config.targets[0]
         drops = max(0, config.start_bits - target)
         room = last - offset - fade
         if room >= drops:
@@ -391,7 +393,8 @@ class PrecisionSchedule:
         )
 
     def _change(self, name: str, eigenvalue: float | None) -> Switch:
-        before, factor = self.bits[name], 1
+        before = self.bits[name]
+        factor = 1
         if before == FLOAT_BITS:
             self.bits[name] = self._start(name)
             eigenvalue = None
@@ -421,7 +424,8 @@ def _cap(room: int, since: int, left: int) -> int:
 
 def _root(value: int, degree: int) -> int:
     """The root of a whole number, rounded down: exact, where a float would differ from machine to machine."""
-    low, high = 0, 1 << -(-value.bit_length() // degree)
+    low = 0
+    high = 1 << -(-value.bit_length() // degree)
     # Halved by hand: bisect and range end where whole numbers of C do.
     while high - low > 1:
         middle = (low + high) // 2

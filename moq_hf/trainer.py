@@ -382,17 +382,16 @@ class MoQTrainer(Trainer):
             return super().compute_loss(
                 model, inputs, return_outputs, num_items_in_batch
             )
-        config, student = (
-            self.moq.config.distillation,
-            self.accelerator.unwrap_model(self.model),
-        )
+        config = self.moq.config.distillation
+        student = self.accelerator.unwrap_model(self.model)
         inputs = (
             {**inputs, "output_hidden_states": True} if config.hidden else dict(inputs)
         )
         count = num_items_in_batch if self._teacher is None else self._count_of(inputs)
         # The Trainer takes the labels out where it computes the loss itself.
         loss, outputs = super().compute_loss(model, dict(inputs), True, count)
-        teacher, teacher_outputs = student, outputs
+        teacher = student
+        teacher_outputs = outputs
         if self._teacher is not None:
             teacher = self._teacher
             # As the student, around whose forward pass Accelerate has put it.

@@ -25,9 +25,11 @@ logger = logging.getLogger(__name__)
 LONGEST = 65_536
 # Elements of a tile and warps of a program, so that a thread holds 16 elements: not
 # measured on a GPU.
-_TILE, _WARPS = 4096, 8
+_TILE = 4096
+_WARPS = 8
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-_DEFAULT, _FIRST = Grid(), RoundingSeed()
+_DEFAULT = Grid()
+_FIRST = RoundingSeed()
 # Devices on which something went wrong.
 _given_up: set[torch.device] = set()
 

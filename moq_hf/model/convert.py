@@ -108,7 +108,8 @@ def dequantize_model(
     """
     if weights not in ("quantized", "float"):
         raise MoQError(f'weights must be "quantized" or "float", got {weights!r}')
-    given, model = model, unwrapped(model)
+    given = model
+    model = unwrapped(model)
     if is_packed(model):
         unpack(model)
         return given
@@ -301,7 +302,8 @@ def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
     used = {id(layer.float_weight) for layer in layers.values() if layer.moq.used}
     flags = []
     for layer in layers.values():
-        is_used, grad = id(layer.float_weight) in used, layer.float_weight.grad
+        is_used = id(layer.float_weight) in used
+        grad = layer.float_weight.grad
         flags.append(
             [
                 is_used,

@@ -357,7 +357,8 @@ def _routers(inventory: Inventory) -> set[str]:
         own = experts_parameters(module)
         if not own:
             continue
-        experts, beside = matrix_of(module, own[0])[0], name.rpartition(".")[0]
+        experts = matrix_of(module, own[0])[0]
+        beside = name.rpartition(".")[0]
         for other, layer in inventory.linears.items():
             if is_below(other, beside) and _features(layer)["out_features"] in (
                 1,

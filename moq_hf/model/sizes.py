@@ -75,7 +75,8 @@ class ModelSizes:
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            count, full = shape_of(parameter).numel(), 8 * parameter.element_size()
+            count = shape_of(parameter).numel()
+            full = 8 * parameter.element_size()
             if id(parameter) in owners:
                 layer = owners[id(parameter)]
                 groups = layer.moq.grid.shape(*layer.matrix_shape)
@@ -185,7 +186,8 @@ class FileSize:
         embeddings: Mapping[str, QuantEmbedding],
         table_bits: int | None,
     ) -> None:
-        self._inventory, self._layers = inventory, layers
+        self._inventory = inventory
+        self._layers = layers
         seen = {
             id(layer.float_weight) for layer in (*layers.values(), *embeddings.values())
         }
@@ -246,7 +248,8 @@ class FileSize:
         """Bytes of tensors and, once the end of the data is known, of their entries in the header."""
         total = 0
         for name, tensor in tensors.items():
-            shape, letters = shape_of(tensor), _LETTERS.get(tensor.dtype, 3)
+            shape = shape_of(tensor)
+            letters = _LETTERS.get(tensor.dtype, 3)
             entry = {
                 name: {
                     "dtype": "?" * letters,

@@ -124,11 +124,9 @@ class Chooser:
     ) -> None:
         budget = config.budget
         assert budget is not None
-        self.choices, self.measure, self.in_file = (
-            budget.choices,
-            config.measure,
-            file is not None,
-        )
+        self.choices = budget.choices
+        self.measure = config.measure
+        self.in_file = file is not None
         self._weights = weights
         # What a choice takes is the sum of its blocks' sizes and the rest, in units of
         # 1 / unit.
@@ -137,7 +135,9 @@ class Chooser:
                 block: {bits: bits * count for bits in self.choices}
                 for block, count in weights.items()
             }
-            self._rest, self._unit, limit = 0, sum(weights.values()), budget.mean
+            self._rest = 0
+            self._unit = sum(weights.values())
+            limit = budget.mean
         else:
             self._sizes = {
                 block: {
@@ -146,7 +146,9 @@ class Chooser:
                 }
                 for block, own in blocks.items()
             }
-            self._rest, self._unit, limit = file.of_rest(), 10**6, budget.file_mb
+            self._rest = file.of_rest()
+            self._unit = 10**6
+            limit = budget.file_mb
         assert limit is not None
         self._limit = limit
         if file is not None:
@@ -172,7 +174,8 @@ class Chooser:
         picked = cheapest(options, capacity) or [0] * len(options)
         chosen = {}
         for block, index in zip(self._sizes, picked, strict=True):
-            bits, count = self.choices[index], self._weights[block]
+            bits = self.choices[index]
+            count = self._weights[block]
             chosen[block] = Chosen(
                 bits, count, costs[block][bits], count * (self.choices[-1] - bits) / 8e6
             )
@@ -185,7 +188,8 @@ class Chooser:
         return (sum(sizes) + self._rest) / self._unit
 
     def _check_file(self, file: FileSize) -> None:
-        where, alike = "quantize_bits.target_bits.file_mb", file.why_alike()
+        where = "quantize_bits.target_bits.file_mb"
+        alike = file.why_alike()
         if alike is not None:
             raise MoQError(
                 f"{where}: {alike}, so that no choice of bits meets it; give mean instead"
@@ -213,7 +217,8 @@ def _falling(costs: Mapping[int, float]) -> dict[int, float]:
     >>> _falling({2: 3.0, 3: 0.5, 4: 1.0, 8: 0.0})
     {2: 3.0, 3: 1.0, 4: 1.0, 8: 0.0}
     """
-    found, most = {}, 0.0
+    found = {}
+    most = 0.0
     for bits in sorted(costs, reverse=True):
         most = found[bits] = max(most, costs[bits])
     return {bits: found[bits] for bits in sorted(found)}
@@ -260,11 +265,13 @@ def cheapest(blocks: Sequence[Sequence[Option]], capacity: int) -> list[int] | N
         sum(option.cost + price * option.size for option in relaxed) - price * capacity
     )
     smallest = sum(min(option.size for option in options) for options in blocks)
-    cost, size = np.zeros(1), np.zeros(1, np.int64)
+    cost = np.zeros(1)
+    size = np.zeros(1, np.int64)
     kept: list[np.ndarray] = []
     for options, best in zip(blocks, relaxed, strict=True):
         sizes, costs = (np.array(column) for column in zip(*options, strict=True))
-        cost, size = (cost[:, None] + costs).ravel(), (size[:, None] + sizes).ravel()
+        cost = (cost[:, None] + costs).ravel()
+        size = (size[:, None] + sizes).ravel()
         # What the remaining blocks take and cost at the least.
         smallest -= sizes.min()
         least -= best.cost + price * best.size
@@ -276,8 +283,10 @@ def cheapest(blocks: Sequence[Sequence[Option]], capacity: int) -> list[int] | N
             < 0
         )
         kept.append(some[unbeaten])
-        cost, size = cost[kept[-1]], size[kept[-1]]
-    chosen, place = [], 0
+        cost = cost[kept[-1]]
+        size = size[kept[-1]]
+    chosen = []
+    place = 0
     for options, some in zip(reversed(blocks), reversed(kept), strict=True):
         place, index = divmod(int(some[place]), len(options))
         chosen.append(index)
@@ -291,7 +300,8 @@ def _priced(
 
     At the price `high` they do.
     """
-    low, found = 0.0, [min(options) for options in blocks]
+    low = 0.0
+    found = [min(options) for options in blocks]
     for _ in range(100):
         price = (low + high) / 2
         tried = [
@@ -301,5 +311,6 @@ def _priced(
         if sum(option.size for option in tried) > capacity:
             low = price
         else:
-            high, found = price, tried
+            high = price
+            found = tried
     return high, found

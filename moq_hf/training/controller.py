@@ -88,7 +88,8 @@ class MoQController:
                 nothing to measure eigenvalues of, a budget is impossible, or a weight
                 holds NaN or Inf.
         """
-        config, self.inventory = self.config, inventory
+        config = self.config
+        self.inventory = inventory
         self.model = inventory.model
         units = None if config.budget is None else inventory.units(inventory.scheduled)
         self.sensitivity: Sensitivity | None = None
@@ -256,7 +257,8 @@ class MoQController:
 
     def _write_progress(self) -> None:
         """Give the layers what changes from step to step, and drop the copies that an evaluation has made."""
-        blend, rounds_inputs = self.schedule.blend, self.rounds_inputs
+        blend = self.schedule.blend
+        rounds_inputs = self.rounds_inputs
         for block, names in self.blocks.items():
             for name in names:
                 layer = self.layers[name]
@@ -275,7 +277,8 @@ class MoQController:
         of the float weights. At the step of a switch also each block's bits, period and
         eigenvalue.
         """
-        bits, period = self.schedule.bits, self.schedule.period
+        bits = self.schedule.bits
+        period = self.schedule.period
         scalars = {
             "moq/mean_bits": round(self.sizes.mean_bits, 4),
             "moq/quantized_share": round(self.sizes.share, 4),

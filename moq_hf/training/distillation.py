@@ -102,10 +102,8 @@ def load_teacher(
             "made before"
         )
     for name in _COMMON + (_COMMON_HIDDEN if config.hidden else ()):
-        ours, theirs = (
-            getattr(model.config, name, None),
-            getattr(teacher.config, name, None),
-        )
+        ours = getattr(model.config, name, None)
+        theirs = getattr(teacher.config, name, None)
         if ours != theirs:
             hint = (
                 "; set distillation.hidden to 0 to compare logits only"
@@ -115,7 +113,8 @@ def load_teacher(
             raise MoQError(
                 f"distillation: {name} is {ours} in the model and {theirs} in the teacher{hint}"
             )
-    ours, theirs = model.config.id2label, teacher.config.id2label
+    ours = model.config.id2label
+    theirs = teacher.config.id2label
     named = (
         ours
         and theirs
@@ -178,7 +177,8 @@ def distillation_loss(
         else task_loss.new_zeros((), dtype=torch.float32)
     )
     if config.logits:
-        ours, theirs = logits_in(student), logits_in(teacher)
+        ours = logits_in(student)
+        theirs = logits_in(teacher)
         if not ours:
             raise MoQError(
                 f"distillation: the model's output has no logits, only {', '.join(student)}"
@@ -295,7 +295,9 @@ def _cross_entropy(
 
 
 def _state_loss(student: Tensor, teacher: Tensor, mask: Any) -> Tensor:
-    error, size = (student - teacher).square().mean(-1), teacher.square().mean(-1)
+    error = (student - teacher).square().mean(-1)
+    size = teacher.square().mean(-1)
     if isinstance(mask, Tensor) and mask.shape == error.shape:
-        error, size = error * mask, size * mask
+        error = error * mask
+        size = size * mask
     return error.sum() / size.sum().clamp(min=torch.finfo(torch.float32).tiny)

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 # Half of the steps, as in docs/evidence/recipes.md.
 DEFAULT_SHARE = 0.5
-FOLDER, METRICS = "float", "eval_results.json"
+FOLDER = "float"
+METRICS = "eval_results.json"
 
 
 def share_of(float_first: bool | float | None) -> float | None:
@@ -115,7 +116,8 @@ class FloatPhase:
                 f"float_first: needs a transformers model, got {type(model).__name__}"
             )
         _check_class(model)
-        self.trainer, self.share = trainer, share
+        self.trainer = trainer
+        self.share = share
         self.metrics: Mapping[str, Any] | None = None
         self._unlogged: Mapping[str, Any] | None = None
         self.outputs_checked = False

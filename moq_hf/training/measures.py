@@ -39,7 +39,9 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 # In units of the forward and backward pass of one training example; see
 # docs/evidence/eigenvalues.md. They decide what the budget allows: the clock would let
 # two runs of the same seed differ.
-GRAPH_COST, PRODUCT_COST, FORWARD_COST = 1.0, 0.6, 0.4
+GRAPH_COST = 1.0
+PRODUCT_COST = 0.6
+FORWARD_COST = 0.4
 # Products a block takes early in training, where it takes most.
 FIRST_PRODUCTS = {"lanczos": 11, "power": 23}
 # Numbers of all the logits that are compared, half a gigabyte; of a large vocabulary
@@ -91,8 +93,11 @@ class _Measure:
         layers: Mapping[str, Sequence[str]],
         config: MoQConfig,
     ) -> None:
-        self.model, self.blocks, self.layers = model, blocks, layers
-        self.config, self.seed = config.eigenvalue, config.seed
+        self.model = model
+        self.blocks = blocks
+        self.layers = layers
+        self.config = config.eigenvalue
+        self.seed = config.seed
         self.loss: Loss = model_loss
         self.products = float(
             min(self.config.max_iter, FIRST_PRODUCTS[self.config.method])
@@ -264,7 +269,8 @@ class Eigenvalue(_Measure):
         Raises:
             MoQError: The loss cannot be differentiated twice.
         """
-        config, losses = self.config, self._losses(batches)
+        config = self.config
+        losses = self._losses(batches)
         with measuring(self.model, self.blocks) as blocks:
             options = {
                 name: getattr(config, name)

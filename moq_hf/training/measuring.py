@@ -92,7 +92,8 @@ def repeatable() -> Iterator[None]:
     # The generator of MPS cannot be forked.
     has_own = accelerator is not None and accelerator.type != "mps"
     devices = [torch.accelerator.current_device_index()] if has_own else []
-    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    of_python = random.getstate()
+    of_numpy = numpy.random.get_state()
     with torch.random.fork_rng(
         devices, device_type=accelerator.type if accelerator is not None else "cuda"
     ):

@@ -158,10 +158,8 @@ def saved_state(entry: Any) -> Mapping[str, Any] | None:
     Raises:
         MoQError: The entry, or the state, is not as it was written; names the key.
     """
-    where, key = (
-        "the checkpoint's trainer_state.json is damaged",
-        "stateful_callbacks.MoQCallback",
-    )
+    where = "the checkpoint's trainer_state.json is damaged"
+    key = "stateful_callbacks.MoQCallback"
     found: Mapping[str, Any] | None = read_as(SavedCallback, entry, where, key)[
         "attributes"
     ]["saved"]
@@ -198,11 +196,13 @@ def check_state(
 
 
 def _conflicts(config: MoQConfig, state: Mapping[str, Any]) -> Iterator[str]:
-    schedule, sensitivity = state["schedule"], state["sensitivity"]
+    schedule = state["schedule"]
+    sensitivity = state["sensitivity"]
     blocks = schedule["blocks"]
     if config.schedule.depends_on_length and schedule["total_steps"] is None:
         yield "schedule.total_steps must be a whole number from 1, not null"
-    least, most = config.targets[0], max(config.start_bits, config.targets[-1])
+    least = config.targets[0]
+    most = max(config.start_bits, config.targets[-1])
     for name, (bits, _, _) in blocks.items():
         if bits != FLOAT_BITS and not least <= bits <= most:
             yield f"schedule.blocks.{name}.0 must be a whole number from {least} to {most}, not {bits}"
@@ -237,7 +237,8 @@ def what_counts(config: MoQConfig) -> dict[str, Any]:
 
 def changes(saved: MoQConfig, now: MoQConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted keys that count and differ, each with the saved value and the current one."""
-    one, other = _flat(saved), _flat(now)
+    one = _flat(saved)
+    other = _flat(now)
     ignored = _HARMLESS | _unused(one, other)
     return {
         key: (one[key], other[key])

@@ -42,7 +42,8 @@ class Samples:
     """
 
     def __init__(self, num_samples: int, across_steps: bool) -> None:
-        self.num_samples, self.across_steps = num_samples, across_steps
+        self.num_samples = num_samples
+        self.across_steps = across_steps
         self._batches: list[Batch] = []
 
     def add(self, inputs: Mapping[str, Any]) -> None:

@@ -81,7 +81,8 @@ class Sensitivity:
             self.config.num_samples, across_steps=not is_distributed()
         )
         # In units of one training example; without `plan` there is no limit.
-        self._per_step, self._total = math.inf, math.inf
+        self._per_step = math.inf
+        self._total = math.inf
         self._spent = 0.0
         # The examples that a measurement of this run asks for.
         self._rows = 0
@@ -217,7 +218,8 @@ class Sensitivity:
 
     def report(self, elapsed: float) -> None:
         """Log what share of `elapsed` seconds measuring took."""
-        share, limit = self.seconds / elapsed, self.config.max_overhead
+        share = self.seconds / elapsed
+        limit = self.config.max_overhead
         level = logging.WARNING if share > limit else logging.INFO
         what = f"{self.measure.name}s took {share:.3f} of the run's time, {self.seconds:.1f} s"
         logger.log(level, "moq_hf: %s; max_overhead is %.3g", what, limit)
@@ -243,7 +245,8 @@ class Sensitivity:
         self.scores = {
             k: math.nan if v is None else v for k, v in state["eigenvalues"].items()
         }
-        self._spent, self.measure.products = state["spent"], state["products"]
+        self._spent = state["spent"]
+        self.measure.products = state["products"]
         self._rows = state["rows"]
         self.samples.load_state_dict(state["samples"], self.device)
 
