@@ -48,7 +48,7 @@ from .training.checkpoints import (
     warn_of_half_checkpoint,
 )
 from .training.controller import MoQController
-from .training.measures import Loss, model_loss
+from .training.measures import ModelLoss, model_loss
 from .training.resume import check_room, check_start, has_begun, planned_steps
 from .training.samples import first_batch, on_training_batch
 
@@ -93,7 +93,7 @@ class MoQCallback(TrainerCallback, ExportableState):
     def __init__(
         self,
         config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str],
-        loss: Loss | None = None,
+        loss: ModelLoss | None = None,
         max_shard_size: int | str = "50GB",
     ) -> None:
         self.config = MoQConfig.load(config)
@@ -292,7 +292,9 @@ class MoQCallback(TrainerCallback, ExportableState):
         rows = (
             state.train_batch_size or args.train_batch_size
         ) * args.gradient_accumulation_steps
-        controller.sensitivity.plan(state.max_steps, rows, args.bf16 or args.fp16)
+        controller.sensitivity.set_run_length(
+            state.max_steps, rows, args.bf16 or args.fp16
+        )
         own_loss = model_loss if self.trainer is None else self.trainer.mean_loss
         controller.sensitivity.measure.loss = self.loss or own_loss
 

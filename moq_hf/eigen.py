@@ -1,9 +1,9 @@
 """The eigenvalue of largest magnitude of each block of a loss's Hessian: how sensitive the loss is to each layer.
 
-A product of a block with a vector is that of a second differentiation, or a difference
-of two gradients. `lanczos` turns products into an eigenvalue; `power_iteration` is the
-way of DeepSpeed (`runtime/eigenvalue.py` up to 0.16). A vector has a number for each
-element of a block's parameters, flat and in float32.
+Only products of a block with vectors are needed: a second differentiation gives them, or
+a difference of two gradients. `lanczos` finds an eigenvalue from such products;
+`power_iteration` is DeepSpeed's method (`runtime/eigenvalue.py` up to 0.16). A vector
+is flat, in float32, with one entry for each element of a block's parameters.
 """
 
 import contextlib
@@ -18,21 +18,22 @@ from torch import Tensor
 from .errors import MoQError
 from .processes import is_apart
 
+# Computes the loss of one batch, a scalar with its graph.
 Loss = Callable[[], Tensor]
 
-# The largest change of a weight in a difference of gradients. Of 1e-5 to 1e-1 this one
-# had the least error over blocks and directions, at most 1e-3 of the product:
-# truncation grows with its square, float32's rounding with its inverse. See
-# docs/evidence/eigenvalues.md.
+# The largest change of a weight in a difference of gradients. Among 1e-5 to 1e-1 this
+# step had the smallest error over blocks and directions, at most 1e-3 of the product:
+# the truncation error grows with the square of the step, float32's rounding with its
+# inverse. See docs/evidence/eigenvalues.md.
 DIFFERENCE = 2e-4
 
-# Ritz values of fewer steps of Lanczos may look settled before the largest eigenvalue
-# shows; see docs/evidence/eigenvalues.md.
+# With fewer Lanczos steps the Ritz values may look converged before the largest
+# eigenvalue shows; see docs/evidence/eigenvalues.md.
 MIN_STEPS = 6
-# Searching all of so many dimensions costs less than thinking about them.
+# Up to this size a matrix is searched completely, which costs little.
 SMALL = 64
 
-# Why a run stops before its first step.
+# The error that stops a run under FSDP2 or ZeRO-3 before its first step.
 NOT_UNDER_ENGINES = (
     "eigenvalues cannot be measured where FSDP2 or ZeRO-3 takes the weights apart: set "
     '"sensitivity": {"measure": "divergence"}, which needs forward passes alone'
@@ -57,8 +58,8 @@ class Eigenvalue:
     num_products: int
 
 
-# Searches a symmetric matrix for its eigenvalue: yields vectors `[n]` to be multiplied
-# with it, is sent the products.
+# A coroutine that searches for an eigenvalue of a symmetric matrix: it yields vectors
+# `[n]`, and each time is sent the matrix's product with that vector.
 Search = Generator[Tensor, Tensor, Eigenvalue]
 
 
@@ -74,8 +75,8 @@ def block_eigenvalues(
 ) -> dict[str, Eigenvalue]:
     """The eigenvalue of largest magnitude of each block on the diagonal of the Hessian of a loss.
 
-    Measures as the model stands: mode, data and precision are the caller's. Writes no
-    gradient, and draws nothing from the global random generators.
+    The caller sets the model's mode, data and precision. No gradient is written, and the
+    global random generators are not used.
 
     Args:
         loss: Gives the loss, a scalar, each time the same for the same parameters.
@@ -116,27 +117,25 @@ def block_eigenvalues(
         )
     _check_blocks(losses, parameters)
     searches: dict[str, Search] = {}
-    for name, own in parameters.items():
-        start = _random_vector(own, seed)
+    for name, tensors in parameters.items():
+        start = _random_vector(tensors, seed)
         if method == "lanczos":
             searches[name] = lanczos(start, tol, max_iter)
         else:
             searches[name] = power_iteration(start, tol, max_iter, stability)
-    # Of one loss the graph is kept for all products; of several, only one graph is in
-    # memory at a time.
+    # The graph of a single loss is kept for all products; with several losses only one
+    # graph is in memory at a time.
     kept = gradients_of(losses[0], parameters) if len(losses) == 1 else None
 
     def mean_products(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         sums = {name: torch.zeros_like(vector) for name, vector in vectors.items()}
-        for one in losses:
-            gradients = kept or gradients_of(
-                one, {name: parameters[name] for name in vectors}
-            )
+        for loss_of_batch in losses:
+            remaining = {name: parameters[name] for name in vectors}
+            gradients = kept or gradients_of(loss_of_batch, remaining)
             for name, vector in vectors.items():
-                sums[name] += hessian_product(gradients, parameters[name], vector).div_(
-                    len(losses)
-                )
-            # Its graph must be gone before the next one comes.
+                product = hessian_product(gradients, parameters[name], vector)
+                sums[name] += product.div_(len(losses))
+            # Free this graph before the next one is made.
             del gradients
         return sums
 
@@ -160,15 +159,15 @@ def solve(
     -3.0
     """
     vectors = {name: next(search) for name, search in searches.items()}
-    found: dict[str, Eigenvalue] = {}
+    results: dict[str, Eigenvalue] = {}
     while vectors:
         for name, product in products(vectors).items():
             try:
                 vectors[name] = searches[name].send(product)
             except StopIteration as end:
-                found[name] = end.value
+                results[name] = end.value
                 del vectors[name]
-    return {name: found[name] for name in searches}
+    return {name: results[name] for name in searches}
 
 
 def lanczos(start: Tensor, tol: float, max_iter: int) -> Search:
@@ -179,12 +178,12 @@ def lanczos(start: Tensor, tol: float, max_iter: int) -> Search:
     Eigenvalue Problem, 13.2), and within r^2 / gap of an end of the spectrum that is
     `gap` away from the rest (4.5 there). It ends after at least `MIN_STEPS` products as
     soon as the Ritz value of larger magnitude is within `tol` by that estimate and the
-    other end can no longer exceed it by more than `tol`. Lost orthogonality repeats
-    eigenvalues that are found already and changes no extreme one (13.6).
+    other end can no longer exceed it by more than `tol`. Lost orthogonality
+    repeats eigenvalues that were found before, but changes no extreme one (13.6).
 
-    That is an estimate, no bound: it cannot know of an eigenvalue whose vector the
-    start hardly has a part of, and takes ends that are hardly apart for one. Small
-    matrices are searched to the end.
+    That is an estimate, not a bound: it misses an eigenvalue whose eigenvector is nearly
+    orthogonal to the start vector, and cannot tell apart ends of nearly equal magnitude.
+    Small matrices are searched completely.
 
     Args:
         start: `[n]`, float32; not zero.
@@ -212,7 +211,7 @@ def lanczos(start: Tensor, tol: float, max_iter: int) -> Search:
             _extremes(diagonal, off, beta), key=lambda end: abs(end[0])
         )
         scale = max(abs(value), *map(abs, diagonal), *map(abs, off))
-        # Rounding leaves that much of a vector that is zero in exact arithmetic.
+        # A vector that is zero in exact arithmetic has about this norm after rounding.
         if beta <= 1e-6 * scale or steps == size:
             return Eigenvalue(value, "exact" if scale else "zero", steps)
         is_largest = abs(other) + other_error <= (1 + tol) * abs(value)
@@ -238,13 +237,13 @@ def _extremes(
     residuals: list[float] = (beta * vectors[-1].abs()).tolist()
     if len(ritz) == 1:
         return [(ritz[0], residuals[0])] * 2
-    found = []
+    extremes = []
     for end, neighbor in ((0, 1), (-1, -2)):
         # The neighbor is itself uncertain by its residual.
         gap = abs(ritz[end] - ritz[neighbor]) - residuals[neighbor]
         error = residuals[end] ** 2 / gap if gap > residuals[end] else residuals[end]
-        found.append((ritz[end], error))
-    return found
+        extremes.append((ritz[end], error))
+    return extremes
 
 
 def power_iteration(
@@ -279,14 +278,14 @@ def gradients_of(
     loss: Loss, blocks: Mapping[str, Sequence[Tensor]]
 ) -> dict[int, Tensor | None]:
     """The gradients of a loss with their own graph, by the ids of the blocks' parameters."""
-    unique = list(
-        {id(p): p for parameters in blocks.values() for p in parameters}.values()
-    )
+    unique: dict[int, Tensor] = {}
+    for parameters in blocks.values():
+        unique |= {id(parameter): parameter for parameter in parameters}
     with _explained():
-        found = torch.autograd.grad(
-            _evaluate(loss), unique, create_graph=True, allow_unused=True
+        gradients = torch.autograd.grad(
+            _evaluate(loss), [*unique.values()], create_graph=True, allow_unused=True
         )
-    return dict(zip(map(id, unique), found, strict=True))
+    return dict(zip(unique, gradients, strict=True))
 
 
 def hessian_product(
@@ -297,25 +296,25 @@ def hessian_product(
     weights = []
     for parameter, part in zip(parameters, _split(vector, parameters), strict=True):
         gradient = gradients[id(parameter)]
-        # A gradient that depends on nothing adds nothing to the Hessian.
+        # A constant gradient adds nothing to the Hessian.
         if gradient is not None and gradient.requires_grad:
             outputs.append(gradient)
             weights.append(part)
     if not outputs:
         return torch.zeros_like(vector)
     with _explained():
-        found = torch.autograd.grad(
+        products = torch.autograd.grad(
             outputs, parameters, weights, retain_graph=True, allow_unused=True
         )
-    return _flat(found, parameters)
+    return _flat(products, parameters)
 
 
 def check_second_derivative(loss: Loss, parameters: Sequence[Tensor]) -> None:
     """Compare a product along a random direction with differences of gradients, taken over two steps.
 
     A kernel whose gradient autograd does not record (Liger's, some attention kernels)
-    makes products wrong in silence. At the kinks of a loss (ReLU, top-k routing) it is
-    the differences that are wrong, and depend on their step.
+    silently makes products wrong. At the kinks of a loss (ReLU, top-k routing) the
+    differences are wrong instead, and depend on their step.
 
     Args:
         loss: Gives the loss, a scalar, each time the same for the same parameters.
@@ -327,12 +326,13 @@ def check_second_derivative(loss: Loss, parameters: Sequence[Tensor]) -> None:
     vector = _random_vector(parameters, 0)
     vector /= vector.norm()
     step = DIFFERENCE / float(vector.abs().max())
-    wide, narrow = (_difference(loss, parameters, vector, h) for h in (step, step / 2))
+    wide = _difference(loss, parameters, vector, step)
+    narrow = _difference(loss, parameters, vector, step / 2)
     exact = hessian_product(gradients_of(loss, {"": parameters}), parameters, vector)
     error = float((wide - exact).norm())
     length = float(exact.norm())
-    # Gradients below 1e-6 are rounding; among themselves differences agree to 1 %, with
-    # the product to 2 %.
+    # Gradients below 1e-6 are rounding. Where the derivative is right, the differences
+    # agree with each other to 1 %, and with the product to 2 %.
     if error > 0.05 * length + 1e-6 and float((wide - narrow).norm()) < 0.1 * error:
         raise MoQError(
             f"the loss has no right second derivative: a product with its Hessian is off by {error:.3g} where its norm "
@@ -357,14 +357,15 @@ def _difference(
         )
         for parameter, value in zip(parameters, values, strict=True):
             parameter.data = value
-    ahead, behind = (_flat(found, parameters) for found in gradients)
+    ahead = _flat(gradients[0], parameters)
+    behind = _flat(gradients[1], parameters)
     return (ahead - behind) / (2 * step)
 
 
 def _check_blocks(
     losses: Sequence[Loss], blocks: Mapping[str, Sequence[Tensor]]
 ) -> None:
-    """Check what is to be measured.
+    """Check the losses and blocks before they are measured.
 
     Raises:
         MoQError: No losses or blocks, a block without parameters, with one that
@@ -387,7 +388,7 @@ def _check_blocks(
 
 
 def _random_vector(parameters: Sequence[Tensor], seed: int) -> Tensor:
-    """Draw a random vector `[n]` over some parameters, the same wherever they are."""
+    """Draw a random vector `[n]` over some parameters, the same on every device."""
     size = sum(p.numel() for p in parameters)
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(
@@ -406,13 +407,11 @@ def _split(vector: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def _flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
     """Join tensors of the shapes of `like`, None being zeros, to one float32 vector."""
-    pairs = zip(tensors, like, strict=True)
-    return torch.cat(
-        [
-            (torch.zeros_like(p) if t is None else t).detach().float().flatten()
-            for t, p in pairs
-        ]
-    )
+    parts = []
+    for tensor, parameter in zip(tensors, like, strict=True):
+        values = torch.zeros_like(parameter) if tensor is None else tensor
+        parts.append(values.detach().float().flatten())
+    return torch.cat(parts)
 
 
 def _evaluate(loss: Loss) -> Tensor:
@@ -424,11 +423,9 @@ def _evaluate(loss: Loss) -> Tensor:
     with torch.enable_grad():
         value = loss()
     if not isinstance(value, Tensor) or value.numel() != 1:
-        shape = (
-            f"a tensor of shape {list(value.shape)}"
-            if isinstance(value, Tensor)
-            else type(value).__name__
-        )
+        shape = type(value).__name__
+        if isinstance(value, Tensor):
+            shape = f"a tensor of shape {list(value.shape)}"
         raise MoQError(f"the loss must be a scalar tensor, got {shape}")
     if not value.requires_grad:
         raise MoQError("the loss depends on no parameter that requires a gradient")
@@ -440,11 +437,11 @@ _NOT_TWICE = ("derivative for", "double backward", "once_differentiable")
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Explain what to do about a loss that cannot be differentiated twice.
+    """Turn PyTorch's error for a missing second derivative into one that says what to do.
 
     Raises:
-        MoQError: It cannot.
-        RuntimeError: Whatever else PyTorch raised.
+        MoQError: The loss cannot be differentiated twice.
+        RuntimeError: Any other error of PyTorch, unchanged.
     """
     try:
         yield

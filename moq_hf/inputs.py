@@ -175,17 +175,21 @@ def update_ranges(inputs: Iterable[InputObserver]) -> None:
 
     A range follows the largest magnitude over all ranks.
     """
-    static = [one for one in inputs if one.grid.scale == "static"]
+    static = [observer for observer in inputs if observer.grid.scale == "static"]
     if static:
-        largest = largest_over_ranks(torch.stack([one.observed for one in static]))
-        for one, newest in zip(static, largest, strict=True):
-            one.step(newest)
+        largest = largest_over_ranks(
+            torch.stack([observer.observed for observer in static])
+        )
+        for observer, newest in zip(static, largest, strict=True):
+            observer.step(newest)
 
 
 def ranges_of(inputs: Mapping[str, InputObserver]) -> dict[str, float]:
     """The running ranges that there are, as a saved state holds them: exact, since float32 fits into JSON's numbers."""
     return {
-        name: float(one.range) for name, one in inputs.items() if one.range is not None
+        name: float(observer.range)
+        for name, observer in inputs.items()
+        if observer.range is not None
     }
 
 
@@ -193,7 +197,9 @@ def load_ranges(
     inputs: Mapping[str, InputObserver], saved: Mapping[str, float]
 ) -> None:
     """Take over what `ranges_of` gave; a layer that is not in it starts without a range."""
-    for name, one in inputs.items():
-        one.observed.zero_()
-        known = name in saved and one.grid.scale == "static"
-        one.range = torch.full_like(one.observed, saved[name]) if known else None
+    for name, observer in inputs.items():
+        observer.observed.zero_()
+        known = name in saved and observer.grid.scale == "static"
+        observer.range = (
+            torch.full_like(observer.observed, saved[name]) if known else None
+        )

@@ -191,10 +191,12 @@ def plan(
     offset = schedule.offset
     goals = schedule.targets or {}
     planned = []
-    for name, made in switches.items():
-        end = fade + (made[-1].step if made else offset)
+    for name, switches_of_block in switches.items():
+        end = fade + (switches_of_block[-1].step if switches_of_block else offset)
         planned.append(
-            BlockPlan(name, eigenvalues.get(name), tuple(made), end, goals[name])
+            BlockPlan(
+                name, eigenvalues.get(name), tuple(switches_of_block), end, goals[name]
+            )
         )
     late = max(planned, key=lambda block: block.target_step)
     notes = (
@@ -269,9 +271,9 @@ def outcome(
         0
     ]
     span = " to ".join(f"{step:,}" for step in sorted({min(ends), max(ends)}))
-    made = {switch.block: switch for switch in history}
+    last_switches = {switch.block: switch for switch in history}
     groups: dict[tuple[int, int], list[str]] = {}
-    for name, switch in made.items():
+    for name, switch in last_switches.items():
         groups.setdefault((switch.step, switch.bits), []).append(name)
     lines = [
         f"after {steps:,} optimizer steps; planned: {planned.config.target_in_words} after step {span}"

@@ -26,7 +26,7 @@ def is_distributed() -> bool:
 
 
 def is_partitioned(tensor: Tensor) -> bool:
-    """Whether ZeRO-3 takes the parameter apart: it is whole for a forward and a backward pass, and empty else."""
+    """Whether ZeRO-3 partitions the parameter, which is whole only during a forward or backward pass, else empty."""
     return hasattr(tensor, ZERO_3)
 
 
@@ -36,7 +36,7 @@ def is_apart(tensor: Tensor) -> bool:
 
 
 def shape_of(tensor: Tensor) -> torch.Size:
-    """The shape of a whole tensor, of which nothing may be there now."""
+    """The shape of the whole tensor, even where this process holds only a part of it or nothing."""
     return (
         cast(torch.Size, getattr(tensor, ZERO_3_SHAPE))
         if is_partitioned(tensor)
@@ -50,7 +50,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """Where the tensor is computed with: that of the mesh for shards, which may be offloaded to the CPU."""
+    """The device that computes with the tensor; for shards, which may be offloaded to the CPU, that of their mesh."""
     return (
         torch.device(cast(Any, tensor).device_mesh.device_type)
         if is_sharded(tensor)
@@ -59,7 +59,7 @@ def device_of(tensor: Tensor) -> torch.device:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor, without a graph; a sharded one gathered, which every process of its mesh must ask for."""
+    """The whole tensor, detached. A sharded one is gathered, so every process of its mesh must call this."""
     if is_partitioned(tensor):
         return whole_of_partitions(tensor)
     tensor = tensor.detach()
@@ -69,13 +69,13 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, without a graph: of a plain one all of it, under ZeRO-3 nothing."""
+    """The part of a tensor that this process holds, detached: all of a plain one, nothing under ZeRO-3."""
     with torch.no_grad():
         return (cast(Any, tensor).to_local() if is_sharded(tensor) else tensor).detach()
 
 
 def sharded_as(weight: Tensor, values: Tensor) -> Tensor:
-    """Values that every process has whole, sharded as a weight is; of a weight that is whole as they are."""
+    """Shard `values`, which every process holds whole, as `weight` is sharded; unchanged if `weight` is not."""
     if not is_sharded(weight):
         return values
     from torch.distributed.tensor import distribute_tensor
@@ -102,17 +102,17 @@ def gathered_state_dict(
         The tensors by name. None in the other processes, and for a model with whole
         weights.
     """
-    # FSDP2 takes apart here what it has left gathered after a pass without gradients.
+    # This also makes FSDP2 reshard what it left gathered after a pass without gradients.
     names = model.state_dict(keep_vars=True)
     if not any(map(is_apart, names.values())):
         yield None
         return
     keeps = everywhere or dist.get_rank() == 0
-    # Packing and proving may take longer than processes otherwise wait for each other.
+    # Packing and checking may take longer than the default timeout of processes.
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     gathered: dict[int, Tensor] = {}
     for value in names.values():
-        # Names that share a parameter go on sharing it.
+        # Names that share a parameter share the gathered one too.
         if id(value) not in gathered:
             tensor = whole(value)
             gathered[id(value)] = tensor.cpu() if keeps else torch.empty(0)
@@ -145,11 +145,7 @@ def check_supported(modules: Iterable[nn.Module], parameters: Sequence[Tensor]) 
             "device_map has left some weights on the CPU or on disk, where nothing can train them: load the model "
             "without device_map, or with fewer weights in each process by FSDP2 or ZeRO-3 (see the guide on processes)"
         )
-    names = {
-        name
-        for module in modules
-        for name in (cls.__name__ for cls in type(module).__mro__)
-    }
+    names = {cls.__name__ for module in modules for cls in type(module).__mro__}
     if FSDP1 in names:
         raise MoQError(
             f"FSDP1 flattens the weights that are to be quantized (fsdp_config: version 1); {instead}"
@@ -192,21 +188,21 @@ def agree(number: int, device: torch.device, state: Callable[[], str]) -> None:
 
 
 def largest_over_ranks(values: Tensor) -> Tensor:
-    """The largest of each value in any process, which all must ask for; float32 of any shape without NaN."""
+    """The elementwise maximum over all processes, which must all call this; float32 of any shape, without NaN."""
     if is_distributed():
         dist.all_reduce(values, dist.ReduceOp.MAX)
     return values
 
 
 def mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """The mean over the ranks of what is finite, the same on each of them; NaN where nothing is."""
+    """The mean of each value over the ranks where it is finite, the same on every rank; NaN where it is on none."""
     if not is_distributed():
         return values
-    own = torch.tensor(values, dtype=torch.float32, device="cpu")
-    finite = own.isfinite()
-    sums = torch.stack([own.where(finite, torch.zeros_like(own)), finite.float()]).to(
-        device
-    )
+    local = torch.tensor(values, dtype=torch.float32, device="cpu")
+    finite = local.isfinite()
+    sums = torch.stack(
+        [local.where(finite, torch.zeros_like(local)), finite.float()]
+    ).to(device)
     dist.all_reduce(sums)
     dist.broadcast(sums, 0)
     total, count = sums.cpu()

@@ -1,4 +1,4 @@
-"""Which precision each block has after each optimizer step: pure Python, no tensor and no Trainer.
+"""The precision of each block after each optimizer step, in pure Python: no tensors, no Trainer.
 
 s counts the optimizer steps taken since the offset. Before the offset nothing is
 quantized (32 bits). After step s, a block above its target whose period has come (s >=
@@ -14,10 +14,10 @@ later than
 
     cap(s, k) = max(R / 2^(k-1), (s^(k-1) R)^(1/k), s + 1)
 
-rounded down. The first term leaves room to double from there on, so a block that the
-rule above brings home in time is never capped. The second, the larger one where
-doubling no longer fits, divides what is left in equal ratios. With k = 1 the cap is R,
-and by induction s + k <= R always holds, so that every drop finds a step of its own.
+rounded down. The first term leaves room to keep doubling, so a block that meets the
+deadline by the rule above is never capped. The second term, larger where doubling no
+longer fits, divides what is left in equal ratios. With k = 1 the cap is R, and by
+induction s + k <= R always holds, so every drop gets a separate step.
 
 With the period "auto" and n drops, H is R, or R / 5 where eigenvalues are measured. The
 first drop comes at max(1, H / 2^(n-1)), and one at step s with the factor f is followed
@@ -25,9 +25,9 @@ by one at s (f min(2^(n-1), H))^(1/(n-1)), after at least one step and no later 
 cap. So a block of factor 1 doubles as above, and one of factor f throughout ends f
 times as late: with the factor 5, at R.
 
-Under a budget each block has a target of its own, given to `choose` at the offset, and
+Under a budget each block has a separate target, given to `choose` at the offset, and
 starts at start_bits or at its target, whichever is more. Until then every block is in
-float, for one step at least.
+float, for at least one step.
 """
 
 import math
@@ -39,12 +39,12 @@ from .config import MoQConfig
 from .errors import MoQError
 
 FLOAT_BITS = 32
-# That of the block with the largest eigenvalue.
+# The factor of the block with the largest eigenvalue.
 MAX_FACTOR = 5
 
 
 class Switch(NamedTuple):
-    """One block's change of precision.
+    """A change of precision of one block.
 
     Attributes:
         step: Optimizer steps taken when it happened, this one included, from the start
@@ -71,8 +71,8 @@ class PrecisionSchedule:
     """The precision of every block, advanced once per optimizer step that was not skipped.
 
     Args:
-        config: What to follow.
-        blocks: Names, each once, in model order.
+        config: The config to follow.
+        blocks: Block names, each once, in model order.
         total_steps: Optimizer steps of the whole run; not needed for an explicit period
             without a deadline, if the offset is a number of steps.
 
@@ -82,8 +82,8 @@ class PrecisionSchedule:
             deadline: the text says what would fit.
 
     Attributes:
-        total_steps: As given, or where they decide on a step those that a loaded state
-            was planned for.
+        total_steps: Length of the run, as given; after loading a state whose plan
+            depends on the length, the length it was planned for.
         offset: Optimizer steps before anything is quantized.
         steps: Optimizer steps taken, those before the offset included.
         bits: Block name to the bits of the next forward pass.
@@ -129,11 +129,9 @@ class PrecisionSchedule:
         self.bits = dict.fromkeys(
             names, config.start_bits if self.offset == 0 else FLOAT_BITS
         )
-        self.targets = (
-            None
-            if config.budget is not None
-            else dict.fromkeys(names, config.targets[0])
-        )
+        self.targets: dict[str, int] | None = None
+        if config.budget is None:
+            self.targets = dict.fromkeys(names, config.targets[0])
         self.period = {name: self._first(name) for name in names}
         # Steps taken when the block last changed: its blend is counted from there.
         self._changed = dict.fromkeys(names, 0)
@@ -142,11 +140,9 @@ class PrecisionSchedule:
     def deadline_step(self) -> int | None:
         """The optimizer step, from the start of training, by which every block is at its target; None: no deadline."""
         deadline = self.config.schedule.deadline
-        return (
-            None
-            if deadline is None or self.total_steps is None
-            else _share_of(deadline, self.total_steps)
-        )
+        if deadline is None or self.total_steps is None:
+            return None
+        return _share_of(deadline, self.total_steps)
 
     @property
     def at_target(self) -> bool:
@@ -178,9 +174,8 @@ class PrecisionSchedule:
         """
         if self.targets is not None:
             raise MoQError("the bits of the blocks are chosen already")
-        if set(targets) != set(self.bits) or not set(targets.values()) <= set(
-            self.config.targets
-        ):
+        allowed = set(self.config.targets)
+        if set(targets) != set(self.bits) or not set(targets.values()) <= allowed:
             raise MoQError(
                 f"targets must be {self.config.target_in_words}, one for each of {', '.join(self.bits)}"
             )
@@ -189,7 +184,7 @@ class PrecisionSchedule:
 
     @property
     def next_bits(self) -> dict[str, int]:
-        """Of the blocks that have a drop ahead of them, the bits after it."""
+        """The bits after the next drop, for each block that has one ahead."""
         return {
             name: self._target(name) + left - 1
             for name in self.bits
@@ -197,7 +192,7 @@ class PrecisionSchedule:
         }
 
     def due(self) -> tuple[str, ...]:
-        """The blocks that will change in the coming `advance`."""
+        """The blocks that will change in the next `advance`."""
         since = self.steps + 1 - self.offset
         return tuple(
             name for name, change in self._changes().items() if change <= since
@@ -250,12 +245,12 @@ class PrecisionSchedule:
                 for name in self.bits
             },
         }
-        return (
-            state if self.config.budget is None else {**state, "targets": self.targets}
-        )
+        if self.config.budget is not None:
+            state["targets"] = self.targets
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, by its plan: a deadline stays where it was, in a run of another length too.
+        """Continue from `state`. A deadline stays at its step, even if the run now has another length.
 
         Raises:
             MoQError: The state is of other blocks.
@@ -292,7 +287,7 @@ class PrecisionSchedule:
         return last
 
     def _target(self, name: str) -> int:
-        """The bits that a block ends with; the fewest that it may have where they are not chosen yet."""
+        """The bits that a block ends with; before they are chosen, the fewest that it may have."""
         return self.config.targets[0] if self.targets is None else self.targets[name]
 
     def _start(self, name: str) -> int:
@@ -305,7 +300,7 @@ class PrecisionSchedule:
         return self._start(name) - self._target(name)
 
     def _changes(self) -> dict[str, int]:
-        """Of the blocks that are not at their targets, the steps from the offset to their next change."""
+        """Steps from the offset to the next change, for each block that is not at its target."""
         falling = self.next_bits
         return {
             name: 0 if bits == FLOAT_BITS else self.period[name]
@@ -337,14 +332,12 @@ class PrecisionSchedule:
     def _horizon(self, drops: int) -> int:
         """Steps from the offset to the last of `drops` drops of a block of factor 1, with the period "auto"."""
         room = self._room or 0
-        return (
-            max(1, room // MAX_FACTOR)
-            if self.config.eigenvalue.enabled and drops != 1
-            else room
-        )
+        if drops == 1 or not self.config.eigenvalue.enabled:
+            return room
+        return max(1, room // MAX_FACTOR)
 
     def _fit_into(self, total_steps: int | None) -> None:
-        """Take the length of the run, and find the offset and the room before the deadline.
+        """Set the length of the run, the offset, and the room before the deadline.
 
         Raises:
             MoQError: The deadline leaves no room for the drops, or the length of the
@@ -353,8 +346,7 @@ class PrecisionSchedule:
         config = self.config
         self.total_steps = total_steps
         self.offset = offset = offset_step_of(config, total_steps)
-        # Steps from the offset to the last drop that meets the deadline; None without
-        # one.
+        # Steps from the offset to the last drop that meets the deadline, if there is one.
         self._room: int | None = None
         if config.schedule.deadline is None:
             return
@@ -423,13 +415,16 @@ def _cap(room: int, since: int, left: int) -> int:
 
 
 def _root(value: int, degree: int) -> int:
-    """The root of a whole number, rounded down: exact, where a float would differ from machine to machine."""
+    """The integer root of a whole number, rounded down. Exact; a float result could differ between machines."""
     low = 0
     high = 1 << -(-value.bit_length() // degree)
-    # Halved by hand: bisect and range end where whole numbers of C do.
+    # Not `bisect`: it cannot search ranges beyond the largest C integer.
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if middle**degree <= value else (low, middle)
+        if middle**degree <= value:
+            low = middle
+        else:
+            high = middle
     return low
 
 
@@ -439,14 +434,14 @@ def fade_steps(config: MoQConfig) -> int:
         return 0
     ratio = config.blend.change_ratio
     steps = max(1, math.ceil(1.0 / ratio) - 1)
-    # Rounding: 1 / ratio may be a whole number that the true quotient is not.
+    # 1 / ratio may have been rounded to a whole number.
     while 1.0 - ratio * steps > 0.0:
         steps += 1
     return steps
 
 
 def offset_step_of(config: MoQConfig, total_steps: int | None) -> int:
-    """Optimizer steps before anything is quantized; one at least under a budget, which is chosen after a step.
+    """Optimizer steps before anything is quantized; at least one under a budget, which needs a step to choose.
 
     Raises:
         MoQError: The offset is a share of the run, whose length is not known.
@@ -467,12 +462,12 @@ def begins_in_float(config: MoQConfig) -> bool:
 
 
 def _share_of(share: float, total_steps: int) -> int:
-    """The step at a share of a run, taken as the decimal fraction that it was written as: 0.29 of 100 is step 29."""
+    """The step at a share of a run. The share counts as the decimal fraction that was written: 0.29 of 100 is 29."""
     return int(Fraction(str(share)) * total_steps)
 
 
 def quotient(numerator: int, denominator: int) -> str:
-    """A quotient for an advice, rounded up to four decimals.
+    """Format a quotient for an error text, rounded up to four decimals.
 
     >>> quotient(1, 3)
     '0.3334'

@@ -543,12 +543,12 @@ class MoQTrainer(Trainer):
         # restore_callback_states_from_checkpoint puts a new object instead of the one
         # that was passed.
         if self.moq is not None and self.moq not in callbacks_of(self):
-            found = [
+            callbacks = [
                 callback
                 for callback in callbacks_of(self)
                 if isinstance(callback, MoQCallback)
             ]
-            self.moq = found[0] if found else None
+            self.moq = callbacks[0] if callbacks else None
         if self.moq is not None:
             self.moq.trainer = self
         return self.moq

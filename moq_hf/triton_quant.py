@@ -137,15 +137,15 @@ def _differences(device: torch.device) -> Iterator[str]:
     ):
         grid = replace(grid, grouping=PerChannel())
         blend = 0.25 if grid.stochastic else 0.0
-        found, _ = _launch(
+        actual, _ = _launch(
             weight, 7, grid, len(weight), ratio, _FIRST, blend, torch.bfloat16
         )
         expected = quantizer.fake_quantize(
             weight, 7, grid, ratio=ratio, blend=blend, dtype=torch.bfloat16
         )
-        count = int((found != expected).sum())
+        count = int((actual != expected).sum())
         if count:
-            yield f"{count} of {found.numel()} weights differ ({grid})"
+            yield f"{count} of {actual.numel()} weights differ ({grid})"
 
 
 def _launch(

@@ -232,10 +232,10 @@ def test_eigenvalues_of_what_engines_take_apart_are_one_error_before_training(al
             )
             sensitivity = Sensitivity(take_inventory(model, config), config)
             if measure == "divergence":
-                sensitivity.plan(100, 8)
+                sensitivity.set_run_length(100, 8)
             else:
                 with pytest.raises(MoQError, match=r'^eigenvalues cannot be measured where .*"measure": "divergence"'):
-                    sensitivity.plan(100, 8)
+                    sensitivity.set_run_length(100, 8)
 
 
 def test_what_cannot_be_trained_in_parts_is_one_error(alone: None) -> None:

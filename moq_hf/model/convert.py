@@ -1,4 +1,4 @@
-"""How a model gets its quantized layers, and loses them."""
+"""Make the layers of a model quantized ones, and plain ones again."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, cast
@@ -28,9 +28,9 @@ def quantize_model(
 ) -> nn.Module:
     """Make the linear layers of `model`, and what else the config names, quantized ones, at its `start_bits` at once.
 
-    Changes the model in place. Layers that the config leaves out, and those of an
-    earlier call that it does not name any more, are plain float layers afterwards. With
-    `enabled: false` that is all of them.
+    Changes the model in place. Layers that the config leaves out are plain float layers
+    afterwards, also if an earlier call quantized them. With `enabled: false` that is all
+    of them.
 
     In a loop without a callback each call of `model.train()` counts as an optimizer
     step, as before each step of a Trainer: stochastic rounding draws anew, ranges of
@@ -131,12 +131,12 @@ def dequantize_model(
 
 def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
     """The quantized linear layers, convolutions, and experts by the names of their parameters, once, in model order."""
-    found: dict[str, QuantLayer] = {}
+    layers: dict[str, QuantLayer] = {}
     for name, module in named_modules(model):
-        found |= quantized_in(name, module)
+        layers |= quantized_in(name, module)
     return {
         name: layer
-        for name, layer in found.items()
+        for name, layer in layers.items()
         if not isinstance(layer, QuantEmbedding)
     }
 
@@ -162,17 +162,19 @@ def is_quantized(modules: Iterable[nn.Module]) -> bool:
 def prepare_model(
     inventory: Inventory, config: MoQConfig
 ) -> tuple[dict[str, QuantLayer], dict[str, QuantEmbedding]]:
-    """Make the layers that were chosen quantized ones, still with 32 bits, and any other a plain one.
+    """Make the chosen layers quantized ones, at 32 bits for now, and all others plain ones.
+
+    Nothing that an earlier run set on a layer is left.
 
     Returns:
-        Layers of the schedule, experts among them, and embedding tables, by name.
-        Whatever an earlier run left on them is gone.
+        The layers of the schedule, experts among them, and the embedding tables, by
+        name.
     """
     chosen: dict[str, nn.Module] = {**inventory.layers, **inventory.embeddings}
     kept = {*chosen, *inventory.tied, *inventory.experts}
     for name, module in inventory.modules.items():
-        for own, layer in quantized_in(name, module).items():
-            if own not in kept:
+        for layer_name, layer in quantized_in(name, module).items():
+            if layer_name not in kept:
                 restore(layer)
     for index, (name, module) in enumerate(chosen.items()):
         layer = _quantized_layer(module)
@@ -181,7 +183,7 @@ def prepare_model(
         if rounded is not None and layer.kind in ("linear", "conv1d"):
             layer.moq.inputs = new_inputs(rounded, layer.float_weight.device)
     for name, owner in inventory.tied.items():
-        # One state for one weight.
+        # Layers that share a weight share its state.
         _quantized_layer(inventory.modules[name]).moq = cast(
             QuantLayer, chosen[owner]
         ).moq
@@ -196,14 +198,14 @@ def prepare_model(
     for module, own_states in states.items():
         make_quantized(module, own_states)
     _guard_merging(inventory.modules.values())
-    found: dict[str, QuantLayer] = {}
+    quantized: dict[str, QuantLayer] = {}
     for name, module in inventory.modules.items():
-        found |= quantized_in(name, module)
-    for layer in found.values():
+        quantized |= quantized_in(name, module)
+    for layer in quantized.values():
         layer.invalidate()
-    layers = {name: found[name] for name in inventory.scheduled}
+    layers = {name: quantized[name] for name in inventory.scheduled}
     return layers, {
-        name: cast(QuantEmbedding, found[name]) for name in inventory.embeddings
+        name: cast(QuantEmbedding, quantized[name]) for name in inventory.embeddings
     }
 
 
@@ -223,7 +225,7 @@ def _new_state(
 
 
 def _guard_merging(modules: Iterable[nn.Module]) -> None:
-    """Refuse to merge adapters into weights that are computed with quantized: the sum is on no grid."""
+    """Refuse to merge adapters into quantized weights: the sum would be on no grid."""
     for module in modules:
         if isinstance(module._modules.get(ADAPTED), QuantLayer) and is_peft(module):
             module.merge = _refuse_merging  # type: ignore[assignment]
@@ -239,7 +241,7 @@ def _refuse_merging(*args: Any, **kwargs: Any) -> None:
 
 
 def restore(layer: QuantLayer) -> None:
-    """Give a quantized layer the class back that it had before."""
+    """Give a quantized layer back the class that it had before."""
     if isinstance(layer, ExpertsWeight):
         layer.release()
         return
@@ -250,19 +252,19 @@ def restore(layer: QuantLayer) -> None:
 def check_finite(
     layers: Mapping[str, QuantLayer], *, read_weights: bool = True, gather: bool = False
 ) -> None:
-    """Stop if a quantized weight holds NaN or Inf; one wait for the device, not one per layer.
+    """Stop if a quantized weight holds NaN or Inf, with a single wait for the device.
 
     Args:
         layers: By name.
-        read_weights: Look at the weights. Otherwise look at the scales that the last
-            forward passes found, which costs nothing and comes a step later.
-        gather: Look at whole weights, which all processes must ask for; otherwise at
-            what this process holds of them.
+        read_weights: Check the weights. Otherwise check the scales of the last forward
+            pass, which costs nothing and notices a step later.
+        gather: Check whole weights, so that all processes must call this; otherwise
+            check the parts that this process holds.
 
     Raises:
         MoQError: Names the parameters.
     """
-    found: dict[str, Tensor] = {}
+    flags: dict[str, Tensor] = {}
     for name, layer in layers.items():
         seen = layer.moq.scale
         if read_weights:
@@ -270,17 +272,17 @@ def check_finite(
                 whole(layer.float_weight) if gather else local_part(layer.float_weight)
             )
         else:
-            # A scale is looked at once, and not held from one step to the next.
+            # Check each scale once, and do not keep it for the next step.
             layer.moq.scale = None
         if layer.moq.bits != FLOAT_BITS and seen is not None and not seen.is_meta:
-            found[name] = seen.isfinite().all()
-    if not found:
+            flags[name] = seen.isfinite().all()
+    if not flags:
         return
-    device = next(iter(found.values())).device
-    fine = torch.stack([flag.to(device) for flag in found.values()]).tolist()
+    device = next(iter(flags.values())).device
+    fine = torch.stack([flag.to(device) for flag in flags.values()]).tolist()
     wrong = [
         parameter_of(name, layers[name].kind)
-        for name, is_fine in zip(found, fine, strict=True)
+        for name, is_fine in zip(flags, fine, strict=True)
         if not is_fine
     ]
     if wrong:
@@ -290,11 +292,11 @@ def check_finite(
 
 
 def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
-    """Stop if a model used a float weight past its quantized layer: call it where gradients are, in all processes.
+    """Stop if a model used a float weight without its quantized layer; call it in all processes, with gradients.
 
-    Whoever takes `layer.weight` in a forward pass gets the quantized one. A weight that
-    was taken otherwise (from `named_parameters()`, from `_parameters`) has a gradient
-    while its layer was never used.
+    In a forward pass `layer.weight` is the quantized weight. A parameter that was used
+    another way (from `named_parameters()`, from `_parameters`) has a gradient although
+    its layer was never used.
 
     Raises:
         MoQError: Names the layers.
@@ -313,13 +315,13 @@ def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
             ]
         )
     first = next(iter(layers.values())).float_weight
-    # Elsewhere in the batch, in another process, the layer may have been used.
-    found = largest_over_ranks(
+    # Another process, with another part of the batch, may have used the layer.
+    flags_of_all_ranks = largest_over_ranks(
         torch.tensor(flags, dtype=torch.float32, device=device_of(first))
     ).tolist()
     wrong = [
         name
-        for name, (is_used, has_grad) in zip(layers, found, strict=True)
+        for name, (is_used, has_grad) in zip(layers, flags_of_all_ranks, strict=True)
         if has_grad and not is_used
     ]
     if wrong:

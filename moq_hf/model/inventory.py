@@ -1,4 +1,4 @@
-"""What is in a model: `Inventory`, found in one walk over the tree of its modules."""
+"""`Inventory`: the modules of a model, found in one walk over it."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +12,9 @@ from ..errors import MoQError
 from ..names import adapters, is_below, named_modules, unwrapped, without_peft
 from ..seams.transformers import is_scaled_table, packed_loader
 
-# What has bits of its own by the schedule.
+# The layers whose bits the schedule sets.
 Layer = nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d
-# The list that DeepSpeed's default names: taken alone where it exists.
+# The list of layers in DeepSpeed's default config; where it exists, it alone is measured.
 BERT_LAYERS = "bert.encoder.layer"
 LINEARS = (nn.Linear, Conv1D)
 CONVOLUTIONS = (
@@ -26,7 +26,7 @@ CONVOLUTIONS = (
     nn.ConvTranspose3d,
 )
 
-# Layers that vLLM and SGLang make one layer of.
+# Layers that vLLM and SGLang fuse into one.
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -36,11 +36,11 @@ FUSED = (
 
 @dataclass(frozen=True)
 class Inventory:
-    """The modules of a model by their names, and what they are. Parameters are looked up when they are asked for.
+    """The modules of a model by name, and what becomes of each. Parameters are looked up on each call.
 
     A block is an entry of a list of layers: of the outermost `ModuleList` that a layer
     lies in, or of the list that `eigenvalue.layer_name` names. A layer outside of any
-    list is a block of its own.
+    list is a block by itself.
 
     Attributes:
         model: The model without what wraps it; see `unwrapped`.
@@ -79,8 +79,8 @@ class Inventory:
         """What is in a model, or in what a Trainer shows around it; see `unwrapped`."""
         model = unwrapped(model)
         named = tuple(named_modules(model, every=True))
-        # Of a module and what activation checkpointing puts around it, which have one
-        # name, the module.
+        # Where activation checkpointing wraps a module under the same name, this takes
+        # the module.
         modules = dict(named_modules(model))
         return cls(model, named, modules, tuple(adapters(model)))
 
@@ -110,39 +110,41 @@ class Inventory:
     @cached_property
     def lists(self) -> dict[str, nn.ModuleList]:
         """The outermost lists of modules, by name."""
-        found: dict[str, nn.ModuleList] = {}
+        lists: dict[str, nn.ModuleList] = {}
         for name, module in self.modules.items():
             if (
                 name
                 and isinstance(module, nn.ModuleList)
-                and not any(is_below(name, outer) for outer in found)
+                and not any(is_below(name, outer) for outer in lists)
             ):
-                found[name] = module
-        return found
+                lists[name] = module
+        return lists
 
     def is_added(self, name: str) -> bool:
         """Whether a name is that of one of PEFT's adapters, or of something in it."""
         return any(is_below(name, adapter) for adapter in self.adapters)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every name of every parameter, in model order: as `model.named_parameters(remove_duplicate=False)`."""
+        """Every parameter under all its names, in model order, like `named_parameters(remove_duplicate=False)`."""
         for name, module in self.named:
             yield from module.named_parameters(
                 name, recurse=False, remove_duplicate=False
             )
 
     def shared(self, layers: Collection[str]) -> list[str]:
-        """One line for each of the layers whose weight is also that of something that is none of them."""
+        """One line for each of these layers whose weight is also used by a module outside of them."""
         parameters = dict(self.parameters())
-        # Experts are called as their parameter.
-        own = [layer if layer in parameters else f"{layer}.weight" for layer in layers]
+        # Experts have the name of their parameter.
+        weights = [
+            layer if layer in parameters else f"{layer}.weight" for layer in layers
+        ]
         names: dict[int, list[str]] = {}
         for name, parameter in parameters.items():
-            if name not in own:
+            if name not in weights:
                 names.setdefault(id(parameter), []).append(name)
         return [
             f"{name} is also {', '.join(also)}"
-            for name in own
+            for name in weights
             if (also := names.get(id(parameters[name])))
         ]
 
@@ -151,7 +153,7 @@ class Inventory:
 
         Args:
             layer: Its name.
-            measured: Blocks of the list that `eigenvalue.layer_name` names: they go
+            measured: Blocks of the list that `eigenvalue.layer_name` names; they come
                 before others.
         """
         for block in measured:
@@ -167,13 +169,13 @@ class Inventory:
         self, layers: Iterable[str], measured: Iterable[str] = ()
     ) -> dict[str, list[str]]:
         """The layers by their blocks, both in model order; `measured` as `block_of` takes it."""
-        found: dict[str, list[str]] = {}
+        blocks: dict[str, list[str]] = {}
         for layer in layers:
-            found.setdefault(self.block_of(layer, measured), []).append(layer)
-        return found
+            blocks.setdefault(self.block_of(layer, measured), []).append(layer)
+        return blocks
 
     def units(self, layers: Iterable[str]) -> dict[str, list[str]]:
-        """The layers by what must have equal bits: those that servers make one layer of, and the experts of a layer.
+        """Group the layers that must have equal bits: those that servers fuse into one, and the experts of a layer.
 
         >>> model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("q_proj", "k_proj", "o_proj", "v_proj")})
         >>> inventory = Inventory.of(model)
@@ -182,9 +184,9 @@ class Inventory:
         """
         units: dict[str, list[str]] = {}
         for layer in layers:
-            parent, _, own = layer.rpartition(".")
+            parent, _, last_part = layer.rpartition(".")
             around, among, _ = f"{layer}.".partition(".experts.")
-            fused = next((names for names in FUSED if own in names), (own,))
+            fused = next((names for names in FUSED if last_part in names), (last_part,))
             unit = f"{around}.experts" if among else f"{parent}.{'-'.join(fused)}"
             units.setdefault(unit.lstrip("."), []).append(layer)
         return units
@@ -192,7 +194,7 @@ class Inventory:
     def layer_blocks(
         self, layer_name: str | None = None, layer_num: int | None = None
     ) -> dict[str, list[nn.Parameter]]:
-        """The blocks that can be measured: entries of lists of layers, with all their parameters of floating point.
+        """The blocks that can be measured: entries of lists of layers, with their floating-point parameters.
 
         Args:
             layer_name: Path of a `ModuleList`. None takes `bert.encoder.layer` where
@@ -205,8 +207,8 @@ class Inventory:
             Module name of the entry to its parameters, in model order.
 
         Raises:
-            MoQError: No such list, with those that there are; or `layer_num` is more
-                than a list has.
+            MoQError: There is no such list, or `layer_num` is more than a list has; the
+                text names the lists that there are.
         """
         full = {
             name: entries
@@ -222,14 +224,10 @@ class Inventory:
         if layer_name is not None:
             entries = dict(self.named).get(layer_name)
             if not isinstance(entries, nn.ModuleList) or not _has_weights(entries):
-                there = (
-                    ", ".join(
-                        f"{name} ({len(entries)})" for name, entries in lists.items()
-                    )
-                    or "none"
-                )
+                sizes = [f"{name} ({len(lists[name])})" for name in lists]
                 raise MoQError(
-                    f"eigenvalue.layer_name: {layer_name!r} is no list of layers (a ModuleList); the model has: {there}"
+                    f"eigenvalue.layer_name: {layer_name!r} is no list of layers (a ModuleList); the model has: "
+                    f"{', '.join(sizes) or 'none'}"
                 )
             lists = {layer_name: entries}
         elif BERT_LAYERS in lists:
@@ -284,16 +282,16 @@ def misfit(module: nn.Module) -> str | None:
         nn.Conv1d.forward,
         nn.Conv2d.forward,
     )
-    # One that is quantized already has a forward pass of ours, and a state. What
-    # accelerate hangs on the instance is around the class's own.
+    # A layer that is quantized already has our forward pass and the attribute `moq`.
+    # Accelerate wraps the forward of the instance, not of the class.
     if (
         type(module).forward not in plain
         and not hasattr(module, "moq")
         and not is_scaled_table(type(module))
     ):
         return "a forward of its own"
-    # Parametrizations and the old weight_norm compute it anew at each access: there is
-    # nothing to train, nor to keep.
+    # Parametrizations and the old weight_norm compute the weight at each access, so
+    # there is no parameter to train or to save.
     if not isinstance(module._parameters.get("weight"), nn.Parameter):
         return "a computed weight"
     return None
@@ -306,10 +304,11 @@ def _has_weights(module: nn.Module) -> bool:
 def _output_heads(model: nn.Module, names: list[str]) -> list[str]:
     """Which of the linear layers `names` are output heads of the model.
 
-    For a transformers model with a base model: whatever lies outside of it. Otherwise
-    the output embeddings; failing those, of a module made of transformers models (T5's
-    two stacks, a body in a custom module) their heads and whatever lies outside of
-    them; of any other module the last linear layer.
+    In a transformers model with a base model, these are the layers outside of the base
+    model. Otherwise they are the output embeddings. Without those, in a module made of
+    transformers models (T5's two stacks, a body in a custom module), they are the heads
+    of these models and the layers outside of them. In any other module it is the last
+    linear layer.
     """
     named = list(named_modules(model, every=True))
     inner = without_peft(model)

@@ -42,21 +42,21 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
         MoQError: What `quantize_model` raises, but for NaN and Inf; a server in `serve`
             cannot take what is chosen.
     """
-    found = Inventory.of(model)
+    inventory = Inventory.of(model)
     if not config.enabled:
-        return found
-    if is_packed(found.model):
+        return inventory
+    if is_packed(inventory.model):
         raise MoQError(
             "the model comes from a packed checkpoint: call moq_hf.dequantize_model(model) before training it"
         )
     check_supported(
-        [module for _, module in found.named],
-        [parameter for _, parameter in found.parameters()],
+        [module for _, module in inventory.named],
+        [parameter for _, parameter in inventory.parameters()],
     )
-    experts = select_experts(found, config)
-    layers, left_out = select_layers(found, config, bool(experts))
+    experts = select_experts(inventory, config)
+    layers, left_out = select_layers(inventory, config, bool(experts))
     embeddings = (
-        embeddings_to_quantize(found, config)
+        embeddings_to_quantize(inventory, config)
         if config.quantize_embeddings is not None
         else {}
     )
@@ -64,9 +64,9 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
         raise MoQError(
             "quantize_embeddings: the model has no embedding table that can be quantized; set it to null"
         )
-    tied = select_tied(found, {**embeddings, **layers}, config)
-    found = replace(
-        found,
+    tied = select_tied(inventory, {**embeddings, **layers}, config)
+    inventory = replace(
+        inventory,
         layers={name: layer for name, layer in layers.items() if name not in tied},
         experts=experts,
         embeddings={
@@ -77,8 +77,8 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
             name: reason for name, reason in left_out.items() if name not in tied
         },
     )
-    check_served(found, config)
-    return found
+    check_served(inventory, config)
+    return inventory
 
 
 def select_layers(
@@ -250,18 +250,17 @@ def select_tied(
     owners: dict[int, str] = {}
     for name, module in chosen.items():
         owners.setdefault(id(module._parameters["weight"]), name)
-    found: dict[str, str] = {}
+    tied: dict[str, str] = {}
     wrong = []
     for name, module in inventory.modules.items():
-        for own, parameter in module._parameters.items():
+        for attribute, parameter in module._parameters.items():
             owner = owners.get(id(parameter), name)
-            reason = (
-                None if owner == name else _why_not_tied(inventory, name, own, config)
-            )
+            if owner == name:
+                continue
+            tied[name] = owner
+            reason = _why_not_tied(inventory, name, attribute, config)
             if reason is not None:
-                wrong.append(f"{owner}.weight is also {name}.{own}, {reason}")
-            elif owner != name:
-                found[name] = owner
+                wrong.append(f"{owner}.weight is also {name}.{attribute}, {reason}")
     if wrong:
         instead = (
             "set quantize_embeddings to null"
@@ -272,7 +271,7 @@ def select_tied(
             f"{'; '.join(wrong)}: a shared weight is quantized for all that use it or for none: {instead}, or name all "
             "of them in modules_to_not_convert"
         )
-    return found
+    return tied
 
 
 def _why_not_tied(
@@ -351,21 +350,19 @@ def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:
 
 
 def _routers(inventory: Inventory) -> set[str]:
-    """The linear layers beside experts that weigh them: an output for each expert, or one for the shared expert."""
-    found = set[str]()
+    """The linear layers beside experts that route to them: one output per expert, or one for the shared expert."""
+    routers = set[str]()
     for name, module in inventory.modules.items():
-        own = experts_parameters(module)
-        if not own:
+        parameters = experts_parameters(module)
+        if not parameters:
             continue
-        experts = matrix_of(module, own[0])[0]
-        beside = name.rpartition(".")[0]
+        experts = matrix_of(module, parameters[0])[0]
+        parent = name.rpartition(".")[0]
         for other, layer in inventory.linears.items():
-            if is_below(other, beside) and _features(layer)["out_features"] in (
-                1,
-                experts,
-            ):
-                found.add(other)
-    return found
+            outputs = _features(layer)["out_features"]
+            if is_below(other, parent) and outputs in (1, experts):
+                routers.add(other)
+    return routers
 
 
 def _is_named(name: str, config: MoQConfig) -> bool:
@@ -446,8 +443,8 @@ def _check_groups(features: Mapping[str, Mapping[str, int]], config: MoQConfig) 
     names = {axis, axis.replace("features", "channels")}
     sizes = {
         layer: (name, size)
-        for layer, own in features.items()
-        for name, size in own.items()
+        for layer, sizes_of_layer in features.items()
+        for name, size in sizes_of_layer.items()
         if name in names
     }
     wrong = [

@@ -25,7 +25,7 @@ _LETTERS = {torch.bfloat16: 4, torch.bool: 4, torch.int8: 2, torch.uint8: 2}
 
 
 class _Weight(NamedTuple):
-    """A quantized layer's weight: how many numbers and scales it has, the bits of its own dtype, whether a table's."""
+    """A quantized weight: its layer, its counts of numbers and scales, the bits of its dtype, whether it is a table."""
 
     layer: QuantLayer
     numbers: int
@@ -34,7 +34,7 @@ class _Weight(NamedTuple):
     is_table: bool
 
     def saved(self, width: int | None) -> int:
-        """Bits of a code in the files, where all that can be packed have one width, or each its own and tables 8."""
+        """Bits of a code in the files: `width`, which all packed codes share; None takes its own, 8 in a table."""
         spec = EncodeSpec.of(self.layer, self.is_table)
         form = FORMS[form_of(spec, "packed")]
         if form.FORMAT is None:
@@ -103,68 +103,58 @@ class ModelSizes:
     @property
     def mean_bits(self) -> float:
         """Bits per parameter of the whole model now; a parameter that is not quantized has those of its dtype."""
-        bits = ((w.numbers, w.layer.moq.bits, w.full) for w in self._weights)
-        return (
-            self._others_bits
-            + sum(n * (full if b == FLOAT_BITS else b) for n, b, full in bits)
-        ) / self.total
+        total_bits = self._others_bits
+        for weight in self._weights:
+            bits = weight.layer.moq.bits
+            total_bits += weight.numbers * (weight.full if bits == FLOAT_BITS else bits)
+        return total_bits / self.total
 
     @property
     def float_mb(self) -> float:
         """Megabytes (10^6 bytes) of the parameters in their own dtypes."""
-        return (
-            self._others_bits
-            + sum(weight.numbers * weight.full for weight in self._weights)
-        ) / 8e6
+        quantized_bits = sum(weight.numbers * weight.full for weight in self._weights)
+        return (self._others_bits + quantized_bits) / 8e6
 
     @property
     def mb(self) -> float:
-        """The same with each quantized weight packed and one scale, in its dtype, for each group, as it is saved.
+        """Megabytes (10^6 bytes) of the parameters as they are saved: codes packed, and a scale for each group.
 
-        What the packed format has no place for takes what it takes in float. Of the
-        others, either each weight takes its current bits, and one of an embedding table
-        a byte, or all take as many as the largest, whichever is less; see
-        `has_one_width`.
+        A weight that the packed format has no place for keeps its float size. The
+        others take their current bits, a byte in an embedding table, or all take as
+        many bits as the largest, whichever is less; see `has_one_width`.
         """
         width = self._widest if self.has_one_width else None
         size = self._others_bits
         for weight in self._weights:
             bits = weight.saved(width)
-            size += weight.numbers * bits + (
-                weight.scales * weight.full if bits < weight.full else 0
-            )
+            size += weight.numbers * bits
+            if bits < weight.full:
+                size += weight.scales * weight.full
         return size / 8e6
 
     @property
     def has_one_width(self) -> bool:
-        """Whether the codes are smaller with all weights at the width of the largest than with tables in bytes.
+        """Whether the files are smaller with all codes as wide as the widest than with embedding tables in bytes.
 
-        Only what is unpacked while loading can have a table in fewer than 8 bits, and
-        it knows one width for all.
+        Only a model that is unpacked while loading can have a table in fewer than 8
+        bits, and then all codes have one width.
         """
-        apart, alike = (
-            sum(w.numbers * w.saved(width) for w in self._weights)
-            for width in (None, self._widest)
-        )
+        widest = self._widest
+        apart = sum(weight.numbers * weight.saved(None) for weight in self._weights)
+        alike = sum(weight.numbers * weight.saved(widest) for weight in self._weights)
         return alike < apart
 
     @property
     def _widest(self) -> int:
-        return max(
-            (
-                w.layer.moq.bits
-                for w in self._weights
-                if w.layer.moq.bits <= MAX_PACKED_BITS
-            ),
-            default=0,
-        )
+        bits = [weight.layer.moq.bits for weight in self._weights]
+        return max((b for b in bits if b <= MAX_PACKED_BITS), default=0)
 
     def largest_others(self) -> dict[str, int]:
-        """Parameters that stay in float, the largest first; those of all blocks are one: `layer.*.key.bias`."""
-        found = Counter[str]()
+        """Counts of the parameters that stay in float, the largest first; blocks count as one, `layer.*.key.bias`."""
+        counts = Counter[str]()
         for name, count in self.others.items():
-            found[re.sub(r"\b\d+\b", "*", name)] += count
-        return dict(found.most_common())
+            counts[re.sub(r"\b\d+\b", "*", name)] += count
+        return dict(counts.most_common())
 
 
 class FileSize:
@@ -200,8 +190,7 @@ class FileSize:
             self._fixed |= self._tensors(
                 name, table, table_bits or FLOAT_BITS, is_table=True
             )
-        # No offset has more digits than that of the end at the most bits. Offsets count
-        # data, not the header.
+        # The end of the data at the most bits: no offset in the header has more digits.
         self._end = 0
         self._end = self.of_rest() + sum(
             self.of_layer(name, MAX_PACKED_BITS) for name in layers
@@ -239,7 +228,7 @@ class FileSize:
 
     def of_rest(self) -> int:
         """Bytes of everything else: what stays in float, tables, the rest of the header."""
-        # The header's length, its own entry, and spaces up to a multiple of 8.
+        # The field for the header's length, the metadata entry, and the padding.
         return (
             8 + len('{"__metadata__":{"format":"pt"}}') + 14 + self._size(self._fixed)
         )
@@ -259,7 +248,7 @@ class FileSize:
             }
             total += shape.numel() * tensor.element_size()
             if self._end:
-                # A comma more, and two braces less.
+                # In the header, a comma replaces the two braces of this entry.
                 total += len(json.dumps(entry, separators=(",", ":"))) - 1
         return total
 
@@ -271,15 +260,17 @@ class FileSize:
         parts = FORMS[form_of(spec, "packed")].shapes(spec)
         weight = parts.pop("weight", None)
         names = [name]
-        found = {}
+        tensors = {}
         if weight is not None:
-            found[parameter_of(name, layer.kind)] = weight
-            # Modules that are tied to a table have scales of their own.
+            tensors[parameter_of(name, layer.kind)] = weight
+            # Each module that is tied to a table has its own scales in the file.
             names += [
                 other for other, owner in self._inventory.tied.items() if owner == name
             ]
-        return found | {
-            f"{one}.{part}": tensor for one in names for part, tensor in parts.items()
+        return tensors | {
+            f"{owner_or_tied}.{part}": tensor
+            for owner_or_tied in names
+            for part, tensor in parts.items()
         }
 
 

@@ -22,7 +22,7 @@ from ..formats.table import FORMS, has_codes
 from ..inputs import ranges_of
 from ..quant_linear import QuantLayer
 from ..training.controller import MoQController
-from ..training.resume import Bits, Range, Unit
+from ..training.resume import Range, SavedBits, Unit
 from ..version import __version__
 from ..weight_matrix import KINDS, parameter_of
 from .files import CONFIG, read_document
@@ -66,7 +66,7 @@ class StoredLayer:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     kind: Annotated[str, Field(pattern=f"^({'|'.join(KINDS)})$")]
-    bits: Bits
+    bits: SavedBits
     stored: Annotated[str, Field(pattern=f"^({'|'.join(FORMS)}|float)$")]
     shape: tuple[Size, Size]
     scales: tuple[Count, Count]
@@ -112,8 +112,8 @@ class Switched(TypedDict):
 
     step: Positive
     block: str
-    before: Bits
-    bits: Bits
+    before: SavedBits
+    bits: SavedBits
     eigenvalue: Unit | None
 
 

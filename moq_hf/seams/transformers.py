@@ -197,9 +197,11 @@ def experts_transposed(module: nn.Module) -> bool | None:
     on instances.
     Breaks: Experts would stay in float, as the shares in every text would say.
     """
-    found = vars(module).get("is_transposed")
+    is_transposed = vars(module).get("is_transposed")
     return (
-        found if isinstance(found, bool) and "is_concatenated" in vars(module) else None
+        is_transposed
+        if isinstance(is_transposed, bool) and "is_concatenated" in vars(module)
+        else None
     )
 
 

@@ -1,11 +1,11 @@
-"""Bits under a budget: what they cost and take, which are chosen, and how the choice is shown, saved and read back.
+"""Choose the bits of each block under a budget, and describe the choice.
 
-The choice of least cost is a multiple-choice knapsack: of each block one option, costs
-summed, sizes summed up to a capacity. It is exact. Partial choices are kept, block by
-block, that no other one beats in cost and size, and that can still become the best one:
-their cost and the least that the remaining blocks cost is not above that of a known
-choice, where each unit of size below the capacity is paid for by one price (the
-Lagrangian relaxation).
+Finding the cheapest choice is a multiple-choice knapsack problem: pick one option for
+each block so that the sum of costs is least and the sum of sizes fits a capacity. The
+solution is exact. Going block by block, a partial choice is kept if no other one beats
+it in both cost and size, and if it can still become the best: its cost plus a lower
+bound for the remaining blocks must not exceed the cost of a known choice. The bound
+comes from the Lagrangian relaxation, in which each unit of size has a price.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,20 +23,19 @@ from .measures import Costs
 
 # Relative cost difference below which the larger choice wins.
 _TIE = 1e-9
-# Sums in another order differ by rounding, which must not lose the best choice.
+# Sums taken in another order differ by rounding; the best choice must survive that.
 _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """One block of a choice.
+    """The bits that were chosen for one block.
 
     Attributes:
-        bits: What it ends with.
-        weights: How many it has.
+        bits: Bits that the block ends with.
+        weights: Number of its weights.
         cost: What these bits cost by the measure.
-        saved: Megabytes (10^6 bytes) of codes that they save against the most bits that
-            it could have.
+        saved: Megabytes (10^6 bytes) of codes saved against the largest choice of bits.
     """
 
     bits: PackedBits
@@ -47,15 +46,15 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Choice:
-    """Bits of all blocks.
+    """The bits that were chosen for all blocks.
 
     Attributes:
-        measure: By what the blocks were compared.
-        step: Optimizer steps taken when it was made.
+        measure: Name of the measure that compared the blocks.
+        step: Optimizer steps taken when the choice was made.
         blocks: Block name to what was chosen.
         limit: The budget: bits per weight, or megabytes of the file.
-        reached: The same of the choice.
-        in_file: Whether these are megabytes.
+        reached: What the choice takes of it, in the same unit.
+        in_file: Whether the unit is megabytes.
     """
 
     measure: str
@@ -71,48 +70,46 @@ class Choice:
         return {name: chosen.bits for name, chosen in self.blocks.items()}
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The words of a table: a head, and a row for each block."""
+        """The cells of a table: a header, and a row for each block."""
         return [
             ("block", "weights", "bits", "costs", "saves MB"),
             *(
                 (
                     name,
-                    f"{own.weights:,}",
-                    str(own.bits),
-                    f"{own.cost:.3g}",
-                    f"{own.saved:,.3f}",
+                    f"{chosen.weights:,}",
+                    str(chosen.bits),
+                    f"{chosen.cost:.3g}",
+                    f"{chosen.saved:,.3f}",
                 )
-                for name, own in self.blocks.items()
+                for name, chosen in self.blocks.items()
             ),
         ]
 
     def outcome(self) -> str:
-        """A line on the budget."""
-        cost, saved = (
-            sum(getattr(own, key) for own in self.blocks.values())
-            for key in ("cost", "saved")
-        )
-        what = "MB in the file" if self.in_file else "bits per quantized weight"
-        return f"{self.reached:,.4g} of {self.limit:,.4g} {what}; rise of the loss {cost:.3g}, saved {saved:,.3f} MB"
+        """One line that compares the choice with the budget."""
+        cost = sum(chosen.cost for chosen in self.blocks.values())
+        saved = sum(chosen.saved for chosen in self.blocks.values())
+        unit = "MB in the file" if self.in_file else "bits per quantized weight"
+        return f"{self.reached:,.4g} of {self.limit:,.4g} {unit}; rise of the loss {cost:.3g}, saved {saved:,.3f} MB"
 
     def table(self) -> str:
-        """The rows, and what they are of."""
-        head = f"bits of {len(self.blocks)} blocks, chosen after step {self.step:,} by the measure {self.measure!r}:"
-        return "\n".join([head, table(self.rows()), self.outcome()])
+        """A heading, the table of blocks, and the line on the budget."""
+        heading = f"bits of {len(self.blocks)} blocks, chosen after step {self.step:,} by the measure {self.measure!r}:"
+        return "\n".join([heading, table(self.rows()), self.outcome()])
 
 
 class Chooser:
-    """Knows what the blocks of a model take at their bits, and chooses.
+    """Knows the size of each block at each number of bits, and chooses the bits within the budget.
 
     Args:
-        config: With a budget.
+        config: A config with a budget.
         weights: Block name to the number of its weights.
         blocks: Block name to its layers.
-        file: Of the model, for a budget of megabytes.
+        file: The size of the model's file, for a budget in megabytes.
 
     Raises:
-        MoQError: No choice is within the budget, or all are; the text has the possible
-            range.
+        MoQError: No choice is within the budget, or every choice is; the text gives the
+            possible range.
     """
 
     def __init__(
@@ -128,8 +125,7 @@ class Chooser:
         self.measure = config.measure
         self.in_file = file is not None
         self._weights = weights
-        # What a choice takes is the sum of its blocks' sizes and the rest, in units of
-        # 1 / unit.
+        # A choice takes the sum of its blocks' sizes plus the rest, divided by the unit.
         if file is None:
             self._sizes = {
                 block: {bits: bits * count for bits in self.choices}
@@ -141,10 +137,10 @@ class Chooser:
         else:
             self._sizes = {
                 block: {
-                    bits: sum(file.of_layer(layer, bits) for layer in own)
+                    bits: sum(file.of_layer(layer, bits) for layer in layers)
                     for bits in self.choices
                 }
-                for block, own in blocks.items()
+                for block, layers in blocks.items()
             }
             self._rest = file.of_rest()
             self._unit = 10**6
@@ -154,35 +150,33 @@ class Chooser:
         if file is not None:
             self._check_file(file)
 
-    def choose(self, costs: Costs, step: int) -> Choice:
+    def cheapest_choice(self, costs: Costs, step: int) -> Choice:
         """The bits of each block that cost the least within the budget.
 
         Args:
-            costs: By block and bits; a cost that rises with the bits is taken for that
-                of fewer ones.
+            costs: By block and bits. Where fewer bits cost less than more bits, the
+                larger cost counts for both.
             step: Optimizer steps taken.
         """
-        costs = {block: _falling(own) for block, own in costs.items()}
-        options = [
-            [Option(sizes[bits], costs[block][bits]) for bits in self.choices]
-            for block, sizes in self._sizes.items()
-        ]
-        # As the decimal fraction that it was written as: 2.3 * 50 is
-        # 114.99999999999999.
+        falling = {name: _falling(costs[name]) for name in self._sizes}
+        options = []
+        for name, sizes in self._sizes.items():
+            options.append([Option(sizes[b], falling[name][b]) for b in self.choices])
+        # The limit counts as the decimal fraction that was written: in floats 2.3 * 50
+        # is 114.99999999999999.
         capacity = int(Fraction(str(self._limit)) * self._unit) - self._rest
-        # The sizes at the fewest bits were found to fit.
+        # The fewest bits fit, as `_check_file` and the config have made sure.
         picked = cheapest(options, capacity) or [0] * len(options)
-        chosen = {}
-        for block, index in zip(self._sizes, picked, strict=True):
+        blocks = {}
+        sizes_of_choice = []
+        for name, index in zip(self._sizes, picked, strict=True):
             bits = self.choices[index]
-            count = self._weights[block]
-            chosen[block] = Chosen(
-                bits, count, costs[block][bits], count * (self.choices[-1] - bits) / 8e6
-            )
-        reached = self._reached(
-            [self._sizes[block][own.bits] for block, own in chosen.items()]
-        )
-        return Choice(self.measure, step, chosen, self._limit, reached, self.in_file)
+            count = self._weights[name]
+            saved = count * (self.choices[-1] - bits) / 8e6
+            blocks[name] = Chosen(bits, count, falling[name][bits], saved)
+            sizes_of_choice.append(self._sizes[name][bits])
+        reached = self._reached(sizes_of_choice)
+        return Choice(self.measure, step, blocks, self._limit, reached, self.in_file)
 
     def _reached(self, sizes: Sequence[int]) -> float:
         return (sum(sizes) + self._rest) / self._unit
@@ -194,10 +188,9 @@ class Chooser:
             raise MoQError(
                 f"{where}: {alike}, so that no choice of bits meets it; give mean instead"
             )
-        least, most = (
-            self._reached([end(own.values()) for own in self._sizes.values()])
-            for end in (min, max)
-        )
+        sizes = [sizes_of_block.values() for sizes_of_block in self._sizes.values()]
+        least = self._reached([*map(min, sizes)])
+        most = self._reached([*map(max, sizes)])
         if not least <= self._limit <= most:
             stays = (
                 "the rest of the file stays"
@@ -212,24 +205,24 @@ class Chooser:
 
 
 def _falling(costs: Mapping[int, float]) -> dict[int, float]:
-    """Give more bits no higher cost than fewer have: only noise would.
+    """Raise costs so that they never rise with the bits: where they do, it is measurement noise.
 
     >>> _falling({2: 3.0, 3: 0.5, 4: 1.0, 8: 0.0})
     {2: 3.0, 3: 1.0, 4: 1.0, 8: 0.0}
     """
-    found = {}
+    falling = {}
     most = 0.0
     for bits in sorted(costs, reverse=True):
-        most = found[bits] = max(most, costs[bits])
-    return {bits: found[bits] for bits in sorted(found)}
+        most = falling[bits] = max(most, costs[bits])
+    return {bits: falling[bits] for bits in sorted(falling)}
 
 
 class Option(NamedTuple):
-    """What a block may be.
+    """One choice for a block.
 
     Attributes:
         size: What it takes of the capacity, a whole number.
-        cost: What it loses, from 0.
+        cost: Its cost, at least 0.
     """
 
     size: int
@@ -237,11 +230,13 @@ class Option(NamedTuple):
 
 
 def cheapest(blocks: Sequence[Sequence[Option]], capacity: int) -> list[int] | None:
-    """The option of each block with the least sum of costs among those that fit; of equal ones (to 1e-9) the largest.
+    """Pick one option for each block, so that the costs sum to the least and the sizes fit.
+
+    Between choices whose costs differ by less than 1e-9 of all costs, the larger wins.
 
     Args:
-        blocks: Options of each block.
-        capacity: The most that the sizes may sum up to.
+        blocks: The options of each block.
+        capacity: The largest allowed sum of sizes.
 
     Returns:
         The index of the option of each block; None if even the smallest do not fit.
@@ -259,7 +254,7 @@ def cheapest(blocks: Sequence[Sequence[Option]], capacity: int) -> list[int] | N
         for options in blocks
     ]
     price, relaxed = _priced(blocks, capacity, 2 * scale)
-    # What the cheapest choice at that price costs is known to fit.
+    # The choice that is cheapest at this price fits, so the best one costs no more.
     known = sum(option.cost for option in relaxed) + _ROUNDING * scale
     least = (
         sum(option.cost + price * option.size for option in relaxed) - price * capacity
@@ -272,23 +267,22 @@ def cheapest(blocks: Sequence[Sequence[Option]], capacity: int) -> list[int] | N
         sizes, costs = (np.array(column) for column in zip(*options, strict=True))
         cost = (cost[:, None] + costs).ravel()
         size = (size[:, None] + sizes).ravel()
-        # What the remaining blocks take and cost at the least.
+        # From here on the least size and the least cost of the remaining blocks.
         smallest -= sizes.min()
         least -= best.cost + price * best.size
         hopeful = (size + smallest <= capacity) & (cost + price * size + least <= known)
-        some = np.flatnonzero(hopeful)
-        some = some[np.lexsort((size[some], cost[some]))]
-        unbeaten = (
-            np.diff(np.minimum.accumulate(size[some]), prepend=np.iinfo(np.int64).max)
-            < 0
-        )
-        kept.append(some[unbeaten])
+        order = np.flatnonzero(hopeful)
+        order = order[np.lexsort((size[order], cost[order]))]
+        # In the order of cost, a choice is unbeaten if it is smaller than all before.
+        smallest_so_far = np.minimum.accumulate(size[order])
+        drops = np.diff(smallest_so_far, prepend=np.iinfo(np.int64).max)
+        kept.append(order[drops < 0])
         cost = cost[kept[-1]]
         size = size[kept[-1]]
     chosen = []
     place = 0
-    for options, some in zip(reversed(blocks), reversed(kept), strict=True):
-        place, index = divmod(int(some[place]), len(options))
+    for options, order in zip(reversed(blocks), reversed(kept), strict=True):
+        place, index = divmod(int(order[place]), len(options))
         chosen.append(index)
     return chosen[::-1]
 
@@ -296,12 +290,12 @@ def cheapest(blocks: Sequence[Sequence[Option]], capacity: int) -> list[int] | N
 def _priced(
     blocks: Sequence[Sequence[Option]], capacity: int, high: float
 ) -> tuple[float, list[Option]]:
-    """Find about the least price of a unit of size at which the options that are cheapest with it fit, and these.
+    """Find the least price of a unit of size at which the cheapest options fit, and those options, by bisection.
 
-    At the price `high` they do.
+    At the price `high` they are known to fit.
     """
     low = 0.0
-    found = [min(options) for options in blocks]
+    cheapest_that_fit = [min(options) for options in blocks]
     for _ in range(100):
         price = (low + high) / 2
         tried = [
@@ -312,5 +306,5 @@ def _priced(
             low = price
         else:
             high = price
-            found = tried
-    return high, found
+            cheapest_that_fit = tried
+    return high, cheapest_that_fit

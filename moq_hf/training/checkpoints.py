@@ -28,8 +28,8 @@ STATE_FILE = "trainer_state.json"
 def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """The last whole checkpoint in a Trainer's output folder, for `train(resume_from_checkpoint=...)`.
 
-    A checkpoint that is cut off, as a run leaves it that is killed while it saves, is
-    left out with a warning. `resume_from_checkpoint=True` does this in a `MoQTrainer`;
+    A checkpoint that was cut off, because the run was killed while it saved, is left out
+    with a warning. `resume_from_checkpoint=True` does this in a `MoQTrainer`;
     in a stock `Trainer` it stops at such a folder.
 
     Args:
@@ -51,13 +51,13 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
 def warn_of_half_checkpoint(folder: str) -> None:
     """Warn of a half checkpoint before a stock Trainer stops at it: it would say what failed to open, not why."""
-    found = checkpoints(folder)
-    fault = fault_of(found[0]) if found else None
+    folders = checkpoints(folder)
+    fault = fault_of(folders[0]) if folders else None
     if fault is not None:
         logger.warning(
             "moq_hf: %s is not whole (%s), so train(resume_from_checkpoint=True) will fail: delete it, or give "
             "resume_from_checkpoint=moq_hf.last_checkpoint(%r)",
-            found[0],
+            folders[0],
             fault,
             folder,
         )
@@ -65,26 +65,29 @@ def warn_of_half_checkpoint(folder: str) -> None:
 
 def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     """The folders in a Trainer's output folder that it would take for checkpoints, the last one first."""
-    found = [path for path in Path(folder).glob("checkpoint-*") if path.is_dir()]
-    found = [path for path in found if re.fullmatch(r"checkpoint-\d+", path.name)]
+    folders = [
+        path
+        for path in Path(folder).glob("checkpoint-*")
+        if path.is_dir() and re.fullmatch(r"checkpoint-\d+", path.name)
+    ]
     return sorted(
-        found, key=lambda path: int(path.name.partition("-")[2]), reverse=True
+        folders, key=lambda path: int(path.name.partition("-")[2]), reverse=True
     )
 
 
 def fault_of(checkpoint: str | os.PathLike[str]) -> str | None:
-    """What shows that a checkpoint was not written to its end; None if nothing does."""
+    """Why a checkpoint cannot be complete; None if nothing speaks against it."""
     folder = Path(checkpoint)
     if not folder.is_dir():
         return "there is no such folder"
     if (folder / INCOMPLETE).exists():
         return f"it holds {INCOMPLETE}"
-    # The Trainer writes it last.
+    # The Trainer writes this file last.
     if not (folder / STATE_FILE).is_file():
         return f"{STATE_FILE} is missing"
     try:
         document = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        # Anything but a whole number has no place among numbers.
+        # Raises TypeError unless the step is a whole number.
         operator.index(document["global_step"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return f"{STATE_FILE} is damaged"
@@ -106,11 +109,10 @@ def fault_of(checkpoint: str | os.PathLike[str]) -> str | None:
 
 
 def check_whole(checkpoint: str | os.PathLike[str]) -> None:
-    """Check a checkpoint before it is loaded.
+    """Check that a checkpoint is complete before it is loaded.
 
     Raises:
-        MoQError: It was not written to its end; the text names the last one beside it
-            that was.
+        MoQError: It is not; the text names the last complete one in the same folder.
     """
     fault = fault_of(checkpoint)
     if fault is None:
@@ -130,10 +132,10 @@ def check_whole(checkpoint: str | os.PathLike[str]) -> None:
 def complete_checkpoint(
     checkpoint: Path, model: nn.Module, processing_class: Any = None
 ) -> None:
-    """Write the model's config, and its tokenizer, into a checkpoint that has none: one that FSDP saved in shards.
+    """Write the model's config and tokenizer into a checkpoint without them, as FSDP saves one in shards.
 
-    `moq-hf pack` makes the model of it. A folder that is not there stays so, and what
-    cannot be written is a warning.
+    `moq-hf pack` needs them. A missing folder is not made, and what cannot be written is
+    logged as a warning.
 
     Args:
         checkpoint: The folder.
@@ -153,7 +155,6 @@ def complete_checkpoint(
     config = deepcopy(config)
     config.architectures = [without_fsdp(type(model)).__name__]
     try:
-        # The one of models that generate.
         for part in (
             config,
             getattr(model, "generation_config", None),
@@ -170,7 +171,7 @@ def complete_checkpoint(
 
 
 def resumed_state(state: TrainerState) -> Mapping[str, Any] | None:
-    """The controller's state in the checkpoint that a run goes on from; None at a start, or from one without MoQ."""
+    """The controller's state in the checkpoint that a run resumes; None at a start, or if it was made without MoQ."""
     return _state_in(callback_states(state)) if state.global_step > 0 else None
 
 
@@ -188,7 +189,7 @@ def state_of_best(state: TrainerState) -> Mapping[str, Any] | None:
 
 
 def forget_best(state: TrainerState) -> None:
-    """Let the best metric start afresh: what was evaluated so far is not a candidate."""
+    """Reset the best metric: no evaluation so far is a candidate for the best model."""
     state.best_metric = None
     state.best_global_step = None
     state.best_model_checkpoint = None

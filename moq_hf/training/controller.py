@@ -118,8 +118,8 @@ class MoQController:
                 for name, layer in self.layers.items()
             }
             weights = {
-                block: sum(counts[layer] for layer in own)
-                for block, own in self.blocks.items()
+                block: sum(counts[layer] for layer in names)
+                for block, names in self.blocks.items()
             }
             self._chooser = Chooser(config, weights, self.blocks, file)
         self._write_bits(self.blocks)
@@ -237,7 +237,7 @@ class MoQController:
         ):
             # On the float model as the optimizer has just left it.
             step = self.schedule.steps + 1
-            self.choice = self._chooser.choose(
+            self.choice = self._chooser.cheapest_choice(
                 self.sensitivity.costs(self.config.budget.choices), step
             )
             self.schedule.choose(self.choice.targets)
@@ -441,5 +441,5 @@ def _checksum(state: Any) -> int:
 
 def handed_dtype(layers: Mapping[str, QuantLayer]) -> str | None:
     """The dtype in which FSDP2 or ZeRO-3 handed the weights over, "bfloat16" for instance; None without an engine."""
-    found = {layer.moq.handed_dtype for layer in layers.values()} - {None}
-    return str(next(iter(found))).removeprefix("torch.") if found else None
+    dtypes = {layer.moq.handed_dtype for layer in layers.values()} - {None}
+    return str(next(iter(dtypes))).removeprefix("torch.") if dtypes else None

@@ -1,4 +1,4 @@
-"""Distillation: a quantized model that follows a float teacher of its own shape.
+"""Distillation: training a quantized model to follow a float teacher of the same shape.
 
 The loss is a weighted sum of three means over a batch:
 
@@ -71,7 +71,7 @@ def load_teacher(
     if isinstance(source, str):
         cls: Any = without_fsdp(type(model))
         try:
-            teacher, found = cls.from_pretrained(
+            teacher, loading_info = cls.from_pretrained(
                 source, output_loading_info=True, **(init_kwargs or {})
             )
         except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
@@ -79,9 +79,10 @@ def load_teacher(
             raise MoQError(
                 f"distillation.teacher: cannot load {source} as {type(model).__name__}: {reason}"
             ) from error
-        if found["missing_keys"]:
+        missing = loading_info["missing_keys"]
+        if missing:
             raise MoQError(
-                f"distillation.teacher: {source} holds no weights for {', '.join(sorted(found['missing_keys']))}: "
+                f"distillation.teacher: {source} holds no weights for {', '.join(sorted(missing))}: "
                 f"fine-tune it on the task first, as {type(model).__name__}"
             )
         if is_packed(teacher):
@@ -115,15 +116,10 @@ def load_teacher(
             )
     ours = model.config.id2label
     theirs = teacher.config.id2label
-    named = (
-        ours
-        and theirs
-        and not any(
-            str(label).startswith("LABEL_")
-            for label in (*ours.values(), *theirs.values())
-        )
-    )
-    if named and ours != theirs:
+    labels = [*(ours or {}).values(), *(theirs or {}).values()]
+    # Names that transformers makes up say nothing about the task.
+    made_up = any(str(label).startswith("LABEL_") for label in labels)
+    if ours and theirs and not made_up and ours != theirs:
         raise MoQError(
             f"distillation: the labels are {ours} in the model and {theirs} in the teacher"
         )
@@ -132,7 +128,7 @@ def load_teacher(
 
 
 def fingerprint(teacher: nn.Module) -> int:
-    """A checksum of the parameters' names and bytes, 0 to 2^32 - 1: by it a resumed run sees another teacher."""
+    """A checksum of the parameters' names and bytes, 0 to 2^32 - 1; it tells a resumed run if the teacher changed."""
     total = 0
     for name, parameter in teacher.named_parameters():
         data = parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
@@ -148,14 +144,13 @@ def distillation_loss(
     config: DistillationConfig,
     problem: str | None = None,
 ) -> Tensor:
-    """The weighted sum that the module's text describes.
+    """The weighted sum described in the module's docstring.
 
     Args:
-        task_loss: Of the student, a scalar.
-        student: Output of the student with `output_hidden_states` where `config.hidden`
-            is not 0.
+        task_loss: The student's own loss, a scalar.
+        student: Output of the student, with hidden states if `config.hidden` is not 0.
         teacher: Output of the teacher for the same `inputs`.
-        inputs: Of both: `attention_mask` is read, and `labels`, as `labels_at_logits`
+        inputs: The batch of both: `attention_mask` is read, and `labels`, as `labels_at_logits`
             gives them.
         config: The weights.
         problem: See `logits_loss`.
@@ -187,15 +182,11 @@ def distillation_loss(
             ours, theirs, inputs.get("labels"), problem
         )
     if config.hidden:
-        parts = [
-            _state_loss(
-                ours.float(), theirs.float(), inputs.get(mask) if mask else None
-            )
-            for name, mask in _STATES.items()
-            for ours, theirs in zip(
-                student.get(name) or (), teacher.get(name) or (), strict=True
-            )
-        ]
+        parts = []
+        for name, mask_name in _STATES.items():
+            mask = inputs.get(mask_name) if mask_name else None
+            pairs = zip(student.get(name) or (), teacher.get(name) or (), strict=True)
+            parts += [_state_loss(a.float(), b.float(), mask) for a, b in pairs]
         if not parts:
             raise MoQError(
                 "distillation: the model's output has no hidden states; set distillation.hidden to 0"
@@ -218,37 +209,33 @@ def logits_loss(
     """The cross entropy of class probabilities with the teacher's, a scalar; the mean where there are several logits.
 
     Args:
-        student: As `logits_in` gives them.
-        teacher: The same of the teacher.
-        labels: Where these are -100, at their positions nothing counts; without labels
-            of their shape all counts.
+        student: The student's logits, from `logits_in`.
+        teacher: The teacher's logits.
+        labels: Positions where these are -100 do not count. All positions count if the
+            labels have another shape.
         problem: `problem_type` of the model's config: with `multi_label_classification`
             each class has a probability of its own, with `regression`, or one logit and
             no type, the loss is the squared difference.
     """
-    return torch.stack(
-        [
-            _cross_entropy(student[name], teacher[name], labels, problem)
-            for name in student
-        ]
-    ).mean()
+    losses = [
+        _cross_entropy(student[name], teacher[name], labels, problem)
+        for name in student
+    ]
+    return torch.stack(losses).mean()
 
 
 def labels_at_logits(model: nn.Module, labels: Any) -> Any:
     """The labels, each at the position of the logits that predict it.
 
-    That is its own, or the one before it in a model that generates with a decoder
-    alone, as the loss of transformers has it. The last position predicts nothing there:
-    -100.
+    In a decoder-only model that generates, a label is predicted at the position before
+    its own, as in the loss of transformers, and the last position gets -100. Other
+    models keep their labels.
     """
     model = without_peft(model)
     generates = getattr(model, "can_generate", None)
-    if (
-        not isinstance(labels, Tensor)
-        or labels.dim() < 2
-        or generates is None
-        or not generates()
-    ):
+    if not isinstance(labels, Tensor) or labels.dim() < 2:
+        return labels
+    if generates is None or not generates():
         return labels
     if getattr(model.config, "is_encoder_decoder", False):
         return labels
@@ -256,7 +243,7 @@ def labels_at_logits(model: nn.Module, labels: Any) -> Any:
 
 
 def check_hidden(model: nn.Module, config: DistillationConfig) -> None:
-    """Check that a model can be asked for what is compared.
+    """Check that the model can return what distillation compares.
 
     Raises:
         MoQError: Its forward pass takes no `output_hidden_states`.
@@ -269,7 +256,7 @@ def check_hidden(model: nn.Module, config: DistillationConfig) -> None:
 
 
 def takes(model: nn.Module, name: str) -> bool:
-    """Whether a model's forward pass has an argument of that name, or takes any."""
+    """Whether a model's forward pass has an argument of that name, or takes any keyword argument."""
     kinds = inspect.signature(model.forward).parameters
     return name in kinds or any(
         kind.kind is kind.VAR_KEYWORD for kind in kinds.values()

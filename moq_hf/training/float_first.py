@@ -1,4 +1,4 @@
-"""Float first: a run whose first part is in float, and whose model of then is start and teacher of the rest."""
+"""Float first: the first part of a run is in float; its model is then the start and the teacher of the rest."""
 
 import copy
 import dataclasses
@@ -45,7 +45,7 @@ def share_of(float_first: bool | float | None) -> float | None:
 
 
 def after_float(config: MoQConfig, share: float) -> MoQConfig:
-    """The same schedule for what is left of a run: it begins after `share` of it, and its deadline is of the rest.
+    """The same schedule for the rest of a run: it begins after `share` of the run, and its deadline is of the rest.
 
     Raises:
         MoQError: The config names a teacher.
@@ -70,7 +70,7 @@ def after_float(config: MoQConfig, share: float) -> MoQConfig:
             share,
             schedule.offset,
         )
-    # Written with so many digits, it is read as the fraction that it is.
+    # Rounded, because a config's number counts as the decimal fraction it is written as.
     deadline = (
         None
         if schedule.deadline is None
@@ -90,9 +90,9 @@ class FloatPhase:
     second run from the saved model would be.
 
     Args:
-        trainer: Whose run it is.
-        share: Of the run.
-        model: The one to train.
+        trainer: The trainer of the run.
+        share: The share of the run that is in float.
+        model: The model to train.
 
     Raises:
         MoQError: The model is not one of transformers, has adapters, or is not what its
@@ -123,10 +123,10 @@ class FloatPhase:
         self.outputs_checked = False
 
     def begin(self) -> None:
-        """Check, before the first step, that the optimizer can begin anew, and make the folder of the float model.
+        """Check, before the first step, that the optimizer can start afresh, and make the folder of the float model.
 
         Raises:
-            MoQError: It cannot, or the folder cannot be made.
+            MoQError: The optimizer cannot, or the folder cannot be made.
         """
         optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
         if callable(getattr(optimizer, "eval", None)):
@@ -146,7 +146,7 @@ class FloatPhase:
         """Save and evaluate the model, and clear the optimizer's state; in every process, after the last float step."""
         trainer = self.trainer
         logger.info("step %d: the float phase ends", trainer.state.global_step + 1)
-        # First: what an evaluation raises shall not lose it.
+        # Save first, so that an error in the evaluation does not lose the model.
         trainer.save_model(str(self.folder), _internal_call=True)
         metrics = _evaluated(trainer)
         if trainer.args.should_save:
@@ -157,7 +157,7 @@ class FloatPhase:
         self.metrics = self._unlogged = metrics or None
 
     def go_on(self) -> None:
-        """Take what an earlier process evaluated.
+        """Load the metrics that an earlier process saved.
 
         Raises:
             MoQError: The folder of the float model is not there.
@@ -172,7 +172,7 @@ class FloatPhase:
         self.metrics = metrics or None
 
     def teacher(self, config: MoQConfig) -> PreTrainedModel:
-        """The model that was saved, as the teacher of the one in training.
+        """Load the saved float model as the teacher of the model in training.
 
         Raises:
             MoQError: It cannot be loaded.
@@ -186,23 +186,21 @@ class FloatPhase:
         """Log the evaluation, once it is there."""
         if self._unlogged is not None:
             figures = {
-                name: value
+                f"float_{name}": value
                 for name, value in self._unlogged.items()
                 if isinstance(value, (int, float))
             }
-            self.trainer.log(
-                {f"float_{name}": value for name, value in figures.items()}
-            )
+            self.trainer.log(figures)
             self._unlogged = None
 
     @property
     def folder(self) -> Path:
-        """Where the float model is: beside the checkpoints, of which a trial of a search has its own."""
+        """The folder of the float model, beside the checkpoints: each trial of a search has a separate one."""
         return checkpoint_folder(self.trainer).parent / FOLDER
 
 
 def _check_class(model: PreTrainedModel) -> None:
-    """Check that the model can be loaded once it is saved, as its own teacher.
+    """Check that the model can be saved and loaded as its own teacher.
 
     Raises:
         MoQError: Its class needs more than a config, or makes other weights of it: a
@@ -211,20 +209,17 @@ def _check_class(model: PreTrainedModel) -> None:
     try:
         # As `from_pretrained` makes it.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            again = type(model)(copy.deepcopy(model.config)).state_dict()
+            again = type(model)(copy.deepcopy(model.config))
     except Exception as error:
         raise MoQError(
             f"float_first: {type(model).__name__} cannot be made of its config alone ({error}), so it cannot be loaded "
             "as its own teacher: give MoQTrainer(teacher=) a copy of a float model"
         ) from error
-    now = model.state_dict()
-    shapes = {
-        name: [own[name].shape for own in (now, again) if name in own]
-        for name in now | again
-    }
-    other = sorted(
-        name for name, found in shapes.items() if len(found) < 2 or found[0] != found[1]
+    shapes, shapes_again = (
+        {(name, tensor.shape) for name, tensor in module.state_dict().items()}
+        for module in (model, again)
     )
+    other = sorted({name for name, _ in shapes ^ shapes_again})
     if other:
         raise MoQError(
             f"float_first: {type(model).__name__} has other weights by its config ({', '.join(other)}), so it cannot "
@@ -233,11 +228,11 @@ def _check_class(model: PreTrainedModel) -> None:
 
 
 def _evaluated(trainer: Trainer) -> dict[str, float]:
-    """The metrics of `Trainer.evaluate`, by its names; without its events, which are of the quantized model."""
+    """The metrics of `Trainer.evaluate`, under its names, without its events, which belong to the quantized model."""
     data = trainer.eval_dataset
     if data is None:
         return {}
-    # Without metrics nobody wants the logits, which may not fit into memory.
+    # Without metrics the logits are not needed, and may not fit into memory.
     loss_only = True if trainer.compute_metrics is None else None
     metrics: dict[str, float] = {}
     for name, part in data.items() if isinstance(data, Mapping) else [("", data)]:

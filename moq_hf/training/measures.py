@@ -1,9 +1,9 @@
-"""How sensitive a block is to rounding: each measure is a class that checks the model, prices and measures.
+"""Measures of how sensitive a block is to rounding, each a class that checks the model, prices and measures.
 
 `divergence`: how far the model's predictions move when one block is rounded to other
-bits. With p the class probabilities as they are and q those with the block at other
-bits, it is KL(p, q), averaged over the predictions that count: what the cross entropy
-of q with p has more than the entropy of p.
+bits. With p the current class probabilities and q those with the block at other bits,
+it is KL(p, q), averaged over the predictions that count: the cross entropy of q with p
+minus the entropy of p.
 
 `eigenvalue`: the eigenvalue of largest magnitude of the block of the loss's Hessian;
 see `moq_hf.eigen`.
@@ -30,30 +30,30 @@ from .samples import CHUNK, Batch, rows_of
 
 logger = logging.getLogger(__name__)
 
-# What a block costs, by block and by bits.
+# The cost of each block at each number of bits: block name to bits to cost.
 Costs = dict[str, dict[int, float]]
 # The scalar mean loss of a model over a batch, given as the keyword arguments of its
 # forward pass.
-Loss = Callable[[nn.Module, Batch], Tensor]
+ModelLoss = Callable[[nn.Module, Batch], Tensor]
 
 # In units of the forward and backward pass of one training example; see
-# docs/evidence/eigenvalues.md. They decide what the budget allows: the clock would let
-# two runs of the same seed differ.
+# docs/evidence/eigenvalues.md. The budget of time is kept in these units and not by the
+# clock, so that two runs of the same seed do the same.
 GRAPH_COST = 1.0
 PRODUCT_COST = 0.6
 FORWARD_COST = 0.4
-# Products a block takes early in training, where it takes most.
+# Products that a block takes early in training, when it takes the most.
 FIRST_PRODUCTS = {"lanczos": 11, "power": 23}
-# Numbers of all the logits that are compared, half a gigabyte; of a large vocabulary
-# not every token.
+# The most logits that are kept to compare, half a gigabyte in float64. With a large
+# vocabulary not every token is compared.
 KEPT_LOGITS = 1 << 26
 
 
 def model_loss(model: nn.Module, inputs: Batch) -> Tensor:
-    """The loss that the model itself gives for a batch: under its name in the output, or the first of a tuple.
+    """The loss in the model's own output for a batch: the entry named loss, or the first of a tuple.
 
     Raises:
-        MoQError: It gives none; says what to do.
+        MoQError: The output has no loss; the text says what to do.
     """
     output: Any = model(**inputs)
     if isinstance(output, Mapping):
@@ -69,19 +69,19 @@ def model_loss(model: nn.Module, inputs: Batch) -> Tensor:
 
 
 class _Measure:
-    """What measures have in common.
+    """What all measures have in common.
 
     Args:
-        model: The one in training.
+        model: The model in training.
         blocks: Block name to its parameters.
         layers: Block name to the names of its layers.
         config: Limits of the measurement, and the seed.
 
     Attributes:
-        loss: Gives the scalar mean loss of the model over a batch; by default that in
-            the model's output.
-        products: Products of the Hessian that a block took in the last measurement,
-            where the measure takes any.
+        loss: Gives the scalar mean loss of the model over a batch; by default the loss
+            in the model's output.
+        products: Products with the Hessian that a block took on average in the last
+            measurement.
     """
 
     name: ClassVar[str]
@@ -98,7 +98,7 @@ class _Measure:
         self.layers = layers
         self.config = config.eigenvalue
         self.seed = config.seed
-        self.loss: Loss = model_loss
+        self.loss: ModelLoss = model_loss
         self.products = float(
             min(self.config.max_iter, FIRST_PRODUCTS[self.config.method])
         )
@@ -108,7 +108,8 @@ class _Measure:
     def _quantized_layers(self) -> dict[str, list[QuantLayer]]:
         layers = quant_layers(self.model)
         return {
-            name: [layers[layer] for layer in own] for name, own in self.layers.items()
+            name: [layers[layer] for layer in names]
+            for name, names in self.layers.items()
         }
 
     def _warn_of_infinite(self, values: Mapping[str, float]) -> None:
@@ -126,7 +127,7 @@ class _Measure:
 
 
 class Divergence(_Measure):
-    """Compares the predictions; see the module's text."""
+    """Compares the model's predictions; see the module's docstring."""
 
     name = "divergence"
 
@@ -134,7 +135,7 @@ class Divergence(_Measure):
         """Check that FSDP2 gathers each weight for the module that multiplies with it.
 
         Raises:
-            MoQError: It does so for a wrapper of the model.
+            MoQError: It gathers them for a wrapper of the model.
         """
         gathered = {
             id(p)
@@ -144,8 +145,8 @@ class Divergence(_Measure):
         }
         if any(
             is_sharded(p) and id(p) not in gathered
-            for own in self.blocks.values()
-            for p in own
+            for parameters in self.blocks.values()
+            for p in parameters
         ):
             raise MoQError(
                 f"{self.name}: FSDP2 gathers the weights for a wrapper of the model, that of torch_compile: "
@@ -162,7 +163,7 @@ class Divergence(_Measure):
             logits_of(self.model, batch)
 
     def cost(self, rows: float, levels: int = 1) -> float:
-        """What a measurement takes, in training examples: a reference, and a pass for each block and level."""
+        """What a measurement costs, in training examples: a reference pass, and a pass for each block and level."""
         return rows * FORWARD_COST * (1 + levels * len(self.blocks))
 
     def costs(
@@ -178,19 +179,14 @@ class Divergence(_Measure):
             MoQError: The model's output has no logits.
         """
         with measuring(self.model):
-            found = divergences(self.model, batches, self._quantized_layers(), levels)
-        values = iter(
-            mean_over_ranks(
-                [cost for own in found.values() for cost in own.values()], self.device
-            )
-        )
-        agreed = {
-            name: {bits: next(values) for bits in own} for name, own in found.items()
-        }
-        self._warn_of_infinite(
-            {name: sum(own.values()) for name, own in agreed.items()}
-        )
-        return agreed
+            costs = divergences(self.model, batches, self._quantized_layers(), levels)
+        flat = [cost for block in costs.values() for cost in block.values()]
+        means = iter(mean_over_ranks(flat, self.device))
+        for costs_of_block in costs.values():
+            for bits in costs_of_block:
+                costs_of_block[bits] = next(means)
+        self._warn_of_infinite({name: sum(costs[name].values()) for name in costs})
+        return costs
 
     def scores(
         self, batches: Sequence[Batch], next_bits: Mapping[str, int]
@@ -200,8 +196,11 @@ class Divergence(_Measure):
         Raises:
             MoQError: The model's output has no logits.
         """
-        found = self.costs(batches, {name: [bits] for name, bits in next_bits.items()})
-        return {name: own[next_bits[name]] for name, own in found.items()}
+        costs = self.costs(batches, {name: [bits] for name, bits in next_bits.items()})
+        return {
+            name: costs_of_block[next_bits[name]]
+            for name, costs_of_block in costs.items()
+        }
 
 
 class Eigenvalue(_Measure):
@@ -210,12 +209,12 @@ class Eigenvalue(_Measure):
     name = "eigenvalue"
 
     def check_model(self) -> None:
-        """Check that weights are whole.
+        """Check that every process holds the weights whole.
 
         Raises:
-            MoQError: An engine takes them apart.
+            MoQError: FSDP2 or ZeRO-3 takes them apart.
         """
-        if any(is_apart(p) for own in self.blocks.values() for p in own):
+        if any(is_apart(p) for parameters in self.blocks.values() for p in parameters):
             raise MoQError(NOT_UNDER_ENGINES)
 
     def check(self, batch: Batch) -> None:
@@ -230,7 +229,7 @@ class Eigenvalue(_Measure):
             )
 
     def cost(self, rows: float, levels: int = 1) -> float:
-        """A graph and its products: one graph serves all products, those of several batches are made for each round."""
+        """What a measurement costs, in training examples: products, and one graph, or a graph a product for batches."""
         graphs = 1.0 if rows <= CHUNK else self.products
         return rows * (
             GRAPH_COST * graphs + PRODUCT_COST * self.products * len(self.blocks)
@@ -239,10 +238,9 @@ class Eigenvalue(_Measure):
     def costs(
         self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]
     ) -> Costs:
-        """Predict the costs to second order, for the worst change of a block's weights.
+        """The second-order costs, for the worst direction of a block's change by rounding.
 
-        It is the block's eigenvalue times the squared length of their change by
-        rounding, halved.
+        A cost is half the block's eigenvalue times the squared length of that change.
 
         Raises:
             MoQError: The loss cannot be differentiated twice.
@@ -250,16 +248,15 @@ class Eigenvalue(_Measure):
         values = self.scores(batches)
         largest = max(filter(math.isfinite, values.values()), default=math.nan)
         layers = self._quantized_layers()
-        found: Costs = {}
+        costs: Costs = {}
         for name, choices in levels.items():
             value = values[name] if math.isfinite(values[name]) else largest
-            found[name] = {}
+            costs[name] = {}
             for bits in choices:
                 with at_bits(layers[name], bits), torch.no_grad():
-                    found[name][bits] = (
-                        value * sum(map(_squared_change, layers[name])) / 2
-                    )
-        return found
+                    squared_change = sum(map(_squared_change, layers[name]))
+                costs[name][bits] = value * squared_change / 2
+        return costs
 
     def scores(
         self, batches: Sequence[Batch], next_bits: Mapping[str, int] | None = None
@@ -272,24 +269,32 @@ class Eigenvalue(_Measure):
         config = self.config
         losses = self._losses(batches)
         with measuring(self.model, self.blocks) as blocks:
-            options = {
-                name: getattr(config, name)
-                for name in ("method", "max_iter", "tol", "stability")
-            }
-            found = block_eigenvalues(losses, blocks, seed=self.seed, **options)
-        unfinished = [name for name, one in found.items() if one.reason == "max_iter"]
+            results = block_eigenvalues(
+                losses,
+                blocks,
+                method=config.method,
+                max_iter=config.max_iter,
+                tol=config.tol,
+                stability=config.stability,
+                seed=self.seed,
+            )
+        unfinished = [
+            name for name, result in results.items() if result.reason == "max_iter"
+        ]
         self._warn(
             f"is not within tol after max_iter {config.max_iter} products", unfinished
         )
-        products = sum(one.num_products for one in found.values()) / len(found)
-        magnitudes = [abs(one.value) for one in found.values()]
+        products = sum(result.num_products for result in results.values()) / len(
+            results
+        )
+        magnitudes = [abs(result.value) for result in results.values()]
         self.products, *values = mean_over_ranks([products, *magnitudes], self.device)
-        agreed = dict(zip(found, values, strict=True))
+        agreed = dict(zip(results, values, strict=True))
         self._warn_of_infinite(agreed)
         return agreed
 
     def _losses(self, batches: Sequence[Batch]) -> list[Callable[[], Tensor]]:
-        """Make the loss over each batch, weighted so that their mean is that over examples."""
+        """Make the loss of each batch, weighted so that the mean over batches is the mean over examples."""
         weight = len(batches) / sum(map(rows_of, batches))
         return [
             functools.partial(self._loss, batch, weight * rows_of(batch))
@@ -314,10 +319,10 @@ def divergences(
     layers: Mapping[str, Sequence[QuantLayer]],
     levels: Mapping[str, Sequence[int]],
 ) -> Costs:
-    """The divergence of each block at each of some bits, not below 0; NaN or Inf where the logits are that.
+    """The divergence of each block at each of some bits, at least 0; NaN or Inf where the logits are.
 
     Args:
-        model: As `measuring` gives it.
+        model: The model inside `measuring`.
         batches: Training examples, on the model's device.
         layers: Block name to its layers.
         levels: Block name to the bits to try.
@@ -326,13 +331,13 @@ def divergences(
         MoQError: The model's output has no logits.
     """
     counts = [rows_of(batch) for batch in batches]
-    found: Costs = {}
+    costs: Costs = {}
     with torch.no_grad():
         references = [
             _reference(model, batch, KEPT_LOGITS // len(batches)) for batch in batches
         ]
         for block, levels_of_block in levels.items():
-            found[block] = {}
+            costs[block] = {}
             for bits in levels_of_block:
                 with at_bits(layers[block], bits):
                     sums = [
@@ -340,9 +345,9 @@ def divergences(
                         for rows, reference in zip(counts, references, strict=True)
                     ]
                 moved = sum(sums) / sum(counts)
-                # Below 0 it is rounding.
-                found[block][bits] = max(0.0, moved) if math.isfinite(moved) else moved
-    return found
+                # A divergence below 0 is rounding.
+                costs[block][bits] = max(0.0, moved) if math.isfinite(moved) else moved
+    return costs
 
 
 def logits_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -355,47 +360,41 @@ def logits_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         output = model(
             **{name: value for name, value in batch.items() if takes(model, name)}
         )
-    found = logits_in(output) if isinstance(output, Mapping) else {}
-    if not found:
+    logits = logits_in(output) if isinstance(output, Mapping) else {}
+    if not logits:
         raise MoQError(
             "sensitivity.measure: divergence compares logits, and the model's output has none; set it to eigenvalue"
         )
-    return found
+    return logits
 
 
 def finite_costs(costs: Costs) -> Costs:
-    """Costs of which one that is not finite counts as the largest finite one.
+    """Replace costs that are not finite by the largest finite one, 1 if there is none.
 
     >>> finite_costs({"a": {2: math.inf, 4: 0.5}, "b": {2: 2.0, 4: 0.0}})
     {'a': {2: 2.0, 4: 0.5}, 'b': {2: 2.0, 4: 0.0}}
     """
-    largest = max(
-        (
-            cost
-            for own in costs.values()
-            for cost in own.values()
-            if math.isfinite(cost)
-        ),
-        default=1.0,
-    )
+    every = [cost for block in costs.values() for cost in block.values()]
+    largest = max(filter(math.isfinite, every), default=1.0)
     return {
         block: {
-            bits: cost if math.isfinite(cost) else largest for bits, cost in own.items()
+            bits: cost if math.isfinite(cost) else largest
+            for bits, cost in costs_of_block.items()
         }
-        for block, own in costs.items()
+        for block, costs_of_block in costs.items()
     }
 
 
 def _reference(model: nn.Module, batch: Batch, size: int) -> Callable[[], float]:
-    """Make the function that tells how far the model's logits for a batch have moved from the current ones."""
+    """Make a function that measures how far the model's logits for a batch have moved from the current ones."""
     now = logits_of(model, batch)
     labels = labels_at_logits(model, batch.get("labels"))
     rows = {name: compared_rows(logits, labels, size) for name, logits in now.items()}
-    # The forward pass has found out what it was, if the config did not say it.
+    # If the config did not name the problem, the forward pass has inferred it.
     problem = getattr(getattr(model, "config", None), "problem_type", None)
 
     def compared(logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # Little differences of large numbers; not every device has float64.
+        # In float64, for small differences of large numbers, which not every device has.
         return {
             name: logits[name].flatten(0, -2)[own].cpu().double()
             for name, own in rows.items()
@@ -410,12 +409,13 @@ def _reference(model: nn.Module, batch: Batch, size: int) -> Callable[[], float]
 
 
 def compared_rows(logits: Tensor, labels: Any, size: int) -> Tensor:
-    """The rows of `logits`, a matrix to its last dimension, that count: with a label, if each has one of its own.
+    """Indices of the rows of `logits`, flattened to a matrix, that are compared: those with a label, if rows have one.
 
     Args:
-        logits: Of a batch.
-        labels: Of it, as `labels_at_logits` gives them; see `logits_loss`.
-        size: Numbers of all rows together; of more rows some at equal distances.
+        logits: The logits of a batch.
+        labels: The labels of the batch from `labels_at_logits`; see `logits_loss`.
+        size: The most numbers in all rows together; of more rows, evenly spaced ones
+            are taken.
     """
     count = logits.shape[:-1].numel()
     rows = torch.arange(count, device=logits.device)

@@ -1,4 +1,4 @@
-"""A model as sensitivity is measured on it, for as long as that takes."""
+"""Prepare a model for measuring sensitivity, and restore it afterwards."""
 
 import contextlib
 import random
@@ -24,7 +24,7 @@ from ..seams.transformers import attention_of, set_attention, undo_mixed_precisi
 def measuring(
     model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]] | None = None
 ) -> Iterator[dict[str, list[Tensor]]]:
-    """For the duration `model` is out of training and computes in float32; afterwards it is as it was.
+    """Take `model` out of training, computing in float32, for the duration; afterwards it is as it was.
 
     Inside there is no autocast, no dropout and no compiled code, and attention can be
     differentiated twice. All parameters are stand-ins and all buffers copies: the
@@ -60,19 +60,20 @@ def measuring(
             stack.enter_context(_restored(model.modules()))
             stand_ins = _exchange(model, blocks)
             _use_plain_attention(model, stack)
-            for device in {p.device.type for p in model.parameters()} - {"meta"} | {
-                "cpu"
-            }:
+            devices = {p.device.type for p in model.parameters()} - {"meta"} | {"cpu"}
+            for device in devices:
                 stack.enter_context(torch.autocast(device, enabled=False))
         for layer in layers:
             layer.moq.inputs = None
             if blocks is not None:
                 # The stand-ins are on the grid already.
                 layer.moq.bits = FLOAT_BITS
-        yield {
-            name: [p for one in own for p in stand_ins[id(one)]]
-            for name, own in (blocks or {}).items()
-        }
+        stand_ins_of_blocks: dict[str, list[Tensor]] = {}
+        for name, parameters in (blocks or {}).items():
+            stand_ins_of_blocks[name] = []
+            for parameter in parameters:
+                stand_ins_of_blocks[name] += stand_ins[id(parameter)]
+        yield stand_ins_of_blocks
 
 
 @contextlib.contextmanager
@@ -90,23 +91,23 @@ def repeatable() -> Iterator[None]:
     """Restore the random generators, of PyTorch on the current device, NumPy and Python, on exit."""
     accelerator = torch.accelerator.current_accelerator()
     # The generator of MPS cannot be forked.
-    has_own = accelerator is not None and accelerator.type != "mps"
-    devices = [torch.accelerator.current_device_index()] if has_own else []
-    of_python = random.getstate()
-    of_numpy = numpy.random.get_state()
+    can_fork = accelerator is not None and accelerator.type != "mps"
+    devices = [torch.accelerator.current_device_index()] if can_fork else []
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state()
     with torch.random.fork_rng(
         devices, device_type=accelerator.type if accelerator is not None else "cuda"
     ):
         try:
             yield
         finally:
-            random.setstate(of_python)
-            numpy.random.set_state(of_numpy)
+            random.setstate(python_state)
+            numpy.random.set_state(numpy_state)
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Have a model in evaluation mode, without gradients; on exit it and the random generators are as they were."""
+    """Put a model in evaluation mode, without gradients; on exit restore its mode and the random generators."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -118,9 +119,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Have FSDP2 free the weights that it keeps after a forward pass which has no backward pass.
+    """Make FSDP2 free the weights that it keeps after a forward pass without a backward pass.
 
-    As long as it does, `model.zero_grad()` does not reach their gradients.
+    While it keeps them, `model.zero_grad()` does not reach their gradients.
     """
     for module in model.modules():
         if is_fsdp2(module):
@@ -134,13 +135,13 @@ def is_fsdp2(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _restored(objects: Iterable[object]) -> Iterator[None]:
-    before = [(one, dict(vars(one))) for one in objects]
+    saved = [(item, dict(vars(item))) for item in objects]
     try:
         yield
     finally:
-        for one, attributes in before:
-            vars(one).clear()
-            vars(one).update(attributes)
+        for item, attributes in saved:
+            vars(item).clear()
+            vars(item).update(attributes)
 
 
 def _exchange(
@@ -152,9 +153,13 @@ def _exchange(
         The stand-ins of each parameter, by its id; two for a weight that a quantized
         layer shares with another module.
     """
-    measured = {id(p) for own in (blocks or {}).values() for p in own}
+    measured = {
+        id(p)
+        for parameters_of_block in (blocks or {}).values()
+        for p in parameters_of_block
+    }
     made: dict[tuple[int, bool], Tensor] = {}
-    found: dict[int, list[Tensor]] = {}
+    stand_ins: dict[int, list[Tensor]] = {}
     undo_mixed_precision(model)
     for module in model.modules():
         quantized = {} if blocks is None else quantized_in("", module)
@@ -171,7 +176,7 @@ def _exchange(
                 # Nothing writes into it: memory may be the parameter's own.
                 value = values.get(id(parameter), parameter.detach()).float()
                 made[key] = nn.Parameter(value, requires_grad=id(parameter) in measured)
-                found.setdefault(id(parameter), []).append(made[key])
+                stand_ins.setdefault(id(parameter), []).append(made[key])
             parameters[name] = made[key]
         buffers: dict[str, Any] = dict(module._buffers)
         for name, buffer in buffers.items():
@@ -184,7 +189,7 @@ def _exchange(
             module._flat_weights = [
                 getattr(module, name) for name in module._flat_weights_names
             ]
-    return found
+    return stand_ins
 
 
 def _use_plain_attention(model: nn.Module, stack: contextlib.ExitStack) -> None:

@@ -1,4 +1,4 @@
-"""Going on with a run: what is saved of it, and which changes of the config it can go on with."""
+"""Resuming a run: the form of its saved state, and which changes of the config it allows."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ from .budget import Choice
 
 logger = logging.getLogger(__name__)
 
-# Of `MoQController.state_dict`. 0.1.0 wrote 1 and 2.
+# Version of `MoQController.state_dict`. 0.1.0 wrote 1 and 2.
 STATE_VERSION = 3
 # Largest saved period: 15 drops from the largest one of a config.
 _LONGEST = 2**128
@@ -33,33 +33,38 @@ _HARMLESS = frozenset(
 # Keys whose change takes effect from now on: at the next search for ratios, random
 # number, measurement or loss.
 _FROM_NOW_ON = frozenset(
-    {"quantize_algo.scale_refresh", "seed"}
-    | {
-        f"eigenvalue.{name}"
-        for name in (
-            "max_iter",
-            "tol",
-            "stability",
-            "gas_boundary_resolution",
-            "method",
-        )
+    {
+        "quantize_algo.scale_refresh",
+        "seed",
+        "eigenvalue.max_iter",
+        "eigenvalue.tol",
+        "eigenvalue.stability",
+        "eigenvalue.gas_boundary_resolution",
+        "eigenvalue.method",
+        "eigenvalue.max_overhead",
+        "eigenvalue.num_samples",
+        "sensitivity.measure",
+        "distillation.teacher",
+        "distillation.logits",
+        "distillation.hidden",
+        "distillation.labels",
     }
-    | {"eigenvalue.max_overhead", "eigenvalue.num_samples", "sensitivity.measure"}
-    | {f"distillation.{name}" for name in ("teacher", "logits", "hidden", "labels")}
 )
 # Keys that may change if the steps already taken would be the same.
 TARGET = "quantize_bits.target_bits"
 SCHEDULE_KEYS = frozenset(
-    {"quantize_bits.start_bits", TARGET}
-    | {
-        f"quantize_schedule.{name}"
-        for name in ("quantize_period", "schedule_offset", "deadline")
+    {
+        "quantize_bits.start_bits",
+        TARGET,
+        "quantize_schedule.quantize_period",
+        "quantize_schedule.schedule_offset",
+        "quantize_schedule.deadline",
     }
 )
 
 
-# What `MoQController.state_dict` gives, as its parts give it.
-Bits = Annotated[int, Field(strict=True, ge=1, le=FLOAT_BITS)]
+# Types and ranges of the values in `MoQController.state_dict`.
+SavedBits = Annotated[int, Field(strict=True, ge=1, le=FLOAT_BITS)]
 Period = Annotated[int, Field(strict=True, ge=1, le=_LONGEST)]
 Factor = Annotated[int, Field(strict=True, ge=1, le=MAX_FACTOR)]
 Unit = Annotated[float, Field(strict=True, ge=0, le=1)]
@@ -73,12 +78,12 @@ class SavedSchedule(TypedDict):
 
     steps: Count
     total_steps: Positive | None
-    blocks: dict[str, tuple[Bits, Period, Count]]
-    targets: NotRequired[dict[str, Bits] | None]
+    blocks: dict[str, tuple[SavedBits, Period, Count]]
+    targets: NotRequired[dict[str, SavedBits] | None]
 
 
 class SavedSensitivity(TypedDict):
-    """What was measured, and what that took."""
+    """What was measured, and what measuring cost."""
 
     eigenvalues: dict[str, Eigenvalue | None]
     spent: Weight
@@ -94,14 +99,14 @@ class SavedState(TypedDict):
     schedule: SavedSchedule
     ratios: dict[str, str]
     input_ranges: dict[str, Range]
-    history: list[tuple[Count, str, Bits, Bits, Period, Factor, Unit | None]]
+    history: list[tuple[Count, str, SavedBits, SavedBits, Period, Factor, Unit | None]]
     sensitivity: SavedSensitivity | None
     choice: Choice | None
     handed_dtype: Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")] | None
 
 
 class SavedAttributes(TypedDict):
-    """What a callback saves of itself."""
+    """What the callback saves about itself."""
 
     saved: dict[str, Any] | None
 
@@ -112,8 +117,8 @@ class SavedCallback(TypedDict):
     attributes: SavedAttributes
 
 
-# Clipping ratios in a saved state, a letter for each group: A is the first one that is
-# searched, 1.00, then B 0.95, ...
+# A saved state holds clipping ratios as one letter for each group: A is the first ratio
+# of the search, 1.00, B is 0.95, and so on.
 _LETTERS = dict(zip(string.ascii_uppercase, RATIOS, strict=False))
 
 
@@ -156,16 +161,15 @@ def saved_state(entry: Any) -> Mapping[str, Any] | None:
     """The controller's state in a callback's entry in `trainer_state.json`; None where it had no controller.
 
     Raises:
-        MoQError: The entry, or the state, is not as it was written; names the key.
+        MoQError: The entry or the state is damaged; the text names the key.
     """
     where = "the checkpoint's trainer_state.json is damaged"
     key = "stateful_callbacks.MoQCallback"
-    found: Mapping[str, Any] | None = read_as(SavedCallback, entry, where, key)[
-        "attributes"
-    ]["saved"]
-    if found is not None:
-        check_state(found, where, f"{key}.attributes.saved")
-    return found
+    callback = read_as(SavedCallback, entry, where, key)
+    state: Mapping[str, Any] | None = callback["attributes"]["saved"]
+    if state is not None:
+        check_state(state, where, f"{key}.attributes.saved")
+    return state
 
 
 def check_state(
@@ -173,11 +177,11 @@ def check_state(
     where: str = "the checkpoint's MoQ state is damaged",
     key: str = "",
 ) -> None:
-    """Check types and ranges of what `MoQController.state_dict` gave and a file may have changed.
+    """Check the types and ranges in a state of `MoQController.state_dict` that was read from a file.
 
     Raises:
-        MoQError: Something is not as it was written, or by another version of moq_hf;
-            names the key.
+        MoQError: A value is wrong, or another version of moq_hf wrote the state; the
+            text names the key.
     """
     if state.get("version") != STATE_VERSION:
         raise MoQError(
@@ -221,34 +225,34 @@ def _conflicts(config: MoQConfig, state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def choice_in(state: Mapping[str, Any]) -> Choice | None:
-    """The bits that were chosen under a budget, of a state that was checked."""
-    found: Choice | None = read_as(
+    """The bits that were chosen under a budget, from a state that was checked."""
+    choice: Choice | None = read_as(
         Choice | None, state.get("choice"), "the checkpoint's MoQ state", "choice"
     )
-    return found
+    return choice
 
 
 def what_counts(config: MoQConfig) -> dict[str, Any]:
-    """Dotted keys that decide on a number, with their values."""
+    """Dotted keys that can change a result, with their values."""
     flat = _flat(config)
     ignored = _HARMLESS | _unused(flat)
     return {key: value for key, value in flat.items() if key not in ignored}
 
 
 def changes(saved: MoQConfig, now: MoQConfig) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys that count and differ, each with the saved value and the current one."""
-    one = _flat(saved)
-    other = _flat(now)
-    ignored = _HARMLESS | _unused(one, other)
+    """Dotted keys that can change a result and differ, each with the saved value and the current one."""
+    before = _flat(saved)
+    after = _flat(now)
+    ignored = _HARMLESS | _unused(before, after)
     return {
-        key: (one[key], other[key])
-        for key in one
-        if key not in ignored and one[key] != other[key]
+        key: (before[key], after[key])
+        for key in before
+        if key not in ignored and before[key] != after[key]
     }
 
 
 def planned_steps(config: MoQConfig, state: Mapping[str, Any], total_steps: int) -> int:
-    """The length to build a schedule for that is to go on from a saved state: that of its plan, if the plan stays.
+    """The run length for a schedule that continues a saved one: the length it was planned for, if the plan stays.
 
     Args:
         config: The current one.
@@ -286,27 +290,22 @@ def check_start(config: MoQConfig, step: int, total_steps: int) -> None:
 
 
 def check_room(schedule: PrecisionSchedule, total_steps: int) -> None:
-    """Check that what depends on the length of the run still fits into the run that goes on.
+    """Check that a schedule which depends on the length of its run still fits into the resumed run.
 
     Args:
-        schedule: As it goes on.
-        total_steps: Optimizer steps of the run, those counted that the schedule counts.
+        schedule: The schedule in its resumed state.
+        total_steps: Optimizer steps of the run, as the schedule counts them.
 
     Raises:
-        MoQError: It does not; says what would.
+        MoQError: It does not; the text says what would.
     """
     config = schedule.config
     if not config.schedule.depends_on_length:
         return
     last = config.activation.start_step if config.activation.enabled else 0
-    # Without a deadline bits fall as in a run that does not know its length, and may
-    # end early.
-    last = max(
-        last,
-        schedule.offset + 1
-        if config.schedule.deadline is None
-        else schedule.last_drop(),
-    )
+    # Without a deadline the run may end while the bits still fall.
+    ends_early = config.schedule.deadline is None
+    last = max(last, schedule.offset + 1 if ends_early else schedule.last_drop())
     if last > max(total_steps, schedule.steps):
         raise MoQError(
             f"the checkpoint's schedule was planned for {schedule.total_steps} optimizer steps, and after "
@@ -323,18 +322,18 @@ def load_schedule(
 ) -> None:
     """Bring a new schedule to where a saved run was, if the run can go on with the current config.
 
-    Before the offset anything may change but what would have begun quantization by now.
-    After it, what decides on the grids may not, and the schedule may in so far as its
-    passed steps stay what they were.
+    Before the offset everything may change, unless the new config would have begun to
+    quantize by now. From the offset on the grids are fixed, and the schedule may change
+    only if the steps already taken would have been the same.
 
     Args:
-        schedule: By the current config.
-        state: As from `MoQController.state_dict`.
-        changed: As from `changes`.
+        schedule: A new schedule of the current config.
+        state: What `MoQController.state_dict` gave.
+        changed: What `changes` gave.
 
     Raises:
-        MoQError: It cannot; the text has each key with both values. Or the state is of
-            other blocks.
+        MoQError: It cannot, or the state is of other blocks; the text has each key with
+            both values.
     """
     bits = {name: block[0] for name, block in state["schedule"]["blocks"].items()}
     steps: int = state["schedule"]["steps"]
@@ -351,7 +350,7 @@ def load_schedule(
             faults.append(
                 f"{_in_words(TARGET, pair)}: bits under a budget are chosen once, at the offset"
             )
-        # They are known where a run goes back to its best checkpoint.
+        # A run that goes back to its best checkpoint has chosen them already.
         elif schedule.targets is None:
             schedule.choose(targets)
     if not faults and _is_replayed(state, changed):
@@ -380,12 +379,12 @@ def has_begun(state: Mapping[str, Any]) -> bool:
 def _is_replayed(
     state: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]
 ) -> bool:
-    """Whether the current schedule takes the passed steps anew, for what changed in the config."""
+    """Whether the config changed so that the current schedule must take the passed steps again."""
     return bool(SCHEDULE_KEYS.intersection(changed) if has_begun(state) else changed)
 
 
 def describe(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """Each key with the value that it had and the one that it has.
+    """List each key with its old and new value.
 
     >>> describe({"quantize_bits.target_bits": (4, 3)})
     'quantize_bits.target_bits: 4 -> 3'
@@ -405,7 +404,7 @@ def _flat(config: MoQConfig) -> dict[str, Any]:
             if isinstance(value, Mapping)
             else {key: value}
         )
-    # What null stands for.
+    # A null scale_dtype means the grid's default.
     return flat | {"quantize_algo.scale_dtype": config.grid.scale_dtype}
 
 
@@ -416,7 +415,7 @@ def _unused(*configs: Mapping[str, Any]) -> set[str]:
         for key in configs[0]
         if key.endswith(".enabled") and not any(c[key] for c in configs)
     }
-    # A budget is chosen by what these sections say.
+    # These sections decide how a budget is spent, even where they are off.
     if any(isinstance(config[TARGET], Mapping) for config in configs):
         off.discard("eigenvalue")
     elif "eigenvalue" in off:
@@ -434,25 +433,25 @@ def _replay(
     steps: int,
     bits: Mapping[str, int],
 ) -> str | None:
-    """Take `schedule` to `steps` with the eigenvalues that were measured; say what came otherwise, if anything."""
+    """Take `schedule` to `steps` with the measured eigenvalues; return a text on the first difference, if any."""
     made: list[Switch] = []
     while (step := schedule.next_step()) is not None and step <= steps:
         schedule.steps = step - 1
         if schedule.is_choosing:
             return f"the bits of the blocks would have been chosen after step {step}"
-        then = {
+        eigenvalues = {
             s.block: s.eigenvalue
             for s in history
             if s.step == step and s.eigenvalue is not None
         }
-        made += schedule.advance(then)
+        made += schedule.advance(eigenvalues)
     schedule.steps = steps
-    taken, anew = (
-        {(s.step, s.block, s.bits) for s in switches} for switches in (history, made)
-    )
+    taken = {(s.step, s.block, s.bits) for s in history}
+    anew = {(s.step, s.block, s.bits) for s in made}
     if taken != anew:
+        # The first switch that differs; of one step those that are new come first.
         first, name, count = min(
-            taken ^ anew, key=lambda one: (one[0], one in taken, one)
+            taken ^ anew, key=lambda switch: (switch[0], switch in taken, switch)
         )
         would = "would not" if (first, name, count) in taken else "would"
         return f"{name} {would} have gone to {count} bits after step {first}"

@@ -1,4 +1,4 @@
-"""The batches that go through a model in training, and the latest examples of them, for measuring on these."""
+"""Watch the training batches of a model, and keep the latest examples to measure on."""
 
 import base64
 import functools
@@ -55,7 +55,7 @@ class Samples:
             del self._batches[0]
 
     def end_step(self) -> None:
-        """Forget what the next optimizer step may not use."""
+        """Drop the examples that the next optimizer step may not use."""
         kept: list[Batch] = []
         left = KEPT_BYTES if self.across_steps else 0
         for batch in reversed(self._batches):
@@ -73,38 +73,40 @@ class Samples:
 
     def batches(self, rows: int) -> list[Batch]:
         """The latest `rows` examples, as far as there are that many, in batches of at most `CHUNK`."""
-        found: list[Batch] = []
+        batches: list[Batch] = []
         for batch in reversed(self._batches):
             if rows <= 0:
                 break
-            size, chunk = (
-                (min(rows, rows_of(batch)), CHUNK)
-                if can_split(batch)
-                else (rows_of(batch), rows_of(batch))
-            )
+            size = chunk = rows_of(batch)
+            if can_split(batch):
+                size = min(rows, size)
+                chunk = CHUNK
             rows -= size
-            found += [
+            batches += [
                 part_of(batch, start, min(size, start + chunk))
                 for start in range(0, size, chunk)
             ]
-        return found
+        return batches
 
     def state_dict(self) -> str:
-        """What is kept, as text."""
+        """The kept examples, as text."""
         buffer = io.BytesIO()
-        # A view would be saved with all of what it is a view of.
-        kept = [
-            {k: v.cpu().clone() if isinstance(v, Tensor) else v for k, v in b.items()}
-            for b in self._batches
-        ]
+        # A clone, because a view would be saved with its whole storage.
+        kept = []
+        for batch in self._batches:
+            copy = dict(batch)
+            for name, value in batch.items():
+                if isinstance(value, Tensor):
+                    copy[name] = value.cpu().clone()
+            kept.append(copy)
         torch.save(kept, buffer)
         return base64.b64encode(zlib.compress(buffer.getvalue())).decode()
 
     def load_state_dict(self, text: str, device: torch.device) -> None:
-        """Go on with what was kept.
+        """Load the examples that `state_dict` saved.
 
         Raises:
-            MoQError: It is something else.
+            MoQError: The text is damaged.
         """
         try:
             buffer = io.BytesIO(zlib.decompress(base64.b64decode(text)))
@@ -144,7 +146,7 @@ def rows_of(inputs: Batch) -> int:
 
 
 def part_of(inputs: Batch, start: int, end: int) -> Batch:
-    """Some of the examples; all of them where they cannot be separated.
+    """The examples from `start` to `end`; all of them if the batch cannot be split.
 
     >>> part_of({"labels": torch.tensor([5, 6, 7])}, 0, 2)
     {'labels': tensor([5, 6])}
@@ -181,7 +183,7 @@ def on_training_batch(
 
 
 class _Hook:
-    """The forward hook. A copy of the model, or a saved one, calls nobody."""
+    """The forward hook. In a copy of the model, or in a saved one, it does nothing."""
 
     def __init__(
         self,
@@ -204,7 +206,7 @@ class _Hook:
         if take is None or not module.training or not torch.is_grad_enabled():
             return
         inputs = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        # The mean over what is measured is meant, not over the optimizer step's batch.
+        # The loss is to be the mean over these examples, not over the step's batch.
         inputs.pop("num_items_in_batch", None)
         take(inputs)
 
@@ -220,8 +222,8 @@ def first_batch(dataloader: Any) -> Mapping[str, Any] | None:
     """A training batch, for the proof, where the hook has seen none; None if none can be read."""
     try:
         batch = next(iter(dataloader))
-    # Training is done: data that cannot be read twice, or at all, must not lose its
-    # result.
+    # Training is done, and its result must not be lost because the data cannot be read
+    # again.
     except Exception as error:
         logger.warning(
             "moq_hf: what is delivered will not be proven, there is no batch available (%s)",

@@ -1,4 +1,4 @@
-"""When a run measures the sensitivity of its blocks, on which training examples, and at what share of its time."""
+"""When a run measures the sensitivity of its blocks, on which examples, and with how much of the run's time."""
 
 import logging
 import math
@@ -20,15 +20,15 @@ from .samples import Batch, Samples, part_of, rows_of
 
 logger = logging.getLogger(__name__)
 
-# However small the budget is, fewer examples would say nothing.
+# A measurement takes at least so many examples, however small the budget of time is.
 MIN_ROWS = 8
-# A half-precision training step is that much faster than the same in float32, in which
+# How much faster a training step in half precision is than in float32, in which
 # sensitivity is measured.
 HALF_PRECISION = 4.0
 
 
 def normalize(eigenvalues: Mapping[str, float]) -> dict[str, float]:
-    """Magnitudes over the largest, 0 to 1: one that is not finite gets the largest finite one, all 1 if none is.
+    """Divide magnitudes by the largest finite one, to 0 to 1; one that is not finite gives 1, as do all if none is.
 
     >>> normalize({"a": -4.0, "b": 1.0, "c": math.nan})
     {'a': 1.0, 'b': 0.25, 'c': 1.0}
@@ -42,11 +42,11 @@ def normalize(eigenvalues: Mapping[str, float]) -> dict[str, float]:
 
 
 class Sensitivity:
-    """What the schedule knows of its blocks: measured when a drop is due and the budget of time allows it.
+    """The sensitivity of each block, measured when a drop is due and the budget of time allows it.
 
     Args:
-        inventory: Of the model in training; only blocks that hold a layer to quantize
-            are measured.
+        inventory: Inventory of the model in training; only blocks that hold a layer to
+            quantize are measured.
         config: What to measure, and how.
         units: Block name to its layers, to compare these blocks by the weights of their
             layers alone. None: entries of the layer list, with all their parameters.
@@ -73,14 +73,16 @@ class Sensitivity:
         self.measure = MEASURES[config.measure](
             inventory.model, self.blocks, layers, config
         )
-        self.is_apart = any(is_apart(p) for own in self.blocks.values() for p in own)
+        self.is_apart = any(
+            is_apart(p) for parameters in self.blocks.values() for p in parameters
+        )
         self.device = self.measure.device
         self.scores: dict[str, float] = {}
         self.seconds = 0.0
         self.samples = Samples(
             self.config.num_samples, across_steps=not is_distributed()
         )
-        # In units of one training example; without `plan` there is no limit.
+        # In units of one training example; without `set_run_length` there is no limit.
         self._per_step = math.inf
         self._total = math.inf
         self._spent = 0.0
@@ -93,10 +95,10 @@ class Sensitivity:
         """Block name to its magnitude over the largest, 0 to 1."""
         return normalize(self.scores)
 
-    def plan(
+    def set_run_length(
         self, total_steps: int, rows_per_step: float, half_precision: bool = False
     ) -> None:
-        """Set how long the run is, so that the budget can be kept.
+        """Set the length of the run, so that the budget of time can be kept.
 
         Args:
             total_steps: Optimizer steps of the whole run.
@@ -113,11 +115,11 @@ class Sensitivity:
         self._total = total_steps * self._per_step * self.config.max_overhead
 
     def summary(self, choices: int | None = None) -> str:
-        """One line: what is measured first and what the budget of time allows.
+        """One line on the first measurement, and on the budget of time.
 
         Args:
-            choices: How many numbers of bits a block may have, where they are chosen
-                first.
+            choices: How many choices of bits a block has under a budget; None without
+                one.
         """
         rows = self._first_rows(choices or 1)
         when = "when a drop is due" if choices is None else "when the bits are chosen"
@@ -127,25 +129,23 @@ class Sensitivity:
         )
 
     def is_due(self, schedule: PrecisionSchedule) -> bool:
-        """Whether the coming step of the schedule wants values measured now.
+        """Whether to measure before the coming step of the schedule.
 
-        The last multiple of `gas_boundary_resolution` steps before a drop; the drop
-        itself if there is no value yet.
+        That is so at the last multiple of `gas_boundary_resolution` steps before a drop,
+        and at the drop itself if nothing was measured yet.
         """
         resolution = self.config.gas_boundary_resolution
         on_grid = (schedule.steps + 1) % resolution == 0
-        ahead = (
-            schedule.drops_ahead(resolution if on_grid else 1)
-            if on_grid or not self.scores
-            else ()
-        )
+        if self.scores and not on_grid:
+            return False
+        ahead = schedule.drops_ahead(resolution if on_grid else 1)
         return any(name in self.blocks for name in ahead)
 
     def check(self) -> None:
-        """Try on two examples whether the model can be measured; once, as soon as there are examples.
+        """Try the measure on two examples, once, as soon as there are examples.
 
         Raises:
-            MoQError: It cannot; see `Measure.check`.
+            MoQError: The model cannot be measured; see the measure's `check`.
         """
         if self._checked or not self.samples.batches(1):
             return
@@ -153,10 +153,10 @@ class Sensitivity:
         self.measure.check(part_of(self._batches(1)[0][0], 0, 2))
 
     def update(self, schedule: PrecisionSchedule) -> None:
-        """Measure, or keep the values of before where the budget is spent, and say which.
+        """Measure, or keep the last values if the budget of time is spent, and log which.
 
         Args:
-            schedule: Before its coming step.
+            schedule: The schedule before its coming step.
 
         Raises:
             MoQError: There are no samples, or the model cannot be measured.
@@ -164,15 +164,12 @@ class Sensitivity:
         step = schedule.steps + 1
         self._rows = self._rows or self._first_rows()
         batches, rows = self._batches(self._rows)
-        if (
-            self.scores
-            and self._spent + self.measure.cost(rows)
-            > step * self._per_step * self.config.max_overhead
-        ):
-            again = f"step {step}: the last {self.measure.name}s are used again"
+        allowed = step * self._per_step * self.config.max_overhead
+        if self.scores and self._spent + self.measure.cost(rows) > allowed:
             logger.info(
-                "%s, measuring would exceed max_overhead %.3g",
-                again,
+                "step %d: the last %ss are used again, measuring would exceed max_overhead %.3g",
+                step,
+                self.measure.name,
                 self.config.max_overhead,
             )
             return
@@ -190,7 +187,12 @@ class Sensitivity:
         )
         level = logging.INFO if self.config.verbose else logging.DEBUG
         logger.log(
-            level, "step %d: %ss over %d examples: %s", step, self.measure, rows, words
+            level,
+            "step %d: %ss over %d examples: %s",
+            step,
+            self.measure.name,
+            rows,
+            words,
         )
 
     def costs(self, choices: Sequence[int]) -> Costs:
@@ -204,25 +206,33 @@ class Sensitivity:
         """
         start = time.perf_counter()
         batches, rows = self._batches(self._first_rows(len(choices)))
-        found = self.measure.costs(batches, dict.fromkeys(self.blocks, choices))
+        costs = self.measure.costs(batches, dict.fromkeys(self.blocks, choices))
         self._count(rows, start, len(choices))
         if not any(
-            math.isfinite(cost) for own in found.values() for cost in own.values()
+            math.isfinite(cost)
+            for costs_of_block in costs.values()
+            for cost in costs_of_block.values()
         ):
             raise MoQError(
                 f"quantize_bits.target_bits: the {self.measure.name} of no block is finite (NaN or Inf), so the bits "
                 "cannot be chosen by it; look at the model's loss in evaluation mode, or set another "
                 "sensitivity.measure"
             )
-        return finite_costs(found)
+        return finite_costs(costs)
 
     def report(self, elapsed: float) -> None:
         """Log what share of `elapsed` seconds measuring took."""
         share = self.seconds / elapsed
         limit = self.config.max_overhead
         level = logging.WARNING if share > limit else logging.INFO
-        what = f"{self.measure.name}s took {share:.3f} of the run's time, {self.seconds:.1f} s"
-        logger.log(level, "moq_hf: %s; max_overhead is %.3g", what, limit)
+        logger.log(
+            level,
+            "moq_hf: %ss took %.3f of the run's time, %.1f s; max_overhead is %.3g",
+            self.measure.name,
+            share,
+            self.seconds,
+            limit,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, in JSON types."""
@@ -251,12 +261,10 @@ class Sensitivity:
         self.samples.load_state_dict(state["samples"], self.device)
 
     def _first_rows(self, levels: int = 1) -> int:
-        """Find how many examples the budget of time allows a measurement."""
+        """The number of examples that the budget of time allows for a measurement."""
         rows = self.config.num_samples
-        while (
-            rows > MIN_ROWS
-            and self.measure.cost(rows, levels) > self._total - self._spent
-        ):
+        left = self._total - self._spent
+        while rows > MIN_ROWS and self.measure.cost(rows, levels) > left:
             rows -= 1
         return rows
 
@@ -265,13 +273,13 @@ class Sensitivity:
         self.seconds += time.perf_counter() - start
 
     def _batches(self, rows: int) -> tuple[list[Batch], float]:
-        """Take the latest `rows` examples, on the model's device, and count them, in the mean over the ranks.
+        """The latest `rows` examples, on the model's device, and their number, the mean over the ranks.
 
-        They are in float32 unless an engine has its own precision; it gathers weights
-        for each batch, so that all ranks must have as many of them.
+        They are in float32, unless FSDP2 or ZeRO-3 sets another precision. Those gather
+        weights for each batch, so that all ranks must have equally many batches.
 
         Raises:
-            MoQError: There are none.
+            MoQError: There are no examples.
         """
         batches = [
             _moved(batch, self.device, not self.is_apart)
@@ -287,9 +295,8 @@ class Sensitivity:
                 f"{self.measure.name}s: no training example was seen before they are measured"
             )
         # Ranks must agree on whether to measure, and on what it cost.
-        return batches, mean_over_ranks(
-            [float(sum(map(rows_of, batches)))], self.device
-        )[0]
+        count = float(sum(map(rows_of, batches)))
+        return batches, mean_over_ranks([count], self.device)[0]
 
 
 def _blocks_of(

@@ -66,7 +66,7 @@ def config(start: int = 8, target: int = 4, period: int = 2, offset: int = 0, **
 def controller(**more: Any) -> MoQController:
     made = MoQController(Blocks(), config(**more))
     assert made.sensitivity is not None
-    made.sensitivity.plan(1000, 8)
+    made.sensitivity.set_run_length(1000, 8)
     return made
 
 
@@ -153,7 +153,7 @@ def test_the_budget_makes_a_value_last_and_says_so(caplog: pytest.LogCaptureFixt
     told = []
     for share in (1.0, 0.05):
         made = controller(period=1, target=5, num_samples=8, max_overhead=share)
-        made.sensitivity.plan(1000, 400)  # type: ignore[union-attr]
+        made.sensitivity.set_run_length(1000, 400)  # type: ignore[union-attr]
         steps = {step for step, *_ in run(made, 40)}
         told.append([r.message for r in caplog.records if "used again" in r.message])
         caplog.clear()
@@ -168,7 +168,7 @@ def test_a_small_budget_takes_fewer_examples() -> None:
         made = controller(num_samples=64, max_overhead=share)
         sensitivity = made.sensitivity
         assert sensitivity is not None
-        sensitivity.plan(100, 8)
+        sensitivity.set_run_length(100, 8)
         counts.append(int(re.search(r"over up to (\d+) examples", sensitivity.summary())[1]))  # type: ignore[index]
     assert 64 >= counts[0] > counts[1] > counts[2] == MIN_ROWS
 
@@ -259,7 +259,7 @@ def test_a_loss_with_kinks_is_measured() -> None:
 def test_each_measurement_takes_as_many_examples_as_there_are(caplog: pytest.LogCaptureFixture) -> None:
     made = controller(period=1, num_samples=32, max_overhead=1.0, verbose=True)
     caplog.set_level(logging.INFO)
-    made.sensitivity.plan(1000, 10_000)  # type: ignore[union-attr]
+    made.sensitivity.set_run_length(1000, 10_000)  # type: ignore[union-attr]
     for step in range(20):
         made.sensitivity.samples.add(batch(1 if step == 0 else 8, step))  # type: ignore[union-attr]
         made.step(made.measure())
@@ -448,7 +448,7 @@ def one_rank(rank: int, folder: str, rows_per_step: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     made = controller(period=1, num_samples=32, max_overhead=1.0)
-    made.sensitivity.plan(1000, rows_per_step)  # type: ignore[union-attr]
+    made.sensitivity.set_run_length(1000, rows_per_step)  # type: ignore[union-attr]
     for step in range(4):
         made.sensitivity.samples.add(batch(4 + 4 * rank, 10 * step + rank))  # type: ignore[union-attr]
         made.step(made.measure())
