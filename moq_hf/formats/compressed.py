@@ -28,7 +28,9 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
     Channel and group are what servers take.
     """
     rows, columns = values.codes.shape
-    scale, zero, size = values.scale, values.zero_point, spec.row_size
+    scale = values.scale
+    zero = values.zero_point
+    size = spec.row_size
     half = 2 ** (spec.width - 1)
     symmetric = zero is None if spec.shared is None else spec.shared.symmetric
     args: dict[str, Any] = {
@@ -42,24 +44,18 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
         repeats = rows // len(scale)
         scale = scale.repeat_interleave(repeats, 0)
         zero = None if zero is None else zero.repeat_interleave(repeats, 0)
+        args["strategy"] = "channel"
         if size is not None:
+            args |= {"strategy": "group", "group_size": size}
             # A table may have fewer scales than the layers whose scheme it takes.
-            scale = (
-                scale.expand(rows, columns // size) if scale.shape[1] == 1 else scale
-            )
-            zero = zero.expand(scale.shape) if zero is not None else None
-        args |= (
-            {"strategy": "channel"}
-            if size is None
-            else {"strategy": "group", "group_size": size}
-        )
+            if scale.shape[1] == 1:
+                scale = scale.expand(rows, columns // size)
+            zero = None if zero is None else zero.expand(scale.shape)
     else:
-        args |= {
-            "strategy": "block",
-            "block_structure": [rows // scale.shape[0], columns // scale.shape[1]],
-        }
-    # The library's compressors take floats, which are on the grid, and divide them by
-    # the scales again.
+        args["strategy"] = "block"
+        args["block_structure"] = [rows // scale.shape[0], columns // scale.shape[1]]
+    # The library's compressors take floats on the grid, and divide them by the scales
+    # again.
     parts = {
         "weight": dequantize(*values),
         "weight_scale": scale.to(spec.scale_dtype).contiguous(),
@@ -70,17 +66,14 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
     scheme = {"weights": args, "format": format}
     if spec.matrices is None:
         return EncodedWeight(compress(parts, scheme), scheme)
-    found: dict[str, Tensor] = {}
+    matrices: dict[str, Tensor] = {}
     count = rows // len(spec.matrices)
     for index, name in enumerate(spec.matrices):
-        piece = {
-            part: tensor[index * count : (index + 1) * count].clone()
-            for part, tensor in parts.items()
-        }
-        found |= {
-            f"{name}.{part}": tensor for part, tensor in compress(piece, scheme).items()
-        }
-    return EncodedWeight(found, scheme)
+        matrix = slice(index * count, (index + 1) * count)
+        piece = {part: tensor[matrix].clone() for part, tensor in parts.items()}
+        for part, tensor in compress(piece, scheme).items():
+            matrices[f"{name}.{part}"] = tensor
+    return EncodedWeight(matrices, scheme)
 
 
 def scale_shapes(spec: EncodeSpec) -> dict[str, Tensor]:
@@ -88,10 +81,11 @@ def scale_shapes(spec: EncodeSpec) -> dict[str, Tensor]:
     rows, columns = spec.matrix_shape
     by_row = spec.grid.symmetric and spec.row_size is None
     shape = (rows, 1) if by_row else spec.grid.shape(rows, columns)
-    found = {"weight_scale": torch.empty(shape, dtype=spec.scale_dtype, device="meta")}
+    shapes = {"weight_scale": torch.empty(shape, dtype=spec.scale_dtype, device="meta")}
     if not spec.grid.symmetric:
-        found["weight_zero_point"] = torch.empty(shape, dtype=torch.int8, device="meta")
-    return found
+        zero = torch.empty(shape, dtype=torch.int8, device="meta")
+        shapes["weight_zero_point"] = zero
+    return shapes
 
 
 def read(stored: StoredWeight) -> Quantized:
@@ -113,31 +107,27 @@ def _read_piece(stored: StoredWeight, parts: dict[str, Tensor]) -> Quantized:
     width = stored.scheme["weights"]["num_bits"]
     if "weight_packed" in parts:
         words = [shape[0], math.ceil(shape[1] * width / 32)]
-        if (
-            list(parts["weight_packed"].shape) != words
-            or parts["weight_shape"].tolist() != shape
-        ):
+        packed_shape = list(parts["weight_packed"].shape)
+        if packed_shape != words or parts["weight_shape"].tolist() != shape:
             raise MoQError(
                 f"{stored.where}: the packed codes are not those of a weight {shape} at {width} bits"
             )
-    found = decompress(
-        {**parts, "weight_scale": parts["weight_scale"].float()}, stored.scheme
-    )
-    weight, scale, zero = (
-        found["weight"],
-        found["weight_scale"],
-        found.get("weight_zero_point"),
-    )
-    repeats = [size // count for size, count in zip(shape, scale.shape, strict=True)]
-    steps = weight / scale.repeat_interleave(repeats[0], 0).repeat_interleave(
-        repeats[1], 1
-    )
-    codes = steps.round().int()
-    # A table that was given the groups of the linear layers has more scales than its
-    # state says.
-    own = slice(None, None, scale.shape[1] // stored.scales[1])
+    float_scale = parts["weight_scale"].float()
+    tensors = decompress({**parts, "weight_scale": float_scale}, stored.scheme)
+    scale = tensors["weight_scale"]
+    zero = tensors.get("weight_zero_point")
+    codes = (tensors["weight"] / _per_weight(scale, shape)).round().int()
+    # A table that was given the groups of the linear layers has each scale several
+    # times.
+    once = slice(None, None, scale.shape[1] // stored.scales[1])
     if stored.grid.symmetric or zero is None:
-        return Quantized(codes, scale[:, own], None)
+        return Quantized(codes, scale[:, once], None)
     zero = zero.int() + 2 ** (width - 1)
-    codes += zero.repeat_interleave(repeats[0], 0).repeat_interleave(repeats[1], 1)
-    return Quantized(codes, scale[:, own], zero[:, own])
+    codes += _per_weight(zero, shape)
+    return Quantized(codes, scale[:, once], zero[:, once])
+
+
+def _per_weight(values: Tensor, shape: list[int]) -> Tensor:
+    """Repeat what tiles share for each weight of a matrix."""
+    rows = values.repeat_interleave(shape[0] // values.shape[0], 0)
+    return rows.repeat_interleave(shape[1] // values.shape[1], 1)

@@ -18,7 +18,7 @@ TENSORS = frozenset({"weight"})
 
 
 def fits(spec: EncodeSpec) -> bool:
-    """Whether a layer can be stored so: every one can."""
+    """Whether a layer can be stored as floats: every layer can."""
     return True
 
 
@@ -28,10 +28,8 @@ def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
         dequantize(*values, dtype=spec.dtype), spec.kind, spec.shape
     ).contiguous()
     zero = values.zero_point
-    return EncodedWeight(
-        {"weight": weight},
-        grid=(_to_text(values.scale), None if zero is None else _to_text(zero)),
-    )
+    zero_text = None if zero is None else _to_text(zero)
+    return EncodedWeight({"weight": weight}, grid=(_to_text(values.scale), zero_text))
 
 
 def shapes(spec: EncodeSpec) -> dict[str, Tensor]:

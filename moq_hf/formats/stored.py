@@ -18,7 +18,7 @@ MAX_PACKED_BITS = 8
 
 @dataclass(frozen=True)
 class SharedScheme:
-    """The scheme that all layers of a folder have which is unpacked while loading.
+    """The one scheme of all layers in a folder that is unpacked while loading.
 
     Attributes:
         row_size: Weights of a row that share a scale; None if whole rows share one.
@@ -39,15 +39,15 @@ class EncodeSpec:
     Attributes:
         kind: What the layer is; see `weight_matrix.Kind`.
         matrix_shape: Rows and columns of the weight as it is quantized.
-        bits: Of a code.
+        bits: Bits of a code.
         grid: Which weights share a scale, and how codes are rounded.
         is_table: Whether it is an embedding table, or is tied to another module.
-        matrices: Names of the matrices of experts in the files, as the rows come; None
-            where they have no place there.
+        matrices: Names in the files of the matrices of experts, in the order of the
+            rows; None where the files have no place for them.
         shared: The scheme that all layers must have; None where each has its own.
         width: Bits that a packed code takes in the file; `bits` or more.
-        shape: Of the weight in the model.
-        dtype: Of the float weight.
+        shape: Shape of the weight in the model.
+        dtype: Dtype of the float weight.
     """
 
     kind: str
@@ -118,14 +118,14 @@ class StoredWeight:
     Attributes:
         where: What an error names.
         kind: What the layer is; see `weight_matrix.Kind`.
-        bits: That its state declares.
-        grid: Of its codes.
+        bits: The bits that its state declares.
+        grid: The grid of its codes.
         shape: Rows and columns of the weight as it is quantized.
         scales: Rows and columns of the scale.
         scheme: Its config group; None for floats.
         saved_grid: Scales and zero points in `moq_state.json`, of floats on their grid.
-        pieces: Its tensors so far by the last part of their name: those of each matrix
-            of experts, as the rows come; of any other layer one piece.
+        pieces: Its tensors so far, by the last part of their name. Experts have a piece
+            for each matrix, in the order of the rows; any other layer has one.
     """
 
     where: str
@@ -153,13 +153,11 @@ class StoredWeight:
             raise MoQError(
                 f"{self.where}: an asymmetric grid has zero points, and a symmetric one has none"
             )
-        is_legal = (
-            scale >= 0
-            if self.bits == 1
-            else scale != 0
-            if self.grid.full
-            else scale > 0
-        )
+        is_legal = scale > 0
+        if self.bits == 1:
+            is_legal = scale >= 0
+        elif self.grid.full:
+            is_legal = scale != 0
         if not bool(torch.isfinite(scale).all() and is_legal.all()):
             legal = (
                 "finite number but 0"
@@ -172,7 +170,8 @@ class StoredWeight:
                 raise MoQError(f"{self.where}: binary codes must be -1 and 1")
             return
         low, high = self.grid.limits(self.bits)
-        lowest, highest = 0, 0
+        lowest = 0
+        highest = 0
         for what, integers in (("codes", codes), ("zero points", zero)):
             if integers is not None:
                 least, most = (int(value) for value in torch.aminmax(integers))
@@ -180,18 +179,14 @@ class StoredWeight:
                     raise MoQError(
                         f"{self.where}: {what} beyond {high} at {self.bits} bits"
                     )
-                lowest, highest = min(lowest, least), max(highest, most)
+                lowest = min(lowest, least)
+                highest = max(highest, most)
         low, high = self.grid.limits(self.bits - 1)
         # A group of zeros has the scale 1, and one that is too small for float16 has
         # its least value.
         shows_bits = bool(((scale != 1) & (scale.abs() > 2.0**-24)).any())
-        if (
-            self.bits > 2
-            and shows_bits
-            and lowest < highest
-            and low <= lowest
-            and highest <= high
-        ):
+        needs_fewer_bits = low <= lowest < highest <= high
+        if self.bits > 2 and shows_bits and needs_fewer_bits:
             raise MoQError(
                 f"{self.where}: no code is beyond {high}, so they are of fewer than {self.bits} bits"
             )

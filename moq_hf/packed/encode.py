@@ -47,8 +47,8 @@ class Encoder:
     `store` each layer first, then `rename` the tensors, then ask for `config`.
 
     Args:
-        inventory: Of the model.
-        layers: Those whose weights go into the files, by name.
+        inventory: The inventory of the model.
+        layers: The layers whose weights go into the files, by name.
         layout: Which forms they may have.
         tied: Layer to the layers that share its weight and that `from_pretrained` ties
             to it.
@@ -60,8 +60,8 @@ class Encoder:
         groups: The config groups so far.
         stored: What `moq_state.json` says of each layer that was stored.
         names: What layers are called in the files, where that is not their own name.
-        dtypes: Of the packed layers' float weights.
-        dtype: That the packed model will have.
+        dtypes: The dtypes of the packed layers' float weights.
+        dtype: The dtype that the packed model will have.
     """
 
     def __init__(
@@ -77,10 +77,8 @@ class Encoder:
         self.groups: dict[str, dict[str, Any]] = {}
         self.stored: dict[str, StoredLayer] = {}
         self.names: dict[str, str] | None = None
-        model, modules = (
-            inventory.model,
-            without_peft_names(inventory.modules, inventory.adapters),
-        )
+        model = inventory.model
+        modules = without_peft_names(inventory.modules, inventory.adapters)
         self._linears = [name for name, module in modules.items() if is_linear(module)]
         matched = [
             name
@@ -109,11 +107,11 @@ class Encoder:
             if is_experts(layers[name].kind)
         }
         self.packed = [name for name in packed if name not in self._matrices]
-        # Unpacked while loading, all layers have codes as wide as the widest; experts
-        # always do.
-        alike = packed if shared is not None else list(self._matrices)
-        width = max([2, *(layers[name].moq.bits for name in alike)])
-        for name in alike:
+        # Layers that are unpacked while loading all have codes as wide as the widest
+        # one's. So have packed experts in any layout.
+        same_width = list(self._matrices) if shared is None else packed
+        width = max([2, *(layers[name].moq.bits for name in same_width)])
+        for name in same_width:
             self._specs[name] = replace(self._specs[name], width=width)
         self.dtypes = {
             str(layers[name].weight.dtype).removeprefix("torch.") for name in packed
@@ -179,25 +177,28 @@ class Encoder:
 
     def replaced_names(self) -> set[str]:
         """The names of the float weights instead of which the files hold something else, or nothing."""
-        own = {parameter_of(name, layer.kind) for name, layer in self.layers.items()}
-        return own | {
-            f"{other}.weight" for others in self.tied.values() for other in others
-        }
+        names = {parameter_of(name, layer.kind) for name, layer in self.layers.items()}
+        for others in self.tied.values():
+            names.update(f"{other}.weight" for other in others)
+        return names
 
     def store(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        """What stands for a layer's weight in the files, by the names of tensors.
+        """The tensors that the files hold of a layer's weight, by name.
 
         Args:
-            name: The layer's.
+            name: The layer's name.
             parameter: Its float weight, on any device.
 
         Raises:
             MoQError: The weight holds NaN or Inf.
         """
-        state, spec, form = self.layers[name].moq, self._specs[name], self.forms[name]
-        own, tied = parameter_of(name, spec.kind), self.tied.get(name, ())
-        # An engine may have handed the weight over in a narrower dtype: what was
-        # evaluated was rounded to that first.
+        state = self.layers[name].moq
+        spec = self._specs[name]
+        form = self.forms[name]
+        weight_name = parameter_of(name, spec.kind)
+        tied = self.tied.get(name, ())
+        # An engine may have handed the weight over in a narrower dtype, so that the
+        # evaluated model had a weight that was rounded to it first.
         parameter = (
             parameter.detach()
             .to(state.handed_dtype or parameter.dtype)
@@ -209,12 +210,14 @@ class Encoder:
         scales = (0, 0)
         if form == "float":
             if state.bits != FLOAT_BITS:
-                how: dict[str, Any] = {
-                    "ratio": ratio,
-                    "seed": state.seed,
-                    "blend": state.blend,
-                }
-                weight = quantizer.fake_quantize(weight, state.bits, state.grid, **how)
+                weight = quantizer.fake_quantize(
+                    weight,
+                    state.bits,
+                    state.grid,
+                    ratio=ratio,
+                    seed=state.seed,
+                    blend=state.blend,
+                )
             encoded = EncodedWeight(
                 {"weight": from_rows(weight, spec.kind, parameter.shape).contiguous()}
             )
@@ -224,7 +227,7 @@ class Encoder:
                     weight, state.bits, state.grid, ratio=ratio, seed=state.seed
                 )
             except ValueError as error:
-                raise MoQError(f"{own} cannot be quantized: {error}") from error
+                raise MoQError(f"{weight_name} cannot be quantized: {error}") from error
             scales = (values.scale.shape[0], values.scale.shape[1])
             zero = None if values.zero_point is None else values.zero_point.cpu()
             encoded = FORMS[form].write(
@@ -234,22 +237,16 @@ class Encoder:
         matrices = self._matrices.get(name)
         if not matrices:
             parts = {
-                own if part == "weight" else f"{name}.{part}": tensor
+                weight_name if part == "weight" else f"{name}.{part}": tensor
                 for part, tensor in parts.items()
             }
         if "weight" in encoded.parts:
             # Modules that are tied to a table share its weight, and have scales and
             # zero points of their own.
-            again = {
-                part: tensor
-                for part, tensor in encoded.parts.items()
-                if part != "weight"
-            }
-            parts |= {
-                f"{other}.{part}": tensor.clone()
-                for other in tied
-                for part, tensor in again.items()
-            }
+            for other in tied:
+                for part, tensor in encoded.parts.items():
+                    if part != "weight":
+                        parts[f"{other}.{part}"] = tensor.clone()
         self.stored[name] = StoredLayer(
             kind=spec.kind,
             bits=state.bits,
@@ -270,8 +267,8 @@ class Encoder:
     def _group(self, name: str, scheme: dict[str, Any]) -> str:
         """Add a layer to the config group with its scheme, and return the name of the group."""
         if name in self._matrices:
-            # A group of their own, which stands first: loaders take the first one that
-            # names experts.
+            # Experts have a group of their own, which stands first, because loaders
+            # take the first group that names experts.
             self.groups = {_EXPERTS: {"targets": [], **scheme}, **self.groups}
             return _EXPERTS
         others = {
@@ -288,33 +285,30 @@ class Encoder:
         return group
 
     def rename(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors under the names that the model's files have; notes in `names` what layers are called there.
+        """Give the tensors their names in the files, and note in `names` which layers are called otherwise there.
 
         If transformers merges or splits weights of these layers, all tensors keep the
-        names of the modules. Other weights that it splits keep theirs beside packed
-        ones: loading puts only packed pieces together then.
+        names of the modules. Other weights that it would split also keep their names
+        where some weights are packed: loading merges only packed pieces then.
         """
-        handed_on = {id(tensor) for tensor in original_format(model, tensors).values()}
-        kept = {
-            n: t
-            for n, t in tensors.items()
-            if id(t) not in handed_on and (self.groups or n in self.stored)
-        }
-        renamed = (
-            original_format(model, {n: t for n, t in tensors.items() if n not in kept})
-            | kept
-        )
-        called = {id(tensor): name for name, tensor in renamed.items()}
-        layers = {
-            *self.stored,
-            *(module for modules in self.tied.values() for module in modules),
-        }
+        unchanged = {id(tensor) for tensor in original_format(model, tensors).values()}
+        kept: dict[str, Tensor] = {}
+        renamable: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            would_change = id(tensor) not in unchanged
+            if would_change and (self.groups or name in self.stored):
+                kept[name] = tensor
+            else:
+                renamable[name] = tensor
+        renamed = original_format(model, renamable) | kept
+        names_in_files = {id(tensor): name for name, tensor in renamed.items()}
+        layers = set(self.stored).union(*self.tied.values())
         self.names = {}
         for name, tensor in tensors.items():
             layer = name.rpartition(".")[0]
-            there = called.get(id(tensor), name).rpartition(".")[0]
-            if layer in layers and there != layer:
-                self.names[layer] = there
+            name_in_files = names_in_files.get(id(tensor), name).rpartition(".")[0]
+            if layer in layers and name_in_files != layer:
+                self.names[layer] = name_in_files
         return renamed
 
     def config(self) -> dict[str, Any] | None:
@@ -327,16 +321,12 @@ class Encoder:
             for name, group in self.groups.items()
             if name != _EXPERTS
         }
-        packed = {name for names in members.values() for name in names}
-        targets, ignore = self._patterns.of(
-            members, [name for name in self._linears if name not in packed]
-        )
+        grouped = set().union(*members.values())
+        ungrouped = [name for name in self._linears if name not in grouped]
+        targets, ignore = self._patterns.of(members, ungrouped)
         if _EXPERTS in self.groups:
-            targets[_EXPERTS] = [
-                matrix_pattern(
-                    name for names in self._matrices.values() for name in names
-                )
-            ]
+            matrices = set().union(*self._matrices.values())
+            targets[_EXPERTS] = [matrix_pattern(matrices)]
         return {
             "config_groups": {
                 name: {**group, "targets": targets[name]}
@@ -351,25 +341,29 @@ class Encoder:
 def matrix_names(
     model: nn.Module, parameter: str, shape: Sequence[int]
 ) -> tuple[str, ...] | None:
-    """The names in the files of the matrices of a parameter of experts, as its rows come; None if it has no such place.
+    """The names in the files of the matrices in a parameter of experts, in the order of its rows.
 
-    One parameter is many matrices in the files, which servers know by their own names;
-    in the parameter of a gated layer those of the gate and of the other half take
-    turns. They must all be of as many rows, each in one piece.
+    One parameter is many matrices in the files, and servers know each by its own name.
+    In the parameter of a gated layer, matrices of the gate alternate with those of the
+    other half. They must all have the same number of rows, and lie in one piece each;
+    where they do not, the files have no place for them.
 
     Args:
         model: Of transformers.
-        parameter: Its name.
+        parameter: The parameter's name.
         shape: Its shape `[experts, rows, columns]`.
+
+    Returns:
+        None if the files have no place for the parameter.
     """
-    found = matrices_in_files(model, parameter, shape[0], shape[1])
-    pieces = sorted(found.items(), key=lambda item: int(item[1].flatten()[0]))
-    rows = torch.cat([numbers.flatten() for _, numbers in pieces])
+    rows_of = matrices_in_files(model, parameter, shape[0], shape[1])
+    names = sorted(rows_of, key=lambda name: int(rows_of[name].flatten()[0]))
+    rows = torch.cat([rows_of[name].flatten() for name in names])
     in_order = torch.equal(rows, torch.arange(len(rows), device="cpu"))
-    same_size = len({tuple(numbers.shape) for _, numbers in pieces}) == 1
-    if not (in_order and same_size and all(_MATRIX.fullmatch(name) for name in found)):
+    same_size = len({tuple(numbers.shape) for numbers in rows_of.values()}) == 1
+    if not (in_order and same_size and all(map(_MATRIX.fullmatch, names))):
         return None
-    return tuple(name.removesuffix(".weight") for name, _ in pieces)
+    return tuple(name.removesuffix(".weight") for name in names)
 
 
 def matrix_pattern(names: Iterable[str]) -> str:
@@ -400,7 +394,7 @@ class Patterns:
     Args:
         names: Every module that a pattern could match, by the name that it has in the
             files.
-        lists: Names of the lists of blocks.
+        lists: The name of each list of blocks, and how many blocks it has.
         prefix: Name of the base model, which a model with another head may have or not.
 
     >>> names = ["model.layers.0.q_proj", "model.layers.1.q_proj", "lm_head"]
@@ -420,57 +414,55 @@ class Patterns:
         }
 
     def of(
-        self, groups: Mapping[str, Sequence[str]], left: Sequence[str]
+        self, groups: Mapping[str, Sequence[str]], ungrouped: Sequence[str]
     ) -> tuple[dict[str, list[str]], list[str]]:
         """The targets of each group, and what is to be ignored.
 
         Args:
             groups: Names of the modules of each group.
-            left: Names of linear layers that are in no group.
+            ungrouped: Names of linear layers that are in no group.
 
         Returns:
             Patterns after "re:", which match the names as `re.match` does. Where they
             would not tell the groups apart, the names.
         """
         owners = {name: group for group, members in groups.items() for name in members}
-        tails = self._tails({name: owners.get(name) for name in (*owners, *left)})
+        tails = self._tails({**dict.fromkeys(ungrouped), **owners})
         targets = {
             group: self._patterns(members, tails) for group, members in groups.items()
         }
-        ignore = self._patterns(left, tails)
+        ignore = self._patterns(ungrouped, tails)
         if self._holds(targets, ignore, owners):
             return targets, ignore
-        return {group: list(members) for group, members in groups.items()}, list(left)
+        names = {group: list(members) for group, members in groups.items()}
+        return names, list(ungrouped)
 
     def _place(self, name: str) -> tuple[str, str, list[str]] | None:
         """Split the name of a layer in a block: list, number and the rest; None for a layer of no block."""
-        path = next(
-            (path for path in self.lists if is_below(name, path) and name != path), None
-        )
-        if path is None:
-            return None
-        index, *rest = name[len(path) + 1 :].split(".")
-        return path, index, rest
+        for path in self.lists:
+            if is_below(name, path) and name != path:
+                index, *rest = name[len(path) + 1 :].split(".")
+                return path, index, rest
+        return None
 
     def _tails(self, owners: Mapping[str, str | None]) -> dict[str, str]:
-        """Return as few of the last parts of each name as show its group among the layers of its block."""
-        found: dict[tuple[str, str, str], set[str | None]] = {}
+        """Return the shortest end of each name that only layers of its group have in its block."""
+        groups_with: dict[tuple[str, str, str], set[str | None]] = {}
         places = {
             name: place for name in owners if (place := self._place(name)) is not None
         }
         for name, (path, index, rest) in places.items():
-            for k in range(1, len(rest) + 1):
-                found.setdefault((path, index, ".".join(rest[-k:])), set()).add(
-                    owners[name]
-                )
+            for end in _ends(rest):
+                key = (path, index, end)
+                groups_with.setdefault(key, set()).add(owners[name])
         tails = {}
         for name, (path, index, rest) in places.items():
-            ends = (".".join(rest[-k:]) for k in range(1, len(rest)))
-            short = next(
-                (end for end in ends if len(found[path, index, end]) == 1), None
-            )
-            # A whole rest has nothing between it and its block.
-            tails[name] = ".".join(rest) if short is None else f"*{short}"
+            # The whole rest of a name has nothing between it and its block.
+            tails[name] = ".".join(rest)
+            for end in _ends(rest)[:-1]:
+                if len(groups_with[path, index, end]) == 1:
+                    tails[name] = f"*{end}"
+                    break
         return tails
 
     def _patterns(self, members: Sequence[str], tails: Mapping[str, str]) -> list[str]:
@@ -511,11 +503,10 @@ class Patterns:
                 group for group, patterns in targets.items() if _matches(name, patterns)
             }
             ignored = _matches(name, ignore)
-            if (
-                (matching != {owners[name]} or ignored)
-                if name in owners
-                else (matching and not ignored)
-            ):
+            if name in owners:
+                if ignored or matching != {owners[name]}:
+                    return False
+            elif matching and not ignored:
                 return False
         return True
 
@@ -525,7 +516,8 @@ def _needed(patterns: Sequence[str], members: Sequence[str]) -> list[str]:
     kept = list(patterns)
     for pattern in patterns:
         others = [other for other in kept if other != pattern]
-        if all(_matches(name, others) for name in members if _matches(name, [pattern])):
+        matched = [name for name in members if _matches(name, [pattern])]
+        if all(_matches(name, others) for name in matched):
             kept = others
     return kept
 
@@ -538,8 +530,13 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(re.match(pattern.removeprefix("re:"), name) for pattern in patterns)
 
 
+def _ends(parts: Sequence[str]) -> list[str]:
+    """Return the last part, the last two, and so on to all of them, joined by dots."""
+    return [".".join(parts[-k:]) for k in range(1, len(parts) + 1)]
+
+
 def _own_end(path: list[str], paths: Sequence[list[str]]) -> str:
-    """Return as few of the last parts of a list's name as no other list has."""
+    """Return a pattern for the shortest end of a list's name that no other list has."""
     for k in range(1, len(path) + 1):
         if sum(other[-k:] == path[-k:] for other in paths) == 1:
             return rf"\.{_ANY}".join(re.escape(part) for part in path[-k:])
