@@ -23,7 +23,7 @@ from .quant_experts import experts_parameters, matrix_of
 from .schedule import FLOAT_BITS
 from .seams.transformers import experts_transposed
 from .text import table
-from .weight_matrix import matrix_shape
+from .weight_matrix import Kind, matrix_shape
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,8 @@ class Weight:
         if self.is_float:
             return "floats"
         kind = "" if self.symmetric else " asymmetric"
-        return f"{self.bits} bits{kind} " + (
-            f"in groups of {self.group_size}" if self.group_size else "per channel"
-        )
+        groups = f"in groups of {self.group_size}" if self.group_size else "per channel"
+        return f"{self.bits} bits{kind} {groups}"
 
 
 @dataclass(frozen=True)
@@ -303,33 +302,32 @@ def verdict(model: Description, server: Server) -> Verdict:
     is_tried = server is TRANSFORMERS or model.architecture in TRIED[server.key].split()
     if not is_tried:
         notes.append(f"no {model.architecture} was tried with it")
-    if (
-        server.half_scales
-        and model.scales == "float32"
-        and any(not w.is_float for w in model.weights.values())
-    ):
+    has_codes = not all(weight.is_float for weight in model.weights.values())
+    if server.half_scales and model.scales == "float32" and has_codes:
         notes.append("scales are rounded to half precision there")
-    answer: Answer = "no" if reasons else "yes" if is_tried else "not tried"
+    answer: Answer = "no"
+    if not reasons:
+        answer = "yes" if is_tried else "not tried"
     return Verdict(server, answer, reasons, tuple(notes))
 
 
 def _reasons(model: Description, server: Server) -> list[str]:
-    found = []
+    reasons = []
 
     def refuse(layers: Collection[str], text: str, instead: str) -> None:
         if layers:
-            found.append(f"{text} ({shortened(layers)}); {instead}")
+            reasons.append(f"{text} ({shortened(layers)}); {instead}")
 
     architecture = model.architecture
     if (server.key, architecture) in REFUSED:
-        found.append(f"{REFUSED[server.key, architecture]}; other classes are served")
+        reasons.append(f"{REFUSED[server.key, architecture]}; other classes are served")
     if not re.search(server.classes, architecture) or (
         server.one_stack and model.is_encoder_decoder
     ):
         instead = "classifiers of sequences and tokens and base models of one stack are served"
-        found.append(f"{architecture} is not exported; {instead}")
+        reasons.append(f"{architecture} is not exported; {instead}")
     if server is TRANSFORMERS and model.unserved is not None:
-        found.append(
+        reasons.append(
             f"it does not answer as the model did: {model.unserved}; see the proof in moq_state.json"
         )
 
@@ -382,30 +380,23 @@ def _reasons(model: Description, server: Server) -> list[str]:
 
     for layers, text, instead in _misfits(model, server):
         refuse(layers, text, instead)
-    return found
+    return reasons
 
 
 def _misfits(
     model: Description, server: Server
 ) -> Iterator[tuple[Collection[str], str, str]]:
     """Yield layers whose bits, groups or sizes do not fit, why, and what would be served."""
-    if server.repacks:
-        codes = {
-            name: weight
-            for name, weight in model.weights.items()
-            if weight.bits != FLOAT_BITS
-        }
-    else:
-        codes = {
-            n: w
-            for n, w in model.weights.items()
-            if not w.is_float and w.kind != "embedding"
-        }
+    codes = {}
+    for name, weight in model.weights.items():
+        is_packed = not weight.is_float and weight.kind != "embedding"
+        if weight.bits != FLOAT_BITS if server.repacks else is_packed:
+            codes[name] = weight
     for symmetric, legal in ((True, server.symmetric), (False, server.asymmetric)):
         bits = {
-            n: w.bits
-            for n, w in codes.items()
-            if w.symmetric == symmetric and w.bits not in legal
+            name: weight.bits
+            for name, weight in codes.items()
+            if weight.symmetric == symmetric and weight.bits not in legal
         }
         taken = f"{_or(legal)} bits" + ("" if symmetric else " with zero points")
         yield (
@@ -419,24 +410,18 @@ def _misfits(
         if weight.group_size is not None
     }
     unfit = {
-        n: s
-        for n, s in sizes.items()
-        if s % server.multiple or s not in (server.groups or [s])
+        name: size
+        for name, size in sizes.items()
+        if size % server.multiple or size not in (server.groups or [size])
     }
     groups = _or(server.groups) or f"a multiple of {server.multiple}"
     instead = f"quantize_group_size {groups}, or per channel, is served"
     yield unfit, f"its groups are {groups}, not {_or(unfit.values())}", instead
+    columns = {name: weight.columns for name, weight in codes.items()}
+    rows = {name: weight.rows for name, weight in codes.items()}
     for what, multiple, counts in (
-        (
-            "columns (in_features)",
-            server.columns,
-            {name: weight.columns for name, weight in codes.items()},
-        ),
-        (
-            "rows (out_features)",
-            server.rows,
-            {name: weight.rows for name, weight in codes.items()},
-        ),
+        ("columns (in_features)", server.columns, columns),
+        ("rows (out_features)", server.rows, rows),
     ):
         odd = {name: count for name, count in counts.items() if count % multiple}
         text = (
@@ -446,33 +431,31 @@ def _misfits(
 
 
 def _unlike_siblings(model: Description) -> dict[str, list[str]]:
-    """Find layers of which servers make one, and which are on several grids, by what they are."""
-    grids = {
-        **dict.fromkeys(model.floats, "floats"),
-        **{name: w.grid() for name, w in model.weights.items()},
-    }
+    """Find layers that servers fuse into one although their grids differ, by what they are."""
+    grids = dict.fromkeys(model.floats, "floats")
+    grids |= {name: weight.grid() for name, weight in model.weights.items()}
     families: dict[tuple[str, str], list[str]] = {}
     for name in grids:
         block, is_expert, _ = name.partition(".experts.")
-        parent, _, own = name.rpartition(".")
-        fused = next((names for names in FUSED if own in names), (name,))
-        family = (
-            (block, "all experts of a block")
-            if is_expert
-            else (parent, ", ".join(fused))
-        )
+        parent, _, layer = name.rpartition(".")
+        fused = next((names for names in FUSED if layer in names), (name,))
+        family = (parent, ", ".join(fused))
+        if is_expert:
+            family = (block, "all experts of a block")
         families.setdefault(family, []).append(name)
-    found: dict[str, list[str]] = {}
+    unlike: dict[str, list[str]] = {}
     for (_, what), names in families.items():
         different = sorted({grids[name] for name in names})
         if len(different) > 1:
-            found.setdefault(f"{what} ({' and '.join(different)})", []).extend(names)
-    return found
+            unlike.setdefault(f"{what} ({' and '.join(different)})", []).extend(names)
+    return unlike
 
 
 def _or(values: Collection[int]) -> str:
     words = list(map(str, sorted(set(values))))
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    if len(words) > 1:
+        words = [", ".join(words[:-1]), words[-1]]
+    return " or ".join(words)
 
 
 # ---- before training
@@ -493,10 +476,8 @@ def check_served(inventory: Inventory, config: MoQConfig) -> None:
         model = describe(inventory, config, bits)
         for name in config.serve:
             server = REQUIRED[name]
-            lines += [
-                f"  - {server.name}: {reason}"
-                for reason in verdict(model, server).reasons
-            ]
+            for reason in verdict(model, server).reasons:
+                lines.append(f"  - {server.name}: {reason}")
     if lines:
         raise MoQError(
             "\n".join(["serve: what these servers cannot take", *dict.fromkeys(lines)])
@@ -507,83 +488,71 @@ def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
     """What a user of these servers should know before the first step."""
     model = describe(inventory, config, config.targets[0])
     servers = [REQUIRED[name] for name in dict.fromkeys(config.serve)]
-    found = [
-        f"serve: {server.name}: {note}"
-        for server in servers
-        for note in verdict(model, server).notes
-    ]
+    lines = []
+    for server in servers:
+        for note in verdict(model, server).notes:
+            lines.append(f"serve: {server.name}: {note}")
     if VLLM in servers:
-        reasons = verdict(model, VLLM_CPU).reasons
-        found += [
-            f"serve: {VLLM_CPU.name} does not take it: {reason}" for reason in reasons
-        ]
+        for reason in verdict(model, VLLM_CPU).reasons:
+            lines.append(f"serve: {VLLM_CPU.name} does not take it: {reason}")
     if config.activation.enabled and any(server.half_scales for server in servers):
-        found.append(
+        lines.append(
             "serve: vllm, sglang and llama.cpp do not round inputs as activation_quantization trains for"
         )
-    return found
+    return lines
+
+
+def _kind_of(layer: nn.Module) -> Kind:
+    if is_convolution(layer):
+        return "conv"
+    return "linear" if isinstance(layer, nn.Linear) else "conv1d"
 
 
 def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
-    """Describe the model as it will be delivered, where each layer of the schedule ends with so many bits."""
-    model, size = without_peft(inventory.model), config.grouping.row_size
+    """Describe the model as it will be delivered if all scheduled layers end at these bits."""
+    model = without_peft(inventory.model)
 
     def saved(name: str) -> str:
         return plain_name(name, inventory.adapters) or ""
 
-    def planned(kind: str, shape: tuple[int, int]) -> Weight:
+    def planned(kind: Kind, shape: tuple[int, int]) -> Weight:
         matrices = () if kind == "experts" else None
         form = form_of(
             EncodeSpec(kind, shape, bits, config.grid, matrices=matrices), "packed"
         )
         # Convolutions have no groups.
-        group_size = None if kind == "conv" else size
+        group_size = None if kind == "conv" else config.grouping.row_size
         return Weight(kind, *shape, bits, group_size, config.symmetric, has_codes(form))
 
-    weights, floats = (
-        {},
-        {
-            saved(name)
-            for name, module in inventory.modules.items()
-            if hasattr(module, "weight")
-        },
-    )
+    weights: dict[str, Weight] = {}
+    floats = {
+        saved(name)
+        for name, module in inventory.modules.items()
+        if hasattr(module, "weight")
+    }
     for name, layer in inventory.layers.items():
-        kind = (
-            "conv"
-            if is_convolution(layer)
-            else "linear"
-            if isinstance(layer, nn.Linear)
-            else "conv1d"
-        )
+        kind = _kind_of(layer)
         weights[saved(name)] = planned(kind, matrix_shape(shape_of(layer.weight), kind))
     for name, module in inventory.modules.items():
-        for own in experts_parameters(module):
-            experts, rows, columns = matrix_of(module, own)
-            matrix = planned(
-                "experts_t" if experts_transposed(module) else "experts",
-                (rows, columns),
-            )
-            if f"{name}.{own}" in inventory.experts and matrix.packed:
-                matrix = replace(matrix, kind="linear")
-                weights |= {
-                    f"{saved(name)}.{index}.{own}": matrix for index in range(experts)
-                }
+        kind = "experts_t" if experts_transposed(module) else "experts"
+        for parameter in experts_parameters(module):
+            experts, rows, columns = matrix_of(module, parameter)
+            matrix = replace(planned(kind, (rows, columns)), kind="linear")
+            if f"{name}.{parameter}" in inventory.experts and matrix.packed:
+                for index in range(experts):
+                    weights[f"{saved(name)}.{index}.{parameter}"] = matrix
             elif inventory.layers:
-                # Beside packed layers, experts that are not taken apart keep their
-                # name.
-                floats.add(saved(f"{name}.{own}"))
+                # Beside packed layers, experts that are not split keep their name.
+                floats.add(saved(f"{name}.{parameter}"))
     for name, embedding in inventory.embeddings.items():
         rows, columns = shape_of(embedding.weight)
         weights[saved(name)] = Weight(
             "embedding", rows, columns, config.quantize_embeddings or 0
         )
     for name, owner in inventory.tied.items():
-        # What a head shares with tables is in the files as a table.
-        if (
-            isinstance(inventory.modules[name], nn.Embedding)
-            and saved(owner) in weights
-        ):
+        # A weight that a head shares with a table is stored as a table.
+        is_table = isinstance(inventory.modules[name], nn.Embedding)
+        if is_table and saved(owner) in weights:
             weights[saved(name)] = replace(weights.pop(saved(owner)), kind="embedding")
     return Description(
         architecture=without_fsdp(type(model)).__name__,
@@ -598,11 +567,9 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
 
 def served_table(verdicts: Sequence[Verdict]) -> str:
     """A line per server, and a line for each reason, for a terminal."""
-    rows = []
-    for one in verdicts:
-        said = one.reasons or one.notes or [""]
-        rows += [
-            (one.server.name, one.answer, said[0]),
-            *(("", "", more) for more in said[1:]),
-        ]
+    rows: list[tuple[str, str, str]] = []
+    for verdict in verdicts:
+        first, *others = verdict.reasons or verdict.notes or [""]
+        rows.append((verdict.server.name, verdict.answer, first))
+        rows += [("", "", text) for text in others]
     return "\n".join(["served by", table(rows, left=(0, 1, 2))])

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from ..errors import MoQError, one_line, require
 from ..text import table
-from .compare import SENTENCES, Data, Proof, Reference, load_checkpoint, takes_pictures
+from .compare import (
+    SENTENCES,
+    Comparison,
+    Data,
+    Reference,
+    load_checkpoint,
+    takes_pictures,
+)
 from .onnx import export_onnx, onnx_runtime
 from .onnx_layers import Flavor, target_here
 
@@ -41,7 +48,7 @@ class Measured:
     bytes: int
     milliseconds: Mapping[str, float]
     speed: float
-    proof: Proof
+    proof: Comparison
     command: str
 
 
@@ -50,10 +57,10 @@ class Benchmark:
     """What `benchmark` measured.
 
     Attributes:
-        engines: By name, PyTorch first.
+        engines: Figures of each engine by its name, PyTorch first.
         missing: Why an engine has no figures, by its name.
-        threads: Of each engine.
-        max_loss: What a recommended file may lose of each metric.
+        threads: Threads of each engine.
+        max_loss: The most that a recommended file may lose of each metric.
     """
 
     engines: Mapping[str, Measured]
@@ -65,52 +72,39 @@ class Benchmark:
         """The fastest engine whose file loses at most `max_loss` of each metric; None if there is none."""
         legal = [
             name
-            for name, one in self.engines.items()
-            if one.command and self._is_accurate(one)
+            for name, measured in self.engines.items()
+            if measured.command and self._is_accurate(measured)
         ]
         return max(legal, key=lambda name: self.engines[name].speed, default=None)
 
-    def _is_accurate(self, one: Measured) -> bool:
+    def _is_accurate(self, measured: Measured) -> bool:
         before = self.engines["PyTorch"].proof.metrics
-        # 0.80 - 0.79 is 0.01, not the float above it. A loss that is not a number
-        # proves nothing.
+        # Rounded, because 0.80 - 0.79 is a little more than 0.01 in floats. A loss that
+        # is NaN is not accurate.
         return all(
-            round(value - one.proof.metrics[name], 9) <= self.max_loss
+            round(value - measured.proof.metrics[name], 9) <= self.max_loss
             for name, value in before.items()
         )
 
     def table(self) -> str:
         """A line per engine, and what to deploy."""
         torch_engine = self.engines["PyTorch"]
-        rows = [
-            [
-                "",
-                "MB",
-                *(f"{shape}, ms" for shape in torch_engine.milliseconds),
-                "speed",
-                "difference",
-                "agreement",
-                *torch_engine.proof.metrics,
-            ]
-        ]
-        for name, one in self.engines.items():
-            times = [f"{time:.1f}" for time in one.milliseconds.values()]
-            rows.append(
-                [
-                    name,
-                    f"{one.bytes / 1e6:.2f}",
-                    *times,
-                    f"{one.speed:.2f}",
-                    *one.proof.cells(),
-                ]
-            )
+        shapes = [f"{shape}, ms" for shape in torch_engine.milliseconds]
+        proofs = ["difference", "agreement", *torch_engine.proof.metrics]
+        rows = [["", "MB", *shapes, "speed", *proofs]]
+        for name, measured in self.engines.items():
+            size = f"{measured.bytes / 1e6:.2f}"
+            times = [f"{time:.1f}" for time in measured.milliseconds.values()]
+            speed = f"{measured.speed:.2f}"
+            rows.append([name, size, *times, speed, *measured.proof.cells()])
         missing = [f"{name}: {reason}" for name, reason in self.missing.items()]
         return "\n".join(
             [table(rows), *missing, f"threads: {self.threads}", "", self._sentence()]
         )
 
     def _sentence(self) -> str:
-        best, metrics = self.recommended(), self.engines["PyTorch"].proof.metrics
+        best = self.recommended()
+        metrics = self.engines["PyTorch"].proof.metrics
         if best is None:
             return f"Deploy the checkpoint in PyTorch: no exported file ran and lost at most {self.max_loss:g}."
         one = self.engines[best]
@@ -202,13 +196,11 @@ def benchmark(
         measure("PyTorch", checkpoint.verified.float_bytes, "", lambda: run)
     finally:
         torch.set_num_threads(before)
+    flavors: list[Flavor] = ["weight-only", "int8"]
     # qdq multiplies signed integers of 8 bits, which other processors do not do
     # exactly.
-    flavors: tuple[Flavor, ...] = (
-        ("weight-only", "int8", "qdq")
-        if target_here() == "vnni"
-        else ("weight-only", "int8")
-    )
+    if target_here() == "vnni":
+        flavors.append("qdq")
     runtimes = [("ONNX Runtime", onnx_runtime), ("OpenVINO", _openvino)]
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "onnx"

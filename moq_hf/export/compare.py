@@ -33,7 +33,8 @@ _KINDS = (
 _BATCH = 16
 # Pictures that are compared, and their side where neither the model nor its processor
 # says it.
-_PICTURES, _SIDE = 8, 224
+_PICTURES = 8
+_SIDE = 224
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,7 @@ def _tokenizer(directory: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class Proof:
+class Comparison:
     """How the answers of one exported model compare with those of the checkpoint in PyTorch.
 
     Attributes:
@@ -285,7 +286,8 @@ class Reference:
     """
 
     def __init__(self, checkpoint: Checkpoint, data: Data, max_length: int) -> None:
-        self._model, self._data = checkpoint.model, data
+        self._model = checkpoint.model
+        self._data = data
         self.compared = "pictures" if takes_pictures(checkpoint.model) else "sentences"
         self.size = len(data.texts)
         if self.compared == "pictures":
@@ -313,33 +315,34 @@ class Reference:
 
     def largest_inputs(self, layers: Sequence[str]) -> dict[str, float]:
         """Give the largest magnitude of the inputs of each of these layers, padding included."""
-        found = dict.fromkeys(layers, 0.0)
+        largest = dict.fromkeys(layers, 0.0)
 
         def note(name: str, value: Tensor) -> Tensor:
-            found[name] = max(found[name], float(value.abs().amax()))
+            largest[name] = max(largest[name], float(value.abs().amax()))
             return value
 
         self._run(layers, note)
-        return found
+        return largest
 
     def prove(
         self, outputs: Sequence[Tensor], simulated: Tensor | None = None
-    ) -> Proof:
+    ) -> Comparison:
         """Compare the answers of an exported model.
 
         Args:
             outputs: Its first output for each of `batches`.
-            simulated: What PyTorch answers with the exported model's arithmetic, if
-                that is another.
+            simulated: PyTorch's answers with the exported model's arithmetic, where
+                that differs.
         """
-        found, answers = self._rows(outputs), self._answers
+        rows = self._rows(outputs)
+        answers = self._answers
+        difference = float((rows - answers).abs().max())
+        same = None if simulated is None else float((rows - simulated).abs().max())
         agreement = None
-        if self._predicts and found.shape[-1] > 1:
-            agreement = float((found.argmax(-1) == answers.argmax(-1)).double().mean())
-        same = None if simulated is None else float((found - simulated).abs().max())
-        return Proof(
-            float((found - answers).abs().max()), same, agreement, self._metrics(found)
-        )
+        if self._predicts and rows.shape[-1] > 1:
+            is_equal = rows.argmax(-1) == answers.argmax(-1)
+            agreement = float(is_equal.double().mean())
+        return Comparison(difference, same, agreement, self._metrics(rows))
 
     def _run(
         self,
@@ -412,7 +415,9 @@ def _tokenized(
     Raises:
         MoQError: There are too few examples or tokens, or not as many labels as texts.
     """
-    model, tokenizer, texts = checkpoint.model, checkpoint.tokenizer, data.texts
+    model = checkpoint.model
+    tokenizer = checkpoint.tokenizer
+    texts = data.texts
     if data.labels is not None and len(data.labels) != len(texts):
         raise MoQError(
             f"{len(texts)} texts need as many labels, not {len(data.labels)}"
@@ -449,7 +454,7 @@ def metrics_of(
     Args:
         answers: Logits `[examples, classes]`, float; one column is a score.
         labels: Class ids, or scores.
-        task: GLUE's name; None is accuracy, or correlations for scores.
+        task: Name of the GLUE task; None is accuracy, or correlations for scores.
 
     Raises:
         MoQError: The labels or the task do not fit the number of outputs; scipy or
@@ -472,18 +477,17 @@ def metrics_of(
     from scipy import stats
     from sklearn import metrics
 
+    predicted = logits.argmax(1)
     if classes == 1:
         scores = logits[:, 0]
-        found = {
+        figures = {
             "pearson": stats.pearsonr(labels, scores)[0],
             "spearmanr": stats.spearmanr(labels, scores)[0],
         }
     elif task == "cola":
-        found = {
-            "matthews_correlation": metrics.matthews_corrcoef(labels, logits.argmax(1))
-        }
+        figures = {"matthews_correlation": metrics.matthews_corrcoef(labels, predicted)}
     else:
-        found = {"accuracy": metrics.accuracy_score(labels, logits.argmax(1))}
+        figures = {"accuracy": metrics.accuracy_score(labels, predicted)}
         if task in ("mrpc", "qqp"):
-            found["f1"] = metrics.f1_score(labels, logits.argmax(1))
-    return {name: float(value) for name, value in found.items()}
+            figures["f1"] = metrics.f1_score(labels, predicted)
+    return {name: float(value) for name, value in figures.items()}

@@ -53,9 +53,10 @@ _NOT_COPIED = (
     "general.file_type",
     "general.quantization_version",
 )
-# A float of the base may have been rounded to bfloat16 (2^-8) and float16; the second
-# is float16's smallest number.
-_RELATIVE, _ABSOLUTE = 2.0**-7, 2.0**-24
+# A float of the base may have been rounded to bfloat16, by up to 2^-8 of its value.
+_RELATIVE = 2.0**-7
+# It may also have been rounded to float16, whose smallest number this is.
+_ABSOLUTE = 2.0**-24
 # Weights of a row that share a scale.
 _SIZE = 32
 Floats = NDArray[np.float32]
@@ -68,7 +69,7 @@ class GgufExport:
     """What `export_gguf` wrote.
 
     Attributes:
-        path: Where.
+        path: The file.
         bytes: Size of the file.
         base_bytes: Size of the base.
         types: How many tensors of the file are of each type.
@@ -96,9 +97,11 @@ class GgufExport:
             "read back: every code is that of the checkpoint",
             f"scales in float16: errors of weights up to {self.weight_error:.2g} steps",
         ]
-        left = [name for name, kind in self.layers.items() if kind in _FLOATS]
-        if left:
-            lines.append(f"left as floats, as llama.cpp needs them: {', '.join(left)}")
+        floats = [name for name, kind in self.layers.items() if kind in _FLOATS]
+        if floats:
+            lines.append(
+                f"left as floats, as llama.cpp needs them: {', '.join(floats)}"
+            )
         return "\n".join(lines)
 
 
@@ -116,8 +119,8 @@ def export_gguf(
     Args:
         directory: What `save_quantized` wrote.
         out: The file to make.
-        base: What llama.cpp's converter made of the same checkpoint as floats, in
-            float32, float16 or bfloat16.
+        base: The file that llama.cpp's converter made of the same checkpoint as floats,
+            in float32, float16 or bfloat16.
 
     Returns:
         Sizes, types, and what the scales lost in float16.
@@ -128,23 +131,22 @@ def export_gguf(
             or gguf is not installed.
     """
     require("gguf", "gguf")
-    target, source = new_path(out), Path(base)
-    found = recorded(directory)
+    target = new_path(out)
+    source = Path(base)
+    saved = recorded(directory)
     # The converter reads the files, so its names of layers are those in the files.
-    names = found.state.get("names") or {}
+    names = saved.state.get("names") or {}
     stored = {
         names.get(name, name): layer
-        for name, layer in found.layers.items()
+        for name, layer in saved.layers.items()
         if layer.stored != "float"
     }
     layers = by_matrix(stored)
     _check_grids(os.fspath(directory), layers)
     read = _Base(source)
     places = read.places_of(list(layers))
-    weights = {
-        names.get(name, name): own
-        for name, own in split(stored_weights(directory), found.layers).items()
-    }
+    matrices = split(stored_weights(directory), saved.layers)
+    weights = {names.get(name, name): matrix for name, matrix in matrices.items()}
     lost = [name for name in layers if name not in weights]
     if lost:
         raise MoQError(
@@ -161,29 +163,25 @@ def export_gguf(
     with staged(target) as staging:
         read.write(staging, parts)
         read.prove(staging, parts)
-    kinds = {
-        name: parts[name][0].kind if name in parts else read.kind(name)
-        for name in read.tensors
-    }
+    kinds = {name: read.kind(name) for name in read.tensors}
+    kinds |= {name: blocks[0].kind for name, blocks in parts.items()}
+    errors = [blocks.error for tensor in parts.values() for blocks in tensor]
     return GgufExport(
         path=Path(out),
         bytes=target.stat().st_size,
         base_bytes=source.stat().st_size,
         types=dict(Counter(kinds.values())),
         layers={name: kinds[place] for name, place in places.items()},
-        weight_error=max(
-            (blocks.error for tensor in parts.values() for blocks in tensor),
-            default=0.0,
-        ),
+        weight_error=max(errors, default=0.0),
     )
 
 
 def _check_grids(directory: str, layers: Mapping[str, StoredLayer]) -> None:
-    """Whether a block fits each grid.
+    """Check that there is a block for each grid.
 
     Raises:
-        MoQError: Some do not, or there is nothing to write; names all layers by what
-            does not fit.
+        MoQError: Some grids fit none, or there is nothing to write; names all layers by
+            what does not fit.
     """
     if not layers:
         raise MoQError(
@@ -196,15 +194,16 @@ def _check_grids(directory: str, layers: Mapping[str, StoredLayer]) -> None:
         except MoQError as error:
             misfits.setdefault(str(error), []).append(name)
     if misfits:
-        found = "; ".join(f"{what}: {listed(names)}" for what, names in misfits.items())
+        lines = [f"{what}: {listed(names)}" for what, names in misfits.items()]
         raise MoQError(
-            f"{directory}: GGUF has blocks of 32 columns of up to 8 bits, asymmetric up to 4; they do not fit {found}"
+            f"{directory}: GGUF has blocks of 32 columns of up to 8 bits, asymmetric up to 4; they do not fit "
+            f"{'; '.join(lines)}"
         )
 
 
 def _expert_of(layer: str) -> int:
-    found = _EXPERT.search(layer)
-    return int(found[1]) if found else 0
+    match = _EXPERT.search(layer)
+    return int(match[1]) if match else 0
 
 
 class Blocks(NamedTuple):
@@ -241,17 +240,15 @@ class Blocks(NamedTuple):
                 self.codes.astype(np.int8).view(np.uint8),
             ]
         else:
-            nibbles = (self.codes + 8 if self.minimum is None else self.codes).astype(
-                np.uint8
-            )
+            parts = [self.scale.view(np.uint8)]
+            codes = self.codes
+            if self.minimum is None:
+                codes = codes + 8
+            else:
+                parts.append(self.minimum.view(np.uint8))
             # The first half of the block lies in the lower nibbles.
-            packed = nibbles[..., : _SIZE // 2] | nibbles[
-                ..., _SIZE // 2 :
-            ] << np.uint8(4)
-            halves = (
-                [self.scale] if self.minimum is None else [self.scale, self.minimum]
-            )
-            parts = [*(half.view(np.uint8) for half in halves), packed]
+            low, high = np.split(codes.astype(np.uint8), 2, axis=-1)
+            parts.append(low | high << np.uint8(4))
         return np.concatenate(parts, -1).reshape(len(self.codes), -1)
 
     def values(self) -> Floats:
@@ -271,7 +268,8 @@ def kind_of(layer: StoredLayer) -> str:
     >>> kind_of(StoredLayer("linear", 3, "packed", (8, 64), (8, 2), True, 0, 0, 0.0))
     'Q4_0'
     """
-    columns, size = layer.shape[1], layer.shape[1] // layer.scales[1]
+    columns = layer.shape[1]
+    size = columns // layer.scales[1]
     if layer.bits > MAX_PACKED_BITS:
         raise MoQError(f"{layer.bits} bits")
     if size % _SIZE:
@@ -290,7 +288,7 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
 
     Args:
         stored: As `stored_weights` gives them.
-        layer: Of a kind that fits.
+        layer: Its state, for which `kind_of` gives a type.
         where: What an error names.
 
     Raises:
@@ -303,7 +301,8 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     >>> blocks_of(stored, layer, "example").error
     0.0
     """
-    (rows, columns), (above, across) = layer.shape, layer.scales
+    rows, columns = layer.shape
+    above, across = layer.scales
     blocks = columns // _SIZE
 
     def per_block(values: Tensor) -> Floats:
@@ -320,7 +319,8 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     # The scale of a block of zeros does not matter.
     used = exact.any(-1, keepdims=True)
     with np.errstate(over="ignore"):
-        half, minimum = scale.astype(np.float16), None
+        half = scale.astype(np.float16)
+        minimum = None
         if stored.zero_point is not None:
             # `stored_weights` gives codes and zero points that are less by half of the
             # range.
@@ -336,11 +336,10 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
         raise MoQError(
             f"{where}: a scale of {np.abs(scale[misfits]).max():.3g} does not fit GGUF's float16"
         )
-    found = Blocks(kind_of(layer), codes, half, minimum, 0.0)
-    steps = (found.values().reshape(codes.shape) - exact) / np.where(
-        used, scale, np.float32(np.inf)
-    )
-    return found._replace(error=float(np.abs(steps).max()))
+    written = Blocks(kind_of(layer), codes, half, minimum, 0.0)
+    errors = written.values().reshape(codes.shape) - exact
+    steps = errors / np.where(used, scale, np.float32(np.inf))
+    return written._replace(error=float(np.abs(steps).max()))
 
 
 class _Base:
@@ -393,22 +392,19 @@ class _Base:
 
     def place_of(self, layer: str) -> str:
         """The name of the tensor that holds a layer, by gguf's own map; empty if there is none."""
-        # The converter leaves out what goes before the names that the map knows.
+        # The converter leaves out prefixes that the map does not know.
         layer = _EXPERT.sub(".experts.", layer)
         for name in (
             layer,
             layer.replace("language_model.", ""),
             layer.partition(".")[2],
         ):
-            found = self._names.get_name(name)
-            if found is not None:
-                place = f"{found}.weight"
-                # A tied head is the table of words.
-                return (
-                    _BY_WORD[0]
-                    if place == _BY_WORD[1] and place not in self.tensors
-                    else place
-                )
+            tensor = self._names.get_name(name)
+            if tensor is not None:
+                place = f"{tensor}.weight"
+                # A tied head is stored as the table of words.
+                is_tied = place == _BY_WORD[1] and place not in self.tensors
+                return _BY_WORD[0] if is_tied else place
         return ""
 
     def places_of(self, layers: Sequence[str]) -> dict[str, str]:
@@ -438,8 +434,9 @@ class _Base:
 
         tensor = self.tensors[place]
         data = tensor.data[_expert_of(name)] if tensor.data.ndim == 3 else tensor.data
-        floats, exact = floats_of(data, tensor.tensor_type), dequantize(*stored).numpy()
-        # Of a table the converter cuts off rows that no word has.
+        floats = floats_of(data, tensor.tensor_type)
+        exact = dequantize(*stored).numpy()
+        # The converter cuts off the rows of a table that belong to no word.
         rows = len(floats) if place in _BY_WORD else len(exact)
         if floats.shape != exact[:rows].shape:
             raise MoQError(
@@ -455,16 +452,13 @@ class _Base:
         )
 
     def _orders(self, rows: int) -> Iterator[NDArray[np.int64]]:
-        """The rows as they are; then as llama.cpp's converter turns the two halves of each head into pairs."""
+        """Yield the rows as they are, then paired as llama.cpp's converter pairs the two halves of each head."""
         order = np.arange(rows)
         yield order
         heads: set[int] = set()
         for key in ("head_count", "head_count_kv"):
-            heads.update(
-                np.atleast_1d(
-                    self._keys.get(f"{self._architecture}.attention.{key}", 0)
-                ).tolist()
-            )
+            counts = self._keys.get(f"{self._architecture}.attention.{key}", 0)
+            heads.update(np.atleast_1d(counts).tolist())
         for number in sorted(heads):
             if number and rows % (2 * number) == 0:
                 yield order.reshape(number, 2, -1).swapaxes(1, 2).ravel()
@@ -475,10 +469,8 @@ class _Base:
         Raises:
             MoQError: Some experts are not quantized, or have another type.
         """
-        data, kinds = (
-            self.tensors[place].data,
-            sorted({blocks.kind for blocks in experts.values()}),
-        )
+        data = self.tensors[place].data
+        kinds = sorted({blocks.kind for blocks in experts.values()})
         count = len(data) if data.ndim == 3 else 1
         if len(experts) != count or len(kinds) > 1:
             raise MoQError(
@@ -496,13 +488,10 @@ class _Base:
             if name == "general.alignment":
                 writer.add_custom_alignment(field.contents())
             else:
-                kinds = field.types
-                writer.add_key_value(
-                    name,
-                    field.contents(),
-                    kinds[0],
-                    kinds[-1] if len(kinds) > 1 else None,
-                )
+                # A list has the type of its items after its own.
+                kind, *items = field.types
+                item = items[-1] if items else None
+                writer.add_key_value(name, field.contents(), kind, item)
         # The type of the file is the one that most weights have.
         sizes: Counter[str] = Counter()
         for blocks in parts.values():
@@ -510,13 +499,12 @@ class _Base:
         writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{sizes.most_common(1)[0][0]}"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for name, tensor in self.tensors.items():
-            data, kind = tensor.data, tensor.tensor_type
+            data = tensor.data
+            kind = tensor.tensor_type
             if name in parts:
                 raw = np.concatenate([part.raw() for part in parts[name]])
-                data, kind = (
-                    raw.reshape(*data.shape[:-1], -1),
-                    gguf.GGMLQuantizationType[parts[name][0].kind],
-                )
+                data = raw.reshape(*data.shape[:-1], -1)
+                kind = gguf.GGMLQuantizationType[parts[name][0].kind]
             writer.add_tensor(name, data, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -533,24 +521,21 @@ class _Base:
         from gguf.quants import dequantize as floats_of
 
         reader = GGUFReader(path)
-        found = {tensor.name: tensor for tensor in reader.tensors}
-        wrong = found.keys() ^ self.tensors.keys()
-        for name in found.keys() - wrong:
-            data, expected = (
-                found[name].data.view(np.uint8),
-                self.tensors[name].data.view(np.uint8),
-            )
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        wrong = tensors.keys() ^ self.tensors.keys()
+        for name in tensors.keys() - wrong:
+            data = tensors[name].data.view(np.uint8)
+            expected = self.tensors[name].data.view(np.uint8)
             if name in parts:
                 expected = np.concatenate([part.values() for part in parts[name]])
-                data = floats_of(data, found[name].tensor_type).reshape(expected.shape)
+                kind = tensors[name].tensor_type
+                data = floats_of(data, kind).reshape(expected.shape)
             if not np.array_equal(data, expected):
                 wrong.add(name)
-        said = {name: field.contents() for name, field in _copied(reader).items()}
-        wrong |= {
-            name
-            for name in said.keys() | self._fields.keys()
-            if said.get(name) != self._keys.get(name)
-        }
+        keys = {name: field.contents() for name, field in _copied(reader).items()}
+        for name in keys.keys() | self._fields.keys():
+            if keys.get(name) != self._keys.get(name):
+                wrong.add(name)
         if wrong:
             raise MoQError(
                 f"{path}: {', '.join(sorted(wrong))} was not read back as it was written"
@@ -558,11 +543,11 @@ class _Base:
 
 
 def _copied(reader: Any) -> dict[str, Any]:
-    """What a file says of the model and the export copies, by key."""
+    """Return the keys of a file that describe the model, which the export copies."""
     fields = {
         name: field
         for name, field in reader.fields.items()
         if not name.startswith(_NOT_COPIED)
     }
-    # An empty list cannot be written, and says what no list says.
+    # An empty list cannot be written, and means the same as no list.
     return {name: field for name, field in fields.items() if field.contents() != []}

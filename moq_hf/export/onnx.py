@@ -26,8 +26,8 @@ from .compare import (
     SENTENCES,
     TOLERANCE,
     Checkpoint,
+    Comparison,
     Data,
-    Proof,
     Reference,
     load_checkpoint,
 )
@@ -105,7 +105,7 @@ class Export:
     bytes: dict[str, int]
     files: dict[str, str] = field(default_factory=dict)
     layers: dict[str, Mapping[str, str]] = field(default_factory=dict)
-    proofs: dict[str, Proof] = field(default_factory=dict)
+    proofs: dict[str, Comparison] = field(default_factory=dict)
     activations: dict[str, str] = field(default_factory=dict)
 
     def table(self) -> str:

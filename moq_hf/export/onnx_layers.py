@@ -54,9 +54,9 @@ class Rounding:
 
     Attributes:
         grid: Their grid.
-        ranges: Of a static scale: the range of each layer's inputs, by the layer's
+        ranges: For a static scale, the range of each layer's inputs by the layer's
             name.
-        source: Where the ranges are from: "trained", "measured", "partly trained", or
+        source: Where the ranges come from: "trained", "measured", "partly trained", or
             "" where there are none.
         target: The CPUs that the file is made for.
     """
@@ -76,11 +76,11 @@ class Rounding:
 
 
 def target_of(cpu: str, architecture: str) -> Target:
-    """What suits a machine: "vnni" where products of 8 bits are exact, which they are on ARM too.
+    """The target that suits a machine: "vnni" where products of 8 bits are exact, as they are on ARM too.
 
     Args:
-        cpu: What Linux says of the processor in /proc/cpuinfo, its instructions among
-            it.
+        cpu: The content of Linux' /proc/cpuinfo, which lists the processor's
+            instructions.
         architecture: As `platform.machine` gives it.
     """
     exact = {"avx_vnni", "avx512_vnni", "amx_int8"}.intersection(cpu.split())
@@ -88,11 +88,10 @@ def target_of(cpu: str, architecture: str) -> Target:
 
 
 def target_here() -> Target:
-    """What suits this machine."""
+    """The target that suits this machine."""
     path = Path("/proc/cpuinfo")
-    return target_of(
-        path.read_text(encoding="utf-8") if path.exists() else "", platform.machine()
-    )
+    cpu = path.read_text(encoding="utf-8") if path.exists() else ""
+    return target_of(cpu, platform.machine())
 
 
 def is_exact_signed(codes: Tensor, bits: int) -> bool:
@@ -140,10 +139,13 @@ class OnnxLinear(_Stored):
         return product if self.bias is None else product + self.bias
 
     def _weight(self) -> Tensor:
-        codes, scale, zero = self.codes.to(torch.float32), self.scale, self.zero_point
+        codes = self.codes.to(torch.float32)
+        scale = self.scale
+        zero = self.zero_point
         groups, columns = scale.shape
         if groups > 1:
-            codes, scale = codes.view(groups, -1, columns), scale[:, None]
+            codes = codes.view(groups, -1, columns)
+            scale = scale[:, None]
             zero = None if zero is None else zero[:, None]
         if zero is not None:
             codes = codes - zero.to(torch.float32)
@@ -198,7 +200,7 @@ class OnnxEmbedding(_Stored):
 
     Args:
         weight: Signed codes `[rows, columns]`, and a scale per row.
-        bits: Of the codes.
+        bits: Bits of the codes.
     """
 
     def __init__(self, weight: Quantized, bits: int) -> None:
@@ -207,9 +209,8 @@ class OnnxEmbedding(_Stored):
         if halved:
             low, high = (codes + 8).chunk(2, 1)
             codes = low + 16 * high
-        super().__init__(
-            codes=codes.to(torch.uint8 if halved else torch.int8), scale=weight.scale
-        )
+        dtype = torch.uint8 if halved else torch.int8
+        super().__init__(codes=codes.to(dtype), scale=weight.scale)
         self.halved = halved
 
     def forward(self, input: Tensor) -> Tensor:
@@ -239,7 +240,7 @@ class OnnxInt8Linear(_Stored):
         weight: Signed codes `[out_features, in_features]`, their scales and zero
             points, one per row or row block.
         bias: `[out_features]`, or None.
-        grid: Of the input.
+        grid: The grid of the input.
         largest: The range of a static scale, a float32 scalar.
         signed: Whether the weights are stored signed.
     """
@@ -258,17 +259,19 @@ class OnnxInt8Linear(_Stored):
         signed: bool,
     ) -> None:
         codes, scale, zero = per_row(weight)
-        shift, dtype = (0, torch.int8) if signed else (128, torch.uint8)
+        shift = 0 if signed else 128
+        dtype = torch.int8 if signed else torch.uint8
         zero = torch.zeros((), dtype=torch.int32) if zero is None else zero.flatten()
         bits = grid.bits
+        # The value of one code of the input; that of a token's scale is multiplied in
+        # later.
+        step = torch.ones(()) if largest is None else static_scale(largest, bits)
         super().__init__(
             codes=(codes.T + shift).to(dtype),
             scale=scale[:, 0],
             zero_point=(zero + shift).to(dtype),
             bias=bias,
-            # What a code of the input is worth: of a token's it is multiplied with
-            # later.
-            step=torch.ones(()) if largest is None else static_scale(largest, bits),
+            step=step,
             middle=torch.tensor(1 << bits - 1, dtype=torch.uint8),
             least=torch.tensor(0, dtype=torch.uint8),
             most=torch.tensor((1 << bits) - 1, dtype=torch.uint8),
@@ -277,13 +280,13 @@ class OnnxInt8Linear(_Stored):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]`, rounded, times the weight, plus the bias."""
-        bits, step, zero = self.grid.bits, self.step, self.middle
+        bits = self.grid.bits
+        step = self.step
+        zero = self.middle
         if self.grid.scale == "per_token":
             scale = token_scale(input, bits)
-            product = (
-                self._product(_quantize_linear(input / scale, step, zero), step, zero)
-                * scale
-            )
+            codes = _quantize_linear(input / scale, step, zero)
+            product = self._product(codes, step, zero) * scale
             return product if self.bias is None else product + self.bias
         if self.grid.scale == "per_tensor" and bits == 8:
             codes, step, zero = torch.onnx.ops.symbolic_multi_out(
@@ -372,7 +375,7 @@ def _emit(
     version: int = OPSET,
     **more: Any,
 ) -> Tensor:
-    """Put an operator of ONNX into the graph that is traced."""
+    """Add an operator of ONNX to the graph that is traced."""
     return torch.onnx.ops.symbolic(
         op, inputs, more, dtype=dtype, shape=shape, version=version
     )

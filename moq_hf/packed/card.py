@@ -47,9 +47,9 @@ def write_card(
     """Write `README.md` into a packed checkpoint.
 
     Args:
-        directory: What `save_quantized` wrote; its metrics, sizes and bits are those of
-            the card.
-        data: What else is known of the model; `model_name` is a Hub id, or the
+        directory: What `save_quantized` wrote; the card shows its metrics, sizes and
+            bits.
+        data: Other metadata of the model; `model_name` is a Hub id, by default the
             directory's name.
         dataset: The `dataset_type`, `dataset_name` and `dataset_config` of an
             `EvalResult`; without a type and a `pipeline_tag` the metadata has no
@@ -64,12 +64,12 @@ def write_card(
         MoQError: The checkpoint is damaged.
     """
     folder = Path(directory)
-    data, dataset = data or ModelCardData(), dataset or {}
+    data = data or ModelCardData()
+    dataset = dataset or {}
     found = found or verify_quantized(folder)
     name = data.model_name or folder.resolve().name
-    metrics, before = (
-        metrics_in(found.state.get(key) or {}) for key in ("metrics", "float_metrics")
-    )
+    metrics = metrics_in(found.state.get("metrics") or {})
+    before = metrics_in(found.state.get("float_metrics") or {})
     measured = {metric: value for metric, value in metrics.items() if metric != "loss"}
     data.model_name = name.rpartition("/")[2]
     data.library_name = "transformers"
@@ -110,41 +110,38 @@ def write_card(
     return path
 
 
-def _made(found: Verification) -> str:
+def _made(saved: Verification) -> str:
     """Say what was quantized, to how many bits, and how that is stored."""
     layers = [
-        layer for layer in found.layers.values() if layer.kind != "embedding"
-    ] or list(found.layers.values())
+        layer for layer in saved.layers.values() if layer.kind != "embedding"
+    ] or list(saved.layers.values())
     names = {"embedding": "embedding tables", "conv": "convolutions"}
     what = sorted(
         {names.get(layer.kind, "linear layers") for layer in layers}, reverse=True
     )
-    bits = [
-        "float" if width == FLOAT_BITS else str(width)
-        for width in sorted({layer.bits for layer in layers})
-    ]
+    widths = sorted({layer.bits for layer in layers})
+    bits = ["float" if width == FLOAT_BITS else str(width) for width in widths]
     stored = "packed integers in the format of compressed-tensors"
     if not all(has_codes(layer.stored) for layer in layers):
         stored += ", or floats on their grid; see the table"
     return (
         f"the weights of its {' and '.join(what)} were quantized while it trained, to {' and '.join(bits)} bits. "
-        f"{found.coverage()} are quantized, which makes {found.mean_bits:.2f} bits per parameter over the whole model. "
-        f"The quantized weights are {stored}: {_mb(found.file_bytes)} instead of {_mb(found.float_bytes)} in all."
+        f"{saved.coverage()} are quantized, which makes {saved.mean_bits:.2f} bits per parameter over the whole model. "
+        f"The quantized weights are {stored}: {_mb(saved.file_bytes)} instead of {_mb(saved.float_bytes)} in all."
     )
 
 
-def _loading(name: str, folder: Path, found: Verification) -> str:
-    if found.state.get("by_hand") or (
-        found.proof is not None and found.proof.agrees is False
+def _loading(name: str, folder: Path, saved: Verification) -> str:
+    if saved.state.get("by_hand") or (
+        saved.proof is not None and saved.proof.agrees is False
     ):
         return _BY_HAND
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     architecture = (config.get("architectures") or ["AutoModel"])[0]
     head = re.search(r"For\w+$", architecture)
     auto = f"AutoModel{head[0]}" if head else "AutoModel"
-    return _BY_TRANSFORMERS.format(
-        cls=auto if hasattr(transformers, auto) else architecture, name=name
-    )
+    cls = auto if hasattr(transformers, auto) else architecture
+    return _BY_TRANSFORMERS.format(cls=cls, name=name)
 
 
 def _results(metrics: Mapping[str, float], before: Mapping[str, float]) -> str:
@@ -154,35 +151,36 @@ def _results(metrics: Mapping[str, float], before: Mapping[str, float]) -> str:
     return f"## Evaluation\n\n{markdown_table(metric_rows(metrics, before))}{note}"
 
 
-def _sizes(found: Verification) -> str:
+def _sizes(saved: Verification) -> str:
     rows = [["", "float", "packed", "ratio"]]
-    after, before = found.quantized_bytes
+    after, before = saved.quantized_bytes
     for what, was, now in (
-        (f"{len(found.layers)} quantized layers", before, after),
-        ("all weights", found.float_bytes, found.file_bytes),
+        (f"{len(saved.layers)} quantized layers", before, after),
+        ("all weights", saved.float_bytes, saved.file_bytes),
     ):
         rows.append([what, _mb(was), _mb(now), f"{now / was:.3f}"])
-    lines = [markdown_table(rows), ""]
-    lines.append(
-        f"Quantized: {found.coverage()}; mean {found.mean_bits:.2f} bits over the whole model."
-    )
-    for name, layer in found.layers.items():
+    lines = [
+        markdown_table(rows),
+        "",
+        f"Quantized: {saved.coverage()}; mean {saved.mean_bits:.2f} bits over the whole model.",
+    ]
+    for name, layer in saved.layers.items():
         if layer.tied:
             others = " and ".join(f"`{other}`" for other in layer.tied)
             lines.append(f"- {others}: the weight of `{name}`, which is stored once.")
     return "\n".join(lines)
 
 
-def _proof(found: Verification) -> str:
-    reason = found.state.get("reason")
-    lines = [f"{found.proof}."] if found.proof is not None else []
+def _proof(saved: Verification) -> str:
+    reason = saved.state.get("reason")
+    lines = [f"{saved.proof}."] if saved.proof is not None else []
     lines += [f"Why not packed otherwise: {reason}."] if reason else []
     return "\n\n".join(["## Proof", *lines]) if lines else ""
 
 
-def _bits(found: Verification) -> str:
+def _bits(saved: Verification) -> str:
     rows: list[tuple[object, ...]] = [("layer", "bits", "stored", "bytes", "before")]
-    for name, layer in found.layers.items():
+    for name, layer in saved.layers.items():
         bits = "float" if layer.bits == FLOAT_BITS else layer.bits
         rows.append(
             (name, bits, layer.stored, f"{layer.bytes:,}", f"{layer.bytes_before:,}")

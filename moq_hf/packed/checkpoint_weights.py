@@ -80,7 +80,7 @@ class Weights(Mapping[str, Tensor]):
         return len(self.specs)
 
     def renamed(self, names: Mapping[str, str]) -> "Weights":
-        """The same under other names: the name of each as it is to be, to the one that it has there."""
+        """These weights under other names; `names` has the name in the checkpoint for each new one."""
         specs = {name: self.specs[there] for name, there in names.items()}
         return Weights(self.place, specs, lambda name: self._read(names[name]))
 
@@ -138,7 +138,7 @@ def distributed_weights(folder: Path) -> Weights:
     def read(name: str) -> Tensor:
         tensor = torch.empty(specs[name].shape, dtype=specs[name].dtype, device="cpu")
         with warnings.catch_warnings():
-            # That there are no other processes, as is said by `no_dist`.
+            # It warns that there are no other processes, which `no_dist` says already.
             warnings.filterwarnings(
                 "ignore", "torch.distributed is disabled", UserWarning
             )
@@ -148,7 +148,7 @@ def distributed_weights(folder: Path) -> Weights:
                     storage_reader=FileSystemReader(folder),
                     no_dist=True,
                 )
-            # It is no Exception.
+            # CheckpointException is a BaseException, which callers would not catch.
             except CheckpointException as error:
                 raise OSError(str(error)) from error
         return tensor
@@ -157,7 +157,7 @@ def distributed_weights(folder: Path) -> Weights:
 
 
 class _Ignored:
-    """Stands for an object of DeepSpeed's, of which nothing is needed."""
+    """Replaces an object of DeepSpeed's, of which nothing is needed."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -170,7 +170,7 @@ def zero_folder(checkpoint: Path) -> Path | None:
     """The folder of a checkpoint that DeepSpeed wrote its own files into; None if it wrote none.
 
     Raises:
-        MoQError: The file that names it names none.
+        MoQError: The file that should name it names something else.
     """
     path = checkpoint / _LATEST
     if not path.is_file():
@@ -186,8 +186,7 @@ def zero_weights(folder: Path) -> Weights:
     """The weights that DeepSpeed saved in a folder.
 
     Raises:
-        MoQError: A file is missing or damaged, or the model was taken apart in another
-            way too.
+        MoQError: A file is missing or damaged, or tensor parallelism split the weights.
     """
     if any(folder.glob("*mp_rank_01*_model_states.pt")):
         raise MoQError(
@@ -198,15 +197,15 @@ def zero_weights(folder: Path) -> Weights:
         return _parted_weights(folder)
     # ZeRO-1 and ZeRO-2 save the weights whole, in the dtype of the run.
     specs = {
-        n: Spec(t.shape, t.dtype)
-        for n, t in _read(path)["module"].items()
-        if isinstance(t, Tensor)
+        name: Spec(tensor.shape, tensor.dtype)
+        for name, tensor in _read(path)["module"].items()
+        if isinstance(tensor, Tensor)
     }
     return Weights(path, specs, lambda name: _read(path)["module"][name].clone())
 
 
 def _parted_weights(folder: Path) -> Weights:
-    """Read the weights of ZeRO-3, put together of the parts of all processes.
+    """Find the weights of ZeRO-3, which are read by joining the parts of all processes.
 
     Raises:
         MoQError: The file of a process is missing or damaged.
@@ -220,15 +219,10 @@ def _parted_weights(folder: Path) -> Weights:
     try:
         world = int(state["dp_world_size"])
         module: Mapping[str, Any] = state["module"]
-        trained = {
-            n: torch.Size(s)
-            for shapes in state["param_shapes"]
-            for n, s in shapes.items()
-        }
-        frozen = {
-            n: torch.Size(s)
-            for n, s in (state.get("frozen_param_shapes") or {}).items()
-        }
+        trained: dict[str, torch.Size] = {}
+        for shapes in state["param_shapes"]:
+            trained |= _sizes(shapes)
+        frozen = _sizes(state.get("frozen_param_shapes") or {})
         shared: Mapping[str, str] = state["shared_params"]
         buffers = [name for name in state["buffer_names"] if name in module]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -239,43 +233,36 @@ def _parted_weights(folder: Path) -> Weights:
     masters: list[Path] = []
     if trained:
         optimizers = _by_rank(folder, _TRAINED)
-        prefix = (
-            "bf16_"
-            if any(path.name.startswith("bf16_") for path in optimizers.values())
-            else ""
-        )
-        masters = _complete(
-            folder,
-            optimizers,
-            world,
-            f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt",
-        )
-    # Where the part of each begins in what a process has of the weights that are
-    # trained.
+        first = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        if any(path.name.startswith("bf16_") for path in optimizers.values()):
+            first = f"bf16_{first}"
+        masters = _complete(folder, optimizers, world, first)
+    # Where the part of each trained weight lies in the flat tensors of a process.
     slices: dict[str, slice] = {}
     end = 0
     for name, shape in trained.items():
-        begin, end = end, end + math.ceil(shape.numel() / world)
+        begin = end
+        end += math.ceil(shape.numel() / world)
         slices[name] = slice(begin, end)
     for path in masters:
-        there = sum(flat.numel() for flat in _flat(path))
-        if there < end:
+        count = sum(flat.numel() for flat in _flat(path))
+        if count < end:
             raise MoQError(
-                f"{path} holds {there} numbers, not the {end} of the weights that are trained"
+                f"{path} holds {count} numbers, not the {end} of the weights that are trained"
             )
-    found = {
+    saved = {
         name: Spec(shape, module[name].dtype)
         for name, shape in {**frozen, **trained}.items()
     }
-    found |= {name: Spec(module[name].shape, module[name].dtype) for name in buffers}
+    saved |= {name: Spec(module[name].shape, module[name].dtype) for name in buffers}
     aliases = {
         name: other
         for name, other in shared.items()
-        if other in found and name not in found
+        if other in saved and name not in saved
     }
-    found |= {name: found[other] for name, other in aliases.items()}
-    # In the order of the model.
-    specs = {name: found[name] for name in [*(n for n in module if n in found), *found]}
+    saved |= {name: saved[other] for name, other in aliases.items()}
+    # The order is the model's.
+    specs = {name: saved[name] for name in module if name in saved} | saved
 
     def read(name: str) -> Tensor:
         name = aliases.get(name, name)
@@ -296,9 +283,17 @@ def _parted_weights(folder: Path) -> Weights:
     return Weights(folder, specs, read)
 
 
+def _sizes(shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Size]:
+    return {name: torch.Size(shape) for name, shape in shapes.items()}
+
+
 def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    found = ((pattern.fullmatch(path.name), path) for path in folder.iterdir())
-    return {int(match[1]): path for match, path in found if match}
+    files = {}
+    for path in folder.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match:
+            files[int(match[1])] = path
+    return files
 
 
 def _complete(
@@ -319,7 +314,7 @@ def _complete(
 
 
 def _flat(path: Path) -> list[Tensor]:
-    """Read what a process has of the weights that are trained, float32.
+    """Read the flat float32 tensors that hold a process's parts of the trained weights.
 
     Raises:
         MoQError: The file is damaged.
@@ -334,10 +329,12 @@ def _flat(path: Path) -> list[Tensor]:
 
 
 def _cut(flat: Sequence[Tensor], part: slice) -> Tensor:
-    """Copy a part of what several flat tensors hold one after the other."""
-    pieces, begin = [], 0
+    """Copy a part of the numbers that several flat tensors hold one after the other."""
+    pieces = []
+    begin = 0
     for tensor in flat:
-        low, high = max(part.start - begin, 0), min(part.stop - begin, tensor.numel())
+        low = max(part.start - begin, 0)
+        high = min(part.stop - begin, tensor.numel())
         if low < high:
             pieces.append(tensor[low:high])
         begin += tensor.numel()
@@ -345,7 +342,7 @@ def _cut(flat: Sequence[Tensor], part: slice) -> Tensor:
 
 
 def _read(path: Path) -> Any:
-    """Read a file; its tensors are read only as they are used. Nothing in it is run.
+    """Map a file into memory, so that a tensor is read when it is used. No code in the file is run.
 
     Raises:
         MoQError: It is damaged.

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from pydantic import Field
@@ -37,11 +37,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    # A name with a path would have files read that are not the model's.
+    # A name with a path could point to files outside the folder.
     kind = dict[str, Annotated[str, Field(pattern=f"^{WEIGHTS.pattern}$")]]
-    files = read_document(folder / INDEX).get("weight_map")
-    found: dict[str, str] = read_as(kind, files, str(folder / INDEX), "weight_map")
-    return found
+    path = folder / INDEX
+    files = read_document(path).get("weight_map")
+    return cast(dict[str, str], read_as(kind, files, str(path), "weight_map"))
 
 
 def open_weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
@@ -56,10 +56,12 @@ def open_weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
         if not path.is_file():
             raise MoQError(f"{path} is missing: {_UNFINISHED}")
         with safe_open(path, framework="pt") as file:
-            if index is not None and set(file.keys()) != {
-                n for n, place in index.items() if place == path.name
-            }:
-                raise MoQError(f"{path}: its tensors are not those that {INDEX} names")
+            if index is not None:
+                names = {name for name, place in index.items() if place == path.name}
+                if set(file.keys()) != names:
+                    raise MoQError(
+                        f"{path}: its tensors are not those that {INDEX} names"
+                    )
             yield path, file
 
 
@@ -95,15 +97,15 @@ def bytes_in(size: int | str) -> int:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of a folder's weight files."""
-    return sum(path.stat().st_size for path in weight_files(folder))
+    """Bytes of a folder's weight files; 0 where there are none."""
+    return sum(path.stat().st_size for path in weight_files(folder) if path.is_file())
 
 
 def digest_of(tensor: Tensor) -> str:
     """A checksum of a tensor's dtype, shape and bytes."""
-    found = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -139,10 +141,10 @@ def staged(
     """A path beside `target` to write a file or a folder to; where nothing is raised, it becomes `target` at the end.
 
     Args:
-        target: Where to.
+        target: Where the file or folder shall be in the end.
         what: What is written, for the error.
-        publish: Puts the files into a folder that is there and not empty; it is written
-            inside that folder then, which may be a file system of its own.
+        publish: Moves the files into a folder that exists already. They are first
+            written inside that folder then, because it may be a file system of its own.
 
     Raises:
         MoQError: Something cannot be written.

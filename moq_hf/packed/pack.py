@@ -36,7 +36,7 @@ from .save import SaveOptions, deliver
 logger = logging.getLogger(__name__)
 
 _SHARDS = f"{FSDP_MODEL}_0"
-# What of a checkpoint's JSON and text files is not the tokenizer's or processor's.
+# JSON and text files of a checkpoint that are not the tokenizer's or processor's.
 _OTHERS = {
     CONFIG,
     INDEX,
@@ -60,11 +60,11 @@ def pack_checkpoint(
 
     The model is made without memory for its weights. They are read one at a time,
     wherever the checkpoint has them: safetensors, the shards of FSDP2, or the files of
-    DeepSpeed's ZeRO. No answers are compared, since there is no model in memory to ask.
+    DeepSpeed's ZeRO. No outputs are compared, since there is no model in memory.
 
     Args:
         checkpoint: A folder `checkpoint-N` of a run with moq_hf.
-        out: Where to; another folder.
+        out: The folder to write; another one than the checkpoint.
         model: A folder or Hub id with `config.json` and tokenizer, for a checkpoint
             that has none.
         max_shard_size: The largest size of a weight file: bytes, or a text such as
@@ -77,14 +77,13 @@ def pack_checkpoint(
         MoQError: The checkpoint lacks something, is damaged, or is from before
             quantization began; or the files cannot be written.
     """
-    folder, target = Path(checkpoint), Path(out)
+    folder = Path(checkpoint)
+    target = Path(out)
     shard_size = bytes_in(max_shard_size)
-    if target.exists() and (
-        not target.is_dir() or (folder.exists() and target.samefile(folder))
-    ):
-        raise MoQError(
-            f"{target} is {'the checkpoint itself' if target.is_dir() else 'a file'}: name another folder"
-        )
+    if target.exists() and not target.is_dir():
+        raise MoQError(f"{target} is a file: name another folder")
+    if target.exists() and folder.exists() and target.samefile(folder):
+        raise MoQError(f"{target} is the checkpoint itself: name another folder")
     fault = fault_of(folder)
     if fault is not None:
         raise MoQError(f"cannot pack {folder}: it is not a whole checkpoint ({fault})")
@@ -102,12 +101,12 @@ def pack_checkpoint(
     controller = _controller(shell, state)
     log = TrainerState.load_from_json(str(folder / STATE_FILE))
     options = SaveOptions(
-        _processing_class(folder, model),
-        controller,
-        last_metrics(log),
-        _float_metrics(folder),
-        weights.renamed(names),
-        shard_size,
+        processing_class=_processing_class(folder, model),
+        controller=controller,
+        metrics=last_metrics(log),
+        float_metrics=_float_metrics(folder),
+        state_dict=weights.renamed(names),
+        max_shard_size=shard_size,
     )
     return deliver(shell, target, options, None)
 
@@ -119,11 +118,12 @@ def _config_of(folder: Path, described: Path | str) -> PreTrainedConfig:
         MoQError: There is none, or it cannot be read.
     """
     if isinstance(described, Path) and not (described / CONFIG).is_file():
-        adapters = (folder / "adapter_config.json").is_file()
+        if (folder / "adapter_config.json").is_file():
+            raise MoQError(
+                f"{folder} holds PEFT's adapters alone: load them with their base model, and call save_quantized"
+            )
         raise MoQError(
-            f"{folder} holds PEFT's adapters alone: load them with their base model, and call save_quantized"
-            if adapters
-            else f"{folder / CONFIG} is missing: give --model, a folder or Hub id with the model's config and tokenizer"
+            f"{folder / CONFIG} is missing: give --model, a folder or Hub id with the model's config and tokenizer"
         )
     try:
         return cast(
@@ -160,7 +160,7 @@ def _weights_of(folder: Path) -> Weights:
 
 
 def _shell(config: PreTrainedConfig, described: Path | str) -> PreTrainedModel:
-    """Make the model of a config without memory for its weights; with how it generates, if that is beside the config.
+    """Make the model of a config without memory for its weights, with the generation config if there is one.
 
     Raises:
         MoQError: Its class is not one of transformers, or cannot be made so.
@@ -180,7 +180,7 @@ def _shell(config: PreTrainedConfig, described: Path | str) -> PreTrainedModel:
             f"{name} cannot be made of {CONFIG}: {one_line(error, named=True)}"
         ) from error
     if shell.can_generate():
-        # There need not be such a file.
+        # The file need not exist.
         with contextlib.suppress(OSError):
             shell.generation_config = transformers.GenerationConfig.from_pretrained(
                 described
@@ -195,25 +195,25 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
         MoQError: It lacks some, or has others; names them.
     """
     wanted = dict(shell.state_dict(keep_vars=True))
-    # Where transformers writes other names than those of the modules.
-    there = {
+    # transformers writes some weights under other names than those of the modules.
+    written = {
         id(tensor): name for name, tensor in original_format(shell, wanted).items()
     }
     tied = tied_parameters(shell)
-    # A weight under one of its names is there under all of them.
-    called: dict[int, str] = {}
+    # A weight that is saved under one of its names is there under all of them.
+    saved_names: dict[int, str] = {}
     for name, tensor in wanted.items():
-        for candidate in (name, there.get(id(tensor)), tied.get(name)):
+        for candidate in (name, written.get(id(tensor)), tied.get(name)):
             if candidate is not None and candidate in weights.specs:
-                called.setdefault(id(tensor), candidate)
-    found = {
-        name: called[id(tensor)]
+                saved_names.setdefault(id(tensor), candidate)
+    names = {
+        name: saved_names[id(tensor)]
         for name, tensor in wanted.items()
-        if id(tensor) in called
+        if id(tensor) in saved_names
     }
-    missing = sorted(wanted.keys() - found.keys() - never_saved(shell))
-    left = sorted(weights.specs.keys() - set(found.values()) - wanted.keys())
-    if missing and any(plain_name(name, ()) != name for name in left):
+    missing = sorted(wanted.keys() - names.keys() - never_saved(shell))
+    unknown = sorted(weights.specs.keys() - set(names.values()) - wanted.keys())
+    if missing and any(plain_name(name, ()) != name for name in unknown):
         raise MoQError(
             f"{folder} holds the weights of a model with PEFT's adapters: load them, and call save_quantized"
         )
@@ -221,19 +221,20 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
         raise MoQError(
             f"{weights.place}: missing of the model's weights: {listed(missing)}"
         )
-    left = [name for name in left if name not in tied]
-    if left:
+    unknown = [name for name in unknown if name not in tied]
+    if unknown:
         raise MoQError(
-            f"{weights.place}: weights that {type(shell).__name__} does not have: {listed(left)}"
+            f"{weights.place}: weights that {type(shell).__name__} does not have: {listed(unknown)}"
         )
-    for name, saved_name in found.items():
-        spec, tensor = weights.specs[saved_name], wanted[name]
+    for name, saved_name in names.items():
+        spec = weights.specs[saved_name]
+        tensor = wanted[name]
         if spec.shape != tensor.shape:
             shapes = f"{list(spec.shape)}, not {list(tensor.shape)} as {CONFIG} says"
             raise MoQError(f"{weights.place}: {saved_name} is of the shape {shapes}")
         if spec.dtype != tensor.dtype:
             tensor.data = tensor.data.to(spec.dtype)
-    return found
+    return names
 
 
 def _controller(shell: nn.Module, state: Mapping[str, Any]) -> MoQController:
@@ -251,23 +252,23 @@ def _controller(shell: nn.Module, state: Mapping[str, Any]) -> MoQController:
 
 
 def _float_metrics(folder: Path) -> dict[str, Any] | None:
-    """Read what a run that was float first evaluated then; it keeps that beside its checkpoints."""
+    """Read the metrics of the float model, which a run that trains one first keeps beside its checkpoints."""
     path = folder.parent / FOLDER / METRICS
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        metrics = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and found else None
+    return metrics if isinstance(metrics, dict) and metrics else None
 
 
 class _Copied:
-    """A tokenizer or processor as files, which are written by copying."""
+    """A tokenizer or processor that is saved by copying its files."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write them into a folder."""
+        """Copy the files into a folder."""
         for path in self._paths:
             copy = shutil.copytree if path.is_dir() else shutil.copyfile
             copy(path, folder / path.name)

@@ -69,20 +69,7 @@ _LAYOUT_NAMES = {
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """What goes with a model into its folder.
-
-    Attributes:
-        processing_class: Tokenizer or processor to save along.
-        controller: The run's, for its history; without one the state holds the config
-            and the bits alone.
-        metrics: Figures to keep in `moq_state.json`.
-        float_metrics: Those of a model that was trained in float.
-        state_dict: The model's float tensors, where they are not in the model itself: a
-            dict, or a mapping that makes each when it is asked for. Then of the layers'
-            weights no more than one is held at a time.
-        max_shard_size: The largest size of a weight file, as `save_pretrained` takes
-            it.
-    """
+    """What goes with a model into its folder: the arguments of `save_quantized` that say so."""
 
     processing_class: Any = None
     controller: MoQController | None = None
@@ -107,34 +94,34 @@ def save_quantized(
 ) -> Path:
     """Write `model` as a packed checkpoint that plain `from_pretrained` loads, with the same logits bit for bit.
 
-    The model stays as it is. A directory that is not there appears whole or not at all.
-    One that is there keeps its other files; its old model is gone before the first new
-    file comes, and nothing loads before the last one is there. A `README.md` that is
-    not moq_hf's own stays.
+    The model stays as it is. A new directory appears complete or not at all. An
+    existing one keeps its other files; its old model is deleted before the first new
+    file is moved in, and nothing loads before the last one is there. A `README.md` that
+    moq_hf did not write stays.
 
     Of a `PeftModel` the base model is packed; its adapters are saved by
     `save_pretrained` into the folder `adapter`.
 
     With `inputs` the files are loaded by plain `from_pretrained` and compared with the
-    model before they appear; a layout that does not agree is given up for the next one,
-    at last for floats on the grid, with a warning.
+    model before they appear. Where a layout does not agree, the next one is tried, and
+    floats on the grid come last, with a warning.
 
     Args:
         model: A transformers model with quantized layers, or a `PeftModel` around one.
-        directory: Where to; made if missing.
-        processing_class: Tokenizer or processor to save along.
-        controller: The run's, for its history; without one the state holds the config
-            and the bits alone.
+        directory: The folder to write; made if missing.
+        processing_class: Tokenizer or processor to save with the model.
+        controller: The run's controller, for its history; without one the state holds
+            the config and the bits alone.
         metrics: Figures to keep in `moq_state.json`.
-        float_metrics: Those of a model that was trained in float.
+        float_metrics: The same figures of a model that was trained in float.
         state_dict: The model's float tensors, where they are not in the model itself: a
-            dict, or a mapping that makes each when it is asked for. Then of the layers'
-            weights no more than one is held at a time.
+            dict, or a mapping that makes each when it is asked for. At most one of the
+            layers' weights is in memory at a time then.
         max_shard_size: The largest size of a weight file: bytes, or a text such as
             "5GB".
-        inputs: A batch as the model's forward pass takes it, to prove the files on;
-            None: they are not loaded.
-        layout: How the weights lie in the files: "packed", "unpacked" (unpacked while
+        inputs: A batch as the model's forward pass takes it, to check the files with;
+            None does not load them.
+        layout: How the files hold the weights: "packed", "unpacked" (unpacked while
             loading) or "floats"; None is the first of them that transformers can load.
 
     Returns:
@@ -159,12 +146,9 @@ def save_quantized(
     options = SaveOptions(
         processing_class, controller, metrics, float_metrics, state_dict, max_shard_size
     )
-    reference = (
-        inputs
-        if isinstance(inputs, ReferenceOutputs) or inputs is None
-        else ReferenceOutputs(model, inputs)
-    )
-    _Saving(model, directory, options).save(reference, layout)
+    if inputs is not None and not isinstance(inputs, ReferenceOutputs):
+        inputs = ReferenceOutputs(model, inputs)
+    _Saving(model, directory, options).save(inputs, layout)
     return Path(directory)
 
 
@@ -177,11 +161,11 @@ def deliver(
     """Write the result of a run: packed if that can be loaded, else floats on the grid, with a warning that says why.
 
     Args:
-        model: With quantized layers.
-        directory: Where to.
+        model: A model with quantized layers.
+        directory: The folder to write.
         options: What goes with the model.
-        reference: The model's outputs, to prove the files on; None: they are not
-            loaded.
+        reference: The model's outputs, to check the files with; None does not load
+            them.
 
     Returns:
         What was written, in a line.
@@ -191,19 +175,19 @@ def deliver(
     """
     saving = _Saving(model, directory, options)
     try:
-        found = saving.save(reference)
+        saved = saving.save(reference)
     # Training is done: whatever a model's own code raises here must not lose its
     # result.
     except Exception as error:
         reason = one_line(error, named=not isinstance(error, MoQError))
-        found = saving.save_by_hand(reason)
-    proof = "" if found.proof is None else f"; {found.proof}"
-    if found.state["by_hand"]:
+        saved = saving.save_by_hand(reason)
+    proof = "" if saved.proof is None else f"; {saved.proof}"
+    if saved.state["by_hand"]:
         proof = "; not proven: only load_state_dict loads it"
     sizes = (
-        f"{found.file_bytes / 1e6:,.2f} MB ({found.float_bytes / 1e6:,.2f} in float)"
+        f"{saved.file_bytes / 1e6:,.2f} MB ({saved.float_bytes / 1e6:,.2f} in float)"
     )
-    return f"{Path(directory)}: {_LAYOUT_NAMES[found.state['layout']]}, {sizes}{proof}"
+    return f"{Path(directory)}: {_LAYOUT_NAMES[saved.state['layout']]}, {sizes}{proof}"
 
 
 def base_model_of(model: nn.Module) -> str | None:
@@ -225,13 +209,13 @@ class _Saving:
         self.inventory = (
             self.whole if self.model is self.whole_model else Inventory.of(self.model)
         )
-        found: dict[str, QuantLayer] = {}
+        linears: dict[str, QuantLayer] = {}
+        tables: dict[str, QuantLayer] = {}
         for name, module in self.inventory.modules.items():
-            found |= quantized_in(name, module)
+            is_table = isinstance(module, QuantEmbedding)
+            (tables if is_table else linears).update(quantized_in(name, module))
         # Embedding tables stand last in the files.
-        self.quantized = dict(
-            sorted(found.items(), key=lambda item: isinstance(item[1], QuantEmbedding))
-        )
+        self.quantized = linears | tables
         self.layers = without_peft_names(self.quantized, self.inventory.adapters)
 
     def save(
@@ -243,16 +227,15 @@ class _Saving:
             MoQError: The model cannot be packed, or the files cannot be written.
         """
         self._check()
-        tied = _tied(self.model, self.layers)
-        layouts = self._layouts(tied) if layout is None else [layout]
+        layouts = self._layouts() if layout is None else [layout]
+        if reference is None:
+            layouts = layouts[:1]
         reason: str | None = None
         with self._staged() as staging:
-            for layout in layouts if reference is not None else layouts[:1]:
+            for layout in layouts:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir()
-                encoder = Encoder(
-                    self.inventory, _without(self.layers, tied), layout, tied
-                )
+                encoder = self._encoder(layout)
                 with quiet():
                     tensors, rest = self._encode(encoder)
                     renamed = encoder.rename(self.model, tensors)
@@ -271,15 +254,15 @@ class _Saving:
                     reason = f"{layout}: {proof.reason}"
                 elif str(proof.reason) not in reason:
                     reason = f"{reason}; {layout}: {proof.reason}"
-            found = self._write_state(
+            saved = self._write_state(
                 staging, encoder, rest, proof=proof, reason=reason
             )
         _warn(self.target, encoder, proof, reason)
-        self._write_card(found)
-        return found
+        self._write_card(saved)
+        return saved
 
     def save_by_hand(self, reason: str) -> Verification:
-        """Write any model as floats on their grid: what is left to do for one that cannot be packed.
+        """Write any model as floats on their grid, as a last resort for one that cannot be packed.
 
         The tensors lie in `model.safetensors` under their names in the state dict, for
         `load_state_dict`. A model of transformers has its `config.json` beside them;
@@ -295,13 +278,14 @@ class _Saving:
             staging.mkdir()
             tensors, rest = self._encode(encoder)
             # No two tensors may share memory in a file.
-            own = {
-                n: t.detach().cpu().clone().contiguous()
-                for n, t in tensors.items()
-                if isinstance(t, Tensor)
+            copies = {
+                name: tensor.detach().cpu().clone().contiguous()
+                for name, tensor in tensors.items()
+                if isinstance(tensor, Tensor)
             }
-            save_file(own, staging / SINGLE, metadata={"format": "pt"})
-            left = [f"{name} (no tensor)" for name in tensors.keys() - own.keys()]
+            save_file(copies, staging / SINGLE, metadata={"format": "pt"})
+            others = tensors.keys() - copies.keys()
+            not_saved = [f"{name} (no tensor)" for name in others]
             if self.whole_model is not self.model:
                 _write_adapter(staging / ADAPTER, self.whole_model, None)
             for part in (getattr(self.model, "config", None), processing_class):
@@ -310,17 +294,26 @@ class _Saving:
                         part.save_pretrained(staging)
                 # The weights are what must not be lost.
                 except Exception as error:
-                    left.append(f"{type(part).__name__} ({one_line(error)})")
+                    not_saved.append(f"{type(part).__name__} ({one_line(error)})")
                     if part is not processing_class:
                         (staging / CONFIG).unlink(missing_ok=True)
-            found = self._write_state(
+            saved = self._write_state(
                 staging, encoder, rest, proof=None, reason=reason, by_hand=True
             )
-        if left:
-            logger.warning("moq_hf: not saved beside the weights: %s", ", ".join(left))
+        if not_saved:
+            logger.warning(
+                "moq_hf: not saved beside the weights: %s", ", ".join(not_saved)
+            )
         _warn(self.target, encoder, None, reason)
-        self._write_card(found)
-        return found
+        self._write_card(saved)
+        return saved
+
+    def _encoder(self, layout: Layout) -> Encoder:
+        """Make the encoder of a layout, without the layers that are tied to another one, whose weight is stored."""
+        tied = _tied(self.model, self.layers)
+        others = set().union(*tied.values())
+        layers = {n: layer for n, layer in self.layers.items() if n not in others}
+        return Encoder(self.inventory, layers, layout, tied)
 
     def _staged(self) -> contextlib.AbstractContextManager[Path]:
         return staged(
@@ -328,7 +321,7 @@ class _Saving:
         )
 
     def _check(self) -> None:
-        """Check that transformers can save the model, and that its weights are here.
+        """Check that transformers can save the model, and that this process has its weights.
 
         Raises:
             MoQError: It cannot, or they are not.
@@ -355,7 +348,7 @@ class _Saving:
             )
         if self.options.state_dict is not None:
             return
-        # FSDP2's tensors, and what ZeRO leaves of a weight.
+        # FSDP2 shards its tensors, and ZeRO leaves empty ones.
         sharded = [
             n
             for n, layer in self.quantized.items()
@@ -370,9 +363,9 @@ class _Saving:
                 "the weights are on the meta device, which keeps none: give state_dict"
             )
 
-    def _layouts(self, tied: Mapping[str, Sequence[str]]) -> Sequence[Layout]:
-        """Return what transformers can load, the best one first; the last one is right for every model."""
-        encoder = Encoder(self.inventory, _without(self.layers, tied), "packed", tied)
+    def _layouts(self) -> Sequence[Layout]:
+        """Return the layouts that transformers can load, the best one first; the last one is right for every model."""
+        encoder = self._encoder("packed")
         if not any(map(has_codes, encoder.forms.values())):
             return ["floats"]
         if parts_are_called(self.model) or _init_reaches_into(
@@ -387,7 +380,7 @@ class _Saving:
         return ["packed", "unpacked", "floats"]
 
     def _encode(self, encoder: Encoder) -> tuple[dict[str, Tensor], int]:
-        """Return what goes into the files, by the names of tensors, and the bytes of what is no quantized weight.
+        """Return the tensors of the files by name, and the bytes of all that are no quantized weights.
 
         Float weights are read and encoded one by one.
         """
@@ -407,19 +400,18 @@ class _Saving:
         )
         kept: dict[int | str, Tensor] = {}
         tensors: dict[str, Tensor] = {}
-        for name, there in names.items():
+        for name, source_name in names.items():
             if name not in replaced:
                 key = id(values[name]) if name in values else name
                 if key not in kept:
-                    kept[key] = source[there]
+                    kept[key] = source[source_name]
                 tensors[name] = kept[key]
         rest = sum(
             tensor.nbytes for tensor in kept.values() if isinstance(tensor, Tensor)
         )
         for name, layer in encoder.layers.items():
-            tensors |= encoder.store(
-                name, source[names[parameter_of(name, layer.kind)]]
-            )
+            weight_name = names[parameter_of(name, layer.kind)]
+            tensors |= encoder.store(name, source[weight_name])
         return tensors, rest
 
     def _write_state(
@@ -444,7 +436,7 @@ class _Saving:
             "layout": encoder.layout,
             "reason": None if reason is None else without_paths(reason),
             "proof": None if proof is None else asdict(proof),
-            # Nobody's `save_pretrained` wrote it.
+            # Whether we wrote it ourselves, without `save_pretrained`.
             "by_hand": by_hand,
             "handed_dtype": handed_dtype(self.layers),
             "parameters": {
@@ -459,21 +451,15 @@ class _Saving:
         write_state(folder, state)
         return verify_quantized(folder)
 
-    def _write_card(self, found: Verification) -> None:
+    def _write_card(self, saved: Verification) -> None:
         path = self.target / "README.md"
+        mark = "Mixture-of-Quantization (moq_hf)"
         try:
-            if (
-                path.exists()
-                and "Mixture-of-Quantization (moq_hf)"
-                not in path.read_text(encoding="utf-8")
-            ):
+            if path.exists() and mark not in path.read_text(encoding="utf-8"):
                 logger.info("%s is not moq_hf's: it stays", path)
                 return
-            write_card(
-                self.target,
-                ModelCardData(base_model=base_model_of(self.model)),
-                found=found,
-            )
+            data = ModelCardData(base_model=base_model_of(self.model))
+            write_card(self.target, data, found=saved)
         except Exception as error:
             logger.warning(
                 "moq_hf: %s has no model card: %s",
@@ -482,26 +468,17 @@ class _Saving:
             )
 
 
-def _without(
-    layers: Mapping[str, QuantLayer], tied: Mapping[str, Sequence[str]]
-) -> dict[str, QuantLayer]:
-    """Leave out the layers that are tied to another one, whose weight goes into the files."""
-    again = {other for others in tied.values() for other in others}
-    return {name: layer for name, layer in layers.items() if name not in again}
-
-
 def _tied(model: nn.Module, layers: Mapping[str, QuantLayer]) -> dict[str, list[str]]:
-    """Return the layers that share the weight of another one and that `from_pretrained` ties to it, by that one."""
-    found: dict[str, list[str]] = {}
-    for other, source in tied_parameters(model).items():
-        layer, own = source.rpartition(".")[0], other.rpartition(".")[0]
-        if (
-            layer in layers
-            and own in layers
-            and layers[layer].float_weight is layers[own].float_weight
-        ):
-            found.setdefault(layer, []).append(own)
-    return found
+    """Return each layer's others that share its weight and that `from_pretrained` ties to it."""
+    tied: dict[str, list[str]] = {}
+    for parameter, source in tied_parameters(model).items():
+        layer = source.rpartition(".")[0]
+        other = parameter.rpartition(".")[0]
+        if not {layer, other} <= layers.keys():
+            continue
+        if layers[layer].float_weight is layers[other].float_weight:
+            tied.setdefault(layer, []).append(other)
+    return tied
 
 
 def _init_reaches_into(model: nn.Module, packed: Iterable[str]) -> bool:
@@ -511,11 +488,11 @@ def _init_reaches_into(model: nn.Module, packed: Iterable[str]) -> bool:
         MoQError: transformers cannot make a model of the class, as `from_pretrained`
             would have to.
     """
-    cls, names = without_fsdp(type(model)), list(packed)
+    cls = without_fsdp(type(model))
     try:
         with torch.device("meta"):
             shell = cast(Any, cls)(copy.deepcopy(cast(Any, model).config))
-        for name in names:
+        for name in packed:
             del shell.get_submodule(name).weight
     except Exception as error:
         raise MoQError(
@@ -537,12 +514,11 @@ def _write_packed_files(
     options: SaveOptions,
 ) -> None:
     """Write the tensors, `config.json` with the quantization config, and the tokenizer or processor."""
-    # They have the names that the files shall have.
-    shards = bytes_in(options.max_shard_size)
     model.save_pretrained(
         folder,
         state_dict=dict(tensors),
-        max_shard_size=shards,
+        max_shard_size=bytes_in(options.max_shard_size),
+        # The tensors have their names in the files already.
         save_original_format=False,
     )
     if options.processing_class is not None:
@@ -581,9 +557,9 @@ def _write_adapter(
 
 
 def _publish(staging: Path, target: Path) -> None:
-    """Put what was written into its place, so that at no moment half of it loads."""
-    # Nothing loads without one of these, while a class of transformers makes do without
-    # a config. So they go first, and that of the new model comes last.
+    """Move the written files into place, so that a half-written model never loads."""
+    # Nothing loads without one of these two, while a class of transformers makes do
+    # without a config. So the old ones are deleted first, and the new one comes last.
     entries = (SINGLE, INDEX)
     for name in entries:
         (target / name).unlink(missing_ok=True)
@@ -607,11 +583,8 @@ def _warn(
     floats = []
     for name, layer in encoder.stored.items():
         if not has_codes(layer.stored):
-            floats.append(
-                f"{name} (float)"
-                if layer.stored == "float"
-                else f"{name} ({layer.bits} bits)"
-            )
+            bits = "float" if layer.stored == "float" else f"{layer.bits} bits"
+            floats.append(f"{name} ({bits})")
     # One reason is enough: a folder of floats has its own.
     if floats and (reason is None or encoder.layout != "floats"):
         logger.warning(
@@ -628,8 +601,7 @@ def _warn(
             proof.reason,
         )
     elif reason is not None:
-        unpacked = "weights that are unpacked while loading"
-        held = (
-            "floats on the grid, not packed" if encoder.layout == "floats" else unpacked
-        )
-        logger.warning("moq_hf: %s holds %s: %s", target, held, reason)
+        content = "weights that are unpacked while loading"
+        if encoder.layout == "floats":
+            content = "floats on the grid, not packed"
+        logger.warning("moq_hf: %s holds %s: %s", target, content, reason)

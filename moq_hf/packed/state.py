@@ -58,8 +58,8 @@ class StoredLayer:
         full: Whether codes reach -2^(bits-1) and scales have a sign.
         tied: Modules that loading ties to this one's weight; the file has at most their
             scales and zero points.
-        matrices: Names of packed experts' matrices in the files, as the rows of `shape`
-            come; None for any other layer.
+        matrices: Names in the files of packed experts' matrices, in the order of the
+            rows of `shape`; None for any other layer.
     """
 
     # A file with other keys is damaged.
@@ -83,14 +83,13 @@ class StoredLayer:
         """The name of a value that does not go with the others, and what it must be."""
         if self.stored == "float":
             return None
-        most, has_grid = FORMS[self.stored].MAX_BITS, not has_codes(self.stored)
+        most = FORMS[self.stored].MAX_BITS
+        has_grid = not has_codes(self.stored)
         if self.bits > most:
             return "bits", f"a whole number from 1 to {most}"
-        if any(
-            count == 0 or size % count
-            for size, count in zip(self.shape, self.scales, strict=True)
-        ):
-            return "scales", f"divisors of the shape {list(self.shape)}"
+        for size, count in zip(self.shape, self.scales, strict=True):
+            if count == 0 or size % count:
+                return "scales", f"divisors of the shape {list(self.shape)}"
         if self.matrices is not None and (
             not self.matrices or self.shape[0] % len(self.matrices)
         ):
@@ -126,7 +125,7 @@ class Counted(TypedDict):
 
 
 class State(TypedDict):
-    """What of `moq_state.json` is checked when it is read; the digest proves integrity against accident alone."""
+    """The keys of `moq_state.json` that are checked when it is read; its digest only guards against accidents."""
 
     tensors: dict[str, str]
     config_json: str | None
@@ -161,41 +160,39 @@ def state_of(
         "python": platform.python_version(),
     }
     config = next(iter(layers.values())).moq.config
+    inputs = {
+        name: layer.moq.inputs
+        for name, layer in layers.items()
+        if layer.moq.inputs is not None
+    }
+    step = None
+    history: list[dict[str, Any]] = []
+    choice = None
+    if controller is not None:
+        step = controller.schedule.steps
+        history = [switch._asdict() for switch in controller.history]
+        choice = None if controller.choice is None else asdict(controller.choice)
     return {
         "format": STATE_FORMAT,
         "versions": versions,
         "config": None if config is None else shareable(config.to_dict()),
-        "input_ranges": ranges_of(
-            {
-                n: layer.moq.inputs
-                for n, layer in layers.items()
-                if layer.moq.inputs is not None
-            }
-        ),
-        "step": None if controller is None else controller.schedule.steps,
-        "history": []
-        if controller is None
-        else [switch._asdict() for switch in controller.history],
-        "choice": None
-        if controller is None or controller.choice is None
-        else asdict(controller.choice),
+        "input_ranges": ranges_of(inputs),
+        "step": step,
+        "history": history,
+        "choice": choice,
         "layers": {name: asdict(layer) for name, layer in stored.items()},
     }
 
 
 def shareable(config: dict[str, Any]) -> dict[str, Any]:
-    """Without the path of a teacher on this machine; its Hub id stays.
+    """A config without the path of a teacher on this machine; its Hub id stays.
 
     >>> shareable({"seed": 1, "distillation": {"teacher": "/srv/somebody/teacher", "temperature": 2.0}})
     {'seed': 1, 'distillation': {'teacher': None, 'temperature': 2.0}}
     """
-    return {
-        **config,
-        "distillation": {
-            **config["distillation"],
-            "teacher": hub_id(config["distillation"]["teacher"]),
-        },
-    }
+    distillation = config["distillation"]
+    teacher = hub_id(distillation["teacher"])
+    return {**config, "distillation": {**distillation, "teacher": teacher}}
 
 
 def without_paths(text: str) -> str:
@@ -208,17 +205,14 @@ def without_paths(text: str) -> str:
 
 
 def hub_id(name: str | None) -> str | None:
-    """The Hub id that a model was loaded from, or None: a path of one's machine is nobody else's business.
+    """The Hub id that a model was loaded from; None for a path, which is nobody else's business.
 
     >>> hub_id("google-bert/bert-base-cased"), hub_id("/srv/somebody/bert")
     ('google-bert/bert-base-cased', None)
     """
     name = name or ""
-    return (
-        name
-        if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not Path(name).exists()
-        else None
-    )
+    looks_like_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name)
+    return name if looks_like_id and not Path(name).exists() else None
 
 
 class Places:
@@ -249,8 +243,8 @@ class Places:
     def of(self, tensor: str) -> tuple[str, str, str]:
         """The names of a tensor's layer and of the matrix in it, and the last part of the tensor's own.
 
-        But for packed experts the matrix is the layer itself. For a tensor of no layer
-        both are its module.
+        The matrix is the layer itself, except in packed experts. For a tensor of no
+        layer both are its module.
         """
         if tensor in self._parameters:
             return tensor, tensor, "weight"
@@ -356,7 +350,8 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
         MoQError: A value is not of the type or in the range of what is written; names
             the file and the key.
     """
-    state, where = read_state(folder), str(folder / STATE_NAME)
+    state = read_state(folder)
+    where = str(folder / STATE_NAME)
     layers: dict[str, StoredLayer] = read_as(State, state, where)["layers"]
     for name, layer in layers.items():
         fault = layer.fault()
@@ -396,7 +391,8 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
     unserved = proof.reason if proof is not None and proof.agrees is False else None
     if state.get("by_hand") and (proof is None or not proof.agrees):
         unserved = "no save_pretrained wrote it; load_state_dict takes its weights"
-    scales, row_size = "float32", None
+    scales = "float32"
+    row_size = None
     if state["config"] is not None:
         trained = MoQConfig.from_dict(state["config"])
         scales = trained.grid_of(str(config.get("dtype") or "float32")).scale_dtype
@@ -405,21 +401,19 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
     for name, layer in layers.items():
         # Packed experts lie in the files matrix by matrix.
         names = layer.matrices or (name,)
-        rows, columns = layer.shape[0] // len(names), layer.shape[1]
+        columns = layer.shape[1]
         # One group may fill a row.
-        size = (
-            columns // layer.scales[1]
-            if layer.scales[1] > 1 or row_size == columns
-            else None
+        has_groups = layer.scales[1] > 1 or row_size == columns
+        weight = serving.Weight(
+            kind="linear" if layer.matrices else layer.kind,
+            rows=layer.shape[0] // len(names),
+            columns=columns,
+            bits=layer.bits,
+            group_size=columns // layer.scales[1] if has_groups else None,
+            symmetric=layer.symmetric,
+            packed=has_codes(layer.stored),
         )
-        kind = "linear" if layer.matrices else layer.kind
-        packed = has_codes(layer.stored)
-        weights |= dict.fromkeys(
-            names,
-            serving.Weight(
-                kind, rows, columns, layer.bits, size, layer.symmetric, packed
-            ),
-        )
+        weights |= dict.fromkeys(names, weight)
     floats = [
         name
         for name in state["tensors"]

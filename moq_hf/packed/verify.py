@@ -26,7 +26,7 @@ from ..seams.transformers import original_format
 from ..text import table
 from ..weight_matrix import is_experts, parameter_of
 from .encode import without_peft_names
-from .files import CONFIG, digest_of, read_document, size_of, tensors_in, weight_files
+from .files import CONFIG, digest_of, read_document, size_of, tensors_in
 from .load_check import Proof, ReferenceOutputs
 from .state import STATE_NAME, Places, StoredLayer, proof_in, read_layers, sha256
 
@@ -49,8 +49,8 @@ class Verification:
         layers: Each quantized layer by name.
         file_bytes: Size of the weight files together.
         state: The content of `moq_state.json`.
-        proof: How the folder answered beside the model, when it was saved or now, with
-            `inputs`; None: not tried.
+        proof: How the folder's outputs compared with the model's, when it was saved or,
+            given `inputs`, now; None: not tried.
     """
 
     layers: dict[str, StoredLayer]
@@ -132,7 +132,7 @@ def verify_quantized(
         model: The model that was saved: its weights, as its forward pass uses them,
             must be those in the files.
         inputs: A batch as the model's forward pass takes it: plain `from_pretrained`
-            loads the folder, and its answers must be the model's.
+            loads the folder, and its outputs must be the model's.
 
     Returns:
         The layers with their sizes.
@@ -152,16 +152,14 @@ def verify_quantized(
     state, layers = read_layers(folder)
     expected = None if model is None else _named_as_in_files(model, state)
     try:
-        for name, found in _read_weights(
-            folder, state, layers, _tensors_as_saved(folder, state["tensors"])
-        ):
-            if isinstance(found, StoredWeight):
-                weight = _checked(found, layers[name])
-                _compare(
-                    folder, parameter_of(name, layers[name].kind), weight, expected
-                )
-                continue
-            _compare(folder, name, found, expected, "tensor ")
+        tensors = _tensors_as_saved(folder, state["tensors"])
+        for name, stored in _read_weights(folder, state, layers, tensors):
+            if isinstance(stored, StoredWeight):
+                weight = _checked(stored, layers[name])
+                weight_name = parameter_of(name, layers[name].kind)
+                _compare(folder, weight_name, weight, expected)
+            else:
+                _compare(folder, name, stored, expected, "tensor ")
     except MoQError:
         raise
     except _ERRORS as error:
@@ -191,19 +189,15 @@ def recorded(directory: str | os.PathLike[str]) -> Verification:
     """
     folder = Path(directory)
     state, layers = read_layers(folder)
-    return Verification(
-        layers,
-        sum(path.stat().st_size for path in weight_files(folder) if path.is_file()),
-        state,
-    )
+    return Verification(layers, size_of(folder), state)
 
 
 def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
     """The codes, scales and zero points of a packed checkpoint's layers of up to 8 bits, by layer.
 
     Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those
-    of `quantizer`. Those of floats on their grid are found again; where a half dtype
-    rounded the floats, the layer is left out.
+    of `quantizer`. Where the files hold floats on their grid, the codes are computed
+    from them; a layer whose floats a half dtype rounded is left out.
 
     Args:
         directory: What `save_quantized` wrote.
@@ -214,52 +208,59 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
     folder = Path(directory)
     verified = verify_quantized(folder)
     layers = {
-        n: s
-        for n, s in verified.layers.items()
-        if s.stored != "float" and s.bits <= MAX_PACKED_BITS
+        name: layer
+        for name, layer in verified.layers.items()
+        if layer.stored != "float" and layer.bits <= MAX_PACKED_BITS
     }
     weights: dict[str, Quantized] = {}
-    for name, found in _read_weights(
-        folder, verified.state, layers, tensors_in(folder)
-    ):
-        if not isinstance(found, StoredWeight):
+    tensors = tensors_in(folder)
+    for name, stored in _read_weights(folder, verified.state, layers, tensors):
+        if not isinstance(stored, StoredWeight):
             continue
-        if found.scheme is None and found.pieces[name]["weight"].dtype != torch.float32:
+        is_float = stored.scheme is None
+        if is_float and stored.pieces[name]["weight"].dtype != torch.float32:
             continue
-        codes, scale, zero = FORMS[layers[name].stored].read(found)
-        half = 0 if zero is None else 2 ** (found.bits - 1)
-        weights[name] = Quantized(
-            codes - half, scale, None if zero is None else zero - half
-        )
+        codes, scale, zero = FORMS[layers[name].stored].read(stored)
+        if zero is not None:
+            half = 2 ** (stored.bits - 1)
+            codes = codes - half
+            zero = zero - half
+        weights[name] = Quantized(codes, scale, zero)
     return {name: weights[name] for name in layers if name in weights}
 
 
 def by_matrix(layers: Mapping[str, StoredLayer]) -> dict[str, StoredLayer]:
     """The layers as the files have them: each matrix of packed experts is a layer of its own."""
-    found: dict[str, StoredLayer] = {}
+    split_layers: dict[str, StoredLayer] = {}
     for name, layer in layers.items():
         if not layer.matrices:
-            found[name] = layer
+            split_layers[name] = layer
             continue
         rows = layer.shape[0] // len(layer.matrices)
-        shape, scales = (rows, layer.shape[1]), (rows, layer.scales[1])
-        own = replace(layer, kind="linear", matrices=None, shape=shape, scales=scales)
-        found |= dict.fromkeys(layer.matrices, own)
-    return found
+        matrix = replace(
+            layer,
+            kind="linear",
+            matrices=None,
+            shape=(rows, layer.shape[1]),
+            scales=(rows, layer.scales[1]),
+        )
+        split_layers |= dict.fromkeys(layer.matrices, matrix)
+    return split_layers
 
 
 def split(
     weights: Mapping[str, Quantized], layers: Mapping[str, StoredLayer]
 ) -> dict[str, Quantized]:
     """What `stored_weights` gives, by the names of `by_matrix`."""
-    found: dict[str, Quantized] = {}
+    matrices: dict[str, Quantized] = {}
     for name, values in weights.items():
         names = layers[name].matrices or (name,)
-        codes, scales = values.codes.chunk(len(names)), values.scale.chunk(len(names))
+        codes = values.codes.chunk(len(names))
+        scales = values.scale.chunk(len(names))
         # Experts with zero points are not packed.
-        for matrix, own_codes, own_scale in zip(names, codes, scales, strict=True):
-            found[matrix] = Quantized(own_codes, own_scale, values.zero_point)
-    return found
+        for index, matrix in enumerate(names):
+            matrices[matrix] = Quantized(codes[index], scales[index], values.zero_point)
+    return matrices
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -278,7 +279,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Name a model's tensors as the files do; weights of quantized layers have the names of their modules too."""
+    """Name a model's tensors as the files do; weights of quantized layers also keep the names of their modules."""
     tensors = weights_of(model)
     if state["names"] is None:
         return tensors
@@ -341,14 +342,14 @@ def _read_weights(
 def _groups_of(
     folder: Path, state: Mapping[str, Any], layers: Mapping[str, StoredLayer]
 ) -> Mapping[str, Any]:
-    """Return the config groups, after each layer was found to have the bits that its group declares.
+    """Return the config groups, after a check that each layer has the bits that its group declares.
 
     Raises:
         MoQError: The config is not as it was saved, or it says otherwise than the
             state.
     """
     path = folder / CONFIG
-    # A model of a class of its own has no config.
+    # A model of a custom class has no config.
     if state["config_json"] is None:
         return {}
     config = read_document(path)
@@ -364,8 +365,8 @@ def _groups_of(
                 f"{path}: quantization_config.config_groups.{layer.group} is missing"
             )
         width = groups[layer.group]["weights"]["num_bits"]
-        # Unpacked while loading, all layers have codes as wide as the widest; experts
-        # always do.
+        # Layers that are unpacked while loading all have codes as wide as the widest
+        # one's. So have packed experts in any layout.
         shared = quantization.get("dequantize") or is_experts(layer.kind)
         if layer.bits > width or (layer.bits < width and not shared):
             raise MoQError(
@@ -374,18 +375,18 @@ def _groups_of(
     return groups
 
 
-def _checked(found: StoredWeight, layer: StoredLayer) -> Tensor:
+def _checked(stored: StoredWeight, layer: StoredLayer) -> Tensor:
     """Check that a layer's weight is on its grid, and return it.
 
     Raises:
         MoQError: It is not.
     """
     if layer.stored != "float":
-        values = FORMS[layer.stored].read(found)
-        found.check(values)
-        if found.scheme is not None:
+        values = FORMS[layer.stored].read(stored)
+        stored.check(values)
+        if stored.scheme is not None:
             return dequantize(*values)
-    [parts] = found.pieces.values()
+    [parts] = stored.pieces.values()
     return parts["weight"]
 
 

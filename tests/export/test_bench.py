@@ -13,7 +13,7 @@ from moq_hf import MoQError
 from moq_hf.cli import main
 from moq_hf.export import bench
 from moq_hf.export.bench import Benchmark, Measured, benchmark
-from moq_hf.export.compare import Proof, read_data
+from moq_hf.export.compare import Comparison, read_data
 
 SMALL: dict[str, Any] = {"batches": [1], "sequences": [8], "threads": 1, "repeats": 1}
 
@@ -99,7 +99,7 @@ def test_the_fastest_file_that_is_accurate_enough(
     before: dict[str, float], int8: dict[str, float], weight_only: dict[str, float], max_loss: float, best: str | None
 ) -> None:
     engines = {
-        name: Measured(10**6, {"1 x 16": 100 / speed}, speed, Proof(0.25, None, 0.5, metrics), command)
+        name: Measured(10**6, {"1 x 16": 100 / speed}, speed, Comparison(0.25, None, 0.5, metrics), command)
         for name, speed, metrics, command in (
             ("PyTorch", 1.0, before, ""),
             ("int8", 6.0, int8, "model_int8.onnx"),
