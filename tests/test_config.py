@@ -139,38 +139,8 @@ def test_what_the_document_says_is_what_the_config_has(document: dict[str, Any])
 
 
 def test_defaults() -> None:
-    assert MoQConfig.from_dict(BITS) == MoQConfig(
-        enabled=True,
-        verbose=False,
-        kernel=None,
-        q_type="symmetric",
-        rounding="nearest",
-        scale="auto",
-        scale_refresh=50,
-        range="narrow",
-        scale_dtype=None,
-        groups=1,
-        start_bits=12,
-        target_bits=8,
-        schedule=ScheduleConfig(period=100, offset=100, deadline=None),
-        blend=BlendConfig(enabled=False, change_ratio=0.001),
-        eigenvalue=EigenvalueConfig(
-            enabled=False,
-            verbose=False,
-            max_iter=100,
-            tol=1e-2,
-            stability=1e-6,
-            gas_boundary_resolution=1,
-            layer_name=None,
-            layer_num=None,
-            method="lanczos",
-            max_overhead=0.05,
-        ),
-        modules_to_not_convert=None,
-        quantize_embeddings=None,
-        quantize_convolutions=False,
-        seed=0,
-    )
+    """Each default is in the golden file, which `test_what_states_hold_does_not_change` compares."""
+    assert MoQConfig.from_dict(BITS) == STATED["defaults"]
     off = MoQConfig.from_dict({"enabled": False})
     assert (off.start_bits, off.target_bits) == (16, 16)
     assert not off.enabled
@@ -189,15 +159,17 @@ def test_groupings(keys: dict[str, Any], grouping: Any) -> None:
     assert MoQConfig.from_dict(BITS | keys).grouping == grouping
 
 
-@pytest.mark.parametrize(("given_deadline", "deadline"), [({}, 0.25), ({"deadline": 0.5}, 0.5), ({"deadline": 1}, 1)])
-def test_the_period_auto_has_a_deadline(given_deadline: dict[str, Any], deadline: float) -> None:
-    config = MoQConfig.from_dict(BITS | {"quantize_schedule": {"quantize_period": "auto"} | given_deadline})
-    assert config.schedule == ScheduleConfig(period="auto", offset=100, deadline=deadline)
-
-
-def test_a_deadline_needs_no_auto() -> None:
-    config = MoQConfig.from_dict(BITS | {"quantize_schedule": {"deadline": 0.5}})
-    assert config.schedule == ScheduleConfig(deadline=0.5)
+@pytest.mark.parametrize(
+    ("keys", "schedule"),
+    [
+        ({"quantize_period": "auto"}, ScheduleConfig(period="auto", offset=100, deadline=0.25)),
+        ({"quantize_period": "auto", "deadline": 0.5}, ScheduleConfig(period="auto", offset=100, deadline=0.5)),
+        ({"quantize_period": "auto", "deadline": 1}, ScheduleConfig(period="auto", offset=100, deadline=1)),
+        ({"deadline": 0.5}, ScheduleConfig(period=100, offset=100, deadline=0.5)),
+    ],
+)
+def test_the_period_auto_has_a_deadline_and_others_may(keys: dict[str, Any], schedule: ScheduleConfig) -> None:
+    assert MoQConfig.from_dict(BITS | {"quantize_schedule": keys}).schedule == schedule
 
 
 def test_whole_numbers_are_fine_where_fractions_are() -> None:
@@ -241,50 +213,15 @@ OTHERS: dict[str, Any] = {
     "serve": ("vllm", "llama.cpp"),
     "seed": 2**63 - 1,
 }
-# States hold these words in this order: whoever changes them loses old runs.
-WRITTEN = [
-    (
-        MoQConfig(start_bits=12, target_bits=8),
-        '{"enabled": true, "quantize_verbose": false, "quantizer_kernel": null, '
-        '"quantize_algo": {"q_type": '
-        '"symmetric", "rounding": "nearest", "scale": "auto", "scale_refresh": 50, "range": "narrow", '
-        '"scale_dtype": null}, "quantize_groups": 1, "quantize_group_size": null, '
-        '"quantize_bits": {"start_bits": 12, "target_bits": 8}, "quantize_schedule": '
-        '{"quantize_period": 100, "schedule_offset": 100, "deadline": null}, "fp16_mixed_quantize": {"enabled": '
-        'false, "quantize_change_ratio": 0.001}, "eigenvalue": {"enabled": false, "verbose": false, "max_iter": '
-        '100, "tol": 0.01, "stability": 1e-06, "gas_boundary_resolution": 1, "layer_name": null, "layer_num": '
-        'null, "method": "lanczos", "max_overhead": 0.05, "num_samples": 64}, '
-        '"sensitivity": {"measure": null}, '
-        '"distillation": {"teacher": null, "logits": 1.0, "hidden": 1.0, "labels": 1.0}, '
-        '"activation_quantization": {"enabled": false, "bits": 8, "scale": "static", "start_step": 0}, '
-        '"modules_to_not_convert": '
-        'null, "quantize_embeddings": null, "quantize_convolutions": false, "prove": true, '
-        '"serve": ["transformers"], "seed": 0}',
-    ),
-    (
-        MoQConfig(**OTHERS),
-        '{"enabled": false, "quantize_verbose": true, "quantizer_kernel": true, '
-        '"quantize_algo": {"q_type": '
-        '"asymmetric", "rounding": "stochastic", "scale": "mse", "scale_refresh": 7, "range": "narrow", '
-        '"scale_dtype": "bfloat16"}, "quantize_groups": 1, '
-        '"quantize_group_size": 64, "quantize_bits": {"start_bits": 9, "target_bits": 3}, "quantize_schedule": '
-        '{"quantize_period": "auto", "schedule_offset": 0, "deadline": 0.25}, "fp16_mixed_quantize": {"enabled": '
-        'true, "quantize_change_ratio": 0.25}, "eigenvalue": {"enabled": true, "verbose": false, "max_iter": 100, '
-        '"tol": 0.01, "stability": 1e-06, "gas_boundary_resolution": 1, "layer_name": "a.b", "layer_num": 3, '
-        '"method": "power", "max_overhead": 0.05, "num_samples": 64}, '
-        '"sensitivity": {"measure": "divergence"}, "distillation": '
-        '{"teacher": "x", "logits": 2.0, "hidden": 0.5, "labels": 0.0}, "activation_quantization": {"enabled": '
-        'true, "bits": 7, "scale": "per_tensor", "start_step": 5}, "modules_to_not_convert": ["a", "b.*"], '
-        '"quantize_embeddings": 4, '
-        '"quantize_convolutions": true, "prove": false, "serve": ["vllm", "llama.cpp"], "seed": 9223372036854775807}',
-    ),
-]
+# States hold these keys in this order: whoever changes them loses old runs.
+WRITTEN = json.loads((ROOT / "tests" / "golden" / "config_states.json").read_text(encoding="utf-8"))
+STATED = {"defaults": MoQConfig(start_bits=12, target_bits=8), "others": MoQConfig(**OTHERS)}
 
 
-@pytest.mark.parametrize(("config", "text"), WRITTEN, ids=["defaults", "others"])
-def test_what_states_hold_does_not_change(config: MoQConfig, text: str) -> None:
-    assert json.dumps(config.to_dict()) == text
-    assert MoQConfig.from_dict(json.loads(text)) == config
+@pytest.mark.parametrize("case", STATED)
+def test_what_states_hold_does_not_change(case: str) -> None:
+    assert json.dumps(STATED[case].to_dict()) == json.dumps(WRITTEN[case])
+    assert MoQConfig.from_dict(WRITTEN[case]) == STATED[case]
 
 
 def test_every_attribute_is_written() -> None:
