@@ -68,9 +68,11 @@ class ExpertsWeight(QuantLayer):
         attribute: The parameter's name there.
     """
 
+    experts: QuantExperts
+
     def __init__(self, experts: QuantExperts, attribute: str) -> None:
         super().__init__()
-        # Not as a module in this one.
+        # Set in this way, the experts do not become a submodule of this one.
         self.__dict__["experts"] = experts
         self.attribute = attribute
         self.moq = experts.moq_states[attribute]
@@ -78,17 +80,17 @@ class ExpertsWeight(QuantLayer):
 
     def parameter(self) -> Tensor | None:
         """The float parameter, or what replaces it; None where there is none any more."""
-        return cast(QuantExperts, self.experts).parameter(self.attribute)
+        return self.experts.parameter(self.attribute)
 
     def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """Quantize the weight as the experts read it, in any dtype."""
         return self.moq.quantized_weight(
-            self.float_weight, dtype, cast(nn.Module, self.experts).training
+            self.float_weight, dtype, self.experts.training
         )
 
     def release(self) -> None:
         """Leave the parameter in float; the last one of a module gives it the class back that it had before."""
-        experts = cast(QuantExperts, self.experts)
+        experts = self.experts
         del experts.moq_states[self.attribute]
         if not experts.moq_states:
             del experts.moq_states
@@ -104,7 +106,8 @@ class _Reader:
     def __get__(self, experts: QuantExperts | None, owner: type | None = None) -> Any:
         if experts is None:
             return self
-        value, state = experts.parameter(self.name), experts.moq_states.get(self.name)
+        value = experts.parameter(self.name)
+        state = experts.moq_states.get(self.name)
         if value is None:
             raise AttributeError(
                 f"{type(experts).__name__!r} object has no attribute {self.name!r}"
@@ -136,11 +139,9 @@ def experts_parameters(module: nn.Module) -> list[str]:
 def matrix_of(module: nn.Module, name: str) -> tuple[int, int, int]:
     """How many experts a parameter holds, and the rows and columns of the matrix of each."""
     experts, first, second = shape_of(cast(Tensor, module._parameters[name]))
-    return (
-        (experts, second, first)
-        if experts_transposed(module)
-        else (experts, first, second)
-    )
+    if experts_transposed(module):
+        return experts, second, first
+    return experts, first, second
 
 
 def make_quantized(module: nn.Module, states: Mapping[str, LayerState]) -> None:
@@ -156,10 +157,10 @@ def make_quantized(module: nn.Module, states: Mapping[str, LayerState]) -> None:
 
 
 def quantized_in(name: str, module: nn.Module) -> dict[str, QuantLayer]:
-    """What of a module is quantized, by the names of layers: itself, or parameters of experts in it.
+    """The quantized layers in a module, by name: the module itself, or the parameters of its experts.
 
     Args:
-        name: The module's.
+        name: The module's name.
         module: Any module.
     """
     if isinstance(module, QuantExperts):

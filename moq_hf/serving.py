@@ -231,7 +231,7 @@ TRIED: dict[str, str] = {
     "vllm": f"{_CAUSAL} Qwen2ForCausalLM MixtralForCausalLM {_ENCODERS}",
     "vllm-cpu": f"{_CAUSAL} Qwen2ForCausalLM {_ENCODERS}",
     "sglang": f"{_CAUSAL} Qwen2ForCausalLM MixtralForCausalLM {_BERT}",
-    "llama.cpp": f"{_CAUSAL}",
+    "llama.cpp": _CAUSAL,
     "onnxruntime": f"{_ENCODERS} DistilBertForSequenceClassification RobertaForSequenceClassification",
 }
 # Classes that were refused whatever their grid is, and why.

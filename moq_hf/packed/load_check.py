@@ -213,7 +213,7 @@ class ReferenceOutputs:
                 outputs.append(output.float() if output.is_floating_point() else output)
         return outputs
 
-    def _tokens_of(self, model: nn.Module) -> Tensor | None:
+    def _tokens_of(self, model: Any) -> Tensor | None:
         """What the model generates after two short prompts, `[examples, 4]`; None where it does not generate."""
         can_generate = getattr(model, "can_generate", None)
         main = str(getattr(model, "main_input_name", None))
@@ -240,7 +240,7 @@ class ReferenceOutputs:
             "do_sample": False,
         }
         with self._evaluating(model):
-            generated = cast(Any, model).generate(
+            generated = model.generate(
                 **prompts, **settings, return_dict_in_generate=False
             )
         return cast(Tensor, generated)[:, -_GENERATED:].cpu()

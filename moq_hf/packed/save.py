@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import ModelCardData
@@ -481,17 +481,17 @@ def _tied(model: nn.Module, layers: Mapping[str, QuantLayer]) -> dict[str, list[
     return tied
 
 
-def _init_reaches_into(model: nn.Module, packed: Iterable[str]) -> bool:
+def _init_reaches_into(model: Any, packed: Iterable[str]) -> bool:
     """Whether the model's class initializes modules through the weights of others, which packed ones do not have.
 
     Raises:
         MoQError: transformers cannot make a model of the class, as `from_pretrained`
             would have to.
     """
-    cls = without_fsdp(type(model))
+    cls: Any = without_fsdp(type(model))
     try:
         with torch.device("meta"):
-            shell = cast(Any, cls)(copy.deepcopy(cast(Any, model).config))
+            shell = cls(copy.deepcopy(model.config))
         for name in packed:
             del shell.get_submodule(name).weight
     except Exception as error:
