@@ -231,9 +231,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         model = kwargs["model"]
         controller = self._controller_of(args, state, model, resumed)
         # So that the Trainer can load what it saves.
-        checkpoints_as_modules(
-            without_peft(controller.model), bool(controller.inventory.experts)
-        )
+        checkpoints_as_modules(without_peft(controller.model), True)
         self._began = time.perf_counter()
         self._loss_scale = loss_scale(kwargs.get("optimizer"))
         self._prepare_measuring(controller, args, state)

@@ -227,13 +227,13 @@ def checkpoints_as_modules(model: nn.Module, switched_on: bool) -> None:
     """Have `save_pretrained` give tensors the names of the modules, or those of the model's files again.
 
     The Trainer loads checkpoints by `load_state_dict`, which knows no other names:
-    without this a run with experts goes on, or ends with its best model, with experts
-    as they were before.
+    without this a run with experts, or of a ViT, goes on, or ends with its best model,
+    with weights as they were before.
 
     Relies on: `PreTrainedModel._weight_conversions`, from which
     `revert_weight_conversion` takes the names.
-    Breaks: Experts would lose their training at a resume, with a warning of the Trainer
-    alone.
+    Breaks: Experts, and the layers of a ViT, would lose their training at a resume,
+    with a warning of the Trainer alone.
     """
     attributes = vars(model)
     if switched_on and "_moq_weight_conversions" not in attributes:
