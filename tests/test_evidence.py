@@ -1,6 +1,5 @@
 """What the docs say was measured is what the committed lines say; what moves no line is left to the reader."""
 
-import ast
 import copy
 import importlib
 import json
@@ -21,8 +20,6 @@ from glue_plans import FLOAT, OWN, Plan, qat, ramp
 from repo import ROOT
 from short_runs import Lines
 from transformers import AutoConfig, AutoModelForSequenceClassification
-
-import moq_hf
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -188,14 +185,3 @@ def test_the_same_numbers_have_the_same_digests(tmp_path: Path) -> None:
     now["runs"]["blend"] = now["runs"]["stock"]
     lines = same_numbers.differences(before, now)
     assert lines == ["stock: log differs", "blend: not in the file that it is compared with"]
-
-
-def test_the_same_numbers_need_public_names_only() -> None:
-    """So that they run before a change of everything else and after it."""
-    tree = ast.parse(Path(same_numbers.__file__).read_text(encoding="utf-8"))
-    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "moq_hf" in str(node.module)]
-    assert {node.module for node in froms} == {"moq_hf"}
-    attributes = [
-        node.attr for node in ast.walk(tree) if ast.unparse(node).startswith("moq_hf.") and hasattr(node, "attr")
-    ]
-    assert {alias.name for node in froms for alias in node.names} | set(attributes) <= set(moq_hf.__all__)

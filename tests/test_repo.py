@@ -74,12 +74,6 @@ def test_what_the_tests_install_is_pinned() -> None:
     assert {"datasets", "matplotlib", "trl"} <= requirement_names(wanted) <= requirement_names("\n".join(pins))
 
 
-def test_ci_runs_what_the_readme_shows() -> None:
-    script = ROOT / ".ci" / "run"
-    assert script.stat().st_mode & 0o111
-    assert re.findall(r"^make .*?(?= *<|$)", script.read_text(), re.MULTILINE) == ["make test"]
-
-
 def test_no_gpu_is_claimed_without_its_figures() -> None:
     """As long as there is no result of `make gpu`, the README says so; once there is one, it must not."""
     measured = (ROOT / "benchmarks" / "results" / "gpu.json").exists()

@@ -10,7 +10,12 @@ from typing import Any
 import launched
 import pytest
 import torch
+from accelerate import cpu_offload, dispatch_model
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import AutoModelForSequenceClassification
 
 from moq_hf import MoQConfig, MoQError, dequantize_model, processes, quantize_model, quantizer, save_quantized
@@ -24,6 +29,8 @@ from moq_hf.seams.engines import ZERO_3, ZERO_3_SHAPE
 from moq_hf.training.controller import MoQController
 from moq_hf.training.measuring import measuring
 from moq_hf.training.sensitivity import Sensitivity
+
+FIXED = {"quantize_bits": {"start_bits": 4, "target_bits": 4}}
 
 
 class Parted:
@@ -97,12 +104,9 @@ def test_a_weight_that_is_whole_in_passes_alone_is_quantized_in_them(
 
 
 def test_layers_that_were_tied_later_quantize_what_fsdp2_hands_over_each_in_its_way(alone: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-    quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    quantize_model(model, FIXED)
     layers = quant_layers(model)
     first, second = layers["0"], layers["1"]
     first.weight = second.weight
@@ -121,9 +125,6 @@ def test_layers_that_were_tied_later_quantize_what_fsdp2_hands_over_each_in_its_
 @pytest.mark.parametrize("training", [True, False])
 def test_a_policy_of_half_precision_hands_over_rounded_weights(training: bool, alone: None, tmp_path: Path) -> None:
     """What is quantized is the weight in the dtype in which it is handed over, in evaluation too."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     model = launched.new_model()
     quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_groups": "per_channel"})
     layer: Any = model.bert.pooler.dense
@@ -148,11 +149,8 @@ def test_a_policy_of_half_precision_hands_over_rounded_weights(training: bool, a
 
 
 def test_nan_in_a_sharded_weight_is_found_where_it_is_quantized(alone: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     model = fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), mesh=init_device_mesh("cpu", (1,)))
-    quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    quantize_model(model, FIXED)
     layers = quant_layers(model)
     with torch.no_grad():
         whole(layers["0"].float_weight)[0, 0] = torch.nan
@@ -167,9 +165,6 @@ def test_nan_in_a_sharded_weight_is_found_where_it_is_quantized(alone: None) -> 
 
 def sharded_pair(only_first: bool) -> tuple[nn.Sequential, nn.Sequential]:
     """Two equal models, of which FSDP2 shards the second, or its first layer alone."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(1)
     plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
     wrapped = copy.deepcopy(plain)
@@ -208,9 +203,6 @@ def test_whole_weights_beside_shards_are_measured_as_they_are(alone: None) -> No
 
 
 def test_eigenvalues_of_what_engines_take_apart_are_one_error_before_training(alone: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     for engine in ("FSDP2", "ZeRO-3"):
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
         model.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
@@ -239,26 +231,18 @@ def test_eigenvalues_of_what_engines_take_apart_are_one_error_before_training(al
 
 
 def test_what_cannot_be_trained_in_parts_is_one_error(alone: None) -> None:
-    from accelerate import cpu_offload, dispatch_model
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    config = {"quantize_bits": {"start_bits": 4, "target_bits": 4}}
-
     def model() -> nn.Sequential:
         return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
 
     tensor_parallel = parallelize_module(model(), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
     with pytest.raises(MoQError, match=r"^tensor-parallel weights cannot be quantized; DDP, FSDP2 and"):
-        quantize_model(tensor_parallel, config)
+        quantize_model(tensor_parallel, FIXED)
     with pytest.raises(MoQError, match=r"^device_map has left some weights on the CPU or on disk.* without device_map"):
-        quantize_model(cpu_offload(model(), execution_device=torch.device("cpu")), config)
+        quantize_model(cpu_offload(model(), execution_device=torch.device("cpu")), FIXED)
     columns = model()
     fully_shard(columns, mesh=init_device_mesh("cpu", (1,)), shard_placement_fn=lambda p: Shard(p.dim() - 1))
-    whole_model = quantize_model(model(), config)
-    quantize_model(columns, config)
+    whole_model = quantize_model(model(), FIXED)
+    quantize_model(columns, FIXED)
     inputs = torch.randn(3, 6)
     with torch.no_grad():
         for mine, other in zip(columns.parameters(), whole_model.parameters(), strict=True):
@@ -268,4 +252,4 @@ def test_what_cannot_be_trained_in_parts_is_one_error(alone: None) -> None:
         layer.moq.ratio = same.moq.ratio
     assert torch.equal(columns(inputs), whole_model(inputs))
     # All of it in one place is a model like any other.
-    quantize_model(dispatch_model(model(), {"": "cpu"}, force_hooks=True), config)
+    quantize_model(dispatch_model(model(), {"": "cpu"}, force_hooks=True), FIXED)

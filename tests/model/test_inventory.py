@@ -62,17 +62,6 @@ def test_a_layer_that_was_replaced_in_the_meantime_is_quantized(tmp_path: Path) 
     assert isinstance(trainer.model.bert.pooler.dense, QuantLinear)
 
 
-def test_the_callback_knows_the_trainer_that_was_built_last(tmp_path: Path) -> None:
-    trainer = moq(tmp_path)
-    callback = trainer.moq
-    assert callback.trainer is trainer
-    model = new_model()
-    Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[callback])
-    assert callback.trainer is None
-    other = moq(tmp_path, None, [callback])
-    assert callback.trainer is other
-
-
 def test_what_the_layers_are_is_what_the_config_says() -> None:
     model = new_model()
     model.bert.beside = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))

@@ -34,7 +34,7 @@ def rows(count: int = 32) -> list[dict[str, Any]]:
     return [{"input_ids": row, "labels": int(row[0] > 30)} for row in ids]
 
 
-def new_trainer(folder: Path, moq: Any, teacher: Any = None, **more: Any) -> MoQTrainer:
+def new_trainer(folder: Path, moq: Any, teacher: Any = None, pupil: Any = None, **more: Any) -> MoQTrainer:
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "max_steps": 8,
@@ -45,7 +45,7 @@ def new_trainer(folder: Path, moq: Any, teacher: Any = None, **more: Any) -> MoQ
         "disable_tqdm": True,
     }
     arguments = hf.TrainingArguments(str(folder), **{**settings, **more})
-    return MoQTrainer(new_model(1), arguments, None, rows(), rows(8), moq_config=moq, teacher=teacher)
+    return MoQTrainer(pupil or new_model(1), arguments, None, rows(), rows(8), moq_config=moq, teacher=teacher)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -280,9 +280,8 @@ def test_a_teacher_that_does_not_fit(change: dict[str, Any], text: str, tmp_path
 def test_another_order_of_the_labels(tmp_path: Path) -> None:
     master, pupil = new_model(2), new_model(1)
     master.config.id2label, pupil.config.id2label = {0: "no", 1: "yes"}, {0: "yes", 1: "no"}
-    arguments = hf.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     with pytest.raises(MoQError, match=r"the labels are \{0: 'yes', 1: 'no'\} in the model"):
-        MoQTrainer(pupil, arguments, None, rows(), moq_config=CONFIG, teacher=master)
+        new_trainer(tmp_path, CONFIG, master, pupil)
 
 
 def test_a_narrower_teacher_of_logits_only(tmp_path: Path) -> None:
@@ -296,17 +295,14 @@ def test_a_student_with_adapters(teacher: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"], r=4)
     pupil = peft.get_peft_model(new_model(1), lora)
-    arguments = hf.TrainingArguments(
-        str(tmp_path), report_to="none", use_cpu=True, max_steps=32, logging_steps=8, learning_rate=1e-2
-    )
     config = {**EIGHT, "distillation": {"teacher": str(teacher), "labels": 0}}
-    run = MoQTrainer(pupil, arguments, None, rows(), moq_config=config)
+    run = new_trainer(tmp_path, config, pupil=pupil, max_steps=32, logging_steps=8)
     run.train()
     losses = [log["loss"] for log in run.state.log_history if "loss" in log]
     assert losses[-1] < losses[0]
     assert all(layer.moq.bits == 8 for layer in quant_layers(pupil).values())
     with pytest.raises(MoQError, match="the teacher shares parameters with the model in training"):
-        MoQTrainer(pupil, arguments, None, rows(), moq_config=CONFIG, teacher=pupil.get_base_model())
+        new_trainer(tmp_path, CONFIG, pupil.get_base_model(), pupil)
 
 
 def test_other_mistakes(teacher: Path, tmp_path: Path) -> None:
@@ -315,13 +311,13 @@ def test_other_mistakes(teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(MoQError, match="a teacher is for quantized training"):
         new_trainer(tmp_path, None, new_model(2))
     model = new_model(1)
-    arguments = hf.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     with pytest.raises(MoQError, match="the teacher shares parameters with the model in training"):
-        MoQTrainer(model, arguments, None, rows(), moq_config=CONFIG, teacher=model)
+        new_trainer(tmp_path, CONFIG, model, model)
     partner = new_model(2)
     partner.bert.embeddings = model.bert.embeddings
     with pytest.raises(MoQError, match=r"shares parameters with the model in training \(bert"):
-        MoQTrainer(model, arguments, None, rows(), moq_config=CONFIG, teacher=partner)
+        new_trainer(tmp_path, CONFIG, partner, model)
+    arguments = hf.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     stock = hf.Trainer(new_model(1), arguments, None, rows(), callbacks=[MoQCallback(with_teacher(teacher))])
     with pytest.raises(MoQError, match="a callback cannot change the loss; use MoQTrainer"):
         stock.train()

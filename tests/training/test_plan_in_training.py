@@ -97,22 +97,6 @@ def test_a_schedule_that_is_over_resumes_in_a_run_of_any_length(tmp_path: Path) 
             )
 
 
-def test_a_run_too_short_for_its_deadline_ends_before_the_first_step(tmp_path: Path) -> None:
-    trainer = stock(tmp_path, AUTO, max_steps=6)
-    with pytest.raises(MoQError, match=r"0.75 of 6 optimizer steps is step 4; .* What would fit: start_bits 5, or"):
-        trainer.train()
-    assert trainer.state.global_step == 0
-
-
-@pytest.mark.parametrize("deadline", [0.6, 1.0])
-def test_a_deadline_with_one_drop_trains(deadline: float, tmp_path: Path) -> None:
-    schedule = {"quantize_period": 10, "schedule_offset": 0, "deadline": deadline}
-    config = {**CONFIG, "quantize_bits": {"start_bits": 8, "target_bits": 7}, "quantize_schedule": schedule}
-    trainer = trained(stock(tmp_path, config))
-    drops = {log["step"]: {v for k, v in log.items() if k.startswith("moq/bits/")} for log in trainer.state.log_history}
-    assert drops[min(10, int(16 * deadline))] == {7}
-
-
 class Reporter(TrainerCallback):
     """Stands where TensorBoard and W&B stand: before the callbacks that the user gave."""
 

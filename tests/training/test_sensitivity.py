@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
-from repo import GOLDEN
 from tiny_runs import CONFIG, Stop, arguments, assert_same, callback_of, moq, new_model, rows, stock, trained, weights
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback
@@ -80,45 +79,6 @@ def run(made: MoQController, steps: int, size: int = 8) -> list[tuple[int, str, 
 # ---- when it measures
 
 
-class Table:
-    """Stands for measuring: the eigenvalues of each step are given."""
-
-    def __init__(self, values: list[dict[str, float]], names: list[str], resolution: int = 1) -> None:
-        self.table = values
-        self.asked: list[int] = []
-        self.sensitivity = Sensitivity.__new__(Sensitivity)
-        self.sensitivity.config = EigenvalueConfig(enabled=True, gas_boundary_resolution=resolution)
-        self.sensitivity.blocks = {name: [] for name in names}
-        self.sensitivity.scores = {}
-
-    def before(self, schedule: PrecisionSchedule) -> dict[str, float]:
-        if self.sensitivity.is_due(schedule):
-            self.asked.append(schedule.steps + 1)
-            self.sensitivity.scores = self.table[schedule.steps]
-        return self.sensitivity.scores
-
-
-def test_measuring_when_due_gives_the_recorded_trajectory() -> None:
-    golden = json.loads((GOLDEN / "schedule_12to8_p10_ev8.json").read_text())
-    columns = {k: p for k, p in enumerate(golden["traj_params"]) if not p.endswith(".bias")}
-    layers = {p["name"]: p["layer"] for p in golden["params"]}
-    measured = [name for name in columns.values() if layers[name] is not None]
-    values = [{name: ev[layers[name]] for name in measured} for ev in golden["ev"]]
-    bits = golden["config"]
-    plan = MoQConfig(
-        start_bits=bits["start_bits"],
-        target_bits=bits["target_bits"],
-        schedule=ScheduleConfig(period=bits["period"], offset=0),
-    )
-    schedule, table = PrecisionSchedule(plan, columns.values()), Table(values, measured)
-    for expected in golden["trajectory"]:
-        schedule.advance(table.before(schedule))
-        for k, name in columns.items():
-            assert [schedule.bits[name], schedule.period[name]] == expected[k]
-    switching = {s for s in table.asked}
-    assert 4 <= len(switching) < golden["n_steps"] / 4
-
-
 tables = st.lists(st.fixed_dictionaries(dict.fromkeys("abc", st.floats(0, 1))), min_size=1, max_size=80)
 
 
@@ -127,12 +87,17 @@ def test_measuring_when_due_is_measuring_at_every_step(
     target: int, more: int, period: int, offset: int, values: list[dict[str, float]]
 ) -> None:
     plan = config(target + more, target, period, offset)
-    lazy, eager, table = PrecisionSchedule(plan, "abcd"), PrecisionSchedule(plan, "abcd"), Table(values, list("abc"))
+    lazy, eager = PrecisionSchedule(plan, "abcd"), PrecisionSchedule(plan, "abcd")
+    # Without a model: the values of each step are given.
+    sensitivity = Sensitivity.__new__(Sensitivity)
+    sensitivity.config, sensitivity.blocks, sensitivity.scores = plan.eigenvalue, {name: [] for name in "abc"}, {}
     for step in values:
-        switches = lazy.advance(table.before(lazy))
+        is_due = sensitivity.is_due(lazy)
+        if is_due:
+            sensitivity.scores = step
+        switches = lazy.advance(sensitivity.scores)
         assert switches == eager.advance(step)
-        dropped = any(s.block != "d" and s.before != 32 for s in switches)
-        assert (lazy.steps in table.asked) == dropped
+        assert is_due == any(s.block != "d" and s.before != 32 for s in switches)
 
 
 def test_nothing_is_measured_for_blocks_outside_the_list() -> None:
