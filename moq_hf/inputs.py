@@ -1,4 +1,4 @@
-"""Inputs of quantized linear layers on a grid of integers: the numerics, and the range that training learns.
+"""Fake-quantize the inputs of linear layers: the numerics, and the range that training learns.
 
 All arithmetic is float32 whatever the dtype of the input, rounding is half to even, and the result is cast once. With b
 bits and an input x `[..., features]`:
@@ -13,7 +13,7 @@ per_tensor at 8 bits is ONNX's DynamicQuantizeLinear. The running range is a mov
 that training saw in each optimizer step, with a share of 0.01 for the newest: the rule and the constant of PyTorch's
 MovingAverageMinMaxObserver. It changes with optimizer steps alone, so that a pass that is computed again, by activation
 checkpointing for instance, gives the same. Until the first step there is none, and the largest magnitude of the call
-counts instead. A scale is never below the smallest normal float32, so zeros stay zeros. NaN comes out as NaN.
+counts instead. A scale is never below the smallest normal float32, so zeros stay zeros. NaN stays NaN.
 """  # noqa: E501 - a table row cannot be broken
 
 from collections.abc import Iterable, Mapping
@@ -36,13 +36,13 @@ LARGEST_RANGE = torch.finfo(torch.float32).max
 def fake_quantize_input(
     input: Tensor, grid: InputGrid, largest: Tensor | None = None
 ) -> Tensor:
-    """An input on its grid: scale * (code - zero point).
+    """Round an input to its grid: scale * (code - zero point).
 
     Args:
         input: Floating-point `[..., features]`.
         grid: How it is quantized.
-        largest: The range of a static scale, a float32 scalar; None is the largest
-            magnitude of `input`.
+        largest: The range of a static scale, a float32 scalar; None takes the largest
+            magnitude in `input`.
 
     Returns:
         The input's shape and dtype.
@@ -57,16 +57,10 @@ def fake_quantize_input(
         return (x / scale).round_().mul_(scale).to(input.dtype)
     if grid.scale == "per_tensor":
         scale, zero = tensor_scale(x, grid.bits)
-        return (
-            (x / scale)
-            .round_()
-            .add_(zero)
-            .clamp_(low, high)
-            .sub_(zero)
-            .mul_(scale)
-            .to(input.dtype)
-        )
-    scale = static_scale(x.abs().amax() if largest is None else largest, grid.bits)
+        codes = (x / scale).round_().add_(zero).clamp_(low, high)
+        return codes.sub_(zero).mul_(scale).to(input.dtype)
+    largest = x.abs().amax() if largest is None else largest
+    scale = static_scale(largest, grid.bits)
     return (x / scale).round_().clamp_(low, high).mul_(scale).to(input.dtype)
 
 
@@ -91,15 +85,15 @@ def static_scale(largest: Tensor, bits: int) -> Tensor:
 
 @dataclass
 class InputObserver:
-    """The inputs of one layer: their grid, and what is known of their range.
+    """Quantizes the inputs of one layer, and observes their range.
 
     Attributes:
-        grid: How they are quantized.
-        observed: Of a static scale: the largest magnitude since the last optimizer
+        grid: How the inputs are quantized.
+        observed: For a static scale, the largest magnitude since the last optimizer
             step, a float32 scalar.
-        range: Of a static scale: the running range, a float32 scalar; None before the
+        range: For a static scale, the running range, a float32 scalar; None before the
             first step.
-        active: Whether they are quantized, or only observed.
+        active: Whether inputs are quantized, or only observed.
     """
 
     grid: InputGrid
@@ -108,70 +102,59 @@ class InputObserver:
     active: bool = True
 
     def quantize(self, input: Tensor, training: bool) -> Tensor | None:
-        """The input on its grid, without a graph; None where it stays as it is.
+        """Round an input to the grid, without a graph; None means that it stays as it is.
 
         Args:
             input: Floating-point `[..., features]`.
-            training: Whether its magnitude counts for the range; not inside
-                torch.func's transforms, which allow no writing.
+            training: Whether its magnitude counts for the range. Inside torch.func's
+                transforms, which forbid writes, it never does.
         """
         if input.numel() == 0 or input.is_meta:
-            # No values, and no largest one.
+            # There is no value to round or to observe.
             return None
         if self.grid.scale == "static" and training and not is_transformed():
-            # In place, so that a compiled graph keeps its tensor; replicas of
-            # DataParallel have inputs elsewhere.
-            newest = (
-                input.detach()
-                .abs()
-                .amax()
-                .nan_to_num(nan=0.0, posinf=0.0)
-                .to(self.observed.device)
-            )
+            # Written in place, so that a compiled graph keeps its tensor. Replicas of
+            # DataParallel have their inputs on other devices.
+            largest = input.detach().abs().amax().nan_to_num(nan=0.0, posinf=0.0)
+            newest = largest.to(self.observed.device)
             self.observed.copy_(torch.maximum(self.observed, newest))
         if not self.active:
             return None
-        return fake_quantize_input(
-            input,
-            self.grid,
-            None if self.range is None else self.range.to(input.device),
-        )
+        range = None if self.range is None else self.range.to(input.device)
+        return fake_quantize_input(input, self.grid, range)
 
     def move_to(self, device: torch.device) -> None:
-        """Move what is known of the range to a device; not the meta device, where it would be lost."""
+        """Move the range to a device; not to the meta device, which would lose it."""
         self.observed = self.observed.to(device)
         if self.range is not None:
             self.range = self.range.to(device)
 
     def step(self, newest: Tensor) -> None:
-        """Bring the running range up to date after an optimizer step.
+        """Update the running range after an optimizer step.
 
-        A pass whose inputs hold NaN or Inf does not count, nor does a step without a
-        forward pass.
+        Passes whose inputs hold NaN or Inf do not count, nor do steps without a forward
+        pass.
 
         Args:
-            newest: The largest magnitude that the step saw, a float32 scalar.
+            newest: The largest magnitude in the step, a float32 scalar.
         """
         counts = newest > 0
         if self.range is not None:
-            self.range.copy_(
-                torch.where(
-                    counts, self.range + _NEWEST * (newest - self.range), self.range
-                )
-            )
+            moved = self.range + _NEWEST * (newest - self.range)
+            self.range.copy_(torch.where(counts, moved, self.range))
         elif bool(counts):
             self.range = newest.clone()
         self.observed.zero_()
 
 
 def new_inputs(grid: InputGrid, device: torch.device) -> InputObserver:
-    """The inputs of a layer on a device, of which nothing is known yet; on the CPU for the meta device."""
+    """A new observer on a device, with no range yet; on the CPU for the meta device."""
     device = torch.device("cpu") if device.type == "meta" else device
     return InputObserver(grid, torch.zeros((), dtype=torch.float32, device=device))
 
 
 def update_ranges(inputs: Iterable[InputObserver]) -> None:
-    """Bring the running ranges up to date after an optimizer step: in all processes, with the same layers.
+    """Update the running ranges after an optimizer step, in all processes, with the same layers.
 
     A range follows the largest magnitude over all ranks.
     """
@@ -185,7 +168,7 @@ def update_ranges(inputs: Iterable[InputObserver]) -> None:
 
 
 def ranges_of(inputs: Mapping[str, InputObserver]) -> dict[str, float]:
-    """The running ranges that there are, as a saved state holds them: exact, since float32 fits into JSON's numbers."""
+    """The running ranges by layer, for a saved state. JSON's numbers hold float32 exactly."""
     return {
         name: float(observer.range)
         for name, observer in inputs.items()
@@ -196,7 +179,7 @@ def ranges_of(inputs: Mapping[str, InputObserver]) -> dict[str, float]:
 def load_ranges(
     inputs: Mapping[str, InputObserver], saved: Mapping[str, float]
 ) -> None:
-    """Take over what `ranges_of` gave; a layer that is not in it starts without a range."""
+    """Load the ranges that `ranges_of` gave; a layer that is missing there starts without a range."""
     for name, observer in inputs.items():
         observer.observed.zero_()
         known = name in saved and observer.grid.scale == "static"

@@ -1,4 +1,4 @@
-"""The forecast: which precision each block will have when, ahead of time and in words."""
+"""Plan a run ahead of time: the precision of each block at each step, as data and in words."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -20,16 +20,16 @@ from .text import table
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What becomes of one block.
+    """The plan of one block.
 
     Attributes:
-        name: Of the block.
-        eigenvalue: The one assumed at each of its drops; None: factor 1.
-        switches: Every change of precision up to the target, those after the end of the
-            run too.
+        name: Name of the block.
+        eigenvalue: The eigenvalue assumed at each drop; None means factor 1.
+        switches: Every change of precision up to the target, including those after the
+            end of the run.
         target_step: Optimizer step after which the block computes with its target
-            precision and nothing else.
-        target_bits: That precision.
+            precision alone.
+        target_bits: That precision, in bits.
     """
 
     name: str
@@ -41,15 +41,15 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `plan` gives; `str` gives its table and its notes.
+    """The result of `plan`; `str` gives its table and notes.
 
     Attributes:
-        config: What was planned.
+        config: The planned config.
         total_steps: Optimizer steps of the run.
         offset: Optimizer steps before anything is quantized.
         deadline_step: The step by which every block is at its target, or None.
         blocks: One entry for each block.
-        notes: What will not be reached and what would help; empty if all is well.
+        notes: What will not be reached and what would help; empty if everything is.
     """
 
     config: MoQConfig
@@ -91,11 +91,11 @@ class Plan:
         return "\n".join([self.table(), *self.notes])
 
     def table(self) -> str:
-        """A line for each block: the step of each drop, and the one at which the target is reached."""
+        """A table with the step of each drop and the step at the target, a line for each block."""
         schedule = self.config.schedule
-        period = (
-            f"period {'auto' if schedule.period == 'auto' else f'{schedule.period:,}'}"
-        )
+        period = "period auto"
+        if schedule.period != "auto":
+            period = f"period {schedule.period:,}"
         last = (
             "no deadline"
             if self.deadline_step is None
@@ -139,19 +139,19 @@ def plan(
     eigenvalues: Mapping[str, float] | None = None,
     targets: Mapping[str, int] | None = None,
 ) -> Plan:
-    """Which precision each block will have when: what `PrecisionSchedule` does, ahead of time.
+    """The precision that each block will have at each step, as `PrecisionSchedule` will set it.
 
     Args:
         config: A `MoQConfig`, a mapping or the path of a JSON file.
         total_steps: Optimizer steps of the run.
-        blocks: Names; by default those in `eigenvalues`, or else the least and the most
-            sensitive block there can be where the config measures eigenvalues, and one
-            that stands for all where it does not; under a budget these for each of its
-            choices.
-        eigenvalues: Block name to eigenvalue over the largest, 0 to 1, taken to be the
+        blocks: Block names; by default those in `eigenvalues`. Without these either: the
+            least and the most sensitive possible block if the config measures
+            eigenvalues, otherwise one that stands for all; under a budget, these for
+            each of its choices.
+        eigenvalues: Block name to eigenvalue over the largest, 0 to 1, assumed to be the
             same at each drop. A block that is missing has factor 1.
-        targets: Under a budget, which nothing knows ahead of time: block name to the
-            bits to end with.
+        targets: Under a budget, block name to the bits to end with; a plan cannot know
+            them.
 
     Raises:
         MoQConfigError: The config is wrong.
@@ -232,7 +232,7 @@ def _check_length(config: MoQConfig, total_steps: Any) -> None:
 def _extremes(
     config: MoQConfig, targets: Mapping[str, int] | None
 ) -> tuple[list[str], dict[str, float], Mapping[str, int] | None]:
-    """Blocks to plan where none are named, their eigenvalues and targets: the earliest and the latest cases."""
+    """Blocks, eigenvalues and targets to plan where none are named: the earliest and the latest possible ones."""
     values = (
         {"least sensitive": 0.0, "most sensitive": 1.0}
         if config.eigenvalue.enabled
@@ -257,19 +257,17 @@ def outcome(
     steps: int,
     targets: Mapping[str, int] | None = None,
 ) -> str:
-    """What happened, beside what was planned: the blocks by the step of their last drop.
+    """Compare what happened with the plan: the blocks by the step of their last drop.
 
     Args:
-        planned: The plan that the run began with.
-        history: Every switch of the run, those before it was resumed too.
-        steps: Optimizer steps that it took.
-        targets: Block name to the bits that it was to end with; by default those of the
-            config.
+        planned: The plan at the start of the run.
+        history: Every switch of the run, including those before it was resumed.
+        steps: Optimizer steps taken.
+        targets: Block name to its target bits; by default those of the config.
     """
     last = planned.config.targets[-1]
-    ends = [block.switches[-1].step for block in planned.blocks if block.switches] or [
-        0
-    ]
+    ends = [block.switches[-1].step for block in planned.blocks if block.switches]
+    ends = ends or [0]
     span = " to ".join(f"{step:,}" for step in sorted({min(ends), max(ends)}))
     last_switches = {switch.block: switch for switch in history}
     groups: dict[tuple[int, int], list[str]] = {}
@@ -288,13 +286,13 @@ def outcome(
 
 
 def _advice(config: MoQConfig, total_steps: int, late: BlockPlan) -> str:
-    """What would bring the block that is last to its target before the run ends."""
+    """What would bring the latest block to its target before the run ends."""
     offset = offset_step_of(config, total_steps)
     target = late.target_bits
     since = [s.step - offset for s in late.switches if s.before != FLOAT_BITS]
     room = total_steps - offset - fade_steps(config)
     options = []
-    # The rule multiplies: the last drop comes at a multiple of the period.
+    # The last drop comes at a multiple of the period, since the rule only multiplies.
     if since and (period := room // (since[-1] // since[0])) > 0:
         options.append(f"a quantize_period of at most {period}")
     if fitting := sum(step <= room for step in since):

@@ -1,8 +1,8 @@
 """`quantizer.fake_quantize` as one launch of a Triton kernel, with the same numbers, bit for bit.
 
-Importable without Triton and without a GPU: where the kernel does not run, `quantizer`
-computes. The kernel takes equal steps in groups of up to `LONGEST` weights; ternary and
-binary grids, longer groups and float64 are for `quantizer`.
+It can be imported without Triton and without a GPU: where the kernel does not run,
+`quantizer` computes. The kernel takes uniform grids in groups of up to `LONGEST`
+weights; ternary and binary grids, longer groups and float64 are left to `quantizer`.
 """
 
 import functools
@@ -21,7 +21,7 @@ from .quantizer import RoundingSeed
 
 logger = logging.getLogger(__name__)
 
-# One program reads a whole group: longer ones would leave most of a GPU idle.
+# One program reads a whole group; longer groups would leave most of a GPU idle.
 LONGEST = 65_536
 # Elements of a tile and warps of a program, so that a thread holds 16 elements: not
 # measured on a GPU.
@@ -30,7 +30,7 @@ _WARPS = 8
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _DEFAULT = Grid()
 _FIRST = RoundingSeed()
-# Devices on which something went wrong.
+# Devices on which the kernel failed; they are not tried again.
 _given_up: set[torch.device] = set()
 
 
@@ -97,7 +97,7 @@ def _is_right(device: torch.device) -> bool:
 
         interpreted = triton.knobs.runtime.interpret
     except (ImportError, AttributeError) as error:
-        # There is none, or a broken one, or one without the knobs.
+        # Triton is missing, broken, or too old to have the knobs.
         if device.type == "cuda":
             _give_up(device, f"it needs Triton 3.4 or later ({error})")
         return False
@@ -125,7 +125,7 @@ def _give_up(device: torch.device, reason: str) -> None:
 
 
 def _differences(device: torch.device) -> Iterator[str]:
-    """Say where the kernel's numbers are not those of `quantizer`, on rows that are hard to round."""
+    """Compare the kernel with `quantizer` on rows that are hard to round; yield a text for each difference."""
     halves = torch.arange(-63.5, 64.5, 1.0, device=device)
     weight = torch.stack([halves, halves.exp2() * 1e-3, halves * 0.0, halves / 3])
     ratio = torch.tensor([[1.0], [0.85], [1.0], [0.2]], device=device)

@@ -1,4 +1,4 @@
-"""Which layers of a model a config quantizes, and what stands in the way: output heads, adapters, shared weights."""
+"""Select the layers of a model that a config quantizes, and refuse what cannot be: adapters, shared weights, groups."""
 
 import fnmatch
 import math
@@ -32,15 +32,15 @@ _ROWS = Grid(PerChannel(), search="absmax")
 
 
 def take_inventory(model: Any, config: MoQConfig) -> Inventory:
-    """What is in a model, with the layers that a config quantizes: none where it is not enabled.
+    """The inventory of a model, with the layers that a config quantizes; no layers if it is not enabled.
 
     Args:
-        model: A module, or what a Trainer shows around it.
-        config: What to look for.
+        model: A module, or a Trainer's wrapper of it.
+        config: The config to follow.
 
     Raises:
-        MoQError: What `quantize_model` raises, but for NaN and Inf; a server in `serve`
-            cannot take what is chosen.
+        MoQError: What `quantize_model` raises, except for NaN and Inf; or a server in
+            `serve` cannot take what is chosen.
     """
     inventory = Inventory.of(model)
     if not config.enabled:
@@ -84,20 +84,20 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
 def select_layers(
     inventory: Inventory, config: MoQConfig, has_experts: bool = False
 ) -> tuple[dict[str, Layer], dict[str, str | None]]:
-    """The linear layers, and convolutions, that the config quantizes, by name, and those that it leaves in float.
+    """The linear layers and convolutions that the config quantizes, and those that it leaves in float, by name.
 
     Args:
-        inventory: Of the model.
-        config: What was asked for.
-        has_experts: Whether there is something to quantize without these layers.
+        inventory: The inventory of the model.
+        config: The config to follow.
+        has_experts: Whether there are experts to quantize besides these layers.
 
     Returns:
-        Name to layer, and name to why it stays in float: None where the config or its
-        place in the model says so. Embedding tables that cannot be quantized are among
-        the second ones.
+        Name to layer; and for those left in float, name to the reason, None where the
+        config or the place in the model is the reason. The second includes embedding
+        tables that cannot be quantized.
 
     Raises:
-        MoQError: There is none and no experts either, a pattern in
+        MoQError: There is nothing to quantize, a pattern in
             `modules_to_not_convert` matches nothing, a weight is not floating point,
             groups do not divide it, or DoRA adapts it.
     """
@@ -163,10 +163,10 @@ def select_layers(
 
 
 def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Module]:
-    """The parameters of experts that the config quantizes, by their names, each with its module.
+    """The parameters of experts that the config quantizes, by name, each with its module.
 
-    Those of a module that PEFT adapts are left alone: it computes their sum with the
-    adapter anew.
+    Experts that PEFT adapts are left alone, since PEFT computes their sum with the
+    adapter in each forward pass.
 
     Raises:
         MoQError: Groups do not divide the matrices, or the config quantizes the inputs
@@ -195,9 +195,9 @@ def output_heads(inventory: Inventory, config: MoQConfig) -> list[str]:
 def grid_of(layer: nn.Module, config: MoQConfig) -> Grid:
     """How a chosen layer's weight is quantized.
 
-    An embedding table has a scale per row. So has a convolution with
-    `quantize_group_size`, which seldom divides its kernels: 3 x 3 in each group of a
-    depthwise one are 9 weights.
+    An embedding table has one scale per row. So has a convolution with
+    `quantize_group_size`, which seldom divides its kernels: a depthwise one of 3 x 3 has
+    rows of 9 weights.
 
     >>> config = MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, "quantize_group_size": 32})
     >>> grid_of(nn.Conv2d(3, 4, 3), config).grouping, grid_of(nn.Linear(32, 4), config).grouping
@@ -212,7 +212,7 @@ def grid_of(layer: nn.Module, config: MoQConfig) -> Grid:
 
 
 def grid_of_experts(module: nn.Module, parameter: str, config: MoQConfig) -> Grid:
-    """As `grid_of`, for a parameter of experts: with `quantize_groups` there are so many blocks in each expert."""
+    """Like `grid_of`, for a parameter of experts; `quantize_groups` counts the groups of each expert."""
     grid = _grid_for(cast(Tensor, module._parameters[parameter]), config)
     if isinstance(grid.grouping, RowBlocks):
         return replace(
@@ -229,19 +229,19 @@ def _grid_for(weight: Tensor, config: MoQConfig) -> Grid:
 def select_tied(
     inventory: Inventory, chosen: Mapping[str, nn.Module], config: MoQConfig
 ) -> dict[str, str]:
-    """The modules that share the weight of a chosen one: they compute with its quantized copy.
+    """The modules that share the weight of a chosen one, and compute with its quantized copy.
 
-    The first of `chosen` with a weight says how it is quantized. So
-    `quantize_embeddings` decides for a table that is the output head too; without it, a
+    The first of `chosen` with a weight decides how it is quantized. So
+    `quantize_embeddings` decides for a table that is also the output head; without it, a
     head that is quantized as a linear layer decides for the table.
 
     Args:
-        inventory: Of the model.
-        chosen: What the config quantizes by name, embedding tables first.
-        config: What was asked for.
+        inventory: The inventory of the model.
+        chosen: What the config quantizes, by name, embedding tables first.
+        config: The config to follow.
 
     Returns:
-        Name of the module to that of the chosen one.
+        Name of the module to the name of the chosen one.
 
     Raises:
         MoQError: One of them cannot be quantized, or the config leaves it in float by
@@ -298,7 +298,7 @@ def _why_no_table(module: nn.Embedding) -> str | None:
 
 
 def _experts(inventory: Inventory) -> dict[str, nn.Module]:
-    """Every parameter of experts that could be quantized, by its name, with its module; none that PEFT adapts."""
+    """Every parameter of experts that could be quantized, by name, with its module; PEFT's adapted ones excluded."""
     return {
         f"{name}.{attribute}": module
         for name, module in inventory.modules.items()
@@ -310,7 +310,7 @@ def _experts(inventory: Inventory) -> dict[str, nn.Module]:
 def embeddings_to_quantize(
     inventory: Inventory, config: MoQConfig
 ) -> dict[str, nn.Embedding]:
-    """The embedding tables that `quantize_embeddings` takes, or would take, by name; shared ones too."""
+    """The embedding tables that `quantize_embeddings` quantizes, or would, by name, including shared ones."""
     tables = inventory.instances(nn.Embedding).items()
     return {
         name: table
@@ -320,7 +320,7 @@ def embeddings_to_quantize(
 
 
 def _candidates(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
-    """What the config may quantize by the schedule, in model order: linear layers, and convolutions if it says so."""
+    """The layers that the config could quantize, in model order: linear layers, and convolutions if it names them."""
     return inventory.instances(
         *LINEARS, *(CONVOLUTIONS if config.quantize_convolutions else ())
     )
@@ -404,10 +404,10 @@ def _check_weights(layers: Mapping[str, Layer]) -> None:
 
 
 def _check_adapters(inventory: Inventory, layers: Iterable[str]) -> None:
-    """DoRA takes the norm of the float weight in training, and that of the quantized one once it is loaded.
+    """Refuse DoRA: its norm is of the float weight in training, but of the quantized one after loading.
 
     Raises:
-        MoQError: There are adapters of DoRA; names them.
+        MoQError: There are DoRA adapters; the text names them.
     """
     parents = {
         name: inventory.modules[name.removesuffix(f".{ADAPTED}")]
@@ -434,7 +434,7 @@ def _check_groups(features: Mapping[str, Mapping[str, int]], config: MoQConfig) 
     """Check that the config's groups divide all weights.
 
     Raises:
-        MoQError: They do not; says what would.
+        MoQError: They do not; the text says which would.
     """
     grouping = config.grouping
     if grouping.divides is None:

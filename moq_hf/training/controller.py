@@ -1,4 +1,4 @@
-"""The one holder of mutable MoQ state: asks the schedule, sets bits, quantizes, saves and restores itself as JSON."""
+"""`MoQController`: holds all mutable state of a run, sets the bits by the schedule, saves and restores itself."""
 
 import json
 import logging
@@ -40,10 +40,10 @@ class MoQController:
     """Takes a model through its falling precision, one call of `step` per optimizer step.
 
     Args:
-        model: Made ready for quantization in place; its layers are unquantized until
-            the schedule says otherwise. In its place an `Inventory` of it, as
+        model: The model, whose layers are prepared in place; they stay unquantized
+            until the schedule says otherwise. Or the model's `Inventory`, as
             `take_inventory` gives it with `config`.
-        config: What to follow; `enabled` must be true.
+        config: The config to follow; `enabled` must be true.
         total_steps: Optimizer steps of the run, where the schedule needs them.
 
     Raises:
@@ -59,8 +59,8 @@ class MoQController:
         sensitivity: The `Sensitivity` that gives the schedule its eigenvalues; None
             unless the config enables them.
         sizes: The `ModelSizes`.
-        choice: The bits of each block that a budget got; None without one, and until
-            they are chosen.
+        choice: The bits of each block under a budget; None without one, and until they
+            are chosen.
         history: Every `Switch` so far.
     """
 
@@ -77,10 +77,10 @@ class MoQController:
         self.begin(inventory, total_steps)
 
     def begin(self, inventory: Inventory, total_steps: int | None) -> None:
-        """Begin a run, from float, whatever was done to the layers before; also once its length is known.
+        """Begin a run in float, whatever was done to the layers before; also called once the length is known.
 
         Args:
-            inventory: Of the model, as it is now.
+            inventory: The current inventory of the model.
             total_steps: Optimizer steps of the run, where the schedule needs them.
 
         Raises:
@@ -127,12 +127,12 @@ class MoQController:
 
     @property
     def all_layers(self) -> dict[str, QuantLayer]:
-        """Layers of the schedule and embedding tables, by name."""
+        """The layers of the schedule and the embedding tables, by name."""
         return {**self.layers, **self.embeddings}
 
     @property
     def has_arrived(self) -> bool:
-        """Whether every layer computes with its target precision and nothing else: weights and inputs."""
+        """Whether the weights and inputs of every layer are at their target precision, with no blend left."""
         return self.schedule.at_target and (
             self.rounds_inputs or not self.config.activation.enabled
         )
@@ -149,13 +149,13 @@ class MoQController:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the offset was reached: before it nothing is quantized."""
+        """Whether the offset was reached; before it nothing is quantized."""
         return any(bits != FLOAT_BITS for bits in self.schedule.bits.values())
 
     def step(
         self, eigenvalues: Mapping[str, float] | None = None
     ) -> tuple[Switch, ...]:
-        """After an optimizer step that was not skipped: advance the schedule.
+        """Advance the schedule, after an optimizer step that was not skipped.
 
         Args:
             eigenvalues: Block name to eigenvalue over the largest, 0 to 1; a block that
@@ -171,8 +171,7 @@ class MoQController:
         self.history += switches
         switched = {switch.block for switch in switches}
         due = self.schedule.steps % self.config.scale_refresh == 0
-        # In the same order in all processes, which gather weights for it that an engine
-        # has taken apart.
+        # All processes go in the same order, since they gather sharded weights for it.
         self._write_bits(block for block in self.blocks if due or block in switched)
         update_ranges(self._inputs().values())
         self._write_progress()
@@ -181,16 +180,16 @@ class MoQController:
         return switches
 
     def check_ranks(self, skipped: bool = False) -> None:
-        """Stop in all processes unless every one has the same config, plan and bits: before each step.
+        """Stop in all processes unless they have the same config, plan and bits; called before each step.
 
-        A message of 16 bytes. Ranks that disagree would wait for each other for ever,
-        or train different models.
+        It takes one message of 16 bytes. Ranks that disagree would wait for each other
+        for ever, or train different models.
 
         Args:
             skipped: Whether the gradient scaler skipped this rank's step.
 
         Raises:
-            MoQError: They differ; says how.
+            MoQError: They differ; the text says how.
         """
         if not is_distributed():
             return
@@ -216,11 +215,10 @@ class MoQController:
         )
 
     def measure(self) -> dict[str, float] | None:
-        """What the coming `step` needs: bits under a budget, which are chosen here if they are due, and eigenvalues.
+        """Choose the bits under a budget and measure the sensitivity, each if it is due before the coming `step`.
 
         Returns:
-            Eigenvalues, or what stands for them, measured if they are due; None without
-            `eigenvalue.enabled`.
+            The normalized sensitivity of each block; None without `eigenvalue.enabled`.
 
         Raises:
             MoQError: They cannot be measured; see `Sensitivity.update`.
@@ -235,7 +233,7 @@ class MoQController:
             and self._chooser is not None
             and self.config.budget is not None
         ):
-            # On the float model as the optimizer has just left it.
+            # Measured on the float model, just after the optimizer's step.
             step = self.schedule.steps + 1
             self.choice = self._chooser.cheapest_choice(
                 self.sensitivity.costs(self.config.budget.choices), step
@@ -247,7 +245,7 @@ class MoQController:
         return self.sensitivity.values if self.config.eigenvalue.enabled else None
 
     def refresh(self) -> None:
-        """Give the layers what the schedule says of the next forward pass, and look at their weights; in all processes.
+        """Set the layers up for the next forward pass and check their weights; in all processes.
 
         Raises:
             MoQError: A weight holds NaN or Inf.
@@ -256,7 +254,7 @@ class MoQController:
         check_finite(self.all_layers, gather=True)
 
     def _write_progress(self) -> None:
-        """Give the layers what changes from step to step, and drop the copies that an evaluation has made."""
+        """Set what changes from step to step in the layers, and drop the copies that an evaluation made."""
         blend = self.schedule.blend
         rounds_inputs = self.rounds_inputs
         for block, names in self.blocks.items():
@@ -272,10 +270,10 @@ class MoQController:
     def metrics(self) -> dict[str, float]:
         """Scalars for a Trainer's log.
 
-        Always bits per parameter and the size of the whole model now, in megabytes, the
-        share of it that is quantized, and where the config blends, each block's share
-        of the float weights. At the step of a switch also each block's bits, period and
-        eigenvalue.
+        They always hold the current bits per parameter, the size in megabytes and the
+        quantized share of the whole model, and with a blend each block's share of the
+        float weights. At the step of a switch they also hold each block's bits, period
+        and eigenvalue.
         """
         bits = self.schedule.bits
         period = self.schedule.period
@@ -301,12 +299,12 @@ class MoQController:
         return scalars
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs beside the float weights, in JSON types.
+        """Everything that a resumed run needs besides the float weights, in JSON types.
 
         Raises:
             MoQError: A weight holds NaN or Inf.
         """
-        # Of a run with many processes only the first one saves.
+        # Only the first of several processes saves, so this must not gather.
         check_finite(self.all_layers)
         ratios = {name: layer.moq.ratio for name, layer in self.layers.items()}
         return {
@@ -330,28 +328,27 @@ class MoQController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Go on from a saved state; call it after the float weights are loaded.
+        """Continue from a saved state; call it after the float weights are loaded.
 
         Returns:
-            What changed in the config and counts: dotted key to the saved value and the
-                current one.
+            The changes of the config that matter: dotted key to the saved and the
+                current value.
 
         Raises:
             MoQError: The state is of other layers, of a config that this one cannot go
                 on from (see `load_schedule`), of a newer moq_hf, or damaged.
         """
         check_state(state)
-        # A checkpoint of an earlier version lacks the keys that came later: they had
-        # their defaults.
+        # Keys that the saved config lacks had their defaults.
         changed = changes(MoQConfig.from_dict(state["config"]), self.config)
         load_schedule(self.schedule, state, changed)
         self.history = [Switch(*switch) for switch in state["history"]]
         self.choice = None if self.config.budget is None else choice_in(state)
         self._write_bits(self.blocks, state["ratios"])
         load_ranges(self._inputs(), state.get("input_ranges", {}))
-        # Before the offset a changed config may have made other blocks of the layers.
+        # Before the offset a changed config may have grouped the layers into other blocks.
         if self.sensitivity is not None and (self.has_begun or not changed):
-            # Other limits, another number of examples.
+            # With other limits the number of examples is found again.
             asked = (
                 {"rows": 0}
                 if any(
@@ -364,7 +361,7 @@ class MoQController:
         return changed
 
     def summary(self) -> str:
-        """One line: what is quantized and what is left alone, and why if neither the config nor its place says so."""
+        """One line on what is quantized and what is not, with the reason where the config does not say it."""
         return messages.summary(
             self.inventory, self.config, len(self.blocks), self.sizes
         )
@@ -389,18 +386,18 @@ class MoQController:
     def _write_bits(
         self, blocks: Iterable[str], saved: Mapping[str, str] | None = None
     ) -> None:
-        """Give the layers the schedule's bits: the one place in a run that does.
+        """Set the bits of the layers by the schedule; nothing else in a run does.
 
         Args:
-            blocks: Those that changed, or whose clipping ratios are due.
-            saved: Layer name to its ratios as they were saved; None searches them.
+            blocks: Blocks that changed, or whose clipping ratios are due.
+            saved: Layer name to its saved clipping ratios; None searches them.
         """
         bits = self.schedule.bits
         for block in blocks:
             for name in self.blocks[block]:
                 layer = self.layers[name]
                 if saved is None:
-                    # A frozen weight has the ratios that it had.
+                    # The ratios of a frozen weight stay right.
                     if (
                         bits[block] != layer.moq.bits
                         or layer.float_weight.requires_grad
@@ -413,7 +410,7 @@ class MoQController:
                     ratio = ratios_of_letters(
                         name, saved[name], layer.moq.grid.shape(*layer.matrix_shape)
                     )
-                    # On the meta device it would be lost.
+                    # A move to the meta device would lose the ratios.
                     layer.moq.ratio = (
                         ratio if layer.weight.is_meta else ratio.to(layer.weight.device)
                     )
@@ -440,6 +437,6 @@ def _checksum(state: Any) -> int:
 
 
 def handed_dtype(layers: Mapping[str, QuantLayer]) -> str | None:
-    """The dtype in which FSDP2 or ZeRO-3 handed the weights over, "bfloat16" for instance; None without an engine."""
+    """The dtype in which FSDP2 or ZeRO-3 handed over the weights, for instance "bfloat16"; None without them."""
     dtypes = {layer.moq.handed_dtype for layer in layers.values()} - {None}
     return str(next(iter(dtypes))).removeprefix("torch.") if dtypes else None
