@@ -222,9 +222,8 @@ def test_model_init_and_a_second_training_start_afresh(tmp_path: Path) -> None:
     assert_same(first, weights(plain))
 
 
-@pytest.mark.parametrize("precision", ["bf16"])
-def test_mixed_precision_quantizes_into_the_matmul_s_dtype(precision: str, tmp_path: Path) -> None:
-    trainer = moq(tmp_path, **{precision: True})
+def test_mixed_precision_quantizes_into_the_matmul_s_dtype(tmp_path: Path) -> None:
+    trainer = moq(tmp_path, bf16=True)
     trainer.train()
     layers = quant_layers(trainer.model)
     assert {layer.weight.dtype for layer in layers.values()} == {torch.float32}

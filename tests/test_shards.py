@@ -142,7 +142,6 @@ def test_a_policy_of_half_precision_hands_over_rounded_weights(training: bool, a
     # What is saved is rounded in the same way first.
     assert torch.equal(layer.quantized_copy(torch.bfloat16), expected)
     with gathered_state_dict(model) as tensors:
-        assert tensors is not None
         save_quantized(model, tmp_path, state_dict=tensors)
     saved: Any = dequantize_model(AutoModelForSequenceClassification.from_pretrained(tmp_path))
     assert torch.equal(saved.bert.pooler.dense.weight.to(torch.bfloat16), expected)

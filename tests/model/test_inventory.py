@@ -49,7 +49,6 @@ def test_a_run_has_the_controller_that_was_made_when_its_trainer_was_built(make:
     trainer = make(tmp_path)
     callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, MoQCallback))
     controller = callback.controller
-    assert controller is not None
     trainer.train()
     assert callback.controller is controller
     assert controller.schedule.total_steps == trainer.state.max_steps

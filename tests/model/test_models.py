@@ -15,7 +15,6 @@ from model_zoo import (
     MARKS,
     PAGE,
     TASKS,
-    Outcome,
     Stranger,
     inputs_of,
     new_model,
@@ -71,16 +70,6 @@ def test_the_page_has_no_cell_without_a_test() -> None:
         if cell != "-"
     ]
     assert filled == CASES
-
-
-@pytest.mark.parametrize(
-    "change", [{"losses": [1.0, 1.0]}, {"unmoved": ["a"]}, {"bits": {4, 5}}, {"tied_after": [["a"]]}]
-)
-def test_what_goes_wrong_is_noticed(change: dict[str, Any]) -> None:
-    found = Outcome(["a"], [], [], [], {4}, [2.0, 1.0], [], {"packed"}, False, {"equal": True, "tied": []})
-    assert found.faults() == []
-    assert len(found._replace(**change).faults()) == 1
-    assert len(found._replace(reply={"error": "no such file"}).faults()) == 1
 
 
 GROUPINGS: list[dict[str, Any]] = [

@@ -398,18 +398,17 @@ def dynamo() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("how", ["wrapped", "method", "function"])
-@pytest.mark.parametrize("backend", ["aot_eager"])
 @pytest.mark.parametrize("read", [None, broken, disabled])
-def test_compiled_models_read_the_quantized_weight(read: Read | None, backend: str, how: str) -> None:
+def test_compiled_models_read_the_quantized_weight(read: Read | None, how: str) -> None:
     model = reader(read)
-    whole = read is None
+    how_to_compile: Any = {"backend": "aot_eager", "fullgraph": read is None}
     if how == "wrapped":
-        run: Any = torch.compile(model, backend=backend, fullgraph=whole)
+        run: Any = torch.compile(model, **how_to_compile)
     elif how == "method":
-        model.compile(backend=backend, fullgraph=whole)
+        model.compile(**how_to_compile)
         run = model
     else:
-        run = torch.compile(lambda x: model(x), backend=backend, fullgraph=whole)
+        run = torch.compile(lambda x: model(x), **how_to_compile)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
     x = torch.randn(3, 8)
     for _ in range(3):

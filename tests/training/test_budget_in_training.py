@@ -109,7 +109,6 @@ def test_the_best_checkpoint_is_delivered_under_a_budget(with_callback_alone: bo
     # The first one at the target.
     assert trainer.state.best_global_step == 4
     controller = callback_of(trainer).controller
-    assert controller is not None and controller.choice is not None
     assert controller.schedule.bits == controller.choice.targets
     saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
     assert torch.equal(trainer.model.state_dict()["classifier.weight"], saved["classifier.weight"])
@@ -152,7 +151,6 @@ def test_fused_layers_of_a_llama_are_alike(tmp_path: Path) -> None:
 def test_bits_fall_from_the_start_to_their_own_targets(tmp_path: Path) -> None:
     trainer = trained(moq(tmp_path, config({"mean": 3.3}, start=5, offset=0)))
     controller = callback_of(trainer).controller
-    assert controller is not None and controller.choice is not None
     targets = controller.choice.targets
     assert controller.choice.step == 1
     for block, target in targets.items():

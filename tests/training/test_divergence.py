@@ -34,7 +34,6 @@ def test_a_divergence_is_that_of_the_quantized_model(
     assert config.measure == "divergence"
     controller = MoQController(tiny_bert, config, 300)
     sensitivity = controller.sensitivity
-    assert sensitivity is not None
     for part in (slice(0, 1), slice(1, None)):
         sensitivity.samples.add({name: value[part] for name, value in tiny_batch.items()})
     sensitivity.samples.end_step()
@@ -86,7 +85,6 @@ def test_a_predicted_cost_is_an_eigenvalue_times_the_squared_change(bits: int, t
         tiny_bert, MoQConfig.from_dict({**config, "sensitivity": {"measure": "eigenvalue"}}), 300
     )
     sensitivity = controller.sensitivity
-    assert sensitivity is not None
     sensitivity.samples.add(tiny_batch)
     found = sensitivity.costs([bits])["bert.pooler.dense"][bits]
     with measuring(tiny_bert, sensitivity.blocks) as blocks:

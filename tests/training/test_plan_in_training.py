@@ -181,25 +181,3 @@ def test_the_saved_state_has_the_whole_history(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     assert f"<dd>{over_the_model(3, trainer.model):.2f}</dd>" in page and "<dd>6 to 3 bits</dd>" in page
     assert saved["float_size_mb"] == sum(p.numel() for p in trainer.model.parameters()) * 4 / 1e6
-
-
-def test_auto_with_measured_eigenvalues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {
-        **CONFIG,
-        "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 0, "deadline": 1},
-        "eigenvalue": {"enabled": True, "max_overhead": 1.0},
-    }
-    trainer = trained(moq(tmp_path, config, max_steps=20))
-    told = capsys.readouterr().out
-    table = [line.split() for line in told.splitlines() if "sensitive" in line]
-    assert [line[:2] for line in table] == [["least", "sensitive"], ["most", "sensitive"]]
-    controller = trainer.moq.controller
-    last = {switch.block: switch.step for switch in controller.history}
-    # The pooler is outside of the layer list: factor 1.
-    assert last["bert.pooler.dense"] == int(table[0][-1]) < max(last.values()) <= int(table[1][-1]) <= 20
-    logs = [log for log in trainer.state.log_history if "moq/eigenvalue/bert.encoder.layer.0" in log]
-    assert {log["step"] for log in logs} == {switch.step for switch in controller.history}
-    measured = [[log[f"moq/eigenvalue/bert.encoder.layer.{k}"] for k in (0, 1)] for log in logs]
-    assert all(max(pair) == 1 and 0 <= min(pair) <= 1 for pair in measured)
-    trainer.save_state()
-    assert "<h2>Sensitivity</h2>" in write_report(tmp_path).read_text()

@@ -64,7 +64,6 @@ def config(start: int = 8, target: int = 4, period: int = 2, offset: int = 0, **
 
 def controller(**more: Any) -> MoQController:
     made = MoQController(Blocks(), config(**more))
-    assert made.sensitivity is not None
     made.sensitivity.set_run_length(1000, 8)
     return made
 
@@ -132,7 +131,6 @@ def test_a_small_budget_takes_fewer_examples() -> None:
     for share in (1.0, 0.4, 0.001):
         made = controller(num_samples=64, max_overhead=share)
         sensitivity = made.sensitivity
-        assert sensitivity is not None
         sensitivity.set_run_length(100, 8)
         counts.append(int(re.search(r"over up to (\d+) examples", sensitivity.summary())[1]))  # type: ignore[index]
     assert 64 >= counts[0] > counts[1] > counts[2] == MIN_ROWS
@@ -141,7 +139,6 @@ def test_a_small_budget_takes_fewer_examples() -> None:
 def test_the_share_that_was_taken_is_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     sensitivity = controller().sensitivity
-    assert sensitivity is not None
     sensitivity.seconds = 1.0
     sensitivity.report(100.0)
     sensitivity.report(10.0)
@@ -159,7 +156,6 @@ def results(*values: float) -> dict[str, Eigenvalue]:
 def test_values_are_those_of_the_mean_loss_at_the_quantized_weights() -> None:
     made = controller(start=3, target=2, period=1, num_samples=20, max_overhead=1.0)
     sensitivity = made.sensitivity
-    assert sensitivity is not None
     for seed in (0, 1, 2):
         sensitivity.samples.add(batch(8, seed))
     every = {k: torch.cat([batch(8, seed)[k] for seed in (0, 1, 2)]) for k in ("x", "labels")}
