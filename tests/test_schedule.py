@@ -272,33 +272,22 @@ def test_too_few_steps(config: MoQConfig, data: Any) -> None:
     with pytest.raises(MoQError) as error:
         PrecisionSchedule(config, "a", steps)
     told = str(error.value)
-    drops = config.start_bits - config.target_bits
-    changed = {
-        "start": (config.start_bits, r"start_bits (\d+)"),
-        "offset": (config.schedule.offset, r"schedule_offset (\d+)(?! the)"),
-        "deadline": (config.schedule.deadline, r"a deadline of ([\d.e-]+)"),
-        "ratio": (config.blend.change_ratio, r"quantize_change_ratio ([\d.]+)"),
-        "steps": (steps, r"a run of (\d+) steps"),
-    }
-    assert f"the {drops} drops" in told
+    assert f"the {config.start_bits - config.target_bits} drops" in told
     fits = told.split("What would fit: ")[1]
-    offered = 0
-    for name, (_, pattern) in changed.items():
+    changed = {
+        r"start_bits (\d+)": lambda v: {"start_bits": int(v)},
+        r"schedule_offset (\d+)(?! the)": lambda v: {"schedule": replace(config.schedule, offset=int(v))},
+        r"a deadline of ([\d.e-]+)": lambda v: {"schedule": replace(config.schedule, deadline=float(v))},
+        r"quantize_change_ratio ([\d.]+)": lambda v: {"blend": replace(config.blend, change_ratio=float(v))},
+    }
+    longer = re.findall(r"a run of (\d+) steps", fits)
+    for value in longer:
+        PrecisionSchedule(config, "a", int(value))
+    offered = len(longer)
+    for pattern, change in changed.items():
         for value in re.findall(pattern, fits):
             offered += 1
-            now = {key: old for key, (old, _) in changed.items()} | {name: float(value)}
-            PrecisionSchedule(
-                make(
-                    int(now["start"]),
-                    config.target_bits,
-                    config.schedule.period,
-                    int(now["offset"]),
-                    now["deadline"],
-                    blend=BlendConfig(enabled=config.blend.enabled, change_ratio=now["ratio"]),
-                ),
-                "a",
-                int(now["steps"]),
-            )
+            PrecisionSchedule(replace(config, **change(value)), "a", steps)
     assert offered == fits.count(",") + 1
 
 
@@ -385,33 +374,28 @@ def test_a_saved_state_goes_on_as_if_never_saved(
 @settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(configs, st.integers(10, 400), shares, st.none() | st.floats(0.001, 1))
 def test_what_a_plan_says_would_fit_fits(plain: MoQConfig, steps: int, share: float, blend: float | None) -> None:
-    more = {"blend": BlendConfig(enabled=blend is not None, change_ratio=blend or 1.0)}
-    where = plain.schedule
-    config = make(plain.start_bits, plain.target_bits, where.period, where.offset, **more)
+    config = replace(plain, blend=BlendConfig(enabled=blend is not None, change_ratio=blend or 1.0))
     made = plan(config, steps, eigenvalues={"a": share})
     assume(not made.reached)
     (note,) = made.notes
     advice = note.split("): ")[1]
-    patterns = {
-        r"quantize_period of at most (\d+)": lambda v: {"period": int(v)},
-        r"start_bits (\d+)": lambda v: {"start": int(v)},
-        r'(quantize_period "auto")': lambda v: {"period": "auto"},
-        r"deadline of (1)": lambda v: {"deadline": 1.0},
-        r"quantize_change_ratio of at least ([\d.]+)": lambda v: {
-            "blend": BlendConfig(enabled=True, change_ratio=float(v))
+    changed = {
+        r"quantize_period of at most (\d+)": lambda v: {"schedule": replace(config.schedule, period=int(v))},
+        r"start_bits (\d+)": lambda v: {"start_bits": int(v)},
+        r'quantize_period "(auto)"': lambda v: {"schedule": replace(config.schedule, period=v)},
+        r"deadline of (1)": lambda v: {"schedule": replace(config.schedule, deadline=1.0)},
+        r"change_ratio of at least ([\d.]+)": lambda v: {
+            "blend": replace(config.blend, change_ratio=float(v))
         },
-        r"only a run of (\d+) steps": lambda v: {"total": int(v)},
     }
-    offered = 0
-    for pattern, change in patterns.items():
+    longer = re.findall(r"only a run of (\d+) steps", advice)
+    for value in longer:
+        assert plan(config, int(value), eigenvalues={"a": share}).reached, note
+    offered = len(longer)
+    for pattern, change in changed.items():
         for value in re.findall(pattern, advice):
             offered += 1
-            keys = {
-                "start": config.start_bits, "target": config.target_bits, "period": where.period,
-                "offset": where.offset, "total": steps, **more, **change(value),
-            }  # fmt: skip
-            total = keys.pop("total")
-            assert plan(make(**keys), total, eigenvalues={"a": share}).reached, note
+            assert plan(replace(config, **change(value)), steps, eigenvalues={"a": share}).reached, note
     assert offered == advice.count(", or ") + 1
 
 

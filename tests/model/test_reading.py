@@ -91,14 +91,6 @@ READERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], dict[
         TABLES,
         "rel_embeddings",
     ),
-    "DeBERTa-v2": (
-        lambda: hf.DebertaV2ForSequenceClassification(
-            hf.DebertaV2Config(**TEXT, **RELATIVE, **WIDE, position_buckets=8, norm_rel_ebd="none")
-        ),
-        sentences,
-        TABLES,
-        "rel_embeddings",
-    ),
 }
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import model_zoo
 import pytest
 import torch
 import transformers as hf
@@ -32,22 +33,6 @@ def config(
         "eigenvalue": {"max_overhead": 1.0, "num_samples": 8},
         **more,
     }
-
-
-def llama() -> hf.LlamaForSequenceClassification:
-    hf.set_seed(7)
-    return hf.LlamaForSequenceClassification(
-        hf.LlamaConfig(
-            vocab_size=60,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=16,
-            pad_token_id=0,
-        )
-    )
 
 
 def mean_of(found: Any) -> float:
@@ -137,12 +122,13 @@ def test_bits_are_not_chosen_by_what_is_not_finite(measure: str, tmp_path: Path)
 
 def test_fused_layers_of_a_llama_are_alike(tmp_path: Path) -> None:
     budget = config({"mean": 3.0}, serve=["transformers"])
-    trainer = MoQTrainer(llama(), arguments(tmp_path, max_steps=6), train_dataset=rows(), moq_config=budget)
+    model = model_zoo.new_model("Llama", "sequence classification")
+    trainer = MoQTrainer(model, arguments(tmp_path, max_steps=6), train_dataset=rows(), moq_config=budget)
     trainer.train()
     trainer.save_model(str(tmp_path / "out"))
     layers = verify_quantized(tmp_path / "out", trainer.model).layers
     assert len({layer.bits for layer in layers.values()}) > 1
-    for block in range(3):
+    for block in range(2):
         for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
             bits = [layer.bits for name, layer in layers.items() if f".{block}." in name and name.endswith(names)]
             assert len(bits) == len(names) and len(set(bits)) == 1
@@ -266,11 +252,12 @@ def test_a_schedule_needs_its_choice() -> None:
 
 
 def test_units_are_what_servers_fuse() -> None:
-    names = list(Inventory.of(llama()).units([f"model.layers.0.mlp.{n}_proj" for n in ("gate", "up", "down")]))
+    inventory = Inventory.of(model_zoo.new_model("Llama", "causal LM"))
+    names = list(inventory.units([f"model.layers.0.mlp.{n}_proj" for n in ("gate", "up", "down")]))
     assert names == ["model.layers.0.mlp.gate_proj-up_proj", "model.layers.0.mlp.down_proj"]
     experts = [f"model.layers.0.mlp.experts.{n}" for n in ("gate_up_proj", "down_proj")]
     single = [f"model.layers.1.mlp.experts.{k}.w{n}" for k in range(2) for n in (1, 2)]
-    units = Inventory.of(llama()).units([*experts, *single])
+    units = inventory.units([*experts, *single])
     assert units == {"model.layers.0.mlp.experts": experts, "model.layers.1.mlp.experts": single}
 
 

@@ -363,14 +363,8 @@ def tokenizer() -> hf.PreTrainedTokenizerFast:
     words = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(57))]
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    marks = {
-        "pad_token": "<pad>",
-        "eos_token": "<eos>",
-        "unk_token": "<unk>",
-        "cls_token": "<eos>",
-        "sep_token": "<eos>",
-    }
-    return hf.PreTrainedTokenizerFast(tokenizer_object=backend, **marks)
+    marks = dict.fromkeys(["eos_token", "cls_token", "sep_token"], "<eos>")
+    return hf.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", **marks)
 
 
 SENTENCES = [" ".join(f"w{first * word % 57}" for word in range(8)) for first in range(1, 17)]
