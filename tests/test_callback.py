@@ -1,12 +1,8 @@
 import json
 import shutil
-import signal
-from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import programs
 import pytest
 import torch
 import transformers as hf
@@ -90,36 +86,6 @@ def test_a_resumed_run_is_an_uninterrupted_one(make: Any, config: Any, tmp_path:
         resumed.train(resume_from_checkpoint=True)
         assert_same(whole, weights(resumed))
         assert {layer.moq.bits for layer in quant_layers(resumed.model).values()} == {3}
-
-
-def train_and_tell(folder: Path, pipe: Connection) -> None:
-    class Step(hf.TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            pipe.send(state.global_step)
-
-    torch.set_num_threads(1)
-    stock(folder, STOCHASTIC, [Step()], save_strategy="steps", save_steps=3).train()
-
-
-def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
-    context = programs.warm()
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=train_and_tell, args=(tmp_path / "run", theirs))
-    process.start()
-    theirs.close()
-    # It closes the pipe when it ends.
-    with suppress(EOFError):
-        while ours.recv() < 8:
-            pass
-        process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    saved = sorted(int(path.name.split("-")[1]) for path in (tmp_path / "run").glob("checkpoint-*"))
-    resumed = stock(tmp_path / "run", STOCHASTIC, save_strategy="steps", save_steps=3)
-    # The kill may come while a later checkpoint is being written; the one of step 6 is whole.
-    assert 6 in saved
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-6"))
-    assert_same(undisturbed("stochastic"), weights(resumed))
 
 
 def test_accumulation_counts_once_and_equals_a_larger_batch(tmp_path: Path) -> None:

@@ -384,9 +384,7 @@ def test_what_a_plan_says_would_fit_fits(plain: MoQConfig, steps: int, share: fl
         r"start_bits (\d+)": lambda v: {"start_bits": int(v)},
         r'quantize_period "(auto)"': lambda v: {"schedule": replace(config.schedule, period=v)},
         r"deadline of (1)": lambda v: {"schedule": replace(config.schedule, deadline=1.0)},
-        r"change_ratio of at least ([\d.]+)": lambda v: {
-            "blend": replace(config.blend, change_ratio=float(v))
-        },
+        r"change_ratio of at least ([\d.]+)": lambda v: {"blend": replace(config.blend, change_ratio=float(v))},
     }
     longer = re.findall(r"only a run of (\d+) steps", advice)
     for value in longer:

@@ -44,16 +44,6 @@ def test_blocks_are_entries_of_the_outermost_list_or_of_the_one_that_is_measured
     }
 
 
-@pytest.mark.parametrize("make", [stock, moq])
-def test_a_run_has_the_controller_that_was_made_when_its_trainer_was_built(make: Any, tmp_path: Path) -> None:
-    trainer = make(tmp_path)
-    callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, MoQCallback))
-    controller = callback.controller
-    trainer.train()
-    assert callback.controller is controller
-    assert controller.schedule.total_steps == trainer.state.max_steps
-
-
 def test_a_layer_that_was_replaced_in_the_meantime_is_quantized(tmp_path: Path) -> None:
     trainer = stock(tmp_path)
     trainer.model.bert.pooler.dense = nn.Linear(16, 16)

@@ -144,17 +144,6 @@ def test_adapters_count_as_float(tiny_bert: hf.BertForSequenceClassification) ->
     assert controller.sizes.share == weights / numbers_of(model) < 0.5
 
 
-def test_parameters_are_counted_once_and_not_at_each_step(
-    tiny_bert: hf.BertForSequenceClassification, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    controller = controller_of(tiny_bert)
-    monkeypatch.setattr(tiny_bert, "named_parameters", None)
-    monkeypatch.setattr(tiny_bert, "named_modules", None)
-    for _ in range(3):
-        controller.step()
-        assert len(controller.metrics()) >= 3
-
-
 def test_numbers_of_parameters_are_shown_in_millions() -> None:
     assert [in_words(count) for count in (0, 99_999, 100_000, 1_234_567_890)] == ["0", "99,999", "0.1 M", "1,234.6 M"]
 
