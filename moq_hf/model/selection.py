@@ -55,15 +55,13 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
     )
     experts = select_experts(inventory, config)
     layers, left_out = select_layers(inventory, config, bool(experts))
-    embeddings = (
-        embeddings_to_quantize(inventory, config)
-        if config.quantize_embeddings is not None
-        else {}
-    )
-    if config.quantize_embeddings is not None and not embeddings:
-        raise MoQError(
-            "quantize_embeddings: the model has no embedding table that can be quantized; set it to null"
-        )
+    embeddings: dict[str, nn.Embedding] = {}
+    if config.quantize_embeddings is not None:
+        embeddings = embeddings_to_quantize(inventory, config)
+        if not embeddings:
+            raise MoQError(
+                "quantize_embeddings: the model has no embedding table that can be quantized; set it to null"
+            )
     tied = select_tied(inventory, {**embeddings, **layers}, config)
     inventory = replace(
         inventory,

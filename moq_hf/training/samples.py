@@ -48,9 +48,7 @@ class Samples:
 
     def add(self, inputs: Mapping[str, Any]) -> None:
         """Take a micro-batch. Its tensors are kept, not copied."""
-        self._batches.append(
-            {k: v.detach() if isinstance(v, Tensor) else v for k, v in inputs.items()}
-        )
+        self._batches.append(with_tensors(inputs, Tensor.detach))
         while sum(map(rows_of, self._batches[1:])) >= self.num_samples:
             del self._batches[0]
 
@@ -92,13 +90,9 @@ class Samples:
         """The kept examples, as text."""
         buffer = io.BytesIO()
         # A clone, because a view would be saved with its whole storage.
-        kept = []
-        for batch in self._batches:
-            copy = dict(batch)
-            for name, value in batch.items():
-                if isinstance(value, Tensor):
-                    copy[name] = value.cpu().clone()
-            kept.append(copy)
+        kept = [
+            with_tensors(b, lambda value: value.cpu().clone()) for b in self._batches
+        ]
         torch.save(kept, buffer)
         return base64.b64encode(zlib.compress(buffer.getvalue())).decode()
 
@@ -145,6 +139,16 @@ def rows_of(inputs: Batch) -> int:
     )
 
 
+def with_tensors(
+    inputs: Mapping[str, Any], change: Callable[[Tensor], Tensor]
+) -> Batch:
+    """A batch with each of its tensors changed, and its other values as they are."""
+    return {
+        name: change(value) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
+
+
 def part_of(inputs: Batch, start: int, end: int) -> Batch:
     """The examples from `start` to `end`; all of them if the batch cannot be split.
 
@@ -153,10 +157,7 @@ def part_of(inputs: Batch, start: int, end: int) -> Batch:
     """
     if not can_split(inputs):
         return inputs
-    return {
-        key: value[start:end] if isinstance(value, Tensor) else value
-        for key, value in inputs.items()
-    }
+    return with_tensors(inputs, lambda value: value[start:end])
 
 
 def can_split(inputs: Batch) -> bool:
