@@ -202,26 +202,30 @@ def test_make_demo(checkout: Path) -> None:
     assert "model.safetensors" in done.stdout
 
 
-def test_make_bench(tmp_path: Path) -> None:
-    (tmp_path / "Makefile").symlink_to(ROOT / "Makefile")
-    (tmp_path / "benchmarks").mkdir()
-    for name in ("first", "second"):
-        (tmp_path / "benchmarks" / f"{name}.py").write_text(f"print('ran {name}')")
-    done = make("bench", "MEASUREMENTS=first second", cwd=tmp_path)
+def made(target: str, scripts: dict[str, str], *words: str, folder: Path) -> str:
+    """What make prints of a target where the benchmarks are these scripts."""
+    (folder / "Makefile").symlink_to(ROOT / "Makefile")
+    (folder / "benchmarks").mkdir()
+    for name, text in scripts.items():
+        (folder / "benchmarks" / f"{name}.py").write_text(text)
+    done = make(target, *words, cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "ran first" in done.stdout and "ran second" in done.stdout
+    return done.stdout
+
+
+def test_make_bench(tmp_path: Path) -> None:
+    scripts = {name: f"print('ran {name}')" for name in ("first", "second")}
+    told = made("bench", scripts, "MEASUREMENTS=first second", folder=tmp_path)
+    assert "ran first" in told and "ran second" in told
     (listed,) = re.findall(r"^MEASUREMENTS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert [name for name in listed.split() if not (ROOT / "benchmarks" / f"{name}.py").exists()] == []
 
 
 def test_make_gpu(tmp_path: Path) -> None:
     """With the Python that is there and the arguments that are given; test_gpu_script.py has what it runs."""
-    (tmp_path / "Makefile").symlink_to(ROOT / "Makefile")
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "gpu.py").write_text("import os, sys; print(sys.argv[1:], os.environ['PYTHONPATH'])")
-    done = make("gpu", f"PYTHON={sys.executable}", "GPU=--small", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "['--small']" in done.stdout and str(tmp_path) in done.stdout
+    script = "import os, sys; print(sys.argv[1:], os.environ['PYTHONPATH'])"
+    told = made("gpu", {"gpu": script}, f"PYTHON={sys.executable}", "GPU=--small", folder=tmp_path)
+    assert "['--small']" in told and str(tmp_path) in told
 
 
 def test_pip_install(tmp_path: Path) -> None:

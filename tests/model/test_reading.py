@@ -94,18 +94,18 @@ READERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], dict[
 }
 
 
+def train(model: nn.Module, data: list[Any], config: dict[str, Any], folder: Path, **more: Any) -> hf.Trainer:
+    args = arguments(folder, max_steps=4, **more)
+    trainer = hf.Trainer(model, args, train_dataset=data, eval_dataset=data, callbacks=[MoQCallback(config)])
+    trainer.train()
+    return trainer
+
+
 @pytest.mark.parametrize("family", READERS)
 def test_families_that_read_weights_are_evaluated_as_delivered(family: str, tmp_path: Path) -> None:
     make, rows, config, name = READERS[family]
     model, data = make(), rows()
-    trainer = hf.Trainer(
-        model=model,
-        args=arguments(tmp_path, max_steps=4),
-        train_dataset=data,
-        eval_dataset=data,
-        callbacks=[MoQCallback(config)],
-    )
-    trainer.train()
+    trainer = train(model, data, config, tmp_path)
     layers = {**quant_layers(model), **quant_embeddings(model)}
     read = [layer for path, layer in layers.items() if path.endswith(name)]
     assert read and all(layer.moq.used for layer in read)
@@ -164,14 +164,8 @@ def test_fused_paths_of_pytorch_see_the_quantized_weight(
 ) -> None:
     model = kind()
     data = [{"x": torch.randn(6, 32), "labels": index % 2} for index in range(4)]
-    trainer = hf.Trainer(
-        model=model,
-        args=arguments(tmp_path, max_steps=4, learning_rate=1e-2),
-        train_dataset=data,
-        eval_dataset=data,
-        callbacks=[MoQCallback({**CONFIG, "quantize_bits": {"start_bits": 3, "target_bits": 2}})],
-    )
-    trainer.train()
+    config = {**CONFIG, "quantize_bits": {"start_bits": 3, "target_bits": 2}}
+    trainer = train(model, data, config, tmp_path, learning_rate=1e-2)
     assert not [name for name, layer in quant_layers(model).items() if not layer.moq.used]
     assert ("attention.out_proj" in quant_layers(model)) == (kind is Attention)
     loss = trainer.evaluate()["eval_loss"]

@@ -98,17 +98,6 @@ def test_a_smaller_batch_after_running_out_of_memory_is_a_new_run(tmp_path: Path
     assert retried.schedule.state_dict() == small.schedule.state_dict() and retried.history == small.history
 
 
-def test_settings_of_the_matmul_are_the_user_s(tmp_path: Path) -> None:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        trained(Scaled(new_model(), arguments(tmp_path), train_dataset=rows(), moq_config=EIGEN))
-        assert torch.get_float32_matmul_precision() == "high"
-        assert torch.backends.cuda.matmul.allow_tf32
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def test_resuming_with_a_scaler_takes_its_scale_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     settings = {"fp16": True, "save_strategy": "steps", "save_steps": 6}
