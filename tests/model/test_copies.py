@@ -202,27 +202,6 @@ def test_another_precision_makes_another_copy(change: str) -> None:
         assert not torch.equal(model[0].quantized_weight(), before)
 
 
-def test_what_is_read_and_what_is_multiplied_are_two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = net().eval()
-    calls = counted(monkeypatch)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        for _ in range(3):
-            assert model[0].quantized_weight().dtype == torch.bfloat16
-            assert model[0].quantized_weight(torch.float32).dtype == torch.float32
-    assert len(calls) == 2
-
-
-def test_another_weight_of_torch_func_is_seen() -> None:
-    model = net()
-    x = torch.randn(3, 16)
-    for factor in (1.5, 2.5):
-        given = {name: (tensor * factor).detach() for name, tensor in model.named_parameters()}
-        out = torch.func.functional_call(model[0], {key[2:]: given[key] for key in ("0.weight", "0.bias")}, (x,))
-        wanted = q.fake_quantize(given["0.weight"], 3, model[0].moq.grid)
-        assert torch.equal(out, nn.functional.linear(x, wanted, given["0.bias"]))
-        assert is_fresh(model)
-
-
 def test_a_backward_pass_after_evaluation_uses_what_its_forward_pass_used() -> None:
     model = net().train()
     x = torch.randn(3, 16, requires_grad=True)

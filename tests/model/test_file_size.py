@@ -12,7 +12,6 @@ from moq_hf import MoQConfig, save_quantized
 from moq_hf.model.convert import prepare_model
 from moq_hf.model.selection import take_inventory
 from moq_hf.model.sizes import FileSize
-from moq_hf.training.controller import MoQController
 
 
 def bert() -> BertForSequenceClassification:
@@ -77,12 +76,3 @@ def test_files_whose_codes_are_alike_are_named() -> None:
         config, inventory, layers, tables = prepared(model, **more)
         why = FileSize(inventory, layers, tables, config.quantize_embeddings).why_alike()
         assert why is not None and words in why
-
-
-def test_the_size_is_told_without_changing_the_model(tiny_bert: BertForSequenceClassification) -> None:
-    controller = MoQController(tiny_bert, MoQConfig(start_bits=8, target_bits=4), 200)
-    before = {name: layer.moq.bits for name, layer in controller.layers.items()}
-    file = FileSize(controller.inventory, controller.layers, {}, None)
-    sizes = [sum(file.of_layer(name, bits) for name in controller.layers) for bits in range(2, 9)]
-    assert sizes == sorted(set(sizes))
-    assert {name: layer.moq.bits for name, layer in controller.layers.items()} == before

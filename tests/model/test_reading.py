@@ -485,12 +485,6 @@ def test_forward_may_be_called_by_its_name() -> None:
     assert torch.equal(model.forward(x), plain(model)(x))
     assert torch.equal(Reader.forward(model, x), plain(model)(x))
 
-    def forward(x: Tensor) -> bool:
-        return in_forward()
-
-    # Of no module.
-    assert not forward(x)
-
 
 def test_weights_taken_past_the_layers_are_named() -> None:
     def read(self: Reader, x: Tensor) -> Tensor:
