@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .errors import MoQError
+from .errors import MoQError, check_choice
 from .processes import is_apart
 
 # Computes the loss of one batch, a scalar with its graph.
@@ -109,8 +109,7 @@ def block_eigenvalues(
     """
     losses = [loss] if callable(loss) else list(loss)
     parameters = {name: list(tensors) for name, tensors in blocks.items()}
-    if method not in ("lanczos", "power"):
-        raise MoQError(f'method must be "lanczos" or "power", got {method!r}')
+    check_choice("method", method, ("lanczos", "power"))
     if max_iter < 1 or not 0 < tol < math.inf or not 0 <= stability < math.inf:
         raise MoQError(
             f"max_iter must be at least 1, tol above 0 and stability at least 0; got {max_iter}, {tol}, {stability}"

@@ -2,7 +2,7 @@
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,18 @@ def show_key(path: str) -> str:
     if not path.isprintable():
         return show(path)
     return path if len(path) <= 80 else path[:77] + "..."
+
+
+def check_choice(option: str, value: object, legal: Collection[object]) -> None:
+    """Check an argument that takes one of a few values.
+
+    Raises:
+        MoQError: It is none of them.
+    """
+    if value not in legal:
+        raise MoQError(
+            f"{option} must be one of {', '.join(map(str, legal))}, got {value!r}"
+        )
 
 
 def listed(keys: Sequence[str], most: int = MOST_FAULTS) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import MoQConfig
-from ..errors import MoQError, one_line, require
+from ..errors import MoQError, check_choice, one_line, require
 from ..grid import InputGrid, InputScale
 from ..packed.files import new_path, staged
 from ..quantizer import Quantized
@@ -196,8 +196,8 @@ def export_onnx(
     """
     require("onnx", "onnxruntime", "onnxscript")
     for flavor in flavors or (None,):
-        _check_choice("flavors", flavor, FLAVORS)
-    _check_choice("cpu", cpu, ("auto", *TARGETS))
+        check_choice("flavors", flavor, FLAVORS)
+    check_choice("cpu", cpu, ("auto", *TARGETS))
     target = target_here() if cpu == "auto" else cpu
     if "qdq" in flavors and target != "vnni":
         raise MoQError(
@@ -214,8 +214,8 @@ def export_onnx(
         trained.bits if activation_bits is None else activation_bits,
         trained.scale if activation_scale is None else activation_scale,
     )
-    _check_choice("activation_bits", grid.bits, range(2, 9))
-    _check_choice("activation_scale", grid.scale, get_args(InputScale))
+    check_choice("activation_bits", grid.bits, range(2, 9))
+    check_choice("activation_scale", grid.scale, get_args(InputScale))
     found = Export(
         directory=Path(out),
         compared=reference.compared,
@@ -258,13 +258,6 @@ def export_onnx(
                 )
         _write_rest(folder, checkpoint, found, tolerance)
     return found
-
-
-def _check_choice(option: str, value: object, legal: Sequence[object]) -> None:
-    if value not in legal:
-        raise MoQError(
-            f"{option} must be one of {', '.join(map(str, legal))}, got {value!r}"
-        )
 
 
 def _rounding(

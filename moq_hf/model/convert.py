@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import MoQConfig
-from ..errors import MoQError
+from ..errors import MoQError, check_choice
 from ..grid import Grid
 from ..inputs import new_inputs
 from ..layer_state import LayerState
@@ -106,8 +106,7 @@ def dequantize_model(
     >>> torch.equal(dequantize_model(model, weights="float")[0].weight, before)
     True
     """
-    if weights not in ("quantized", "float"):
-        raise MoQError(f'weights must be "quantized" or "float", got {weights!r}')
+    check_choice("weights", weights, ("quantized", "float"))
     given = model
     model = unwrapped(model)
     if is_packed(model):

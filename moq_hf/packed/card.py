@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ pip install transformers "compressed-tensors>=0.18"
 ```
 
 ```python
-from transformers import {cls}
+from {module} import {cls}
 
 model = {cls}.from_pretrained("{name}")
 ```"""
@@ -137,11 +136,12 @@ def _loading(name: str, folder: Path, saved: Verification) -> str:
     ):
         return _BY_HAND
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    architecture = (config.get("architectures") or ["AutoModel"])[0]
-    head = re.search(r"For\w+$", architecture)
-    auto = f"AutoModel{head[0]}" if head else "AutoModel"
-    cls = auto if hasattr(transformers, auto) else architecture
-    return _BY_TRANSFORMERS.format(cls=cls, name=name)
+    # The class that was proven: that of `AutoModel` may have no head, or another one.
+    cls = config["architectures"][0]
+    module = (
+        "transformers" if hasattr(transformers, cls) else "the_module_that_defines_it"
+    )
+    return _BY_TRANSFORMERS.format(module=module, cls=cls, name=name)
 
 
 def _results(metrics: Mapping[str, float], before: Mapping[str, float]) -> str:

@@ -87,7 +87,7 @@ def bytes_in(size: int | str) -> int:
     """
     try:
         count = int(convert_file_size_to_int(size))
-    except ValueError:
+    except (ValueError, AttributeError):
         count = 0
     if count < 1:
         raise MoQError(

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import MoQError, one_line
+from ..errors import MoQError, check_choice, one_line
 from ..formats.stored import MAX_PACKED_BITS
-from ..formats.table import Layout, has_codes
+from ..formats.table import LAYOUTS, Layout, has_codes
 from ..model.inventory import Inventory
 from ..model.sizes import ModelSizes, parts_are_called
 from ..names import uncompiled, without_fsdp, without_peft
@@ -120,7 +120,8 @@ def save_quantized(
         max_shard_size: The largest size of a weight file: bytes, or a text such as
             "5GB".
         inputs: A batch as the model's forward pass takes it, to check the files with;
-            None does not load them.
+            None does not load them. Where the model cannot answer it, a warning says
+            that nothing is proven.
         layout: How the files hold the weights: "packed", "unpacked" (unpacked while
             loading) or "floats"; None is the first of them that transformers can load.
 
@@ -130,7 +131,8 @@ def save_quantized(
     Raises:
         MoQError: The model is not one of transformers or has no quantized layer, a
             quantized weight is shared, sharded or holds NaN or Inf, transformers cannot
-            make a model of its class, or the files cannot be written.
+            make a model of its class, `layout` is none of the three, or the files
+            cannot be written.
 
     >>> import tempfile
     >>> from moq_hf import quantize_model, verify_quantized
@@ -146,9 +148,12 @@ def save_quantized(
     options = SaveOptions(
         processing_class, controller, metrics, float_metrics, state_dict, max_shard_size
     )
+    check_choice("layout", layout, (None, *LAYOUTS))
     if inputs is not None and not isinstance(inputs, ReferenceOutputs):
         inputs = ReferenceOutputs(model, inputs)
-    _Saving(model, directory, options).save(inputs, layout)
+    saved = _Saving(model, directory, options).save(inputs, layout)
+    if saved.proof is not None and saved.proof.agrees is None:
+        logger.warning("moq_hf: %s: %s", directory, saved.proof)
     return Path(directory)
 
 

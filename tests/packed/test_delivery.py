@@ -337,6 +337,38 @@ def test_save_quantized_writes_a_card_and_spares_another_one(tmp_path: Path) -> 
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == "my own words"
 
 
+class OwnHead(hf.BertForSequenceClassification):
+    """A class that transformers does not know."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "module"),
+    [
+        (hf.GPT2LMHeadModel, hf.GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2), "transformers"),
+        (hf.T5EncoderModel, hf.T5Config(vocab_size=60, d_model=16, d_kv=8, num_layers=1, num_heads=2), "transformers"),
+        (OwnHead, bert().config, "the_module_that_defines_it"),
+    ],
+)
+def test_the_card_names_the_class_that_was_saved(cls: Any, config: Any, module: str, tmp_path: Path) -> None:
+    save_quantized(quantize_model(cls(config), FIXED), tmp_path)
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert f"from {module} import {cls.__name__}\n" in card and f"\nmodel = {cls.__name__}.from_pretrained(" in card
+
+
+def test_wrong_arguments_are_one_error_and_an_unanswered_batch_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = quantize_model(bert(), FIXED)
+    with pytest.raises(MoQError, match="layout must be one of None, packed, unpacked, floats, got 'dense'"):
+        save_quantized(model, tmp_path / "out", layout="dense")  # type: ignore[arg-type]
+    for size in (1.5, None):
+        with pytest.raises(MoQError, match=f"max_shard_size: a number of bytes, .* got {size}"):
+            save_quantized(model, tmp_path / "out", max_shard_size=size)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+    save_quantized(model, tmp_path / "out", inputs={})
+    assert "out: delivered = evaluated: not proven, the model in memory cannot evaluate" in caplog.text
+
+
 def test_a_weight_that_is_used_past_its_layer_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Past(hf.BertForSequenceClassification):
         """Takes a weight from where nothing can see it."""

@@ -152,7 +152,8 @@ def test_the_card_tells_metrics_sizes_bits_and_how_to_load(tmp_path: Path) -> No
     assert result.metric_value == 0.75 and card.data.base_model == "bert-base-cased"
     assert card.data.pipeline_tag == "text-classification" and card.data.license == "apache-2.0"
     assert "| accuracy | 0.8000 | 0.7500 | -0.0500 |" in text and "runtime" not in text and "odd" not in text
-    assert "AutoModelForSequenceClassification.from_pretrained(" in text
+    assert "from transformers import BertForSequenceClassification" in text
+    assert "BertForSequenceClassification.from_pretrained(" in text
     assert "| bert.encoder.layer.0.attention.self.query | 3 | packed | " in text
     assert "learning_rate: 0.01" in text and '"quantize_embeddings": 8' in text and str(tmp_path) not in text
     assert verify_quantized(tmp_path / "tiny").state["metrics"]["eval_odd"] is None
