@@ -356,43 +356,33 @@ RECIPES = sorted({*SCHEMA.parent.glob("*.json")} - {SCHEMA})
 README = ROOT / "configs" / "README.md"
 
 
+# Target bits and grouping of each recipe.
+READ = {
+    "moq_8to4": (4, PerChannel()),
+    "moq_w4": (4, PerChannel()),
+    "moq_w3": (3, PerChannel()),
+    "moq_w2": (2, PerChannel()),
+    "moq_lm_w4": (4, PerGroup(32)),
+    "moq_auto": (4, RowBlocks(8)),
+    **dict.fromkeys(["moq", "moq_eigen", *(f"glue_{task}" for task in GLUE)], (8, RowBlocks(8))),
+}
+
+
 def rows_of(page: Path) -> dict[str, list[str]]:
     """Rows of the tables whose first cell names a recipe."""
     rows = re.findall(r"^\| `(\w+\.json)` \|(.*)\|$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {name: [cell.strip().replace(",", "") for cell in cells.split("|")] for name, cells in rows}
 
 
-def drops_of(config: MoQConfig) -> list[int]:
-    """Steps of the drops, from a replay of the schedule."""
-    schedule = PrecisionSchedule(config, ["b"])
-    drops = []
-    while not schedule.at_target:
-        drops += [switch.step for switch in schedule.advance() if switch.before != FLOAT_BITS]
-    return drops
-
-
 def test_there_is_a_recipe_for_everything() -> None:
-    assert {path.stem for path in RECIPES} == {
-        "moq",
-        "moq_8to4",
-        "moq_w4",
-        "moq_lm_w4",
-        "moq_w3",
-        "moq_w2",
-        "moq_eigen",
-        "moq_auto",
-        *(f"glue_{task}" for task in GLUE),
-    }
+    assert {path.stem for path in RECIPES} == READ.keys()
     assert set(rows_of(README)) == {path.name for path in RECIPES}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_read(path: Path) -> None:
     config = MoQConfig.from_file(path)
-    low = {"moq_8to4": 4, "moq_w4": 4, "moq_w3": 3, "moq_w2": 2}
-    groups = dict.fromkeys(low, PerChannel()) | {"moq_lm_w4": PerGroup(32)}
-    assert config.enabled and config.grouping == groups.get(path.stem, RowBlocks(8))
-    assert config.target_bits == (low | {"moq_auto": 4, "moq_lm_w4": 4}).get(path.stem, 8)
+    assert config.enabled and (config.target_bits, config.grouping) == READ[path.stem]
 
 
 def test_the_schema_is_a_schema() -> None:
@@ -439,7 +429,10 @@ def test_arithmetic_of_the_glue_recipes(task: str) -> None:
     last = published * (10 ** (n - 1) / 72 if eigenvalues else 2 ** (n - 1) / 6)
     assert int(slowest) == round(last)
     steps = [int(step) for step in drops.split()]
-    assert steps == drops_of(config)
+    schedule, switches = PrecisionSchedule(config, ["b"]), []
+    while not schedule.at_target:
+        switches += schedule.advance()
+    assert steps == [switch.step for switch in switches if switch.before != FLOAT_BITS]
     assert steps[-1] <= int(total) / 2
     if last < int(total):
         assert round(last / 2 ** (n - 1)) == config.schedule.period

@@ -464,13 +464,10 @@ def row(server: Server) -> str:
     return f"| {' | '.join([server.title, server.version, *bits, groups, *any_of[1:]])} |"
 
 
-def table_of_servers() -> str:
-    return "\n".join([HEAD, "|" + " --- |" * HEAD.count(" | ") + " --- |", *map(row, SERVERS)])
-
-
 def test_the_guide_has_the_servers() -> None:
     page = (ROOT / "docs" / "guide" / "serving.md").read_text(encoding="utf-8")
-    assert page.partition("<!-- servers -->\n")[2].partition("\n<!-- end of servers -->")[0] == table_of_servers()
+    table = [HEAD, "|" + " --- |" * HEAD.count(" | ") + " --- |", *map(row, SERVERS)]
+    assert "\n".join(["<!-- servers -->", *table, "<!-- end of servers -->"]) in page
 
 
 def test_rows_are_sound() -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -290,27 +291,26 @@ def test_wrong_data(text: str, says: str, tmp_path: Path) -> None:
 def test_wrong_arguments(classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(MoQError, match="none of GLUE's"):
         read_data(VALIDATION, "sst3")
-    with pytest.raises(MoQError, match="flavors must be one of float, weight-only"):
-        export_onnx(classifier, tmp_path / "out", flavors=["int4"])  # type: ignore[list-item]
     with pytest.raises(MoQError, match="is not empty: give a new folder"):
         export_onnx(classifier, classifier)
     with pytest.raises(MoQError, match="exists already: give a new name"):
         export_onnx(classifier, classifier / "config.json")
-    with pytest.raises(MoQError, match="activation_bits must be one of 2, 3"):
-        export_onnx(classifier, tmp_path / "out", activation_bits=1)
     with pytest.raises(MoQError, match="missing"):
         export_onnx(TOKENIZER, tmp_path / "out")
-    with pytest.raises(MoQError, match="does not fit"):
-        export_onnx(classifier, tmp_path / "out", data=Data([("a",), ("b",)], [1, 0], "stsb"))
-    with pytest.raises(MoQError, match="class ids"):
-        export_onnx(classifier, tmp_path / "out", data=Data([("a",), ("b",)], [1.0, 2.5]))
-    with pytest.raises(MoQError, match="class ids, 0 to 1"):
-        export_onnx(classifier, tmp_path / "out", data=Data([("a",), ("b",)], [0, 2], "mrpc"))
-    with pytest.raises(MoQError, match="as many labels"):
-        export_onnx(classifier, tmp_path / "out", data=Data([("a",), ("b",)], [0]))
-    for texts in ([("a",)], []):
-        with pytest.raises(MoQError, match="at least two"):
-            export_onnx(classifier, tmp_path / "out", data=Data(texts))
+    two = [("a",), ("b",)]
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"flavors": ["int4"]}, "flavors must be one of float, weight-only"),
+        ({"activation_bits": 1}, "activation_bits must be one of 2, 3"),
+        ({"data": Data(two, [1, 0], "stsb")}, "does not fit"),
+        ({"data": Data(two, [1.0, 2.5])}, "class ids"),
+        ({"data": Data(two, [0, 2], "mrpc")}, "class ids, 0 to 1"),
+        ({"data": Data(two, [0])}, "as many labels"),
+        ({"data": Data([("a",)])}, "at least two"),
+        ({"data": Data([])}, "at least two"),
+    ]
+    for options, text in wrong:
+        with pytest.raises(MoQError, match=text):
+            export_onnx(classifier, tmp_path / "out", **options)
     assert main(["export", str(tmp_path), "--to", "onnx", str(tmp_path / "out")]) == 2
     assert "moq_state.json is missing" in capsys.readouterr().err
     bare = tmp_path / "bare"

@@ -1,4 +1,5 @@
 """What most programs import, for `programs` to fork from: all that a short run on BERT asks for."""
+# ruff: noqa: F401 - importing is all that it does
 
 import gc
 
@@ -6,7 +7,7 @@ import accelerate
 import compressed_tensors.compressors
 import datasets
 import evaluate
-import matplotlib.backends.backend_agg  # noqa: F401
+import matplotlib.backends.backend_agg
 import matplotlib.figure
 import pytest
 import torch.distributed.run
@@ -19,22 +20,6 @@ from transformers import (
 )
 
 import moq_hf
-
-__all__ = [
-    "AutoModelForSequenceClassification",
-    "AutoTokenizer",
-    "BertForSequenceClassification",
-    "Trainer",
-    "TrainingArguments",
-    "accelerate",
-    "compressed_tensors",
-    "datasets",
-    "evaluate",
-    "matplotlib",
-    "moq_hf",
-    "pytest",
-    "torch",
-]
 
 # Collections in the forked processes would walk over it, and copy its pages by that.
 gc.collect()
