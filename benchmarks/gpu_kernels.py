@@ -116,7 +116,7 @@ def bit_equality(report: "Report") -> None:
             weight[0], weight[1, :3] = 0.0, torch.tensor([0.0, -0.0, 1e-42])
             weight = weight.to(device, source)
             how: dict[str, Any] = {"blend": 0.3 if grid.stochastic else 0.0, "dtype": result}
-            values = triton_quant.fake_quantize(weight, bits, grid, **how)
+            values = triton_quant.fake_quantize_with_scale(weight, bits, grid, **how)[0]
             name, count = f"{bits} bits, {grid}", count + 1
             if differs(values, quantizer.fake_quantize(weight, bits, grid, **how)):
                 found.append(name)

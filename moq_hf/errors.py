@@ -83,8 +83,11 @@ def one_line(error: BaseException, *, named: bool = False) -> str:
     >>> one_line(ValueError("no such file"), named=True)
     'ValueError: no such file'
     """
-    text, name = " ".join(str(error).split()), type(error).__name__
-    return ": ".join(filter(None, [name if named or not text else "", text]))
+    text = " ".join(str(error).split())
+    name = type(error).__name__
+    if not text:
+        return name
+    return f"{name}: {text}" if named else text
 
 
 def require(extra: str, *libraries: str) -> None:
@@ -125,17 +128,15 @@ def read_as(kind: Any, value: Any, where: str, key: str = "") -> Any:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-    place = (
-        ".".join(show_key(str(part)) for part in (key, *found["loc"]) if part != "")
-        or "it"
-    )
-    if found["type"] == "missing":
+        fault = error.errors(include_url=False)[0]
+    parts = [show_key(str(part)) for part in (key, *fault["loc"]) if part != ""]
+    place = ".".join(parts) or "it"
+    if fault["type"] == "missing":
         raise MoQError(f"{where}: {place} is missing")
-    legal = found["msg"].removeprefix("Input should be ")
-    if legal == found["msg"]:
+    legal = fault["msg"].removeprefix("Input should be ")
+    if legal == fault["msg"]:
         raise MoQError(f"{where}: {place}: {legal}")
-    raise MoQError(f"{where}: {place} must be {legal}, not {show(found['input'])}")
+    raise MoQError(f"{where}: {place} must be {legal}, not {show(fault['input'])}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

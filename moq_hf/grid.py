@@ -32,7 +32,7 @@ class RowBlocks:
     """
 
     count: int = 1
-    # Of the config: the key, and what else an error may propose.
+    # The config's key, and what else an error may propose.
     key: ClassVar[str] = "quantize_groups"
     instead: ClassVar[str] = ', or "per_channel"'
     # Weights of a row that share a scale; None: whole rows do.
@@ -124,9 +124,9 @@ class Grid:
         search: How a scale is found: "absmax", "mse" (the clipping ratio of each group
             with the least squared error), or "auto" (mse at 5 bits and below, absmax
             above).
-        full: Of a symmetric grid: codes down to -2^(b-1), one more than "narrow" has,
-            and a scale with a sign, so that this code is on the side of the largest
-            weight. From 2 bits on; 1 bit is binary.
+        full: Whether a symmetric grid has codes down to -2^(b-1), one more than
+            "narrow" has, and a scale with a sign, so that this code is on the side of
+            the largest weight. It holds from 2 bits on; 1 bit is binary.
         scale_dtype: What each scale is rounded to before codes are computed with it.
 
     >>> Grid(PerGroup(4)).shape(12, 8)

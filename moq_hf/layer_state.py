@@ -118,9 +118,9 @@ class LayerState:
         seed: The random numbers of stochastic rounding. Its step counts optimizer
             steps.
         kernel: `quantizer_kernel` of the config: false lets only `quantizer` compute.
-        config: What the model was made ready with.
-        inputs: Of a linear layer: how its inputs are quantized; None leaves them alone.
-        name: The layer's in the model that was made ready, for messages.
+        config: The config with which the model was quantized.
+        inputs: How a linear layer's inputs are quantized; None leaves them alone.
+        name: The layer's name in the quantized model, for messages.
         has_controller: Whether a controller counts the optimizer steps; otherwise each
             call of `train()` counts as one.
         used: Whether a forward pass has used the weight since the layer was made ready.
@@ -128,7 +128,7 @@ class LayerState:
             pass and frees it after that.
         handed_dtype: The dtype in which it was handed over last; None before the first
             pass.
-        scale: That of the weight when it was last quantized: not finite where a group
+        scale: The weight's scale when it was last quantized; not finite where a group
             held NaN or Inf.
     """
 

@@ -33,16 +33,12 @@ def unwrapped(model: Any) -> nn.Module:
     """
     model = uncompiled(model)
     # SetFit's Trainer shows its callbacks what lies around the module that it trains.
-    found = (
-        model if isinstance(model, nn.Module) else getattr(model, "model_body", None)
-    )
-    if isinstance(found, nn.Module):
-        return found
-    what = (
-        f"the class {model.__name__}"
-        if isinstance(model, type)
-        else type(model).__name__
-    )
+    body = model if isinstance(model, nn.Module) else getattr(model, "model_body", None)
+    if isinstance(body, nn.Module):
+        return body
+    what = type(model).__name__
+    if isinstance(model, type):
+        what = f"the class {model.__name__}"
     raise MoQError(f"the model must be a torch.nn.Module, got {what}")
 
 
@@ -74,12 +70,10 @@ def named_modules(
 
 def without_peft(model: nn.Module) -> nn.Module:
     """The model that a `PeftModel` wraps, with the adapters in it; any other model as it is."""
-    get = (
-        getattr(model, "get_base_model", None)
-        if hasattr(model, "peft_config")
-        else None
-    )
-    return cast(nn.Module, get()) if callable(get) else model
+    get = getattr(model, "get_base_model", None)
+    if callable(get) and hasattr(model, "peft_config"):
+        return cast(nn.Module, get())
+    return model
 
 
 def adapters(model: nn.Module) -> list[str]:
@@ -88,14 +82,14 @@ def adapters(model: nn.Module) -> list[str]:
     They lie beside the `base_layer` that they adapt, or are copies to be trained of an
     `original_module`.
     """
-    found = []
+    names = []
     for name, module in named_modules(model):
         parts = dict(module.named_children())
         if ADAPTED in parts and is_peft(module):
-            found += [f"{name}.{part}" for part in parts if part != ADAPTED]
+            names += [f"{name}.{part}" for part in parts if part != ADAPTED]
         elif {ORIGINAL, TRAINED_COPIES} <= parts.keys() and is_peft(module):
-            found.append(f"{name}.{TRAINED_COPIES}")
-    return found
+            names.append(f"{name}.{TRAINED_COPIES}")
+    return names
 
 
 def plain_name(name: str, added: Iterable[str]) -> str | None:
@@ -108,11 +102,8 @@ def plain_name(name: str, added: Iterable[str]) -> str | None:
     """
     if any(is_below(name, adapter) for adapter in added):
         return None
-    return ".".join(
-        part
-        for part in name.split(".")
-        if part not in ("base_layer", "original_module")
-    )
+    parts = [p for p in name.split(".") if p not in ("base_layer", "original_module")]
+    return ".".join(parts)
 
 
 def is_below(name: str, module: str) -> bool:

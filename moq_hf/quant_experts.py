@@ -115,8 +115,8 @@ class _Reader:
         return value if state is None else state.read(value, experts.training)
 
     def __set__(self, experts: QuantExperts, value: Any) -> None:
-        # Parameters never come here: nn.Module registers them. What comes is the tensor
-        # of a replica.
+        # nn.Module registers parameters itself, so only the tensors of replicas are
+        # set here.
         experts.__dict__[self.name] = value
 
 

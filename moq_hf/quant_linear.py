@@ -79,14 +79,14 @@ class QuantLayer(QuantModule):
         """
         weight = self.parameter()
         if weight is None:
-            # nn.Module, which looks next, says so.
+            # Python asks nn.Module next, whose error says what is missing.
             raise AttributeError
         return self.moq.read(weight, self.training)
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
-        # Parameters never come here: nn.Module registers them. What comes is the tensor
-        # of a replica.
+        # nn.Module registers parameters itself, so only the tensors of replicas are
+        # set here.
         self.__dict__["weight"] = value
 
     @property

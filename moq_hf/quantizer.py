@@ -30,7 +30,7 @@ threshold factor); binary from Rastegari et al. 2016, "XNOR-Net".
 """  # noqa: E501 - a table row cannot be broken
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -111,26 +111,17 @@ def quantize(
     x = _groups(weight, shape)
     noise = uniform(x, seed) if grid.stochastic else None
     scale, offset = _scales(x, bits, grid, ratio)
-    codes = _codes(
-        x,
-        bits,
-        grid,
-        scale,
-        offset,
-        noise,
-        torch.empty(x.shape, dtype=torch.float32, device=x.device),
-    )
+    buffer = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    codes = _codes(x, bits, grid, scale, offset, noise, buffer)
     if not bool(torch.isfinite(scale).all()):
         raise ValueError(
             "weight holds NaN or Inf (or spans more than float32 can hold)"
         )
-    return Quantized(
-        codes.to(torch.int32).reshape(weight.shape),
-        scale.reshape(shape),
-        None
-        if grid.symmetric or offset is None
-        else offset.to(torch.int32).reshape(shape),
-    )
+    codes = codes.to(torch.int32).reshape(weight.shape)
+    zero = None
+    if offset is not None and not grid.symmetric:
+        zero = offset.to(torch.int32).reshape(shape)
+    return Quantized(codes, scale.reshape(shape), zero)
 
 
 def dequantize(
@@ -227,13 +218,13 @@ def fake_quantize_with_scale(
     noise = uniform(x, seed) if grid.stochastic else None
     scale, offset = _scales(x, bits, grid, ratio)
     out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
-    # With a float32 result there is no buffer to keep in the caches.
-    for rows in (
-        [slice(None)]
-        if out.dtype == torch.float32 and grid.is_uniform(bits)
-        else _blocks(x)
-    ):
-        part, values = x[rows], out[rows]
+    blocks: Iterable[slice] = _blocks(x)
+    if out.dtype == torch.float32 and grid.is_uniform(bits):
+        # A float32 result needs no buffer that should stay in the caches.
+        blocks = [slice(None)]
+    for rows in blocks:
+        part = x[rows]
+        values = out[rows]
         if out.dtype != torch.float32:
             values = torch.empty(part.shape, dtype=torch.float32, device=x.device)
         part_offset, part_noise = (
@@ -346,15 +337,10 @@ def _scales(
     steps.
     """
     if grid.is_uniform(bits):
-        return _uniform_scale(
-            *_range(x, grid),
-            bits,
-            grid,
-            None if ratio is None else ratio.reshape(-1, 1),
-        )
-    scales, thresholds = zip(
-        *[_few_scales(x[rows], bits) for rows in _blocks(x)], strict=True
-    )
+        ratio = None if ratio is None else ratio.reshape(-1, 1)
+        return _uniform_scale(*_range(x, grid), bits, grid, ratio)
+    parts = [_few_scales(x[rows], bits) for rows in _blocks(x)]
+    scales, thresholds = zip(*parts, strict=True)
     return _as_stored(torch.cat(scales), grid.scale_dtype), torch.cat(thresholds)
 
 
@@ -368,9 +354,8 @@ def _few_scales(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     if bits == 1:
         return torch.where(is_zero, 0.0, mean), threshold
     above = magnitude.gt(threshold).to(torch.float32)
-    return torch.where(
-        is_zero, 1.0, _mean(magnitude.mul_(above), above.sum(1, keepdim=True))
-    ), threshold
+    scale = _mean(magnitude.mul_(above), above.sum(1, keepdim=True))
+    return torch.where(is_zero, 1.0, scale), threshold
 
 
 def _codes(
@@ -406,10 +391,9 @@ def _mean(magnitude: Tensor, count: int | Tensor) -> Tensor:
 
 
 def _range(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Find both ends of groups, float32 `[groups, 1]`: of a narrow range mirrored, else with 0 in between."""
-    low, high = (
-        end(x, 1, keepdim=True).to(torch.float32) for end in (torch.amin, torch.amax)
-    )
+    """Find both ends of groups, float32 `[groups, 1]`: mirrored for a narrow range, otherwise with 0 in between."""
+    low = x.amin(1, keepdim=True).float()
+    high = x.amax(1, keepdim=True).float()
     if grid.symmetric and not grid.full:
         high = torch.maximum(high, -low)
         return -high, high
@@ -424,18 +408,19 @@ def _uniform_scale(
     if grid.full:
         high = torch.where(high >= -low, high, low)
     if ratio is not None:
-        low, high = low * ratio, high * ratio
+        low = low * ratio
+        high = high * ratio
     span = high if grid.symmetric else high - low
     # Division by a number would be a multiplication by its reciprocal on CUDA.
     scale = span / torch.full_like(span, least if grid.full else most)
     scale = _as_stored(torch.where(scale.abs() < _TINY, 1.0, scale), grid.scale_dtype)
-    return scale, None if grid.symmetric else (-low / scale).round_().clamp_(
-        least, most
-    )
+    if grid.symmetric:
+        return scale, None
+    return scale, (-low / scale).round_().clamp_(least, most)
 
 
 def _as_stored(scale: Tensor, dtype: ScaleDtype) -> Tensor:
-    """Round scales to their dtype, in float32; what is too large or too small for it is its last or first value."""
+    """Round scales to their dtype, as float32; those beyond its range become its largest or smallest value."""
     if dtype == "float32":
         return scale
     limits = torch.finfo(_SCALE_DTYPES[dtype])
@@ -455,28 +440,22 @@ def _as_stored(scale: Tensor, dtype: ScaleDtype) -> Tensor:
 def _best_ratio(x: Tensor, bits: int, grid: Grid) -> Tensor:
     """Search the ratios `[groups, 1]` of float32 groups `[groups, elements]`; see `least_squares_ratio`."""
     least, most = grid.limits(bits)
-    buffer, (low, high) = torch.empty_like(x), _range(x, grid)
-    best, best_error = (
-        torch.ones_like(high),
-        torch.full_like(high, torch.inf, dtype=torch.float64),
-    )
+    buffer = torch.empty_like(x)
+    low, high = _range(x, grid)
+    best = torch.ones_like(high)
+    best_error = torch.full_like(high, torch.inf, dtype=torch.float64)
     for value in RATIOS:
-        # As a tensor: PyTorch multiplies with a number in another precision on some
-        # devices.
-        scale, zero = _uniform_scale(
-            low, high, bits, grid, torch.full_like(high, value)
-        )
+        # The ratio is a tensor, because on some devices PyTorch multiplies with a
+        # number in another precision.
+        ratio = torch.full_like(high, value)
+        scale, zero = _uniform_scale(low, high, bits, grid, ratio)
         torch.div(x, scale, out=buffer).round_()
         if zero is None:
             buffer.clamp_(least, most)
         else:
             buffer.add_(zero).clamp_(least, most).sub_(zero)
-        error = (
-            buffer.mul_(scale)
-            .sub_(x)
-            .square_()
-            .sum(1, keepdim=True, dtype=torch.float64)
-        )
+        buffer.mul_(scale).sub_(x).square_()
+        error = buffer.sum(1, keepdim=True, dtype=torch.float64)
         best = torch.where(error < best_error, value, best)
         best_error = torch.fmin(best_error, error)
     return best

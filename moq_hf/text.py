@@ -25,14 +25,12 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     query     4
     dense    16
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+    columns = []
+    for number, cells in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, cells))
+        align = str.ljust if number in left else str.rjust
+        columns.append([align(cell, width) for cell in cells])
+    lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
     return "\n".join(lines)
 
 
@@ -45,10 +43,8 @@ def markdown_table(rows: Sequence[Sequence[object]]) -> str:
     | query | 4 |
     """
     head, *others = rows
-    return "\n".join(
-        f"| {' | '.join(map(str, row))} |"
-        for row in [head, ["---"] * len(head), *others]
-    )
+    lines = [head, ["---"] * len(head), *others]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def metric_rows(
@@ -63,11 +59,11 @@ def metric_rows(
     """
     rows = [["metric", "float", "quantized", "difference"]]
     for name, value in metrics.items():
-        before = in_float.get(name)
-        first, last = (
-            ("", "") if before is None else (f"{before:.4f}", f"{value - before:+.4f}")
-        )
-        rows.append([name, first, f"{value:.4f}", last])
+        row = [name, "", f"{value:.4f}", ""]
+        if name in in_float:
+            row[1] = f"{in_float[name]:.4f}"
+            row[3] = f"{value - in_float[name]:+.4f}"
+        rows.append(row)
     return rows
 
 

@@ -337,7 +337,7 @@ def test_wrong_arguments_are_told(arguments: dict[str, Any], text: str) -> None:
             function(**arguments)
 
 
-def test_no_ratio_to_search_without_equal_steps() -> None:
+def test_what_searching_and_dequantizing_refuse() -> None:
     with pytest.raises(ValueError, match="sets its own scale"):
         quantizer.least_squares_ratio(W, 2)
     with pytest.raises(ValueError, match="does not tile"):

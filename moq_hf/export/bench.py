@@ -151,7 +151,8 @@ def benchmark(
     Raises:
         MoQError: The checkpoint cannot be exported, or an argument does not fit it.
     """
-    folder, threads = Path(directory), threads or torch.get_num_threads()
+    folder = Path(directory)
+    threads = threads or torch.get_num_threads()
     checkpoint = load_checkpoint(folder)
     model = checkpoint.model
     if takes_pictures(model):

@@ -31,20 +31,20 @@ _KINDS = (
     "Model",
 )
 _BATCH = 16
-# Pictures that are compared, and their side where neither the model nor its processor
-# says it.
+# How many pictures are compared.
 _PICTURES = 8
+# Their side in pixels, where neither the model nor its processor says it.
 _SIDE = 224
 
 
 @dataclass(frozen=True)
 class Data:
-    """What the models are compared on.
+    """The examples on which models are compared.
 
     Attributes:
         texts: One or two texts per example.
         labels: Class ids or scores; None if there are none.
-        task: GLUE's name, for the metric.
+        task: Name of the GLUE task, for the metric.
 
     >>> Data([("A good film.",), ("A bad one.",)], [1, 0], "sst2").task
     'sst2'
@@ -55,7 +55,7 @@ class Data:
     task: str | None = None
 
 
-# Where the caller brings none: of several lengths, so that the padding is tested too.
+# Sentences for callers who bring none. Their lengths differ, to test padding too.
 SENTENCES = Data(
     [
         ("A quiet film that stays with you.",),
@@ -87,7 +87,7 @@ def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
 
     Args:
         path: The file.
-        task: GLUE's name, which chooses the metric.
+        task: Name of the GLUE task, which decides the metric.
 
     Raises:
         MoQError: There is no such file, or a line is no such row; names the line.
@@ -97,7 +97,7 @@ def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise MoQError(f"cannot read {os.fspath(path)}: {error}") from error
+        raise MoQError(f"cannot read {path}: {error}") from error
     texts: list[tuple[str, ...]] = []
     labels: list[Any] = []
     for number, line in enumerate(lines, 1):
@@ -112,25 +112,19 @@ def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
             is_legal = False
         if not is_legal:
             raise MoQError(
-                f'{os.fspath(path)}, line {number}: must be a JSON object with one or two texts and a number "label"'
+                f'{path}, line {number}: must be a JSON object with one or two texts and a number "label"'
             )
         texts.append(text)
         labels.append(label)
     if not texts:
-        raise MoQError(f"{os.fspath(path)} holds no rows")
-    if (
-        len(
-            {
-                (len(text), label is None)
-                for text, label in zip(texts, labels, strict=True)
-            }
-        )
-        > 1
-    ):
+        raise MoQError(f"{path} holds no rows")
+    counts = {len(text) for text in texts}
+    has_label = {label is not None for label in labels}
+    if len(counts) > 1 or len(has_label) > 1:
         raise MoQError(
-            f"{os.fspath(path)}: all rows must have as many texts, and all a label or none"
+            f"{path}: all rows must have as many texts, and all a label or none"
         )
-    return Data(texts, None if labels[0] is None else labels, task)
+    return Data(texts, labels if all(has_label) else None, task)
 
 
 @dataclass(frozen=True)

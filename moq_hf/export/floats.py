@@ -34,7 +34,8 @@ def export_floats(
         MoQError: The checkpoint is damaged, transformers cannot load it, it has
             adapters beside it, or `out` is not empty.
     """
-    folder, target = Path(directory), new_path(out)
+    folder = Path(directory)
+    target = new_path(out)
     verify_quantized(folder)
     if (folder / ADAPTER).exists():
         raise MoQError(

@@ -234,24 +234,19 @@ def export_onnx(
                 found.activations[flavor] = str(rounding)
             path = folder / FILE_NAMES[flavor]
             prepared = prepare(checkpoint, flavor, rounding)
-            found.files[flavor], found.layers[flavor] = path.name, prepared.stored
+            found.files[flavor] = path.name
+            found.layers[flavor] = prepared.stored
             found.bytes[flavor] = write_model(prepared, reference.batches[0], path)
             run = onnx_runtime(path)
-            simulated = (
-                None
-                if rounding is None
-                else _simulated(prepared, reference, flavor, rounding)
-            )
-            proof = reference.prove(
-                [run(batch) for batch in reference.batches], simulated
-            )
+            simulated = None
+            if rounding is not None:
+                simulated = _simulated(prepared, reference, flavor, rounding)
+            outputs = [run(batch) for batch in reference.batches]
+            proof = reference.prove(outputs, simulated)
             found.proofs[flavor] = proof
-            # These compute what the checkpoint does, so that a large difference is a
-            # fault.
-            if (
-                flavor in ("float", "weight-only")
-                and not proof.largest_difference <= tolerance
-            ):
+            # Without rounded inputs the model computes what the checkpoint does, so
+            # that a large difference is a fault.
+            if rounding is None and not proof.largest_difference <= tolerance:
                 raise MoQError(
                     f"the {flavor} model's outputs differ by {proof.largest_difference:.3g} from the checkpoint's, "
                     f"more than the tolerance of {tolerance:g}: nothing is written to {out}"
@@ -382,19 +377,20 @@ def prepare(
     Args:
         checkpoint: Its model is not changed.
         flavor: What the layers compute.
-        rounding: Of the int8 and the qdq flavor: how inputs are rounded.
+        rounding: How inputs are rounded, for the int8 and the qdq flavor.
     """
-    model, weights = checkpoint.model, checkpoint.weights
+    model = checkpoint.model
+    weights = checkpoint.weights
     if flavor == "float":
         return Prepared(model, {}, False)
     # The floats that the integers replace are not worth copying.
-    copied = copy.deepcopy(
-        model, {id(model.get_submodule(name).weight): None for name in weights}
-    )
+    replaced = {id(model.get_submodule(name).weight): None for name in weights}
+    copied = copy.deepcopy(model, replaced)
     stored = dict.fromkeys(checkpoint.verified.layers, "float")
     guarded = False
     for name, weight in weights.items():
-        module, bits = copied.get_submodule(name), checkpoint.verified.layers[name].bits
+        module = copied.get_submodule(name)
+        bits = checkpoint.verified.layers[name].bits
         stored[name] = "int4" if bits <= 4 else "int8"
         if isinstance(module, nn.Embedding):
             layer: nn.Module = OnnxEmbedding(weight, bits)
@@ -404,10 +400,8 @@ def prepare(
         elif rounding is None or not multiplies_integers(module, weight):
             layer = OnnxLinear(weight, module.bias)
         else:
-            largest, exact = (
-                rounding.range_of(name),
-                is_exact_signed(weight.codes, rounding.grid.bits),
-            )
+            largest = rounding.range_of(name)
+            exact = is_exact_signed(weight.codes, rounding.grid.bits)
             signed = rounding.target == "vnni" or exact
             guarded |= signed and not exact
             stored[name] = "int8" if signed else "uint8"
@@ -569,7 +563,8 @@ def _guard(exported: Any) -> None:
     """
     import onnx_ir as ir
 
-    guard, output = ir.from_onnx_text(_GUARD).graph, exported.graph.outputs[0]
+    guard = ir.from_onnx_text(_GUARD).graph
+    output = exported.graph.outputs[0]
     nodes = list(guard)
     guard.outputs.clear()
     guard.remove(nodes)
@@ -579,14 +574,16 @@ def _guard(exported: Any) -> None:
     nodes[-1].replace_input_with(0, output)
     exported.graph.extend(nodes)
     checked = nodes[-1].outputs[0]
-    checked.name, output.name = output.name, f"{output.name}.unguarded"
-    checked.shape, checked.type = output.shape, output.type
+    checked.name = output.name
+    output.name = f"{output.name}.unguarded"
+    checked.shape = output.shape
+    checked.type = output.type
     exported.graph.outputs[0] = checked
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep back what the exporter warns of that it decides by itself, and its progress."""
+    """Silence the exporter's progress, and its warnings of what it decides by itself."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -320,12 +320,12 @@ def _flat(path: Path) -> list[Tensor]:
         MoQError: The file is damaged.
     """
     try:
-        flat = _read(path)["optimizer_state_dict"]["fp32_flat_groups"]
+        flat: list[Tensor] = _read(path)["optimizer_state_dict"]["fp32_flat_groups"]
     except (KeyError, TypeError) as error:
         raise MoQError(
             f"{path}: not as ZeRO-3 writes it: {one_line(error, named=True)}"
         ) from error
-    return cast(list[Tensor], flat)
+    return flat
 
 
 def _cut(flat: Sequence[Tensor], part: slice) -> Tensor:

@@ -240,10 +240,10 @@ class ReferenceOutputs:
             "do_sample": False,
         }
         with self._evaluating(model):
-            generated = model.generate(
+            generated: Tensor = model.generate(
                 **prompts, **settings, return_dict_in_generate=False
             )
-        return cast(Tensor, generated)[:, -_GENERATED:].cpu()
+        return generated[:, -_GENERATED:].cpu()
 
     @contextlib.contextmanager
     def _evaluating(self, model: nn.Module) -> Iterator[None]:
@@ -260,14 +260,14 @@ class ReferenceOutputs:
         attention = attention_of(getattr(base, "config", None))
         settings = {} if attention is None else {"attn_implementation": attention}
         with quiet(), torch.random.fork_rng(), torch.device("cpu"):
-            loaded = cast(Any, without_fsdp(type(base))).from_pretrained(
+            loaded: nn.Module = cast(Any, without_fsdp(type(base))).from_pretrained(
                 folder, **settings
             )
             if base is not self.model:
                 from peft import PeftModel
 
                 loaded = PeftModel.from_pretrained(loaded, folder / ADAPTER)
-        return cast(nn.Module, loaded.to(self._device).eval())
+        return loaded.to(self._device).eval()
 
     def _cast(self, loaded: nn.Module) -> None:
         """Give a model in a half dtype its dtype: packed weights are loaded in float32."""

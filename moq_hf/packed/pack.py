@@ -174,7 +174,7 @@ def _shell(config: PreTrainedConfig, described: Path | str) -> PreTrainedModel:
         )
     try:
         with torch.device("meta"):
-            shell = cast(Any, cls)(config).eval()
+            shell: PreTrainedModel = cast(Any, cls)(config).eval()
     except Exception as error:
         raise MoQError(
             f"{name} cannot be made of {CONFIG}: {one_line(error, named=True)}"
@@ -185,7 +185,7 @@ def _shell(config: PreTrainedConfig, described: Path | str) -> PreTrainedModel:
             shell.generation_config = transformers.GenerationConfig.from_pretrained(
                 described
             )
-    return cast(PreTrainedModel, shell)
+    return shell
 
 
 def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[str, str]:

@@ -92,9 +92,3 @@ def test_what_does_not_fit() -> None:
     ):
         with pytest.raises(MoQError, match=what):
             kind_of(replace(fits, **change))
-
-
-def test_rows_in_another_order() -> None:
-    stored, layer = quantized(4, RowBlocks(4), symmetric=False)
-    blocks, order = blocks_of(stored, layer, "x"), np.array([3, 1, 0, 2, 7, 6, 5, 4])
-    assert np.array_equal(blocks.reordered(order).values(), blocks.values()[order])

@@ -23,7 +23,7 @@ from moq_hf.export import onnx as onnx_module
 from moq_hf.export.bench import benchmark
 from moq_hf.export.compare import Data, random_pictures, read_data
 from moq_hf.export.onnx import Export, export_onnx
-from moq_hf.export.onnx_layers import OnnxConvolution, OnnxLinear, target_here
+from moq_hf.export.onnx_layers import OnnxConvolution, target_here
 from moq_hf.grid import Grid, PerChannel, RowBlocks
 from moq_hf.packed.verify import stored_weights, verify_quantized
 
@@ -191,12 +191,6 @@ def test_a_difference_above_the_tolerance_is_refused(
     assert list(tmp_path.iterdir()) == []
     assert main([*words, "--flavors", "int4"]) == 2
     assert "flavors must be one of float, weight-only," in capsys.readouterr().err
-
-
-def test_linear_is_dequantize(tmp_path: Path) -> None:
-    weight = quantizer.quantize(torch.randn(8, 12), 5, Grid(RowBlocks(4), symmetric=False))
-    layer = OnnxLinear(weight, None)
-    assert torch.equal(layer(torch.eye(12)), quantizer.dequantize(*weight).T)
 
 
 @pytest.mark.parametrize("grid", [Grid(PerChannel()), Grid(RowBlocks(2), symmetric=False)], ids=["symmetric", "not"])

@@ -91,11 +91,6 @@ def test_a_table_that_the_model_reads_is_dequantized(bits: int) -> None:
     assert table.halved == (bits == 4) and torch.equal(table.weight, quantizer.dequantize(*weight))
 
 
-def test_which_sums_fit_into_16_bits() -> None:
-    assert is_exact_signed(torch.tensor([128]), 7) and not is_exact_signed(torch.tensor([127]), 8)
-    assert is_exact_signed(torch.tensor([64]), 8)
-
-
 @pytest.mark.parametrize(
     ("cpu", "architecture", "target"),
     [

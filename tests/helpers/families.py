@@ -4,7 +4,6 @@ Each is a class of transformers with a tiny config and a batch with labels. `pyt
 root of the repository, trains all of them and renews their table in docs/reference/families.md.
 """
 
-import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers as t
-from model_zoo import CONFIG, PAGE, SIZES, STEPS, Stranger, arguments
+from model_zoo import CONFIG, SIZES, STEPS, Stranger, arguments, renew
 from transformers import Trainer, set_seed
 
 from moq_hf import MoQCallback, verify_quantized
@@ -243,11 +242,8 @@ def main() -> int:
             bad += 1
             print(f"{name}: {found.reply}")
     stranger.close()
-    table = "\n".join([*HEAD, *rows])
-    text, count = re.subn(f"(?s)(?<={MARKS[0]}).*(?={MARKS[1]})", lambda _: table + "\n", PAGE.read_text("utf-8"))
-    assert count == 1, f"{PAGE} must hold {MARKS}"
     if not bad:
-        PAGE.write_text(text, encoding="utf-8")
+        renew("\n".join([*HEAD, *rows, ""]), MARKS)
     return bad
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import transformers as hf
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from tiny_runs import Stop, rows
 
 from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, last_checkpoint
 from moq_hf.model.convert import quant_layers
@@ -98,16 +99,6 @@ class MoQOnCpu(OnCpu, MoQTrainer):
     """The same for MoQTrainer."""
 
 
-class Stop(hf.TrainerCallback):
-    """Ends training early, as a killed run would."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step >= self.step
-
-
 def new_model() -> hf.BertForSequenceClassification:
     hf.set_seed(7)
     config = hf.BertConfig(
@@ -127,12 +118,6 @@ def new_model() -> hf.BertForSequenceClassification:
             model.bert.encoder.layer[index].output.dense.weight.mul_(scale)
             model.bert.encoder.layer[index].intermediate.dense.weight.mul_(2 * scale)
     return model
-
-
-def rows(count: int = 64) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(5, 60, (count, 10), generator=generator)
-    return [{"input_ids": row, "labels": int(row[0] > 30)} for row in ids]
 
 
 def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more: Any) -> OnCpu:

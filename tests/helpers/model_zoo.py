@@ -249,12 +249,12 @@ def ties(found: Outcome) -> list[str]:
     return [" = ".join(f"`{name.removesuffix('.weight')}`" for name in tie) for tie in found.tied if "weight" in tie[0]]
 
 
-def renew(outcomes: Mapping[tuple[str, str], Outcome], page: Path = PAGE) -> None:
-    """Write the tables into the page."""
-    pattern = f"(?s)(?<={MARKS[0]}).*(?={MARKS[1]})"
-    text, count = re.subn(pattern, lambda _: table(outcomes), page.read_text(encoding="utf-8"))
-    assert count == 1, f"{page} must hold {MARKS}"
-    page.write_text(text, encoding="utf-8")
+def renew(tables: str, marks: tuple[str, str] = MARKS) -> None:
+    """Write the tables into the page, between the marks."""
+    pattern = f"(?s)(?<={marks[0]}).*(?={marks[1]})"
+    text, count = re.subn(pattern, lambda _: tables, PAGE.read_text(encoding="utf-8"))
+    assert count == 1, f"{PAGE} must hold {marks}"
+    PAGE.write_text(text, encoding="utf-8")
 
 
 def main() -> int:
@@ -269,7 +269,7 @@ def main() -> int:
             print(f"{family}, {task}: {fault}")
     stranger.close()
     if not bad:
-        renew(outcomes)
+        renew(table(outcomes))
     return bad
 
 

@@ -32,6 +32,7 @@ from moq_hf.packed.verify import recorded, stored_weights
 from moq_hf.training.controller import MoQController
 
 LONG = pytest.mark.skipif("MOQ_HF_LONG_TESTS" not in os.environ, reason="a minute; set MOQ_HF_LONG_TESTS to run it")
+SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 IDS = {"input_ids": torch.arange(5, 32).view(3, 9)}
 
 
@@ -40,10 +41,7 @@ def config_of(bits: int, **more: Any) -> dict[str, Any]:
 
 
 def bert() -> hf.BertForSequenceClassification:
-    config = hf.BertConfig(
-        vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
-    )
-    return hf.BertForSequenceClassification(config).eval()
+    return hf.BertForSequenceClassification(hf.BertConfig(**SMALL)).eval()
 
 
 def mixed(model: Any, bits: list[int], config: dict[str, Any]) -> Any:
@@ -105,7 +103,6 @@ def text_t5(cls: Any, **more: Any) -> Any:
     return cls(hf.T5Config(**config, eos_token_id=1, pad_token_id=0, decoder_start_token_id=0, **more))
 
 
-SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 ENDED = {"input_ids": torch.tensor([[5, 6, 7, 1], [9, 9, 4, 1]])}
 # Other families are in tests/model.
 FAMILIES: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {
@@ -162,9 +159,7 @@ def test_layers_of_one_name_inside_and_outside_of_the_base_model(tmp_path: Path)
 
 
 def test_sizes(tmp_path: Path) -> None:
-    config = hf.BertConfig(
-        vocab_size=60, hidden_size=128, num_hidden_layers=1, intermediate_size=512, num_attention_heads=4
-    )
+    config = hf.BertConfig(**{**SMALL, "hidden_size": 128, "num_hidden_layers": 1, "intermediate_size": 512})
     for bits in (8, 4, 3, 2):
         model = quantize_model(hf.BertForSequenceClassification(config), config_of(bits))
         save_quantized(model, tmp_path / str(bits))
