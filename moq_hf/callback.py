@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -197,7 +197,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         # before.
         self.controller = MoQController(inventory, self.config, sys.maxsize)
         if self.trainer is None and state.is_world_process_zero:
-            warn_of_half_checkpoint(cast(str, args.output_dir))
+            warn_of_half_checkpoint(str(args.output_dir))
 
     def on_train_begin(
         self,
@@ -453,7 +453,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         if self.controller is None:
             return
         if state.is_world_process_zero:
-            folder = Path(cast(str, args.output_dir), f"checkpoint-{state.global_step}")
+            folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
             complete_checkpoint(
                 folder, self.controller.model, kwargs.get("processing_class")
             )
@@ -516,7 +516,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         metrics: Mapping[str, Any],
         processing_class: Any,
     ) -> None:
-        folder = Path(cast(str, args.output_dir), "quantized")
+        folder = Path(str(args.output_dir), "quantized")
         options = {
             "processing_class": processing_class,
             "metrics": metrics,

@@ -183,7 +183,7 @@ class MoQTrainer(Trainer):
                 `MoQCallback.on_train_begin` raises.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_checkpoint(cast(str, self.args.output_dir))
+            resume_from_checkpoint = last_checkpoint(str(self.args.output_dir))
             if resume_from_checkpoint is None:
                 raise MoQError(
                     f"cannot resume: there is no whole checkpoint in {self.args.output_dir}"
@@ -488,7 +488,7 @@ class MoQTrainer(Trainer):
             super()._save(output_dir, state_dict)
             return
         folder = Path(
-            cast(str, output_dir if output_dir is not None else self.args.output_dir)
+            str(output_dir if output_dir is not None else self.args.output_dir)
         )
         moq = self._live_moq()
         write_result(
@@ -509,7 +509,7 @@ class MoQTrainer(Trainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the card of the packed model, with the last metrics; the Trainer's own where none was saved."""
-        folder = Path(cast(str, self.args.output_dir))
+        folder = Path(str(self.args.output_dir))
         if (
             not quant_layers(self.accelerator.unwrap_model(self.model))
             or not (folder / STATE_NAME).is_file()

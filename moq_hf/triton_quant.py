@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,11 @@ _DEFAULT = Grid()
 _FIRST = RoundingSeed()
 # Devices on which the kernel failed; they are not tried again.
 _given_up: set[torch.device] = set()
+
+
+def fake_quantize(weight: Tensor, bits: int, *grid: Grid, **how: Any) -> Tensor:
+    """Compute `quantizer.fake_quantize`, with the same arguments and results."""
+    return fake_quantize_with_scale(weight, bits, *grid, **how)[0]
 
 
 def fake_quantize_with_scale(

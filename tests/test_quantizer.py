@@ -369,3 +369,25 @@ def test_a_transposed_view_is_quantized_as_its_copy(w: torch.Tensor, mode: tuple
     view = w.t().contiguous().t()
     found = quantizer.fake_quantize(view, *mode, seed=SEED)
     assert found.is_contiguous() and numerics.same_bits(found, quantizer.fake_quantize(w, *mode, seed=SEED))
+
+
+@given(weights, modes, st.integers(-6, 6))
+def test_powers_of_two_scale_through(w: torch.Tensor, mode: tuple[int, Grid], power: int) -> None:
+    # Float16 has no smaller steps below 2^-14, and no larger numbers than 65504.
+    assume(float(w.abs().max()) > 1e-2 and mode[1].scale_dtype != "float16")
+    w = torch.where(w.abs() < 1e-20, 0.0, w)
+    small = quantizer.quantize(w, *mode, seed=SEED).scale.abs().min()
+    assume(small > 1e-20)
+    scaled = quantizer.fake_quantize(w * 2.0**power, *mode, seed=SEED)
+    assert torch.equal(scaled, quantizer.fake_quantize(w, *mode, seed=SEED) * 2.0**power)
+
+
+@given(weights, st.sampled_from(range(2, 17)), st.sampled_from(GROUPINGS))
+def test_a_full_range_mirrors_where_one_weight_is_the_largest(w: torch.Tensor, bits: int, grouping: Grouping) -> None:
+    grid = Grid(grouping, full=True)
+    groups = quantizer._groups(w, grid.shape(6, 8))
+    assume(bool((groups.amax(1) != -groups.amin(1)).logical_or(groups.amax(1) == 0).all()))
+    codes, scale, _ = quantizer.quantize(w, bits, grid)
+    mirrored = quantizer.quantize(-w, bits, grid)
+    assert torch.equal(codes, mirrored.codes)
+    assert torch.equal(torch.where(scale == 1, 1.0, -scale), mirrored.scale)

@@ -160,7 +160,7 @@ def test_what_the_kernel_does_not_take_is_for_plain_pytorch(monkeypatch: pytest.
     monkeypatch.setattr(triton_quant, "LONGEST", 63)
     weight = torch.randn(8, 16, device=DEVICE)
     for bits, odd in ((2, weight), (1, weight), (8, weight.double()), (8, weight)):
-        assert same_bits(triton_quant.fake_quantize_with_scale(odd, bits)[0], quantizer.fake_quantize(odd, bits))
+        assert same_bits(triton_quant.fake_quantize(odd, bits), quantizer.fake_quantize(odd, bits))
 
 
 @on_device
@@ -237,7 +237,7 @@ def test_a_launch_that_fails_within_a_run_leaves_it_to_pytorch(
     assert triton_quant.available(DEVICE)
     monkeypatch.setattr(triton_quant, "_launch", lambda *arguments: {}["no kernel"])
     for _ in range(2):
-        assert same_bits(triton_quant.fake_quantize_with_scale(weight, 8)[0], quantizer.fake_quantize(weight, 8))
+        assert same_bits(triton_quant.fake_quantize(weight, 8), quantizer.fake_quantize(weight, 8))
     (record,) = caplog.records
     assert "plain PyTorch computes in its place" in record.message and not triton_quant.available(DEVICE)
 

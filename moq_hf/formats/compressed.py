@@ -94,7 +94,6 @@ def read(stored: StoredWeight) -> Quantized:
     Raises:
         MoQError: The tensors are of another shape.
     """
-    assert stored.scheme is not None
     pieces = [_read_piece(stored, parts) for parts in stored.pieces.values()]
     codes, scales, zeros = zip(*pieces, strict=True)
     zero = None if zeros[0] is None else torch.cat(zeros)
