@@ -181,7 +181,7 @@ def test_dequantize_keeps_the_outputs_or_the_float_weights() -> None:
     assert [type(m) for m in model] == [type(m) for m in net()]
     with pytest.raises(MoQError, match="no quantized layer"):
         dequantize_model(model)
-    with pytest.raises(MoQError, match='"quantized" or "float"'):
+    with pytest.raises(MoQError, match="weights must be one of quantized, float, got 'int8'"):
         dequantize_model(quantize_model(net(), CONFIG), weights="int8")  # type: ignore[arg-type]
 
 
