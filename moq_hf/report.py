@@ -13,15 +13,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired
 
+from huggingface_hub import ModelCard
 from pydantic import FiniteFloat, NonNegativeInt, with_config
 from typing_extensions import TypedDict
 
 from .config import MoQConfig
 from .errors import MoQConfigError, MoQError, read_as, read_json, require
 from .model.sizes import percent
+from .packed.files import CONFIG
+from .packed.state import STATE_NAME
 from .schedule import FLOAT_BITS, begins_in_float
 from .text import metric_rows, metrics_in
 from .training.budget import Choice
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAGE = "moq_report.html"
+# Of the axis of a metric from 0 to 1.
+_LEAST_HEIGHT = 0.05
 # Steps and values.
 Series = tuple[list[int], list[float]]
 
@@ -80,6 +86,7 @@ class Run:
         quantized: Name to value of the last evaluation's metrics, without `eval_`.
         in_float: The same of the float run beside it; empty if there is none.
         choice: The bits that a budget gave the blocks; None without one.
+        delivered: The folder of the model that it delivered; None if there is none.
     """
 
     directory: Path
@@ -90,6 +97,13 @@ class Run:
     quantized: Mapping[str, float]
     in_float: Mapping[str, float]
     choice: Choice | None
+    delivered: Path | None
+
+    def _repr_html_(self) -> str:
+        """The page, for a notebook."""
+        with drawing():
+            figures = _figures(self)
+            return _page(self, figures)
 
     def series(self, name: str) -> Series:
         """The steps at which a number was logged, and its values; what is not finite is left out."""
@@ -174,6 +188,14 @@ def read_run(
         _metrics(directory),
         in_float,
         saved.get("choice"),
+        next(
+            (
+                folder
+                for folder in (directory / "quantized", directory)
+                if (folder / STATE_NAME).is_file()
+            ),
+            None,
+        ),
     )
 
 
@@ -232,59 +254,69 @@ def write_report(
     run = read_run(directory, float_directory)
     folder = run.directory if out is None else Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    curves = {
-        "Sensitivity": ("eigenvalue over the largest", run.by_block("eigenvalue")),
-        "Loss": (
-            "loss",
-            {"training": run.series("loss"), "evaluation": run.series("eval_loss")},
-        ),
-        "Metrics": (
-            "metric",
-            {
-                name: run.series(f"eval_{name}")
-                for name in run.quantized
-                if name != "loss"
-            },
-        ),
-    }
-    parts = []
     with drawing():
-        figures: dict[str, Figure] = {}
-        bits = run.by_block("bits")
-        if bits:
-            figures["Bits"] = _draw_bits(bits, run.config, run.steps)
-        for title, (ylabel, series) in curves.items():
-            if any(steps for steps, _ in series.values()):
-                figures[title] = _curves(ylabel, series, run)
+        figures = _figures(run)
         for title, figure in figures.items():
             figure.savefig(
                 folder / f"moq_{title.lower()}.png",
                 dpi=150,
                 metadata={"Software": None},
             )
-            stream = io.StringIO()
-            figure.savefig(stream, format="svg", metadata={"Date": None})
-            svg = stream.getvalue()
-            svg = svg[svg.index("<svg") :]
-            parts.append(
-                f"<h2>{title}</h2><figure>{svg}<figcaption>{_CAPTIONS[title]}</figcaption></figure>"
-            )
-    page = folder / PAGE
-    page.write_text(_page(run, parts), encoding="utf-8")
+        page = folder / PAGE
+        page.write_text(_page(run, figures), encoding="utf-8")
     return page
 
 
-def _page(run: Run, figures: Sequence[str]) -> str:
-    title = html.escape(run.directory.resolve().name)
+def _figures(run: Run) -> dict[str, "Figure"]:
+    """Draw what was logged: the title of each figure that there is, and the figure."""
+    metrics = [name for name in run.quantized if name != "loss"]
+    curves = {
+        "Sensitivity": ("eigenvalue over the largest", run.by_block("eigenvalue")),
+        "Loss": (
+            "loss",
+            {"training": run.series("loss"), "evaluation": run.series("eval_loss")},
+        ),
+        "Metrics": ("metric", {name: run.series(f"eval_{name}") for name in metrics}),
+    }
+    figures: dict[str, Figure] = {}
+    bits = run.by_block("bits")
+    if bits:
+        figures["Bits"] = _draw_bits(bits, run.config, run.steps)
+    for title, (ylabel, series) in curves.items():
+        if any(steps for steps, _ in series.values()):
+            figures[title] = _curves(ylabel, series, bits)
+    if "Metrics" in figures:
+        _widen(figures["Metrics"].axes[0])
+    return figures
+
+
+def _svg(figure: "Figure") -> str:
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None})
+    drawn = stream.getvalue()
+    return drawn[drawn.index("<svg") :]
+
+
+def _page(run: Run, figures: Mapping[str, "Figure"]) -> str:
+    card = _card(run)
+    name = run.directory.resolve().name
+    model = card.get("base_model") or card.get("architecture") or name
+    task = card.get("task")
+    title = html.escape(f"{model} on {task}" if task else str(model))
+    written = max(path.stat().st_mtime for path in run.directory.iterdir())
+    date = datetime.fromtimestamp(written).strftime("%Y-%m-%d")
     facts = "".join(
         f"<div><dt>{name}</dt><dd>{value}</dd></div>"
         for name, value in _facts(run).items()
     )
     parts = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-        f"<title>moq_hf: {title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1><dl>{facts}</dl>",
-        *figures,
+        f"<title>moq_hf: {title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>",
+        f"<p>{html.escape(name)}, {date}</p><p><strong>{html.escape(_headline(run))}</strong></p><dl>{facts}</dl>",
     ]
+    for heading, figure in figures.items():
+        caption = f"<figcaption>{_CAPTIONS[heading]}</figcaption>"
+        parts.append(f"<h2>{heading}</h2><figure>{_svg(figure)}{caption}</figure>")
     if run.quantized:
         parts.append(
             f"<h2>Last evaluation</h2>{_table(metric_rows(run.quantized, run.in_float))}"
@@ -294,11 +326,91 @@ def _page(run: Run, figures: Sequence[str]) -> str:
             f"<h2>Bits under a budget</h2><p>{html.escape(run.choice.outcome())}</p>"
         )
         parts.append(_table(run.choice.rows()))
+    if run.delivered is not None:
+        parts.append(_next_steps(run, run.delivered))
     config = html.escape(json.dumps(run.config.to_dict(), indent=2))
     parts.append(
         f"<details><summary>Configuration</summary><pre>{config}</pre></details></body></html>\n"
     )
     return "\n".join(parts)
+
+
+def _card(run: Run) -> dict[str, Any]:
+    """What the delivered folder says of its origin: base model, task and architecture, where it does."""
+    if run.delivered is None:
+        return {}
+    found: dict[str, Any] = {}
+    readme = run.delivered / "README.md"
+    if readme.is_file():
+        data = ModelCard.load(readme).data.to_dict()
+        datasets = data.get("datasets")
+        found["base_model"] = data.get("base_model")
+        found["task"] = ", ".join(datasets) if datasets else data.get("pipeline_tag")
+    config = run.delivered / CONFIG
+    if config.is_file():
+        found["architecture"] = (read_json(config).get("architectures") or [None])[0]
+    return found
+
+
+def _headline(run: Run) -> str:
+    """The run in a line: its first metric, its bits, its size, and whether the result was proven."""
+    bits = [values[-1] for _, values in run.by_block("bits").values()]
+    parts = [f"{_number(sum(bits) / len(bits))} bits" if bits else "no bits yet"]
+    metric = next((name for name in run.quantized if name != "loss"), None)
+    if metric is not None:
+        score = _score(metric, run.quantized[metric])
+        before = run.in_float.get(metric)
+        beside = "" if before is None else f" (float {_score(metric, before)})"
+        parts = [f"{metric.replace('_', ' ')} {score} at {parts[0]}{beside}"]
+    sizes = run.series("moq/size_mb")[1]
+    if run.float_size_mb and sizes:
+        parts.append(f"{run.float_size_mb:,.2f} to {sizes[-1]:,.2f} MB")
+    if run.delivered is not None:
+        parts.append(_proof(run.delivered)[0])
+    return ", ".join(parts)
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def _score(metric: str, value: float) -> str:
+    """A metric as people say it: shares in percent."""
+    is_share = metric in ("accuracy", "f1", "precision", "recall")
+    return percent(value) if is_share else f"{value:.4g}"
+
+
+def _proof(delivered: Path) -> tuple[str, str]:
+    """In a word, and in a sentence, whether the delivered folder was compared with the model."""
+    proof = read_json(delivered / STATE_NAME).get("proof") or {}
+    agrees = proof.get("agrees")
+    if agrees:
+        count = proof.get("examples")
+        return (
+            "verified",
+            f"Loaded with plain transformers, the delivered model gave the outputs that were evaluated ({count} "
+            "examples).",
+        )
+    reason = proof.get("reason") or "the run was not to prove it"
+    if agrees is None:
+        return "not verified", f"Nothing was compared: {reason}."
+    return (
+        "NOT what was evaluated",
+        f"The delivered model gave other outputs: {reason}.",
+    )
+
+
+def _next_steps(run: Run, delivered: Path) -> str:
+    folder = html.escape(os.fspath(delivered))
+    commands = "\n".join(
+        [
+            f"moq-hf inspect {folder}    # layers, sizes, who serves it",
+            f"moq-hf bench {folder}    # speed in ONNX Runtime and OpenVINO",
+            f"moq-hf export {folder} --to onnx OUT",
+        ]
+    )
+    proof = html.escape(_proof(delivered)[1])
+    return f"<h2>Proof</h2><p>{proof}</p><h2>Next steps</h2><pre>{commands}</pre>"
 
 
 def _facts(run: Run) -> dict[str, str]:
@@ -377,8 +489,40 @@ def _color(index: int, count: int) -> Any:
     return colormaps["viridis"](0.05 + 0.75 * index / max(1, count - 1))
 
 
+def _alike(series: Mapping[str, Series]) -> dict[str, Series]:
+    """One line for blocks that have the same bits at all steps."""
+    groups: dict[str, list[str]] = {}
+    for name, line in series.items():
+        groups.setdefault(repr(line), []).append(name)
+    labels = {}
+    for names in groups.values():
+        label = ", ".join(names) if len(names) < 3 else f"{len(names)} blocks"
+        if len(groups) == 1 and len(names) > 1:
+            label = f"all {len(names)} blocks"
+        labels[label] = series[names[0]]
+    # Two groups of as many blocks are told apart by their names.
+    return labels if len(labels) == len(groups) else dict(series)
+
+
+def _drops(series: Mapping[str, Series]) -> dict[int, int]:
+    """The steps at which some block got fewer bits than any had before, and these bits."""
+    switches = sorted(
+        (step, -int(bits))
+        for steps, values in series.values()
+        for step, bits in zip(steps, values, strict=True)
+    )
+    drops: dict[int, int] = {}
+    lowest = FLOAT_BITS
+    for step, bits in switches:
+        if -bits < lowest:
+            lowest = -bits
+            drops[step] = lowest
+    return drops
+
+
 def _draw_bits(series: Mapping[str, Series], config: MoQConfig, total: int) -> "Figure":
     """Draw a line for each block, side by side where they would cover each other."""
+    series = _alike(series)
     figure, axes = _new_figure("bits")
     in_float = begins_in_float(config)
     highest = max(config.start_bits, config.targets[-1]) + in_float
@@ -405,26 +549,49 @@ def _draw_bits(series: Mapping[str, Series], config: MoQConfig, total: int) -> "
     return figure
 
 
-def _curves(ylabel: str, series: Mapping[str, Series], run: Run) -> "Figure":
+def _curves(
+    ylabel: str, series: Mapping[str, Series], bits: Mapping[str, Series]
+) -> "Figure":
     figure, axes = _new_figure(ylabel)
-    for index, (name, (steps, values)) in enumerate(series.items()):
-        axes.plot(
-            steps, values, marker=".", color=_color(index, len(series)), label=name
-        )
+    drawn = {name: line for name, line in series.items() if line[0]}
+    for index, (name, (steps, values)) in enumerate(drawn.items()):
+        color = _color(index, len(drawn))
+        axes.plot(steps, values, marker=".", color=color, label=name)
     _legend(axes)
-    right = axes.twinx()
-    right.step(*run.series("moq/mean_bits"), where="post", color="gray", linestyle=":")
-    right.set_ylabel("mean bits")
+    drops = _drops(bits)
+    low, high = axes.get_xlim()
+    for step, reached in drops.items():
+        axes.axvline(step, color="gray", linestyle=":", linewidth=0.8)
+        # Of drops close to each other the last one has the label.
+        if any(0 < later - step < 0.02 * (high - low) for later in drops):
+            continue
+        axes.annotate(
+            str(reached),
+            (step, 1.0),
+            xycoords=("data", "axes fraction"),
+            ha="center",
+            va="bottom",
+            fontsize="x-small",
+            color="gray",
+        )
     return figure
+
+
+def _widen(axes: "Axes") -> None:
+    """Give scores from 0 to 1 an axis of at least 5 points, so that noise looks like noise."""
+    low, high = axes.get_ylim()
+    if low >= 0 and high <= 1.05 and high - low < _LEAST_HEIGHT:
+        middle = min((low + high) / 2, 1 - _LEAST_HEIGHT / 2)
+        axes.set_ylim(middle - _LEAST_HEIGHT / 2, middle + _LEAST_HEIGHT / 2)
 
 
 _CAPTIONS = {
     "Bits": "Bits of each block over optimizer steps. Lines are drawn side by side.",
     "Sensitivity": "Eigenvalue of each block over the largest, at the steps at which bits fell; a block that was "
-    "not measured again keeps its last one. Dotted: the mean bits.",
-    "Loss": "Loss over optimizer steps; after a float phase the training loss has the teacher's parts too. Dotted: the "
-    "mean bits.",
-    "Metrics": "Metrics of the evaluations on the way. Dotted: the mean bits.",
+    "not measured again keeps its last one. Dotted: where bits fell.",
+    "Loss": "Loss over optimizer steps; after a float phase the training loss has the teacher's parts too. Dotted: "
+    "where bits fell, with the bits from there on.",
+    "Metrics": "Metrics of the evaluations on the way. Dotted: where bits fell, with the bits from there on.",
 }
 _STYLE = """
 body { max-width: 52rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }

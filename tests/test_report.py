@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import made_run
 import programs
 import pytest
+import tiny_runs
 from by_hand import WRONG, places
 from made_run import BLOCKS, CONFIG, make_run
 from matplotlib import image
@@ -22,7 +23,7 @@ from moq_hf import cli
 from moq_hf.config import MoQConfig
 from moq_hf.errors import MoQError
 from moq_hf.plan import plan
-from moq_hf.report import read_run, write_report
+from moq_hf.report import _figures, drawing, read_run, write_report
 from moq_hf.schedule import PrecisionSchedule
 
 
@@ -56,7 +57,7 @@ def test_the_page_stands_alone_and_shows_everything(run: Path) -> None:
     assert re.findall("<h2>(.*?)</h2>", page) == titles
     # Names of XML namespaces are no addresses that a browser would ask for.
     assert not re.search(r"""(src|href)=["'](?!#)|url\((?!#)|@import""", page.replace('xlink:href="#', ""))
-    for text in ("105.20 to ", "0.8690", "0.9100", "-0.0410", "layer.11", "pooler.dense"):
+    for text in ("105.20 to ", "0.8690", "0.9100", "-0.0410", "layer.11", "4 blocks"):
         assert text in page, text
     for name in ("bits", "sensitivity", "loss", "metrics"):
         assert image.imread(run / f"moq_{name}.png").shape[1] == 1200
@@ -268,3 +269,29 @@ def test_the_module_is_a_program(tmp_path: Path) -> None:
     done = programs.run("-m", "moq_hf.cli", "report", str(tmp_path / "out"), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path / 'out' / 'moq_report.html'}\n"
+
+
+def test_a_delivered_run_has_its_headline_its_proof_and_what_comes_next(tmp_path: Path) -> None:
+    config = {"start_bits": 6, "target_bits": 4}
+    trainer = tiny_runs.moq(tmp_path, config={**tiny_runs.CONFIG, "quantize_bits": config}, max_steps=30)
+    trainer.train()
+    trainer.save_state()
+    trainer.save_model(str(tmp_path / "quantized"))
+    page = write_report(tmp_path).read_text()
+    assert re.search(r"<strong>4 bits, [0-9.]+ to [0-9.]+ MB, verified</strong>", page)
+    assert "<h1>BertForSequenceClassification</h1>" in page
+    assert "Loaded with plain transformers, the delivered model gave the outputs that were evaluated" in page
+    assert f"moq-hf bench {tmp_path / 'quantized'}" in page
+    assert re.search(r">all \d+ blocks<", page)
+    assert "<svg" in read_run(tmp_path)._repr_html_()
+
+
+def test_noise_of_a_score_looks_like_noise(tmp_path: Path) -> None:
+    state = make_run(tmp_path)
+    for index, line in enumerate(line for line in state["log_history"] if "eval_f1" in line):
+        line |= {"eval_f1": 0.97 + 0.001 * (index % 2), "eval_accuracy": 0.97}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    with drawing():
+        axes = _figures(read_run(tmp_path))["Metrics"].axes[0]
+    low, high = axes.get_ylim()
+    assert high - low == pytest.approx(0.05) and high <= 1.0 + 1e-9
