@@ -624,6 +624,19 @@ class MoQConfig:
         """
         return _parse(mapping, "MoQ config")
 
+    def changed(self) -> dict[str, Any]:
+        """The bits, and the keys whose values are not the defaults, as `from_dict` takes them."""
+        values = self.to_dict()
+        defaults = MoQConfig.from_dict({"quantize_bits": values["quantize_bits"]})
+        found: dict[str, Any] = {"quantize_bits": values["quantize_bits"]}
+        for name, default in defaults.to_dict().items():
+            value = values[name]
+            if isinstance(value, dict) and isinstance(default, dict):
+                value = {k: v for k, v in value.items() if v != default.get(k)}
+            if value != default and value != {}:
+                found[name] = value
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """The config in the file's words, every key with its value; `from_dict` gives an equal config."""
         written = _adapter().dump_python(self, mode="json", by_alias=True)

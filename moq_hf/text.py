@@ -56,7 +56,12 @@ def metric_rows(
     metric   float  quantized  difference
     f1      0.9100     0.9000     -0.0100
     loss               0.3000
+    >>> metric_rows({"f1": 0.9}, {})
+    [['metric', 'quantized'], ['f1', '0.9000']]
     """
+    if not in_float:
+        values = [[name, f"{value:.4f}"] for name, value in metrics.items()]
+        return [["metric", "quantized"], *values]
     rows = [["metric", "float", "quantized", "difference"]]
     for name, value in metrics.items():
         row = [name, "", f"{value:.4f}", ""]

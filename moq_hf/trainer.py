@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import ModelCardData
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
@@ -17,9 +16,8 @@ from .callback import MoQCallback, write_result
 from .config import MoQConfig
 from .errors import MoQError
 from .model.convert import is_quantized, quant_layers
-from .packed.card import write_card
+from .packed.card import write_run_card
 from .packed.files import bytes_in
-from .packed.save import base_model_of
 from .packed.state import STATE_NAME, record_metrics
 from .processes import is_apart
 from .seams.transformers import (
@@ -27,7 +25,6 @@ from .seams.transformers import (
     callbacks_of,
     prepared_inputs,
     save_training_args,
-    training_summary,
 )
 from .training.checkpoints import (
     check_whole,
@@ -521,22 +518,7 @@ class MoQTrainer(Trainer):
         record_metrics(
             folder, self.final_metrics or last_metrics(self.state), self.float_metrics
         )
-        # What the stock card knows: task, data and hyperparameters.
-        known = training_summary(self, *args, **kwargs)
-        tag = _one(known.dataset_tags)
-        data = ModelCardData(
-            model_name=self.hub_model_id or known.model_name,
-            base_model=kwargs.get("finetuned_from")
-            or base_model_of(self.accelerator.unwrap_model(self.model)),
-            pipeline_tag=_one(known.tasks),
-            datasets=None if tag is None else [tag],
-            language=known.language,
-            license=known.license,
-            tags=[known.tags] if isinstance(known.tags, str) else known.tags,
-        )
-        dataset = {"dataset_type": tag, "dataset_name": _one(known.dataset) or tag}
-        dataset["dataset_config"] = _one(known.dataset_args)
-        write_card(folder, data, dataset=dataset, training=known.hyperparameters)
+        write_run_card(folder, self, *args, **kwargs)
 
     def _live_moq(self) -> MoQCallback | None:
         """The callback of this Trainer, which it may share with others."""
@@ -552,8 +534,3 @@ class MoQTrainer(Trainer):
         if self.moq is not None:
             self.moq.trainer = self
         return self.moq
-
-
-def _one(value: Any) -> str | None:
-    first = value[0] if isinstance(value, (list, tuple)) and value else value
-    return str(first) if first else None

@@ -32,4 +32,4 @@ def test_the_card_has_metrics_alone(tmp_path: Path) -> None:
     write_state(folder, {**read_state(folder), "step": 4})
     record_metrics(folder, {"eval_lead_time": 2.5, "eval_f1": 0.75, "eval_model_preparation_time": 0.125})
     card = write_card(folder).read_text(encoding="utf-8")
-    assert "| lead_time |  | 2.5000 |  |" in card and "preparation" not in card
+    assert "| lead_time | 2.5000 |" in card and "preparation" not in card

@@ -9,9 +9,12 @@ from typing import Any
 import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..config import MoQConfig
 from ..formats.table import has_codes
 from ..schedule import FLOAT_BITS
+from ..seams.transformers import training_summary
 from ..text import markdown_table, metric_rows, metrics_in
+from .state import hub_id
 from .verify import Verification, verify_quantized
 
 TAGS = ("moq", "quantization-aware-training", "compressed-tensors")
@@ -96,7 +99,7 @@ def write_card(
         f"# {data.model_name}",
         f"Fine-tuned{origin}{f' on {source}' if source else ''} with Mixture-of-Quantization (moq_hf): {_made(found)}",
         f"## Use\n\n{_loading(name, folder, found)}",
-        _results(metrics, before),
+        _results(metrics, before, found.state),
         f"## Size\n\n{_sizes(found)}",
         _proof(found),
         f"## Bits per layer\n\n<details><summary>The table</summary>\n\n{_bits(found)}\n\n</details>",
@@ -107,6 +110,43 @@ def write_card(
         f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n"
     ).save(path)
     return path
+
+
+def write_run_card(directory: Path, run: Any, *args: Any, **given: Any) -> None:
+    """Write the card with what the stock card knows of a run: base model, task, data set, arguments.
+
+    Args:
+        directory: The packed checkpoint.
+        run: The Trainer, or an object with its `args`, `model`, `state`,
+            `train_dataset` and `eval_dataset`.
+        *args: What `Trainer.create_model_card` takes.
+        **given: What `Trainer.create_model_card` takes.
+
+    Raises:
+        MoQError: The checkpoint is damaged.
+    """
+    known = training_summary(run, *args, **given)
+    tag = _first(known.dataset_tags)
+    data = ModelCardData(
+        model_name=run.args.hub_model_id or known.model_name,
+        base_model=hub_id(known.finetuned_from),
+        pipeline_tag=_first(known.tasks),
+        datasets=None if tag is None else [tag],
+        language=known.language,
+        license=known.license,
+        tags=[known.tags] if isinstance(known.tags, str) else known.tags,
+    )
+    dataset = {
+        "dataset_type": tag,
+        "dataset_name": _first(known.dataset) or tag,
+        "dataset_config": _first(known.dataset_args),
+    }
+    write_card(directory, data, dataset=dataset, training=known.hyperparameters)
+
+
+def _first(value: Any) -> str | None:
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    return str(first) if first else None
 
 
 def _made(saved: Verification) -> str:
@@ -144,11 +184,17 @@ def _loading(name: str, folder: Path, saved: Verification) -> str:
     return _BY_TRANSFORMERS.format(module=module, cls=cls, name=name)
 
 
-def _results(metrics: Mapping[str, float], before: Mapping[str, float]) -> str:
-    if not metrics:
-        return ""
-    note = "" if before else "\n\nNo float model was trained beside this one."
-    return f"## Evaluation\n\n{markdown_table(metric_rows(metrics, before))}{note}"
+def _results(
+    metrics: Mapping[str, float], before: Mapping[str, float], state: Mapping[str, Any]
+) -> str:
+    teacher = state["config"]["distillation"]["teacher"]
+    notes = [markdown_table(metric_rows(metrics, before))] if metrics else []
+    if teacher is not None:
+        whose = "whose scores are those of float above" if before else "not scored here"
+        notes.append(f"It learned from the float model `{teacher}`, {whose}.")
+    elif not before and metrics:
+        notes.append("No float model was evaluated beside this one.")
+    return "\n\n".join(["## Evaluation", *notes]) if notes else ""
 
 
 def _sizes(saved: Verification) -> str:
@@ -196,7 +242,8 @@ def _making(state: Mapping[str, Any], training: Mapping[str, Any]) -> str:
     settings = {**steps, **training, "versions": versions}
     listed = "\n".join(f"- {name}: {value}" for name, value in settings.items())
     return (
-        f"The quantization's configuration, `moq.json`:\n\n```json\n{json.dumps(state['config'], indent=2)}\n```\n\n"
+        "The quantization's configuration, `moq.json`; the other keys have their defaults:\n\n"
+        f"```json\n{json.dumps(MoQConfig.from_dict(state['config']).changed(), indent=2)}\n```\n\n"
         f'Train with it: `MoQTrainer(..., moq_config="moq.json")`.\n\n{listed}\n\n'
         "`moq_state.json` holds every switch of precision with its step; `moq-hf inspect` verifies the files."
     )
