@@ -1,33 +1,56 @@
-"""Mixture-of-Quantization for Hugging Face Trainer: fine-tuning whose weights step down to 8, 4 or 2 bits."""
+"""Quantization-aware fine-tuning of Hugging Face models as one Trainer callback.
 
-from .callback import MoQCallback
-from .config import MoQConfig
-from .eigen import block_eigenvalues
-from .errors import MoQConfigError, MoQError
-from .model.convert import dequantize_model, quantize_model
-from .packed.save import save_quantized
-from .packed.verify import verify_quantized
-from .plan import plan
-from .quant_linear import QuantLinear
-from .schedule import PrecisionSchedule
-from .trainer import MoQTrainer
-from .training.checkpoints import last_checkpoint
-from .version import __version__
+The public names are imported when they are first asked for, so that `moq-hf --help`
+needs neither torch nor transformers.
+"""
 
-__all__ = [
-    "MoQCallback",
-    "MoQConfig",
-    "MoQConfigError",
-    "MoQError",
-    "MoQTrainer",
-    "PrecisionSchedule",
-    "QuantLinear",
-    "__version__",
-    "block_eigenvalues",
-    "dequantize_model",
-    "last_checkpoint",
-    "plan",
-    "quantize_model",
-    "save_quantized",
-    "verify_quantized",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from .callback import MoQCallback as MoQCallback
+    from .config import MoQConfig as MoQConfig
+    from .eigen import block_eigenvalues as block_eigenvalues
+    from .errors import MoQConfigError as MoQConfigError
+    from .errors import MoQError as MoQError
+    from .forecast import plan as plan
+    from .model.convert import dequantize_model as dequantize_model
+    from .model.convert import quantize_model as quantize_model
+    from .packed.save import save_quantized as save_quantized
+    from .packed.verify import verify_quantized as verify_quantized
+    from .quant_linear import QuantLinear as QuantLinear
+    from .schedule import PrecisionSchedule as PrecisionSchedule
+    from .trainer import MoQTrainer as MoQTrainer
+    from .training.checkpoints import last_checkpoint as last_checkpoint
+
+_HOMES = {
+    "MoQCallback": "callback",
+    "MoQConfig": "config",
+    "MoQConfigError": "errors",
+    "MoQError": "errors",
+    "MoQTrainer": "trainer",
+    "PrecisionSchedule": "schedule",
+    "QuantLinear": "quant_linear",
+    "block_eigenvalues": "eigen",
+    "dequantize_model": "model.convert",
+    "last_checkpoint": "training.checkpoints",
+    "plan": "forecast",
+    "quantize_model": "model.convert",
+    "save_quantized": "packed.save",
+    "verify_quantized": "packed.verify",
+}
+__all__ = sorted([*_HOMES, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

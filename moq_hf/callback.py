@@ -21,6 +21,7 @@ from transformers import (
 
 from .config import MoQConfig
 from .errors import MoQError, one_line
+from .forecast import Plan, outcome, plan
 from .model.convert import check_bypassed_weights, is_quantized
 from .model.selection import take_inventory
 from .names import uncompiled, without_peft
@@ -28,7 +29,6 @@ from .packed.files import bytes_in
 from .packed.load_check import ReferenceOutputs, kept_batch
 from .packed.save import SaveOptions, deliver
 from .packed.state import shareable
-from .plan import Plan, outcome, plan
 from .processes import gathered_state_dict, is_apart
 from .schedule import offset_step_of
 from .seams.transformers import (

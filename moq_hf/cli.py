@@ -3,12 +3,14 @@
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from .config import LARGEST
 from .errors import MoQError
+from .version import __version__
 
 _EXPORT = """onnx: models with integer weights in the folder OUT, whose answers are compared with the checkpoint's; if
 weight-only differs by more than the tolerance, nothing is written and the exit status is 2. gguf: the checkpoint's
@@ -20,12 +22,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="moq-hf", description="Mixture-of-Quantization for Hugging Face Trainer."
     )
+    parser.add_argument("--version", action="version", version=f"moq_hf {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in (add_plan, add_report, add_pack, add_inspect, add_export, add_bench):
         add(subparsers)
     args = parser.parse_args(argv)
     try:
         args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, `head` for instance, has seen enough. Python flushes once more at
+        # its end, and would complain there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (MoQError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -53,7 +61,7 @@ def add_plan(subparsers: Any) -> None:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    from .plan import plan
+    from .forecast import plan
 
     planned = plan(args.moq_config, _steps(args))
     print(json.dumps(planned.to_dict(), indent=2) if args.json else planned)

@@ -29,8 +29,8 @@ from moq_hf.config import (
     key_schemas,
 )
 from moq_hf.errors import MoQConfigError
+from moq_hf.forecast import plan
 from moq_hf.grid import Grid, PerChannel, PerGroup, RowBlocks
-from moq_hf.plan import plan
 from moq_hf.schedule import FLOAT_BITS, PrecisionSchedule
 
 ROOT = Path(__file__).parents[1]

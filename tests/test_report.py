@@ -22,7 +22,7 @@ from transformers import Trainer, TrainingArguments
 from moq_hf import cli
 from moq_hf.config import MoQConfig
 from moq_hf.errors import MoQError
-from moq_hf.plan import plan
+from moq_hf.forecast import plan
 from moq_hf.report import _figures, drawing, read_run, write_report
 from moq_hf.schedule import PrecisionSchedule
 

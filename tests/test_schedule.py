@@ -11,7 +11,7 @@ from repo import GOLDEN
 
 from moq_hf.config import LARGEST, ActivationConfig, BlendConfig, EigenvalueConfig, MoQConfig, ScheduleConfig
 from moq_hf.errors import MoQError
-from moq_hf.plan import Plan, plan
+from moq_hf.forecast import Plan, plan
 from moq_hf.schedule import FLOAT_BITS, PrecisionSchedule, Switch
 
 NAMES = [path.stem for path in sorted(GOLDEN.glob("schedule_*.json")) if "engine" not in path.stem]

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model
+from moq_hf.forecast import plan
 from moq_hf.grid import InputGrid
 from moq_hf.inputs import fake_quantize_input
-from moq_hf.plan import plan
 from moq_hf.training.controller import MoQController
 
 

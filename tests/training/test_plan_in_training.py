@@ -19,8 +19,8 @@ from tiny_runs import (
 from transformers import TrainerCallback
 
 from moq_hf import MoQCallback, MoQError, plan
+from moq_hf.forecast import outcome
 from moq_hf.model.convert import quant_layers
-from moq_hf.plan import outcome
 from moq_hf.report import write_report
 from moq_hf.schedule import Switch
 from moq_hf.training.controller import MoQController
