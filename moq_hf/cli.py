@@ -209,6 +209,11 @@ def add_export(subparsers: Any) -> None:
         "--base",
         help="what llama.cpp's converter made of the checkpoint as floats (--to float)",
     )
+    gguf.add_argument(
+        "--converter",
+        metavar="PATH",
+        help="instead: llama.cpp's convert_hf_to_gguf.py, or the folder it lies in; the base is made with it",
+    )
     onnx = parser.add_argument_group("onnx")
     add = onnx.add_argument
     add(
@@ -246,18 +251,24 @@ def _export(args: argparse.Namespace) -> None:
         for name, value in vars(args).items()
         if name not in ("run", "directory", "to", "out")
     }
-    taken = {"onnx": options.keys() - {"base"}, "gguf": {"base"}, "float": set()}
+    taken = {
+        "onnx": options.keys() - {"base"},
+        "gguf": {"base", "converter"},
+        "float": set(),
+    }
     foreign = options.keys() - taken[args.to]
     if foreign:
         raise MoQError(f"--to {args.to} goes without --{', --'.join(sorted(foreign))}")
     if args.to == "gguf":
         from .export.gguf import export_gguf
 
-        if "base" not in options:
+        if not options:
             raise MoQError(
-                "--to gguf needs --base, what llama.cpp's converter made of the checkpoint as floats"
+                "--to gguf needs llama.cpp's converter: moq-hf export "
+                f"{args.directory} --to gguf {args.out} --converter llama.cpp/convert_hf_to_gguf.py; "
+                "or --base, what it made of the checkpoint as floats"
             )
-        print(export_gguf(args.directory, args.out, args.base).table())
+        print(export_gguf(args.directory, args.out, **options).table())
     elif args.to == "float":
         from .export.floats import export_floats
 

@@ -21,11 +21,14 @@ unsigned byte, or the code itself (ggml of llama.cpp 0.3.36).
 
 import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +40,7 @@ from ..packed.files import new_path, staged
 from ..packed.state import StoredLayer
 from ..packed.verify import by_matrix, recorded, split, stored_weights
 from ..quantizer import Quantized, dequantize
+from .floats import export_floats
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
 _COPIED = (*_FLOATS, "I8", "I16", "I32", "I64")
@@ -57,6 +61,8 @@ _NOT_COPIED = (
 _RELATIVE = 2.0**-7
 # It may also have been rounded to float16, whose smallest number this is.
 _ABSOLUTE = 2.0**-24
+# What llama.cpp calls its converter.
+_CONVERTER = "convert_hf_to_gguf.py"
 # Weights of a row that share a scale.
 _SIZE = 32
 Floats = NDArray[np.float32]
@@ -108,7 +114,8 @@ class GgufExport:
 def export_gguf(
     directory: str | os.PathLike[str],
     out: str | os.PathLike[str],
-    base: str | os.PathLike[str],
+    base: str | os.PathLike[str] | None = None,
+    converter: str | os.PathLike[str] | None = None,
 ) -> GgufExport:
     """Write a packed checkpoint as a GGUF file with the checkpoint's own integers.
 
@@ -121,6 +128,8 @@ def export_gguf(
         out: The file to make.
         base: The file that llama.cpp's converter made of the same checkpoint as floats,
             in float32, float16 or bfloat16.
+        converter: Instead of `base`, llama.cpp's `convert_hf_to_gguf.py` or the folder
+            that holds it: the base is made with it, and deleted afterwards.
 
     Returns:
         Sizes, types, and what the scales lost in float16.
@@ -128,11 +137,46 @@ def export_gguf(
     Raises:
         MoQError: The checkpoint is damaged, a grid does not fit any block, the base is
             of another model or quantized, a scale does not fit float16, `out` exists,
-            or gguf is not installed.
+            the converter fails, or a library of the extra gguf is not installed.
     """
     require("gguf", "gguf")
-    target = new_path(out)
-    source = Path(base)
+    new_path(out)
+    if (base is None) == (converter is None):
+        raise MoQError(
+            "GGUF needs either base, what llama.cpp's converter made of the checkpoint as floats, or converter, "
+            "the path of its convert_hf_to_gguf.py"
+        )
+    if base is not None:
+        return _export(Path(directory), Path(out), Path(base))
+    with tempfile.TemporaryDirectory(prefix="moq-hf-") as folder:
+        made = _convert(directory, Path(folder), Path(cast(str, converter)))
+        return _export(Path(directory), Path(out), made)
+
+
+def _convert(directory: str | os.PathLike[str], folder: Path, converter: Path) -> Path:
+    """Make the base in `folder`, with llama.cpp's converter in a process of its own.
+
+    Raises:
+        MoQError: There is no converter, or it fails; has the end of what it said.
+    """
+    script = converter / _CONVERTER if converter.is_dir() else converter
+    if not script.is_file():
+        raise MoQError(
+            f"{script} is not there: llama.cpp's repository has {_CONVERTER} at its top"
+        )
+    # Most models' converters read the tokenizer with it, and end in a traceback without.
+    require("gguf", "sentencepiece")
+    floats = export_floats(directory, folder / "floats")
+    base = folder / "base.gguf"
+    command = [sys.executable, script, floats, "--outtype", "f16", "--outfile", base]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode or not base.is_file():
+        said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
+        raise MoQError(f"{script} failed on the checkpoint as floats:\n{said}")
+    return base
+
+
+def _export(directory: Path, out: Path, source: Path) -> GgufExport:
     saved = recorded(directory)
     # The converter reads the files, so its names of layers are those in the files.
     names = saved.state.get("names") or {}
@@ -160,15 +204,15 @@ def export_gguf(
     parts = {
         place: read.all_experts(place, experts) for place, experts in placed.items()
     }
-    with staged(target) as staging:
+    with staged(out.resolve()) as staging:
         read.write(staging, parts)
         read.prove(staging, parts)
     kinds = {name: read.kind(name) for name in read.tensors}
     kinds |= {name: blocks[0].kind for name, blocks in parts.items()}
     errors = [blocks.error for tensor in parts.values() for blocks in tensor]
     return GgufExport(
-        path=Path(out),
-        bytes=target.stat().st_size,
+        path=out,
+        bytes=out.stat().st_size,
         base_bytes=source.stat().st_size,
         types=dict(Counter(kinds.values())),
         layers={name: kinds[place] for name, place in places.items()},

@@ -280,6 +280,42 @@ def test_nothing_is_replaced(tmp_path: Path, checkpoint: Path, base: Path) -> No
         export_gguf(checkpoint, tmp_path, base)
 
 
+CONVERTER = """
+import sys
+sys.path.insert(0, {helpers!r})
+from pathlib import Path
+from gguf_base import write_base
+from transformers import AutoModelForCausalLM
+
+folder, *_, out = sys.argv[1:]
+if {fails}:
+    sys.exit("Model LlamaForCausalLM is not supported")
+write_base(AutoModelForCausalLM.from_pretrained(folder), Path(out))
+"""
+
+
+def test_one_command_runs_the_converter(
+    tmp_path: Path,
+    checkpoint: Path,
+    exported: GgufExport,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(gguf_module, "require", lambda *names: None)
+    helpers = str(Path(__file__).parents[1] / "helpers")
+    script = tmp_path / "llama.cpp" / "convert_hf_to_gguf.py"
+    script.parent.mkdir()
+    command = ["export", str(checkpoint), "--to", "gguf", str(tmp_path / "out.gguf"), "--converter"]
+    assert cli.main([*command, str(script)]) == 2
+    assert "convert_hf_to_gguf.py is not there" in capsys.readouterr().err
+    script.write_text(CONVERTER.format(helpers=helpers, fails=True))
+    assert cli.main([*command, str(script)]) == 2
+    assert "Model LlamaForCausalLM is not supported" in capsys.readouterr().err
+    script.write_text(CONVERTER.format(helpers=helpers, fails=False))
+    assert cli.main([*command, str(script.parent)]) == 0
+    assert (tmp_path / "out.gguf").read_bytes() == exported.path.read_bytes()
+
+
 def test_the_command(
     tmp_path: Path, checkpoint: Path, base: Path, exported: GgufExport, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,7 +324,8 @@ def test_the_command(
     assert out.read_bytes() == exported.path.read_bytes()
     assert "read back: every code is that of the checkpoint" in capsys.readouterr().out
     for words, what in (
-        (["--to", "gguf", str(out)], "--to gguf needs --base"),
+        (["--to", "gguf", str(out)], "--to gguf needs llama.cpp's converter: moq-hf export"),
+        (["--to", "gguf", str(tmp_path / "new.gguf"), "--base", "a", "--converter", "b"], "GGUF needs either base"),
         (["--to", "gguf", str(out), "--base", str(base), "--flavors", "int8"], "--to gguf goes without --flavors"),
         (["--to", "onnx", str(out), "--base", str(base)], "--to onnx goes without --base"),
         (["--to", "float", str(out), "--tolerance", "1"], "--to float goes without --tolerance"),
