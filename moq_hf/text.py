@@ -2,8 +2,12 @@
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from tqdm.auto import tqdm
+
+T = TypeVar("T")
 
 # What the Trainer logs beside the metrics of an evaluation; `_mm` is MNLI's second
 # part.
@@ -11,6 +15,11 @@ _NO_METRIC = re.compile(
     r"^(epoch|step|total_flos)(_mm)?$"
     r"|(^|_)(runtime|samples|per_second|model_preparation_time)(_mm)?$"
 )
+
+
+def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
+    """Go through items behind a progress bar, which is off where stderr is no terminal."""
+    return cast(Iterable[T], tqdm(items, what, total, leave=False, disable=None))
 
 
 def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..config import LARGEST
 from ..errors import MoQError, one_line, require
-from ..text import table
+from ..text import progress, table
 from .compare import (
     SENTENCES,
     Comparison,
@@ -138,7 +139,8 @@ def benchmark(
     Args:
         directory: What `save_quantized` wrote.
         batches: Batch sizes.
-        sequences: Tokens per example, without padding.
+        sequences: Tokens per example, without padding; cut where the model has fewer
+            positions.
         threads: Of each engine; None is PyTorch's number.
         activation_bits: Of the int8 file, 2 to 8; None is what the model was trained
             for, else 8.
@@ -159,11 +161,10 @@ def benchmark(
         raise MoQError(
             f"{folder}: models of texts are measured, not {type(model).__name__}"
         )
-    limit = getattr(model.config, "max_position_embeddings", math.inf)
-    if max(sequences) > limit:
-        raise MoQError(
-            f"sequence {max(sequences)} is longer than the {limit} positions of the model"
-        )
+    # The table shows the lengths that were run.
+    positions = getattr(model.config, "max_position_embeddings", LARGEST)
+    limit = min(positions, checkpoint.tokenizer.model_max_length)
+    sequences = sorted({min(tokens, limit) for tokens in sequences})
     reference = Reference(checkpoint, data, max_length)
     shapes = {
         f"{batch} x {tokens}": _batch(reference, batch, tokens)
@@ -214,7 +215,8 @@ def benchmark(
             max_length=max_length,
             tolerance=math.inf,
         )
-        for (runtime, load), (flavor, file) in product(runtimes, found.files.items()):
+        candidates = list(product(runtimes, found.files.items()))
+        for (runtime, load), (flavor, file) in progress(candidates, "bench"):
             # qdq is slow in ONNX Runtime, which has int8.
             if (runtime, flavor) != ("ONNX Runtime", "qdq"):
                 bits = (

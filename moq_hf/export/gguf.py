@@ -40,6 +40,7 @@ from ..packed.files import new_path, staged
 from ..packed.state import StoredLayer
 from ..packed.verify import by_matrix, recorded, split, stored_weights
 from ..quantizer import Quantized, dequantize
+from ..text import progress
 from .floats import export_floats
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
@@ -168,7 +169,8 @@ def _convert(directory: str | os.PathLike[str], folder: Path, converter: Path) -
     require("gguf", "sentencepiece")
     floats = export_floats(directory, folder / "floats")
     base = folder / "base.gguf"
-    command = [sys.executable, script, floats, "--outtype", "f16", "--outfile", base]
+    arguments = [floats, "--outtype", "f16", "--outfile", base]
+    command = [sys.executable, str(script), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode or not base.is_file():
         said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
@@ -197,7 +199,7 @@ def _export(directory: Path, out: Path, source: Path) -> GgufExport:
             f"{directory}: floats of half precision have no codes any more: {listed(lost)}; leave them out"
         )
     placed: dict[str, dict[int, Blocks]] = {}
-    for name, layer in layers.items():
+    for name, layer in progress(layers.items(), "GGUF", len(layers)):
         blocks = read.fitted(places[name], weights.pop(name), layer, name)
         if not places[name].endswith(_NEVER_IN_BLOCKS):
             placed.setdefault(places[name], {})[_expert_of(name)] = blocks

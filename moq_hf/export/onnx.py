@@ -21,7 +21,7 @@ from ..errors import MoQError, check_choice, one_line, require
 from ..grid import InputGrid, InputScale
 from ..packed.files import new_path, staged
 from ..quantizer import Quantized
-from ..text import table
+from ..text import progress, table
 from .compare import (
     SENTENCES,
     TOLERANCE,
@@ -227,7 +227,7 @@ def export_onnx(
     grids: dict[Flavor, InputGrid] = {"int8": grid, "qdq": InputGrid(8, "static")}
     with staged(place) as folder:
         folder.mkdir()
-        for flavor in dict.fromkeys(flavors):
+        for flavor in progress(dict.fromkeys(flavors), "export"):
             rounding = None
             if flavor in grids:
                 rounding = _rounding(checkpoint, reference, grids[flavor], target)

@@ -79,10 +79,22 @@ class Weights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.specs)
 
-    def renamed(self, names: Mapping[str, str]) -> "Weights":
-        """These weights under other names; `names` has the name in the checkpoint for each new one."""
+    def renamed(
+        self, names: Mapping[str, str], on_read: Callable[[], Any] = lambda: None
+    ) -> "Weights":
+        """The same under other names.
+
+        Args:
+            names: The name of each as it is to be, to the one that it has there.
+            on_read: Called whenever a weight is read.
+        """
         specs = {name: self.specs[there] for name, there in names.items()}
-        return Weights(self.place, specs, lambda name: self._read(names[name]))
+
+        def read(name: str) -> Tensor:
+            on_read()
+            return self._read(names[name])
+
+        return Weights(self.place, specs, read)
 
 
 def safetensors_weights(folder: Path) -> Weights:

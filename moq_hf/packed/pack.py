@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import nn
+from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerState
 
 from ..config import MoQConfig
@@ -100,15 +101,16 @@ def pack_checkpoint(
     names = _names_in(shell, weights, folder)
     controller = _controller(shell, state)
     log = TrainerState.load_from_json(str(folder / STATE_FILE))
-    options = SaveOptions(
-        processing_class=_processing_class(folder, model),
-        controller=controller,
-        metrics=last_metrics(log),
-        float_metrics=_float_metrics(folder),
-        state_dict=weights.renamed(names),
-        max_shard_size=shard_size,
-    )
-    return deliver(shell, target, options, None)
+    with tqdm(desc="pack", total=len(names), leave=False, disable=None) as bar:
+        options = SaveOptions(
+            processing_class=_processing_class(folder, model),
+            controller=controller,
+            metrics=last_metrics(log),
+            float_metrics=_float_metrics(folder),
+            state_dict=weights.renamed(names, bar.update),
+            max_shard_size=shard_size,
+        )
+        return deliver(shell, target, options, None)
 
 
 def _config_of(folder: Path, described: Path | str) -> PreTrainedConfig:
