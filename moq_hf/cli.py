@@ -49,13 +49,26 @@ def add_plan(subparsers: Any) -> None:
         "reached. The length of the run is --max_steps, or follows from --num_examples, --batch_size and --epochs.",
     )
     add = parser.add_argument
-    add("--moq_config", required=True, help="the MoQ configuration, JSON")
+    add("config", nargs="?", metavar="CONFIG", help="a preset's name or a JSON file")
+    add("--moq_config", help="the same as CONFIG")
     add("--max_steps", type=_positive, help="optimizer steps of the run")
     add("--num_examples", type=_positive, help="size of the training set")
     add("--batch_size", type=_positive, help="examples per process and forward pass")
     add("--epochs", type=_positive_number, help="passes over the training set")
     add("--gradient_accumulation", type=_positive, default=1, help="default: 1")
     add("--num_processes", type=_positive, default=1, help="default: 1")
+    add(
+        "--model",
+        help="folder or Hub id of the model: what is quantized, the size of the result, and the memory of the run",
+    )
+    add(
+        "--half", action="store_true", help="with --model: the run has --bf16 or --fp16"
+    )
+    add(
+        "--teacher",
+        action="store_true",
+        help="with --model: a float model as large is beside it, as with --float_first",
+    )
     add("--json", action="store_true", help="print JSON instead of the table")
     parser.set_defaults(run=_plan)
 
@@ -63,8 +76,20 @@ def add_plan(subparsers: Any) -> None:
 def _plan(args: argparse.Namespace) -> None:
     from .forecast import plan
 
-    planned = plan(args.moq_config, _steps(args))
+    if (args.config is None) == (args.moq_config is None):
+        raise MoQError(
+            "which config? give one: a preset's name or a JSON file, moq-hf plan w4 --max_steps 345"
+        )
+    if args.model is None and (args.half or args.teacher):
+        raise MoQError("--half and --teacher go with --model")
+    steps = _steps(args)
+    planned = plan(args.config or args.moq_config, steps)
     print(json.dumps(planned.to_dict(), indent=2) if args.json else planned)
+    if args.model is not None:
+        from .memory import plan_of_model
+
+        print()
+        print(plan_of_model(args.model, planned.config, steps, args.half, args.teacher))
 
 
 def _steps(args: argparse.Namespace) -> int:

@@ -228,21 +228,6 @@ def test_make_gpu(tmp_path: Path) -> None:
     assert "['--small']" in told and str(tmp_path) in told
 
 
-def test_pip_install(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(ROOT / "moq_hf", source / "moq_hf", ignore=shutil.ignore_patterns("__pycache__", "*ruff*"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    # The tools and the dependencies that are here already, since a test has no network.
-    offline = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet"]
-    command = [sys.executable, "-m", "pip", "install", *offline, "--target", str(tmp_path / "site"), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    installed = {path.name for path in (tmp_path / "site" / "moq_hf").iterdir()} - {"__pycache__"}
-    assert installed == {path.name for path in (source / "moq_hf").iterdir()}
-    assert (tmp_path / "site" / f"moq_hf-{moq_hf.__version__}.dist-info").is_dir()
-
-
 def test_the_extras() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")

@@ -97,7 +97,7 @@ def pack_checkpoint(
     described = folder if (folder / CONFIG).is_file() or model is None else model
     config = _config_of(folder, described)
     weights = _weights_of(folder)
-    shell = _shell(config, described)
+    shell = empty_model(config, described)
     names = _names_in(shell, weights, folder)
     controller = _controller(shell, state)
     log = TrainerState.load_from_json(str(folder / STATE_FILE))
@@ -127,16 +127,23 @@ def _config_of(folder: Path, described: Path | str) -> PreTrainedConfig:
         raise MoQError(
             f"{folder / CONFIG} is missing: give --model, a folder or Hub id with the model's config and tokenizer"
         )
+    return read_config(described)
+
+
+def read_config(model: Path | str) -> PreTrainedConfig:
+    """The config of a model in a folder or on the Hub.
+
+    Raises:
+        MoQError: It cannot be read.
+    """
     try:
-        return cast(
-            PreTrainedConfig,
-            transformers.AutoConfig.from_pretrained(described, trust_remote_code=False),
-        )
+        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
     # Unknown types, damaged files, no network.
     except Exception as error:
         raise MoQError(
-            f"the config of {described} cannot be read: {one_line(error)}"
+            f"the config of {model} cannot be read: {one_line(error)}"
         ) from error
+    return cast(PreTrainedConfig, config)
 
 
 def _weights_of(folder: Path) -> Weights:
@@ -161,7 +168,7 @@ def _weights_of(folder: Path) -> Weights:
     )
 
 
-def _shell(config: PreTrainedConfig, described: Path | str) -> PreTrainedModel:
+def empty_model(config: PreTrainedConfig, described: Path | str) -> PreTrainedModel:
     """Make the model of a config without memory for its weights, with the generation config if there is one.
 
     Raises:

@@ -25,7 +25,21 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_engine_its_answers_and_the_file_to_deploy(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", str(packed), "--batch", "1", "2", "--sequence", "8", "65", "128", "--threads", "1", "--repeats", "2"]
+    words = [
+        "bench",
+        str(packed),
+        "--batch",
+        "1",
+        "2",
+        "--sequence",
+        "8",
+        "65",
+        "128",
+        "--threads",
+        "1",
+        "--repeats",
+        "2",
+    ]
     threads = torch.get_num_threads()
     assert main([*words, "--validation_file", str(VALIDATION), "--task_name", "sst2", "--max_loss", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
