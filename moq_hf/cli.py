@@ -82,6 +82,8 @@ def _plan(args: argparse.Namespace) -> None:
         )
     if args.model is None and (args.half or args.teacher):
         raise MoQError("--half and --teacher go with --model")
+    if args.model is not None and args.json:
+        raise MoQError("--json is of the schedule alone: it goes without --model")
     steps = _steps(args)
     planned = plan(args.config or args.moq_config, steps)
     print(json.dumps(planned.to_dict(), indent=2) if args.json else planned)

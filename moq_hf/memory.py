@@ -1,6 +1,7 @@
 """What a run will hold in memory, ahead of time: from a model's shapes, before any weight is loaded."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ def plan_of_model(
     described = read_config(model)
     shell = empty_model(described, model)
     if isinstance(described.dtype, torch.dtype):
-        shell.to(described.dtype)
+        cast(nn.Module, shell).to(described.dtype)
     controller = MoQController(shell, config, total_steps)
     lines = [controller.summary()]
     targets = controller.schedule.targets
@@ -115,7 +116,8 @@ def memory_of(
     weights = sum(map(_bytes, parameters))
     gradients = sum(map(_bytes, trained))
     shared = set(controller.inventory.tied.values())
-    multiplied, tables = [], [0]
+    multiplied: list[int] = []
+    tables = [0]
     for name, layer in controller.all_layers.items():
         is_table = name in controller.embeddings
         size = _bytes(layer.float_weight)

@@ -1,0 +1,56 @@
+"""The command line as such: what it prints without torch, and a reader that has seen enough."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moq_hf import __version__, cli
+
+HELP = """
+import sys
+from moq_hf import cli
+try:
+    cli.main({words!r})
+except SystemExit:
+    pass
+sys.exit(", ".join({{"torch", "transformers"}} & set(sys.modules)) or 0)
+"""
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["plan", "--help"], ["export", "--help"]])
+def test_help_imports_neither_torch_nor_transformers(words: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", HELP.format(words=words)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"moq_hf {__version__}\n"
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    command = f"{sys.executable} -m moq_hf.cli plan configs/moq.json --max_steps 345 --json"
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | true"], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["plan", "--max_steps", "9"], "moq-hf plan w4 --max_steps 345"),
+        (["plan", "configs/moq.json", "--max_steps", "99", "--half"], "go with --model"),
+        (["plan", "configs/moq.json", "--max_steps", "99", "--json", "--model", "x"], "goes without --model"),
+        (["plan", "configs/moq.json"], "give --num_examples, --batch_size, --epochs, or --max_steps"),
+        (["inspect", "nowhere"], "nowhere is not a directory"),
+    ],
+)
+def test_errors_name_what_to_type(words: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    captured = capsys.readouterr()
+    assert what in captured.err and captured.err.startswith("error: ")
