@@ -415,17 +415,15 @@ def _next_steps(run: Run, delivered: Path) -> str:
 
 def _facts(run: Run) -> dict[str, str]:
     facts = {
-        "mean bits": f"{run.series('moq/mean_bits')[1][-1]:.2f}",
+        "mean bits, whole model": f"{run.series('moq/mean_bits')[1][-1]:.2f}",
         "precision": run.config.span_in_words,
     }
-    shares, sizes = run.series("moq/quantized_share")[1], run.series("moq/size_mb")[1]
+    shares = run.series("moq/quantized_share")[1]
     if shares:
         facts["quantized"] = f"{percent(shares[-1])} of the parameters"
     facts["optimizer steps"] = f"{run.steps:,}"
     if isinstance(run.config.schedule.offset, float):
         facts["of them in float first"] = percent(run.config.schedule.offset)
-    if run.float_size_mb and sizes:
-        facts["size"] = f"{run.float_size_mb:,.2f} to {sizes[-1]:,.2f} MB"
     return facts
 
 

@@ -249,7 +249,7 @@ def test_steps_are_counted_as_the_trainer_counts(
             r"error: total_steps must be below 2\*\*63",
         ),
         (["plan", *PLAN, "--epochs", "nan"], "invalid number above 0 value: 'nan'"),
-        (["plan"], "--moq_config"),
+        (["plan"], "which config"),
         ([], "COMMAND"),
         (["plan", "--moq_config", "none.json", "--max_steps", "9"], "error: cannot read the MoQ config none.json"),
         (["report", "none"], "error: none is not a folder"),
