@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,33 @@ from transformers import (
 
 from .config import MoQConfig
 from .errors import MoQError, one_line
-from .forecast import Plan, outcome, plan
+from .forecast import Plan, plan
 from .model.convert import check_bypassed_weights, is_quantized
 from .model.selection import take_inventory
 from .names import uncompiled, without_peft
 from .packed.files import bytes_in
 from .packed.load_check import ReferenceOutputs, kept_batch
-from .packed.save import SaveOptions, deliver
+from .packed.save import Delivered, SaveOptions, deliver
 from .packed.state import shareable
 from .processes import gathered_state_dict, is_apart
-from .schedule import offset_step_of
+from .schedule import Switch, offset_step_of
 from .seams.transformers import (
     ExportableState,
+    add_notebook_column,
+    call_first,
     callback_states,
+    callbacks_of,
+    calling_trainer,
+    checkpoint_folder,
     checkpoints_as_modules,
     is_compiled_in_place,
+    is_reporter,
     loss_scale,
+    tell_of_saves,
 )
 from .training import messages
 from .training.checkpoints import (
+    STATE_FILE,
     complete_checkpoint,
     forget_best,
     last_metrics,
@@ -54,6 +63,9 @@ from .training.samples import first_batch, on_training_batch
 
 logger = logging.getLogger(__name__)
 
+# What is printed beside the loss; of all blocks it would be a wall.
+_SHOWN = ("moq/bits", "moq/mean_bits", "moq/blend")
+
 
 class MoQCallback(TrainerCallback, ExportableState):
     """Mixture-of-Quantization for any `Trainer`: `Trainer(..., callbacks=[MoQCallback("moq.json")])`.
@@ -62,7 +74,13 @@ class MoQCallback(TrainerCallback, ExportableState):
     new one) when training begins. After each optimizer step that was not skipped the
     schedule advances. A run that resumes from a checkpoint goes on where the checkpoint
     was. At the end of training the packed model is written to the folder `quantized` in
-    the output folder; `MoQTrainer` leaves that to `save_model`.
+    the output folder, of which each trial of a search has its own, and
+    `trainer_state.json` beside it, for `moq-hf report`.
+
+    What it does to the Trainer: it puts itself first among the callbacks, so that
+    TensorBoard, W&B and all others find `moq/bits` and `moq/mean_bits` in every log of
+    a loss; a notebook's table gets a column `moq/bits`; and `save_model`, which writes
+    float weights where no `MoQTrainer` does it, says so.
 
     With `eigenvalue.enabled` it takes the batches that go through the model in
     training, and the loss that the model gives for them.
@@ -84,6 +102,10 @@ class MoQCallback(TrainerCallback, ExportableState):
         controller: The `MoQController` of the model in training; None before a Trainer
             has the callback, and if the config is not enabled.
         trainer: The `MoQTrainer` that runs the callback; None for a stock Trainer.
+        plan: The `Plan` of the run; None before it begins.
+        delivered: What was written at the end of training: `path`, `bytes` of the
+            weights and `proof`; None before, where nothing was written, and in
+            processes that do not save.
 
     >>> callback = MoQCallback({"quantize_bits": {"start_bits": 8, "target_bits": 4}})
     >>> callback.config.target_bits, callback.controller is None
@@ -104,11 +126,32 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._state: TrainerState | None = None
         self._began = 0.0
         self._loss_scale = 0.0
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None
+        self.delivered: Delivered | None = None
+        # The Trainer that runs the callback, a stock one too.
+        self._host: Any = None
+        # Whether the last step changed a block's bits, or was the first one of a run
+        # that begins quantized.
+        self._has_switched = False
         self._hook: RemovableHandle | None = None
         # A batch of this run, to prove on what it delivers.
         self._kept: dict[str, Any] | None = None
         self._readers_checked = False
+
+    @property
+    def bits(self) -> dict[str, int]:
+        """Block name to the bits of its layers in the next forward pass, 32 in float; no tables. Empty without one."""
+        return {} if self.controller is None else dict(self.controller.schedule.bits)
+
+    @property
+    def mean_bits(self) -> float | None:
+        """Bits per parameter of the whole model now, what stays in float included; None before training."""
+        return None if self.controller is None else self.controller.sizes.mean_bits
+
+    @property
+    def history(self) -> tuple[Switch, ...]:
+        """Every change of precision so far, those before the run was resumed too."""
+        return () if self.controller is None else tuple(self.controller.history)
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into `trainer_state.json`, in JSON types."""
@@ -228,6 +271,10 @@ class MoQCallback(TrainerCallback, ExportableState):
             raise MoQError(
                 "distillation.teacher: a callback cannot change the loss; use MoQTrainer"
             )
+        self.delivered = None
+        self._host = calling_trainer(state)
+        if self._host is not None:
+            call_first(self._host, self)
         model = kwargs["model"]
         controller = self._controller_of(args, state, model, resumed)
         # So that the Trainer can load what it saves.
@@ -306,11 +353,6 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Bring a new schedule to where the checkpoint's was, and say what is other than before."""
         changed = controller.load_state_dict(resumed)
         step = state.global_step
-        logger.info(
-            "resumed at step %d, mean %.2f bits over the whole model",
-            step,
-            controller.sizes.mean_bits,
-        )
         saved_at = before.get("saved_at", step)
         for note in messages.notes_on_resuming(
             step, saved_at, changed, before.get("teacher"), self._teacher
@@ -330,19 +372,26 @@ class MoQCallback(TrainerCallback, ExportableState):
         planned = (
             schedule.total_steps if self.config.schedule.depends_on_length else None
         )
-        self._plan = plan(self.config, planned or steps)
-        if not state.is_world_process_zero:
+        # A search would say the same in each of its trials.
+        is_told = state.is_hyper_param_search and self.plan is not None
+        self.plan = plan(self.config, planned or steps)
+        if is_told or not state.is_world_process_zero:
             return
-        logger.info("%s", controller.summary())
+        tqdm.write(f"moq_hf: {controller.summary()}")
         if controller.sensitivity is not None:
             choices = (
                 None if self.config.budget is None else len(self.config.budget.choices)
             )
             logger.info("%s", controller.sensitivity.summary(choices))
-        tqdm.write(
-            f"moq_hf plan: {self._plan.table()}\nin quantized layers: {controller.sizes.coverage}"
-        )
-        notes = [*controller.warnings(), *self._plan.notes]
+        if schedule.steps:
+            sensitivity = controller.sensitivity
+            measured = None if sensitivity is None else sensitivity.values
+            tqdm.write(
+                f"moq_hf: the run goes on {messages.standing(schedule, steps, measured)}"
+            )
+        else:
+            tqdm.write(f"moq_hf plan: {self.plan.table()}")
+        notes = [*controller.warnings(), *self.plan.notes]
         notes += messages.notes_on_length(schedule, steps, state.max_steps)
         for note in notes:
             logger.warning("moq_hf: %s", note)
@@ -364,6 +413,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         if controller is None:
             return
         skipped = self._was_skipped(kwargs.get("optimizer"))
+        self._has_switched = False
         controller.check_ranks(skipped)
         if not self._readers_checked:
             self._readers_checked = True
@@ -386,17 +436,12 @@ class MoQCallback(TrainerCallback, ExportableState):
             and state.is_world_process_zero
         ):
             messages.announce_choice(controller.choice)
-        if controller.step(eigenvalues):
-            control.should_log = True
+        begins_quantized = schedule.steps == schedule.offset == 0
+        switches = controller.step(eigenvalues)
+        self._has_switched = bool(switches) or begins_quantized
         if not had_arrived:
             # What was evaluated so far is not a candidate for the best quantized model.
             forget_best(state)
-        if controller.has_arrived and not had_arrived:
-            logger.info(
-                "step %d: %s",
-                state.global_step + 1,
-                messages.arrival(self.config, controller.sizes),
-            )
 
     def _was_skipped(self, optimizer: Any) -> bool:
         before = self._loss_scale
@@ -415,12 +460,31 @@ class MoQCallback(TrainerCallback, ExportableState):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Let a MoQTrainer log the evaluation of its float phase."""
+        """Log a change of precision, in an entry of its own; let a MoQTrainer log the evaluation of its float phase."""
         if self.trainer is not None:
             # Logging counts as the step's log, which has the loss and is still to come.
             is_due = control.should_log
             self.trainer.log_float_phase()
             control.should_log = is_due
+        controller = self.controller
+        if controller is None:
+            return
+        if self._host is not None:
+            sizes = controller.sizes
+            add_notebook_column(
+                self._host, "moq/bits", lambda: round(sizes.layer_bits, 2)
+            )
+        if not self._has_switched:
+            return
+        whole = controller.metrics()
+        epoch = {} if state.epoch is None else {"epoch": state.epoch}
+        entry = {**whole, **controller.block_metrics(), **epoch}
+        # Not by `Trainer.log`: with it Trainers end the means of their own metrics.
+        state.log_history.append({**entry, "step": state.global_step})
+        shown = _shown(whole) | epoch
+        for callback in [] if self._host is None else callbacks_of(self._host):
+            logs = dict(entry if is_reporter(callback) else shown)
+            callback.on_log(args, state, control, logs=logs, **kwargs)
 
     def on_log(
         self,
@@ -430,17 +494,16 @@ class MoQCallback(TrainerCallback, ExportableState):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the bits to a training log: all of them to `trainer_state.json`, their mean to what is printed."""
+        """Put the bits first in a log of the loss, for all callbacks; all other figures go to `trainer_state.json`."""
         if self.controller is None or logs is None or "loss" not in logs:
             return
         metrics = self.controller.metrics()
+        parts = {} if self.trainer is None else self.trainer.loss_parts()
         if state.log_history:
-            state.log_history[-1].update(metrics)
-        # MoQTrainer logs the blocks for the reporters, which have them by now; on the
-        # screen they would be a wall.
-        for name in metrics:
-            logs.pop(name, None)
-        logs["moq/mean_bits"] = metrics["moq/mean_bits"]
+            state.log_history[-1] = {**metrics, **parts, **state.log_history[-1]}
+        rest = dict(logs)
+        logs.clear()
+        logs.update({**_shown(metrics), **parts, **rest})
 
     def on_save(
         self,
@@ -453,7 +516,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         if self.controller is None:
             return
         if state.is_world_process_zero:
-            folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
+            folder = self._run_folder(args) / f"checkpoint-{state.global_step}"
             complete_checkpoint(
                 folder, self.controller.model, kwargs.get("processing_class")
             )
@@ -477,11 +540,6 @@ class MoQCallback(TrainerCallback, ExportableState):
         if controller is None:
             return
         checkpoints_as_modules(without_peft(controller.model), False)
-        if state.is_world_process_zero and self._plan is not None:
-            schedule = controller.schedule
-            tqdm.write(
-                f"moq_hf: {outcome(self._plan, controller.history, schedule.steps, schedule.targets)}"
-            )
         if controller.sensitivity is not None:
             controller.sensitivity.report(time.perf_counter() - self._began)
         best = state_of_best(state) if args.load_best_model_at_end else None
@@ -498,46 +556,89 @@ class MoQCallback(TrainerCallback, ExportableState):
         callback_states(state)[self._name] = entry
         if state.is_world_process_zero and not controller.has_arrived:
             early = messages.ended_early(
-                self.config, controller.sizes, args.load_best_model_at_end
+                self.bits,
+                self.config,
+                controller.schedule.steps,
+                args.load_best_model_at_end,
             )
             logger.warning("moq_hf: %s", early)
         if self._kept is None and self.config.prove and state.global_step > 0:
             batch = first_batch(kwargs.get("train_dataloader"))
             self._kept = None if batch is None else kept_batch(batch)
-        if self.trainer is None and controller.has_begun:
-            self._deliver(
-                controller, args, last_metrics(state), kwargs.get("processing_class")
-            )
+        if controller.has_begun:
+            self._deliver(controller, args, state, kwargs.get("processing_class"))
+
+    def _run_folder(self, args: TrainingArguments) -> Path:
+        """Where the Trainer keeps the checkpoints of this run; each trial of a search has a folder of its own."""
+        if self._host is None:
+            return Path(str(args.output_dir))
+        return checkpoint_folder(self._host).parent
 
     def _deliver(
         self,
         controller: MoQController,
         args: TrainingArguments,
-        metrics: Mapping[str, Any],
+        state: TrainerState,
         processing_class: Any,
     ) -> None:
-        folder = Path(str(args.output_dir), "quantized")
-        options = {
-            "processing_class": processing_class,
-            "metrics": metrics,
-            "max_shard_size": self.max_shard_size,
-        }
+        """Write the packed model and the state of the run, and say what has become of it, in one block."""
+        folder = self._run_folder(args) / "quantized"
+        options = SaveOptions(
+            processing_class=processing_class,
+            controller=controller,
+            metrics=last_metrics(state),
+            float_metrics=getattr(self.trainer, "float_metrics", None),
+            max_shard_size=self.max_shard_size,
+        )
         answers = self.answers(args)
         try:
-            write_result(
-                controller.model,
-                folder,
-                args,
-                answers,
-                controller=controller,
-                **options,
+            self.delivered = write_result(
+                controller.model, folder, args, answers, options
             )
+            if args.should_save:
+                state.save_to_json(str(folder.parent / STATE_FILE))
         # Training is done: what cannot be written here is still the Trainer's to save.
         except Exception as error:
             logger.warning(
                 "moq_hf: nothing is delivered to %s: %s",
                 folder,
                 one_line(error, named=True),
+            )
+        if state.is_world_process_zero:
+            self._close(controller, state)
+        if self._host is not None and self.trainer is None and args.should_save:
+            tell_of_saves(self._host, self._tell_of_floats)
+
+    def _close(self, controller: MoQController, state: TrainerState) -> None:
+        """Say what has become of the run."""
+        text = "moq_hf:"
+        if controller.has_arrived and self.plan is not None:
+            planned = [block.target_step for block in self.plan.blocks]
+            text += f" {messages.arrival(self.bits, controller.history, planned)}"
+        if state.best_global_step:
+            text += f" Best checkpoint: step {state.best_global_step:,}."
+        done = self.delivered
+        if done is None:
+            text += " Nothing is delivered."
+        elif state.is_hyper_param_search:
+            text += f" {done.summary} In {done.path}"
+        else:
+            text += (
+                f" {done.summary}\nLoad it: {done.how_to_load}\n"
+                f"Report: moq-hf report {done.path.parent}"
+            )
+            smaller = messages.smaller_with_tables(
+                controller.inventory, self.config, done.bytes
+            )
+            text += "" if smaller is None else f"\n{smaller}"
+        tqdm.write(text)
+
+    def _tell_of_floats(self, folder: Path) -> None:
+        """Say what a stock Trainer has saved in a folder."""
+        if self.delivered is not None:
+            tqdm.write(
+                f"moq_hf: {folder} has the float weights, which training can go on with; "
+                f"the quantized model is in {self.delivered.path}"
             )
 
     def answers(self, args: TrainingArguments) -> ReferenceOutputs | None:
@@ -604,27 +705,33 @@ def write_result(
     folder: Path,
     args: TrainingArguments,
     answers: ReferenceOutputs | None,
-    **options: Any,
-) -> None:
-    """Deliver a model at the end of its run, and print what was written; every process must call it.
+    options: SaveOptions,
+) -> Delivered | None:
+    """Deliver a model at the end of its run; every process must call it.
 
     Args:
         model: With quantized layers.
         folder: Where to.
         args: The Trainer's.
         answers: The model's, to prove the files on; None: they are not loaded.
-        **options: What `SaveOptions` takes.
+        options: What goes with it.
+
+    Returns:
+        What was written; None in processes that do not save.
 
     Raises:
         MoQError: The files cannot be written, or a weight holds NaN or Inf.
     """
     with gathered_state_dict(model, args.save_on_each_node) as gathered:
+        if not args.should_save:
+            return None
         if gathered is not None:
-            options["state_dict"] = gathered
-        if args.should_save:
-            tqdm.write(
-                f"moq_hf: {deliver(model, folder, SaveOptions(**options), answers)}"
-            )
+            options = replace(options, state_dict=gathered)
+        return deliver(model, folder, options, answers)
+
+
+def _shown(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: metrics[name] for name in _SHOWN if name in metrics}
 
 
 def _is_compiled(

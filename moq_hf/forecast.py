@@ -1,5 +1,6 @@
 """Plan a run ahead of time: the precision of each block at each step, as data and in words."""
 
+import html
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -128,6 +129,10 @@ class Plan:
             lines.append("in brackets: after the end of the run")
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
     def _step(self, step: int) -> str:
         return f"{step:,}" if step <= self.total_steps else f"[{step:,}]"
 
@@ -183,10 +188,8 @@ def plan(
             )
         schedule.choose(targets)
     switches: dict[str, list[Switch]] = {name: [] for name in schedule.bits}
-    while (step := schedule.next_step()) is not None:
-        schedule.steps = step - 1
-        for switch in schedule.advance(eigenvalues):
-            switches[switch.block].append(switch)
+    for switch in schedule.forecast(eigenvalues):
+        switches[switch.block].append(switch)
     fade = fade_steps(config)
     offset = schedule.offset
     goals = schedule.targets or {}
@@ -249,40 +252,6 @@ def _extremes(
     }
     eigenvalues = {case: values[name] for case, (name, _) in cases.items() if values}
     return list(cases), eigenvalues, {case: bits for case, (_, bits) in cases.items()}
-
-
-def outcome(
-    planned: Plan,
-    history: Iterable[Switch],
-    steps: int,
-    targets: Mapping[str, int] | None = None,
-) -> str:
-    """Compare what happened with the plan: the blocks by the step of their last drop.
-
-    Args:
-        planned: The plan at the start of the run.
-        history: Every switch of the run, including those before it was resumed.
-        steps: Optimizer steps taken.
-        targets: Block name to its target bits; by default those of the config.
-    """
-    last = planned.config.targets[-1]
-    ends = [block.switches[-1].step for block in planned.blocks if block.switches]
-    ends = ends or [0]
-    span = " to ".join(f"{step:,}" for step in sorted({min(ends), max(ends)}))
-    last_switches = {switch.block: switch for switch in history}
-    groups: dict[tuple[int, int], list[str]] = {}
-    for name, switch in last_switches.items():
-        groups.setdefault((switch.step, switch.bits), []).append(name)
-    lines = [
-        f"after {steps:,} optimizer steps; planned: {planned.config.target_in_words} after step {span}"
-    ]
-    for (step, bits), names in sorted(groups.items()):
-        who = names[0] if len(names) == 1 else f"{len(names)} blocks"
-        rest = "" if 1 in (len(names), len(groups)) else f": {', '.join(names)}"
-        missed = {(targets or {}).get(name, last) for name in names} - {bits}
-        short = f", not at {' or '.join(map(str, sorted(missed)))}" if missed else ""
-        lines.append(f"  {bits} bits{short}, since step {step:,}: {who}{rest}")
-    return "\n".join(lines)
 
 
 def _advice(config: MoQConfig, total_steps: int, late: BlockPlan) -> str:

@@ -30,8 +30,9 @@ starts at start_bits or at its target, whichever is more. Until then every block
 float, for at least one step.
 """
 
+import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -234,6 +235,19 @@ class PrecisionSchedule:
         due = self.due()
         self.steps += 1
         return tuple(self._change(name, eigenvalues.get(name)) for name in due)
+
+    def forecast(
+        self, eigenvalues: Mapping[str, float] | None = None
+    ) -> Iterator[Switch]:
+        """The switches still to come, if every measurement finds these eigenvalues; the schedule stays where it is.
+
+        Raises:
+            MoQError: As `advance`.
+        """
+        ahead = copy.deepcopy(self)
+        while (step := ahead.next_step()) is not None:
+            ahead.steps = max(ahead.steps, step - 1)
+            yield from ahead.advance(eigenvalues)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, in JSON types."""

@@ -56,6 +56,15 @@ def markdown_table(rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
+def megabytes(count: int) -> str:
+    """A number of bytes in megabytes of 10^6, with three digits at least.
+
+    >>> megabytes(17_736_000), megabytes(119_000)
+    ('17.7 MB', '0.119 MB')
+    """
+    return f"{count / 1e6:#.3g} MB" if count < 1e8 else f"{count / 1e6:,.0f} MB"
+
+
 def metric_rows(
     metrics: Mapping[str, float], in_float: Mapping[str, float]
 ) -> list[list[str]]:

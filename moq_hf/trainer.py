@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer
 
 from .callback import MoQCallback, write_result
@@ -18,6 +20,7 @@ from .errors import MoQError
 from .model.convert import is_quantized, quant_layers
 from .packed.card import write_run_card
 from .packed.files import bytes_in
+from .packed.save import SaveOptions
 from .packed.state import STATE_NAME, record_metrics
 from .processes import is_apart
 from .seams.transformers import (
@@ -34,13 +37,15 @@ from .training.checkpoints import (
 )
 from .training.distillation import (
     check_hidden,
-    distillation_loss,
     fingerprint,
     labels_at_logits,
     load_teacher,
+    loss_parts,
+    weighted_sum,
 )
 from .training.float_first import FloatPhase, after_float, share_of
 from .training.measuring import evaluating
+from .training.messages import loss_in_words
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +55,13 @@ class MoQTrainer(Trainer):
 
     Beyond what `MoQCallback` does for any Trainer:
 
-    - Bits, periods, eigenvalues and size reach every reporter (TensorBoard, W&B) with the loss.
     - A loss that ignores `num_items_in_batch` is not multiplied by accumulation steps and processes, as the stock
       Trainer of transformers 5 does with BERT's and other classifiers'. Measured on the first batch, not guessed.
     - Eigenvalues are measured with `compute_loss`, whatever it is.
-    - A teacher (`distillation` in the config) is part of the loss in training; evaluation has the task's own loss.
-    - `save_model` and `push_to_hub` deliver the packed model (see `save_quantized`), with the weights as evaluated; the
-      checkpoints of a run keep the float ones.
+    - A teacher (`distillation` in the config) is part of the loss in training, and the parts of that loss are logged;
+      evaluation has the task's own loss.
+    - `save_model` and `push_to_hub` deliver the packed model too (see `save_quantized`), with the weights as evaluated;
+      the checkpoints of a run keep the float ones.
 
     Args:
         *args: What `Trainer` takes.
@@ -137,7 +142,8 @@ class MoQTrainer(Trainer):
             self.moq = MoQCallback(
                 moq_config
                 if share is None
-                else after_float(MoQConfig.load(moq_config), share)
+                else after_float(MoQConfig.load(moq_config), share),
+                max_shard_size=max_shard_size,
             )
             callbacks.append(self.moq)
         if share is not None and (
@@ -155,6 +161,8 @@ class MoQTrainer(Trainer):
         self.teacher_fingerprint: int | None = None
         self._loss_checked = self._loss_called = self._rates_restart = False
         self._saving_checkpoint = False
+        # Sums over micro-batches since the last log, and how many there were.
+        self._parts: dict[str, Any] = Counter()
         if self.moq is not None:
             self.moq.trainer = self
         super().__init__(*args, **{**kwargs, "callbacks": callbacks})
@@ -190,12 +198,20 @@ class MoQTrainer(Trainer):
         self._live_moq()
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, a training loss together with the bits it was made with."""
-        moq = self._live_moq()
-        if moq is not None and moq.controller is not None and "loss" in logs:
-            logs = {**logs, **moq.controller.metrics()}
-        super().log(logs, *args, **kwargs)
+    def loss_parts(self) -> dict[str, float]:
+        """The parts of the loss with a teacher, before their weights; means since this was last called.
+
+        Every process must call it. Called by the `MoQCallback` for each log of the
+        loss. Empty without a teacher.
+        """
+        if not self._parts:
+            return {}
+        count = self._parts.pop("count")
+        means = torch.stack(list(self._parts.values())) / count
+        means = cast(Tensor, self.accelerator.reduce(means, reduction="mean"))
+        names = [f"moq/loss_{name}" for name in self._parts]
+        self._parts.clear()
+        return dict(zip(names, means.tolist(), strict=True))
 
     def training_step(
         self,
@@ -299,7 +315,9 @@ class MoQTrainer(Trainer):
                 is missing, or of another run.
         """
         phase = self._float_phase
+        self._parts.clear()
         if phase is None:
+            self._tell_of_parts("the loss follows a teacher")
             return
         if not self._rates_restart:
             raise MoQError(
@@ -311,6 +329,7 @@ class MoQTrainer(Trainer):
         else:
             phase.begin()
         self._take(phase if has_begun else None)
+        self._tell_of_parts("the float phase is over, and the loss follows its model")
         if has_begun and teacher_before != self.teacher_fingerprint:
             raise MoQError(
                 f"cannot resume: the model in {phase.folder} is not the float model of this run: it was written "
@@ -327,6 +346,17 @@ class MoQTrainer(Trainer):
             finally:
                 self._saving_checkpoint = False
             self._take(self._float_phase)
+            step = self.state.global_step + 1
+            self._tell_of_parts(
+                f"step {step:,}: the float phase is over and its model is kept in {self._float_phase.folder}. "
+                "Quantization begins, the learning rate starts anew, and the loss follows that model"
+            )
+
+    def _tell_of_parts(self, text: str) -> None:
+        """Say what the loss is made of from now on, if it follows a teacher."""
+        if self._teacher is not None and self.is_world_process_zero():
+            config = cast(MoQCallback, self.moq).config.distillation
+            tqdm.write(f"moq_hf: {text}: {loss_in_words(config)}")
 
     def log_float_phase(self) -> None:
         """Log the evaluation of the float model, once. Called by the `MoQCallback` at the end of a step."""
@@ -398,11 +428,11 @@ class MoQTrainer(Trainer):
         problem = getattr(teacher.config, "problem_type", None)
         inputs = {**inputs, "labels": labels_at_logits(student, inputs.get("labels"))}
         with torch.set_grad_enabled(self._teacher is not None):
-            distilled = distillation_loss(
-                loss, outputs, teacher_outputs, inputs, config, problem
-            )
+            parts = loss_parts(loss, outputs, teacher_outputs, inputs, config, problem)
         if self._teacher is not None:
-            loss = distilled
+            loss = weighted_sum(parts, config)
+            self._parts.update({name: part.detach() for name, part in parts.items()})
+            self._parts["count"] += 1
         elif phase is not None:
             phase.outputs_checked = True
         return (loss, outputs) if return_outputs else loss
@@ -488,19 +518,23 @@ class MoQTrainer(Trainer):
             str(output_dir if output_dir is not None else self.args.output_dir)
         )
         moq = self._live_moq()
-        write_result(
+        done = write_result(
             self.accelerator.unwrap_model(self.model, keep_torch_compile=False),
             folder,
             self.args,
             None if moq is None else moq.answers(self.args),
-            processing_class=self.processing_class
-            or getattr(self.data_collator, "tokenizer", None),
-            controller=None if moq is None else moq.controller,
-            metrics=self.final_metrics or last_metrics(self.state),
-            float_metrics=self.float_metrics,
-            state_dict=state_dict,
-            max_shard_size=self.max_shard_size,
+            SaveOptions(
+                processing_class=self.processing_class
+                or getattr(self.data_collator, "tokenizer", None),
+                controller=None if moq is None else moq.controller,
+                metrics=self.final_metrics or last_metrics(self.state),
+                float_metrics=self.float_metrics,
+                state_dict=state_dict,
+                max_shard_size=self.max_shard_size,
+            ),
         )
+        if done is not None:
+            tqdm.write(f"moq_hf: saved in {folder}. {done.summary}")
         if self.args.should_save:
             save_training_args(self.args, folder)
 

@@ -236,6 +236,98 @@ def test_callback_states(finished: hf.Trainer) -> None:
     assert seams.callback_states(hf.TrainerState()) == {}
 
 
+class FirstOfAll(hf.TrainerCallback):
+    """Calls seams from the events of a Trainer, and keeps what they gave."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+        self.logs: list[list[str]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = seams.calling_trainer(state)
+        self.found += [trainer, seams.calling_trainer(hf.TrainerState())]
+        assert trainer is not None
+        seams.call_first(trainer, self)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs["added"] = 1.0
+
+
+class Onlooker(hf.TrainerCallback):
+    """Keeps the names of the events that it sees, and what is in the logs."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.logs: list[dict[str, Any]] = []
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.events.append("begin")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+@pytest.fixture
+def leading(tmp_path: Path) -> tuple[hf.Trainer, FirstOfAll, list[Onlooker]]:
+    """A finished run with a callback that puts itself first, between two that look on."""
+    first, others = FirstOfAll(), [Onlooker(), type("Another", (Onlooker,), {})()]
+    trainer = trainer_of(tmp_path, save_strategy="no")
+    for callback in (others[0], first, others[1]):
+        trainer.add_callback(callback)
+    trainer.train()
+    return trainer, first, others
+
+
+def test_calling_trainer(leading: Any) -> None:
+    trainer, first, _ = leading
+    assert first.found[0] is trainer and first.found[1] is None
+    assert seams.calling_trainer(trainer.state) is None
+
+
+def test_call_first(leading: Any) -> None:
+    trainer, first, others = leading
+    assert seams.callbacks_of(trainer)[0] is first
+    for other in others:
+        # Neither called twice nor passed over, though the list changed under the Trainer.
+        assert other.events == ["begin"]
+        assert [log.get("added") for log in other.logs if "loss" in log] == [1.0, 1.0]
+
+
+def test_is_reporter() -> None:
+    assert seams.is_reporter(object.__new__(hf.integrations.WandbCallback))
+    assert not seams.is_reporter(hf.PrinterCallback()) and not seams.is_reporter(hf.ProgressCallback())
+
+
+def test_add_notebook_column() -> None:
+    # As in transformers.utils.notebook, which cannot be imported without IPython; the callback's own table is tested
+    # in tests/training/test_plan_in_training.py.
+    tracker: Any = type("Tracker", (), {"write_line": lambda self, cells: self.lines.append(cells)})()
+    tracker.inner_table, tracker.lines = [["Step", "Training Loss"]], []
+    trainer: Any = SimpleNamespace(
+        callback_handler=SimpleNamespace(callbacks=[object(), SimpleNamespace(training_tracker=tracker)])
+    )
+    for _ in range(2):
+        seams.add_notebook_column(trainer, "bits", lambda: 4)
+    tracker.write_line({"Step": 1, "Training Loss": 0.5})
+    assert tracker.inner_table == [["Step", "bits", "Training Loss"]]
+    assert tracker.lines == [{"Step": 1, "Training Loss": 0.5, "bits": 4}]
+    trainer.callback_handler.callbacks = [SimpleNamespace(training_tracker=None)]
+    seams.add_notebook_column(trainer, "bits", lambda: 4)
+
+
+def test_tell_of_saves(leading: Any, tmp_path: Path) -> None:
+    trainer, told = leading[0], []
+    for _ in range(2):
+        seams.tell_of_saves(trainer, told.append)
+    trainer.save_model()
+    trainer.save_model(str(tmp_path / "elsewhere"))
+    trainer.is_in_train = True
+    trainer.save_model(str(tmp_path / "checkpoint"), _internal_call=True)
+    assert told == [tmp_path, tmp_path / "elsewhere"]
+    assert (tmp_path / "checkpoint" / "model.safetensors").is_file()
+
+
 def test_callbacks_of(finished: hf.Trainer) -> None:
     given = Counter()
     assert given in seams.callbacks_of(trainer_of(Path(finished.args.output_dir), given))

@@ -110,6 +110,17 @@ class ModelSizes:
         return total_bits / self.total
 
     @property
+    def layer_bits(self) -> float:
+        """The mean bits of the weights of quantized layers now, embedding tables apart."""
+        bits = total = 0
+        for weight in self._weights:
+            if not isinstance(weight.layer, QuantEmbedding):
+                now = weight.layer.moq.bits
+                bits += weight.numbers * (weight.full if now == FLOAT_BITS else now)
+                total += weight.numbers
+        return bits / total
+
+    @property
     def float_mb(self) -> float:
         """Megabytes (10^6 bytes) of the parameters in their own dtypes."""
         quantized_bits = sum(weight.numbers * weight.full for weight in self._weights)

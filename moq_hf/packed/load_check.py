@@ -50,10 +50,10 @@ class Proof:
         reason: Why it does not agree, or why that is not known; None if it does.
         seconds: How long it took.
 
-    >>> str(Proof(True, 4, 0.0, 8, None, 0.1))
-    'delivered = evaluated: 4 examples, largest difference 0, 8 generated tokens'
-    >>> str(Proof(False, 4, 0.5, None, "outputs differ by 0.5, first in classifier", 0.1))
-    'delivered is NOT what was evaluated: outputs differ by 0.5, first in classifier'
+    >>> print(Proof(True, 4, 0.0, 8, None, 0.1))
+    Verified: loaded with plain transformers, the saved model gives identical outputs (4 examples, 8 generated tokens)
+    >>> print(Proof(False, 4, 0.5, None, "outputs differ by 0.5, first in classifier", 0.1))
+    The saved model is NOT what was evaluated: outputs differ by 0.5, first in classifier
     """
 
     agrees: bool | None
@@ -65,12 +65,20 @@ class Proof:
 
     def __str__(self) -> str:
         if self.agrees is None:
-            return f"delivered = evaluated: not proven, {self.reason}"
+            return f"Not verified: {self.reason}"
         if not self.agrees:
-            return f"delivered is NOT what was evaluated: {self.reason}"
-        tokens = f", {self.tokens} generated tokens" if self.tokens else ""
-        difference = self.largest_difference or 0.0
-        return f"delivered = evaluated: {self.examples} examples, largest difference {difference:.3g}{tokens}"
+            return f"The saved model is NOT what was evaluated: {self.reason}"
+        outputs = "identical outputs"
+        counted = [f"{self.examples} examples"]
+        if self.tokens:
+            counted.append(f"{self.tokens} generated tokens")
+        if self.largest_difference:
+            outputs = "the same outputs but for rounding"
+            counted.append(f"largest difference {self.largest_difference:.3g}")
+        return (
+            f"Verified: loaded with plain transformers, the saved model gives {outputs} "
+            f"({', '.join(counted)})"
+        )
 
 
 class ReferenceOutputs:

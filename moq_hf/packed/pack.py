@@ -110,7 +110,7 @@ def pack_checkpoint(
             state_dict=weights.renamed(names, bar.update),
             max_shard_size=shard_size,
         )
-        return deliver(shell, target, options, None)
+        return f"{target}: {deliver(shell, target, options, None).summary}"
 
 
 def _config_of(folder: Path, described: Path | str) -> PreTrainedConfig:

@@ -59,12 +59,6 @@ _STALE_FILES = (
     "adapter_model.safetensors",
     "adapter_model.bin",
 )
-# What a run's last line calls the layouts.
-_LAYOUT_NAMES = {
-    "packed": "packed",
-    "unpacked": "packed, unpacked while loading",
-    "floats": "floats on the grid",
-}
 
 
 @dataclass(frozen=True)
@@ -77,6 +71,26 @@ class SaveOptions:
     float_metrics: Mapping[str, Any] | None = None
     state_dict: Mapping[str, Tensor] | None = None
     max_shard_size: int | str = "50GB"
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """What a run has written.
+
+    Attributes:
+        path: The folder.
+        bytes: Size of its weight files together.
+        proof: How it answered beside the model in memory; None where that was not
+            tried.
+        summary: What it is, whether it was verified, and its size, in sentences.
+        how_to_load: The Python expression that loads it.
+    """
+
+    path: Path
+    bytes: int
+    proof: Proof | None
+    summary: str
+    how_to_load: str
 
 
 def save_quantized(
@@ -162,7 +176,7 @@ def deliver(
     directory: str | os.PathLike[str],
     options: SaveOptions,
     reference: ReferenceOutputs | None,
-) -> str:
+) -> Delivered:
     """Write the result of a run: packed if that can be loaded, else floats on the grid, with a warning that says why.
 
     Args:
@@ -173,7 +187,7 @@ def deliver(
             them.
 
     Returns:
-        What was written, in a line.
+        What was written.
 
     Raises:
         MoQError: The files cannot be written, or a weight holds NaN or Inf.
@@ -186,13 +200,13 @@ def deliver(
     except Exception as error:
         reason = one_line(error, named=not isinstance(error, MoQError))
         saved = saving.save_by_hand(reason)
-    proof = "" if saved.proof is None else f"; {saved.proof}"
-    if saved.state["by_hand"]:
-        proof = "; not proven: only load_state_dict loads it"
-    sizes = (
-        f"{saved.file_bytes / 1e6:,.2f} MB ({saved.float_bytes / 1e6:,.2f} in float)"
-    )
-    return f"{Path(directory)}: {_LAYOUT_NAMES[saved.state['layout']]}, {sizes}{proof}"
+    folder = saving.target
+    load = f'{without_fsdp(type(saving.model)).__name__}.from_pretrained("{folder}")'
+    if saved.state["by_hand"] or (saved.proof and saved.proof.agrees is False):
+        load = f'model.load_state_dict(load_file("{folder / SINGLE}"))'
+    elif saving.model is not saving.whole_model:
+        load = f'PeftModel.from_pretrained({load}, "{folder / ADAPTER}")'
+    return Delivered(folder, saved.file_bytes, saved.proof, saved.summary(), load)
 
 
 def base_model_of(model: nn.Module) -> str | None:

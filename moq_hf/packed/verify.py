@@ -1,6 +1,7 @@
 """What was written, read back: each weight is on the grid that it declares."""
 
 import copy
+import html
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ from ..names import adapters, uncompiled, without_peft
 from ..quantizer import Quantized, dequantize
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import original_format
-from ..text import table
+from ..text import megabytes, table
 from ..weight_matrix import is_experts, parameter_of
 from .encode import without_peft_names
 from .files import CONFIG, digest_of, read_document, size_of, tensors_in
@@ -91,6 +92,24 @@ class Verification:
             f"quantized: {self.coverage()}; mean {self.mean_bits:.2f} bits over the whole model",
         ]
         return "\n".join(lines)
+
+    def summary(self) -> str:
+        """What was written, whether it was verified, and its size, in sentences."""
+        form = ""
+        proof = f"{self.proof or 'Not verified: nothing was compared'}"
+        if self.state["layout"] == "floats":
+            form = "Floats on the grid, not packed. "
+        if self.state["by_hand"]:
+            proof = "Not verified: load_state_dict alone loads it"
+        elif self.proof is not None and self.proof.agrees is False:
+            proof = "NOT what was evaluated, as the warning above says"
+        before = megabytes(self.float_bytes).removesuffix(" MB")
+        return f"{form}{proof}. {megabytes(self.file_bytes)}, float {before}."
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        layers = f"<details><summary>Layers</summary><pre>{html.escape(self.table())}</pre></details>"
+        return f"<p>{html.escape(self.summary())}</p>{layers}"
 
     def coverage(self) -> str:
         """What share of the model's parameters is quantized, in words."""

@@ -11,7 +11,9 @@ Documented, and so not here: `base_model_prefix`, `loss_is_scaled_for_ga`,
 `placements`.
 """
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, cast
@@ -63,6 +65,95 @@ def callbacks_of(trainer: transformers.Trainer) -> list[transformers.TrainerCall
     `restore_callback_states_from_checkpoint`.
     """
     return cast(list[transformers.TrainerCallback], trainer.callback_handler.callbacks)
+
+
+def calling_trainer(
+    state: transformers.TrainerState,
+) -> transformers.Trainer | None:
+    """The Trainer that is calling a callback just now; None if none is.
+
+    Args:
+        state: As the callback got it.
+
+    Relies on: The Trainer calls its callbacks from its own methods, whose frames have
+    it as `self`; a callback is given no other way to it.
+    Breaks: With a stock Trainer, TensorBoard, W&B and trackio would get no bits,
+    notebooks no column, and each trial of a search deliver to the same folder.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, transformers.Trainer) and found.state is state:
+            return found
+        frame = frame.f_back
+    return None
+
+
+def call_first(
+    trainer: transformers.Trainer, callback: transformers.TrainerCallback
+) -> None:
+    """Have the Trainer call a callback before all others, which then see what it adds to a log.
+
+    Relies on: `Trainer.log` hands one dict to the callbacks, in the order of
+    `callback_handler.callbacks`, where reporters stand before those that a user gave.
+    Breaks: TensorBoard, W&B and trackio would get the loss without the bits.
+    """
+    callbacks = callbacks_of(trainer)
+    if callback in callbacks:
+        callbacks.remove(callback)
+        callbacks.insert(0, callback)
+
+
+def is_reporter(callback: transformers.TrainerCallback) -> bool:
+    """Whether a callback is one that `report_to` names: it draws scalars, where others print them.
+
+    Relies on: `integration_utils.INTEGRATION_TO_CALLBACK`.
+    Breaks: TensorBoard, W&B and trackio would have no curves of single blocks.
+    """
+    known = transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK
+    return isinstance(callback, tuple(known.values()))
+
+
+def add_notebook_column(
+    trainer: transformers.Trainer, name: str, value: Callable[[], Any]
+) -> None:
+    """Give the table that a notebook shows of a run another column, the second one; once, then nothing.
+
+    Args:
+        trainer: In training.
+        name: Head of the column.
+        value: Gives the cell of a new line.
+
+    Relies on: `NotebookProgressCallback.training_tracker`, of which `inner_table` has
+    the heads first and `write_line` takes the cells by head.
+    Breaks: A notebook would not show the bits.
+    """
+    for callback in callbacks_of(trainer):
+        tracker = getattr(callback, "training_tracker", None)
+        if tracker is None or "write_line" in vars(tracker):
+            continue
+        tracker.inner_table[0].insert(1, name)
+        write = tracker.write_line
+        tracker.write_line = lambda cells, write=write: write({**cells, name: value()})
+
+
+def tell_of_saves(trainer: transformers.Trainer, tell: Callable[[Path], None]) -> None:
+    """Have a function called with the folder whenever `save_model` has written one, checkpoints apart; once is enough.
+
+    Relies on: `Trainer.is_in_train`, and that `push_to_hub` calls `self.save_model`.
+    Breaks: Nobody would say that a stock Trainer saves float weights.
+    """
+    save = trainer.save_model
+    if hasattr(save, "__wrapped__"):
+        return
+
+    @functools.wraps(save)
+    def save_model(output_dir: str | None = None, _internal_call: bool = False) -> None:
+        save(output_dir, _internal_call)
+        if not trainer.is_in_train:
+            tell(Path(cast(str, output_dir or trainer.args.output_dir)))
+
+    cast(Any, trainer).save_model = save_model
 
 
 def prepared_inputs(

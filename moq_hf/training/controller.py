@@ -176,7 +176,12 @@ class MoQController:
         update_ranges(self._inputs().values())
         self._write_progress()
         check_finite(self.all_layers, read_weights=False)
-        self._log(switches)
+        if self.config.verbose:
+            for switch in switches:
+                target = (self.schedule.targets or {})[switch.block]
+                logger.info(
+                    "%s", messages.switch_in_words(switch, target, self.schedule.offset)
+                )
         return switches
 
     def check_ranks(self, skipped: bool = False) -> None:
@@ -268,27 +273,30 @@ class MoQController:
             layer.invalidate()
 
     def metrics(self) -> dict[str, float]:
-        """Scalars for a Trainer's log.
+        """Scalars of the whole model, for each log of a loss.
 
-        They always hold the current bits per parameter, the size in megabytes and the
-        quantized share of the whole model, and with a blend each block's share of the
-        float weights. At the step of a switch they also hold each block's bits, period
-        and eigenvalue.
+        Bits per weight of quantized layers, bits per parameter of the whole model, the
+        share of it that is quantized, and its size now in megabytes; where the config
+        blends, also the share of the float weights, of each block and in the mean.
         """
-        bits = self.schedule.bits
-        period = self.schedule.period
         scalars = {
+            "moq/bits": round(self.sizes.layer_bits, 4),
             "moq/mean_bits": round(self.sizes.mean_bits, 4),
             "moq/quantized_share": round(self.sizes.share, 4),
             "moq/size_mb": round(self.sizes.mb, 4),
         }
         if self.config.blend.enabled:
-            scalars |= {
-                f"moq/blend/{block}": round(share, 6)
-                for block, share in self.schedule.blend.items()
-            }
-        if not self.history or self.history[-1].step != self.schedule.steps:
-            return scalars
+            shares = self.schedule.blend
+            scalars["moq/blend"] = round(sum(shares.values()) / len(shares), 6)
+            for block, share in shares.items():
+                scalars[f"moq/blend/{block}"] = round(share, 6)
+        return scalars
+
+    def block_metrics(self) -> dict[str, float]:
+        """Scalars of each block, for the log of a switch: bits, period, and eigenvalues where they are measured."""
+        bits = self.schedule.bits
+        period = self.schedule.period
+        scalars: dict[str, float] = {}
         scalars |= {f"moq/bits/{block}": bits[block] for block in self.blocks}
         scalars |= {f"moq/period/{block}": period[block] for block in self.blocks}
         if self.config.eigenvalue.enabled and self.sensitivity is not None:
@@ -418,18 +426,6 @@ class MoQController:
             table.moq.bits = (
                 self.config.quantize_embeddings if self.has_begun else None
             ) or FLOAT_BITS
-
-    def _log(self, switches: tuple[Switch, ...]) -> None:
-        if self.config.verbose:
-            for switch in switches:
-                target = (self.schedule.targets or {})[switch.block]
-                logger.info(
-                    "%s", messages.switch_in_words(switch, target, self.schedule.offset)
-                )
-        for line in messages.switches_in_words(
-            switches, self.blocks, self.sizes.mean_bits
-        ):
-            logger.info("%s", line)
 
 
 def _checksum(state: Any) -> int:

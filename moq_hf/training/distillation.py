@@ -136,15 +136,15 @@ def fingerprint(teacher: nn.Module) -> int:
     return total
 
 
-def distillation_loss(
+def loss_parts(
     task_loss: Tensor,
     student: Any,
     teacher: Any,
     inputs: Mapping[str, Any],
     config: DistillationConfig,
     problem: str | None = None,
-) -> Tensor:
-    """The weighted sum described in the module's docstring.
+) -> dict[str, Tensor]:
+    """The parts of the loss described in the module's docstring, before their weights.
 
     Args:
         task_loss: The student's own loss, a scalar.
@@ -156,7 +156,7 @@ def distillation_loss(
         problem: See `logits_loss`.
 
     Returns:
-        A scalar, float32.
+        Scalars, float32: `task`, `logits` and `hidden`; those of weight 0 are left out.
 
     Raises:
         MoQError: The outputs have no names, no logits, or no hidden states.
@@ -166,11 +166,7 @@ def distillation_loss(
             raise MoQError(
                 f"distillation: the model's output has no names (return_dict), it is {type(output).__name__}"
             )
-    total = (
-        config.labels * task_loss.float()
-        if config.labels
-        else task_loss.new_zeros((), dtype=torch.float32)
-    )
+    parts = {"task": task_loss.float()} if config.labels else {}
     if config.logits:
         ours = logits_in(student)
         theirs = logits_in(teacher)
@@ -178,21 +174,30 @@ def distillation_loss(
             raise MoQError(
                 f"distillation: the model's output has no logits, only {', '.join(student)}"
             )
-        total = total + config.logits * logits_loss(
-            ours, theirs, inputs.get("labels"), problem
-        )
+        parts["logits"] = logits_loss(ours, theirs, inputs.get("labels"), problem)
     if config.hidden:
-        parts = []
+        states = []
         for name, mask_name in _STATES.items():
             mask = inputs.get(mask_name) if mask_name else None
             pairs = zip(student.get(name) or (), teacher.get(name) or (), strict=True)
-            parts += [_state_loss(a.float(), b.float(), mask) for a, b in pairs]
-        if not parts:
+            states += [_state_loss(a.float(), b.float(), mask) for a, b in pairs]
+        if not states:
             raise MoQError(
                 "distillation: the model's output has no hidden states; set distillation.hidden to 0"
             )
-        total = total + config.hidden * torch.stack(parts).mean()
-    return total
+        parts["hidden"] = torch.stack(states).mean()
+    return parts
+
+
+def weighted_sum(parts: Mapping[str, Tensor], config: DistillationConfig) -> Tensor:
+    """The loss with a teacher, of its parts.
+
+    >>> parts = {"task": torch.tensor(1.0), "hidden": torch.tensor(2.0)}
+    >>> weighted_sum(parts, DistillationConfig(hidden=0.5))
+    tensor(2.)
+    """
+    weights = {"task": config.labels, "logits": config.logits, "hidden": config.hidden}
+    return cast(Tensor, sum(weights[name] * part for name, part in parts.items()))
 
 
 def logits_in(output: Any) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer
 
 from ..config import MoQConfig, ScheduleConfig
@@ -141,11 +142,14 @@ class FloatPhase:
                 raise MoQError(
                     f"float_first: the float model cannot be saved in {self.folder}: {one_line(error)}"
                 ) from error
+            tqdm.write(
+                "moq_hf: float first: up to the offset in the plan below, training is in float; the model of then is "
+                f"kept in {self.folder}, as start and teacher of the rest, which is quantized"
+            )
 
     def end(self) -> None:
         """Save and evaluate the model, and clear the optimizer's state; in every process, after the last float step."""
         trainer = self.trainer
-        logger.info("step %d: the float phase ends", trainer.state.global_step + 1)
         # Save first, so that an error in the evaluation does not lose the model.
         trainer.save_model(str(self.folder), _internal_call=True)
         metrics = _evaluated(trainer)

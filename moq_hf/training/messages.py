@@ -9,11 +9,13 @@ import torch
 from tqdm.auto import tqdm
 
 from .. import serving, triton_quant
-from ..config import MoQConfig
+from ..config import DistillationConfig, MoQConfig
 from ..model.inventory import Inventory, is_convolution
 from ..model.selection import embeddings_to_quantize, output_heads
 from ..model.sizes import ModelSizes, in_words
+from ..processes import shape_of
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
+from ..text import megabytes
 from .budget import Choice
 from .resume import describe
 
@@ -52,7 +54,7 @@ def summary(
         parts.append("convolutions have one scale per channel")
     if inventory.embeddings:
         parts.append(
-            f"{len(inventory.embeddings)} embedding tables to {config.quantize_embeddings}"
+            f"{len(inventory.embeddings)} embedding tables to {config.quantize_embeddings} bits"
         )
     parts += [
         f"{name} shares the weight of {owner}" for name, owner in inventory.tied.items()
@@ -162,30 +164,6 @@ def switch_in_words(switch: Switch, target_bits: int, offset: int) -> str:
     )
 
 
-def switches_in_words(
-    switches: Sequence[Switch], blocks: Mapping[str, Sequence[str]], mean_bits: float
-) -> list[str]:
-    """A line for each change of precision of one step.
-
-    Args:
-        switches: All of the step.
-        blocks: Block name to its layers.
-        mean_bits: Bits per parameter of the whole model after them.
-
-    >>> switches_in_words([Switch(2, "a", 32, 6, 4, 1, None)], {"a": ["a.query", "a.key"], "b": ["b"]}, 12.5)
-    ['step 2: float -> 6 bits in 2 of 3 layers; mean 12.50 bits over the whole model']
-    """
-    total = sum(map(len, blocks.values()))
-    layers: Counter[tuple[int, int]] = Counter()
-    for switch in switches:
-        layers[switch.before, switch.bits] += len(blocks[switch.block])
-    return [
-        f"step {switches[0].step}: {'float' if before == FLOAT_BITS else before} -> {bits} bits in {count} of "
-        f"{total} layers; mean {mean_bits:.2f} bits over the whole model"
-        for (before, bits), count in sorted(layers.items(), reverse=True)
-    ]
-
-
 def notes_on_resuming(
     step: int,
     saved_at: int,
@@ -255,26 +233,143 @@ def announce_choice(choice: Choice) -> None:
         )
 
 
-def arrival(config: MoQConfig, sizes: ModelSizes) -> str:
-    """The target is reached everywhere."""
-    return (
-        f"every quantized layer is at {'' if config.budget is None else 'its target: '}{config.target_in_words}, "
-        f"{sizes.coverage}; mean {sizes.mean_bits:.2f} bits over the whole model"
-    )
-
-
-def ended_early(config: MoQConfig, sizes: ModelSizes, best: bool) -> str:
-    """Training is over before the target was reached everywhere.
+def standing(
+    schedule: PrecisionSchedule,
+    steps: int,
+    eigenvalues: Mapping[str, float] | None = None,
+) -> str:
+    """Where a run stands that goes on, and what is still to come.
 
     Args:
+        schedule: As it goes on.
+        steps: Optimizer steps of the run that it counts.
+        eigenvalues: Those last measured.
+
+    >>> config = MoQConfig.from_dict({
+    ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
+    ...     "quantize_schedule": {"quantize_period": 2, "schedule_offset": 0},
+    ... })
+    >>> schedule = PrecisionSchedule(config, ["layer.0", "layer.1"])
+    >>> switches = [schedule.advance() for _ in range(3)]
+    >>> standing(schedule, 10)
+    'at step 3 of 10: 2 blocks at 5 bits; still to come: 4 bits at step 4'
+    """
+    now = f"at step {schedule.steps:,} of {steps:,}: {blocks_in_words(schedule.bits)}"
+    if schedule.targets is None:
+        return f"{now}; what each block ends with is chosen at step {schedule.offset:,}"
+    coming: dict[int, list[int]] = {}
+    for switch in schedule.forecast(eigenvalues):
+        coming.setdefault(switch.bits, []).append(switch.step)
+    parts = [f"{bits} bits at {_steps(found)}" for bits, found in coming.items()]
+    return f"{now}; still to come: {', '.join(parts) or 'nothing'}"
+
+
+def blocks_in_words(bits: Mapping[str, int]) -> str:
+    """How many blocks are at how many bits.
+
+    >>> blocks_in_words({"a": 4, "b": 32, "c": 4})
+    '1 block in float, 2 blocks at 4 bits'
+    """
+    parts = []
+    for width, count in sorted(Counter(bits.values()).items(), reverse=True):
+        at = "in float" if width == FLOAT_BITS else f"at {width} bits"
+        parts.append(f"{count} block{'s' * (count > 1)} {at}")
+    return ", ".join(parts)
+
+
+def _steps(steps: Iterable[int]) -> str:
+    """The first and the last of some steps.
+
+    >>> _steps([4, 4]), _steps([6, 4])
+    ('step 4', 'steps 4 to 6')
+    """
+    found = _range(steps)
+    return f"steps {found}" if "to" in found else f"step {found}"
+
+
+def _range(numbers: Iterable[int]) -> str:
+    ends = sorted({min(numbers), max(numbers)})
+    return " to ".join(f"{end:,}" for end in ends)
+
+
+def arrival(
+    bits: Mapping[str, int], history: Iterable[Switch], planned: Sequence[int]
+) -> str:
+    """That every block is at its target, since when, and whether that was planned.
+
+    Args:
+        bits: Block name to bits.
+        history: Every switch of the run, those before it was resumed too.
+        planned: The steps by which blocks were to be at their targets.
+
+    >>> arrival({"a": 4, "b": 4}, [Switch(5, "a", 5, 4, 9, 1, None), Switch(7, "b", 5, 4, 9, 1, None)], [5, 7])
+    'All 2 blocks reached 4 bits at steps 5 to 7, as planned.'
+    >>> arrival({"a": 4, "b": 8}, [], [0])
+    'All 2 blocks were at 4 to 8 bits from the first step on, as planned.'
+    """
+    who = f"All {len(bits)} blocks" if len(bits) > 1 else "The one block"
+    target = f"{_range(bits.values())} bits"
+    last = {switch.block: switch.step for switch in history}.values()
+    if not last:
+        return f"{who} were at {target} from the first step on, as planned."
+    is_planned = min(planned) <= max(last) <= max(planned)
+    plan = "as planned" if is_planned else f"planned by {_steps(planned)}"
+    return f"{who} reached {target} at {_steps(last)}, {plan}."
+
+
+def ended_early(
+    bits: Mapping[str, int], config: MoQConfig, steps: int, best: bool
+) -> str:
+    """That training is over before the target was reached everywhere.
+
+    Args:
+        bits: Block name to bits.
         config: What was to be reached.
-        sizes: Of the model as it is.
+        steps: Optimizer steps that were taken.
         best: Whether the best checkpoint was to be loaded.
     """
-    no_candidate = (
-        "; no checkpoint was a candidate for load_best_model_at_end" if best else ""
-    )
+    text = f"training ended at step {steps:,}, before every block was at {config.target_in_words}"
+    if config.activation.enabled:
+        text += f" with inputs rounded, after step {config.activation.start_step:,}"
+    text = f"{text}: {blocks_in_words(bits)}"
+    if set(bits.values()) == {FLOAT_BITS}:
+        text += ", so nothing is delivered"
+    if best:
+        text += "; no checkpoint was a candidate for load_best_model_at_end"
+    return text
+
+
+def loss_in_words(config: DistillationConfig) -> str:
+    """What the loss is made of with a teacher, and where its parts are logged.
+
+    >>> print(loss_in_words(DistillationConfig(hidden=0.5)))
+    1 x the task's own (moq/loss_task) + 1 x the teacher's logits (moq/loss_logits) + 0.5 x its hidden states \
+(moq/loss_hidden)
+    """
     return (
-        f"training ended at a mean of {sizes.mean_bits:.2f} bits over the whole model, before every quantized layer "
-        f"was at {config.target_in_words}{no_candidate}"
+        f"{config.labels:g} x the task's own (moq/loss_task) + {config.logits:g} x the teacher's logits "
+        f"(moq/loss_logits) + {config.hidden:g} x its hidden states (moq/loss_hidden)"
+    )
+
+
+def smaller_with_tables(
+    inventory: Inventory, config: MoQConfig, file_bytes: int
+) -> str | None:
+    """What a key would save of a delivered model whose embedding tables are in float; None if little.
+
+    Args:
+        inventory: With the layers that the config quantizes.
+        config: What was done to them.
+        file_bytes: Size of the delivered weights.
+    """
+    saved = 0
+    for name, table in embeddings_to_quantize(inventory, config).items():
+        if name not in {*inventory.embeddings, *inventory.tied}:
+            saved += shape_of(table.weight).numel() * (table.weight.element_size() - 1)
+    # vLLM and SGLang refuse tables of few bits.
+    if saved < 0.2 * file_bytes or {"vllm", "sglang"} & set(config.serve):
+        return None
+    after = megabytes(file_bytes - saved)
+    return (
+        f"Smaller still: set quantize_embeddings: 8: {megabytes(file_bytes)} to {after}"
     )

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import ModelOutput
 from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, MoQTrainer, quantize_model, save_quantized
 from moq_hf.config import DistillationConfig
 from moq_hf.model.convert import quant_layers
-from moq_hf.training.distillation import distillation_loss, fingerprint, labels_at_logits, load_teacher
+from moq_hf.training.distillation import fingerprint, labels_at_logits, load_teacher, loss_parts, weighted_sum
 
 CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 4, "target_bits": 2},
@@ -77,6 +77,10 @@ def outputs(logits: list[list[float]], states: torch.Tensor) -> ModelOutput:
 
 def distillation(logits: float, hidden: float, labels: float) -> DistillationConfig:
     return DistillationConfig(teacher="x", logits=logits, hidden=hidden, labels=labels)
+
+
+def distillation_loss(*what: Any) -> torch.Tensor:
+    return weighted_sum(loss_parts(*what), what[4])
 
 
 def test_the_loss_by_hand() -> None:

@@ -1,46 +1,61 @@
-"""What a run tells of its schedule: the plan before, bits, sizes and blends during, the outcome after."""
+"""What a run tells of its schedule: the plan before, bits, sizes and blends during, one closing block after."""
 
+import importlib
 import json
+import re
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import transformers as hf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import (
     CONFIG,
     Stop,
+    arguments,
     assert_same,
+    callback_of,
     moq,
+    new_model,
     over_the_model,
+    rows,
     stock,
     trained,
     weights,
 )
 from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback, integration_utils
 
-from moq_hf import MoQCallback, MoQError, plan
-from moq_hf.forecast import outcome
+from moq_hf import MoQCallback, MoQError, verify_quantized
+from moq_hf.cli import main
 from moq_hf.model.convert import quant_layers
 from moq_hf.report import write_report
-from moq_hf.schedule import Switch
 from moq_hf.training.controller import MoQController
 
 AUTO = {**CONFIG, "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 2, "deadline": 0.75}}
 BLEND = {**CONFIG, "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.25}}
 PLAN = """\
+moq_hf: 13 linear layers in 3 blocks go from 6 to 3 bits; quantized: 72.1 % of the model's 6,034 parameters; left in \
+full precision: classifier
 moq_hf plan: 16 optimizer steps, 6 to 3 bits, offset 2, period 2, no deadline
 block        6 bits  5 bits  4 bits  3 bits  at target
 every block       2       4       6      10         10
-in quantized layers: 72.1 % of the model's 6,034 parameters
 """
-OUTCOME = """\
-moq_hf: after 16 optimizer steps; planned: 3 bits after step 10
-  3 bits, since step 10: 3 blocks
+# What is printed at the end, beside the Trainer's own figures.
+CLOSING = """\
+moq_hf: All 3 blocks reached 3 bits at step 10, as planned. Verified: loaded with plain transformers, the saved model \
+gives identical outputs (4 examples). 0.0171 MB, float 0.0241.
+Load it: BertForSequenceClassification.from_pretrained("{folder}/quantized")
+Report: moq-hf report {folder}
+Smaller still: set quantize_embeddings: 8: 0.0171 MB to 0.0133 MB
 """
 
 
 @pytest.mark.parametrize("make", [stock, moq])
-def test_the_plan_is_told_once_before_the_first_step_and_the_outcome_after_the_last(
+def test_the_plan_is_told_once_before_the_first_step_and_one_block_closes_the_run(
     make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []
@@ -51,7 +66,12 @@ def test_the_plan_is_told_once_before_the_first_step_and_the_outcome_after_the_l
 
     trained(make(tmp_path, callbacks=[Watch()]))
     assert seen[0] == PLAN
-    assert "plan" not in "".join(seen[1:]) and OUTCOME in capsys.readouterr().out
+    assert "moq_hf" not in "".join(seen[1:])
+    lines = [line for line in capsys.readouterr().out.splitlines(keepends=True) if not line.startswith("{")]
+    assert "".join(lines) == CLOSING.format(folder=tmp_path)
+    # The commands of the block work.
+    assert hf.BertForSequenceClassification.from_pretrained(tmp_path / "quantized")
+    assert main(["report", str(tmp_path)]) == 0
 
 
 def test_auto_meets_its_deadline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,45 +117,260 @@ def test_a_schedule_that_is_over_resumes_in_a_run_of_any_length(tmp_path: Path) 
             )
 
 
-class Reporter(TrainerCallback):
-    """Stands where TensorBoard and W&B stand: before the callbacks that the user gave."""
+class Screen(TrainerCallback):
+    """What a callback of the user sees of each log."""
 
     def __init__(self) -> None:
-        self.logs: dict[int, dict[str, Any]] = {}
+        self.logs: list[dict[str, Any]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" in logs:
-            self.logs[state.global_step] = dict(logs)
+        self.logs.append({"step": state.global_step, **logs})
 
 
-def test_every_scalar_reaches_the_reporters_and_the_history(tmp_path: Path) -> None:
-    reporter = Reporter()
-    trainer = moq(tmp_path, BLEND, logging_steps=5)
-    trainer.callback_handler.callbacks.insert(1, reporter)
+class Reporter(TensorBoardCallback):
+    """Stands where `report_to` puts reporters, before the callbacks that the user gave, and keeps what it gets."""
+
+    made: "Reporter"
+
+    def __init__(self) -> None:
+        self.screen = Screen()
+        type(self).made = self
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        self.screen.on_log(*args, **kwargs)
+
+
+@pytest.mark.parametrize("make", [stock, moq])
+def test_every_reporter_and_callback_finds_the_bits_first(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Reporter)
+    before, after = Screen(), Screen()
+    trainer = make(tmp_path, BLEND, callbacks=[before], logging_steps=5, report_to="tensorboard")
+    trainer.add_callback(after)
     trainer.train()
+    found = Reporter.made.screen.logs
     blocks = ["bert.encoder.layer.0", "bert.encoder.layer.1", "bert.pooler.dense"]
-    always = {"moq/mean_bits", "moq/quantized_share", "moq/size_mb"} | {f"moq/blend/{block}" for block in blocks}
-    at_switch = {f"moq/{kind}/{block}" for kind in ("bits", "period") for block in blocks}
+    shown = ["moq/bits", "moq/mean_bits", "moq/blend"]
+    # With the loss, as often as `logging_steps` says and no more often; at a drop, an entry of its own before it.
+    for logs in (found, before.logs, after.logs):
+        assert [log["step"] for log in logs if "loss" in log] == [5, 10, 15]
+        assert [log["step"] for log in logs if "moq/bits" in log and "loss" not in log] == [2, 4, 6, 10]
+        for log in logs:
+            if "loss" in log:
+                assert list(log)[1:5] == [*shown, "loss"]
+                assert not any(name.startswith("moq/") for name in list(log)[4:])
+    drops = [log for log in found if "moq/bits" in log and "loss" not in log]
+    for log in drops:
+        kinds = [f"moq/{kind}/{block}" for kind in ("bits", "period") for block in blocks]
+        assert list(log)[1:4] == ["moq/bits", "moq/mean_bits", "moq/quantized_share"] and set(kinds) <= log.keys()
+    assert [log["moq/bits"] for log in drops] == [6, 5, 4, 3]
+    assert drops[2]["moq/period/bert.encoder.layer.1"] == 8
+    for screen in (before, after):
+        assert [list(log) for log in screen.logs if "loss" not in log and "moq/bits" in log] == [
+            ["step", *shown, "epoch"]
+        ] * 4
+    # The state of the Trainer has all.
     history = {log["step"]: log for log in trainer.state.log_history if "loss" in log}
-    for logs in (reporter.logs, history):
-        names = {step: {name for name in log if name.startswith("moq/")} for step, log in logs.items()}
-        assert names == {s: always | at_switch if s in (2, 4, 6, 10) else always for s in (2, 4, 5, 6, 10, 15)}
-        assert logs[5]["moq/blend/bert.pooler.dense"] == 0.75 and logs[15]["moq/blend/bert.pooler.dense"] == 0
-        assert logs[6]["moq/period/bert.encoder.layer.1"] == 8
+    whole = {"moq/bits", "moq/mean_bits", "moq/quantized_share", "moq/size_mb", "moq/blend"}
+    whole |= {f"moq/blend/{block}" for block in blocks}
+    for log in history.values():
+        assert {name for name in log if name.startswith("moq/")} == whole and next(iter(log)) == "moq/bits"
+    assert history[5]["moq/blend/bert.pooler.dense"] == 0.75 and history[15]["moq/blend"] == 0
+    entries = [log for log in trainer.state.log_history if "moq/bits/bert.pooler.dense" in log]
+    assert [(log["step"], log["moq/bits/bert.pooler.dense"]) for log in entries] == [(2, 6), (4, 5), (6, 4), (10, 3)]
+    assert callback_of(trainer) is trainer.callback_handler.callbacks[0]
 
 
-def test_tensorboard_has_the_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drop_leaves_the_mean_of_the_loss_alone(tmp_path: Path) -> None:
+    class Losses(hf.Trainer):
+        losses: tuple[float, ...] = ()
+
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().training_step(*args, **kwargs)
+            self.losses += (float(loss),)
+            return loss
+
+    trainer = Losses(
+        new_model(),
+        arguments(tmp_path, logging_steps=8),
+        train_dataset=rows(),
+        callbacks=[MoQCallback(CONFIG)],
+    )
+    trainer.train()
+    logged = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert logged == pytest.approx([sum(trainer.losses[:8]) / 8, sum(trainer.losses[8:]) / 8])
+
+
+@pytest.mark.parametrize("make", [stock, moq])
+def test_tensorboard_has_the_scalars(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    trainer = trained(moq(tmp_path, report_to="tensorboard", logging_steps=5))
+    trainer = trained(make(tmp_path, report_to="tensorboard", logging_steps=5))
     events = EventAccumulator(str(tmp_path / "events")).Reload()
     series = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    bits = [(2, 6), (4, 5), (5, 5), (6, 4), (10, 3), (15, 3)]
+    bits = [(2, 6), (4, 5), (5, 5), (6, 4), (10, 3), (10, 3), (15, 3)]
+    assert series["train/moq/bits"] == bits
     assert series["train/moq/mean_bits"] == [
         (step, pytest.approx(over_the_model(now, trainer.model))) for step, now in bits
     ]
     assert series["train/moq/bits/bert.pooler.dense"] == [(2, 6), (4, 5), (6, 4), (10, 3)]
     assert series["train/moq/period/bert.encoder.layer.0"] == [(2, 2), (4, 4), (6, 8), (10, 16)]
-    assert len(series["train/moq/size_mb"]) == 6
+    assert len(series["train/moq/size_mb"]) == 4
+
+
+def test_a_run_that_begins_quantized_logs_its_blocks_once(tmp_path: Path) -> None:
+    config = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_schedule": {"schedule_offset": 0}}
+    trainer = trained(stock(tmp_path, config))
+    entries = [log for log in trainer.state.log_history if "moq/bits" in log]
+    assert [(log["step"], log["moq/bits/bert.pooler.dense"]) for log in entries] == [(1, 4)]
+
+
+def test_the_progress_bar_and_the_console_show_the_bits_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for disable_tqdm in (True, False):
+        trained(stock(tmp_path, logging_steps=8, disable_tqdm=disable_tqdm))
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{'moq/bits'")]
+        assert lines[0] == "{'moq/bits': '6', 'moq/mean_bits': '13.25', 'epoch': '0.125'}"
+        assert len(lines) == 6 and lines[3].startswith("{'moq/bits': '4', 'moq/mean_bits': '11.81', 'loss': '")
+
+
+def test_a_notebook_has_a_column_of_the_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    display = ModuleType("IPython.display")
+    shown: list[str] = []
+    display.HTML = str  # type: ignore[attr-defined]
+    display.display = lambda *args, **kwargs: SimpleNamespace(update=shown.append)  # type: ignore[attr-defined]
+    package = ModuleType("IPython")
+    package.display = display  # type: ignore[attr-defined]
+    for name, module in (("IPython", package), ("IPython.display", display)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "transformers.utils.notebook", raising=False)
+    notebook = importlib.import_module("transformers.utils.notebook")
+    monkeypatch.setattr("transformers.trainer.DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)
+    for strategy, heads in (("no", ["Training Loss"]), ("steps", ["Training Loss", "Validation Loss", "Score"])):
+        shown.clear()
+        trained(
+            stock(tmp_path, logging_steps=5, eval_strategy=strategy, eval_steps=5, disable_tqdm=False, max_steps=10)
+        )
+        page = shown[-1]
+        assert re.findall("<th>(.*?)</th>", page) == ["Step", "moq/bits", *heads]
+        cells = re.findall("<tr>\\s*<td>(.*?)</td>\\s*<td>(.*?)</td>", page)
+        assert cells == [("5", "5.000000"), ("10", "3.000000")]
+
+
+def test_a_stock_trainer_says_that_it_saves_float_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = trained(stock(tmp_path, save_strategy="steps", save_steps=8))
+    assert "float weights" not in capsys.readouterr().out
+    trainer.train()
+    trainer.save_model(str(tmp_path / "mine"))
+    told = [line for line in capsys.readouterr().out.splitlines() if "float weights" in line]
+    assert told == [
+        f"moq_hf: {tmp_path / 'mine'} has the float weights, which training can go on with; the quantized model is in "
+        f"{tmp_path / 'quantized'}"
+    ]
+    trainer = trained(moq(tmp_path))
+    trainer.save_model(str(tmp_path / "mine"))
+    told = capsys.readouterr().out
+    assert "float weights" not in told and f"moq_hf: saved in {tmp_path / 'mine'}. Verified: " in told
+
+
+@pytest.mark.parametrize("make", [stock, moq])
+def test_the_callback_says_where_the_run_is(make: Any, tmp_path: Path) -> None:
+    callback = MoQCallback(CONFIG)
+    assert (callback.bits, callback.mean_bits, callback.plan, callback.history, callback.delivered) == (
+        {},
+        None,
+        None,
+        (),
+        None,
+    )
+    trainer = trained(make(tmp_path, {**CONFIG, "quantize_embeddings": 8}))
+    callback = callback_of(trainer)
+    blocks = ["bert.encoder.layer.0", "bert.encoder.layer.1", "bert.pooler.dense"]
+    assert callback.bits == dict.fromkeys(blocks, 3) and callback.mean_bits == callback.controller.sizes.mean_bits < 12
+    assert callback.plan.total_steps == 16 and [switch.bits for switch in callback.history[::3]] == [6, 5, 4, 3]
+    delivered = callback.delivered
+    assert delivered.path == tmp_path / "quantized" and delivered.proof.agrees is True
+    assert delivered.bytes == (delivered.path / "model.safetensors").stat().st_size
+    verify_quantized(delivered.path, trainer.model)
+
+
+def test_what_tables_would_save_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    four = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_schedule": {"schedule_offset": 0}}
+
+    def told(**keys: Any) -> str | None:
+        model = hf.BertForSequenceClassification(
+            hf.BertConfig(
+                vocab_size=4000,
+                hidden_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                intermediate_size=32,
+                max_position_embeddings=16,
+            )
+        )
+        hf.Trainer(
+            model, arguments(tmp_path, max_steps=1), train_dataset=rows(), callbacks=[MoQCallback({**four, **keys})]
+        ).train()
+        lines = [line for line in capsys.readouterr().out.splitlines() if "quantize_embeddings" in line]
+        return lines[0] if lines else None
+
+    sizes = re.fullmatch(r"Smaller still: set quantize_embeddings: 8: ([\d.]+) MB to ([\d.]+) MB", told() or "")
+    assert sizes is not None
+    told(quantize_embeddings=8)
+    size = (tmp_path / "quantized" / "model.safetensors").stat().st_size / 1e6
+    heads = {"modules_to_not_convert": ["classifier", "pooler"]}
+    # Scales are not counted.
+    assert float(sizes[2]) == pytest.approx(size, rel=0.15) and float(sizes[1]) > 2.5 * size
+    assert told(quantize_embeddings=8) is None and told(serve=["vllm"], **heads) is None
+
+
+def test_a_resumed_run_says_where_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 5}
+    trained(stock(tmp_path, callbacks=[Stop(5)], **settings))
+    capsys.readouterr()
+    stock(tmp_path, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    told = capsys.readouterr().out
+    assert "moq_hf: the run goes on at step 5 of 16: 3 blocks at 5 bits; still to come: 4 bits at step 6, 3 " in told
+    assert "moq_hf plan" not in told and "All 3 blocks reached 3 bits at step 10, as planned." in told
+
+
+def test_right_words_for_every_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def ends(make: Any = stock, **more: Any) -> str:
+        caplog.clear()
+        trainer = trained(make(tmp_path, **more))
+        assert trainer.state.log_history
+        return capsys.readouterr().out
+
+    assert "moq_hf: Verified: " in ends(callbacks=[Stop(5)])
+    assert "training ended at step 5, before every block was at 3 bits: 3 blocks at 5 bits" in caplog.text
+    assert "Verified" not in ends(callbacks=[Stop(1)])
+    assert "before every block was at 3 bits: 3 blocks in float, so nothing is delivered" in caplog.text
+    assert "as planned. Not verified: nothing was compared. 0.0171 MB" in ends(config={**CONFIG, "prove": False})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moq_hf.packed.load_check.ReferenceOutputs._load", lambda *args: new_model())
+        told = ends()
+    assert (
+        "as planned. Floats on the grid, not packed. NOT what was evaluated, as the warning above says. 0.0284" in told
+    )
+    assert "does not compute what was evaluated" in caplog.text
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moq_hf.packed.save._Saving._check", lambda self: 1 / 0)
+        told = ends()
+    assert "Floats on the grid, not packed. Not verified: load_state_dict alone loads it. 0.02" in told
+    assert f'Load it: model.load_state_dict(load_file("{tmp_path}/quantized/model.safetensors"))' in told
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moq_hf.callback.write_result", lambda *args: 1 / 0)
+        told = ends()
+    assert "moq_hf: All 3 blocks reached 3 bits at step 10, as planned. Nothing is delivered.\n" in told
+    assert "Load it" not in told
+    assert "division by zero" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -157,19 +392,6 @@ def test_the_size_counts_bits_and_scales(keys: Any, per_layer: Any, tiny_bert: A
     scales = sum(per_layer(*layer.weight.shape) for layer in layers)
     exact = (everything - quantized) * 4 + quantized * 4 / 8 + scales * 4
     assert controller.sizes.mb == pytest.approx(exact / 1e6, rel=1e-12)
-
-
-def test_the_outcome_names_the_blocks() -> None:
-    config = {
-        "quantize_bits": {"start_bits": 4, "target_bits": 3},
-        "quantize_schedule": {"quantize_period": 5, "schedule_offset": 0},
-    }
-    history = [Switch(5, name, 4, 3, 10, 1, None) for name in "ab"] + [Switch(9, "c", 32, 4, 10, 1, None)]
-    assert outcome(plan(config, 20), history, 12).splitlines() == [
-        "after 12 optimizer steps; planned: 3 bits after step 5",
-        "  3 bits, since step 5: 2 blocks: a, b",
-        "  4 bits, not at 3, since step 9: c",
-    ]
 
 
 def test_the_saved_state_has_the_whole_history(tmp_path: Path) -> None:
