@@ -583,8 +583,9 @@ class MoQCallback(TrainerCallback, ExportableState):
     ) -> None:
         """Write the packed model and the state of the run, and say what has become of it, in one block."""
         folder = self._run_folder(args) / "quantized"
+        collator = getattr(self._host, "data_collator", None)
         options = SaveOptions(
-            processing_class=processing_class,
+            processing_class=processing_class or getattr(collator, "tokenizer", None),
             controller=controller,
             metrics=last_metrics(state),
             float_metrics=getattr(self.trainer, "float_metrics", None),

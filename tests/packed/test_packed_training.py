@@ -9,7 +9,7 @@ import torch
 from huggingface_hub import ModelCard
 from repo import ROOT
 from tiny_runs import ARRIVAL, CONFIG, Stop, arguments, assert_same, moq, new_model, rows, stock, trained, weights
-from transformers import AutoTokenizer, BertForSequenceClassification, Trainer
+from transformers import AutoTokenizer, BertForSequenceClassification, DataCollatorWithPadding, Trainer
 
 from moq_hf import MoQCallback, MoQTrainer, quantize_model, verify_quantized
 from moq_hf.callback import last_metrics
@@ -45,10 +45,10 @@ def test_the_packed_model_is_that_of_the_best_checkpoint(make: Any, tmp_path: Pa
     else:
         trainer = MoQTrainer(new_model(), arguments(tmp_path, **BEST), moq_config=EMBEDDINGS, **data)
     trainer.train()
-    folder = tmp_path / "quantized" if make is stock else tmp_path / "final"
+    folder = tmp_path / "quantized"
     if make is moq:
-        assert not (tmp_path / "quantized").exists()
-        trainer.save_model(str(folder))
+        trainer.save_model(str(tmp_path / "final"))
+        assert_same_files(folder, tmp_path / "final")
     assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{ARRIVAL}")
     assert torch.equal(logits(loaded(folder)), logits(trainer.model))
     state = verify_quantized(folder, trainer.model).state
@@ -79,12 +79,18 @@ def trained_from(trainer: Any, checkpoint: Path) -> Any:
     return trainer
 
 
-def test_a_restored_callback_of_a_moq_trainer_writes_no_folder(tmp_path: Path) -> None:
+def assert_same_files(folder: Path, other: Path) -> None:
+    """Two deliveries of one model: the same weights and the same way to load them."""
+    for name in ("model.safetensors", "config.json"):
+        assert (folder / name).read_bytes() == (other / name).read_bytes()
+
+
+def test_a_restored_callback_of_a_moq_trainer_delivers_too(tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 5, "restore_callback_states_from_checkpoint": True}
     trained(moq(tmp_path, callbacks=[Stop(5)], **settings))
     trainer = trained_from(moq(tmp_path, **settings), tmp_path / "checkpoint-5")
-    assert not (tmp_path / "quantized").exists()
     trainer.save_model(str(tmp_path / "final"))
+    assert_same_files(tmp_path / "quantized", tmp_path / "final")
     assert torch.equal(logits(loaded(tmp_path / "final")), logits(trainer.model))
 
 
@@ -182,15 +188,16 @@ def test_the_metrics_are_those_of_the_last_evaluation(tmp_path: Path) -> None:
     assert last_metrics(trainer.state)["eval_a"] == 1.0
 
 
-def test_the_tokenizer_comes_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model")
     for make in (stock, moq):
         trainer = make(tmp_path / make.__name__)
-        trainer.processing_class = trainer.callback_handler.processing_class = tokenizer
+        if make is stock:
+            trainer.processing_class = trainer.callback_handler.processing_class = tokenizer
+        else:
+            trainer.data_collator = DataCollatorWithPadding(tokenizer)
         trainer.train()
-        folder = tmp_path / make.__name__ / ("quantized" if make is stock else "")
-        if make is moq:
-            trainer.save_model()
-        assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
-    assert f"moq_hf: {tmp_path / 'stock' / 'quantized'}: packed, " in capsys.readouterr().out
+        trainer.save_model()
+        for folder in (tmp_path / make.__name__, tmp_path / make.__name__ / "quantized"):
+            assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
     assert json.loads((tmp_path / "moq" / STATE_NAME).read_text())["versions"]["transformers"]
