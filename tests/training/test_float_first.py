@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,6 +115,61 @@ def test_the_float_model_is_evaluated_logged_and_kept(tmp_path: Path) -> None:
     page = write_report(tmp_path, tmp_path / "report").read_text(encoding="utf-8")
     assert "of them in float first</dt><dd>50.0 %" in page
     assert f"<td>{expected['eval_sum']:.4f}</td>" in page
+
+
+PARTS = "1 x the task's own (moq/loss_task) + 1 x the teacher's logits (moq/loss_logits) + 1 x its hidden states"
+
+
+def test_both_phases_and_the_parts_of_the_loss_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    float_first(tmp_path, logging_steps=4, save_strategy="steps", save_steps=12).train()
+    lines = capsys.readouterr().out.splitlines()
+    where = {start: n for n, line in enumerate(lines) for start in TOLD if line.startswith(start)}
+    assert list(where) == TOLD and list(where.values()) == sorted(where.values())
+    assert PARTS in lines[where[TOLD[3]]] and str(tmp_path / "float") in lines[where[TOLD[0]]]
+    # The float metrics follow the sentence on the phase, before the first log of the switch.
+    assert where[TOLD[4]] == where[TOLD[3]] + 1
+    logged = [line for line in lines if "'loss'" in line]
+    assert [("moq/loss_task" in line) for line in logged] == [False, False, True, True]
+
+    float_first(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+    told = capsys.readouterr().out
+    assert f"moq_hf: the float phase is over, and the loss follows its model: {PARTS}" in told
+    assert "moq_hf: the run goes on at step 12 of 16: " in told and "float first:" not in told
+
+
+# What the lines of a run with a float phase start with, in their order.
+TOLD = [
+    "moq_hf: float first: up to the offset in the plan below, training is in float; the model of then is kept in ",
+    "moq_hf: 13 linear layers",
+    "moq_hf plan: 16 optimizer steps, ",
+    "moq_hf: step 8: the float phase is over and its model is kept in ",
+    "{'float_eval_loss': ",
+    "moq_hf: All 3 blocks reached ",
+]
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_parts_of_the_loss_are_means_that_add_up(
+    accumulated: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {"logits": 2.0, "hidden": 0.5, "labels": 3.0}
+    trainer = MoQTrainer(
+        calm_model(),
+        arguments(tmp_path, logging_steps=5, gradient_accumulation_steps=accumulated, report_to="none"),
+        train_dataset=rows(32),
+        moq_config={**CONFIG, "distillation": weights},
+        teacher=calm_model(),
+    )
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["step"] for log in logs] == [5, 10, 15]
+    for log in logs:
+        parts = [log[f"moq/loss_{name}"] for name in ("logits", "hidden", "task")]
+        total = sum(weight * part for weight, part in zip(weights.values(), parts, strict=True))
+        assert log["loss"] == pytest.approx(total, rel=1e-4) and len(set(parts)) == 3
+    told = capsys.readouterr().out
+    assert "moq_hf: the loss follows a teacher: 3 x the task's own (moq/loss_task) + 2 x the teacher's logits" in told
+    assert len(re.findall(r"{'moq/bits': '\d', 'moq/mean_bits': '[\d.]+', 'moq/loss_task': '", told)) == 3
 
 
 def resumable(folder: Path, **more: Any) -> MoQTrainer:

@@ -15,6 +15,7 @@ from datasets import Dataset
 from model_zoo import CONFIG, ROWS, STEPS, Stranger, arguments, inputs_of, new_model, rows_of
 from safetensors.torch import load_file
 from stranger import outputs_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, HyperParamSearchBackendBase
@@ -88,6 +89,7 @@ class Trials(HyperParamSearchBackendBase):
     def run(self, trainer: hf.Trainer, n_trials: int, direction: str, **kwargs: Any) -> BestRun:
         for rate in (1e-3, 3e-3)[:n_trials]:
             trainer.objective = None
+            sys.modules["wandb"].run.id += 1
             trainer.train(trial={"learning_rate": rate})
         return BestRun("1", 0.0, {"learning_rate": rate})
 
@@ -133,16 +135,29 @@ def check_diary(diary: Diary, runs: int) -> None:
     assert len(set(diary.rates)) == runs
 
 
-def test_a_search_begins_each_trial_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_begins_each_trial_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.WANDB, Trials)
     # The Trainer asks the library for the name of the run.
     library = ModuleType("wandb")
-    library.__spec__, library.run = ModuleSpec("wandb", None), SimpleNamespace(id="0")  # type: ignore[attr-defined]
+    library.__spec__ = ModuleSpec("wandb", None)
+    # A name for each trial.
+    library.run = SimpleNamespace(id=-1)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", library)
     trainer, diary = searching(tmp_path)
     trainer.hyperparameter_search(backend="wandb", n_trials=2)
     check_diary(diary, 2)
     assert diary.rates == [1e-3, 3e-3]
+    # The plan is told once; then each trial has one line, which ends with a folder of its own.
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("moq_hf")]
+    assert [line.partition(":")[0] for line in told] == ["moq_hf", "moq_hf plan", "moq_hf", "moq_hf"]
+    for trial, line in enumerate(told[2:]):
+        folder = tmp_path / f"run-{trial}" / "quantized"
+        assert line.startswith("moq_hf: All ") and line.endswith(f" MB, float 0.0851. In {folder}")
+        assert json.loads((folder / "moq_state.json").read_text())["proof"]["agrees"] is True
+        assert (folder.parent / "trainer_state.json").is_file()
+    assert not (tmp_path / "quantized").exists()
     # What one trial leaves behind is no part of the next: it is as if it had been the only one.
     alone, only = searching(tmp_path, learning_rate=3e-3)
     alone.train()
@@ -224,7 +239,7 @@ def adapted(family: str, task: str, targets: Any) -> Any:
 @from_peft
 @pytest.mark.parametrize(("family", "task", "targets"), ADAPTED)
 def test_lora_on_quantized_layers(
-    family: str, task: str, targets: Any, tmp_path: Path, stranger: Stranger, caplog: pytest.LogCaptureFixture
+    family: str, task: str, targets: Any, tmp_path: Path, stranger: Stranger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = adapted(family, task, targets)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -235,7 +250,7 @@ def test_lora_on_quantized_layers(
     assert any(name.endswith(".base_layer") for name in layers) and bits_of(model) == TARGET
     assert not any(part in name for name in layers for part in ("lora_", "modules_to_save"))
     assert len(layers) == len(quant_layers(quantize_model(new_model(family, task), CONFIG)))
-    assert caplog.text.count("PEFT's adapters") == 1
+    assert capsys.readouterr().out.count("PEFT's adapters") == 1
     moved = {name for name, parameter in model.named_parameters() if not torch.equal(before[name], parameter)}
     assert moved == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     # In the folder lie the base model, packed, for anyone, and the adapters for PEFT.
@@ -374,20 +389,27 @@ noisy = pytest.mark.filterwarnings("ignore")
 
 @noisy
 @pytest.mark.parametrize("with_lora", [False, True])
-def test_sft_of_trl(with_lora: bool, tmp_path: Path, stranger: Stranger) -> None:
+def test_sft_of_trl(with_lora: bool, tmp_path: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch) -> None:
     trl = pytest.importorskip("trl")
     lora = None
     if with_lora:
         lora = pytest.importorskip("peft").LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
     trainer = trl.SFTTrainer(
         new_model("Llama", "causal LM"),
-        args=arguments(tmp_path, trl.SFTConfig, max_length=16, bf16=False),
+        args=arguments(
+            tmp_path, trl.SFTConfig, max_length=16, bf16=False, report_to="tensorboard", logging_steps=STEPS
+        ),
         train_dataset=Dataset.from_list([{"text": sentence} for sentence in SENTENCES]),
         processing_class=tokenizer(),
         peft_config=lora,
         callbacks=[MoQCallback(CONFIG)],
     )
     trainer.train()
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    assert events.Scalars("train/moq/bits")[-1].value == min(TARGET)
+    # TRL takes the mean of its own metrics from log to log, to which a drop is none.
+    assert len(events.Scalars("train/mean_token_accuracy")) == len(events.Scalars("train/loss")) == 1
     model = trainer.model
     assert bits_of(model) == TARGET and len(quant_layers(model)) == 14
     folder, inputs = tmp_path / "quantized", inputs_of("causal LM", model)
