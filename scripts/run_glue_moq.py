@@ -514,17 +514,13 @@ def summary(
     name: str,
     since: float,
 ) -> list[str]:
-    """Give the lines that end a run: the metrics, the bits, and the files written after the time `since`."""
+    """Give the lines that end a run: the metrics, and the files written after the time `since`."""
     lines = [""]
     for key, metrics in results.items():
         samples = next(value for metric, value in metrics.items() if re.match("eval_samples(_mm)?$", metric))
         if baseline is not None and key in baseline:
             lines.append(f"{name}, {key} ({samples} examples), float: {_figures(baseline[key])}")
         lines.append(f"{name}, {key} ({samples} examples){', MoQ' if baseline else ''}: {_figures(metrics)}")
-    controller = None if trainer.moq is None else trainer.moq.controller
-    if controller is not None:
-        lines.append(f"{len(controller.layers)} quantized layers: {controller.sizes.coverage}")
-        lines.append(f"mean bits over the whole model: {controller.sizes.mean_bits:.2f}")
     folder = Path(trainer.args.output_dir)
     lines.append(f"written to {folder}:")
     for path in sorted(folder.iterdir()):

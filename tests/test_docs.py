@@ -246,7 +246,7 @@ def test_the_sft_example(checkout: Path) -> None:
         command, cwd=checkout, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
-    assert "packed, " in done.stdout and "delivered = evaluated" in done.stdout
+    assert "Verified: loaded with plain transformers, the saved model gives identical outputs" in done.stdout
     assert "GGUF: left out" in done.stdout and "of 48 answers are right; moq_hf is imported: False" in done.stdout
 
 

@@ -127,7 +127,8 @@ def test_moq_reaches_its_target(
     given = arguments | files("sst2", tmp_path) | {"max_steps": 8, "moq_config": config}
     out = run(given, "do_train", "do_eval")
     told = capsys.readouterr().out
-    assert re.search(r"13 quantized layers: \d+\.\d % of the model's [\d,]+ parameters\nmean bits over the whole", told)
+    assert re.search(r"moq_hf: All 3 blocks reached 4 bits at step \d, as planned. Verified: ", told)
+    assert f"moq_hf: saved in {out}. Verified: " in told and f"Report: moq-hf report {out}\n" in told
     # Four bits a weight, eight of them in an integer, and two scales for the 16 rows, each at its eight.
     weights = load_file(out / "model.safetensors")
     name = "bert.encoder.layer.0.attention.self.query"
