@@ -614,7 +614,10 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Say what has become of the run."""
         text = "moq_hf:"
         if controller.has_arrived and self.plan is not None:
-            planned = [block.target_step for block in self.plan.blocks]
+            planned = [
+                block.switches[-1].step if block.switches else 0
+                for block in self.plan.blocks
+            ]
             text += f" {messages.arrival(self.bits, controller.history, planned)}"
         if state.best_global_step:
             text += f" Best checkpoint: step {state.best_global_step:,}."

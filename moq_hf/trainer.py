@@ -317,7 +317,7 @@ class MoQTrainer(Trainer):
         phase = self._float_phase
         self._parts.clear()
         if phase is None:
-            self._tell_of_parts("the loss follows a teacher")
+            self._tell_of_parts("with a teacher,")
             return
         if not self._rates_restart:
             raise MoQError(
@@ -329,7 +329,7 @@ class MoQTrainer(Trainer):
         else:
             phase.begin()
         self._take(phase if has_begun else None)
-        self._tell_of_parts("the float phase is over, and the loss follows its model")
+        self._tell_of_parts("the float phase is over:")
         if has_begun and teacher_before != self.teacher_fingerprint:
             raise MoQError(
                 f"cannot resume: the model in {phase.folder} is not the float model of this run: it was written "
@@ -348,15 +348,15 @@ class MoQTrainer(Trainer):
             self._take(self._float_phase)
             step = self.state.global_step + 1
             self._tell_of_parts(
-                f"step {step:,}: the float phase is over and its model is kept in {self._float_phase.folder}. "
-                "Quantization begins, the learning rate starts anew, and the loss follows that model"
+                f"step {step:,}: the float phase is over; its model is in {self._float_phase.folder}. From here on "
+                "training is quantized, the learning rate starts anew, and"
             )
 
     def _tell_of_parts(self, text: str) -> None:
         """Say what the loss is made of from now on, if it follows a teacher."""
         if self._teacher is not None and self.is_world_process_zero():
             config = cast(MoQCallback, self.moq).config.distillation
-            tqdm.write(f"moq_hf: {text}: {loss_in_words(config)}")
+            tqdm.write(f"moq_hf: {text} the loss is {loss_in_words(config)}")
 
     def log_float_phase(self) -> None:
         """Log the evaluation of the float model, once. Called by the `MoQCallback` at the end of a step."""

@@ -33,6 +33,12 @@ class _Weight(NamedTuple):
     full: int
     is_table: bool
 
+    @property
+    def bits(self) -> int:
+        """All of its bits now, those of its own dtype where it is not quantized."""
+        now = self.layer.moq.bits
+        return self.numbers * (self.full if now == FLOAT_BITS else now)
+
     def saved(self, width: int | None) -> int:
         """Bits of a code in the files: `width`, which all packed codes share; None takes its own, 8 in a table."""
         spec = EncodeSpec.of(self.layer, self.is_table)
@@ -103,22 +109,13 @@ class ModelSizes:
     @property
     def mean_bits(self) -> float:
         """Bits per parameter of the whole model now; a parameter that is not quantized has those of its dtype."""
-        total_bits = self._others_bits
-        for weight in self._weights:
-            bits = weight.layer.moq.bits
-            total_bits += weight.numbers * (weight.full if bits == FLOAT_BITS else bits)
-        return total_bits / self.total
+        return (self._others_bits + sum(w.bits for w in self._weights)) / self.total
 
     @property
     def layer_bits(self) -> float:
         """The mean bits of the weights of quantized layers now, embedding tables apart."""
-        bits = total = 0
-        for weight in self._weights:
-            if not isinstance(weight.layer, QuantEmbedding):
-                now = weight.layer.moq.bits
-                bits += weight.numbers * (weight.full if now == FLOAT_BITS else now)
-                total += weight.numbers
-        return bits / total
+        layers = [w for w in self._weights if not isinstance(w.layer, QuantEmbedding)]
+        return sum(w.bits for w in layers) / sum(w.numbers for w in layers)
 
     @property
     def float_mb(self) -> float:

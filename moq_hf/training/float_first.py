@@ -143,8 +143,8 @@ class FloatPhase:
                     f"float_first: the float model cannot be saved in {self.folder}: {one_line(error)}"
                 ) from error
             tqdm.write(
-                "moq_hf: float first: up to the offset in the plan below, training is in float; the model of then is "
-                f"kept in {self.folder}, as start and teacher of the rest, which is quantized"
+                "moq_hf: float first: the model trains in float up to the offset in the plan below; it is then kept in "
+                f"{self.folder}, as start and teacher of the quantized rest"
             )
 
     def end(self) -> None:

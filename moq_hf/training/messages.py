@@ -257,10 +257,9 @@ def standing(
     now = f"at step {schedule.steps:,} of {steps:,}: {blocks_in_words(schedule.bits)}"
     if schedule.targets is None:
         return f"{now}; what each block ends with is chosen at step {schedule.offset:,}"
-    coming: dict[int, list[int]] = {}
-    for switch in schedule.forecast(eigenvalues):
-        coming.setdefault(switch.bits, []).append(switch.step)
-    parts = [f"{bits} bits at {_steps(found)}" for bits, found in coming.items()]
+    # Of several blocks, the last one counts.
+    coming = {switch.bits: switch.step for switch in schedule.forecast(eigenvalues)}
+    parts = [f"{bits} bits at step {step:,}" for bits, step in coming.items()]
     return f"{now}; still to come: {', '.join(parts) or 'nothing'}"
 
 
@@ -277,21 +276,6 @@ def blocks_in_words(bits: Mapping[str, int]) -> str:
     return ", ".join(parts)
 
 
-def _steps(steps: Iterable[int]) -> str:
-    """The first and the last of some steps.
-
-    >>> _steps([4, 4]), _steps([6, 4])
-    ('step 4', 'steps 4 to 6')
-    """
-    found = _range(steps)
-    return f"steps {found}" if "to" in found else f"step {found}"
-
-
-def _range(numbers: Iterable[int]) -> str:
-    ends = sorted({min(numbers), max(numbers)})
-    return " to ".join(f"{end:,}" for end in ends)
-
-
 def arrival(
     bits: Mapping[str, int], history: Iterable[Switch], planned: Sequence[int]
 ) -> str:
@@ -303,18 +287,20 @@ def arrival(
         planned: The steps by which blocks were to be at their targets.
 
     >>> arrival({"a": 4, "b": 4}, [Switch(5, "a", 5, 4, 9, 1, None), Switch(7, "b", 5, 4, 9, 1, None)], [5, 7])
-    'All 2 blocks reached 4 bits at steps 5 to 7, as planned.'
+    'All 2 blocks reached 4 bits at step 7, as planned.'
     >>> arrival({"a": 4, "b": 8}, [], [0])
-    'All 2 blocks were at 4 to 8 bits from the first step on, as planned.'
+    'All 2 blocks were at their targets from the first step on, as planned.'
     """
     who = f"All {len(bits)} blocks" if len(bits) > 1 else "The one block"
-    target = f"{_range(bits.values())} bits"
-    last = {switch.block: switch.step for switch in history}.values()
+    found = set(bits.values())
+    target = "their targets" if len(found) > 1 else f"{found.pop()} bits"
+    last = max((switch.step for switch in history), default=0)
+    plan = f"planned by step {max(planned):,}"
+    if min(planned) <= last <= max(planned):
+        plan = "as planned"
     if not last:
-        return f"{who} were at {target} from the first step on, as planned."
-    is_planned = min(planned) <= max(last) <= max(planned)
-    plan = "as planned" if is_planned else f"planned by {_steps(planned)}"
-    return f"{who} reached {target} at {_steps(last)}, {plan}."
+        return f"{who} were at {target} from the first step on, {plan}."
+    return f"{who} reached {target} at step {last:,}, {plan}."
 
 
 def ended_early(

@@ -133,16 +133,16 @@ def test_both_phases_and_the_parts_of_the_loss_are_told(tmp_path: Path, capsys: 
 
     float_first(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
     told = capsys.readouterr().out
-    assert f"moq_hf: the float phase is over, and the loss follows its model: {PARTS}" in told
+    assert f"moq_hf: the float phase is over: the loss is {PARTS}" in told
     assert "moq_hf: the run goes on at step 12 of 16: " in told and "float first:" not in told
 
 
 # What the lines of a run with a float phase start with, in their order.
 TOLD = [
-    "moq_hf: float first: up to the offset in the plan below, training is in float; the model of then is kept in ",
+    "moq_hf: float first: the model trains in float up to the offset in the plan below; it is then kept in ",
     "moq_hf: 13 linear layers",
     "moq_hf plan: 16 optimizer steps, ",
-    "moq_hf: step 8: the float phase is over and its model is kept in ",
+    "moq_hf: step 8: the float phase is over; its model is in ",
     "{'float_eval_loss': ",
     "moq_hf: All 3 blocks reached ",
 ]
@@ -168,7 +168,7 @@ def test_the_parts_of_the_loss_are_means_that_add_up(
         total = sum(weight * part for weight, part in zip(weights.values(), parts, strict=True))
         assert log["loss"] == pytest.approx(total, rel=1e-4) and len(set(parts)) == 3
     told = capsys.readouterr().out
-    assert "moq_hf: the loss follows a teacher: 3 x the task's own (moq/loss_task) + 2 x the teacher's logits" in told
+    assert "moq_hf: with a teacher, the loss is 3 x the task's own (moq/loss_task) + 2 x the teacher's logits" in told
     assert len(re.findall(r"{'moq/bits': '\d', 'moq/mean_bits': '[\d.]+', 'moq/loss_task': '", told)) == 3
 
 
