@@ -52,11 +52,12 @@ LEGAL: dict[str, list[Any]] = {
     "enabled": [True, True, True, False], "quantize_verbose": [True, False], "quantizer_kernel": [None, True, False],
     "quantize_algo.q_type": ["symmetric", "asymmetric"], "quantize_algo.rounding": ["nearest", "stochastic"],
     "quantize_algo.scale": ["auto", "absmax", "mse"], "quantize_algo.scale_refresh": WHOLE,
+    "quantize_algo.range": ["auto", "narrow", "full"],
     "quantize_groups": [*WHOLE, "per_channel"], "quantize_group_size": [None, None, None, *WHOLE],
     "quantize_bits.start_bits": list(range(1, 17)), "quantize_bits.target_bits": list(range(1, 17)),
     "quantize_schedule.quantize_period": [*WHOLE, "auto", "auto", "auto"],
     "quantize_schedule.schedule_offset": [0, *WHOLE], "quantize_schedule.deadline": [None, *SHARES],
-    "fp16_mixed_quantize.enabled": [True, False],
+    "quantize_schedule.allow_unreached": [True, True, False], "fp16_mixed_quantize.enabled": [True, False],
     "fp16_mixed_quantize.quantize_change_ratio": SHARES, "eigenvalue.enabled": [True, False],
     "eigenvalue.max_iter": WHOLE, "eigenvalue.tol": [*SHARES, 1e299], "eigenvalue.stability": [0, *SHARES, 1e299],
     "eigenvalue.gas_boundary_resolution": WHOLE, "eigenvalue.layer_name": [None, "layer", "layer.0", "é"],
@@ -66,8 +67,8 @@ LEGAL: dict[str, list[Any]] = {
     "distillation.hidden": [0, *SHARES, 1e299], "distillation.labels": [0, *SHARES],
     "activation_quantization.enabled": [True, False], "activation_quantization.bits": [2, 8],
     "activation_quantization.start_step": [0, *WHOLE],
-    "modules_to_not_convert": [None, [], ["classifier"], ["layer.*"], ["*"], ["[", "]"], ["\ud800"]],
-    "quantize_embeddings": [None, 2, 8], "seed": [0, 2**63 - 1],
+    "modules_to_not_convert": [None, ["classifier"], ["layer.*"], ["*"], ["[", "]"], ["\ud800"]],
+    "quantize_embeddings": [None, 2, 8, "auto"], "quantize_heads": [True, False], "seed": [0, 2**63 - 1],
 }  # fmt: skip
 
 

@@ -94,7 +94,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]] = {
         ("b8_channel", bits(8, **CHANNEL), "LlamaForCausalLM", {}, {}),
         ("b12_g128", bits(12), "LlamaForCausalLM", {}, {}),
         ("embeddings", bits(4, quantize_embeddings=8), "LlamaForCausalLM", {}, {}),
-        ("head", bits(4, modules_to_not_convert=[]), "LlamaForCausalLM", {}, {}),
+        ("head", bits(4, quantize_heads=True), "LlamaForCausalLM", {}, {}),
         ("tied", bits(4), "LlamaForCausalLM", {"tie_word_embeddings": True}, {}),
         ("bfloat16", bits(4), "LlamaForCausalLM", {}, {"dtype": "bfloat16"}),
         ("blocks_4_8", bits(4), "LlamaForCausalLM", {}, {"bits": {".layers.1.": 8}}),

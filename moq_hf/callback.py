@@ -1,5 +1,6 @@
 """`MoQCallback`: the Trainer's events translated into calls on the `MoQController`."""
 
+import dataclasses
 import logging
 import os
 import sys
@@ -86,13 +87,14 @@ class MoQCallback(TrainerCallback, ExportableState):
     training, and the loss that the model gives for them.
 
     Args:
-        config: A `MoQConfig`, a mapping or the path of a JSON file.
+        config: A preset's name, the path of a JSON file, a mapping or a `MoQConfig`.
         loss: For `eigenvalue.enabled`: gives the scalar mean loss of a model on a
             batch, where that is not the loss in the model's output (label smoothing,
             `compute_loss_func`). It takes the model and the keyword arguments of its
             forward pass as a dict.
         max_shard_size: The largest size of a weight file in the folder `quantized`, as
             `save_quantized` takes it.
+        **keywords: Those of `MoQConfig`, which go before what `config` says.
 
     Raises:
         MoQConfigError: The config is wrong.
@@ -107,18 +109,20 @@ class MoQCallback(TrainerCallback, ExportableState):
             weights and `proof`; None before, where nothing was written, and in
             processes that do not save.
 
-    >>> callback = MoQCallback({"quantize_bits": {"start_bits": 8, "target_bits": 4}})
-    >>> callback.config.target_bits, callback.controller is None
+    >>> callback = MoQCallback("w4", start_bits=8)
+    >>> callback.config.bits, callback.controller is None
     (4, True)
     """
 
     def __init__(
         self,
-        config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str],
+        config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        *,
         loss: ModelLoss | None = None,
         max_shard_size: int | str = "50GB",
+        **keywords: Any,
     ) -> None:
-        self.config = MoQConfig.load(config)
+        self.config = MoQConfig.load(config, **keywords)
         self.max_shard_size = bytes_in(max_shard_size)
         self.controller: MoQController | None = None
         self.trainer: Any = None
@@ -369,12 +373,14 @@ class MoQCallback(TrainerCallback, ExportableState):
         check_room(schedule, steps)
         # What depends on the length, a resumed schedule has of the run that it began
         # in.
-        planned = (
-            schedule.total_steps if self.config.schedule.depends_on_length else None
-        )
+        planned = schedule.total_steps if self.config.depends_on_length else None
+        config = self.config
+        # Steps that were skipped before a run was resumed are no reason to end it.
+        if schedule.steps > 0:
+            config = dataclasses.replace(config, allow_unreached=True)
         # A search would say the same in each of its trials.
         is_told = state.is_hyper_param_search and self.plan is not None
-        self.plan = plan(self.config, planned or steps)
+        self.plan = plan(config, planned or steps)
         if is_told or not state.is_world_process_zero:
             return
         tqdm.write(f"moq_hf: {controller.summary()}")

@@ -5,16 +5,26 @@ and the meaning. Reading, writing, and by `scripts/config_reference.py` the tabl
 documentation and the JSON Schema are made from the fields.
 """
 
+import copy
 import difflib
+import fnmatch
 import functools
 import json
 import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    cast,
+    dataclass_transform,
+)
 
 from pydantic import (
     AfterValidator,
@@ -23,12 +33,15 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
+    GetCoreSchemaHandler,
     PlainSerializer,
     TypeAdapter,
     ValidationError,
 )
 from pydantic.dataclasses import dataclass
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
+from .deepspeed import in_training_arguments
 from .errors import MOST_FAULTS, MoQConfigError, listed, show, show_key
 from .grid import (
     Grid,
@@ -54,6 +67,8 @@ UNBOUNDED = 1e300
 # The share of the run by which every block is at its target: a late last drop costs
 # accuracy at low bits.
 AUTO_DEADLINE = 0.25
+# Configs that come with the package, in its folder `presets`, by their names.
+PRESETS = ("w8", "w4", "w3", "w2", "lm-w4", "moq", "auto", "eigen")
 # Bits that a block may have under a budget, where the config does not name them.
 DEFAULT_CHOICES = (2, 3, 4, 8)
 
@@ -87,6 +102,11 @@ Size = Annotated[
 Weight = Annotated[
     float, Field(strict=True, ge=0, lt=UNBOUNDED, title="a number from 0")
 ]
+# Absent it is the target: the attribute always has a number.
+if TYPE_CHECKING:
+    StartBits = int
+else:
+    StartBits = Bits | None
 # How the sensitivity of a block is measured.
 Measure = Literal["eigenvalue", "divergence"]
 
@@ -125,70 +145,27 @@ def checked(cls: type[T]) -> type[T]:
         try:
             initialize(self, **given)
         except ValidationError as error:
-            schema = TypeAdapter(made).json_schema(by_alias=False)
-            faults = _value_faults(
-                error, schema["properties"] | _flat_schema(schema), given
-            )
-        else:
-            faults = dict(getattr(self, "conflicts", tuple)())
-        if faults:
-            raise _config_error(made.__name__, [*faults.values()])
+            schema = TypeAdapter(made).json_schema()["properties"]
+            faults = _value_faults(error, schema, given)
+            text = _in_one_text(made.__name__, faults.values())
+            raise MoQConfigError(text) from error
 
     made.__init__ = __init__
     return cast(type[T], made)
 
 
 @checked
-class ScheduleConfig:
-    """When bits drop, in optimizer steps. The period "auto" has a deadline of 0.25 if none is given."""
-
-    period: Annotated[
-        Positive | Literal["auto"],
-        key(
-            'optimizer steps from the offset to the first drop, or `"auto"`',
-            "quantize_period",
-        ),
-    ] = 100
-    offset: Annotated[
-        Count
-        | Annotated[
-            float, Field(strict=True, gt=0, lt=1, title="a number above 0 and below 1")
-        ],
-        key(
-            "optimizer steps before anything is quantized; below 1: that share of the run",
-            "schedule_offset",
-        ),
-    ] = 100
-    deadline: Annotated[
-        Share | None,
-        key(
-            'share of the run by which every block is at its target; 0.25 with the period `"auto"`'
-        ),
-    ] = None
-
-    def __post_init__(self) -> None:
-        """Give "auto" its deadline."""
-        if self.period == "auto" and self.deadline is None:
-            object.__setattr__(self, "deadline", AUTO_DEADLINE)
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether the length of the run decides on a step: by a deadline, or an offset that is a share."""
-        return self.deadline is not None or isinstance(self.offset, float)
-
-
-@checked
 class BlendConfig:
-    """Forward sees r w + (1 - r) Q(w); r falls from 1 by `change_ratio` each step and starts again at a switch."""
+    """Forward sees r w + (1 - r) Q(w); r falls from 1 by the ratio each step and starts again at a switch."""
 
     enabled: Annotated[
         Flag, key("blend the float weight into the quantized one after each switch")
     ] = False
-    change_ratio: Annotated[
+    quantize_change_ratio: Annotated[
         Annotated[
             float, Field(strict=True, ge=1e-9, le=1, title="a number from 1e-9 up to 1")
         ],
-        key("what the float share loses per optimizer step", "quantize_change_ratio"),
+        key("what the float share loses per optimizer step"),
     ] = 0.001
 
 
@@ -320,24 +297,69 @@ class BitBudget:
 
 
 @checked
-class MoQConfig:
-    """A checked configuration: an attribute for each key outside of a section, and an object for each other section.
+class OverrideConfig:
+    """What is other than elsewhere in the layers that a glob names. None: as elsewhere."""
 
-    Made by `from_dict`, `from_file` or `load`. The constructor checks as they do.
+    bits: Annotated[Bits | None, key("precision at the end")] = None
+    start_bits: Annotated[
+        Bits | None, key("precision at the offset; null: as elsewhere, or `bits`")
+    ] = None
+    group_size: Annotated[
+        Positive | None, key("that many consecutive weights of a row share a scale")
+    ] = None
+
+    @property
+    def given(self) -> dict[str, int]:
+        """What is other than elsewhere."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+class Overrides(dict[str, OverrideConfig]):
+    """Glob to what is other in the layers that it names, in the order of the file; never changed."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        inner = handler.generate_schema(dict[str, OverrideConfig])
+        return no_info_after_validator_function(cls, inner)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern of a config means a layer: as a glob, or as a run of whole components of its name.
+
+    >>> [matches("layer.1.query", pattern) for pattern in ("layer.*", "1.query", "1.que")]
+    [True, True, False]
+    """
+    return fnmatch.fnmatchcase(name, pattern) or f".{pattern}." in f".{name}."
+
+
+@checked
+class MoQConfig:
+    """A checked configuration: an attribute for each key, and an object for each section that can be switched on.
+
+    Made by `load`, `from_dict` or `from_file`, or of keywords: the attributes' names,
+    and sections of the file as mappings.
 
     Attributes:
         kernel: Triton kernels: wanted, not wanted, or None for wherever they run.
         scale_dtype: What scales are rounded to; None leaves it to `serve`.
-        modules_to_not_convert: Names and globs, or None for the model's output heads.
         ignored_sections: Other sections of a DeepSpeed config; not part of `to_dict`.
+        from_deepspeed: Whether it was read from a section `quantize_training`, where
+            keys that are left out have DeepSpeed's defaults.
 
     Raises:
         MoQConfigError: Lists everything that is wrong.
 
     >>> config = MoQConfig.from_dict({"quantize_bits": {"start_bits": 12, "target_bits": 4}, "quantize_groups": 8})
-    >>> config.start_bits, config.target_bits, config.grouping
+    >>> config.start_bits, config.bits, config.grouping
     (12, 4, RowBlocks(count=8))
-    >>> config == MoQConfig(start_bits=12, target_bits=4, groups=8)
+    >>> config == MoQConfig(bits=4, start_bits=12, groups=8)
+    True
+    >>> MoQConfig(bits=3, eigenvalue={"enabled": True}).eigenvalue.enabled
     True
     >>> MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, "quantise_groups": 8})
     Traceback (most recent call last):
@@ -384,13 +406,13 @@ class MoQConfig:
         ),
     ] = 50
     range: Annotated[
-        Literal["narrow", "full"],
+        Literal["auto", "narrow", "full"],
         key(
             "`narrow`: as many codes on either side of zero; `full`: one more, on the side of the largest weight of a "
-            "group, so that 2 bits have four levels (symmetric grids)",
+            "group, so that 2 bits have four levels (symmetric grids); `auto`: full at 2 to 4 bits where symmetric",
             "quantize_algo.range",
         ),
-    ] = "narrow"
+    ] = "auto"
     scale_dtype: Annotated[
         ScaleDtype | None,
         key(
@@ -405,7 +427,7 @@ class MoQConfig:
             'scales per weight: blocks of consecutive rows, or `"per_channel"`',
             "quantize_groups",
         ),
-    ] = 1
+    ] = "per_channel"
     group_size: Annotated[
         Positive | None,
         key(
@@ -414,9 +436,13 @@ class MoQConfig:
         ),
     ] = None
     start_bits: Annotated[
-        Bits, key("precision at the offset", "quantize_bits.start_bits")
-    ] = 16
-    target_bits: Annotated[
+        StartBits,
+        key(
+            "precision at the offset; null: the target, under a budget the most of its choices",
+            "quantize_bits.start_bits",
+        ),
+    ] = cast(int, None)
+    bits: Annotated[
         Bits
         | Annotated[
             BitBudget,
@@ -436,16 +462,54 @@ class MoQConfig:
         ],
         key(
             "precision at the end; a budget (`mean` bits per quantized weight, or `file_mb` of the delivered file, in "
-            "10^6 bytes) chooses it for each block among `choices`",
+            "10^6 bytes) chooses it for each block among `choices`. It must be given",
             "quantize_bits.target_bits",
         ),
     ] = 16
-    schedule: Annotated[ScheduleConfig, key("", "quantize_schedule")] = ScheduleConfig()
+    period: Annotated[
+        Positive | Literal["auto"],
+        key(
+            "optimizer steps from the offset to the first drop; `auto`: such that the last one meets the deadline",
+            "quantize_schedule.quantize_period",
+        ),
+    ] = "auto"
+    offset: Annotated[
+        Count
+        | Annotated[
+            float, Field(strict=True, gt=0, lt=1, title="a number above 0 and below 1")
+        ],
+        key(
+            "optimizer steps before anything is quantized; below 1: that share of the run",
+            "quantize_schedule.schedule_offset",
+        ),
+    ] = 0
+    deadline: Annotated[
+        Share | None,
+        key(
+            "share of the run by which every block is at its target; null: 0.25 with the period `auto` where bits fall",
+            "quantize_schedule.deadline",
+        ),
+    ] = None
+    allow_unreached: Annotated[
+        Flag,
+        key(
+            "train all the same where the run ends before every block is at its target",
+            "quantize_schedule.allow_unreached",
+        ),
+    ] = False
+    overrides: Annotated[
+        Overrides,
+        Field(title="an object of globs"),
+        key(
+            "glob, or name, to `bits`, `start_bits` and `group_size` of the layers that it means; of several globs "
+            "the last one counts"
+        ),
+    ] = Overrides()
     blend: Annotated[BlendConfig, key("", "fp16_mixed_quantize")] = BlendConfig()
     eigenvalue: EigenvalueConfig = EigenvalueConfig()
     sensitivity: SensitivityConfig = SensitivityConfig()
     distillation: DistillationConfig = DistillationConfig()
-    activation: Annotated[ActivationConfig, key("", "activation_quantization")] = (
+    activations: Annotated[ActivationConfig, key("", "activation_quantization")] = (
         ActivationConfig()
     )
     modules_to_not_convert: Annotated[
@@ -455,20 +519,27 @@ class MoQConfig:
         ]
         | None,
         FailFast(),
-        key("names or globs left in full precision; null: the model's output heads"),
+        key("names or globs left in full precision, beside the model's output heads"),
     ] = None
-    quantize_embeddings: Annotated[
-        ByteBits | None,
+    embeddings: Annotated[
+        ByteBits | Literal["auto"] | None,
         key(
-            "bits of embedding tables, one scale per row, and of output heads that share one; null leaves them alone"
+            "bits of embedding tables, one scale per row, and of output heads that share one; null leaves them alone; "
+            "`auto`: 8 where the model is an encoder and `serve` names neither vllm nor sglang",
+            "quantize_embeddings",
         ),
     ] = None
-    quantize_convolutions: Annotated[
+    convolutions: Annotated[
         Flag,
         key(
             "quantize 1- and 2-dimensional convolutions with the linear layers, one scale per channel with "
-            "`quantize_group_size`; saved as floats on the grid, at full size"
+            "`quantize_group_size`; saved as floats on the grid, at full size",
+            "quantize_convolutions",
         ),
+    ] = False
+    heads: Annotated[
+        Flag,
+        key("quantize the model's output heads like other layers", "quantize_heads"),
     ] = False
     prove: Annotated[
         Flag,
@@ -492,6 +563,16 @@ class MoQConfig:
     ignored_sections: Annotated[tuple[str, ...], key("", exclude=True)] = field(
         default=(), compare=False
     )
+    from_deepspeed: Annotated[bool, key("", exclude=True)] = field(
+        default=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        """Give the values that follow from others."""
+        if self.start_bits is None:
+            object.__setattr__(self, "start_bits", max(self.targets, default=16))
+        if self.period == "auto" and self.deadline is None and self.falls:
+            object.__setattr__(self, "deadline", AUTO_DEADLINE)
 
     @property
     def symmetric(self) -> bool:
@@ -508,47 +589,85 @@ class MoQConfig:
     @property
     def budget(self) -> BitBudget | None:
         """What chooses the bits of each block; None if all have the same target."""
-        return self.target_bits if isinstance(self.target_bits, BitBudget) else None
+        return self.bits if isinstance(self.bits, BitBudget) else None
 
     @property
     def targets(self) -> tuple[int, ...]:
         """The bits that a block may end with, ascending: one number without a budget."""
-        return (
-            (self.target_bits,)
-            if isinstance(self.target_bits, int)
-            else self.target_bits.choices
-        )
+        return (self.bits,) if isinstance(self.bits, int) else self.bits.choices
 
     @property
     def target_in_words(self) -> str:
         """The precision at the end, for messages.
 
-        >>> MoQConfig(start_bits=8, target_bits=BitBudget(mean=3.0)).target_in_words
+        >>> MoQConfig(bits=BitBudget(mean=3.0)).target_in_words
         '2, 3, 4 or 8 bits, 3 in the mean'
+        >>> MoQConfig(bits=4, overrides={"*.layer.0.*": {"bits": 8}}).target_in_words
+        '4 bits (*.layer.0.*: 8 bits)'
         """
-        return (
-            f"{self.target_bits} bits"
-            if isinstance(self.target_bits, int)
-            else self.target_bits.in_words()
+        words = (
+            f"{self.bits} bits" if isinstance(self.bits, int) else self.bits.in_words()
         )
+        others = [
+            f"{glob}: {own.span_in_words}"
+            for glob, own in zip(self.overrides, self.variants()[1:], strict=True)
+            if (own.start_bits, own.bits) != (self.start_bits, self.bits)
+        ]
+        return f"{words} ({', '.join(others)})" if others else words
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the length of the run decides on a step: by a deadline, or an offset that is a share."""
+        return self.deadline is not None or isinstance(self.offset, float)
 
     @property
     def falls(self) -> bool:
         """Whether a block may have more bits at first than at the end, float apart."""
-        return self.start_bits > self.targets[0]
+        return any(
+            own.start_bits > min(own.targets, default=16) for own in self.variants()
+        )
 
     @property
     def span_in_words(self) -> str:
         """The precision from the offset to the end, for messages.
 
-        >>> MoQConfig(start_bits=8, target_bits=4).span_in_words, MoQConfig(start_bits=2, target_bits=2).span_in_words
+        >>> MoQConfig(start_bits=8, bits=4).span_in_words, MoQConfig(bits=2).span_in_words
         ('8 to 4 bits', '2 bits')
         """
         return (
             f"{self.start_bits} to {self.target_in_words}"
-            if self.falls
+            if self.start_bits > self.targets[0]
             else self.target_in_words
         )
+
+    def of(self, layer: str) -> "MoQConfig":
+        """The config of one layer: with what `overrides` say of it, and without them.
+
+        >>> config = MoQConfig(bits=4, overrides={"layer.0": {"bits": 8}})
+        >>> config.of("layer.0.query").bits, config.of("layer.1.query").bits
+        (8, 4)
+        """
+        given: dict[str, Any] = {}
+        for glob, own in self.overrides.items():
+            if matches(layer, glob):
+                given |= own.given
+        return self._with(given)
+
+    def variants(self) -> list["MoQConfig"]:
+        """The config of layers that no glob names, and for each glob that of layers that only it names."""
+        return [self._with({}), *(self._with(o.given) for o in self.overrides.values())]
+
+    def _with(self, given: Mapping[str, Any]) -> "MoQConfig":
+        if not (given or self.overrides):
+            return self
+        given = {"overrides": Overrides(), **given}
+        if "group_size" in given:
+            given["groups"] = "per_channel"
+        if "bits" in given:
+            given.setdefault("start_bits", max(self.start_bits, given["bits"]))
+        made = copy.copy(self)
+        made.__dict__.update(given)
+        return made
 
     @property
     def measure(self) -> Measure:
@@ -573,14 +692,15 @@ class MoQConfig:
         Args:
             dtype: Of the model's weights: "float32", "bfloat16" or "float16".
 
-        >>> config = MoQConfig(start_bits=4, target_bits=4, serve=("vllm", "llama.cpp"))
+        >>> config = MoQConfig(bits=4, serve=("vllm", "llama.cpp"))
         >>> config.grid_of("float32").scale_dtype, config.grid_of("float16").scale_dtype
         ('bfloat16', 'float16')
         """
         served: ScaleDtype = "float16" if "llama.cpp" in self.serve else "float32"
         if "vllm" in self.serve or "sglang" in self.serve:
             served = "float16" if dtype == "float16" else "bfloat16"
-        is_stochastic, is_full = self.rounding == "stochastic", self.range == "full"
+        is_stochastic = self.rounding == "stochastic"
+        is_full = None if self.range == "auto" else self.range == "full"
         scales = self.scale_dtype or served
         return Grid(
             self.grouping, self.symmetric, is_stochastic, self.scale, is_full, scales
@@ -588,22 +708,44 @@ class MoQConfig:
 
     @classmethod
     def load(
-        cls, source: "MoQConfig | Mapping[str, Any] | str | os.PathLike[str]"
+        cls,
+        source: "MoQConfig | Mapping[str, Any] | str | os.PathLike[str] | None" = None,
+        **keywords: Any,
     ) -> "MoQConfig":
-        """A `MoQConfig` as it is, a mapping or the path of a JSON file.
+        """A preset by its name, the path of a JSON file, a mapping, or a `MoQConfig` as it is.
+
+        Args:
+            source: One of the four; None: the keywords say it all.
+            **keywords: As of the constructor: they go before what the source says.
 
         Raises:
-            MoQConfigError: As `from_dict` and `from_file`, or `source` is none of the
-                three.
+            MoQConfigError: No such preset or file, a wrong config, or keywords beside a
+                `MoQConfig`, which has its own.
+
+        >>> MoQConfig.load("w4", embeddings=None) == MoQConfig(bits=4)
+        True
         """
         if isinstance(source, MoQConfig):
+            if keywords:
+                raise MoQConfigError(
+                    f"a MoQConfig and {listed(list(keywords))} beside it: give the keywords to the MoQConfig"
+                )
             return source
+        if source is None and keywords:
+            return cls(**keywords)
         if isinstance(source, Mapping):
-            return cls.from_dict(source)
+            return _parse(source, "MoQ config", keywords)
+        if isinstance(source, str) and source in PRESETS:
+            path = Path(__file__).with_name("presets") / f"{source}.json"
+            return _parse(_read_json(path), f"preset {source}", keywords)
         if isinstance(source, (str, os.PathLike)):
-            return cls.from_file(source)
+            document = _read_json(source)
+            config = _parse(document, os.fspath(source), keywords)
+            _warn_of_old_defaults(document, os.fspath(source), config, keywords)
+            return config
         raise MoQConfigError(
-            f"a MoQ config is a MoQConfig, a mapping or a path, got {type(source).__name__}"
+            f"a MoQ config is a preset ({listed(PRESETS)}), a path, a mapping, a MoQConfig, or keywords such as "
+            f"bits=4; got {type(source).__name__}"
         )
 
     @classmethod
@@ -613,7 +755,7 @@ class MoQConfig:
         Raises:
             MoQConfigError: No such file, not JSON (line and column), or a wrong config.
         """
-        return _parse(_read_json(path), os.fspath(path))
+        return cls.load(Path(path))
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> "MoQConfig":
@@ -642,9 +784,13 @@ class MoQConfig:
         written = _adapter().dump_python(self, mode="json", by_alias=True)
         return by_section(written)
 
+    def flat(self) -> dict[str, Any]:
+        """The same, with the value of each key by its path."""
+        return _flatten(self.to_dict(), [])
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """What is wrong with values together: the keys that it is about, apart by spaces, and a line on it."""
-        if self.group_size is not None and self.groups != 1:
+        if self.group_size is not None and self.groups != "per_channel":
             groups = f"quantize_groups {show(self.groups)} and quantize_group_size {self.group_size}"
             yield (
                 "quantize_groups quantize_group_size",
@@ -671,6 +817,23 @@ class MoQConfig:
                 f"sensitivity.measure: nothing asks for {show(self.sensitivity.measure)}: set eigenvalue.enabled to "
                 "true for the pace of the blocks, or quantize_bits.target_bits to a budget",
             )
+        if self.modules_to_not_convert == ():
+            yield (
+                "modules_to_not_convert",
+                "modules_to_not_convert: [] names nothing; output heads stay in float unless quantize_heads is true",
+            )
+        yield from self._bits_conflicts()
+        for glob, override in self.overrides.items():
+            where = f"overrides.{show_key(glob)}"
+            if not override.given:
+                yield (
+                    "overrides",
+                    f"{where}: says nothing; give bits, start_bits or group_size",
+                )
+            for _, text in self._with(override.given)._bits_conflicts():
+                yield "overrides quantize_bits.target_bits", f"{where}: {text}"
+
+    def _bits_conflicts(self) -> Iterator[tuple[str, str]]:
         bits = "quantize_bits.start_bits quantize_bits.target_bits"
         fault = (
             self._bits_fault() if self.budget is None else _budget_fault(self.budget)
@@ -762,13 +925,29 @@ def by_section(flat: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _parse(document: Any, where: str) -> MoQConfig:
+# Attributes that are no keys.
+_MADE_BY = ("ignored_sections", "from_deepspeed")
+
+
+def _parse(
+    document: Any, where: str, keywords: Mapping[str, Any] | None = None
+) -> MoQConfig:
+    """Make a config of a document, and of keywords that go before it.
+
+    Raises:
+        MoQConfigError: Lists everything that is wrong with them.
+    """
     faults: list[str] = []
     block, ignored = _block_of(document, where, faults)
     values = _flatten(block, faults)
+    is_deepspeed = block is not document
+    if is_deepspeed:
+        values = _deepspeed_defaults(values) | values
+    values |= _keyword_values(keywords or {}, faults)
+    made_by = dict(zip(_MADE_BY, (ignored, is_deepspeed), strict=True))
     wrong: dict[str, str] = {}
     try:
-        config = _read(values, ignored)
+        config = _read(values, made_by)
     except ValidationError as error:
         wrong = _value_faults(
             error,
@@ -777,7 +956,7 @@ def _parse(document: Any, where: str) -> MoQConfig:
         )
         config = _read(
             {path: value for path, value in values.items() if path not in wrong},
-            ignored,
+            made_by,
         )
     faults += [wrong[path] for path in values if path in wrong]
     # A value that is not legal by itself is in no conflict.
@@ -787,26 +966,97 @@ def _parse(document: Any, where: str) -> MoQConfig:
         if not wrong.keys() & set(keys.split())
     ]
     if faults:
-        raise _config_error(where, faults)
+        words = faults if document else map(_in_keywords, faults)
+        raise MoQConfigError(_in_one_text(where, words))
     if ignored:
-        logger.info("not moq_hf's, left alone: %s", listed(ignored))
+        logger.warning(
+            "moq_hf: not of quantization, left to TrainingArguments: %s",
+            in_training_arguments(document, ignored),
+        )
     return config
 
 
-def _read(values: Mapping[str, Any], ignored: tuple[str, ...]) -> MoQConfig:
+def _read(values: Mapping[str, Any], made_by: Mapping[str, Any]) -> MoQConfig:
     """Make a config of values by their paths.
 
     Raises:
         ValidationError: One of them is not legal.
     """
-    arranged = by_section(values) | {"ignored_sections": ignored}
+    arranged = {**by_section(values), **made_by}
     return _adapter().validate_python(arranged, by_alias=True, by_name=False)
+
+
+# ---- keywords
+
+
+@functools.cache
+def keyword_paths() -> dict[str, str]:
+    """The path of each keyword's key, or section, in a file."""
+    fields = cast(Any, MoQConfig).__pydantic_fields__
+    return {
+        name: own.serialization_alias or name
+        for name, own in fields.items()
+        if not own.exclude
+    }
+
+
+def _keyword_values(keywords: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
+    """Give the value of each keyword by its path in a file; `faults` takes what is not legal."""
+    paths = keyword_paths()
+    own: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for name, value in keywords.items():
+        path = paths.get(name, name)
+        if is_dataclass(value):
+            value = {key: part for key, part in vars(value).items() if part is not None}
+        elif name == "activations":
+            value = _activations(value)
+        place = own if "." in path else rest
+        if path in place:
+            faults.append(f"{name}: {path} is given twice")
+        place[path] = value
+    found = _flatten(rest, faults, list(paths))
+    faults += [f"{path}: given twice" for path in own if path in found]
+    return found | own
+
+
+def _activations(value: Any) -> Any:
+    """Give the section of a file: the keyword may be its bits, its switch, or the section without its switch."""
+    if isinstance(value, bool):
+        return {"enabled": value}
+    if isinstance(value, int):
+        return {"enabled": True, "bits": value}
+    return {"enabled": True, **value} if isinstance(value, Mapping) else value
+
+
+def _in_keywords(text: str) -> str:
+    """Put keywords for the paths of keys in an error.
+
+    >>> _in_keywords("quantize_bits.target_bits: 17 is not legal")
+    'bits: 17 is not legal'
+    """
+    for name, path in keyword_paths().items():
+        if "." in path or path.startswith("quantize_"):
+            text = text.replace(path, name)
+    return text
+
+
+def _from_keywords(self: MoQConfig, **keywords: Any) -> None:
+    hidden: dict[str, Any] = {
+        name: keywords.pop(name) for name in _MADE_BY if name in keywords
+    }
+    made = _parse({}, "MoQConfig", keywords)
+    self.__dict__.update(vars(made) | hidden)
+
+
+# Pydantic's own would know neither the file's sections nor what is wrong together.
+MoQConfig.__init__ = _from_keywords  # type: ignore[method-assign]
 
 
 # ---- the file
 
 # They tell a DeepSpeed config from a misspelled one of moq_hf.
-_DEEPSPEED = {
+DEEPSPEED_KEYS = {
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
@@ -821,14 +1071,81 @@ _DEEPSPEED = {
 }
 
 
+# What it assumes of keys that its section leaves out.
+DEEPSPEED_DEFAULTS: dict[str, Any] = {
+    "quantize_bits.start_bits": 16,
+    "quantize_schedule.quantize_period": 100,
+    "quantize_schedule.schedule_offset": 100,
+    "quantize_groups": 1,
+    "quantize_algo.scale": "absmax",
+    "quantize_algo.range": "narrow",
+}
+
+
+def _deepspeed_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    defaults = dict(DEEPSPEED_DEFAULTS)
+    if values.get("quantize_group_size") is not None:
+        del defaults["quantize_groups"]
+    return defaults
+
+
+# What 0.1.0 assumed of keys that a file left out, where it is something else now.
+_OLD_DEFAULTS = {
+    "quantize_schedule.quantize_period": 100,
+    "quantize_schedule.schedule_offset": 100,
+    "quantize_groups": 1,
+    "quantize_algo.range": "narrow",
+}
+
+
+def _warn_of_old_defaults(
+    document: Mapping[str, Any],
+    where: str,
+    config: MoQConfig,
+    keywords: Mapping[str, Any],
+) -> None:
+    """Say what a file that was written for 0.1.0 means now.
+
+    Such a file gives its start bits, which hardly any other has to, and no schema.
+    """
+    given = _flatten(document, []) | _keyword_values(keywords, [])
+    is_old = "quantize_bits.start_bits" in given and "$schema" not in document
+    if config.from_deepspeed or not is_old:
+        return
+    now = config.flat()
+    left_out = [key for key in _OLD_DEFAULTS if key not in given]
+    if config.group_size is not None and "quantize_groups" in left_out:
+        left_out.remove("quantize_groups")
+    is_full = any(config.grid.is_full(bits) for bits in config.targets)
+    if not is_full and "quantize_algo.range" in left_out:
+        left_out.remove("quantize_algo.range")
+    told = [
+        f"{key} is {json.dumps(now[key])}, was {json.dumps(_OLD_DEFAULTS[key])}"
+        for key in left_out
+    ]
+    if config.modules_to_not_convert and "quantize_heads" not in given:
+        told.append("quantize_heads is false, was true with modules_to_not_convert")
+    if told:
+        logger.warning(
+            "moq_hf: %s leaves out keys whose defaults are others than in 0.1.0: %s. Name them, as they were or are",
+            where,
+            "; ".join(told),
+        )
+
+
 def _read_json(path: str | os.PathLike[str]) -> Any:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     # ValueError: not UTF-8, or a path with a null character.
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
+        presets = (
+            f"; the presets are {listed(PRESETS)}"
+            if isinstance(error, FileNotFoundError)
+            else ""
+        )
         raise MoQConfigError(
-            f"cannot read the MoQ config {os.fspath(path)}: {reason}"
+            f"cannot read the MoQ config {os.fspath(path)}: {reason}{presets}"
         ) from error
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
@@ -878,7 +1195,7 @@ def _block_of(
             if name in _places()
         ]
         return block, tuple(str(name) for name in document if name not in ours)
-    if any(name in _DEEPSPEED for name in document):
+    if any(name in DEEPSPEED_KEYS for name in document):
         raise MoQConfigError(
             f"{where}: a DeepSpeed config without the section quantize_training, so there is nothing to quantize"
             + (
@@ -902,8 +1219,17 @@ def _places() -> dict[str, list[str]]:
     return dict(sorted(places.items()))
 
 
-def _flatten(block: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Give the value of each legal key by its path; `faults` takes what is not a legal key."""
+def _flatten(
+    block: Mapping[str, Any], faults: list[str], known: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Give the value of each legal key by its path; `faults` takes what is not a legal key.
+
+    Args:
+        block: Keys, and sections of keys.
+        faults: What is wrong so far.
+        known: Names to propose for a misspelt one; by default those of a file.
+    """
+    known = known or [*_places(), "quantize_training"]
     values: dict[str, Any] = {}
     for name, value in block.items():
         section = "quantize_algo" if name == "quantize-algo" else name
@@ -915,11 +1241,7 @@ def _flatten(block: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
             )
         elif name not in _places():
             if name != "$schema":
-                faults.append(
-                    _unknown_key(
-                        name, "", [*_places(), "quantize_training"], len(faults)
-                    )
-                )
+                faults.append(_unknown_key(name, "", known, len(faults)))
         elif not (names := _places()[name]):
             values[name] = value
         elif not isinstance(value, Mapping):
@@ -943,17 +1265,18 @@ def _flatten(block: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
 # ---- what is wrong, in words
 
 
-def _config_error(where: str, faults: Sequence[str]) -> MoQConfigError:
-    """Make one error of all that is wrong with a file, a mapping or the arguments of a class."""
+def _in_one_text(where: str, wrong: Iterable[str]) -> str:
+    """Say in one text what is wrong with a file, a mapping or the arguments of a class."""
+    faults = list(wrong)
     if len(faults) == 1:
-        return MoQConfigError(f"{where}: {faults[0]}")
+        return f"{where}: {faults[0]}"
     lines = [
         f"{where}: {len(faults)} things are wrong",
         *(f"  - {fault}" for fault in faults[:MOST_FAULTS]),
     ]
     if len(faults) > MOST_FAULTS:
         lines.append(f"  and {len(faults) - MOST_FAULTS} more")
-    return MoQConfigError("\n".join(lines))
+    return "\n".join(lines)
 
 
 def _value_faults(
@@ -967,9 +1290,13 @@ def _value_faults(
         schemas: JSON Schema of each key by its path.
         given: The values by their paths, or by the names of arguments.
     """
-    faults = {}
+    faults: dict[str, str] = {}
     for found in error.errors(include_url=False, include_input=False):
         head = str(found["loc"][0])
+        if head == "overrides" and len(found["loc"]) > 1:
+            text = _override_fault(given[head], *found["loc"][1:3])
+            faults[head] = "; ".join(filter(None, [faults.get(head), text]))
+            continue
         path = ".".join(map(str, found["loc"][:2]))
         if path not in schemas:
             path = head
@@ -982,6 +1309,21 @@ def _value_faults(
                 path, "", [name for name in schemas if "." not in name], 0
             )
     return faults
+
+
+def _override_fault(
+    given: Mapping[Any, Any], glob: Any, key: str | int | None = None
+) -> str:
+    """Say what is wrong with what one glob says."""
+    where = f"overrides.{show_key(str(glob))}"
+    schemas = TypeAdapter(OverrideConfig).json_schema()["properties"]
+    if key is None or not isinstance(given.get(glob), Mapping):
+        return (
+            f"{where}: {show(given.get(glob))} is not an object of {', '.join(schemas)}"
+        )
+    if key not in schemas:
+        return _unknown_key(str(key), f"{where}.", [*schemas], 0)
+    return _value_fault(f"{where}.{key}", given[glob][key], schemas[key])
 
 
 def _value_fault(path: str, value: Any, schema: Mapping[str, Any]) -> str:

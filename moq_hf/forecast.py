@@ -4,7 +4,7 @@ import html
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .config import AUTO_DEADLINE, LARGEST, MoQConfig
 from .errors import MoQError
@@ -92,16 +92,16 @@ class Plan:
         return "\n".join([self.table(), *self.notes])
 
     def table(self) -> str:
-        """A table with the step of each drop and the step at the target, a line for each block."""
-        schedule = self.config.schedule
-        period = "period auto"
-        if schedule.period != "auto":
-            period = f"period {schedule.period:,}"
-        last = (
-            "no deadline"
-            if self.deadline_step is None
-            else f"deadline at step {self.deadline_step:,}"
-        )
+        """A line for each block: the step of each drop, and the one at which the target is reached."""
+        head = f"{self.total_steps:,} optimizer steps, {self.config.span_in_words}, offset {self.offset:,}"
+        if self.config.falls:
+            period = self.config.period
+            head += f", period {period if period == 'auto' else f'{period:,}'}, "
+            head += (
+                "no deadline"
+                if self.deadline_step is None
+                else f"deadline at step {self.deadline_step:,}"
+            )
         bits = sorted(
             {s.bits for block in self.blocks for s in block.switches}, reverse=True
         )
@@ -115,10 +115,7 @@ class Plan:
                     self._step(block.target_step),
                 ]
             )
-        lines = [
-            f"{self.total_steps:,} optimizer steps, {self.config.span_in_words}, "
-            f"offset {self.offset:,}, {period}, {last}"
-        ]
+        lines = [head]
         if self.config.budget is not None:
             lines.append(
                 f"after step {self.offset:,}, on the float model, the measure {self.config.measure!r} "
@@ -147,12 +144,12 @@ def plan(
     """The precision that each block will have at each step, as `PrecisionSchedule` will set it.
 
     Args:
-        config: A `MoQConfig`, a mapping or the path of a JSON file.
+        config: A `MoQConfig`, a preset's name, a mapping or the path of a JSON file.
         total_steps: Optimizer steps of the run.
         blocks: Block names; by default those in `eigenvalues`. Without these either: the
             least and the most sensitive possible block if the config measures
             eigenvalues, otherwise one that stands for all; under a budget, these for
-            each of its choices.
+            each of its choices; and the same for each glob of `overrides`.
         eigenvalues: Block name to eigenvalue over the largest, 0 to 1, assumed to be the
             same at each drop. A block that is missing has factor 1.
         targets: Under a budget, block name to the bits to end with; a plan cannot know
@@ -161,8 +158,9 @@ def plan(
     Raises:
         MoQConfigError: The config is wrong.
         MoQError: The config quantizes nothing within `total_steps` or activations from
-            after it, has more drops than fit before its deadline, or blocks with a
-            budget that have no targets; or the eigenvalues are wrong.
+            after it, has more drops than fit before its deadline, cannot reach its
+            target without `allow_unreached`, or has blocks with a budget that have no
+            targets; or the eigenvalues are wrong.
 
     >>> config = {
     ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
@@ -175,11 +173,21 @@ def plan(
     """
     config = MoQConfig.load(config)
     _check_length(config, total_steps)
+    configs: Mapping[str, MoQConfig] = {}
     if blocks is None and eigenvalues is None:
-        blocks, eigenvalues, targets = _extremes(config, targets)
+        cases = _extremes(config, targets)
+        blocks = list(cases)
+        eigenvalues = {
+            name: case.eigenvalue
+            for name, case in cases.items()
+            if case.eigenvalue is not None
+        }
+        configs = {name: case.config for name, case in cases.items()}
+        if config.budget is not None:
+            targets = {name: case.bits for name, case in cases.items()}
     eigenvalues = eigenvalues or {}
     schedule = PrecisionSchedule(
-        config, eigenvalues if blocks is None else blocks, total_steps
+        config, eigenvalues if blocks is None else blocks, total_steps, configs
     )
     if config.budget is not None:
         if targets is None:
@@ -201,12 +209,28 @@ def plan(
                 name, eigenvalues.get(name), tuple(switches_of_block), end, goals[name]
             )
         )
+    notes = []
     late = max(planned, key=lambda block: block.target_step)
-    notes = (
-        () if late.target_step <= total_steps else (_advice(config, total_steps, late),)
+    if late.target_step > total_steps:
+        notes.append(_advice(config, total_steps, late))
+    # How late the others will be is not known before it is measured.
+    sure = max(
+        (block for block in planned if not block.eigenvalue),
+        key=lambda block: block.target_step,
+        default=planned[0],
     )
+    if sure.target_step > total_steps and not config.allow_unreached:
+        raise MoQError(
+            f"{_advice(config, total_steps, sure)}{_migrate(config, total_steps)}; with "
+            "quantize_schedule.allow_unreached true it trains all the same"
+        )
     return Plan(
-        config, total_steps, offset, schedule.deadline_step, tuple(planned), notes
+        config,
+        total_steps,
+        offset,
+        schedule.deadline_step,
+        tuple(planned),
+        tuple(notes),
     )
 
 
@@ -229,29 +253,52 @@ def _check_length(config: MoQConfig, total_steps: Any) -> None:
         raise MoQError(
             f"quantize_schedule.schedule_offset {offset} is not before the end of training at "
             f"{total_steps} optimizer steps: nothing would be quantized; set it to less, 0 for instance"
+            f"{_migrate(config, total_steps)}"
         )
 
 
-def _extremes(
-    config: MoQConfig, targets: Mapping[str, int] | None
-) -> tuple[list[str], dict[str, float], Mapping[str, int] | None]:
-    """Blocks, eigenvalues and targets to plan where none are named: the earliest and the latest possible ones."""
-    values = (
-        {"least sensitive": 0.0, "most sensitive": 1.0}
-        if config.eigenvalue.enabled
-        else {}
-    )
-    if config.budget is None:
-        return list(values) or ["every block"], values, None
-    if targets is not None:
-        return list(targets), {}, targets
-    cases = {
-        f"{name}, {bits} bits": (name, bits)
-        for name in values or ["a block"]
-        for bits in config.targets
-    }
-    eigenvalues = {case: values[name] for case, (name, _) in cases.items() if values}
-    return list(cases), eigenvalues, {case: bits for case, (_, bits) in cases.items()}
+def _migrate(config: MoQConfig, total_steps: int) -> str:
+    """What to do with a config of DeepSpeed's that does not fit the run."""
+    if not config.from_deepspeed:
+        return ""
+    return f"; moq-hf migrate FILE --max_steps {total_steps} writes a config that fits"
+
+
+class _Case(NamedTuple):
+    """A block that there may be: the config of its layers, its eigenvalue and the bits that it ends with."""
+
+    config: MoQConfig
+    eigenvalue: float | None
+    bits: int
+
+
+def _extremes(config: MoQConfig, targets: Mapping[str, int] | None) -> dict[str, _Case]:
+    """The blocks to plan where none are named: the earliest and the latest possible ones."""
+    plain, *others = config.variants()
+    if config.budget is not None and targets is not None:
+        return {name: _Case(plain, None, bits) for name, bits in targets.items()}
+    values: dict[str, float | None] = {"": None}
+    if config.eigenvalue.enabled:
+        values = {"least sensitive": 0.0, "most sensitive": 1.0}
+    layers = {"": plain}
+    for glob, own in zip(config.overrides, others, strict=True):
+        if (own.start_bits, own.bits) != (plain.start_bits, plain.bits):
+            layers[glob] = own
+    anyone = "every other block" if len(layers) > 1 else "every block"
+    cases = {}
+    for glob, own in layers.items():
+        for sensitivity, value in values.items():
+            for bits in own.targets:
+                who = [glob, sensitivity]
+                if own.budget is not None:
+                    who = (
+                        [*who, f"{bits} bits"]
+                        if any(who)
+                        else ["a block", f"{bits} bits"]
+                    )
+                name = ", ".join(filter(None, who)) or anyone
+                cases[name] = _Case(own, value, bits)
+    return cases
 
 
 def _advice(config: MoQConfig, total_steps: int, late: BlockPlan) -> str:

@@ -11,6 +11,9 @@ from typing import ClassVar, Literal
 MAX_BITS = 16
 # "auto" searches clipping ratios at these bits and below, where clipping pays.
 SEARCHED_BITS = 5
+# At these bits and below one code more is worth a signed scale: the range "auto" is
+# full.
+MOST_FULL_BITS = 4
 
 
 # How a scale is found: "absmax", "mse", or "auto", which is mse where codes are few.
@@ -127,6 +130,7 @@ class Grid:
         full: Whether a symmetric grid has codes down to -2^(b-1), one more than
             "narrow" has, and a scale with a sign, so that this code is on the side of
             the largest weight. It holds from 2 bits on; 1 bit is binary.
+            None: at 2 to 4 bits.
         scale_dtype: What each scale is rounded to before codes are computed with it.
 
     >>> Grid(PerGroup(4)).shape(12, 8)
@@ -139,7 +143,7 @@ class Grid:
     symmetric: bool = True
     stochastic: bool = False
     search: Search = "auto"
-    full: bool = False
+    full: bool | None = False
     scale_dtype: ScaleDtype = "float32"
 
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
@@ -152,15 +156,18 @@ class Grid:
 
     def is_uniform(self, bits: int) -> bool:
         """Whether codes have equal steps at a bit width, so that clipping ratios and stochastic rounding make sense."""
-        return bits >= 3 or (bits == 2 and (self.full or not self.symmetric))
+        return bits >= 3 or (bits == 2 and (self.is_full(2) or not self.symmetric))
 
     def is_full(self, bits: int) -> bool:
         """Whether a scale has a sign at a bit width: a full grid has, but for its one bit, which is binary.
 
         >>> Grid(full=True).is_full(2), Grid(full=True).is_full(1)
         (True, False)
+        >>> Grid(full=None).is_full(4), Grid(full=None).is_full(5)
+        (True, False)
         """
-        return self.full and self.is_uniform(bits)
+        is_full = bits <= MOST_FULL_BITS if self.full is None else self.full
+        return is_full and self.symmetric and bits > 1
 
     def limits(self, bits: int) -> tuple[int, int]:
         """The least and the largest code of uniform steps at a bit width.
@@ -171,7 +178,7 @@ class Grid:
         if not self.symmetric:
             return 0, 2**bits - 1
         most = 2 ** (bits - 1) - 1
-        return (-most - 1 if self.full else -most), most
+        return (-most - 1 if self.is_full(bits) else -most), most
 
     def searches(self, bits: int) -> bool:
         """Whether clipping ratios are searched at a bit width; ternary and binary grids set their own scale.

@@ -338,7 +338,7 @@ def _scales(
     """
     if grid.is_uniform(bits):
         ratio = None if ratio is None else ratio.reshape(-1, 1)
-        return _uniform_scale(*_range(x, grid), bits, grid, ratio)
+        return _uniform_scale(*_range(x, bits, grid), bits, grid, ratio)
     parts = [_few_scales(x[rows], bits) for rows in _blocks(x)]
     scales, thresholds = zip(*parts, strict=True)
     return _as_stored(torch.cat(scales), grid.scale_dtype), torch.cat(thresholds)
@@ -390,11 +390,11 @@ def _mean(magnitude: Tensor, count: int | Tensor) -> Tensor:
     )
 
 
-def _range(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+def _range(x: Tensor, bits: int, grid: Grid) -> tuple[Tensor, Tensor]:
     """Find both ends of groups, float32 `[groups, 1]`: mirrored for a narrow range, otherwise with 0 in between."""
     low = x.amin(1, keepdim=True).float()
     high = x.amax(1, keepdim=True).float()
-    if grid.symmetric and not grid.full:
+    if grid.symmetric and not grid.is_full(bits):
         high = torch.maximum(high, -low)
         return -high, high
     return low.clamp_(max=0.0), high.clamp_(min=0.0)
@@ -405,14 +405,14 @@ def _uniform_scale(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the scale and zero point of groups with these ends, each `[groups, 1]`."""
     least, most = grid.limits(bits)
-    if grid.full:
+    if grid.is_full(bits):
         high = torch.where(high >= -low, high, low)
     if ratio is not None:
         low = low * ratio
         high = high * ratio
     span = high if grid.symmetric else high - low
     # Division by a number would be a multiplication by its reciprocal on CUDA.
-    scale = span / torch.full_like(span, least if grid.full else most)
+    scale = span / torch.full_like(span, least if grid.is_full(bits) else most)
     scale = _as_stored(torch.where(scale.abs() < _TINY, 1.0, scale), grid.scale_dtype)
     if grid.symmetric:
         return scale, None
@@ -441,7 +441,7 @@ def _best_ratio(x: Tensor, bits: int, grid: Grid) -> Tensor:
     """Search the ratios `[groups, 1]` of float32 groups `[groups, elements]`; see `least_squares_ratio`."""
     least, most = grid.limits(bits)
     buffer = torch.empty_like(x)
-    low, high = _range(x, grid)
+    low, high = _range(x, bits, grid)
     best = torch.ones_like(high)
     best_error = torch.full_like(high, torch.inf, dtype=torch.float64)
     for value in RATIOS:

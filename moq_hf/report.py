@@ -422,8 +422,8 @@ def _facts(run: Run) -> dict[str, str]:
     if shares:
         facts["quantized"] = f"{percent(shares[-1])} of the parameters"
     facts["optimizer steps"] = f"{run.steps:,}"
-    if isinstance(run.config.schedule.offset, float):
-        facts["of them in float first"] = percent(run.config.schedule.offset)
+    if isinstance(run.config.offset, float):
+        facts["of them in float first"] = percent(run.config.offset)
     return facts
 
 
@@ -523,7 +523,7 @@ def _draw_bits(series: Mapping[str, Series], config: MoQConfig, total: int) -> "
     series = _alike(series)
     figure, axes = _new_figure("bits")
     in_float = begins_in_float(config)
-    highest = max(config.start_bits, config.targets[-1]) + in_float
+    highest = max(own.start_bits for own in config.variants()) + in_float
     lowest = min(min(bits) for _, bits in series.values())
     start = FLOAT_BITS if in_float else config.start_bits
     for index, (name, (steps, bits)) in enumerate(series.items()):

@@ -76,6 +76,8 @@ class PrecisionSchedule:
         blocks: Block names, each once, in model order.
         total_steps: Optimizer steps of the whole run; not needed for an explicit period
             without a deadline, if the offset is a number of steps.
+        configs: Block name to the config of its layers, where `overrides` make it
+            another one.
 
     Raises:
         MoQError: No blocks, a name given twice, no `total_steps` where they are needed,
@@ -107,7 +109,11 @@ class PrecisionSchedule:
     """
 
     def __init__(
-        self, config: MoQConfig, blocks: Iterable[str], total_steps: int | None = None
+        self,
+        config: MoQConfig,
+        blocks: Iterable[str],
+        total_steps: int | None = None,
+        configs: Mapping[str, MoQConfig] | None = None,
     ) -> None:
         names = list(blocks)
         if not names:
@@ -116,9 +122,13 @@ class PrecisionSchedule:
             twice = sorted({name for name in names if names.count(name) > 1})
             raise MoQError(f"blocks named twice: {', '.join(twice)}")
         self.config = config
-        start = config.activation.start_step
+        # That of each block's layers: `overrides` may say other bits of them.
+        self._configs = {name: (configs or {}).get(name, config) for name in names}
+        # None until they are chosen, under a budget.
+        self.targets: dict[str, int] | None = None
+        start = config.activations.start_step
         if (
-            config.activation.enabled
+            config.activations.enabled
             and total_steps is not None
             and start >= total_steps
         ):
@@ -127,12 +137,12 @@ class PrecisionSchedule:
             )
         self._fit_into(total_steps)
         self.steps = 0
-        self.bits = dict.fromkeys(
-            names, config.start_bits if self.offset == 0 else FLOAT_BITS
-        )
-        self.targets: dict[str, int] | None = None
+        self.bits = {
+            name: self._start(name) if self.offset == 0 else FLOAT_BITS
+            for name in names
+        }
         if config.budget is None:
-            self.targets = dict.fromkeys(names, config.targets[0])
+            self.targets = {name: self._target(name) for name in names}
         self.period = {name: self._first(name) for name in names}
         # Steps taken when the block last changed: its blend is counted from there.
         self._changed = dict.fromkeys(names, 0)
@@ -140,7 +150,7 @@ class PrecisionSchedule:
     @property
     def deadline_step(self) -> int | None:
         """The optimizer step, from the start of training, by which every block is at its target; None: no deadline."""
-        deadline = self.config.schedule.deadline
+        deadline = self.config.deadline
         if deadline is None or self.total_steps is None:
             return None
         return _share_of(deadline, self.total_steps)
@@ -155,7 +165,7 @@ class PrecisionSchedule:
         """Block name to the share of the float weight in the next forward pass: all 0 unless the config blends."""
         if not self.config.blend.enabled:
             return dict.fromkeys(self.bits, 0.0)
-        ratio = self.config.blend.change_ratio
+        ratio = self.config.blend.quantize_change_ratio
         return {
             name: max(0.0, 1.0 - ratio * (self.steps - changed))
             for name, changed in self._changed.items()
@@ -167,7 +177,7 @@ class PrecisionSchedule:
         return self.targets is None and bool(self.due())
 
     def choose(self, targets: Mapping[str, int]) -> None:
-        """Take the bits that the blocks end with, under a budget.
+        """Take the bits that the blocks end with, under a budget; `overrides` may have fixed those of some.
 
         Raises:
             MoQError: They are of other blocks, not among the choices, or were given
@@ -175,8 +185,15 @@ class PrecisionSchedule:
         """
         if self.targets is not None:
             raise MoQError("the bits of the blocks are chosen already")
-        allowed = set(self.config.targets)
-        if set(targets) != set(self.bits) or not set(targets.values()) <= allowed:
+        fixed = {
+            name: own.targets[0]
+            for name, own in self._configs.items()
+            if own.budget is None
+        }
+        targets = {**fixed, **targets}
+        if targets.keys() != self.bits.keys() or any(
+            bits not in self._configs[name].targets for name, bits in targets.items()
+        ):
             raise MoQError(
                 f"targets must be {self.config.target_in_words}, one for each of {', '.join(self.bits)}"
             )
@@ -278,7 +295,7 @@ class PrecisionSchedule:
                 f"not in it {', '.join(missing) or 'none'}; only in it {', '.join(extra) or 'none'}"
             )
         self.steps = state["steps"]
-        if self.config.schedule.depends_on_length:
+        if self.config.depends_on_length:
             self._fit_into(state["total_steps"])
         for name in self.bits:
             self.bits[name], self.period[name], self._changed[name] = blocks[name]
@@ -302,10 +319,12 @@ class PrecisionSchedule:
 
     def _target(self, name: str) -> int:
         """The bits that a block ends with; before they are chosen, the fewest that it may have."""
-        return self.config.targets[0] if self.targets is None else self.targets[name]
+        if self.targets is not None:
+            return self.targets[name]
+        return self._configs[name].targets[0]
 
     def _start(self, name: str) -> int:
-        return max(self.config.start_bits, self._target(name))
+        return max(self._configs[name].start_bits, self._target(name))
 
     def _drops_left(self, name: str) -> int:
         return min(self.bits[name], self._start(name)) - self._target(name)
@@ -325,7 +344,7 @@ class PrecisionSchedule:
     def _first(self, name: str) -> int:
         """Steps from the offset to the first drop of a block."""
         drops = self._drops(name)
-        period = self.config.schedule.period
+        period = self.config.period
         if self._room is None or drops == 0:
             return 1 if period == "auto" else period
         if period == "auto":
@@ -337,7 +356,7 @@ class PrecisionSchedule:
         following = period * 2 * factor
         if self._room is None or left == 0:
             return following
-        if self.config.schedule.period == "auto":
+        if self.config.period == "auto":
             ratios = self._drops(name) - 1
             growth = factor * min(2**ratios, self._horizon(ratios + 1))
             following = max(period + 1, _root(growth * period**ratios, ratios))
@@ -362,7 +381,7 @@ class PrecisionSchedule:
         self.offset = offset = offset_step_of(config, total_steps)
         # Steps from the offset to the last drop that meets the deadline, if there is one.
         self._room: int | None = None
-        if config.schedule.deadline is None:
+        if config.deadline is None:
             return
         last = self.deadline_step
         if total_steps is None or last is None:
@@ -370,8 +389,9 @@ class PrecisionSchedule:
                 'quantize_schedule: the period "auto" and deadline need total_steps, the length of the run'
             )
         fade = fade_steps(config)
-        target = config.targets[0]
-        drops = max(0, config.start_bits - target)
+        longest = max(self._configs, key=self._drops)
+        target = self._target(longest)
+        drops = self._drops(longest)
         room = last - offset - fade
         if room >= drops:
             self._room = room
@@ -389,11 +409,11 @@ class PrecisionSchedule:
                 f"quantize_change_ratio {quotient(1, last - offset - drops)}"
             )
         options.append(
-            f"a run of {math.ceil(needed / Fraction(str(config.schedule.deadline)))} steps"
+            f"a run of {math.ceil(needed / Fraction(str(config.deadline)))} steps"
         )
         raise MoQError(
-            f"quantize_schedule.deadline: {config.schedule.deadline:g} of {total_steps} optimizer steps is step "
-            f"{last}; with schedule_offset {offset} the {drops} drops from {config.start_bits} to {target} bits, "
+            f"quantize_schedule.deadline: {config.deadline:g} of {total_steps} optimizer steps is step "
+            f"{last}; with schedule_offset {offset} the {drops} drops from {target + drops} to {target} bits, "
             f"at most one a step, {f'and the {fade} steps of the last blend ' if fade else ''}take until step "
             f"{needed} at least. What would fit: {', or '.join(options)}"
         )
@@ -446,7 +466,7 @@ def fade_steps(config: MoQConfig) -> int:
     """Steps that the blend takes to reach 0."""
     if not config.blend.enabled:
         return 0
-    ratio = config.blend.change_ratio
+    ratio = config.blend.quantize_change_ratio
     steps = max(1, math.ceil(1.0 / ratio) - 1)
     # 1 / ratio may have been rounded to a whole number.
     while 1.0 - ratio * steps > 0.0:
@@ -460,7 +480,7 @@ def offset_step_of(config: MoQConfig, total_steps: int | None) -> int:
     Raises:
         MoQError: The offset is a share of the run, whose length is not known.
     """
-    offset = config.schedule.offset
+    offset = config.offset
     if isinstance(offset, float):
         if total_steps is None:
             raise MoQError(
@@ -472,7 +492,7 @@ def offset_step_of(config: MoQConfig, total_steps: int | None) -> int:
 
 def begins_in_float(config: MoQConfig) -> bool:
     """Whether there are steps before anything is quantized, in a run that is not too short for them."""
-    return config.schedule.offset != 0 or config.budget is not None
+    return config.offset != 0 or config.budget is not None
 
 
 def _share_of(share: float, total_steps: int) -> int:

@@ -495,7 +495,7 @@ def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
     if VLLM in servers:
         for reason in verdict(model, VLLM_CPU).reasons:
             lines.append(f"serve: {VLLM_CPU.name} does not take it: {reason}")
-    if config.activation.enabled and any(server.half_scales for server in servers):
+    if config.activations.enabled and any(server.half_scales for server in servers):
         lines.append(
             "serve: vllm, sglang and llama.cpp do not round inputs as activation_quantization trains for"
         )
@@ -509,20 +509,21 @@ def _kind_of(layer: nn.Module) -> Kind:
 
 
 def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
-    """Describe the model as it will be delivered if all scheduled layers end at these bits."""
+    """Describe the model as it will be delivered if scheduled layers end at these bits, where there is a choice."""
     model = without_peft(inventory.model)
 
     def saved(name: str) -> str:
         return plain_name(name, inventory.adapters) or ""
 
-    def planned(kind: Kind, shape: tuple[int, int]) -> Weight:
+    def planned(name: str, kind: Kind, shape: tuple[int, int]) -> Weight:
+        own = config.of(name)
+        target = own.bits if isinstance(own.bits, int) else bits
         matrices = () if kind == "experts" else None
-        form = form_of(
-            EncodeSpec(kind, shape, bits, config.grid, matrices=matrices), "packed"
-        )
+        spec = EncodeSpec(kind, shape, target, own.grid, matrices=matrices)
         # Convolutions have no groups.
-        group_size = None if kind == "conv" else config.grouping.row_size
-        return Weight(kind, *shape, bits, group_size, config.symmetric, has_codes(form))
+        size = None if kind == "conv" else own.grouping.row_size
+        packed = has_codes(form_of(spec, "packed"))
+        return Weight(kind, *shape, target, size, own.symmetric, packed)
 
     weights: dict[str, Weight] = {}
     floats = {
@@ -532,13 +533,15 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
     }
     for name, layer in inventory.layers.items():
         kind = _kind_of(layer)
-        weights[saved(name)] = planned(kind, matrix_shape(shape_of(layer.weight), kind))
+        shape = matrix_shape(shape_of(layer.weight), kind)
+        weights[saved(name)] = planned(name, kind, shape)
     for name, module in inventory.modules.items():
         kind = "experts_t" if experts_transposed(module) else "experts"
         for parameter in experts_parameters(module):
             experts, rows, columns = matrix_of(module, parameter)
-            matrix = replace(planned(kind, (rows, columns)), kind="linear")
-            if f"{name}.{parameter}" in inventory.experts and matrix.packed:
+            whole = f"{name}.{parameter}"
+            matrix = replace(planned(whole, kind, (rows, columns)), kind="linear")
+            if whole in inventory.experts and matrix.packed:
                 for index in range(experts):
                     weights[f"{saved(name)}.{index}.{parameter}"] = matrix
             elif inventory.layers:
@@ -547,7 +550,7 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
     for name, embedding in inventory.embeddings.items():
         rows, columns = shape_of(embedding.weight)
         weights[saved(name)] = Weight(
-            "embedding", rows, columns, config.quantize_embeddings or 0
+            "embedding", rows, columns, inventory.table_bits or 0
         )
     for name, owner in inventory.tied.items():
         # A weight that a head shares with a table is stored as a table.

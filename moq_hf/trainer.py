@@ -65,8 +65,8 @@ class MoQTrainer(Trainer):
 
     Args:
         *args: What `Trainer` takes.
-        moq_config: A `MoQConfig`, a mapping or the path of a JSON file; None trains in
-            float.
+        moq_config: A preset's name, the path of a JSON file, a mapping or a
+            `MoQConfig`; None trains in float.
         teacher: A float model for distillation, instead of `distillation.teacher` in
             the config.
         teacher_init_kwargs: For the `from_pretrained` of `distillation.teacher`:

@@ -182,7 +182,7 @@ def _launch(
             blend or None,
             1.0 - blend,
             SYMMETRIC=grid.symmetric,
-            FULL=grid.full,
+            FULL=grid.is_full(bits),
             SCALE_DTYPE=getattr(triton.language, grid.scale_dtype),
             BLOCK_ROWS=block_rows,
             BLOCK_SIZE=block_size,

@@ -51,7 +51,9 @@ class ModelArguments:
     """Which model to train, and how to quantize it."""
 
     model_name_or_path: str | None = _option("Model folder, or name of a model on the Hub.")
-    moq_config: str | None = _option("JSON file of the quantization (see configs/). Without it: plain float training.")
+    moq_config: str | None = _option(
+        "Preset (w4, ...) or JSON file of the quantization; without it: plain float training."
+    )
     float_first: float | None = _option(
         "Train in float for that share of the steps (default: half); the model is start and teacher of the rest.",
         nargs="?",

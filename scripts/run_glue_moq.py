@@ -375,7 +375,7 @@ def _quantization(model_args: ModelArguments, args: "TrainingArguments") -> "MoQ
     """
     from moq_hf.config import MoQConfig
 
-    moq_config = MoQConfig.from_file(model_args.moq_config) if model_args.moq_config else None
+    moq_config = MoQConfig.load(model_args.moq_config) if model_args.moq_config else None
     if moq_config is None:
         logger.info("no --moq_config: plain float training")
     elif not args.do_train:

@@ -10,7 +10,7 @@ import pytest
 from config_reference import json_schema
 from jsonschema import Draft202012Validator
 
-from moq_hf.config import BlendConfig, EigenvalueConfig, MoQConfig, ScheduleConfig
+from moq_hf.config import BlendConfig, EigenvalueConfig, MoQConfig
 from moq_hf.errors import MoQConfigError, MoQError
 
 BITS = {"quantize_bits": {"start_bits": 12, "target_bits": 8}}
@@ -158,6 +158,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ("start below target", bits(4, 8), ["target_bits 8 is above start_bits 4", "start_bits must be 8 or more"]),
     ("target 16", bits(16, 16), ["quantize_bits.target_bits: 16 would quantize nothing", "8, 4, 3 or 2"]),
     ("no target", {"quantize_bits": {"start_bits": 16}}, ["16 would quantize nothing (it is the default)"]),
+    ("a list that names nothing", with_bits(modules_to_not_convert=[]), ["[] names nothing", "quantize_heads is true"]),
     (
         "start below the default target",
         {"quantize_bits": {"start_bits": 12}},
@@ -180,7 +181,11 @@ CASES: list[tuple[str, Any, list[str]]] = [
         ["fp16_mixed_quantize.quantize_change_ratio: 0", "from 1e-9"],
     ),
     ("seed of 64 bits", with_bits(seed=2**63), ["seed: 9223372036854775808", "a whole number from 0 and below 2**63"]),
-    ("16-bit embeddings", with_bits(quantize_embeddings=16), ["quantize_embeddings: 16", "from 2 to 8, or null"]),
+    (
+        "16-bit embeddings",
+        with_bits(quantize_embeddings=16),
+        ["quantize_embeddings: 16", 'from 2 to 8, or "auto", or null'],
+    ),
     # Words.
     ("misspelt word", with_bits(quantize_type="symetric"), ['"symetric"', 'did you mean "symmetric"?']),
     ("unknown scale", algo(scale="minmax"), ['quantize_algo.scale: "minmax"', '"auto" or "absmax" or "mse"']),
@@ -205,7 +210,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ),
     (
         "stochastic ternary",
-        bits(4, 2) | {"quantize_algo": {"rounding": "stochastic"}},
+        bits(4, 2) | {"quantize_algo": {"rounding": "stochastic", "range": "narrow"}},
         ["quantize_algo.rounding", "2 bits symmetric", "nearest, or target_bits to 3 or more"],
     ),
     ("stochastic binary", bits(4, 1) | {"quantize_algo": {"rounding": "stochastic"}}, ["1 bits symmetric"]),
@@ -215,7 +220,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
         bits(4, 3) | {"quantize_type": "asymmetric", "quantize_algo": {"range": "full"}},
         ["quantize_algo.range: full is of symmetric grids", "set it to narrow, or quantize_algo.q_type to symmetric"],
     ),
-    ("a range between", algo(range="wide"), ['quantize_algo.range: "wide"', '"narrow" or "full"']),
+    ("a range between", algo(range="wide"), ['quantize_algo.range: "wide"', '"auto" or "narrow" or "full"']),
     ("half", algo(scale_dtype="half"), ['quantize_algo.scale_dtype: "half"', '"float32" or "bfloat16" or "float16"']),
     # More than one thing.
     (
@@ -335,7 +340,7 @@ ONLY_OURS = {
     *("no target", "two types", "groups and a group size"),
     *("stochastic ternary", "stochastic binary", "asymmetric binary", "asymmetric full range"),
     *("no mean of these", "choices not in order", "1 bit asymmetric among the choices"),
-    "a measure that nothing asks for",
+    *("a measure that nothing asks for", "a list that names nothing"),
 }
 
 
@@ -366,37 +371,35 @@ def test_what_is_no_file(name: str, reason: str, tmp_path: Path) -> None:
 def test_no_source_of_a_config(source: Any) -> None:
     with pytest.raises(MoQConfigError) as caught:
         MoQConfig.load(source)
-    check(caught.value, ["a MoQConfig, a mapping or a path", type(source).__name__])
+    check(caught.value, ["a preset (w8, w4, ", "a path, a mapping, a MoQConfig", type(source).__name__])
 
 
 def moq(**arguments: Any) -> Any:
-    return lambda: MoQConfig(**({"start_bits": 12, "target_bits": 8} | arguments))
+    return lambda: MoQConfig(**({"start_bits": 12, "bits": 8} | arguments))
 
 
 @pytest.mark.parametrize(
     ("make", "fragments"),
     [
-        (moq(start_bits=4, target_bits=8), ["MoQConfig: ", "target_bits 8 is above start_bits 4"]),
-        (moq(target_bits=8.0), ["target_bits: 8.0 is not legal", "a whole number from 1 to 16", "(write 8)"]),
+        (moq(start_bits=4, bits=8), ["MoQConfig: ", "target_bits 8 is above start_bits 4"]),
+        (moq(bits=8.0), ["bits: 8.0 is not legal", "a whole number from 1 to 16", "(write 8)"]),
         (moq(q_type="sym"), ['q_type: "sym" is not legal; it must be "symmetric" or "asymmetric"']),
         (moq(verbose=1), ["verbose: 1 is not legal; it must be true or false"]),
         (moq(scale="mes"), ['scale: "mes" is not legal', 'did you mean "mse"?']),
         (moq(groups=0), ["groups: 0 is not legal", 'a whole number from 1, or "per_channel"']),
         (moq(group_size=-1), ["group_size: -1 is not legal", "a whole number from 1"]),
-        (moq(schedule=100), ["schedule: 100 is not legal; it must be a ScheduleConfig"]),
+        (moq(quantize_schedule=100), ["quantize_schedule: 100 is not an object of keys"]),
+        (moq(eigenvalue={"max_iter": 0}), ["eigenvalue.max_iter: 0 is not legal"]),
+        (moq(period=0, offset=-1), ["2 things are wrong", "period: 0 is", "offset: -1 is"]),
+        (moq(period="auot"), ['period: "auot" is not legal', 'did you mean "auto"?']),
+        (moq(target_bits=4), ["target_bits: unknown key, did you mean bits?"]),
+        (moq(quantize_bits={"target_bits": 4}), ["bits: given twice"]),
+        (moq(activations=9), ["activation_quantization.bits: 9 is not legal", "from 2 to 8"]),
         (moq(seed=True, kernel="triton"), ["2 things are wrong", "seed: true", 'kernel: "triton"']),
         (moq(modules_to_not_convert="classifier"), ['modules_to_not_convert: "classifier"', "a list of names"]),
         (
-            lambda: ScheduleConfig(period=0, offset=-1),
-            ["ScheduleConfig: 2 things are wrong", "period: 0 is", "offset: -1 is"],
-        ),
-        (
-            lambda: ScheduleConfig(period="auot"),
-            ['ScheduleConfig: period: "auot" is not legal', 'did you mean "auto"?'],
-        ),
-        (
-            lambda: BlendConfig(enabled=True, change_ratio=0.0),
-            ["BlendConfig: change_ratio: 0.0 is not legal", "from 1e-9 up to 1"],
+            lambda: BlendConfig(enabled=1, quantize_change_ratio=0.0),  # type: ignore[arg-type]
+            ["BlendConfig: 2 things are wrong", "enabled: 1 is", "quantize_change_ratio: 0.0 is not legal"],
         ),
         (lambda: EigenvalueConfig(tol=float("nan")), ["EigenvalueConfig: tol: NaN is not legal", "a number above 0"]),
     ],
@@ -409,4 +412,4 @@ def test_the_constructors_check_too(make: Any, fragments: list[str]) -> None:
 
 def test_no_such_argument() -> None:
     with pytest.raises(MoQConfigError, match="MoQConfig: colour: unknown key; legal here are enabled, "):
-        MoQConfig(target_bits=8, colour="red")  # type: ignore[call-arg]
+        MoQConfig(bits=8, colour="red")  # type: ignore[call-arg]

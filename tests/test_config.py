@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from moq_hf.config import (
+    PRESETS,
     ActivationConfig,
     BitBudget,
     BlendConfig,
     DistillationConfig,
     EigenvalueConfig,
     MoQConfig,
-    ScheduleConfig,
     SensitivityConfig,
     key_schemas,
 )
@@ -60,6 +60,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                 quantize_period=positive | st.just("auto"),
                 schedule_offset=st.integers(0, 10**6),
                 deadline=st.none() | share,
+                allow_unreached=st.booleans(),
             ),
             fp16_mixed_quantize=sections(enabled=st.booleans(), quantize_change_ratio=st.floats(1e-9, 1) | st.just(1)),
             eigenvalue=sections(
@@ -74,8 +75,9 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                 method=st.sampled_from(["lanczos", "power"]),
                 max_overhead=share,
             ),
-            modules_to_not_convert=st.none() | st.lists(names, max_size=3),
-            quantize_embeddings=st.none() | st.integers(2, 8),
+            modules_to_not_convert=st.none() | st.lists(names, min_size=1, max_size=3),
+            quantize_embeddings=st.none() | st.just("auto") | st.integers(2, 8),
+            quantize_heads=st.booleans(),
             quantize_convolutions=st.booleans(),
             seed=st.integers(0, 2**63 - 1),
         )
@@ -87,8 +89,8 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         | st.fixed_dictionaries({"quantize_group_size": st.none() | positive})
     )
     q_type = "symmetric" if target == 1 else draw(st.sampled_from(["symmetric", "asymmetric"]))
-    full = q_type == "symmetric" and draw(st.booleans())
-    equal_steps = target > 2 or q_type == "asymmetric" or (full and target == 2)
+    range_ = draw(st.sampled_from(["auto", "narrow", *["full"] * (q_type == "symmetric")]))
+    equal_steps = target > 2 or q_type == "asymmetric" or (range_ != "narrow" and target == 2)
     algo = draw(
         sections(
             scale_dtype=st.sampled_from([None, "float32", "bfloat16", "float16"]),
@@ -97,8 +99,8 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
             scale_refresh=positive,
         )
     )
-    if full:
-        algo["range"] = "full"
+    if range_ != "auto" or draw(st.booleans()):
+        algo["range"] = range_
     where = draw(st.sampled_from(["inside", "outside", "both"]))
     if where != "outside":
         algo["q_type"] = q_type
@@ -142,7 +144,7 @@ def test_defaults() -> None:
     """Each default is in the golden file, which `test_what_states_hold_does_not_change` compares."""
     assert MoQConfig.from_dict(BITS) == STATED["defaults"]
     off = MoQConfig.from_dict({"enabled": False})
-    assert (off.start_bits, off.target_bits) == (16, 16)
+    assert (off.start_bits, off.bits) == (16, 16)
     assert not off.enabled
 
 
@@ -160,16 +162,20 @@ def test_groupings(keys: dict[str, Any], grouping: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "schedule"),
+    ("keys", "period", "deadline"),
     [
-        ({"quantize_period": "auto"}, ScheduleConfig(period="auto", offset=100, deadline=0.25)),
-        ({"quantize_period": "auto", "deadline": 0.5}, ScheduleConfig(period="auto", offset=100, deadline=0.5)),
-        ({"quantize_period": "auto", "deadline": 1}, ScheduleConfig(period="auto", offset=100, deadline=1)),
-        ({"deadline": 0.5}, ScheduleConfig(period=100, offset=100, deadline=0.5)),
+        ({}, "auto", 0.25),
+        ({"quantize_period": "auto", "deadline": 0.5}, "auto", 0.5),
+        ({"quantize_period": "auto", "deadline": 1}, "auto", 1),
+        ({"quantize_period": 100}, 100, None),
+        ({"quantize_period": 100, "deadline": 0.5}, 100, 0.5),
     ],
 )
-def test_the_period_auto_has_a_deadline_and_others_may(keys: dict[str, Any], schedule: ScheduleConfig) -> None:
-    assert MoQConfig.from_dict(BITS | {"quantize_schedule": keys}).schedule == schedule
+def test_the_period_auto_has_a_deadline_and_others_may(keys: dict[str, Any], period: Any, deadline: Any) -> None:
+    config = MoQConfig.from_dict(BITS | {"quantize_schedule": keys})
+    assert (config.period, config.deadline) == (period, deadline)
+    # Where bits do not fall there is nothing to be in time for.
+    assert MoQConfig(bits=8).deadline is None and MoQConfig(bits=8, deadline=0.5).deadline == 0.5
 
 
 def test_whole_numbers_are_fine_where_fractions_are() -> None:
@@ -181,10 +187,10 @@ def test_whole_numbers_are_fine_where_fractions_are() -> None:
 def test_configs_cannot_be_changed() -> None:
     config = MoQConfig.from_dict(BITS)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.target_bits = 4  # type: ignore[misc]
-    assert dataclasses.replace(config, target_bits=4).target_bits == 4
+        config.bits = 4  # type: ignore[misc]
+    assert dataclasses.replace(config, bits=4).bits == 4
     with pytest.raises(MoQConfigError, match="above start_bits 12"):
-        dataclasses.replace(config, target_bits=13)
+        dataclasses.replace(config, bits=13)
 
 
 # Attributes that differ from their defaults.
@@ -199,23 +205,28 @@ OTHERS: dict[str, Any] = {
     "scale_dtype": "bfloat16",
     "group_size": 64,
     "start_bits": 9,
-    "target_bits": 3,
-    "schedule": ScheduleConfig(period="auto", offset=0),
-    "blend": BlendConfig(enabled=True, change_ratio=0.25),
+    "bits": 3,
+    "period": 7,
+    "offset": 0.5,
+    "deadline": 0.75,
+    "allow_unreached": True,
+    "overrides": {"*.layer.0.*": {"bits": 8, "group_size": 16}},
+    "blend": BlendConfig(enabled=True, quantize_change_ratio=0.25),
     "eigenvalue": EigenvalueConfig(enabled=True, layer_name="a.b", layer_num=3, method="power"),
     "sensitivity": SensitivityConfig(measure="divergence"),
     "distillation": DistillationConfig(teacher="x", logits=2.0, hidden=0.5, labels=0.0),
-    "activation": ActivationConfig(enabled=True, bits=7, scale="per_tensor", start_step=5),
+    "activations": ActivationConfig(enabled=True, bits=7, scale="per_tensor", start_step=5),
     "modules_to_not_convert": ("a", "b.*"),
-    "quantize_embeddings": 4,
-    "quantize_convolutions": True,
+    "embeddings": 4,
+    "convolutions": True,
+    "heads": True,
     "prove": False,
     "serve": ("vllm", "llama.cpp"),
     "seed": 2**63 - 1,
 }
 # States hold these keys in this order: whoever changes them loses old runs.
 WRITTEN = json.loads((ROOT / "tests" / "golden" / "config_states.json").read_text(encoding="utf-8"))
-STATED = {"defaults": MoQConfig(start_bits=12, target_bits=8), "others": MoQConfig(**OTHERS)}
+STATED = {"defaults": MoQConfig(start_bits=12, bits=8), "others": MoQConfig(**OTHERS)}
 
 
 @pytest.mark.parametrize("case", STATED)
@@ -227,31 +238,32 @@ def test_what_states_hold_does_not_change(case: str) -> None:
 def test_every_attribute_is_written() -> None:
     fields = {field.name: field.default for field in dataclasses.fields(MoQConfig)}
     # An asymmetric grid has no full range.
-    assert fields.keys() - OTHERS.keys() == {"ignored_sections", "range", "groups"}
-    full = MoQConfig(target_bits=2, range="full")
+    assert fields.keys() - OTHERS.keys() == {"ignored_sections", "from_deepspeed", "range", "groups"}
+    full = MoQConfig(bits=2, range="full", groups=1)
     assert full.to_dict()["quantize_algo"]["range"] == "full" and full.grid == Grid(full=True)
     assert all(OTHERS[name] != fields[name] for name in OTHERS)
 
 
 def test_configs_are_values() -> None:
     config = MoQConfig.from_dict(AROUND | {"quantize_training": BITS})
-    alone = MoQConfig.from_dict(BITS)
+    alone = MoQConfig.from_dict({"quantize_training": BITS})
     assert config.ignored_sections and not alone.ignored_sections
     assert config == alone and hash(config) == hash(alone)
     for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), dataclasses.replace(config)):
         assert other == config and other.ignored_sections == config.ignored_sections
-    assert hash(MoQConfig(target_bits=8, modules_to_not_convert=["a"])) == hash(  # type: ignore[arg-type]
-        MoQConfig(target_bits=8, modules_to_not_convert=("a",))
+    assert hash(MoQConfig(bits=8, modules_to_not_convert=["a"])) == hash(  # type: ignore[arg-type]
+        MoQConfig(bits=8, modules_to_not_convert=("a",))
     )
 
 
 def test_the_grid_of_a_config() -> None:
-    grid = Grid(PerGroup(64), symmetric=False, stochastic=True, search="mse", scale_dtype="bfloat16")
+    grid = Grid(PerGroup(64), symmetric=False, stochastic=True, search="mse", full=None, scale_dtype="bfloat16")
     assert MoQConfig(**OTHERS).grid == grid
-    assert MoQConfig(target_bits=4, range="full").grid == Grid(full=True)
+    assert MoQConfig(bits=4, range="full", groups=1).grid == Grid(full=True)
+    assert MoQConfig(bits=4).grid == Grid(PerChannel(), full=None)
     # Where nothing is said, the servers decide.
     for serve, dtype, scales in (("vllm", "float16", "float16"), ("sglang", "float32", "bfloat16")):
-        assert MoQConfig(target_bits=4, serve=(serve,)).grid_of(dtype).scale_dtype == scales  # type: ignore[arg-type]
+        assert MoQConfig(bits=4, serve=(serve,)).grid_of(dtype).scale_dtype == scales  # type: ignore[arg-type]
 
 
 # The forms in which DeepSpeed's users have their settings: sections of its own around the block, and eigenvalues.
@@ -298,11 +310,14 @@ def test_deepspeed_documents(document: dict[str, Any], tmp_path: Path) -> None:
         kernel=True,
         groups=8,
         start_bits=16,
-        target_bits=8,
-        schedule=ScheduleConfig(period=400, offset=0),
+        bits=8,
+        period=400,
+        offset=0,
     )
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(document))
+    if "quantize_training" in document:
+        expected = dataclasses.replace(expected, scale="absmax", range="narrow")
     for source in (document, path, str(path)):
         assert MoQConfig.load(source) == expected
 
@@ -310,8 +325,8 @@ def test_deepspeed_documents(document: dict[str, Any], tmp_path: Path) -> None:
 def test_deepspeed_eigenvalues() -> None:
     config = MoQConfig.from_dict(AROUND | {"quantize_training": WITH_EIGENVALUES})
     assert not config.symmetric
-    assert config.schedule == ScheduleConfig(period=10, offset=0, deadline=None)
-    assert config.blend == BlendConfig(enabled=False, change_ratio=0.001)
+    assert (config.period, config.offset, config.deadline) == (10, 0, None)
+    assert config.blend == BlendConfig(enabled=False, quantize_change_ratio=0.001)
     assert config.eigenvalue == EigenvalueConfig(
         enabled=True, verbose=True, max_iter=50, stability=0.0, layer_name="bert.encoder.layer", layer_num=12
     )
@@ -329,7 +344,8 @@ def test_both_spellings_of_the_type_may_agree() -> None:
 def test_other_sections_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "moq_hf.config"):
         config = MoQConfig.from_dict(AROUND | {"quantize_training": BLOCK})
-    assert caplog.messages == ["not moq_hf's, left alone: optimizer, gradient_clipping, fp16"]
+    (message,) = caplog.messages
+    assert message.startswith("moq_hf: not of quantization, left to TrainingArguments: optimizer (learning_rate=")
     assert config.ignored_sections == ("optimizer", "gradient_clipping", "fp16")
     caplog.clear()
     with caplog.at_level(logging.INFO, "moq_hf.config"):
@@ -358,11 +374,11 @@ README = ROOT / "configs" / "README.md"
 
 # Target bits and grouping of each recipe.
 READ = {
-    "moq_8to4": (4, PerChannel()),
+    "moq_w8": (8, PerChannel()),
     "moq_w4": (4, PerChannel()),
     "moq_w3": (3, PerChannel()),
     "moq_w2": (2, PerChannel()),
-    "moq_lm_w4": (4, PerGroup(32)),
+    "moq_lm-w4": (4, PerGroup(32)),
     "moq_auto": (4, RowBlocks(8)),
     **dict.fromkeys(["moq", "moq_eigen", *(f"glue_{task}" for task in GLUE)], (8, RowBlocks(8))),
 }
@@ -370,19 +386,32 @@ READ = {
 
 def rows_of(page: Path) -> dict[str, list[str]]:
     """Rows of the tables whose first cell names a recipe."""
-    rows = re.findall(r"^\| `(\w+\.json)` \|(.*)\|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+\.json)` \|(.*)\|$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {name: [cell.strip().replace(",", "") for cell in cells.split("|")] for name, cells in rows}
 
 
+COPIES = {name: "moq" if name == "moq" else f"moq_{name}" for name in PRESETS}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_and_their_copies_are_the_same(name: str) -> None:
+    preset = ROOT / "moq_hf" / "presets" / f"{name}.json"
+    assert preset.read_bytes() == (ROOT / "configs" / f"{COPIES[name]}.json").read_bytes()
+    config = MoQConfig.load(name)
+    assert config == MoQConfig.from_file(preset)
+    assert config.embeddings == (None if name == "lm-w4" else "auto")
+    assert config.falls == (name not in ("w8", "w4", "w3", "w2"))
+
+
 def test_there_is_a_recipe_for_everything() -> None:
-    assert {path.stem for path in RECIPES} == READ.keys()
+    assert {path.stem for path in RECIPES} == READ.keys() >= set(COPIES.values())
     assert set(rows_of(README)) == {path.name for path in RECIPES}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_read(path: Path) -> None:
     config = MoQConfig.from_file(path)
-    assert config.enabled and (config.target_bits, config.grouping) == READ[path.stem]
+    assert config.enabled and (config.bits, config.grouping) == READ[path.stem]
 
 
 def test_the_schema_is_a_schema() -> None:
@@ -401,12 +430,17 @@ def test_recipes_name_the_schema_and_fit_it(path: Path) -> None:
 
 
 def test_the_name_of_the_schema_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    plain = MoQConfig.from_dict(BITS)
+    plain, inside = (MoQConfig.from_dict(document) for document in (BITS, {"quantize_training": BITS}))
     named = {"$schema": "moq.schema.json"}
+    documents = [
+        (named | BITS, plain),
+        (named | {"quantize_training": BITS}, inside),
+        ({"quantize_training": named | BITS}, inside),
+    ]
     with caplog.at_level(logging.INFO, "moq_hf.config"):
-        for document in (named | BITS, named | {"quantize_training": BITS}, {"quantize_training": named | BITS}):
+        for document, expected in documents:
             config = MoQConfig.from_dict(document)
-            assert config == plain and config.ignored_sections == () and "$schema" not in config.to_dict()
+            assert config == expected and config.ignored_sections == () and "$schema" not in config.to_dict()
     assert caplog.messages == []
 
 
@@ -424,7 +458,7 @@ def test_arithmetic_of_the_glue_recipes(task: str) -> None:
     assert int(total) == 3 * math.ceil(examples / 32)
     assert int(start_bits) == config.start_bits == start
     assert period_text == f"{published} eigenvalues" if eigenvalues else period_text == str(published)
-    assert int(period) == config.schedule.period
+    assert int(period) == config.period
     n = start - 8
     last = published * (10 ** (n - 1) / 72 if eigenvalues else 2 ** (n - 1) / 6)
     assert int(slowest) == round(last)
@@ -435,14 +469,14 @@ def test_arithmetic_of_the_glue_recipes(task: str) -> None:
     assert steps == [switch.step for switch in switches if switch.before != FLOAT_BITS]
     assert steps[-1] <= int(total) / 2
     if last < int(total):
-        assert round(last / 2 ** (n - 1)) == config.schedule.period
+        assert round(last / 2 ** (n - 1)) == config.period
     else:
         assert steps[-1] == round(0.4 * int(total))
 
 
 def test_a_misspelled_argument_is_named() -> None:
-    with pytest.raises(MoQConfigError, match="MoQConfig: target_bit: unknown key, did you mean target_bits"):
-        MoQConfig(target_bit=4)  # type: ignore[call-arg]
+    with pytest.raises(MoQConfigError, match="MoQConfig: seeds: unknown key, did you mean seed\\?"):
+        MoQConfig(bits=4, seeds=1)  # type: ignore[call-arg]
 
 
 # ---- bits under a budget
@@ -459,7 +493,7 @@ def test_a_misspelled_argument_is_named() -> None:
 def test_a_budget_is_read_and_written(target: dict[str, Any], budget: BitBudget, words: str) -> None:
     document = {"quantize_bits": {"start_bits": 2, "target_bits": target}}
     config = MoQConfig.from_dict(document)
-    assert config == MoQConfig(start_bits=2, target_bits=budget)
+    assert config == MoQConfig(start_bits=2, bits=budget)
     assert (config.budget, config.targets, config.target_in_words) == (budget, budget.choices, words)
     written = config.to_dict()
     assert MoQConfig.from_dict(json.loads(json.dumps(written))) == config
@@ -469,7 +503,7 @@ def test_a_budget_is_read_and_written(target: dict[str, Any], budget: BitBudget,
 
 
 def test_a_number_is_no_budget_and_the_measure_has_its_default() -> None:
-    number, budget = MoQConfig.from_dict(BITS), MoQConfig(target_bits=BitBudget(mean=3.0))
+    number, budget = MoQConfig.from_dict(BITS), MoQConfig(bits=BitBudget(mean=3.0))
     assert (number.budget, number.targets, number.measure, number.target_in_words) == (
         None,
         (8,),
@@ -478,6 +512,5 @@ def test_a_number_is_no_budget_and_the_measure_has_its_default() -> None:
     )
     assert budget.measure == "divergence"
     assert (
-        MoQConfig(target_bits=BitBudget(mean=3.0), sensitivity=SensitivityConfig(measure="eigenvalue")).measure
-        == "eigenvalue"
+        MoQConfig(bits=BitBudget(mean=3.0), sensitivity=SensitivityConfig(measure="eigenvalue")).measure == "eigenvalue"
     )

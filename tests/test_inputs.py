@@ -33,7 +33,7 @@ def config_of(**activation: Any) -> dict[str, Any]:
         "quantize_bits": {"start_bits": 8, "target_bits": 8},
         "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0},
         "activation_quantization": {"enabled": True, **activation},
-        "modules_to_not_convert": [],
+        "quantize_heads": True,
     }
 
 

@@ -27,7 +27,7 @@ CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 4, "target_bits": 4},
     "quantize_groups": "per_channel",
     "quantize_convolutions": True,
-    "modules_to_not_convert": [],
+    "quantize_heads": True,
 }
 RUN: dict[str, Any] = {
     "quantize_bits": {"start_bits": 6, "target_bits": 3},
@@ -36,7 +36,7 @@ RUN: dict[str, Any] = {
     "quantize_algo": {"scale_refresh": 3, "rounding": "stochastic"},
     "quantize_convolutions": True,
 }
-GRID = Grid(PerChannel())
+GRID = Grid(PerChannel(), full=None)
 LAYERS = {
     "plain": (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9)),
     "grouped": (lambda: nn.Conv2d(4, 8, (3, 2), stride=2, groups=2, bias=False), (2, 4, 9, 9)),
@@ -129,7 +129,7 @@ def test_readers_copies_and_the_way_back() -> None:
 
 def test_inputs_stay_in_float_and_a_run_says_so() -> None:
     config = MoQConfig.from_dict(
-        {**RUN, "activation_quantization": {"enabled": True}, "quantize_schedule": {"schedule_offset": 0}}
+        {**RUN, "activation_quantization": {"enabled": True}, "quantize_schedule": {"quantize_period": 1}}
     )
     model = vit()
     controller = MoQController(model, config)
@@ -150,7 +150,7 @@ def test_a_block_with_convolutions_is_measured_twice_differentiated() -> None:
     model = resnet()
     controller = MoQController(
         model,
-        MoQConfig.from_dict({**RUN, "quantize_schedule": {"schedule_offset": 0}, "eigenvalue": {"enabled": True}}),
+        MoQConfig.from_dict({**RUN, "quantize_schedule": {"quantize_period": 1}, "eigenvalue": {"enabled": True}}),
         9,
     )
     assert list(controller.blocks) == [
@@ -200,7 +200,7 @@ def test_a_run_is_delivered_as_it_was_evaluated(make: Any, tmp_path: Path, caplo
 
 
 def test_the_integers_are_found_again_in_floats_on_the_grid(tmp_path: Path) -> None:
-    model = quantize_model(vit(), {**CONFIG, "quantize_type": "asymmetric", "modules_to_not_convert": None})
+    model = quantize_model(vit(), {**CONFIG, "quantize_type": "asymmetric", "quantize_heads": False})
     save_quantized(model, tmp_path)
     found = stored_weights(tmp_path)
     assert found.keys() == quant_layers(model).keys()
@@ -220,7 +220,7 @@ def test_a_computed_weight_and_other_convolutions_stay_in_float() -> None:
         nn.ConvTranspose1d(4, 4, 3),
         nn.Linear(4, 2),
     )
-    controller = MoQController(model, MoQConfig.from_dict({**CONFIG, "modules_to_not_convert": None}))
+    controller = MoQController(model, MoQConfig.from_dict({**CONFIG, "quantize_heads": False}))
     assert list(controller.layers) == ["0"]
     assert controller.inventory.left_out == {"1": "a computed weight", "2": "the class ConvTranspose1d", "3": None}
     assert "left in float, the class ConvTranspose1d: 2" in controller.summary()
@@ -228,7 +228,7 @@ def test_a_computed_weight_and_other_convolutions_stay_in_float() -> None:
 
 def test_groups_of_linear_layers_behind_a_convolution_are_unpacked_while_loading(tmp_path: Path) -> None:
     """A convolution that comes first has a scale per channel, which is not the grid of the others."""
-    config = {**CONFIG, "quantize_type": "asymmetric", "modules_to_not_convert": None, "quantize_groups": 1}
+    config = {**CONFIG, "quantize_type": "asymmetric", "quantize_heads": False}
     model = quantize_model(vit(), {**config, "quantize_group_size": 16}).eval()
     save_quantized(model, tmp_path)
     assert verify_quantized(tmp_path, model).state["layout"] == "unpacked"

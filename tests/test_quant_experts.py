@@ -227,7 +227,7 @@ def test_a_model_that_reads_past_the_quantized_weight_is_told() -> None:
 
 
 def test_routers_and_named_experts_stay_in_float() -> None:
-    config = MoQConfig.from_dict(at_bits(4, modules_to_not_convert=["experts"]))
+    config = MoQConfig.from_dict(at_bits(4, modules_to_not_convert=["experts"], quantize_heads=True))
     found = take_inventory(mixture(), config)
     assert found.experts == {} and "lm_head" in found.layers
     qwen = Qwen2MoeForCausalLM(

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from repo import GOLDEN
 
-from moq_hf.config import LARGEST, ActivationConfig, BlendConfig, EigenvalueConfig, MoQConfig, ScheduleConfig
+from moq_hf.config import LARGEST, ActivationConfig, BlendConfig, EigenvalueConfig, MoQConfig
 from moq_hf.errors import MoQError
 from moq_hf.forecast import Plan, plan
 from moq_hf.schedule import FLOAT_BITS, PrecisionSchedule, Switch
@@ -21,9 +21,12 @@ def make(
     start: int, target: int, period: int | str, offset: float = 0, deadline: float | None = None, **more: Any
 ) -> MoQConfig:
     return MoQConfig(
+        bits=target,
         start_bits=start,
-        target_bits=target,
-        schedule=ScheduleConfig(period=period, offset=offset, deadline=deadline),
+        period=period,
+        offset=offset,
+        deadline=deadline,
+        allow_unreached=True,
         **more,
     )
 
@@ -80,7 +83,7 @@ def test_bits_never_rise_and_change_only_when_due(config: MoQConfig, eigenvalues
         assert tuple(s.block for s in switches) == due
         for name, bits in schedule.bits.items():
             assert (bits < before[name]) == (name in due)
-            assert config.target_bits <= bits <= (32 if schedule.steps < config.schedule.offset else config.start_bits)
+            assert config.bits <= bits <= (32 if schedule.steps < config.offset else config.start_bits)
             assert before[name] - bits <= 1 or before[name] == 32
         for switch in switches:
             assert switch.bits == schedule.bits[switch.block] and switch.period == schedule.period[switch.block]
@@ -88,7 +91,9 @@ def test_bits_never_rise_and_change_only_when_due(config: MoQConfig, eigenvalues
 
 
 def test_blend_falls_to_zero_and_starts_again_for_a_block_that_switched() -> None:
-    schedule = PrecisionSchedule(make(4, 3, 6, offset=2, blend=BlendConfig(enabled=True, change_ratio=0.25)), "ab")
+    schedule = PrecisionSchedule(
+        make(4, 3, 6, offset=2, blend=BlendConfig(enabled=True, quantize_change_ratio=0.25)), "ab"
+    )
     seen = []
     for step in range(16):
         schedule.advance({"a": 0.0, "b": 0.0})
@@ -140,7 +145,7 @@ def deadlines(periods: Any, shares: Any = SHARES, offset: int = 100, blends: Any
             period,
             offset,
             deadline,
-            blend=BlendConfig(enabled=blend is not None, change_ratio=blend or 1.0),
+            blend=BlendConfig(enabled=blend is not None, quantize_change_ratio=blend or 1.0),
             eigenvalue=EigenvalueConfig(enabled=measured),
         ),
         st.integers(1, 15),
@@ -161,7 +166,7 @@ near_deadline = deadlines(st.just("auto") | st.integers(1, 60), st.floats(0.3, 1
 short = st.integers(100, 250)
 # Without a deadline.
 blended = st.tuples(configs, BLENDS).map(
-    lambda pair: replace(pair[0], blend=BlendConfig(enabled=pair[1] is not None, change_ratio=pair[1] or 1.0))
+    lambda pair: replace(pair[0], blend=BlendConfig(enabled=pair[1] is not None, quantize_change_ratio=pair[1] or 1.0))
 )
 FACTORS = st.lists(st.integers(1, 5), min_size=15, max_size=15)
 shares = st.floats(0, 1)
@@ -177,15 +182,15 @@ def make_schedule(config: MoQConfig, blocks: Any, steps: int) -> PrecisionSchedu
 
 def jump(schedule: PrecisionSchedule) -> None:
     """Go to just before the next step that changes anything, as the many advances before it would."""
-    waiting = [name for name, bits in schedule.bits.items() if bits > schedule.config.target_bits]
+    waiting = [name for name, bits in schedule.bits.items() if bits > schedule.config.bits]
     coming = min(0 if schedule.bits[name] == FLOAT_BITS else schedule.period[name] for name in waiting)
-    schedule.steps = max(schedule.steps, schedule.config.schedule.offset + coming - 1)
+    schedule.steps = max(schedule.steps, schedule.config.offset + coming - 1)
 
 
 def drops_for(config: MoQConfig, steps: int, factors: list[int]) -> list[Switch]:
     """The drops of one block whose factor at its k-th drop is `factors[k]`."""
     schedule, made = make_schedule(config, ["a"], steps), []
-    while schedule.bits["a"] > config.target_bits:
+    while schedule.bits["a"] > config.bits:
         jump(schedule)
         factor = factors[len(made)] if schedule.bits["a"] <= config.start_bits else 1
         made += [s for s in schedule.advance({"a": (factor - 1) / 4}) if s.before != FLOAT_BITS]
@@ -196,16 +201,16 @@ def drops_for(config: MoQConfig, steps: int, factors: list[int]) -> list[Switch]
 def test_every_block_meets_the_deadline(config: MoQConfig, steps: int, eigenvalues: list[dict[str, float]]) -> None:
     schedule = make_schedule(config, "abc", steps)
     last = schedule.deadline_step
-    assert last <= config.schedule.deadline * schedule.total_steps * (1 + 1e-9)
+    assert last <= config.deadline * schedule.total_steps * (1 + 1e-9)
     values, dropped = iter(eigenvalues), 0
-    while any(bits > config.target_bits for bits in schedule.bits.values()):
+    while any(bits > config.bits for bits in schedule.bits.values()):
         jump(schedule)
         dropped += sum(s.before != FLOAT_BITS for s in schedule.advance(next(values)))
         assert schedule.steps <= last
     # What is left of the blend.
     schedule.steps = last
     assert schedule.at_target
-    assert dropped == 3 * (config.start_bits - config.target_bits)
+    assert dropped == 3 * (config.start_bits - config.bits)
 
 
 @given(near_deadline | configs, short, st.randoms(use_true_random=False), st.integers(1, 20))
@@ -218,7 +223,7 @@ def test_what_is_due_is_foreseen(config: MoQConfig, steps: int, random: Any, win
         switches = schedule.advance({name: random.random() for name in "abc"})
         assert tuple(s.block for s in switches) == due
         drops.append({s.block for s in switches if s.before != FLOAT_BITS})
-        if config.schedule.deadline is not None:
+        if config.deadline is not None:
             assert (schedule.steps < schedule.deadline_step) or schedule.at_target
     for index in range(steps - window + 1):
         assert foreseen[index] == set().union(*drops[index : index + window])
@@ -236,9 +241,7 @@ def test_a_more_sensitive_block_never_drops_earlier(
 @given(deadlines(st.integers(1, 1000), blends=st.none()), lengths, FACTORS)
 def test_the_plain_rule_is_kept_where_it_meets_the_deadline(config: MoQConfig, steps: int, factors: list[int]) -> None:
     capped = drops_for(config, steps, factors)
-    plain = drops_for(
-        make(config.start_bits, config.target_bits, config.schedule.period, config.schedule.offset), steps, factors
-    )
+    plain = drops_for(make(config.start_bits, config.bits, config.period, config.offset), steps, factors)
     deadline = make_schedule(config, "a", steps).deadline_step
     if plain and plain[-1].step <= deadline:
         assert [s.step for s in capped] == [s.step for s in plain]
@@ -272,13 +275,13 @@ def test_too_few_steps(config: MoQConfig, data: Any) -> None:
     with pytest.raises(MoQError) as error:
         PrecisionSchedule(config, "a", steps)
     told = str(error.value)
-    assert f"the {config.start_bits - config.target_bits} drops" in told
+    assert f"the {config.start_bits - config.bits} drops" in told
     fits = told.split("What would fit: ")[1]
     changed = {
         r"start_bits (\d+)": lambda v: {"start_bits": int(v)},
-        r"schedule_offset (\d+)(?! the)": lambda v: {"schedule": replace(config.schedule, offset=int(v))},
-        r"a deadline of ([\d.e-]+)": lambda v: {"schedule": replace(config.schedule, deadline=float(v))},
-        r"quantize_change_ratio ([\d.]+)": lambda v: {"blend": replace(config.blend, change_ratio=float(v))},
+        r"schedule_offset (\d+)(?! the)": lambda v: {"offset": int(v)},
+        r"a deadline of ([\d.e-]+)": lambda v: {"deadline": float(v)},
+        r"quantize_change_ratio ([\d.]+)": lambda v: {"blend": replace(config.blend, quantize_change_ratio=float(v))},
     }
     longer = re.findall(r"a run of (\d+) steps", fits)
     for value in longer:
@@ -338,7 +341,7 @@ def replay(schedule: PrecisionSchedule, eigenvalues: dict[str, float], steps: in
         for switch in schedule.advance(eigenvalues) if step else ():
             switches[switch.block].append(switch)
         for name, bits in schedule.bits.items():
-            if arrived[name] is None and bits == schedule.config.target_bits and schedule.blend[name] == 0:
+            if arrived[name] is None and bits == schedule.config.bits and schedule.blend[name] == 0:
                 arrived[name] = step
     return switches, arrived
 
@@ -361,7 +364,7 @@ def test_a_saved_state_goes_on_as_if_never_saved(
     for index in range(steps):
         if index == at:
             state = json.loads(json.dumps(resumed.state_dict()))
-            has_deadline = config.schedule.deadline is not None
+            has_deadline = config.deadline is not None
             resumed = make_schedule(config, "abc", other if has_deadline else steps)
             resumed.load_state_dict(state)
             assert resumed.total_steps == steps and resumed.deadline_step == straight.deadline_step
@@ -374,17 +377,19 @@ def test_a_saved_state_goes_on_as_if_never_saved(
 @settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(configs, st.integers(10, 400), shares, st.none() | st.floats(0.001, 1))
 def test_what_a_plan_says_would_fit_fits(plain: MoQConfig, steps: int, share: float, blend: float | None) -> None:
-    config = replace(plain, blend=BlendConfig(enabled=blend is not None, change_ratio=blend or 1.0))
+    config = replace(plain, blend=BlendConfig(enabled=blend is not None, quantize_change_ratio=blend or 1.0))
     made = plan(config, steps, eigenvalues={"a": share})
     assume(not made.reached)
     (note,) = made.notes
     advice = note.split("): ")[1]
     changed = {
-        r"quantize_period of at most (\d+)": lambda v: {"schedule": replace(config.schedule, period=int(v))},
+        r"quantize_period of at most (\d+)": lambda v: {"period": int(v)},
         r"start_bits (\d+)": lambda v: {"start_bits": int(v)},
-        r'quantize_period "(auto)"': lambda v: {"schedule": replace(config.schedule, period=v)},
-        r"deadline of (1)": lambda v: {"schedule": replace(config.schedule, deadline=1.0)},
-        r"change_ratio of at least ([\d.]+)": lambda v: {"blend": replace(config.blend, change_ratio=float(v))},
+        r'quantize_period "(auto)"': lambda v: {"period": v},
+        r"deadline of (1)": lambda v: {"deadline": 1.0},
+        r"change_ratio of at least ([\d.]+)": lambda v: {
+            "blend": replace(config.blend, quantize_change_ratio=float(v))
+        },
     }
     longer = re.findall(r"only a run of (\d+) steps", advice)
     for value in longer:
@@ -402,7 +407,7 @@ def test_the_last_drop_is_foreseen(config: MoQConfig, steps: int, factors: list[
     schedule = make_schedule(config, ["a"], steps)
     most = 5 if config.eigenvalue.enabled else 1
     bounds = []
-    while schedule.bits["a"] > config.target_bits:
+    while schedule.bits["a"] > config.bits:
         bounds.append(schedule.last_drop())
         jump(schedule)
         factor = min(most, factors[len(bounds) - 1])
@@ -451,8 +456,8 @@ def test_no_size_is_too_large(
         period,
         offset,
         deadline,
-        blend=BlendConfig(enabled=ratio is not None, change_ratio=ratio or 1.0),
-        activation=ActivationConfig(enabled=activation is not None, start_step=activation or 0),
+        blend=BlendConfig(enabled=ratio is not None, quantize_change_ratio=ratio or 1.0),
+        activations=ActivationConfig(enabled=activation is not None, start_step=activation or 0),
         eigenvalue=EigenvalueConfig(enabled=measured),
     )
     try:

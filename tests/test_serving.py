@@ -303,7 +303,7 @@ def test_convolutions_are_described_by_their_matrices_as_floats() -> None:
 
 def test_a_head_that_is_a_table_too_is_described_as_a_table() -> None:
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, tie_word_embeddings=True))
-    config = moq(["vllm"], modules_to_not_convert=[])
+    config = moq(["vllm"], quantize_heads=True)
     with pytest.raises(MoQError, match=r"embedding tables must be floats \(model.embed_tokens\)"):
         quantize_model(model, config)
     quantize_model(model, {**config, "serve": ["llama.cpp"]})

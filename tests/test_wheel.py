@@ -15,7 +15,7 @@ SCRIPT = """
 import pathlib, moq_hf
 from moq_hf import MoQCallback
 assert pathlib.Path(moq_hf.__file__).is_relative_to({site!r}), moq_hf.__file__
-print(MoQCallback("w4").config.target_bits)
+print(MoQCallback("w4").config.bits)
 """
 
 

@@ -27,7 +27,7 @@ from trl import SFTConfig, SFTTrainer
 from moq_hf import MoQCallback
 
 HERE = Path(__file__).parent
-RECIPE = HERE.parents[1] / "configs" / "moq_lm_w4.json"
+RECIPE = "lm-w4"
 # TRL takes the loss of what stands between the marks of generation.
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
@@ -134,7 +134,7 @@ def main() -> None:
     """Train, convert, answer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/sft"))
-    parser.add_argument("--moq_config", type=Path, default=RECIPE)
+    parser.add_argument("--moq_config", default=RECIPE)
     parser.add_argument("--max_steps", type=int, default=300)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)

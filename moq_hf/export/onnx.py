@@ -207,7 +207,7 @@ def export_onnx(
     checkpoint = load_checkpoint(Path(directory))
     reference = Reference(checkpoint, data, max_length)
     config = checkpoint.verified.state.get("config")
-    trained = (config and MoQConfig.from_dict(config).activation.grid) or InputGrid(
+    trained = (config and MoQConfig.from_dict(config).activations.grid) or InputGrid(
         8, "per_tensor"
     )
     grid = InputGrid(

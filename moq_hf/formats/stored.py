@@ -156,7 +156,7 @@ class StoredWeight:
         is_legal = scale > 0
         if self.bits == 1:
             is_legal = scale >= 0
-        elif self.grid.full:
+        elif self.grid.is_full(self.bits):
             is_legal = scale != 0
         if not bool(torch.isfinite(scale).all() and is_legal.all()):
             legal = (

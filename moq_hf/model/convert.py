@@ -65,10 +65,10 @@ def quantize_model(
         )
     inventory = take_inventory(model, config)
     layers, embeddings = prepare_model(inventory, config)
-    for layer in layers.values():
-        layer.set_bits(config.start_bits)
+    for name, layer in layers.items():
+        layer.set_bits(config.of(name).start_bits)
     for table in embeddings.values():
-        table.moq.bits = config.quantize_embeddings or FLOAT_BITS
+        table.moq.bits = inventory.table_bits or FLOAT_BITS
     try:
         check_finite({**layers, **embeddings})
     except MoQError:
@@ -177,8 +177,10 @@ def prepare_model(
                 restore(layer)
     for index, (name, module) in enumerate(chosen.items()):
         layer = _quantized_layer(module)
-        layer.moq = _new_state(name, index, grid_of(module, config), layer.kind, config)
-        rounded = config.activation.grid
+        layer.moq = _new_state(
+            name, index, grid_of(module, config.of(name)), layer.kind, config
+        )
+        rounded = config.activations.grid
         if rounded is not None and layer.kind in ("linear", "conv1d"):
             layer.moq.inputs = new_inputs(rounded, layer.float_weight.device)
     for name, owner in inventory.tied.items():
@@ -190,7 +192,7 @@ def prepare_model(
     for index, (name, module) in enumerate(inventory.experts.items(), len(chosen)):
         attribute = name.rpartition(".")[2]
         kind: Kind = "experts_t" if experts_transposed(module) else "experts"
-        grid = grid_of_experts(module, attribute, config)
+        grid = grid_of_experts(module, attribute, config.of(name))
         states.setdefault(module, {})[attribute] = _new_state(
             name, index, grid, kind, config
         )

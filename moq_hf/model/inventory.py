@@ -48,10 +48,12 @@ class Inventory:
         modules: Name to module, each module once, in model order.
         adapters: Names of the modules that PEFT has put in.
         layers: The linear layers and convolutions that a config quantizes by name;
-            `take_inventory` fills it, and the next four.
+            `take_inventory` fills it, and the next six.
         experts: The parameters of experts that it quantizes, by their names, each with
             its module.
         embeddings: The embedding tables that it quantizes.
+        table_bits: To how many bits; None where it leaves them alone.
+        tables_stay: Why the tables stay in float where the config says "auto".
         tied: Module to the one of `layers` or `embeddings` whose weight it shares, and
             with it the quantized copy.
         left_out: Linear layers that stay in float, and tables and convolutions that
@@ -71,6 +73,8 @@ class Inventory:
     layers: Mapping[str, Layer] = field(default_factory=dict)
     experts: Mapping[str, nn.Module] = field(default_factory=dict)
     embeddings: Mapping[str, nn.Embedding] = field(default_factory=dict)
+    table_bits: int | None = None
+    tables_stay: str | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str | None] = field(default_factory=dict)
 

@@ -1,22 +1,27 @@
 """Select the layers of a model that a config quantizes, and refuse what cannot be: adapters, shared weights, groups."""
 
-import fnmatch
+import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    PreTrainedModel,
+)
 from transformers.pytorch_utils import Conv1D
 
-from ..config import MoQConfig
+from ..config import MoQConfig, matches
 from ..errors import MoQError
-from ..grid import Grid, PerChannel, RowBlocks
+from ..grid import Grid, Grouping, PerChannel, RowBlocks
 from ..names import is_below
 from ..processes import check_supported
 from ..quant_experts import experts_parameters, matrix_of
 from ..seams.transformers import ADAPTED, has_dora
-from ..serving import check_served
+from ..serving import REQUIRED, check_served
 from .inventory import (
     CONVOLUTIONS,
     LINEARS,
@@ -29,6 +34,8 @@ from .inventory import (
 
 # How embedding tables are quantized, whatever the config says of the linear layers.
 _ROWS = Grid(PerChannel(), search="absmax")
+# Bits of tables where the config says "auto" and they are quantized.
+AUTO_TABLE_BITS = 8
 
 
 def take_inventory(model: Any, config: MoQConfig) -> Inventory:
@@ -55,13 +62,8 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
     )
     experts = select_experts(inventory, config)
     layers, left_out = select_layers(inventory, config, bool(experts))
-    embeddings: dict[str, nn.Embedding] = {}
-    if config.quantize_embeddings is not None:
-        embeddings = embeddings_to_quantize(inventory, config)
-        if not embeddings:
-            raise MoQError(
-                "quantize_embeddings: the model has no embedding table that can be quantized; set it to null"
-            )
+    inventory = replace(inventory, **_tables(inventory, config))
+    embeddings = inventory.embeddings
     tied = select_tied(inventory, {**embeddings, **layers}, config)
     inventory = replace(
         inventory,
@@ -75,8 +77,49 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
             name: reason for name, reason in left_out.items() if name not in tied
         },
     )
+    _check_overrides(inventory.scheduled, config)
     check_served(inventory, config)
     return inventory
+
+
+def _check_overrides(scheduled: Iterable[str], config: MoQConfig) -> None:
+    """Check that each glob of `overrides` means a layer.
+
+    Raises:
+        MoQError: One means none; lists those of similar names.
+    """
+    names = list(scheduled)
+    for glob in config.overrides:
+        if not any(matches(name, glob) for name in names):
+            near = difflib.get_close_matches(glob, names, 3, 0.0)
+            raise MoQError(
+                f"overrides: {glob!r} matches no layer that is quantized; near are {', '.join(near)}"
+            )
+
+
+def split_blocks(
+    blocks: Mapping[str, Sequence[str]], config: MoQConfig
+) -> dict[str, list[str]]:
+    """Make blocks of their own of what `overrides` give other bits than the rest of a block has.
+
+    Args:
+        blocks: Block name to its layers.
+        config: The config to follow.
+
+    >>> config = MoQConfig(bits=4, overrides={"query": {"bits": 8}})
+    >>> split_blocks({"layer.0": ["layer.0.query", "layer.0.key"]}, config)
+    {'layer.0 (8 bits)': ['layer.0.query'], 'layer.0': ['layer.0.key']}
+    """
+    usual = config.variants()[0].span_in_words
+    found = {}
+    for block, layers in blocks.items():
+        parts: dict[str, list[str]] = {}
+        for layer in layers:
+            parts.setdefault(config.of(layer).span_in_words, []).append(layer)
+        for span, part in parts.items():
+            is_usual = span == usual or len(parts) == 1
+            found[block if is_usual else f"{block} ({span})"] = part
+    return found
 
 
 def select_layers(
@@ -92,7 +135,7 @@ def select_layers(
     Returns:
         Name to layer; and for those left in float, name to the reason, None where the
         config or the place in the model is the reason. The second includes embedding
-        tables that cannot be quantized.
+        tables that cannot be quantized, if the config names their bits.
 
     Raises:
         MoQError: There is nothing to quantize, a pattern in
@@ -100,13 +143,9 @@ def select_layers(
             groups do not divide it, or DoRA adapts it.
     """
     every = _candidates(inventory, config)
-    what = (
-        "linear layer or convolution"
-        if config.quantize_convolutions
-        else "linear layer"
-    )
+    what = "linear layer or convolution" if config.convolutions else "linear layer"
     convolutions = inventory.instances(*CONVOLUTIONS)
-    if config.quantize_convolutions and not convolutions:
+    if config.convolutions and not convolutions:
         raise MoQError(
             "quantize_convolutions: the model has no convolution; leave the key out"
         )
@@ -120,7 +159,7 @@ def select_layers(
     }
     chosen = {name: layer for name, layer in asked.items() if reasons[name] is None}
     if not chosen and not has_experts:
-        unasked = convolutions and not config.quantize_convolutions
+        unasked = convolutions and not config.convolutions
         hint = (
             "; quantize_convolutions: true would quantize convolutions"
             if unasked
@@ -136,20 +175,21 @@ def select_layers(
             raise MoQError(
                 f"the model has no {what} to quantize; its layers are {listed}{hint}"
             )
-        place = (
-            "is an output head"
-            if config.modules_to_not_convert is None
-            else "is in modules_to_not_convert"
-        )
-        listed = ", ".join(
-            f"{name} has {reasons[name]}" if name in asked else f"{name} {place}"
-            for name in every
-        )
+        why = {
+            name: f"has {reason}" for name, reason in reasons.items() if name in asked
+        }
+        why |= {
+            name: "is in modules_to_not_convert"
+            if _is_named(name, config)
+            else "is an output head (quantize_heads)"
+            for name in kept
+        }
+        listed = ", ".join(f"{name} {why[name]}" for name in every)
         raise MoQError(f"no {what} is left to quantize: {listed}{hint}")
     _check_groups({name: _features(layer) for name, layer in chosen.items()}, config)
     _check_adapters(inventory, chosen)
     left_out = {name: reasons[name] for name in every if name not in chosen}
-    if config.quantize_embeddings is not None:
+    if isinstance(config.embeddings, int):
         tables = {
             name: _why_no_table(table)
             for name, table in inventory.instances(nn.Embedding).items()
@@ -158,6 +198,57 @@ def select_layers(
             name: reason for name, reason in tables.items() if reason is not None
         }
     return chosen, left_out
+
+
+def _tables(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
+    """Find the embedding tables that the config quantizes, their bits, and why those of "auto" stay in float.
+
+    Raises:
+        MoQError: The config names bits, and no table can be quantized.
+    """
+    if config.embeddings is None:
+        return {}
+    tables = embeddings_to_quantize(inventory, config)
+    if config.embeddings != "auto":
+        if not tables:
+            raise MoQError(
+                "quantize_embeddings: the model has no embedding table that can be quantized; set it to null"
+            )
+        return {"embeddings": tables, "table_bits": config.embeddings}
+    refuses = [name for name in config.serve if not REQUIRED[name].tables]
+    why = None
+    if refuses:
+        why = f"{' and '.join(refuses)} take them as floats"
+    elif not is_encoder(inventory):
+        why = "the model is no encoder of transformers"
+    if why is not None:
+        return {"tables_stay": why if tables else None}
+    # An output head that shares a table is in float unless the config says otherwise.
+    shared = {
+        id(module._parameters.get("weight"))
+        for module in inventory.modules.values()
+        if not isinstance(module, nn.Embedding)
+    }
+    own = {n: table for n, table in tables.items() if id(table.weight) not in shared}
+    stay = None if own or not tables else "they are shared with other layers"
+    return {"embeddings": own, "table_bits": AUTO_TABLE_BITS, "tables_stay": stay}
+
+
+def is_encoder(inventory: Inventory) -> bool:
+    """Whether there are models of transformers in a model, and none of them decodes."""
+    models = [m for m in inventory.modules.values() if isinstance(m, PreTrainedModel)]
+    return bool(models) and not any(map(_decodes, models))
+
+
+def _decodes(model: PreTrainedModel) -> bool:
+    config = model.config
+    kind = type(config)
+    if getattr(config, "is_decoder", False) or model.can_generate():
+        return True
+    # GPT-2 and Llama are decoders in all their classes, BERT is in one.
+    only_causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING
+    only_causal = only_causal and kind not in MODEL_FOR_MASKED_LM_MAPPING
+    return only_causal or bool(getattr(config, "is_encoder_decoder", False))
 
 
 def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Module]:
@@ -172,7 +263,7 @@ def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Modu
     """
     every = _experts(inventory).items()
     chosen = {name: module for name, module in every if not _is_named(name, config)}
-    if chosen and config.activation.enabled:
+    if chosen and config.activations.enabled:
         raise MoQError(
             f"activation_quantization: the inputs of experts cannot be quantized ({', '.join(chosen)}); leave it out, "
             'or add "experts" to modules_to_not_convert'
@@ -183,11 +274,6 @@ def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Modu
         sizes[name] = {"out_features": rows, "in_features": columns}
     _check_groups(sizes, config)
     return chosen
-
-
-def output_heads(inventory: Inventory, config: MoQConfig) -> list[str]:
-    """Names of the output heads among what the config may quantize."""
-    return inventory.heads(_candidates(inventory, config))
 
 
 def grid_of(layer: nn.Module, config: MoQConfig) -> Grid:
@@ -262,7 +348,7 @@ def select_tied(
     if wrong:
         instead = (
             "set quantize_embeddings to null"
-            if config.quantize_embeddings
+            if inventory.table_bits
             else "leave the layers in float"
         )
         raise MoQError(
@@ -319,32 +405,29 @@ def embeddings_to_quantize(
 
 def _candidates(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
     """The layers that the config could quantize, in model order: linear layers, and convolutions if it names them."""
-    return inventory.instances(
-        *LINEARS, *(CONVOLUTIONS if config.quantize_convolutions else ())
-    )
+    return inventory.instances(*LINEARS, *(CONVOLUTIONS if config.convolutions else ()))
 
 
 def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:
-    """The candidates that `modules_to_not_convert` names, or the output heads where it is absent.
+    """The candidates that `modules_to_not_convert` names, and the output heads unless `quantize_heads` is true.
 
     Raises:
         MoQError: A name or glob matches no module.
     """
-    if config.modules_to_not_convert is None:
-        return set(output_heads(inventory, config))
     candidates = _candidates(inventory, config)
     known = [*filter(None, inventory.modules), *_experts(inventory)]
-    for pattern in config.modules_to_not_convert:
-        if not any(_matches(name, pattern) for name in known):
+    for pattern in config.modules_to_not_convert or ():
+        if not any(matches(name, pattern) for name in known):
             what = (
                 "linear layers and convolutions"
-                if config.quantize_convolutions
+                if config.convolutions
                 else "linear layers"
             )
             raise MoQError(
                 f"modules_to_not_convert: {pattern!r} matches no module; the {what} are {', '.join(candidates)}"
             )
-    return {name for name in candidates if _is_named(name, config)}
+    heads = () if config.heads else inventory.heads(candidates)
+    return {name for name in candidates if name in heads or _is_named(name, config)}
 
 
 def _routers(inventory: Inventory) -> set[str]:
@@ -365,17 +448,8 @@ def _routers(inventory: Inventory) -> set[str]:
 
 def _is_named(name: str, config: MoQConfig) -> bool:
     return any(
-        _matches(name, pattern) for pattern in config.modules_to_not_convert or ()
+        matches(name, pattern) for pattern in config.modules_to_not_convert or ()
     )
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """A glob over the whole name, or a run of whole components of it: its beginning, its end, or in between.
-
-    >>> [_matches("layer.1.query", pattern) for pattern in ("layer.*", "1.query", "1.que")]
-    [True, True, False]
-    """
-    return fnmatch.fnmatchcase(name, pattern) or f".{pattern}." in f".{name}."
 
 
 def _check_weights(layers: Mapping[str, Layer]) -> None:
@@ -434,7 +508,16 @@ def _check_groups(features: Mapping[str, Mapping[str, int]], config: MoQConfig) 
     Raises:
         MoQError: They do not; the text says which would.
     """
-    grouping = config.grouping
+    names: dict[Grouping, list[str]] = {}
+    for name in features:
+        names.setdefault(config.of(name).grouping, []).append(name)
+    for grouping, layers in names.items():
+        _check_grouping({name: features[name] for name in layers}, grouping)
+
+
+def _check_grouping(
+    features: Mapping[str, Mapping[str, int]], grouping: Grouping
+) -> None:
     if grouping.divides is None:
         return
     axis, count = grouping.divides

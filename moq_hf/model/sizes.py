@@ -175,6 +175,7 @@ class FileSize:
         layers: Its quantized layers by name.
         embeddings: Its quantized embedding tables by name.
         table_bits: Those of the tables.
+        fixed: Bits of the layers that have no choice of them, by name.
     """
 
     def __init__(
@@ -183,6 +184,7 @@ class FileSize:
         layers: Mapping[str, QuantLayer],
         embeddings: Mapping[str, QuantEmbedding],
         table_bits: int | None,
+        fixed: Mapping[str, int] | None = None,
     ) -> None:
         self._inventory = inventory
         self._layers = layers
@@ -198,10 +200,15 @@ class FileSize:
             self._fixed |= self._tensors(
                 name, table, table_bits or FLOAT_BITS, is_table=True
             )
+        for name, bits in (fixed or {}).items():
+            is_table = name in inventory.tied.values()
+            self._fixed |= self._tensors(name, layers[name], bits, is_table)
         # The end of the data at the most bits: no offset in the header has more digits.
         self._end = 0
         self._end = self.of_rest() + sum(
-            self.of_layer(name, MAX_PACKED_BITS) for name in layers
+            self.of_layer(name, MAX_PACKED_BITS)
+            for name in layers
+            if name not in (fixed or {})
         )
 
     def why_alike(self) -> str | None:

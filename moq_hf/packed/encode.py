@@ -254,7 +254,7 @@ class Encoder:
             shape=(weight.shape[0], weight.shape[1]),
             scales=scales,
             symmetric=state.grid.symmetric,
-            full=state.grid.full,
+            full=state.grid.is_full(state.bits),
             bytes=sum(tensor.nbytes for tensor in parts.values()),
             bytes_before=weight.nbytes,
             group=None if encoded.scheme is None else self._group(name, encoded.scheme),

@@ -10,10 +10,11 @@ from typing import Any
 from torch import nn
 
 from ..config import MoQConfig
+from ..errors import MoQError
 from ..inputs import InputObserver, load_ranges, ranges_of, update_ranges
 from ..model.convert import check_finite, prepare_model
 from ..model.inventory import Inventory
-from ..model.selection import take_inventory
+from ..model.selection import split_blocks, take_inventory
 from ..model.sizes import FileSize, ModelSizes
 from ..processes import agree, device_of, is_distributed, shape_of
 from ..quant_linear import QuantLayer
@@ -91,15 +92,22 @@ class MoQController:
         config = self.config
         self.inventory = inventory
         self.model = inventory.model
-        units = None if config.budget is None else inventory.units(inventory.scheduled)
+        configs = {name: config.of(name) for name in inventory.scheduled}
+        free = [name for name, own in configs.items() if own.budget is not None]
+        fixed = {n: own.targets[0] for n, own in configs.items() if n not in free}
+        if config.budget is not None and not free:
+            raise MoQError(
+                "quantize_bits.target_bits: overrides name the bits of every layer, so there is nothing to choose; "
+                "give a number"
+            )
+        units = inventory.units(free)
         self.sensitivity: Sensitivity | None = None
-        if config.eigenvalue.enabled or units is not None:
-            self.sensitivity = Sensitivity(inventory, config, units)
-        measured = () if self.sensitivity is None else self.sensitivity.blocks
-        self.blocks = (
-            inventory.blocks(inventory.scheduled, measured) if units is None else units
-        )
-        self.schedule = PrecisionSchedule(self.config, self.blocks, total_steps)
+        if config.eigenvalue.enabled or units:
+            self.sensitivity = Sensitivity(inventory, config, units or None)
+        entries = () if self.sensitivity is None else self.sensitivity.entries
+        self.blocks = split_blocks(inventory.blocks(fixed, entries), config) | units
+        configs = {name: configs[layers[0]] for name, layers in self.blocks.items()}
+        self.schedule = PrecisionSchedule(config, self.blocks, total_steps, configs)
         self.history: list[Switch] = []
         self.choice: Choice | None = None
         self.layers, self.embeddings = prepare_model(self.inventory, self.config)
@@ -111,7 +119,7 @@ class MoQController:
             file = None
             if config.budget.file_mb is not None:
                 file = FileSize(
-                    inventory, self.layers, self.embeddings, config.quantize_embeddings
+                    inventory, self.layers, self.embeddings, inventory.table_bits, fixed
                 )
             counts = {
                 name: shape_of(layer.float_weight).numel()
@@ -119,9 +127,9 @@ class MoQController:
             }
             weights = {
                 block: sum(counts[layer] for layer in names)
-                for block, names in self.blocks.items()
+                for block, names in units.items()
             }
-            self._chooser = Chooser(config, weights, self.blocks, file)
+            self._chooser = Chooser(config, weights, units, file)
         self._write_bits(self.blocks)
         self.refresh()
 
@@ -134,13 +142,13 @@ class MoQController:
     def has_arrived(self) -> bool:
         """Whether the weights and inputs of every layer are at their target precision, with no blend left."""
         return self.schedule.at_target and (
-            self.rounds_inputs or not self.config.activation.enabled
+            self.rounds_inputs or not self.config.activations.enabled
         )
 
     @property
     def rounds_inputs(self) -> bool:
         """Whether the inputs of quantized linear layers are rounded in the next forward pass."""
-        activation = self.config.activation
+        activation = self.config.activations
         return (
             activation.enabled
             and self.has_begun
@@ -424,7 +432,7 @@ class MoQController:
                     )
         for table in self.embeddings.values():
             table.moq.bits = (
-                self.config.quantize_embeddings if self.has_begun else None
+                self.inventory.table_bits if self.has_begun else None
             ) or FLOAT_BITS
 
 

@@ -13,7 +13,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer
 
-from ..config import MoQConfig, ScheduleConfig
+from ..config import MoQConfig
 from ..errors import MoQError, one_line
 from ..seams.transformers import checkpoint_folder
 from .distillation import load_teacher
@@ -55,8 +55,8 @@ def after_float(config: MoQConfig, share: float) -> MoQConfig:
     ...     "quantize_bits": {"start_bits": 4, "target_bits": 2},
     ...     "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 0, "deadline": 0.5},
     ... })
-    >>> schedule = after_float(config, 0.5).schedule
-    >>> schedule.offset, schedule.deadline
+    >>> after = after_float(config, 0.5)
+    >>> after.offset, after.deadline
     (0.5, 0.75)
     """
     if config.distillation.teacher is not None:
@@ -64,22 +64,19 @@ def after_float(config: MoQConfig, share: float) -> MoQConfig:
             "float_first trains the teacher itself: leave distillation.teacher out, or float_first, to start from "
             f"{config.distillation.teacher}"
         )
-    schedule = config.schedule
-    if schedule.offset not in (0, ScheduleConfig().offset):
+    if config.offset != 0:
         logger.warning(
             "moq_hf: float_first: quantization begins after %g of the run; schedule_offset %g is not read",
             share,
-            schedule.offset,
+            config.offset,
         )
     # Rounded, because a config's number counts as the decimal fraction it is written as.
     deadline = (
         None
-        if schedule.deadline is None
-        else round(share + (1 - share) * schedule.deadline, 9)
+        if config.deadline is None
+        else round(share + (1 - share) * config.deadline, 9)
     )
-    return dataclasses.replace(
-        config, schedule=dataclasses.replace(schedule, offset=share, deadline=deadline)
-    )
+    return dataclasses.replace(config, offset=share, deadline=deadline)
 
 
 class FloatPhase:

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 from .. import serving, triton_quant
 from ..config import DistillationConfig, MoQConfig
 from ..model.inventory import Inventory, is_convolution
-from ..model.selection import embeddings_to_quantize, output_heads
+from ..model.selection import embeddings_to_quantize
 from ..model.sizes import ModelSizes, in_words
 from ..processes import shape_of
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
@@ -54,12 +54,14 @@ def summary(
         parts.append("convolutions have one scale per channel")
     if inventory.embeddings:
         parts.append(
-            f"{len(inventory.embeddings)} embedding tables to {config.quantize_embeddings} bits"
+            f"{len(inventory.embeddings)} embedding tables to {inventory.table_bits} bits"
         )
+    if inventory.tables_stay is not None:
+        parts.append(f"embedding tables stay in float: {inventory.tables_stay}")
     parts += [
         f"{name} shares the weight of {owner}" for name, owner in inventory.tied.items()
     ]
-    activation = config.activation
+    activation = config.activations
     if activation.enabled:
         parts.append(
             f"the inputs of linear layers to {activation.bits} bits ({activation.scale}) after "
@@ -93,14 +95,6 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
         notes.append(
             "quantizer_kernel: the Triton kernels need a CUDA device; plain PyTorch gives the same numbers"
         )
-    heads = [
-        name for name in output_heads(inventory, config) if name in inventory.layers
-    ]
-    if config.modules_to_not_convert is not None and heads:
-        notes.append(
-            f"the output heads {', '.join(heads)} are quantized too, since modules_to_not_convert is given "
-            "without them; add them to it to leave them in full precision"
-        )
     convolutions = [
         name for name, layer in inventory.layers.items() if is_convolution(layer)
     ]
@@ -109,11 +103,11 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
             "quantize_convolutions: the packed format has no place for convolutions; these are saved as floats on the "
             f"grid, at full size, and are integers in the ONNX export: {', '.join(convolutions)}"
         )
-    if convolutions and config.activation.enabled:
+    if convolutions and config.activations.enabled:
         notes.append(
             "activation_quantization is of linear layers: the inputs of convolutions stay in float"
         )
-    if config.activation.enabled and config.grouping.row_size is not None:
+    if config.activations.enabled and config.grouping.row_size is not None:
         notes.append(
             "activation_quantization: integer products need one scale per channel, so the int8 export keeps layers "
             "with a quantize_group_size weight-only; set quantize_groups instead, for instance per_channel"
@@ -203,7 +197,7 @@ def notes_on_length(
         steps: Optimizer steps of the run that the schedule counts.
         max_steps: All of them.
     """
-    if not schedule.config.schedule.depends_on_length or schedule.total_steps in (
+    if not schedule.config.depends_on_length or schedule.total_steps in (
         steps,
         max_steps,
     ):
@@ -315,8 +309,8 @@ def ended_early(
         best: Whether the best checkpoint was to be loaded.
     """
     text = f"training ended at step {steps:,}, before every block was at {config.target_in_words}"
-    if config.activation.enabled:
-        text += f" with inputs rounded, after step {config.activation.start_step:,}"
+    if config.activations.enabled:
+        text += f" with inputs rounded, after step {config.activations.start_step:,}"
     text = f"{text}: {blocks_in_words(bits)}"
     if set(bits.values()) == {FLOAT_BITS}:
         text += ", so nothing is delivered"

@@ -28,7 +28,14 @@ _LONGEST = 2**128
 
 # Keys that change no result.
 _HARMLESS = frozenset(
-    {"quantize_verbose", "quantizer_kernel", "eigenvalue.verbose", "prove", "serve"}
+    {
+        "quantize_verbose",
+        "quantizer_kernel",
+        "quantize_schedule.allow_unreached",
+        "eigenvalue.verbose",
+        "prove",
+        "serve",
+    }
 )
 # Keys whose change takes effect from now on: at the next search for ratios, random
 # number, measurement or loss.
@@ -203,10 +210,11 @@ def _conflicts(config: MoQConfig, state: Mapping[str, Any]) -> Iterator[str]:
     schedule = state["schedule"]
     sensitivity = state["sensitivity"]
     blocks = schedule["blocks"]
-    if config.schedule.depends_on_length and schedule["total_steps"] is None:
+    if config.depends_on_length and schedule["total_steps"] is None:
         yield "schedule.total_steps must be a whole number from 1, not null"
-    least = config.targets[0]
-    most = max(config.start_bits, config.targets[-1])
+    variants = config.variants()
+    least = min(own.targets[0] for own in variants)
+    most = max(max(own.start_bits, own.targets[-1]) for own in variants)
     for name, (bits, _, _) in blocks.items():
         if bits != FLOAT_BITS and not least <= bits <= most:
             yield f"schedule.blocks.{name}.0 must be a whole number from {least} to {most}, not {bits}"
@@ -260,7 +268,7 @@ def planned_steps(config: MoQConfig, state: Mapping[str, Any], total_steps: int)
         total_steps: Optimizer steps of the run that goes on.
     """
     changed = changes(MoQConfig.from_dict(state["config"]), config)
-    if not config.schedule.depends_on_length or _is_replayed(state, changed):
+    if not config.depends_on_length or _is_replayed(state, changed):
         return total_steps
     planned: int = state["schedule"]["total_steps"]
     return planned
@@ -300,11 +308,11 @@ def check_room(schedule: PrecisionSchedule, total_steps: int) -> None:
         MoQError: It does not; the text says what would.
     """
     config = schedule.config
-    if not config.schedule.depends_on_length:
+    if not config.depends_on_length:
         return
-    last = config.activation.start_step if config.activation.enabled else 0
+    last = config.activations.start_step if config.activations.enabled else 0
     # Without a deadline the run may end while the bits still fall.
-    ends_early = config.schedule.deadline is None
+    ends_early = config.deadline is None
     last = max(last, schedule.offset + 1 if ends_early else schedule.last_drop())
     if last > max(total_steps, schedule.steps):
         raise MoQError(
@@ -397,15 +405,8 @@ def _in_words(key: str, pair: tuple[Any, Any]) -> str:
 
 
 def _flat(config: MoQConfig) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.to_dict().items():
-        flat |= (
-            {f"{key}.{name}": part for name, part in value.items()}
-            if isinstance(value, Mapping)
-            else {key: value}
-        )
     # A null scale_dtype means the grid's default.
-    return flat | {"quantize_algo.scale_dtype": config.grid.scale_dtype}
+    return config.flat() | {"quantize_algo.scale_dtype": config.grid.scale_dtype}
 
 
 def _unused(*configs: Mapping[str, Any]) -> set[str]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..config import MoQConfig
 from ..errors import MoQError
 from ..model.inventory import Inventory
+from ..model.selection import split_blocks
 from ..names import is_below
 from ..processes import is_apart, is_distributed, largest_over_ranks, mean_over_ranks
 from ..schedule import PrecisionSchedule
@@ -56,6 +57,7 @@ class Sensitivity:
 
     Attributes:
         blocks: Block name to its parameters.
+        entries: The entries of lists of layers that the blocks are of, or parts of.
         measure: The `Measure` that compares them.
         scores: Block name to the magnitude of its eigenvalue, or to its divergence at
             its next bits; empty before the first measurement.
@@ -69,7 +71,7 @@ class Sensitivity:
         units: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.config = config.eigenvalue
-        self.blocks, layers = _blocks_of(inventory, config, units)
+        self.blocks, layers, self.entries = _blocks_of(inventory, config, units)
         self.measure = MEASURES[config.measure](
             inventory.model, self.blocks, layers, config
         )
@@ -301,23 +303,14 @@ class Sensitivity:
 
 def _blocks_of(
     inventory: Inventory, config: MoQConfig, units: Mapping[str, Sequence[str]] | None
-) -> tuple[dict[str, list[nn.Parameter]], Mapping[str, Sequence[str]]]:
-    """Find the parameters and the layers of the blocks to measure; see `Sensitivity`.
+) -> tuple[dict[str, list[nn.Parameter]], Mapping[str, Sequence[str]], list[str]]:
+    """Find the parameters and the layers of the blocks to measure, and the entries of lists that these are of.
 
     Raises:
         MoQError: There is nothing to measure.
     """
     if units is not None:
-        parameters = dict(inventory.parameters())
-        # Experts are called as their parameter.
-        weights = {
-            block: [
-                parameters[layer if layer in inventory.experts else f"{layer}.weight"]
-                for layer in unit
-            ]
-            for block, unit in units.items()
-        }
-        return weights, units
+        return _weights_of(inventory, units), units, []
     blocks = inventory.layer_blocks(
         config.eigenvalue.layer_name, config.eigenvalue.layer_num
     )
@@ -330,7 +323,27 @@ def _blocks_of(
         raise MoQError(
             f"eigenvalue: no block has a quantized layer; the blocks are {', '.join(blocks)}"
         )
-    return {block: blocks[block] for block in layers}, layers
+    parts = split_blocks(layers, config)
+    weights = _weights_of(inventory, parts)
+    # Of an entry that is a block as a whole, biases and norms count too.
+    entries = {
+        block: blocks[block] for block in layers if parts.get(block) == layers[block]
+    }
+    return weights | entries, parts, list(layers)
+
+
+def _weights_of(
+    inventory: Inventory, blocks: Mapping[str, Sequence[str]]
+) -> dict[str, list[nn.Parameter]]:
+    parameters = dict(inventory.parameters())
+    # Experts are called as their parameter.
+    return {
+        block: [
+            parameters[layer if layer in inventory.experts else f"{layer}.weight"]
+            for layer in layers
+        ]
+        for block, layers in blocks.items()
+    }
 
 
 def _moved(batch: Batch, device: torch.device, in_float32: bool) -> Batch:

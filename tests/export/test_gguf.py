@@ -59,7 +59,7 @@ def llama(seed: int = 0) -> Any:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gguf") / "packed"
     bits = [4, 8, 3, 2, 1, 5, 6, 7]
-    return packed(folder, llama(), bits, quantize_group_size=32, quantize_embeddings=8, modules_to_not_convert=[])
+    return packed(folder, llama(), bits, quantize_group_size=32, quantize_embeddings=8, quantize_heads=True)
 
 
 @pytest.fixture(scope="module")

@@ -35,11 +35,11 @@ BASE: dict[str, Any] = {
     "quantize_bits": {"start_bits": 6, "target_bits": 3},
     # Of 18 and of 33 rows: two processes hold 9 and 9, 17 and 16 of them, so groups lie across the border.
     "quantize_groups": 3,
-    "quantize_schedule": {"quantize_period": 2, "schedule_offset": 2},
-    "quantize_algo": {"scale_refresh": 3},
+    "quantize_schedule": {"quantize_period": 2, "schedule_offset": 2, "allow_unreached": True},
+    "quantize_algo": {"scale_refresh": 3, "range": "narrow"},
 }
 AT_ONCE = {**BASE, "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0}}
-STOCHASTIC = {**BASE, "quantize_algo": {"scale_refresh": 3, "rounding": "stochastic"}}
+STOCHASTIC = {**BASE, "quantize_algo": {"scale_refresh": 3, "range": "narrow", "rounding": "stochastic"}}
 EIGENVALUE = {"enabled": True, "layer_name": "bert.encoder.layer", "num_samples": GLOBAL_BATCH, "max_overhead": 1.0}
 BUDGET = {
     **BASE,

@@ -16,10 +16,10 @@ from moq_hf.model.convert import quant_layers
 CONFIG = {
     "quantize_bits": {"start_bits": 6, "target_bits": 3},
     "quantize_groups": 4,
-    "quantize_schedule": {"quantize_period": 2, "schedule_offset": 2},
-    "quantize_algo": {"scale_refresh": 3},
+    "quantize_schedule": {"quantize_period": 2, "schedule_offset": 2, "allow_unreached": True},
+    "quantize_algo": {"scale_refresh": 3, "range": "narrow"},
 }
-STOCHASTIC = {**CONFIG, "quantize_algo": {"scale_refresh": 3, "rounding": "stochastic"}}
+STOCHASTIC = {**CONFIG, "quantize_algo": {"scale_refresh": 3, "range": "narrow", "rounding": "stochastic"}}
 BLEND = {**CONFIG, "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.3}}
 CONFIGS = {"nearest": CONFIG, "stochastic": STOCHASTIC, "blend": BLEND}
 # Every layer is at its target from this step on.

@@ -328,7 +328,7 @@ def error(layer: Any) -> float:
 
 def least_error(layer: Any) -> float:
     weight = weight_of(layer).detach()
-    bits, grid = layer.moq.bits, Grid(PerChannel())
+    bits, grid = layer.moq.bits, Grid(PerChannel(), full=None)
     ratio = q.least_squares_ratio(weight, bits, grid)
     return float((q.fake_quantize(weight, bits, grid, ratio=ratio) - weight).square().mean())
 

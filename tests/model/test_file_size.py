@@ -55,8 +55,8 @@ def test_it_is_the_size_of_the_file(kind: str, more: dict[str, Any], choices: tu
     for name, width in bits.items():
         layers[name].set_bits(width)
     for table in tables.values():
-        table.moq.bits = config.quantize_embeddings
-    file = FileSize(inventory, layers, tables, config.quantize_embeddings)
+        table.moq.bits = config.embeddings
+    file = FileSize(inventory, layers, tables, config.embeddings)
     assert file.why_alike() is None
     found = file.of_rest() + sum(file.of_layer(name, width) for name, width in bits.items())
     save_quantized(model, tmp_path)
@@ -74,5 +74,5 @@ def test_files_whose_codes_are_alike_are_named() -> None:
         (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), {}, "only models of transformers"),
     ):
         config, inventory, layers, tables = prepared(model, **more)
-        why = FileSize(inventory, layers, tables, config.quantize_embeddings).why_alike()
+        why = FileSize(inventory, layers, tables, config.embeddings).why_alike()
         assert why is not None and words in why

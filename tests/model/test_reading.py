@@ -25,7 +25,7 @@ CONFIG: dict[str, Any] = {
     "quantize_schedule": {"quantize_period": 1, "schedule_offset": 1},
     "quantize_groups": "per_channel",
 }
-FIXED: dict[str, Any] = {**CONFIG, "quantize_bits": {"start_bits": 3, "target_bits": 3}, "modules_to_not_convert": []}
+FIXED: dict[str, Any] = {**CONFIG, "quantize_bits": {"start_bits": 3, "target_bits": 3}, "quantize_heads": True}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 TEXT = {**SMALL, "vocab_size": 60, "max_position_embeddings": 32, "pad_token_id": 0}
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0}
@@ -199,7 +199,7 @@ def count(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> list[str
 
 def test_a_saved_model_with_attention_of_pytorchs_own_loads_bit_for_bit(tmp_path: Path) -> None:
     config = hf.SiglipVisionConfig(**SMALL, image_size=16, patch_size=8)
-    model = quantize_model(hf.SiglipVisionModel(config), {**FIXED, "modules_to_not_convert": None}).eval()
+    model = quantize_model(hf.SiglipVisionModel(config), {**FIXED, "quantize_heads": False}).eval()
     assert any(name.endswith("head.attention.out_proj") for name in quant_layers(model))
     batch = {"pixel_values": torch.randn(2, 3, 16, 16)}
     outputs = outputs_of(model, batch)

@@ -9,8 +9,7 @@ from transformers import ResNetConfig, ResNetForImageClassification, ResNetModel
 from moq_hf import MoQConfig, MoQError, quantize_model
 from moq_hf.grid import PerChannel, PerGroup, RowBlocks
 from moq_hf.model.convert import quant_layers
-from moq_hf.model.inventory import Inventory
-from moq_hf.model.selection import output_heads, take_inventory
+from moq_hf.model.selection import take_inventory
 from moq_hf.training.controller import MoQController
 
 BITS: dict[str, Any] = {"quantize_bits": {"start_bits": 4, "target_bits": 4}}
@@ -34,15 +33,13 @@ def test_convolutions_stand_among_the_linear_layers_in_model_order() -> None:
 
 def test_the_last_layer_is_the_head_whatever_it_is() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1))
-    inventory = Inventory.of(model)
-    assert output_heads(inventory, MoQConfig.from_dict(BITS)) == []
-    assert output_heads(inventory, MoQConfig.from_dict(CONVOLUTIONS)) == ["2"]
+    assert list(take_inventory(model, MoQConfig.from_dict(BITS)).layers) == ["0"]
     assert list(quant_layers(quantize_model(model, CONVOLUTIONS))) == ["0", "1"]
 
 
 def test_a_name_leaves_a_convolution_out() -> None:
     model = quantize_model(net(), {**CONVOLUTIONS, "modules_to_not_convert": ["0"]})
-    assert list(quant_layers(model)) == ["2", "3"]
+    assert list(quant_layers(model)) == ["2"]
     with pytest.raises(MoQError, match=r"matches no module; the linear layers and convolutions are 0, 2, 3"):
         quantize_model(net(), {**CONVOLUTIONS, "modules_to_not_convert": ["conv"]})
 

@@ -188,7 +188,7 @@ def test_layers_that_are_float_still_count_as_float_in_a_folder(
 
 def test_a_convolution_takes_what_it_takes_in_float() -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Linear(8, 8), nn.Linear(8, 2))
-    moq = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_schedule": {"schedule_offset": 0}}
+    moq = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_groups": 1}
     controller = MoQController(model, MoQConfig.from_dict({**moq, "quantize_convolutions": True}))
     others = 8 + 8 + 2 * 8 + 2
     assert controller.sizes.quantized == 288 + 64 and controller.sizes.total == 288 + 64 + others

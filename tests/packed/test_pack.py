@@ -330,7 +330,8 @@ def test_what_it_cannot_write_to(checkpoint: Path, tmp_path: Path, capsys: pytes
 
 
 def test_before_the_offset(tmp_path: Path) -> None:
-    late = {**CONFIG, "quantize_schedule": {"quantize_period": 2, "schedule_offset": 10}}
+    schedule = {"quantize_period": 2, "schedule_offset": 10, "allow_unreached": True}
+    late = {**CONFIG, "quantize_schedule": schedule}
     trainer = tiny_runs.moq(tmp_path / "run", late, save_strategy="steps", save_steps=AT, max_steps=12)
     trainer.train()
     assert cli.main(["pack", str(tmp_path / "run" / f"checkpoint-{AT}"), str(tmp_path / "out")]) == 2

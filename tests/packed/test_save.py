@@ -69,15 +69,15 @@ GROUPINGS: list[dict[str, Any]] = [
     {"quantize_groups": 1},
     {"quantize_groups": 4},
     {"quantize_groups": "per_channel"},
-    {"quantize_groups": 1, "quantize_group_size": 16},
+    {"quantize_groups": "per_channel", "quantize_group_size": 16},
 ]
 
 
 # Each with the bits below 3 that it has.
 ALGOS: dict[str, tuple[dict[str, str], list[int]]] = {
-    "symmetric": ({}, [2, 1]),
+    "symmetric": ({"range": "narrow"}, [2, 1]),
     "asymmetric": ({"q_type": "asymmetric"}, [2]),
-    "stochastic": ({"rounding": "stochastic"}, []),
+    "stochastic": ({"range": "narrow", "rounding": "stochastic"}, []),
     "full": ({"range": "full"}, [2, 1]),
     "full, stochastic": ({"range": "full", "rounding": "stochastic"}, [2]),
     "half-precision scales": ({"scale_dtype": "float16"}, [2, 1]),
@@ -362,7 +362,7 @@ def test_dense_binary_layers_are_on_their_grid(tmp_path: Path) -> None:
         n_embd=32, n_layer=1, n_head=2, vocab_size=60, bos_token_id=1, eos_token_id=1, pad_token_id=0
     )
     model = hf.GPT2ForSequenceClassification(config)
-    quantize_model(model, config_of(1, quantize_groups=1, quantize_group_size=16, modules_to_not_convert=[]))
+    quantize_model(model, config_of(1, quantize_groups="per_channel", quantize_group_size=16, quantize_heads=True))
     save_quantized(model, tmp_path)
     found = verify_quantized(tmp_path, model).layers["score"]
     assert (found.stored, found.bits) == ("dense", 1)
@@ -694,7 +694,7 @@ def test_scales_of_half_precision_take_two_bytes_and_a_half_model_stays_one(half
 
 
 def test_asymmetric_grids_have_packed_zero_points_unless_tables_are_quantized(tmp_path: Path) -> None:
-    algo = {"quantize_algo": {"q_type": "asymmetric"}, "quantize_group_size": 16, "quantize_groups": 1}
+    algo = {"quantize_algo": {"q_type": "asymmetric"}, "quantize_group_size": 16, "quantize_groups": "per_channel"}
     for tables, layout, dtype in ((None, "unpacked", torch.int32), (8, "packed", torch.int8)):
         model = quantize_model(bert(), config_of(4, quantize_embeddings=tables, **algo))
         found = verify_quantized(save_quantized(model, tmp_path / layout), model)

@@ -136,7 +136,7 @@ GRIDS = {
 @pytest.mark.parametrize("layout", ["packed", "unpacked", "floats"])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_head_that_is_quantized_with_the_layers_takes_the_table_along(grid: str, layout: Any, tmp_path: Path) -> None:
-    model = quantize_model(made("Qwen2"), config_of(modules_to_not_convert=[], **GRIDS[grid]))
+    model = quantize_model(made("Qwen2"), config_of(quantize_heads=True, **GRIDS[grid]))
     assert list(quant_embeddings(model)) == ["model.embed_tokens"] and "lm_head" in quant_layers(model)
     assert model.model.embed_tokens.moq is model.lm_head.moq and model.lm_head.moq.grid.symmetric == (
         "quantize_type" not in GRIDS[grid]
@@ -194,7 +194,7 @@ def test_sizes_in_training_are_those_of_the_files(bits: int, tmp_path: Path) -> 
 
 def test_training_quantizes_the_table_once_a_step_and_resumes(tmp_path: Path) -> None:
     config = {
-        **config_of(6), "quantize_bits": {"start_bits": 6, "target_bits": 4}, "modules_to_not_convert": [],
+        **config_of(6), "quantize_bits": {"start_bits": 6, "target_bits": 4}, "quantize_heads": True,
         "quantize_schedule": {"quantize_period": 1, "schedule_offset": 1},
         "quantize_algo": {"rounding": "stochastic"},
     }  # fmt: skip
@@ -227,7 +227,10 @@ def test_training_quantizes_the_table_once_a_step_and_resumes(tmp_path: Path) ->
     ("config", "match"),
     [
         ({"quantize_embeddings": 8, "modules_to_not_convert": ["lm_head"]}, "lm_head.weight, which modules_to_not_con"),
-        ({"modules_to_not_convert": ["embed_tokens"]}, "embed_tokens.weight, which modules_to_not_convert names"),
+        (
+            {"modules_to_not_convert": ["embed_tokens"], "quantize_heads": True},
+            "embed_tokens.weight, which modules_to_not_convert names",
+        ),
     ],
 )
 def test_what_cannot_be_shared_is_told_before_training(config: dict[str, Any], match: str) -> None:
@@ -262,7 +265,7 @@ def test_a_model_whose_table_alone_is_quantized_is_saved(tmp_path: Path, strange
     """Falcon's linear layers have a forward pass of their own; its head is an `nn.Linear`, and its table."""
     sizes = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = t.FalconForCausalLM(t.FalconConfig(**sizes, **ENDS)).eval()
-    quantize_model(model, config_of(modules_to_not_convert=[]))
+    quantize_model(model, config_of(quantize_heads=True))
     save_quantized(model, tmp_path)
     assert loads(model, tmp_path, stranger)["equal"]
     told = "the weights of its embedding tables were quantized while it trained, to 4 bits"

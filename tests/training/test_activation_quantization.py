@@ -27,7 +27,7 @@ def active(controller: MoQController) -> set[bool]:
 
 def test_layer_multiplies_rounded_inputs_and_passes_the_gradient_through() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
-    quantize_model(model, config_of(bits=4, scale="per_token") | {"modules_to_not_convert": []})
+    quantize_model(model, config_of(bits=4, scale="per_token") | {"quantize_heads": True})
     x = torch.randn(3, 16, requires_grad=True)
     layer: Any = model[0]
     layer(x).sum().backward()

@@ -210,18 +210,18 @@ def test_an_impossible_file_says_what_is_possible(tiny_bert: Any) -> None:
         with pytest.raises(
             MoQError, match=r"file_mb: .* MB is impossible: with 2 to 8 bits .* has 0\.0\d+ to 0\.\d+ MB"
         ):
-            MoQController(tiny_bert, MoQConfig(start_bits=8, target_bits=BitBudget(file_mb=wanted)), 200)
+            MoQController(tiny_bert, MoQConfig(start_bits=8, bits=BitBudget(file_mb=wanted)), 200)
 
 
 def test_a_file_whose_codes_are_all_alike_is_refused(tiny_bert: Any) -> None:
-    settings = MoQConfig(start_bits=8, target_bits=BitBudget(file_mb=0.05), q_type="asymmetric")
+    settings = MoQConfig(start_bits=8, bits=BitBudget(file_mb=0.05), q_type="asymmetric")
     with pytest.raises(MoQError, match=r"file_mb: asymmetric codes .* all as wide as the widest.*; give mean instead"):
         MoQController(tiny_bert, settings, 200)
 
 
 def test_servers_see_every_choice(tiny_bert: Any) -> None:
     with pytest.raises(MoQError, match=r"kernels take 4 or 8 bits, not 2 \(.* and 4 more\)") as caught:
-        MoQController(tiny_bert, MoQConfig(start_bits=8, target_bits=BitBudget(mean=3.0), serve=("sglang",)), 200)
+        MoQController(tiny_bert, MoQConfig(start_bits=8, bits=BitBudget(mean=3.0), serve=("sglang",)), 200)
     assert str(caught.value).count("4 or 8 bits, not 3") == 1
 
 

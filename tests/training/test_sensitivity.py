@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 
 from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, PrecisionSchedule
-from moq_hf.config import EigenvalueConfig, ScheduleConfig
+from moq_hf.config import EigenvalueConfig
 from moq_hf.eigen import Eigenvalue, block_eigenvalues
 from moq_hf.model.inventory import Inventory
 from moq_hf.training import measures
@@ -56,8 +56,9 @@ def batch(size: int, seed: int = 0) -> dict[str, Tensor]:
 def config(start: int = 8, target: int = 4, period: int = 2, offset: int = 0, **eigenvalue: Any) -> MoQConfig:
     return MoQConfig(
         start_bits=start,
-        target_bits=target,
-        schedule=ScheduleConfig(period=period, offset=offset),
+        bits=target,
+        period=period,
+        offset=offset,
         eigenvalue=EigenvalueConfig(enabled=True, **eigenvalue),
     )
 

@@ -1,0 +1,81 @@
+"""A DeepSpeed config made one of moq_hf's, that brings a run of a given length to its target."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .config import (
+    DEEPSPEED_DEFAULTS,
+    DEEPSPEED_KEYS,
+    MoQConfig,
+    by_section,
+    key_schemas,
+)
+from .errors import MoQError
+from .forecast import plan
+from .schedule import fade_steps
+
+
+def migrate(document: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
+    """The config of moq_hf's that does what a DeepSpeed config says, as far as it fits into a run.
+
+    Everything that DeepSpeed assumes and moq_hf does not is written out. Where the run
+    is too short for the periods they become "auto"; if that is not enough, the offset
+    0, the deadline the end of the run, and at last `start_bits` fewer. Other sections
+    are left out, with a warning that names their `TrainingArguments`.
+
+    Args:
+        document: A DeepSpeed config, or its section `quantize_training`.
+        max_steps: Optimizer steps of the run.
+
+    Raises:
+        MoQConfigError: The document is wrong.
+        MoQError: No change of the schedule fits into the run.
+
+    >>> block = {"quantize_bits": {"start_bits": 12, "target_bits": 8}, "quantize_schedule": {"quantize_period": 400}}
+    >>> migrate({"quantize_training": block}, 345)["quantize_schedule"]
+    {'quantize_period': 'auto', 'schedule_offset': 0, 'deadline': 0.25}
+    """
+    if not DEEPSPEED_KEYS.union(["quantize_training"]).intersection(document):
+        document = {"quantize_training": document}
+    config = MoQConfig.from_dict(document)
+    fitting = next(
+        (c for c in _candidates(config, max_steps) if _fits(c, max_steps)), None
+    )
+    if fitting is None:
+        raise MoQError(
+            f"a run of {max_steps} optimizer steps is too short for {config.target_in_words}, whatever the schedule is"
+        )
+    explicit = {*DEEPSPEED_DEFAULTS, "quantize_bits.target_bits"}
+    written = {
+        path: value
+        for path, value in fitting.flat().items()
+        if path in explicit or value != key_schemas()[path]["default"]
+    }
+    if fitting.group_size is not None:
+        del written["quantize_groups"]
+    return by_section(written)
+
+
+def _candidates(config: MoQConfig, max_steps: int) -> Iterator[MoQConfig]:
+    """Give the config as it is, then with ever more changed."""
+    yield config
+    changed: dict[str, Any] = {"period": "auto", "deadline": None}
+    yield dataclasses.replace(config, **changed)
+    changed["offset"] = 0
+    yield dataclasses.replace(config, **changed)
+    changed["deadline"] = 1.0
+    yield dataclasses.replace(config, **changed)
+    room = max_steps - 1 - fade_steps(config)
+    changed["start_bits"] = min(
+        config.start_bits, max(config.targets[-1], config.targets[0] + room)
+    )
+    yield dataclasses.replace(config, **changed)
+
+
+def _fits(config: MoQConfig, max_steps: int) -> bool:
+    try:
+        made = plan(config, max_steps)
+    except MoQError:
+        return False
+    return made.reached

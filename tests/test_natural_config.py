@@ -1,0 +1,524 @@
+"""What a person writes first, row by row: it does what was meant, or one error says what to write."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_runs
+import torch
+import transformers as hf
+from tiny_runs import arguments, new_model, rows
+from torch import nn
+
+from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, PrecisionSchedule, plan, quantize_model
+from moq_hf.config import PRESETS
+from moq_hf.grid import PerChannel, PerGroup, RowBlocks
+from moq_hf.migrate import migrate
+from moq_hf.model.convert import quant_layers
+from moq_hf.model.selection import take_inventory
+from moq_hf.model.sizes import FileSize
+from moq_hf.training.controller import MoQController
+
+FIRST_AT_8 = {"*.layer.0.*": {"bits": 8}}
+
+
+def trained(folder: Path, config: Any, **more: Any) -> hf.Trainer:
+    """A stock Trainer after its run, of 8 steps unless `more` says otherwise."""
+    callback = config if isinstance(config, MoQCallback) else MoQCallback(config)
+    settings = arguments(folder, **{"max_steps": 8, **more})
+    trainer = hf.Trainer(new_model(), settings, train_dataset=rows(), callbacks=[callback])
+    trainer.train()
+    return trainer
+
+
+def bits_of(model: nn.Module) -> dict[str, int]:
+    return {name: layer.moq.bits for name, layer in quant_layers(model).items()}
+
+
+# ---- presets
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_its_name(name: str) -> None:
+    assert MoQCallback(name).config == MoQConfig.load(name)
+
+
+def test_presets_with_keywords_on_top() -> None:
+    config = MoQCallback("w4", embeddings=8, start_bits=8, prove=False).config
+    assert (config.bits, config.start_bits, config.embeddings, config.prove) == (4, 8, 8, False)
+    # What a preset does not say is as for any config.
+    assert MoQConfig.load("w4", bits=3).start_bits == 3
+    with pytest.raises(MoQConfigError, match="preset lm-w4: quantize_groups 8 and quantize_group_size 32 exclude"):
+        MoQConfig.load("lm-w4", groups=8)
+    with pytest.raises(MoQConfigError, match="a MoQConfig and bits beside it"):
+        MoQConfig.load(MoQConfig(bits=4), bits=3)
+
+
+@pytest.mark.parametrize("name", ["w5", "W4", "none.json", "moq_w4"])
+def test_an_unknown_preset_lists_them(name: str) -> None:
+    with pytest.raises(MoQConfigError, match=f"{name}: No such file .*; the presets are w8, w4, w3, w2, lm-w4, moq"):
+        MoQCallback(name)
+
+
+def test_a_preset_goes_before_a_file_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("w4").write_text('{"quantize_bits": {"target_bits": 3}}')
+    assert MoQConfig.load("w4").bits == 4 and MoQConfig.load("./w4").bits == MoQConfig.load(Path("w4")).bits == 3
+
+
+# ---- keywords
+
+
+def test_keywords_are_the_keys_of_a_file() -> None:
+    made = MoQConfig(
+        bits=4,
+        start_bits=8,
+        period=5,
+        offset=3,
+        deadline=0.5,
+        group_size=32,
+        rounding="stochastic",
+        scale="mse",
+        range="narrow",
+        embeddings=8,
+        convolutions=True,
+        heads=True,
+        activations=7,
+        serve=("llama.cpp",),
+        prove=False,
+        seed=3,
+        overrides=FIRST_AT_8,
+        eigenvalue={"enabled": True},
+        distillation={"hidden": 0.5},
+    )
+    assert made == MoQConfig.from_dict(
+        {
+            "quantize_bits": {"target_bits": 4, "start_bits": 8},
+            "quantize_schedule": {"quantize_period": 5, "schedule_offset": 3, "deadline": 0.5},
+            "quantize_group_size": 32,
+            "quantize_algo": {"rounding": "stochastic", "scale": "mse", "range": "narrow"},
+            "quantize_embeddings": 8,
+            "quantize_convolutions": True,
+            "quantize_heads": True,
+            "activation_quantization": {"enabled": True, "bits": 7},
+            "serve": ["llama.cpp"],
+            "prove": False,
+            "seed": 3,
+            "overrides": FIRST_AT_8,
+            "eigenvalue": {"enabled": True},
+            "distillation": {"hidden": 0.5},
+        }
+    )
+    assert MoQConfig(bits=4, groups=8).grouping == RowBlocks(8)
+    assert MoQCallback(bits=4, group_size=16).config.grouping == PerGroup(16)
+
+
+@pytest.mark.parametrize(
+    ("given", "enabled"), [(True, True), (8, True), ({"scale": "per_token"}, True), ({"enabled": False}, False)]
+)
+def test_activations_are_bits_a_switch_or_the_section(given: Any, enabled: bool) -> None:
+    assert MoQConfig(bits=8, activations=given).activations.enabled is enabled
+
+
+# ---- defaults
+
+
+def test_bits_are_all_that_a_config_needs(tmp_path: Path) -> None:
+    config = MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}})
+    assert config == MoQConfig(bits=4)
+    assert (config.start_bits, config.period, config.offset, config.grouping) == (4, "auto", 0, PerChannel())
+    assert [config.grid.is_full(bits) for bits in (1, 2, 3, 4, 5, 8)] == [False, True, True, True, False, False]
+    assert not MoQConfig(bits=4, q_type="asymmetric").grid.is_full(4)
+    trainer = trained(tmp_path, config, max_steps=2)
+    assert set(bits_of(trainer.model).values()) == {4}
+    # No length is needed where nothing depends on it.
+    assert PrecisionSchedule(config, ["b"]).bits == {"b": 4}
+    falling = MoQConfig(bits=4, start_bits=8)
+    assert falling.deadline == 0.25 and plan(falling, 400).blocks[0].target_step <= 100
+    assert MoQConfig(bits={"mean": 3.0, "choices": [2, 4, 6]}).start_bits == 6  # type: ignore[arg-type]
+
+
+def test_deepspeed_s_defaults_hold_in_its_section_alone() -> None:
+    inside = MoQConfig.from_dict({"quantize_training": {"quantize_bits": {"target_bits": 8}}})
+    assert (inside.start_bits, inside.period, inside.offset, inside.grouping) == (16, 100, 100, RowBlocks(1))
+    assert (inside.scale, inside.range, inside.deadline) == ("absmax", "narrow", None)
+    # What DeepSpeed does not know is as everywhere.
+    assert (inside.rounding, inside.scale_refresh, inside.heads) == ("nearest", 50, False)
+    grouped = {"quantize_bits": {"target_bits": 8}, "quantize_group_size": 32}
+    assert MoQConfig.from_dict({"quantize_training": grouped}).grouping == PerGroup(32)
+
+
+# ---- a run that cannot reach its target
+
+LATE = {"quantize_bits": {"start_bits": 8, "target_bits": 4}, "quantize_schedule": {"quantize_period": 100}}
+
+
+def test_a_run_that_cannot_reach_its_target_does_not_begin(tmp_path: Path) -> None:
+    text = r"the run has 8 optimizer steps but reaches 4 bits only at step 800 .* a quantize_period of at most 1, or .*"
+    text += "fits; .*allow_unreached true"
+    with pytest.raises(MoQError, match=text):
+        trained(tmp_path / "stock", LATE)
+    with pytest.raises(MoQError, match=text):
+        tiny_runs.moq(tmp_path / "own", LATE, max_steps=8).train()
+    with pytest.raises(MoQError, match=text):
+        plan(LATE, 8)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_allow_unreached_trains_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {**LATE, "quantize_schedule": {"quantize_period": 100, "allow_unreached": True}}
+    trainer = trained(tmp_path, config)
+    assert set(bits_of(trainer.model).values()) == {8}
+    assert "reaches 4 bits only at step 800" in caplog.text
+    assert not plan(config, 8).reached
+
+
+def test_what_only_may_be_late_is_a_note() -> None:
+    """How late a sensitive block drops is known when it is measured."""
+    made = plan("eigen", 345)
+    assert not made.reached and "most sensitive; it ends at 9 bits" in made.notes[0]
+    with pytest.raises(MoQError, match="least sensitive"):
+        plan("eigen", 7)
+
+
+@pytest.mark.parametrize("steps", [80, 345])
+def test_deepspeed_s_tutorial_on_a_short_run_names_migrate(steps: int) -> None:
+    tutorial = {
+        "quantize_training": {
+            "enabled": True,
+            "quantize_verbose": True,
+            "quantizer_kernel": True,
+            "quantize-algo": {"q_type": "symmetric"},
+            "quantize_bits": {"start_bits": 16, "target_bits": 8},
+            "quantize_schedule": {"quantize_period": 400, "schedule_offset": 100 if steps < 100 else 0},
+            "quantize_groups": 8,
+        }
+    }
+    with pytest.raises(MoQError, match=f"moq-hf migrate FILE --max_steps {steps}"):
+        plan(tutorial, steps)
+
+
+@pytest.mark.parametrize("steps", [20, 60, 345, 9822])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"eigenvalue": {"enabled": True}},
+        {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.1}},
+    ],
+    ids=["plain", "eigenvalues", "blend"],
+)
+def test_migrate_writes_a_config_that_reaches_its_target(more: dict[str, Any], steps: int, tmp_path: Path) -> None:
+    block = {
+        "quantize_bits": {"start_bits": 16, "target_bits": 8},
+        "quantize_schedule": {"quantize_period": 10},
+        "quantize_algo": {"q_type": "asymmetric"},
+        **more,
+    }
+    written = migrate({"quantize_training": block, "fp16": {"enabled": True}}, steps)
+    assert written == migrate(block, steps) == json.loads(json.dumps(written))
+    path = tmp_path / "moq.json"
+    path.write_text(json.dumps(written))
+    config = MoQConfig.from_file(path)
+    assert plan(config, steps).reached and not config.from_deepspeed
+    # What DeepSpeed assumed is written out.
+    assert (config.groups, config.scale, config.range, config.symmetric) == (1, "absmax", "narrow", False)
+    assert config.bits == 8 and written["quantize_bits"]["start_bits"] == config.start_bits
+    before = MoQConfig.from_dict({"quantize_training": block})
+    if steps == 9822 and "eigenvalue" not in more:
+        assert config == before
+    assert replace(config, period=10, offset=100, deadline=None, start_bits=16) == before
+
+
+def test_a_run_that_no_schedule_fits_is_told() -> None:
+    blend = {"enabled": True, "quantize_change_ratio": 0.001}
+    block = {"quantize_bits": {"start_bits": 9, "target_bits": 8}, "fp16_mixed_quantize": blend}
+    with pytest.raises(MoQError, match="a run of 300 optimizer steps is too short for 8 bits, whatever the schedule"):
+        migrate(block, 300)
+    with pytest.raises(MoQConfigError, match="without the section quantize_training"):
+        migrate({"fp16": {"enabled": True}}, 300)
+
+
+def test_sections_of_deepspeed_s_are_one_warning_with_their_training_arguments(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    around = {
+        "fp16": {"enabled": True, "loss_scale": 0},
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": 1},
+    }
+    MoQConfig.from_dict({**around, "quantize_training": {"quantize_bits": {"target_bits": 8}}})
+    assert caplog.messages == [
+        "moq_hf: not of quantization, left to TrainingArguments: fp16 (fp16=True), "
+        "gradient_clipping (max_grad_norm=0.5), optimizer (learning_rate=2e-05, weight_decay=0.1), zero_optimization"
+    ]
+
+
+# ---- files of 0.1.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (
+            {},
+            ['period is "auto", was 100', "offset is 0, was 100", 'groups is "per_channel", was 1', 'range is "auto"'],
+        ),
+        ({"quantize_group_size": 32}, ["period", "offset", "range"]),
+        ({"quantize_schedule": {"quantize_period": 10}, "quantize_groups": 8}, ["offset", "range"]),
+        ({"quantize_bits": {"start_bits": 12, "target_bits": 8}}, ["period", "offset", "groups"]),
+        ({"modules_to_not_convert": ["pooler"]}, ["period", "offset", "groups", "range", "quantize_heads is false"]),
+    ],
+)
+def test_a_file_of_0_1_0_that_means_something_else_now_is_told(
+    keys: dict[str, Any], told: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "moq.json"
+    path.write_text(json.dumps({"quantize_bits": {"start_bits": 8, "target_bits": 4}} | keys))
+    MoQConfig.load(path)
+    (message,) = caplog.messages
+    assert message.count(", was ") == len(told) and all(part in message for part in told)
+
+
+def test_what_is_no_file_of_0_1_0_is_not_told_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bits = {"quantize_bits": {"start_bits": 8, "target_bits": 4}}
+    schedule = {"quantize_period": 10, "schedule_offset": 0}
+    whole = {**bits, "quantize_schedule": schedule, "quantize_groups": 8, "quantize_algo": {"range": "full"}}
+    path = tmp_path / "moq.json"
+    files: list[Any] = [
+        {"quantize_bits": {"target_bits": 4}},
+        {"$schema": "x", **bits},
+        {"quantize_training": bits},
+        whole,
+    ]
+    for document in files:
+        path.write_text(json.dumps(document))
+        MoQConfig.from_file(path)
+    MoQConfig.from_dict(bits)
+    MoQConfig(bits=4, start_bits=8)
+    for name in PRESETS:
+        MoQConfig.load(name)
+    assert caplog.messages == []
+
+
+# ---- layers that differ
+
+
+def test_the_first_layer_at_8_bits_and_the_rest_at_4(tmp_path: Path) -> None:
+    """Bits and groups of each layer are as the globs say, and plain transformers answers as the trained model did."""
+    overrides = {
+        "*.layer.0.*": {"bits": 8, "group_size": 8},
+        "layer.1.output": {"start_bits": 6},
+        "pooler": {"bits": 2},
+    }
+    callback = MoQCallback(bits=4, overrides=overrides, deadline=1.0)
+    trainer = trained(tmp_path, callback)
+    controller = callback.controller
+    assert controller is not None
+    names = take_inventory(new_model(), callback.config).layers
+    expected = {name: 8 if ".layer.0." in name else 2 if "pooler" in name else 4 for name in names}
+    assert bits_of(trainer.model) == expected and len(set(expected.values())) == 3
+    groupings = {layer.moq.grid.grouping for name, layer in controller.layers.items() if ".layer.0." in name}
+    assert groupings == {PerGroup(8)} and controller.layers["bert.pooler.dense"].moq.grid.grouping == PerChannel()
+    # A part of a block that has a way of its own is a block.
+    assert controller.blocks["bert.encoder.layer.1 (6 to 4 bits)"] == ["bert.encoder.layer.1.output.dense"]
+    seen = [s.bits for s in controller.history if s.block == "bert.encoder.layer.1 (6 to 4 bits)"]
+    assert seen == [5, 4] and controller.schedule.bits["bert.encoder.layer.0"] == 8
+    folder = tmp_path / "quantized"
+    loaded = hf.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    ids = torch.stack([row["input_ids"] for row in rows(8)])
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, trainer.model.eval()(ids).logits)
+    state = json.loads((folder / "moq_state.json").read_text())
+    assert {name: layer["bits"] for name, layer in state["layers"].items()} == expected
+    assert state["proof"]["agrees"] is True
+    assert MoQConfig.from_dict(state["config"]) == callback.config
+
+
+def test_the_plan_shows_overrides() -> None:
+    made = plan(MoQConfig(bits=4, start_bits=6, overrides=FIRST_AT_8), 400)
+    assert [(block.name, block.target_bits) for block in made.blocks] == [("every other block", 4), ("*.layer.0.*", 8)]
+    assert "6 to 4 bits (*.layer.0.*: 8 bits)" in str(made)
+
+
+def test_a_run_with_overrides_resumes(tmp_path: Path) -> None:
+    config = {
+        "quantize_bits": {"start_bits": 6, "target_bits": 4},
+        "quantize_schedule": {"quantize_period": 2},
+        "overrides": {"layer.0.attention": {"bits": 5}},
+    }
+    whole = trained(tmp_path / "whole", config, save_strategy="steps", save_steps=3)
+    callback = MoQCallback(config)
+    settings = arguments(tmp_path / "again", max_steps=8)
+    again = hf.Trainer(new_model(), settings, train_dataset=rows(), callbacks=[callback])
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert bits_of(again.model) == bits_of(whole.model)
+    for name, parameter in whole.model.named_parameters():
+        assert torch.equal(parameter, again.model.get_parameter(name)), name
+    other = MoQCallback({**config, "overrides": {"layer.0.attention": {"bits": 6}}})
+    settings = arguments(tmp_path / "other", max_steps=8)
+    changed = hf.Trainer(new_model(), settings, train_dataset=rows(), callbacks=[other])
+    with pytest.raises(MoQError, match=r"overrides: .* fixed from the offset on"):
+        changed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+
+
+@pytest.mark.parametrize("budget", [{"mean": 3.0, "choices": [2, 4]}, {"file_mb": 0.0181, "choices": [2, 4]}])
+def test_overrides_are_fixed_outside_of_a_budget(budget: dict[str, Any], tmp_path: Path) -> None:
+    callback = MoQCallback(bits=budget, overrides=FIRST_AT_8, eigenvalue={"max_overhead": 1.0})  # type: ignore[arg-type]
+    trainer = trained(tmp_path, callback, max_steps=12)
+    controller = callback.controller
+    assert controller is not None and controller.choice is not None
+    first = {name: bits for name, bits in bits_of(trainer.model).items() if ".layer.0." in name}
+    others = {name: bits for name, bits in bits_of(trainer.model).items() if name not in first}
+    assert set(first.values()) == {8} and set(others.values()) == {2, 4}
+    # The budget is of the others alone, or of the whole file.
+    assert not any(".layer.0." in name for name in controller.choice.blocks)
+    if "mean" in budget:
+        weights = {name: layer.weight.numel() for name, layer in controller.layers.items() if name in others}
+        mean = sum(others[name] * count for name, count in weights.items()) / sum(weights.values())
+        assert controller.choice.reached == pytest.approx(mean) and mean <= 3.0
+    else:
+        size = (tmp_path / "quantized" / "model.safetensors").stat().st_size / 1e6
+        assert size <= controller.choice.reached <= budget["file_mb"]
+        assert controller.choice.reached - size < 250e-6
+
+
+def test_sensitive_blocks_with_overrides_are_measured() -> None:
+    config = MoQConfig(bits=4, start_bits=6, overrides={"layer.0.attention": {"bits": 5}}, eigenvalue={"enabled": True})
+    controller = MoQController(new_model(), config, 100)
+    assert controller.sensitivity is not None
+    measured = list(controller.sensitivity.blocks)
+    assert measured == ["bert.encoder.layer.0 (6 to 5 bits)", "bert.encoder.layer.0", "bert.encoder.layer.1"]
+    assert set(measured) < set(controller.schedule.bits)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (
+            {"*.layre.0.*": {"bits": 8}},
+            r"overrides: '\*.layre.0.\*' matches no layer .*near are bert\.encoder\.layer\.0",
+        ),
+        ({"classifier": {"bits": 8}}, "overrides: 'classifier' matches no layer that is quantized"),
+        ({"*": {}}, r"overrides.\*: says nothing; give bits, start_bits or group_size"),
+        ({"*": 8}, r"overrides.\*: 8 is not an object of bits, start_bits, group_size"),
+        ({"*": {"bit": 8}}, r"overrides.\*.bit: unknown key, did you mean overrides.\*.bits\?"),
+        ({"*": {"bits": 17}}, r"overrides.\*.bits: 17 is not legal; it must be a whole number from 1 to 16"),
+        ({"*": {"bits": 8, "start_bits": 6}}, r"overrides.\*: quantize_bits: target_bits 8 is above start_bits 6"),
+        ({"*": {"bits": 16}}, r"overrides.\*: quantize_bits.target_bits: 16 would quantize nothing"),
+        ({"query": {"group_size": 5}}, "quantize_group_size 5 does not divide the weights of bert.encoder.layer.0"),
+        ([8], r"overrides: \[8\] is not legal; it must be an object of globs"),
+    ],
+)
+def test_wrong_overrides_are_told(overrides: Any, text: str) -> None:
+    with pytest.raises(MoQError, match=text):
+        quantize_model(new_model(), {"quantize_bits": {"target_bits": 4}, "overrides": overrides})
+
+
+def test_layers_that_a_server_fuses_differ_nowhere_or_that_is_one_error() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
+    llama = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_hidden_layers=1))
+    config: dict[str, Any] = {"quantize_bits": {"target_bits": 4}, "serve": ["vllm"]}
+    with pytest.raises(
+        MoQError, match=r"it makes one layer of q_proj, k_proj, v_proj .*4 bits.* and .*8 bits"
+    ) as error:
+        take_inventory(llama, MoQConfig.from_dict({**config, "overrides": {"q_proj": {"bits": 8}}}))
+    assert str(error.value).count("  - ") == 1
+    alike = {f"{name}_proj": {"bits": 8} for name in "qkv"}
+    assert take_inventory(llama, MoQConfig.from_dict({**config, "overrides": alike})).layers
+    unserved = {"quantize_bits": {"target_bits": 4}, "overrides": {"q_proj": {"bits": 8}}}
+    assert take_inventory(llama, MoQConfig.from_dict(unserved)).layers
+
+
+def test_of_several_globs_the_last_one_counts() -> None:
+    config = MoQConfig(bits=4, overrides={"layer.0": {"bits": 8, "group_size": 16}, "query": {"bits": 6}})
+    own = config.of("bert.encoder.layer.0.attention.self.query")
+    assert (own.bits, own.start_bits, own.grouping) == (6, 8, PerGroup(16)) or (own.bits, own.grouping) == (
+        6,
+        PerGroup(16),
+    )
+
+
+# ---- what stays in float
+
+
+def test_names_are_left_in_float_beside_the_heads() -> None:
+    found = take_inventory(new_model(), MoQConfig(bits=4, modules_to_not_convert=("layer.0",)))
+    assert "classifier" in found.left_out and all(".layer.0." not in name for name in found.layers)
+    assert "classifier" in take_inventory(new_model(), MoQConfig(bits=4, heads=True)).layers
+    with pytest.raises(MoQConfigError, match=r"modules_to_not_convert: \[\] names nothing; .* unless heads is true"):
+        MoQConfig(bits=4, modules_to_not_convert=[])  # type: ignore[arg-type]
+
+
+# ---- tables
+
+MINILM = {
+    "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536,
+}  # fmt: skip
+
+
+def test_w4_of_a_minilm_has_17_7_mb() -> None:
+    with torch.device("meta"):
+        model = hf.BertModel(hf.BertConfig(**MINILM))
+    sizes = []
+    for config in (MoQConfig.load("w4"), MoQConfig(bits=4)):
+        made = MoQController(model, config)
+        fixed = dict.fromkeys(made.layers, 4)
+        file = FileSize(made.inventory, made.layers, made.embeddings, made.inventory.table_bits, fixed)
+        sizes.append(round(file.of_rest() / 1e6, 1))
+    assert round(made.sizes.float_mb, 1) == 90.9 and sizes == [17.7, 53.3]
+
+
+def llama() -> nn.Module:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    return hf.LlamaForSequenceClassification(hf.LlamaConfig(**sizes, num_hidden_layers=1, pad_token_id=0))
+
+
+def t5() -> nn.Module:
+    config = hf.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2)
+    return hf.T5ForConditionalGeneration(config)
+
+
+def masked() -> nn.Module:
+    return hf.BertForMaskedLM(new_model().config)
+
+
+@pytest.mark.parametrize(
+    ("make", "serve", "why"),
+    [
+        (new_model, "transformers", None),
+        (new_model, "onnxruntime", None),
+        (new_model, "vllm", "vllm take them as floats"),
+        (llama, "transformers", "the model is no encoder"),
+        (t5, "transformers", "the model is no encoder"),
+        (lambda: nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2)), "transformers", "no encoder"),
+    ],
+    ids=["encoder", "ONNX", "vLLM", "decoder", "encoder-decoder", "no transformer"],
+)
+def test_auto_takes_the_tables_of_encoders_that_servers_take(make: Any, serve: Any, why: str | None) -> None:
+    model = make()
+    # vLLM takes a pooler in float, which is not the question here.
+    kept = ("pooler",) if serve == "vllm" else None
+    config = MoQConfig(bits=4, embeddings="auto", serve=(serve,), modules_to_not_convert=kept)
+    found = take_inventory(model, config)
+    if why is None:
+        assert found.table_bits == 8 and len(found.embeddings) == 3
+        assert found.tables_stay is None
+    else:
+        assert not found.embeddings and found.tables_stay is not None and why in found.tables_stay
+
+
+def test_auto_leaves_a_head_that_shares_a_table_in_float() -> None:
+    found = take_inventory(masked(), MoQConfig(bits=4, embeddings="auto"))
+    assert "bert.embeddings.word_embeddings" not in found.embeddings and len(found.embeddings) == 2
+    assert not found.tied
+
+
+def test_the_plan_of_a_run_says_what_becomes_of_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path / "auto", "w8", max_steps=1)
+    assert "3 embedding tables to 8 bits" in capsys.readouterr().out
+    trained(tmp_path / "vllm", MoQCallback("w8", serve=("vllm",), modules_to_not_convert=["pooler"]), max_steps=1)
+    assert "embedding tables stay in float: vllm take them as floats" in capsys.readouterr().out
