@@ -596,6 +596,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             metrics=last_metrics(state),
             float_metrics=getattr(self.trainer, "float_metrics", None),
             max_shard_size=self.max_shard_size,
+            run=self._host,
         )
         answers = self.answers(args)
         try:

@@ -112,7 +112,13 @@ def write_card(
     return path
 
 
-def write_run_card(directory: Path, run: Any, *args: Any, **given: Any) -> None:
+def write_run_card(
+    directory: Path,
+    run: Any,
+    *args: Any,
+    found: Verification | None = None,
+    **given: Any,
+) -> None:
     """Write the card with what the stock card knows of a run: base model, task, data set, arguments.
 
     Args:
@@ -120,6 +126,7 @@ def write_run_card(directory: Path, run: Any, *args: Any, **given: Any) -> None:
         run: The Trainer, or an object with its `args`, `model`, `state`,
             `train_dataset` and `eval_dataset`.
         *args: What `Trainer.create_model_card` takes.
+        found: As for `write_card`.
         **given: What `Trainer.create_model_card` takes.
 
     Raises:
@@ -141,7 +148,9 @@ def write_run_card(directory: Path, run: Any, *args: Any, **given: Any) -> None:
         "dataset_name": _first(known.dataset) or tag,
         "dataset_config": _first(known.dataset_args),
     }
-    write_card(directory, data, dataset=dataset, training=known.hyperparameters)
+    write_card(
+        directory, data, dataset=dataset, training=known.hyperparameters, found=found
+    )
 
 
 def _first(value: Any) -> str | None:

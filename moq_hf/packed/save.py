@@ -34,7 +34,7 @@ from ..seams.transformers import (
 )
 from ..training.controller import MoQController, handed_dtype
 from ..weight_matrix import parameter_of
-from .card import write_card
+from .card import write_card, write_run_card
 from .encode import Encoder, without_peft_names
 from .files import (
     ADAPTER,
@@ -63,7 +63,11 @@ _STALE_FILES = (
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """What goes with a model into its folder: the arguments of `save_quantized` that say so."""
+    """What goes with a model into its folder: the arguments of `save_quantized` that say so.
+
+    Attributes:
+        run: The Trainer, for the card: what it was trained on, and how.
+    """
 
     processing_class: Any = None
     controller: MoQController | None = None
@@ -71,6 +75,7 @@ class SaveOptions:
     float_metrics: Mapping[str, Any] | None = None
     state_dict: Mapping[str, Tensor] | None = None
     max_shard_size: int | str = "50GB"
+    run: Any = None
 
 
 @dataclass(frozen=True)
@@ -477,8 +482,11 @@ class _Saving:
             if path.exists() and mark not in path.read_text(encoding="utf-8"):
                 logger.info("%s is not moq_hf's: it stays", path)
                 return
-            data = ModelCardData(base_model=base_model_of(self.model))
-            write_card(self.target, data, found=saved)
+            if self.options.run is not None:
+                write_run_card(self.target, self.options.run, found=saved)
+            else:
+                data = ModelCardData(base_model=base_model_of(self.model))
+                write_card(self.target, data, found=saved)
         except Exception as error:
             logger.warning(
                 "moq_hf: %s has no model card: %s",

@@ -1,5 +1,6 @@
 """Uploading packed models to a stand-in for the Hub on loopback, and loading them from there."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,9 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import tiny_runs
 from hub_stub import Hub
 from huggingface_hub import ModelCard
 from repo import HELPERS, ROOT
+
+from moq_hf import MoQConfig
 
 CLIENT = HELPERS / "hub_client.py"
 
@@ -79,3 +83,16 @@ def test_a_stock_trainer_uploads_it_in_a_folder(done: Done) -> None:
     files = done.repos["tester/stock"]
     assert b"pack-quantized" in files["quantized/config.json"] and b"pack-quantized" not in files["config.json"]
     assert {"quantized/moq_state.json", "quantized/README.md"} <= set(files)
+
+
+def test_the_card_of_a_stock_trainer_says_what_was_trained_and_how(tmp_path: Path) -> None:
+    trainer = tiny_runs.stock(tmp_path, learning_rate=0.003)
+    trainer.train()
+    card = ModelCard.load(tmp_path / "quantized" / "README.md")
+    assert card.data.pipeline_tag == "text-classification"
+    assert "- learning_rate: 0.003" in card.text and "- optimizer: Use " in card.text
+    # Only the keys that were changed; the bits always.
+    written = json.loads(card.text.split("```json\n")[1].split("```")[0])
+    config = MoQConfig.from_dict(tiny_runs.CONFIG)
+    assert written == config.changed() and MoQConfig.from_dict(written) == config
+    assert "seed" not in written and "quantize_bits" in written
