@@ -24,7 +24,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"moq_hf {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_plan, add_report, add_pack, add_inspect, add_export, add_bench):
+    for add in (
+        add_plan,
+        add_migrate,
+        add_report,
+        add_pack,
+        add_inspect,
+        add_export,
+        add_bench,
+    ):
         add(subparsers)
     args = parser.parse_args(argv)
     try:
@@ -120,6 +128,36 @@ def _steps(args: argparse.Namespace) -> int:
     steps: float = args.epochs * math.ceil(batches / args.gradient_accumulation)
     # The plan refuses what is too long for it; a product of floats may be infinite.
     return math.ceil(min(steps, 2.0 * LARGEST))
+
+
+def add_migrate(subparsers: Any) -> None:
+    """`moq-hf migrate DS.JSON`: a DeepSpeed config made one of moq_hf's."""
+    parser = subparsers.add_parser(
+        "migrate",
+        help="make a config of moq_hf's of a DeepSpeed file, for a run of a given length",
+        description="Write what the section quantize_training of a DeepSpeed config says, with every default that "
+        "DeepSpeed assumes, so that a run of --max_steps reaches its target.",
+    )
+    add = parser.add_argument
+    add("config", metavar="DS.JSON", help="a DeepSpeed config, or its section alone")
+    add("--max_steps", type=_positive, required=True, help="optimizer steps of the run")
+    add("--out", metavar="FILE", help="the file to write; default: print it")
+    parser.set_defaults(run=_migrate)
+
+
+def _migrate(args: argparse.Namespace) -> None:
+    from .config import read_document
+    from .migrate import migrate
+
+    text = json.dumps(migrate(read_document(args.config), args.max_steps), indent=2)
+    if args.out is None:
+        print(text)
+        return
+    if os.path.exists(args.out):
+        raise MoQError(f"{args.out} exists already: give a new name")
+    with open(args.out, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+    print(f"{args.out}: moq-hf plan {args.out} --max_steps {args.max_steps} shows it")
 
 
 def add_report(subparsers: Any) -> None:

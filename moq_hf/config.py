@@ -737,9 +737,9 @@ class MoQConfig:
             return _parse(source, "MoQ config", keywords)
         if isinstance(source, str) and source in PRESETS:
             path = Path(__file__).with_name("presets") / f"{source}.json"
-            return _parse(_read_json(path), f"preset {source}", keywords)
+            return _parse(read_document(path), f"preset {source}", keywords)
         if isinstance(source, (str, os.PathLike)):
-            document = _read_json(source)
+            document = read_document(source)
             config = _parse(document, os.fspath(source), keywords)
             _warn_of_old_defaults(document, os.fspath(source), config, keywords)
             return config
@@ -1133,7 +1133,12 @@ def _warn_of_old_defaults(
         )
 
 
-def _read_json(path: str | os.PathLike[str]) -> Any:
+def read_document(path: str | os.PathLike[str]) -> Any:
+    """The JSON document in a file, whose keys must differ.
+
+    Raises:
+        MoQConfigError: It cannot be read, or is no JSON.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     # ValueError: not UTF-8, or a path with a null character.

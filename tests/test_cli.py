@@ -1,5 +1,6 @@
 """The command line as such: what it prints without torch, and a reader that has seen enough."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,26 @@ def test_a_closed_pipe_ends_quietly() -> None:
         ["bash", "-c", f"set -o pipefail; {command} | true"], cwd=root, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_migrate_writes_a_config_that_fits_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = {"quantize_period": 400, "schedule_offset": 0}
+    block = {"quantize_bits": {"start_bits": 12, "target_bits": 8}, "quantize_schedule": schedule}
+    (tmp_path / "ds.json").write_text(json.dumps({"fp16": {"enabled": True}, "quantize_training": block}))
+    out = tmp_path / "moq.json"
+    words = ["migrate", str(tmp_path / "ds.json"), "--max_steps", "345", "--out", str(out)]
+    assert cli.main(["plan", str(tmp_path / "ds.json"), "--max_steps", "345"]) == 2
+    assert "moq-hf migrate FILE --max_steps 345 writes a config that fits" in capsys.readouterr().err
+    assert cli.main(words) == 0
+    assert "fp16=True" in caplog.text
+    assert cli.main(["plan", str(out), "--max_steps", "345"]) == 0
+    assert "12 to 8 bits" in capsys.readouterr().out
+    assert cli.main(words) == 2
+    assert "moq.json exists already: give a new name" in capsys.readouterr().err
+    assert cli.main(words[:-2]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
 
 
 @pytest.mark.parametrize(
