@@ -150,8 +150,9 @@ def staged(
         MoQError: Something cannot be written.
     """
     is_there = publish is not None and target.is_dir()
+    # The Trainer, which may upload the output folder just now, leaves out such names.
     staging = (
-        target / ".writing" if is_there else target.with_name(f".{target.name}.writing")
+        target / "_writing" if is_there else target.with_name(f"_{target.name}.writing")
     )
     try:
         _remove(staging)

@@ -63,7 +63,9 @@ def test_the_packed_model_is_uploaded_whatever_the_strategy(strategy: str, folde
     assert {"config.json", "model.safetensors", "moq_state.json", "README.md", "training_args.bin"} <= set(files)
     assert files["model.safetensors"] == (done.folder / strategy / "model.safetensors").read_bytes()
     assert b"pack-quantized" in files["config.json"]
-    assert {name.split("/")[0] for name in files if "/" in name} == folders
+    assert {name.split("/")[0] for name in files if "/" in name} == {"quantized", *folders}
+    # The Hub keeps files of the same content once.
+    assert files["quantized/model.safetensors"] == files["model.safetensors"]
     # Checkpoints keep the float weights and the state that a resumed run needs.
     for folder in folders:
         assert b"pack-quantized" not in files[f"{folder}/config.json"]

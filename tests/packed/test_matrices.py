@@ -1,7 +1,6 @@
 """Packed experts: matrices under the names of the files, from which plain transformers computes the same."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +175,8 @@ def run(folder: Path, callback: MoQCallback, steps: int, **more: Any) -> Trainer
 
 
 def test_what_a_stock_trainer_evaluated_is_delivered_and_a_resumed_run_ends_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
     config = {
         "quantize_bits": {"start_bits": 5, "target_bits": 3},
         "quantize_schedule": {"quantize_period": 2, "schedule_offset": 1},
@@ -188,7 +186,7 @@ def test_what_a_stock_trainer_evaluated_is_delivered_and_a_resumed_run_ends_the_
     }
     trainer = run(tmp_path / "one", MoQCallback(config), 8)
     trainer.train()
-    assert "8 linear layers and 4 parameters of experts in 2 blocks" in caplog.text
+    assert "8 linear layers and 4 parameters of experts in 2 blocks" in capsys.readouterr().out
     assert "only" not in caplog.text
     model: Any = trainer.model
     assert quant_layers(model)[PARAMETER].moq.bits == 3
