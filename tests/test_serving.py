@@ -451,7 +451,7 @@ def test_a_damaged_config_is_an_error_that_names_the_key(tmp_path: Path) -> None
         served_by(tmp_path)
 
 
-# ---- the guide
+# ---- the page
 
 HEAD = "| server | version | bits | with zero points | groups | columns | rows |"
 
@@ -464,8 +464,8 @@ def row(server: Server) -> str:
     return f"| {' | '.join([server.title, server.version, *bits, groups, *any_of[1:]])} |"
 
 
-def test_the_guide_has_the_servers() -> None:
-    page = (ROOT / "docs" / "guide" / "serving.md").read_text(encoding="utf-8")
+def test_the_page_has_the_servers() -> None:
+    page = (ROOT / "docs" / "reference" / "support.md").read_text(encoding="utf-8")
     table = [HEAD, "|" + " --- |" * HEAD.count(" | ") + " --- |", *map(row, SERVERS)]
     assert "\n".join(["<!-- servers -->", *table, "<!-- end of servers -->"]) in page
 

@@ -1,7 +1,7 @@
 """More families: sound, pictures, state spaces, experts, encoders with decoders, and a model of PyTorch's own layers.
 
 Each is a class of transformers with a tiny config and a batch with labels. `python tests/helpers/families.py`, at the
-root of the repository, trains all of them and renews their table in docs/reference/families.md.
+root of the repository, trains all of them and renews their table in docs/reference/support.md.
 """
 
 import sys
@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import support
 import torch
 import transformers as t
-from model_zoo import CONFIG, SIZES, STEPS, Stranger, arguments, renew
+from model_zoo import CONFIG, SIZES, STEPS, Stranger, arguments
 from transformers import Trainer, set_seed
 
 from moq_hf import MoQCallback, verify_quantized
@@ -57,8 +58,7 @@ def pictures(side: int = 16) -> dict[str, Any]:
     return {"pixel_values": torch.randn(4, 3, side, side)}
 
 
-HEAD = ("| model | layers | share | left in float | layout |", "| --- | --- | --- | --- | --- |")
-MARKS = "<!-- families -->\n", "<!-- end of families -->\n"
+HEAD = ["model", "layers quantized", "share", "left in float", "delivered", *support.COLUMNS]
 
 
 class Family(NamedTuple):
@@ -189,10 +189,17 @@ class Outcome(NamedTuple):
     proof: Any
     reply: dict[str, Any]
 
-    def row(self, name: str) -> str:
-        """Its row in docs/reference/families.md."""
-        left = ", ".join(f"`{head}`" for head in self.in_float) or "-"
-        return f"| {name} | {self.quantized} of {self.layers} | {100 * self.share:.0f} % | {left} | {self.layout} |"
+    def cells(self) -> list[str]:
+        """What its row in docs/reference/support.md has of it."""
+        heads = ", ".join(f"`{head}`" for head in self.in_float)
+        return [f"{self.quantized}/{self.layers}", f"{100 * self.share:.0f} %", heads, self.layout]
+
+
+def served(name: str) -> list[str]:
+    """Its cells for the servers."""
+    family = FAMILIES[name]
+    model = family.kind(family.config())
+    return [support.answer(model, server, family.convolutions) for server in support.COLUMNS.values()]
 
 
 def outcome(name: str, folder: Path, stranger: Stranger) -> Outcome:
@@ -233,17 +240,17 @@ def outcome(name: str, folder: Path, stranger: Stranger) -> Outcome:
 def main() -> int:
     """Train every family; where each loads as it was evaluated, renew the table."""
     torch.set_num_threads(1)
-    stranger, rows, bad = Stranger(), [], 0
+    stranger, rows, bad = Stranger(), [HEAD], 0
     for name in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             found = outcome(name, Path(folder), stranger)
-        rows.append(found.row(name))
+        rows.append([name, *found.cells(), *served(name)])
         if found.reply.get("equal") is not True:
             bad += 1
             print(f"{name}: {found.reply}")
     stranger.close()
     if not bad:
-        renew("\n".join([*HEAD, *rows, ""]), MARKS)
+        support.renew("families", rows)
     return bad
 
 

@@ -1,11 +1,10 @@
 """Tiny models of many families, each on the tasks that transformers has a class for, and what MoQ makes of them.
 
 `python tests/helpers/model_zoo.py`, at the root of the repository, trains all of them and renews the tables in
-docs/reference/families.md.
+docs/reference/support.md.
 """
 
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -13,10 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import support
 import torch
 import transformers
 import transformers as hf
-from repo import ROOT
 from stranger import generated_by, outputs_of, tied_weights
 from torch import nn
 
@@ -24,8 +23,6 @@ from moq_hf import MoQCallback, verify_quantized
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import is_linear
 
-PAGE = ROOT / "docs" / "reference" / "families.md"
-MARKS = "<!-- models -->\n", "<!-- end of models -->\n"
 CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 6, "target_bits": 4},
     "quantize_schedule": {"quantize_period": 1, "schedule_offset": 1},
@@ -189,13 +186,9 @@ class Outcome(NamedTuple):
         }
         return [fault for fault, is_right in checks.items() if not is_right]
 
-    def on_disk(self) -> str:
-        """For the table: how the quantized weights are stored."""
-        return {"packed": "packed", "unpacked": "packed, unpacked while loading"}.get(self.layout, "floats on the grid")
-
     def cell(self) -> str:
         """For the table: how many of the model's linear layers are quantized."""
-        return f"{len(self.quantized)} of {len(self.quantized) + len(self.in_float)}"
+        return f"{len(self.quantized)}/{len(self.quantized) + len(self.in_float)}"
 
 
 def outcome(family: str, task: str, folder: Path, stranger: Stranger) -> Outcome:
@@ -228,33 +221,29 @@ def outcome(family: str, task: str, folder: Path, stranger: Stranger) -> Outcome
     )
 
 
-def table(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
-    """The two tables of docs/reference/families.md."""
-    lines = [f"| model | {' | '.join(TASKS)} |", f"| --- |{' --- |' * len(TASKS)}"]
+HEAD = ["model", "layers quantized", "left in float", "delivered", *support.COLUMNS]
+
+
+def served(family: str) -> list[str]:
+    """Its cells for the servers."""
+    tasks = [task for name, task in CASES if name == family]
+    models = {task: new_model(family, task) for task in tasks}
+    return [
+        support.summary({task: support.answer(model, server) for task, model in models.items()})
+        for server in support.COLUMNS.values()
+    ]
+
+
+def rows_of_families(outcomes: Mapping[tuple[str, str], Outcome]) -> list[list[str]]:
+    """The first table of docs/reference/support.md."""
+    rows = [HEAD]
     for family in FAMILIES:
-        cells = [outcomes[family, task].cell() if (family, task) in outcomes else "-" for task in TASKS]
-        lines.append(f"| {family} | {' | '.join(cells)} |")
-    lines += ["", "| model | left in float | tied weights | on disk |", "| --- | --- | --- | --- |"]
-    for family in FAMILIES:
-        of_family = [found for (name, _), found in outcomes.items() if name == family]
-        heads = dict.fromkeys(head for found in of_family for head in found.in_float)
-        tied = dict.fromkeys(tie for found in of_family for tie in ties(found))
-        disk = "; ".join(dict.fromkeys(found.on_disk() for found in of_family)) or "-"
-        lines.append(f"| {family} | {', '.join(f'`{head}`' for head in heads)} | {'; '.join(tied) or '-'} | {disk} |")
-    return "\n".join(lines) + "\n"
-
-
-def ties(found: Outcome) -> list[str]:
-    """The tied weights as the table has them; biases, which no model has two of, are left out."""
-    return [" = ".join(f"`{name.removesuffix('.weight')}`" for name in tie) for tie in found.tied if "weight" in tie[0]]
-
-
-def renew(tables: str, marks: tuple[str, str] = MARKS) -> None:
-    """Write the tables into the page, between the marks."""
-    pattern = f"(?s)(?<={marks[0]}).*(?={marks[1]})"
-    text, count = re.subn(pattern, lambda _: tables, PAGE.read_text(encoding="utf-8"))
-    assert count == 1, f"{PAGE} must hold {marks}"
-    PAGE.write_text(text, encoding="utf-8")
+        of_family = {task: found for (name, task), found in outcomes.items() if name == family}
+        cells = ", ".join(f"{task} {found.cell()}" for task, found in of_family.items())
+        heads = ", ".join(dict.fromkeys(f"`{head}`" for found in of_family.values() for head in found.in_float))
+        layouts = ", ".join(dict.fromkeys(found.layout for found in of_family.values()))
+        rows.append([family, cells, heads, layouts, *served(family)])
+    return rows
 
 
 def main() -> int:
@@ -269,7 +258,7 @@ def main() -> int:
             print(f"{family}, {task}: {fault}")
     stranger.close()
     if not bad:
-        renew(table(outcomes))
+        support.renew("models", rows_of_families(outcomes))
     return bad
 
 

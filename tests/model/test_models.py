@@ -3,23 +3,23 @@
 import copy
 import itertools
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import support
 import torch
 from model_zoo import (
     CASES,
     CONFIG,
     FAMILIES,
-    MARKS,
-    PAGE,
-    TASKS,
+    HEAD,
     Stranger,
     inputs_of,
     new_model,
     outcome,
-    ties,
+    served,
 )
 from stranger import outputs_of
 from torch import nn
@@ -42,34 +42,27 @@ from moq_hf.weight_matrix import to_rows
 RENEW = "python tests/helpers/model_zoo.py"
 
 
-def rows_of_page(text: str) -> dict[str, list[list[str]]]:
-    """By model, the cells of its rows in the tables."""
-    between = text.split(MARKS[0])[1].split(MARKS[1])[0]
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in between.splitlines()]
-    return {family: [row for row in rows if row[0] == family] for family in FAMILIES}
-
-
 @pytest.mark.parametrize(("family", "task"), CASES)
 def test_trains_to_the_target_and_loads_bit_for_bit(family: str, task: str, tmp_path: Path, stranger: Stranger) -> None:
     found = outcome(family, task, tmp_path, stranger)
     assert found.faults() == []
-    cells, details = rows_of_page(PAGE.read_text(encoding="utf-8"))[family]
-    renewed = f"renew docs/reference/families.md, at the root of the repository, with:\n{RENEW}"
-    assert cells[1 + list(TASKS).index(task)] == found.cell(), renewed
-    assert {f"`{head}`" for head in found.in_float} <= set(details[1].split(", ")), renewed
-    assert set(ties(found)) <= set(details[2].split("; ")), renewed
-    assert found.on_disk() in details[3].split("; "), renewed
+    _, layers, heads, layouts, *_ = support.rows_of("models")[family]
+    renewed = f"renew docs/reference/support.md, at the root of the repository, with:\n{RENEW}"
+    assert f"{task} {found.cell()}" in layers.split(", "), renewed
+    assert {f"`{head}`" for head in found.in_float} <= set(heads.split(", ")), renewed
+    assert found.layout in layouts.split(", "), renewed
 
 
 def test_the_page_has_no_cell_without_a_test() -> None:
-    rows = rows_of_page(PAGE.read_text(encoding="utf-8"))
-    filled = [
-        (family, task)
-        for family in FAMILIES
-        for task, cell in zip(TASKS, rows[family][0][1:], strict=True)
-        if cell != "-"
-    ]
-    assert filled == CASES
+    rows = support.rows_of("models")
+    shown = {family: re.sub(r" \d+/\d+", "", rows[family][1]).split(", ") for family in FAMILIES}
+    assert [(family, task) for family, tasks in shown.items() for task in tasks] == CASES
+
+
+def test_the_page_has_who_serves_them() -> None:
+    rows = support.rows_of("models")
+    assert rows[HEAD[0]] == HEAD
+    assert {family: rows[family][4:] for family in FAMILIES} == {family: served(family) for family in FAMILIES}
 
 
 GROUPINGS: list[dict[str, Any]] = [
