@@ -8,8 +8,8 @@ from typing import Any
 
 EPOCHS = {"sst2": 1, "cola": 2, "mrpc": 2}
 STEPS = {"sst2": 250, "cola": 268, "mrpc": 115}  # Of an epoch of all rows.
-# On SST-2 and CoLA the best of 5e-5, 1e-4 and 2e-4 for the float model, with seed 1 (docs/evidence/study.md); MRPC had
-# no other.
+# On SST-2 and CoLA the best of 5e-5, 1e-4 and 2e-4 for the float model, with seed 1 (plans `schedules` and `rates`);
+# MRPC had no other.
 RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 2e-4}
 RESTART = "cosine_with_restarts"
 # Keys of a run that its identity leaves out at these values.
@@ -288,7 +288,7 @@ PLANS = {
         bf16=True,
         equal_steps=True,
     ),
-    # What the first table of docs/evidence/results.md compares.
+    # From the pretrained model and with float models of as many steps, 8 to 2 bits.
     "main": Plan(
         (
             FLOAT,

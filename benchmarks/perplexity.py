@@ -1,7 +1,7 @@
 """A causal language model's perplexity in float, rounded after training, and trained at 4, 3 and 2 bits.
 
     python benchmarks/perplexity.py
-    python benchmarks/perplexity.py --report --page docs/evidence/perplexity.md
+    python benchmarks/perplexity.py --report
 
 A small Llama is trained from scratch on the text of Python's standard library (`stdlib_text.py`). That float model of a
 seed is what every other arm of the seed begins with, and all of them train for the same further steps:
@@ -21,7 +21,6 @@ import argparse
 import copy
 import logging
 import math
-import re
 import statistics
 import tempfile
 import time
@@ -317,18 +316,10 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def report(path: Path, rate: float, page: Path | None) -> None:
-    """Print the tables, or renew those that a page has marks for."""
+def report(path: Path, rate: float) -> None:
+    """Print the tables."""
     found = Found(Lines(path).lines, rate)
-    tables = {"perplexity": found.table(), "perplexity summary": found.summary()}
-    if page is None:
-        print("\n\n".join(tables.values()))
-        return
-    source = page.read_text(encoding="utf-8")
-    for name, text in tables.items():
-        marks = rf"(?s)(?<=<!-- {name} -->\n).*(?=<!-- end of {name} -->)"
-        source = re.sub(marks, lambda _, text=text: f"{text}\n", source)
-    page.write_text(source, encoding="utf-8")
+    print("\n\n".join([found.table(), found.summary()]))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -341,12 +332,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model_dir", type=Path, default=Path("runs/perplexity"))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "perplexity.jsonl")
     parser.add_argument("--report", action="store_true", help="print the table of the lines that are there, and stop")
-    parser.add_argument("--page", type=Path, help="with --report: renew the tables between its marks")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--further_steps", type=int)
     args = parser.parse_args(argv)
     if args.report:
-        report(args.output, args.rate, args.page)
+        report(args.output, args.rate)
         return
     import torch
 

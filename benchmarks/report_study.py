@@ -1,6 +1,6 @@
-"""Tables and a figure of the lines that benchmarks/glue_study.py wrote.
+"""Tables of the lines that benchmarks/glue_study.py wrote: all of them, where docs/results.md has some.
 
-    python benchmarks/report_study.py --plan main --page docs/evidence/results.md --figure docs/img/study.png
+    python benchmarks/report_study.py --plan main
 
 The score of a run is accuracy (SST-2), Matthews correlation (CoLA) or the mean of accuracy and F1 (MRPC), times 100,
 after the last epoch. A difference is paired: the mean over the seeds that both arms have, with its 95 % confidence
@@ -12,7 +12,6 @@ against the one that has start and teacher in common too.
 import argparse
 import json
 import math
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -157,61 +156,22 @@ def tables(found: Sequence[Row], tasks: Sequence[str]) -> list[str]:
     return ["\n".join(table([*found, *means], task)) for task in (*tasks, *(["mean"] if means else []))]
 
 
-def figure(found: Sequence[Row], tasks: Sequence[str], path: Path) -> None:
-    """Scores of each seed over bits, an arm a color."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    sheet, axes = pyplot.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.6), squeeze=False)
-    names = list(dict.fromkeys(row.arm.name for row in found))
-    for axis, task in zip(axes[0], tasks, strict=True):
-        for place, name in enumerate(names):
-            mine = [row for row in found if (row.task, row.arm.name) == (task, name)]
-            at = [min(row.arm.bits, 10) for row in mine]
-            means = [statistics.fmean(row.scores.values()) for row in mine]
-            axis.plot(at, means, "o-", color=f"C{place}", label=name, markersize=4)
-            for x, row in zip(at, mine, strict=True):
-                axis.plot([x] * len(row.scores), list(row.scores.values()), ".", color=f"C{place}", alpha=0.3)
-        axis.set(title=TASKS[task], xlabel="bits", xlim=(1.5, 10.5))
-        axis.set_xticks([2, 3, 4, 8, 10], ["2", "3", "4", "8", "float"])
-    axes[0][0].set_ylabel("score")
-    axes[0][0].legend(fontsize=7)
-    sheet.tight_layout()
-    sheet.savefig(path, dpi=110)
-    pyplot.close(sheet)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the tables, or renew them in a page."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     results = Path(__file__).parent / "results"
     parser.add_argument("--plan", nargs="+", choices=[*PLANS, "others"], default=[*PLANS, "others"])
     parser.add_argument("--input", type=Path, default=results / "glue_study.jsonl")
-    parser.add_argument("--page", type=Path, help="renew the tables between its <!-- study PLAN --> marks")
-    parser.add_argument("--figure", type=Path, help="draw the first plan")
     args = parser.parse_args(argv)
     lines = [json.loads(line) for line in args.input.read_text(encoding="utf-8").splitlines()]
     for plan in args.plan:
         if plan == "others":
-            found, tasks = [], []
             text = "\n".join(others(lines))
         else:
             found = rows(plan, lines)
             tasks = [task for task in PLANS[plan].tasks if any(row.task == task for row in found)]
             text = "\n\n".join(tables(found, tasks))
-        if args.page is None:
-            print(f"{plan}\n\n{text}\n")
-        else:
-            page = args.page.read_text(encoding="utf-8")
-            marks = rf"(?s)(?<=<!-- study {plan} -->\n).*(?=<!-- end of study {plan} -->)"
-            renewed, count = re.subn(marks, lambda _, text=text: f"{text}\n", page)
-            if count != 1:
-                parser.error(f"{args.page} has {count} places for the plan {plan}, between <!-- study {plan} --> marks")
-            args.page.write_text(renewed, encoding="utf-8")
-        if args.figure is not None and tasks and plan == args.plan[0]:
-            figure(found, tasks, args.figure)
+        print(f"{plan}\n\n{text}\n")
 
 
 if __name__ == "__main__":

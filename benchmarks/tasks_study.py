@@ -1,7 +1,7 @@
 """Token classification and extractive answers: float, rounded, basic QAT and MoQ at 2 and 3 bits, over seeds.
 
     python benchmarks/tasks_study.py --model_name_or_path FOLDER
-    python benchmarks/tasks_study.py --report --page docs/evidence/tasks.md
+    python benchmarks/tasks_study.py --report
 
 The tasks are made from the sources of Python's standard library (`stdlib_tasks.py`). All arms of a seed begin with the
 same pretrained model and have twice the steps of a float run, but for the first two:
@@ -471,16 +471,10 @@ class Found:
         return table([*head, *against], rows)
 
 
-def report(lines: Sequence[Mapping[str, Any]], page: Path | None) -> None:
-    """Print the tables, or renew those that a page has marks for."""
+def report(lines: Sequence[Mapping[str, Any]]) -> None:
+    """Print the tables."""
     for task in SETTINGS:
-        text = Found(lines, task).table()
-        if page is None:
-            print(f"{task}\n\n{text}\n")
-        else:
-            marks = rf"(?s)(?<=<!-- tasks {task} -->\n).*(?=<!-- end of tasks {task} -->)"
-            source = page.read_text(encoding="utf-8")
-            page.write_text(re.sub(marks, lambda _, text=text: f"{text}\n", source), encoding="utf-8")
+        print(f"{task}\n\n{Found(lines, task).table()}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -496,11 +490,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "tasks.jsonl")
     parser.add_argument("--list", action="store_true", help="print the runs that are missing, and stop")
     parser.add_argument("--report", action="store_true", help="print the tables of the lines that are there, and stop")
-    parser.add_argument("--page", type=Path, help="with --report: renew the tables between its marks")
     args = parser.parse_args(argv)
     lines = Lines(args.output)
     if args.report:
-        report(lines.lines, args.page)
+        report(lines.lines)
         return
     if args.model_name_or_path is None:
         parser.error("--model_name_or_path is needed: the pretrained model that all runs begin with")

@@ -28,7 +28,6 @@ PERIOD, START_BITS, TARGET_BITS = 10, 12, 8
 SHARES = {0.0: 1, 0.25: 2, 1.0: 5}
 STEPS = 20_000
 RESULTS = ROOT / "benchmarks" / "results"
-EIGEN = RESULTS / "eigen.json"
 # Page one's arms, by what the study calls them: arm, scales.
 ARMS = {
     "rounded after training": ("after training", "groups of 32, full"),
@@ -74,30 +73,6 @@ def draw_schedule(path: Path) -> None:
     plt.close(figure)
 
 
-def draw_eigenvalues(path: Path) -> None:
-    """Draw the normalised eigenvalues of each block and their spread over draws of data, as they were measured."""
-    table = json.loads(EIGEN.read_text(encoding="utf-8"))["stability"]["results"]
-    steps = sorted({row["step"] for row in table})
-    figure, panels = plt.subplots(1, len(steps), figsize=(9, 3), sharey=True, layout="constrained")
-    for axes, step in zip(panels, steps, strict=True):
-        rows = [row for row in table if row["step"] == step]
-        ours = max((row for row in rows if row["method"] == "lanczos"), key=lambda row: row["num_samples"])
-        published = next(row for row in rows if row["method"] == "power")
-        for row, shift, label in ((published, -0.15, "power iteration"), (ours, 0.15, "moq_hf")):
-            places = [block + shift for block in range(len(row["mean_values"]))]
-            label = f"{label}, {row['num_samples']} examples"
-            axes.errorbar(places, row["mean_values"], row["standard_deviation"], fmt="o", capsize=3, label=label)
-        for threshold in (0.25, 0.5, 0.75):
-            axes.axhline(threshold, linewidth=0.6, linestyle=":", color="gray")
-        axes.set_title(f"training step {step}", fontsize="medium")
-        axes.set_xlabel("block")
-    panels[0].set_ylim(0, 1.1)
-    panels[0].set_ylabel("eigenvalue over the largest")
-    panels[0].legend(fontsize="x-small")
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(figure)
-
-
 def scores() -> tuple[dict[int, float], dict[tuple[str, int], report_study.Row]]:
     """Give the mean of three tasks by seed, of float and of each arm of page one at each of its bits."""
     text = (RESULTS / "glue_study.jsonl").read_text(encoding="utf-8")
@@ -111,20 +86,16 @@ def scores() -> tuple[dict[int, float], dict[tuple[str, int], report_study.Row]]
 def page_one_table() -> list[str]:
     """Give page one's table as lines of Markdown: points against float of half the steps, and sizes."""
     in_float, rows = scores()
-    sizes = {
-        row["bits"]: row
-        for row in json.loads((RESULTS / "checkpoint_size.json").read_text(encoding="utf-8"))["results"]
-        if row["model"] == "all-MiniLM-L6-v2" and row["embeddings"] == 8
-    }
+    sizes = json.loads((RESULTS / "sizes.json").read_text(encoding="utf-8"))["models"]["all-MiniLM-L6-v2"]
     steps = json.loads((RESULTS / "step_time.json").read_text(encoding="utf-8"))["results"]["float32, 1 x 16 x 64"]
     head = ["bits", *ARMS, "size", "training step"]
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     mean = sum(in_float.values()) / len(in_float)
-    lines.append(f"| float, half the steps | {mean:.1f} | | | {sizes[4]['float_file_bytes'] / 1e6:.1f} MB | 1.00 |")
+    lines.append(f"| float, half the steps | {mean:.1f} | | | {sizes['float'] / 1e6:.1f} MB | 1.00 |")
     for bits in BITS:
         versus = [report_study.paired(rows[name, bits].scores, in_float) for name in ARMS]
         ratio = f"{steps['moq_hf, 4 bits']['ratio']:.2f}" if bits == 4 else ""
-        cells = [str(bits), *versus, f"{sizes[bits]['file_bytes'] / 1e6:.1f} MB", ratio]
+        cells = [str(bits), *versus, f"{sizes['tables at 8 bits'][str(bits)] / 1e6:.1f} MB", ratio]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -166,7 +137,6 @@ def main() -> None:
     out = args.out
     out.mkdir(parents=True, exist_ok=True)
     draw_schedule(out / "schedule.png")
-    draw_eigenvalues(out / "eigenvalues.png")
     draw_scores(out / "score-over-bits.png")
 
 

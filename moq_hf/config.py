@@ -227,7 +227,7 @@ class DistillationConfig:
     ] = None
     logits: Annotated[Weight, key("weight of the teacher's logits in the loss")] = 1.0
     hidden: Annotated[Weight, key("weight of the teacher's hidden states")] = 1.0
-    # The default is from docs/evidence/results.md, "Low bits".
+    # All three as in the runs of docs/results.md, "Scores at equal steps".
     labels: Annotated[Weight, key("weight of the task's own loss")] = 1.0
 
 

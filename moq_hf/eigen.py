@@ -24,11 +24,11 @@ Loss = Callable[[], Tensor]
 # The largest change of a weight in a difference of gradients. Among 1e-5 to 1e-1 this
 # step had the smallest error over blocks and directions, at most 1e-3 of the product:
 # the truncation error grows with the square of the step, float32's rounding with its
-# inverse. See docs/evidence/eigenvalues.md.
+# inverse.
 DIFFERENCE = 2e-4
 
 # With fewer Lanczos steps the Ritz values may look converged before the largest
-# eigenvalue shows; see docs/evidence/eigenvalues.md.
+# eigenvalue shows.
 MIN_STEPS = 6
 # Up to this size a matrix is searched completely, which costs little.
 SMALL = 64

@@ -4,25 +4,25 @@ import copy
 import importlib
 import json
 import re
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import glue_plans
-import peers
+import perplexity
 import programs
 import pytest
 import report_study
+import results_page
 import same_numbers
+import tasks_study
 import tiny_glue
-import trl_variants
 from glue_plans import FLOAT, OWN, Plan, qat, ramp
 from repo import ROOT
 from short_runs import Lines
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from moq_hf.config import MoQConfig
+from moq_hf import MoQConfig
 from moq_hf.grid import MOST_FULL_BITS
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,111 +36,74 @@ def result(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-# Each makes the tables of its pages anew.
-@pytest.mark.parametrize(
-    ("name", "command"),
-    [
-        ("results", "report_study --plan {plans}"),
-        ("study", "report_study --plan {plans}"),
-        ("recipes", "report_study --plan {plans}"),
-        ("tasks", "tasks_study --report"),
-        ("perplexity", "perplexity --report"),
-        ("../guide/language-models", "perplexity --report"),
-    ],
-)
-def test_the_tables_are_those_of_the_committed_lines(name: str, command: str, tmp_path: Path) -> None:
-    text, again = page(f"docs/evidence/{name}.md"), tmp_path / "page.md"
-    again.write_text(text, encoding="utf-8")
-    script, *words = shlex.split(command.format(plans=" ".join(re.findall(r"<!-- study (\w+) -->", text))))
-    importlib.import_module(script).main([*words, "--page", str(again)])
-    command = f"python benchmarks/{script}.py {shlex.join(words)} --page docs/evidence/{name}.md"
-    assert again.read_text(encoding="utf-8") == text, f"renew them with: {command}"
+@pytest.mark.parametrize("path", results_page.PAGES, ids=lambda path: path.name)
+def test_the_tables_are_those_of_the_committed_results(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert results_page.renewed(text) == text, "renew them with: python benchmarks/results_page.py"
 
 
-def test_the_tables_against_other_libraries_are_those_of_the_committed_lines() -> None:
-    text, lines = page("docs/evidence/peers.md"), Lines(RESULTS / "peers.jsonl").lines
-    assert peers.markdown([line for line in lines if line.get("rows") in (None, 62 * 32)]) in text
-    assert peers.scores([line for line in lines if line.get("rows") == "all"]) in text
+def test_every_table_is_on_a_page_and_every_mark_has_a_table() -> None:
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in results_page.PAGES)
+    assert sorted(re.findall(r"^<!-- end of (.+) -->$", pages, re.MULTILINE)) == sorted(results_page.TABLES)
+
+
+def test_a_stale_table_is_noticed() -> None:
+    text = page("docs/results.md")
+    stale = text.replace("| 2 | all three |", "| 2 | all of them |")
+    assert stale != text and results_page.renewed(stale) == text
 
 
 def test_the_figures_of_language_models_are_those_of_the_run() -> None:
-    table = trl_variants.table(result("trl"))
-    assert f"<!-- trl -->\n{table}\n<!-- end of trl -->" in page("docs/guide/language-models.md")
     text, found = page("examples/sft/README.md"), result("sft")
     assert [size for size in found["bytes"].values() if f"| {size:,} |" not in text] == []
     for server, right in found["right"].items():
         assert f"| {right} of {found['questions']}, {server} |" in text
 
 
-def test_what_the_docs_say_of_the_proof_was_measured() -> None:
-    measured = result("proof")
-    text = page("docs/evidence/speed.md")
-    assert f"took {100 * measured['median_share']:.1f} % of a run of {measured['steps_of_the_run']} steps" in text
-    assert f"median of {len(measured['runs'])} runs" in text
+def test_what_the_results_say_outside_of_their_tables() -> None:
+    text = " ".join(page("docs/results.md").split())
+    proof = result("proof")
+    share = f"took {100 * proof['median_share']:.1f} % of a run of {proof['steps_of_the_run']} steps"
+    assert f"{share}, the median of {len(proof['runs'])} runs" in text
+    steps = [glue_plans.STEPS[task] * glue_plans.EPOCHS[task] for task in ("sst2", "cola", "mrpc")]
+    assert "the steps of the others: {}, {} and {}.".format(*steps) in text
+    parameters = {line["parameters"] for line in Lines(RESULTS / "perplexity.jsonl").lines}
+    assert [f"A Llama of {count / 1e6:.2f} million weights" in text for count in parameters] == [True]
+    assert f"a Llama of {result('pack_memory')['parameters'] / 1e9:.2f} billion weights" in text
+    for plan in ("recipes", "main"):
+        assert len(glue_plans.PLANS[plan].seeds) == 5
+    assert len(glue_plans.PLANS["phases"].seeds) == len(tasks_study.SEEDS) == len(perplexity.SEEDS) == 3
 
 
-def test_the_table_of_a_step_is_that_of_the_lines() -> None:
-    cases = result("step_time")["results"]
-    steps = {case: arms for case, arms in cases.items() if "evaluation" not in case}
-    text = page("docs/evidence/speed.md")
-    for arm in steps["float32, 1 x 16 x 64"]:
-        ratios = [f"{arms[arm]['ratio']:.3f}" if arm in arms else "" for arms in steps.values()]
-        assert "| " + " | ".join([arm, *ratios]) + " |\n" in text
-    evaluation = cases["float32, evaluation, 1 x 16"]["moq_hf, 8 bits"]
-    assert f"in evaluation took {evaluation['ratio']:.3f} of" in text
-
-
-def test_the_table_of_llama_cpp_is_that_of_the_lines() -> None:
-    measured, text = result("llamacpp"), page("docs/evidence/llama-cpp.md")
-
-    def cells(way: dict[str, Any]) -> str:
-        return f"{way['kl']:.1e} | {way['top1']:.2f} | {way['same_tokens']}"
-
-    for case in measured["cases"]:
-        ways = case["ways"]
-        (theirs,) = (name for name in ways if name.startswith("llama-quantize"))
-        own = cells(ways["moq-hf export"]) if "moq-hf export" in ways else " | | "
-        names = f"| {case['family']} | {case['grid']} | {own} | {theirs.removeprefix('llama-quantize ')}"
-        assert f"{names} | {cells(ways[theirs])} | {ways['float32']['kl']:.1e} |\n" in text
-    assert text.count("\n| ") == len(measured["cases"]) + 2
-
-
-@pytest.mark.parametrize(
-    ("recipe", "plan", "bits", "name"),
-    [
-        ("w4", "recipes", 4, "basic QAT, float first"),
-        ("w3", "recipes", 3, "basic QAT, float first"),
-        ("w2", "recipes", 2, "basic QAT, float first"),
-    ],
-)
-def test_the_recipes_for_low_bits_are_what_was_measured(recipe: str, plan: str, bits: int, name: str) -> None:
-    # Of the grids that were tried the first one listed.
-    arm = next(arm for arm in glue_plans.PLANS[plan].arms if (arm.bits, arm.name) == (bits, name))
-    measured = {key: value for key, value in (arm.config() or {}).items() if key != "distillation"}
+@pytest.mark.parametrize(("preset", "bits"), [("w4", 4), ("w3", 3), ("w2", 2)])
+def test_the_presets_for_low_bits_are_what_was_measured(preset: str, bits: int) -> None:
+    """But for the embedding tables, which were float: the README says so."""
+    measured = results_page.arm("recipes", "mean", bits, "basic QAT, float first").arm.config() or {}
+    wanted = MoQConfig.from_dict({key: value for key, value in measured.items() if key != "distillation"})
     # Full is what "auto" is at these bits, no period counts where bits do not fall, and tables were in float.
-    same = {"range": "auto", "period": "auto", "embeddings": "auto"}
-    assert MoQConfig.load(recipe) == replace(MoQConfig.from_dict(measured), **same)
-    assert measured["quantize_algo"]["range"] == "full" and bits <= MOST_FULL_BITS
+    assert wanted.range == "full" and bits <= MOST_FULL_BITS
+    assert MoQConfig.load(preset) == replace(wanted, range="auto", period="auto", embeddings="auto")
+    assert "scores were measured with tables in float" in readme()
+
+
+def readme() -> str:
+    return " ".join(page("README.md").split())
 
 
 def test_what_the_guides_promise_is_what_was_measured() -> None:
-    """The differences on average over all tasks, of each recipe, of basic QAT and of rounding."""
-    guide, configs, readme = (page(f"{name}.md") for name in ("docs/guide/which-recipe", "configs/README", "README"))
-    text = page("docs/evidence/recipes.md").split("<!-- study recipes -->")[1].split("| all three |")[1]
-    lines = [line for line in text.split("<!--")[0].splitlines() if ", full |" in line]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    in_groups = {int(row[0]): row[5] for row in rows if row[1] == "groups of 32, full"}
-    found = {(int(row[0]), row[2]): row[5] for row in rows if row[1] == "per channel, full"}
+    """The differences to float, on average over all tasks, of rounding, float first and basic QAT."""
+    guide = " ".join(page("docs/start/which-preset.md").split())
+
+    def difference(bits: int, name: str) -> str:
+        row = results_page.arm("recipes", "mean", bits, *results_page.RECIPES[name])
+        return report_study.paired(row.scores, row.reference)
+
     for bits in (4, 3, 2):
-        rounded, ours = found[bits, "after training"], found[bits, "basic QAT, float first"]
-        plain = found[bits, "basic QAT, all steps"]
-        cells = f"| {bits} | {rounded} | {in_groups[bits]} | {ours} | {plain} |"
-        assert " ".join(cells.split()) in guide
-        cells = f"| {bits} | {ours} | {plain} | {rounded} | {in_groups[bits]} |"
-        assert " ".join(cells.split()) in configs
-    below = found[2, "basic QAT, float first"].removeprefix("-")
-    assert f"{below} points below float on average over three tasks and five seeds" in readme
-    assert f"is {found[2, 'basic QAT, all steps'].removeprefix('-').split()[0]} below" in readme
+        ways = ("rounding", "rounding, groups of 32", "moq_hf", "basic QAT")
+        assert f"| {bits} | {' | '.join(difference(bits, way) for way in ways)} |" in guide
+    leads = {row[0]: row for row in results_page.leads()[1:]}
+    assert f"it is worth {leads[2][1].removeprefix('+')} points over basic QAT of as many steps" in guide
+    assert f"they lead basic QAT at 3 bits by {leads[3][4].removeprefix('+')} points" in guide
 
 
 def test_differences_are_paired_by_seed() -> None:

@@ -36,8 +36,8 @@ Costs = dict[str, dict[int, float]]
 # forward pass.
 ModelLoss = Callable[[nn.Module, Batch], Tensor]
 
-# In units of the forward and backward pass of one training example; see
-# docs/evidence/eigenvalues.md. The budget of time is kept in these units and not by the
+# In units of the forward and backward pass of one training example, as measured in
+# benchmarks/results/eigen.json. The budget of time is kept in these units and not by the
 # clock, so that two runs of the same seed do the same.
 GRAPH_COST = 1.0
 PRODUCT_COST = 0.6
