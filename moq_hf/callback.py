@@ -478,7 +478,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         if self._host is not None:
             sizes = controller.sizes
             add_notebook_column(
-                self._host, "moq/bits", lambda: round(sizes.layer_bits, 2)
+                self._host, "moq/bits", lambda: f"{sizes.layer_bits:.4g}"
             )
         if not self._has_switched:
             return

@@ -9,6 +9,7 @@ import copy
 import difflib
 import fnmatch
 import functools
+import html
 import json
 import logging
 import os
@@ -778,6 +779,12 @@ class MoQConfig:
             if value != default and value != {}:
                 found[name] = value
         return found
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the keys that were changed, and folded up all of them."""
+        changed = html.escape(json.dumps(self.changed(), indent=2))
+        every = html.escape(json.dumps(self.to_dict(), indent=2))
+        return f"<pre>{changed}</pre><details><summary>All keys</summary><pre>{every}</pre></details>"
 
     def to_dict(self) -> dict[str, Any]:
         """The config in the file's words, every key with its value; `from_dict` gives an equal config."""

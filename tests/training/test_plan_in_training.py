@@ -1,5 +1,6 @@
 """What a run tells of its schedule: the plan before, bits, sizes and blends during, one closing block after."""
 
+import html
 import importlib
 import json
 import re
@@ -259,7 +260,7 @@ def test_a_notebook_has_a_column_of_the_bits(tmp_path: Path, monkeypatch: pytest
         page = shown[-1]
         assert re.findall("<th>(.*?)</th>", page) == ["Step", "moq/bits", *heads]
         cells = re.findall("<tr>\\s*<td>(.*?)</td>\\s*<td>(.*?)</td>", page)
-        assert cells == [("5", "5.000000"), ("10", "3.000000")]
+        assert cells == [("5", "5"), ("10", "3")]
 
 
 def test_a_stock_trainer_says_that_it_saves_float_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -403,3 +404,16 @@ def test_the_saved_state_has_the_whole_history(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     assert f"<dd>{over_the_model(3, trainer.model):.2f}</dd>" in page and "<dd>6 to 3 bits</dd>" in page
     assert saved["float_size_mb"] == sum(p.numel() for p in trainer.model.parameters()) * 4 / 1e6
+
+
+def test_a_notebook_shows_config_plan_and_verification(tmp_path: Path) -> None:
+    callback = MoQCallback("w4", start_bits=6)
+    shown = callback.config._repr_html_()
+    assert json.loads(html.unescape(shown[5 : shown.index("</pre>")])) == callback.config.changed()
+    assert shown.index("&quot;start_bits&quot;: 6") < shown.index("<summary>All keys") < shown.index("scale_refresh")
+    trainer = trained(stock(tmp_path))
+    callback = callback_of(trainer)
+    assert callback.plan is not None and callback.delivered is not None
+    assert callback.plan._repr_html_() == f"<pre>{callback.plan}</pre>"
+    page = verify_quantized(callback.delivered.path)._repr_html_()
+    assert page.startswith(f"<p>{callback.delivered.summary}</p><details>") and "bert.pooler.dense" in page
