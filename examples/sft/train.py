@@ -27,7 +27,6 @@ from trl import SFTConfig, SFTTrainer
 from moq_hf import MoQCallback
 
 HERE = Path(__file__).parent
-RECIPE = "lm-w4"
 # TRL takes the loss of what stands between the marks of generation.
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
@@ -118,15 +117,10 @@ def to_gguf(args: argparse.Namespace, packed: Path) -> str:
         return "GGUF: left out, since --converter does not name llama.cpp's convert_hf_to_gguf.py"
     if importlib.util.find_spec("gguf") is None:
         return "GGUF: left out, since the package gguf is not installed"
-    floats, base, out = (args.output_dir / name for name in ("float", "base-f16.gguf", "model-q4_0.gguf"))
-    export = [sys.executable, "-m", "moq_hf.cli", "export", packed, "--to"]
-    for command in (
-        # The converter reads floats. These are on the grid, and the export puts the integers in their place.
-        [*export, "float", floats],
-        [sys.executable, args.converter, floats, "--outtype", "f16", "--outfile", base],
-        [*export, "gguf", out, "--base", base],
-    ):
-        subprocess.run([str(word) for word in command], check=True)
+    out = args.output_dir / "model-q4_0.gguf"
+    export = [sys.executable, "-m", "moq_hf.cli", "export", packed, "--to", "gguf", out]
+    # The converter makes the frame of the file, and the export puts the trained integers into it.
+    subprocess.run([str(word) for word in [*export, "--converter", args.converter]], check=True)
     return f"GGUF: {out}, {out.stat().st_size / 1e6:.2f} MB"
 
 
@@ -134,7 +128,7 @@ def main() -> None:
     """Train, convert, answer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/sft"))
-    parser.add_argument("--moq_config", default=RECIPE)
+    parser.add_argument("--moq_config", default="lm-w4", help="a preset or a JSON file")
     parser.add_argument("--max_steps", type=int, default=300)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)
