@@ -34,13 +34,11 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
-    GetCoreSchemaHandler,
     PlainSerializer,
     TypeAdapter,
     ValidationError,
 )
 from pydantic.dataclasses import dataclass
-from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from .deepspeed import in_training_arguments
 from .errors import MOST_FAULTS, MoQConfigError, listed, show, show_key
@@ -315,20 +313,6 @@ class OverrideConfig:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-class Overrides(dict[str, OverrideConfig]):
-    """Glob to what is other in the layers that it names, in the order of the file; never changed."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(self.items()))
-
-    @classmethod
-    def __get_pydantic_core_schema__(
-        cls, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        inner = handler.generate_schema(dict[str, OverrideConfig])
-        return no_info_after_validator_function(cls, inner)
-
-
 def matches(name: str, pattern: str) -> bool:
     """Whether a pattern of a config means a layer: as a glob, or as a run of whole components of its name.
 
@@ -348,7 +332,6 @@ class MoQConfig:
     Attributes:
         kernel: Triton kernels: wanted, not wanted, or None for wherever they run.
         scale_dtype: What scales are rounded to; None leaves it to `serve`.
-        ignored_sections: Other sections of a DeepSpeed config; not part of `to_dict`.
         from_deepspeed: Whether it was read from a section `quantize_training`, where
             keys that are left out have DeepSpeed's defaults.
 
@@ -499,13 +482,14 @@ class MoQConfig:
         ),
     ] = False
     overrides: Annotated[
-        Overrides,
+        dict[str, OverrideConfig],
         Field(title="an object of globs"),
         key(
             "glob, or name, to `bits`, `start_bits` and `group_size` of the layers that it means; of several globs "
-            "the last one counts"
+            "the last one counts",
+            json_schema_extra={"default": {}},
         ),
-    ] = Overrides()
+    ] = field(default_factory=dict, hash=False)
     blend: Annotated[BlendConfig, key("", "fp16_mixed_quantize")] = BlendConfig()
     eigenvalue: EigenvalueConfig = EigenvalueConfig()
     sensitivity: SensitivityConfig = SensitivityConfig()
@@ -561,9 +545,6 @@ class MoQConfig:
     seed: Annotated[
         Count, key("of stochastic rounding and of the eigenvalue start vectors")
     ] = 0
-    ignored_sections: Annotated[tuple[str, ...], key("", exclude=True)] = field(
-        default=(), compare=False
-    )
     from_deepspeed: Annotated[bool, key("", exclude=True)] = field(
         default=False, compare=False
     )
@@ -611,8 +592,8 @@ class MoQConfig:
         )
         others = [
             f"{glob}: {own.span_in_words}"
-            for glob, own in zip(self.overrides, self.variants()[1:], strict=True)
-            if (own.start_bits, own.bits) != (self.start_bits, self.bits)
+            for glob, own in self.variants().items()
+            if glob
         ]
         return f"{words} ({', '.join(others)})" if others else words
 
@@ -625,7 +606,8 @@ class MoQConfig:
     def falls(self) -> bool:
         """Whether a block may have more bits at first than at the end, float apart."""
         return any(
-            own.start_bits > min(own.targets, default=16) for own in self.variants()
+            own.start_bits > min(own.targets, default=16)
+            for own in self.variants().values()
         )
 
     @property
@@ -654,14 +636,19 @@ class MoQConfig:
                 given |= own.given
         return self._with(given)
 
-    def variants(self) -> list["MoQConfig"]:
-        """The config of layers that no glob names, and for each glob that of layers that only it names."""
-        return [self._with({}), *(self._with(o.given) for o in self.overrides.values())]
+    def variants(self) -> dict[str, "MoQConfig"]:
+        """The config of layers that no glob means, by "", and by each glob that gives other bits that of its layers."""
+        made = {"": self._with({})}
+        for glob, override in self.overrides.items():
+            own = self._with(override.given)
+            if (own.start_bits, own.bits) != (self.start_bits, self.bits):
+                made[glob] = own
+        return made
 
     def _with(self, given: Mapping[str, Any]) -> "MoQConfig":
         if not (given or self.overrides):
             return self
-        given = {"overrides": Overrides(), **given}
+        given = {"overrides": {}, **given}
         if "group_size" in given:
             given["groups"] = "per_channel"
         if "bits" in given:
@@ -742,7 +729,8 @@ class MoQConfig:
         if isinstance(source, (str, os.PathLike)):
             document = read_document(source)
             config = _parse(document, os.fspath(source), keywords)
-            _warn_of_old_defaults(document, os.fspath(source), config, keywords)
+            if not keywords:
+                _warn_of_old_defaults(document, os.fspath(source), config)
             return config
         raise MoQConfigError(
             f"a MoQ config is a preset ({listed(PRESETS)}), a path, a mapping, a MoQConfig, or keywords such as "
@@ -767,18 +755,22 @@ class MoQConfig:
         """
         return _parse(mapping, "MoQ config")
 
-    def changed(self) -> dict[str, Any]:
-        """The bits, and the keys whose values are not the defaults, as `from_dict` takes them."""
-        values = self.to_dict()
-        defaults = MoQConfig.from_dict({"quantize_bits": values["quantize_bits"]})
-        found: dict[str, Any] = {"quantize_bits": values["quantize_bits"]}
-        for name, default in defaults.to_dict().items():
-            value = values[name]
-            if isinstance(value, dict) and isinstance(default, dict):
-                value = {k: v for k, v in value.items() if v != default.get(k)}
-            if value != default and value != {}:
-                found[name] = value
-        return found
+    def changed(self, *also: str) -> dict[str, Any]:
+        """The bits, and the keys whose values are not the defaults, as `from_dict` takes them.
+
+        Args:
+            *also: Paths of more keys.
+        """
+        bits = self.to_dict()["quantize_bits"]
+        defaults = MoQConfig.from_dict({"quantize_bits": bits}).flat()
+        also += ("quantize_bits.start_bits", "quantize_bits.target_bits")
+        return by_section(
+            {
+                path: value
+                for path, value in self.flat().items()
+                if path in also or value != defaults[path]
+            }
+        )
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the keys that were changed, and folded up all of them."""
@@ -932,10 +924,6 @@ def by_section(flat: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# Attributes that are no keys.
-_MADE_BY = ("ignored_sections", "from_deepspeed")
-
-
 def _parse(
     document: Any, where: str, keywords: Mapping[str, Any] | None = None
 ) -> MoQConfig:
@@ -946,15 +934,15 @@ def _parse(
     """
     faults: list[str] = []
     block, ignored = _block_of(document, where, faults)
-    values = _flatten(block, faults)
+    values = _flatten(block, faults) | _keyword_values(keywords or {}, faults)
     is_deepspeed = block is not document
     if is_deepspeed:
-        values = _deepspeed_defaults(values) | values
-    values |= _keyword_values(keywords or {}, faults)
-    made_by = dict(zip(_MADE_BY, (ignored, is_deepspeed), strict=True))
+        if values.get("quantize_group_size") is not None:
+            values.setdefault("quantize_groups", "per_channel")
+        values = DEEPSPEED_DEFAULTS | values
     wrong: dict[str, str] = {}
     try:
-        config = _read(values, made_by)
+        config = _read(values, is_deepspeed)
     except ValidationError as error:
         wrong = _value_faults(
             error,
@@ -963,7 +951,7 @@ def _parse(
         )
         config = _read(
             {path: value for path, value in values.items() if path not in wrong},
-            made_by,
+            is_deepspeed,
         )
     faults += [wrong[path] for path in values if path in wrong]
     # A value that is not legal by itself is in no conflict.
@@ -983,13 +971,13 @@ def _parse(
     return config
 
 
-def _read(values: Mapping[str, Any], made_by: Mapping[str, Any]) -> MoQConfig:
+def _read(values: Mapping[str, Any], is_deepspeed: bool) -> MoQConfig:
     """Make a config of values by their paths.
 
     Raises:
         ValidationError: One of them is not legal.
     """
-    arranged = {**by_section(values), **made_by}
+    arranged = by_section(values) | {"from_deepspeed": is_deepspeed}
     return _adapter().validate_python(arranged, by_alias=True, by_name=False)
 
 
@@ -1010,21 +998,19 @@ def keyword_paths() -> dict[str, str]:
 def _keyword_values(keywords: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
     """Give the value of each keyword by its path in a file; `faults` takes what is not legal."""
     paths = keyword_paths()
-    own: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in keywords.items():
         path = paths.get(name, name)
         if is_dataclass(value):
             value = {key: part for key, part in vars(value).items() if part is not None}
         elif name == "activations":
             value = _activations(value)
-        place = own if "." in path else rest
-        if path in place:
-            faults.append(f"{name}: {path} is given twice")
-        place[path] = value
-    found = _flatten(rest, faults, list(paths))
-    faults += [f"{path}: given twice" for path in own if path in found]
-    return found | own
+        found = {path: value}
+        if "." not in path:
+            found = _flatten(found, faults, list(paths))
+        faults += [f"{path}: given twice" for path in found if path in values]
+        values |= found
+    return values
 
 
 def _activations(value: Any) -> Any:
@@ -1049,11 +1035,10 @@ def _in_keywords(text: str) -> str:
 
 
 def _from_keywords(self: MoQConfig, **keywords: Any) -> None:
-    hidden: dict[str, Any] = {
-        name: keywords.pop(name) for name in _MADE_BY if name in keywords
-    }
+    # No key, but a copy has it.
+    from_deepspeed = keywords.pop("from_deepspeed", False)
     made = _parse({}, "MoQConfig", keywords)
-    self.__dict__.update(vars(made) | hidden)
+    self.__dict__.update({**vars(made), "from_deepspeed": from_deepspeed})
 
 
 # Pydantic's own would know neither the file's sections nor what is wrong together.
@@ -1089,13 +1074,6 @@ DEEPSPEED_DEFAULTS: dict[str, Any] = {
 }
 
 
-def _deepspeed_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = dict(DEEPSPEED_DEFAULTS)
-    if values.get("quantize_group_size") is not None:
-        del defaults["quantize_groups"]
-    return defaults
-
-
 # What 0.1.0 assumed of keys that a file left out, where it is something else now.
 _OLD_DEFAULTS = {
     "quantize_schedule.quantize_period": 100,
@@ -1106,29 +1084,25 @@ _OLD_DEFAULTS = {
 
 
 def _warn_of_old_defaults(
-    document: Mapping[str, Any],
-    where: str,
-    config: MoQConfig,
-    keywords: Mapping[str, Any],
+    document: Mapping[str, Any], where: str, config: MoQConfig
 ) -> None:
     """Say what a file that was written for 0.1.0 means now.
 
     Such a file gives its start bits, which hardly any other has to, and no schema.
     """
-    given = _flatten(document, []) | _keyword_values(keywords, [])
+    given = _flatten(document, [])
     is_old = "quantize_bits.start_bits" in given and "$schema" not in document
     if config.from_deepspeed or not is_old:
         return
     now = config.flat()
-    left_out = [key for key in _OLD_DEFAULTS if key not in given]
-    if config.group_size is not None and "quantize_groups" in left_out:
-        left_out.remove("quantize_groups")
-    is_full = any(config.grid.is_full(bits) for bits in config.targets)
-    if not is_full and "quantize_algo.range" in left_out:
-        left_out.remove("quantize_algo.range")
+    if config.group_size is not None:
+        given["quantize_groups"] = None
+    if not any(map(config.grid.is_full, config.targets)):
+        given["quantize_algo.range"] = "narrow"
     told = [
-        f"{key} is {json.dumps(now[key])}, was {json.dumps(_OLD_DEFAULTS[key])}"
-        for key in left_out
+        f"{key} is {json.dumps(now[key])}, was {json.dumps(old)}"
+        for key, old in _OLD_DEFAULTS.items()
+        if key not in given
     ]
     if config.modules_to_not_convert and "quantize_heads" not in given:
         told.append("quantize_heads is false, was true with modules_to_not_convert")

@@ -274,29 +274,21 @@ class _Case(NamedTuple):
 
 def _extremes(config: MoQConfig, targets: Mapping[str, int] | None) -> dict[str, _Case]:
     """The blocks to plan where none are named: the earliest and the latest possible ones."""
-    plain, *others = config.variants()
+    layers = config.variants()
     if config.budget is not None and targets is not None:
-        return {name: _Case(plain, None, bits) for name, bits in targets.items()}
+        return {name: _Case(layers[""], None, bits) for name, bits in targets.items()}
     values: dict[str, float | None] = {"": None}
     if config.eigenvalue.enabled:
         values = {"least sensitive": 0.0, "most sensitive": 1.0}
-    layers = {"": plain}
-    for glob, own in zip(config.overrides, others, strict=True):
-        if (own.start_bits, own.bits) != (plain.start_bits, plain.bits):
-            layers[glob] = own
     anyone = "every other block" if len(layers) > 1 else "every block"
     cases = {}
     for glob, own in layers.items():
         for sensitivity, value in values.items():
             for bits in own.targets:
-                who = [glob, sensitivity]
+                who = [part for part in (glob, sensitivity) if part]
                 if own.budget is not None:
-                    who = (
-                        [*who, f"{bits} bits"]
-                        if any(who)
-                        else ["a block", f"{bits} bits"]
-                    )
-                name = ", ".join(filter(None, who)) or anyone
+                    who = [*(who or ["a block"]), f"{bits} bits"]
+                name = ", ".join(who or [anyone])
                 cases[name] = _Case(own, value, bits)
     return cases
 

@@ -4,13 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .config import (
-    DEEPSPEED_DEFAULTS,
-    DEEPSPEED_KEYS,
-    MoQConfig,
-    by_section,
-    key_schemas,
-)
+from .config import DEEPSPEED_DEFAULTS, DEEPSPEED_KEYS, MoQConfig
 from .errors import MoQError
 from .forecast import plan
 from .schedule import fade_steps
@@ -34,7 +28,7 @@ def migrate(document: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
 
     >>> block = {"quantize_bits": {"start_bits": 12, "target_bits": 8}, "quantize_schedule": {"quantize_period": 400}}
     >>> migrate({"quantize_training": block}, 345)["quantize_schedule"]
-    {'quantize_period': 'auto', 'schedule_offset': 0, 'deadline': 0.25}
+    {'quantize_period': 'auto', 'schedule_offset': 0}
     """
     if not DEEPSPEED_KEYS.union(["quantize_training"]).intersection(document):
         document = {"quantize_training": document}
@@ -46,15 +40,7 @@ def migrate(document: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
         raise MoQError(
             f"a run of {max_steps} optimizer steps is too short for {config.target_in_words}, whatever the schedule is"
         )
-    explicit = {*DEEPSPEED_DEFAULTS, "quantize_bits.target_bits"}
-    written = {
-        path: value
-        for path, value in fitting.flat().items()
-        if path in explicit or value != key_schemas()[path]["default"]
-    }
-    if fitting.group_size is not None:
-        del written["quantize_groups"]
-    return by_section(written)
+    return fitting.changed(*DEEPSPEED_DEFAULTS)
 
 
 def _candidates(config: MoQConfig, max_steps: int) -> Iterator[MoQConfig]:

@@ -523,7 +523,7 @@ def _draw_bits(series: Mapping[str, Series], config: MoQConfig, total: int) -> "
     series = _alike(series)
     figure, axes = _new_figure("bits")
     in_float = begins_in_float(config)
-    highest = max(own.start_bits for own in config.variants()) + in_float
+    highest = max(own.start_bits for own in config.variants().values()) + in_float
     lowest = min(min(bits) for _, bits in series.values())
     start = FLOAT_BITS if in_float else config.start_bits
     for index, (name, (steps, bits)) in enumerate(series.items()):

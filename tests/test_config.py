@@ -238,7 +238,7 @@ def test_what_states_hold_does_not_change(case: str) -> None:
 def test_every_attribute_is_written() -> None:
     fields = {field.name: field.default for field in dataclasses.fields(MoQConfig)}
     # An asymmetric grid has no full range.
-    assert fields.keys() - OTHERS.keys() == {"ignored_sections", "from_deepspeed", "range", "groups"}
+    assert fields.keys() - OTHERS.keys() == {"from_deepspeed", "range", "groups"}
     full = MoQConfig(bits=2, range="full", groups=1)
     assert full.to_dict()["quantize_algo"]["range"] == "full" and full.grid == Grid(full=True)
     assert all(OTHERS[name] != fields[name] for name in OTHERS)
@@ -247,10 +247,10 @@ def test_every_attribute_is_written() -> None:
 def test_configs_are_values() -> None:
     config = MoQConfig.from_dict(AROUND | {"quantize_training": BITS})
     alone = MoQConfig.from_dict({"quantize_training": BITS})
-    assert config.ignored_sections and not alone.ignored_sections
+    assert config.from_deepspeed and not MoQConfig(bits=8).from_deepspeed
     assert config == alone and hash(config) == hash(alone)
     for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), dataclasses.replace(config)):
-        assert other == config and other.ignored_sections == config.ignored_sections
+        assert other == config and other.from_deepspeed
     assert hash(MoQConfig(bits=8, modules_to_not_convert=["a"])) == hash(  # type: ignore[arg-type]
         MoQConfig(bits=8, modules_to_not_convert=("a",))
     )
@@ -346,7 +346,7 @@ def test_other_sections_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
         config = MoQConfig.from_dict(AROUND | {"quantize_training": BLOCK})
     (message,) = caplog.messages
     assert message.startswith("moq_hf: not of quantization, left to TrainingArguments: optimizer (learning_rate=")
-    assert config.ignored_sections == ("optimizer", "gradient_clipping", "fp16")
+    assert config.from_deepspeed
     caplog.clear()
     with caplog.at_level(logging.INFO, "moq_hf.config"):
         MoQConfig.from_dict({"quantize_training": BLOCK})
@@ -440,7 +440,7 @@ def test_the_name_of_the_schema_is_left_alone(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO, "moq_hf.config"):
         for document, expected in documents:
             config = MoQConfig.from_dict(document)
-            assert config == expected and config.ignored_sections == () and "$schema" not in config.to_dict()
+            assert config == expected and "$schema" not in config.to_dict()
     assert caplog.messages == []
 
 

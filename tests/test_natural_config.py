@@ -514,7 +514,9 @@ def test_auto_takes_the_tables_of_encoders_that_servers_take(make: Any, serve: A
 def test_auto_leaves_a_head_that_shares_a_table_in_float() -> None:
     found = take_inventory(masked(), MoQConfig(bits=4, embeddings="auto"))
     assert "bert.embeddings.word_embeddings" not in found.embeddings and len(found.embeddings) == 2
-    assert not found.tied
+    assert not found.tied and found.tables_stay == "a layer shares bert.embeddings.word_embeddings"
+    # Not to be told of where there is none.
+    assert take_inventory(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), MoQConfig.load("w4")).tables_stay is None
 
 
 def test_the_plan_of_a_run_says_what_becomes_of_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,7 @@ def split_blocks(
     >>> split_blocks({"layer.0": ["layer.0.query", "layer.0.key"]}, config)
     {'layer.0 (8 bits)': ['layer.0.query'], 'layer.0': ['layer.0.key']}
     """
-    usual = config.variants()[0].span_in_words
+    usual = config.variants()[""].span_in_words
     found = {}
     for block, layers in blocks.items():
         parts: dict[str, list[str]] = {}
@@ -216,22 +216,18 @@ def _tables(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
             )
         return {"embeddings": tables, "table_bits": config.embeddings}
     refuses = [name for name in config.serve if not REQUIRED[name].tables]
-    why = None
-    if refuses:
-        why = f"{' and '.join(refuses)} take them as floats"
-    elif not is_encoder(inventory):
-        why = "the model is no encoder of transformers"
-    if why is not None:
-        return {"tables_stay": why if tables else None}
+    if refuses and tables:
+        return {"tables_stay": f"{' and '.join(refuses)} take them as floats"}
+    if tables and not is_encoder(inventory):
+        return {"tables_stay": "the model is no encoder of transformers"}
     # An output head that shares a table is in float unless the config says otherwise.
-    shared = {
-        id(module._parameters.get("weight"))
-        for module in inventory.modules.values()
-        if not isinstance(module, nn.Embedding)
+    linear = {id(layer._parameters["weight"]) for layer in inventory.linears.values()}
+    shared = [n for n, table in tables.items() if id(table.weight) in linear]
+    return {
+        "embeddings": {n: t for n, t in tables.items() if n not in shared},
+        "table_bits": AUTO_TABLE_BITS,
+        "tables_stay": f"a layer shares {', '.join(shared)}" if shared else None,
     }
-    own = {n: table for n, table in tables.items() if id(table.weight) not in shared}
-    stay = None if own or not tables else "they are shared with other layers"
-    return {"embeddings": own, "table_bits": AUTO_TABLE_BITS, "tables_stay": stay}
 
 
 def is_encoder(inventory: Inventory) -> bool:

@@ -212,7 +212,7 @@ def _conflicts(config: MoQConfig, state: Mapping[str, Any]) -> Iterator[str]:
     blocks = schedule["blocks"]
     if config.depends_on_length and schedule["total_steps"] is None:
         yield "schedule.total_steps must be a whole number from 1, not null"
-    variants = config.variants()
+    variants = config.variants().values()
     least = min(own.targets[0] for own in variants)
     most = max(max(own.start_bits, own.targets[-1]) for own in variants)
     for name, (bits, _, _) in blocks.items():
