@@ -66,7 +66,7 @@ def test_what_the_results_say_outside_of_their_tables() -> None:
     share = f"took {100 * proof['median_share']:.1f} % of a run of {proof['steps_of_the_run']} steps"
     assert f"{share}, the median of {len(proof['runs'])} runs" in text
     steps = [glue_plans.STEPS[task] * glue_plans.EPOCHS[task] for task in ("sst2", "cola", "mrpc")]
-    assert "the steps of the others: {}, {} and {}.".format(*steps) in text
+    assert "half of the steps of basic QAT and moq_hf: {}, {} and {}.".format(*steps) in text
     parameters = {line["parameters"] for line in Lines(RESULTS / "perplexity.jsonl").lines}
     assert [f"A Llama of {count / 1e6:.2f} million weights" in text for count in parameters] == [True]
     assert f"a Llama of {result('pack_memory')['parameters'] / 1e9:.2f} billion weights" in text
