@@ -201,17 +201,12 @@ class MoQTrainer(Trainer):
     def loss_parts(self) -> dict[str, float]:
         """The parts of the loss with a teacher, before their weights; means since this was last called.
 
-        Every process must call it. Called by the `MoQCallback` for each log of the
-        loss. Empty without a teacher.
+        Called by the `MoQCallback` for each log of the loss. Empty without a teacher.
         """
-        if not self._parts:
-            return {}
-        count = self._parts.pop("count")
-        means = torch.stack(list(self._parts.values())) / count
-        means = cast(Tensor, self.accelerator.reduce(means, reduction="mean"))
-        names = [f"moq/loss_{name}" for name in self._parts]
+        count = self._parts.pop("count", 0)
+        found = {f"moq/loss_{k}": float(v / count) for k, v in self._parts.items()}
         self._parts.clear()
-        return dict(zip(names, means.tolist(), strict=True))
+        return found
 
     def training_step(
         self,
@@ -431,8 +426,10 @@ class MoQTrainer(Trainer):
             parts = loss_parts(loss, outputs, teacher_outputs, inputs, config, problem)
         if self._teacher is not None:
             loss = weighted_sum(parts, config)
-            self._parts.update({name: part.detach() for name, part in parts.items()})
-            self._parts["count"] += 1
+            values = torch.stack([part.detach() for part in parts.values()])
+            # Here and not for the log, which a Trainer may leave to one process.
+            means = self.accelerator.reduce(values, reduction="mean")
+            self._parts.update({**dict(zip(parts, means, strict=True)), "count": 1})
         elif phase is not None:
             phase.outputs_checked = True
         return (loss, outputs) if return_outputs else loss

@@ -152,7 +152,7 @@ def staged(
     is_there = publish is not None and target.is_dir()
     # The Trainer, which may upload the output folder just now, leaves out such names.
     staging = (
-        target / "_writing" if is_there else target.with_name(f"_{target.name}.writing")
+        target / ".writing" if is_there else target.with_name(f"_{target.name}.writing")
     )
     try:
         _remove(staging)

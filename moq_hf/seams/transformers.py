@@ -143,15 +143,15 @@ def tell_of_saves(trainer: transformers.Trainer, tell: Callable[[Path], None]) -
     Relies on: `Trainer.is_in_train`, and that `push_to_hub` calls `self.save_model`.
     Breaks: Nobody would say that a stock Trainer saves float weights.
     """
-    save = trainer.save_model
-    if hasattr(save, "__wrapped__"):
+    if "save_model" in vars(trainer):
         return
+    save = trainer.save_model
 
     @functools.wraps(save)
-    def save_model(output_dir: str | None = None, _internal_call: bool = False) -> None:
-        save(output_dir, _internal_call)
+    def save_model(output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        save(output_dir, *args, **kwargs)
         if not trainer.is_in_train:
-            tell(Path(cast(str, output_dir or trainer.args.output_dir)))
+            tell(Path(output_dir or str(trainer.args.output_dir)))
 
     cast(Any, trainer).save_model = save_model
 
