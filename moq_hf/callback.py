@@ -621,10 +621,10 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Say what has become of the run."""
         text = "moq_hf:"
         if controller.has_arrived and self.plan is not None:
-            planned = [
-                block.switches[-1].step if block.switches else 0
-                for block in self.plan.blocks
+            last = [
+                switch for block in self.plan.blocks for switch in block.switches[-1:]
             ]
+            planned = [switch.step for switch in last] or [0]
             text += f" {messages.arrival(self.bits, controller.history, planned)}"
         if state.best_global_step:
             text += f" Best checkpoint: step {state.best_global_step:,}."

@@ -322,7 +322,7 @@ class MoQTrainer(Trainer):
         if has_begun:
             phase.go_on()
         else:
-            phase.begin()
+            phase.begin(cast(MoQCallback, self.moq).offset(self.state))
         self._take(phase if has_begun else None)
         self._tell_of_parts("the float phase is over:")
         if has_begun and teacher_before != self.teacher_fingerprint:

@@ -120,8 +120,11 @@ class FloatPhase:
         self._unlogged: Mapping[str, Any] | None = None
         self.outputs_checked = False
 
-    def begin(self) -> None:
+    def begin(self, step: int) -> None:
         """Check, before the first step, that the optimizer can start afresh, and make the folder of the float model.
+
+        Args:
+            step: The last one in float.
 
         Raises:
             MoQError: The optimizer cannot, or the folder cannot be made.
@@ -140,7 +143,7 @@ class FloatPhase:
                     f"float_first: the float model cannot be saved in {self.folder}: {one_line(error)}"
                 ) from error
             tqdm.write(
-                "moq_hf: float first: the model trains in float up to the offset in the plan below; it is then kept in "
+                f"moq_hf: float first: the model trains in float up to step {step:,}; it is then kept in "
                 f"{self.folder}, as start and teacher of the quantized rest"
             )
 

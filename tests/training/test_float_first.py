@@ -139,7 +139,7 @@ def test_both_phases_and_the_parts_of_the_loss_are_told(tmp_path: Path, capsys: 
 
 # What the lines of a run with a float phase start with, in their order.
 TOLD = [
-    "moq_hf: float first: the model trains in float up to the offset in the plan below; it is then kept in ",
+    "moq_hf: float first: the model trains in float up to step 8; it is then kept in ",
     "moq_hf: 13 linear layers",
     "moq_hf plan: 16 optimizer steps, ",
     "moq_hf: step 8: the float phase is over; its model is in ",
