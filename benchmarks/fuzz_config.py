@@ -69,6 +69,7 @@ LEGAL: dict[str, list[Any]] = {
     "activation_quantization.start_step": [0, *WHOLE],
     "modules_to_not_convert": [None, ["classifier"], ["layer.*"], ["*"], ["[", "]"], ["\ud800"]],
     "quantize_embeddings": [None, 2, 8, "auto"], "quantize_heads": [True, False], "seed": [0, 2**63 - 1],
+    "overrides": [{"*": {"bits": 8}}, {"layer.0": {"group_size": 4}, "*": {"start_bits": 9}}, {"none": {"bits": 4}}],
 }  # fmt: skip
 
 

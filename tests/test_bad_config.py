@@ -222,6 +222,29 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ),
     ("a range between", algo(range="wide"), ['quantize_algo.range: "wide"', '"auto" or "narrow" or "full"']),
     ("half", algo(scale_dtype="half"), ['quantize_algo.scale_dtype: "half"', '"float32" or "bfloat16" or "float16"']),
+    # Layers that differ.
+    ("no object of globs", with_bits(overrides=["*"]), ['overrides: ["*"] is not legal', "an object of globs"]),
+    (
+        "bits for a glob",
+        with_bits(overrides={"*": 8}),
+        ["overrides.*: 8 is not an object of bits, start_bits, group_size"],
+    ),
+    (
+        "misspelt key of an override",
+        with_bits(overrides={"layer.0": {"bit": 8}}),
+        ["overrides.layer.0.bit: unknown key, did you mean overrides.layer.0.bits?"],
+    ),
+    (
+        "two wrong overrides",
+        with_bits(overrides={"a": {"bits": 17}, "b": {"group_size": 0}}),
+        ["overrides.a.bits: 17 is not legal", "from 1 to 16", "overrides.b.group_size: 0 is not legal"],
+    ),
+    ("an override that says nothing", with_bits(overrides={"*": {}}), ["overrides.*: says nothing"]),
+    (
+        "an override above its start",
+        with_bits(overrides={"*": {"bits": 8, "start_bits": 6}}),
+        ["overrides.*: quantize_bits: target_bits 8 is above start_bits 6"],
+    ),
     # More than one thing.
     (
         "many at once",
@@ -340,7 +363,8 @@ ONLY_OURS = {
     *("no target", "two types", "groups and a group size"),
     *("stochastic ternary", "stochastic binary", "asymmetric binary", "asymmetric full range"),
     *("no mean of these", "choices not in order", "1 bit asymmetric among the choices"),
-    *("a measure that nothing asks for", "a list that names nothing"),
+    *("a measure that nothing asks for", "a list that names nothing", "an override that says nothing"),
+    "an override above its start",
 }
 
 
