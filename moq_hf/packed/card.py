@@ -140,7 +140,7 @@ def write_run_card(
         pipeline_tag=_first(known.tasks),
         datasets=None if tag is None else [tag],
         language=known.language,
-        license=known.license,
+        license=known.license or None,
         tags=[known.tags] if isinstance(known.tags, str) else known.tags,
     )
     dataset = {

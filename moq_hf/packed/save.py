@@ -483,7 +483,8 @@ class _Saving:
                 logger.info("%s is not moq_hf's: it stays", path)
                 return
             if self.options.run is not None:
-                write_run_card(self.target, self.options.run, found=saved)
+                # Of a license that is not given the Hub would be asked.
+                write_run_card(self.target, self.options.run, license="", found=saved)
             else:
                 data = ModelCardData(base_model=base_model_of(self.model))
                 write_card(self.target, data, found=saved)
