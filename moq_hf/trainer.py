@@ -72,7 +72,7 @@ class MoQTrainer(Trainer):
         teacher_init_kwargs: For the `from_pretrained` of `distillation.teacher`:
             `token`, `cache_dir`, `revision`, ...
         float_first: Train in float for that share of the steps, above 0 and below 1;
-            True is half of them. The model of then is evaluated, saved in the folder
+            True is half of them. The float model is then evaluated, saved in the folder
             `float` of the output folder, and is start and teacher of what follows: the
             schedule of `moq_config` in the rest of the steps, with the learning rate's
             schedule and the optimizer's state begun anew. The config's

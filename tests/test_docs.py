@@ -48,12 +48,12 @@ pytestmark = pytest.mark.usefixtures("quiet_logging")
 
 PATTERNS = ("*.md", "docs/**/*.md", "configs/README.md", "examples/**/*.md")
 PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
-INSPECT = "moq-hf inspect runs/mrpc"
-EXPORT = "moq-hf export runs/mrpc --to onnx runs/mrpc-onnx --task_name mrpc --validation_file data/mrpc.jsonl"
-BENCH = "moq-hf bench runs/mrpc --task_name mrpc --validation_file data/mrpc.jsonl --max_loss 0.01"
+INSPECT = "moq-hf inspect runs/mrpc/quantized"
+EXPORT = "moq-hf export runs/mrpc/quantized --to onnx runs/mrpc-onnx --task_name mrpc --validation_file data/mrpc.jsonl"
+BENCH = "moq-hf bench runs/mrpc/quantized --task_name mrpc --validation_file data/mrpc.jsonl --max_loss 0.01"
 PACK = "moq-hf pack runs/mrpc/checkpoint-345 runs/mrpc-packed"
 MIGRATE = "moq-hf migrate ds.json --max_steps 345 --out moq.json"
-GGUF = "moq-hf export runs/chat --to gguf runs/chat.gguf --converter convert_hf_to_gguf.py"
+GGUF = "moq-hf export runs/chat/quantized --to gguf runs/chat.gguf --converter convert_hf_to_gguf.py"
 # Where the commands are run that need a test of their own.
 RUN_BY = {
     "make demo": "test_make_demo",
@@ -269,7 +269,7 @@ def test_gguf_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
     model = hf.LlamaForCausalLM(hf.LlamaConfig(num_hidden_layers=1, **sizes))
     with chdir(tmp_path):
-        save_quantized(quantize_model(model, "lm-w4"), "runs/chat")
+        save_quantized(quantize_model(model, "lm-w4"), "runs/chat/quantized")
         Path("convert_hf_to_gguf.py").write_text(CONVERTER.format(helpers=str(ROOT / "tests" / "helpers")))
         assert cli.main(shlex.split(GGUF)[1:]) == 0
         assert Path("runs/chat.gguf").is_file()
@@ -302,7 +302,7 @@ def test_bench_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moq_hf.export.bench.benchmark", lambda *args, **kwargs: asked.append((args, kwargs)) or result)
     monkeypatch.setattr("moq_hf.export.compare.read_data", lambda *args: args)
     assert cli.main(shlex.split(BENCH)[1:]) == 0
-    assert asked == [(("runs/mrpc",), {"data": ("data/mrpc.jsonl", "mrpc"), "max_loss": 0.01})]
+    assert asked == [(("runs/mrpc/quantized",), {"data": ("data/mrpc.jsonl", "mrpc"), "max_loss": 0.01})]
 
 
 def arguments_of(path: str) -> dict[str, object]:
@@ -450,7 +450,7 @@ def prepared(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
         tiny_model(Path("runs/demo/float"), vocab_size=1100)
         tokenizer.save_pretrained("runs/demo/float")
     if page.name == "deploy.md":
-        save_quantized(quantize_model(copy.deepcopy(model), "w8"), "runs/mrpc", processing_class=tokenizer)
+        save_quantized(quantize_model(copy.deepcopy(model), "w8"), "runs/mrpc/quantized", processing_class=tokenizer)
         Path("data").mkdir()
         tiny_glue.write_rows(Path("data/mrpc.jsonl"), tiny_glue.make_rows("mrpc", 4))
         assert cli.main(shlex.split(EXPORT)[1:]) == 0
