@@ -71,6 +71,18 @@ PRESETS = ("w8", "w4", "w3", "w2", "lm-w4", "moq", "auto", "eigen")
 # Bits that a block may have under a budget, where the config does not name them.
 DEFAULT_CHOICES = (2, 3, 4, 8)
 
+# What other libraries call a key.
+_SYNONYMS = {
+    "num_bits": "quantize_bits.target_bits",
+    "weight_bits": "quantize_bits.target_bits",
+    "ignore": "modules_to_not_convert",
+    "exclude": "modules_to_not_convert",
+    "sym": "quantize_algo.q_type",
+    "symmetric": "quantize_algo.q_type",
+}
+# Keywords that are no config's, and are given to a callback all the same.
+_OF_TRAINER = ("float_first", "teacher", "teacher_init_kwargs")
+
 # The two paths of one key.
 _Q_TYPE = "quantize_algo.q_type quantize_type"
 
@@ -732,9 +744,12 @@ class MoQConfig:
             if not keywords:
                 _warn_of_old_defaults(document, os.fspath(source), config)
             return config
+        got = "nothing" if source is None else type(source).__name__
+        if isinstance(source, int) and not isinstance(source, bool):
+            got += f": write bits={source}"
         raise MoQConfigError(
             f"a MoQ config is a preset ({listed(PRESETS)}), a path, a mapping, a MoQConfig, or keywords such as "
-            f"bits=4; got {type(source).__name__}"
+            f"bits=4; got {got}"
         )
 
     @classmethod
@@ -829,6 +844,19 @@ class MoQConfig:
                     "overrides",
                     f"{where}: says nothing; give bits, start_bits or group_size",
                 )
+            elif override.bits == 16:
+                yield (
+                    "overrides",
+                    f"{where}.bits: 16 would quantize nothing; name layers that stay in float in "
+                    "modules_to_not_convert",
+                )
+                continue
+            elif glob == "*":
+                yield (
+                    "overrides",
+                    f"{where}: means every layer; say it of all without overrides",
+                )
+                continue
             for _, text in self._with(override.given)._bits_conflicts():
                 yield "overrides quantize_bits.target_bits", f"{where}: {text}"
 
@@ -934,7 +962,10 @@ def _parse(
     """
     faults: list[str] = []
     block, ignored = _block_of(document, where, faults)
-    values = _flatten(block, faults) | _keyword_values(keywords or {}, faults)
+    of_keywords: list[str] = []
+    given = _keyword_values(keywords or {}, of_keywords)
+    values = _flatten(block, faults) | given
+    faults += map(_in_keywords, of_keywords)
     is_deepspeed = block is not document
     if is_deepspeed:
         if values.get("quantize_group_size") is not None:
@@ -953,22 +984,47 @@ def _parse(
             {path: value for path, value in values.items() if path not in wrong},
             is_deepspeed,
         )
-    faults += [wrong[path] for path in values if path in wrong]
-    # A value that is not legal by itself is in no conflict.
-    faults += [
-        text
-        for keys, text in config.conflicts()
-        if not wrong.keys() & set(keys.split())
-    ]
+    # A value that is not legal by itself is in no conflict, nor is the target that was
+    # probably meant by a key that is none.
+    settled = set(wrong)
     if faults:
-        words = faults if document else map(_in_keywords, faults)
-        raise MoQConfigError(_in_one_text(where, words))
+        settled |= {"quantize_bits.target_bits"} - values.keys()
+    conflicts = [
+        (set(keys.split()), text)
+        for keys, text in config.conflicts()
+        if not settled & set(keys.split())
+    ]
+    conflicts = [({path}, wrong[path]) for path in values if path in wrong] + conflicts
+    for keys, text in conflicts:
+        is_keyword = not document or not keys.isdisjoint(given)
+        faults.append(_in_keywords(text) if is_keyword else text)
+    if faults:
+        raise MoQConfigError(_in_one_text(where, faults))
+    _warn_of_switched_off(values, config)
     if ignored:
         logger.warning(
             "moq_hf: not of quantization, left to TrainingArguments: %s",
             in_training_arguments(document, ignored),
         )
     return config
+
+
+def _warn_of_switched_off(values: Iterable[str], config: MoQConfig) -> None:
+    """Say which sections do nothing, since all but their `enabled` is given."""
+    given: dict[str, list[str]] = {}
+    for path in values:
+        section, _, name = path.rpartition(".")
+        given.setdefault(section, []).append(name)
+    for section, names in given.items():
+        # A budget measures without the switch.
+        is_used = section == "eigenvalue" and config.budget is not None
+        if "enabled" in {*_places().get(section, ())} - {*names} and not is_used:
+            logger.warning(
+                "moq_hf: %s: %s does nothing, since %s.enabled is false: set it to true, or leave the section out",
+                section,
+                listed(names),
+                section,
+            )
 
 
 def _read(values: Mapping[str, Any], is_deepspeed: bool) -> MoQConfig:
@@ -1000,6 +1056,11 @@ def _keyword_values(keywords: Mapping[str, Any], faults: list[str]) -> dict[str,
     paths = keyword_paths()
     values: dict[str, Any] = {}
     for name, value in keywords.items():
+        if name in _OF_TRAINER:
+            faults.append(
+                f"{name} is an argument of MoQTrainer: a callback cannot change the loss"
+            )
+            continue
         path = paths.get(name, name)
         if is_dataclass(value):
             value = {key: part for key, part in vars(value).items() if part is not None}
@@ -1034,7 +1095,11 @@ def _in_keywords(text: str) -> str:
     return text
 
 
-def _from_keywords(self: MoQConfig, **keywords: Any) -> None:
+def _from_keywords(self: MoQConfig, *sources: Any, **keywords: Any) -> None:
+    if sources:
+        raise MoQConfigError(
+            f"MoQConfig takes keywords alone: write MoQConfig.load({show(sources[0])}, ...)"
+        )
     # No key, but a copy has it.
     from_deepspeed = keywords.pop("from_deepspeed", False)
     made = _parse({}, "MoQConfig", keywords)
@@ -1125,11 +1190,12 @@ def read_document(path: str | os.PathLike[str]) -> Any:
     # ValueError: not UTF-8, or a path with a null character.
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        presets = (
-            f"; the presets are {listed(PRESETS)}"
-            if isinstance(error, FileNotFoundError)
-            else ""
-        )
+        presets = ""
+        if isinstance(error, FileNotFoundError):
+            presets = f"; the presets are {listed(PRESETS)}"
+            spelt = os.fspath(path).lower().replace("_", "-").replace("int", "w")
+            near = _nearest(spelt, PRESETS, 0.8)
+            presets += f" (did you mean {near}?)" if near else ""
         raise MoQConfigError(
             f"cannot read the MoQ config {os.fspath(path)}: {reason}{presets}"
         ) from error
@@ -1182,8 +1248,11 @@ def _block_of(
         ]
         return block, tuple(str(name) for name in document if name not in ours)
     if any(name in DEEPSPEED_KEYS for name in document):
+        texts = [name for name in document if isinstance(name, str)]
+        near = _nearest("quantize_training", texts, 0.8)
         raise MoQConfigError(
             f"{where}: a DeepSpeed config without the section quantize_training, so there is nothing to quantize"
+            + (f" (is {show_key(near)} meant for it?)" if near else "")
             + (
                 " (compression_training is another method)"
                 if "compression_training" in document
@@ -1231,7 +1300,7 @@ def _flatten(
         elif not (names := _places()[name]):
             values[name] = value
         elif not isinstance(value, Mapping):
-            faults.append(f"{section}: {show(value)} is not an object of keys")
+            faults.append(_no_section(section, value, names))
         else:
             for inner, inner_value in value.items():
                 if inner in names:
@@ -1297,6 +1366,12 @@ def _value_faults(
     return faults
 
 
+def _no_section(section: str, value: Any, names: Sequence[str]) -> str:
+    is_switch = isinstance(value, bool) and "enabled" in names
+    hint = f" (write {show({'enabled': value})})" if is_switch else ""
+    return f"{section}: {show(value)} is not an object of keys{hint}"
+
+
 def _override_fault(
     given: Mapping[Any, Any], glob: Any, key: str | int | None = None
 ) -> str:
@@ -1324,6 +1399,8 @@ def _value_fault(path: str, value: Any, schema: Mapping[str, Any]) -> str:
     if any(kind.get("type") == "integer" for kind in kinds):
         if type(value) is float and value.is_integer():
             hint = f" (write {int(value)})"
+        elif isinstance(value, str) and value.isdecimal() and len(value) < 5:
+            hint = f" (write {value})"
         elif type(value) is int and value > LARGEST:
             hint = " and below 2**63"
     # Of a list, its first item that is no word was misspelt.
@@ -1335,6 +1412,8 @@ def _value_fault(path: str, value: Any, schema: Mapping[str, Any]) -> str:
     near = _nearest(word, words)
     if near:
         hint = f" (did you mean {json.dumps(near)}?)"
+    if isinstance(value, str) and any(kind.get("type") == "array" for kind in kinds):
+        hint = f" (write {show([near or value])})" if near or not words else ""
     if path == "sensitivity.measure" and value in ("trace", "loss"):
         hint = '; that measure is gone, use "divergence"'
     return f"{path}: {show(value)} is not legal; it must be {legal(schema)}{hint}"
@@ -1380,16 +1459,20 @@ def _unknown_key(name: str, section: str, here: Sequence[str], earlier: int) -> 
     # for a text that is no name.
     if earlier >= MOST_FAULTS or len(name) > 80:
         return f"{path}: unknown key"
-    # "enabled" and "verbose" stand in several places and point nowhere.
-    inner = {
-        key.split(".")[1]: key
-        for key in key_schemas()
-        if "." in key and not key.endswith(("enabled", "verbose"))
-    }
+    inner = {key.split(".")[1]: key for key in key_schemas() if "." in key}
+    meant = _SYNONYMS | inner | keyword_paths()
+    # They stand in several places and point nowhere.
+    for common in ("enabled", "verbose"):
+        del meant[common]
     near = _nearest(name, here)
-    if near and name not in inner:
+    if near and name not in meant:
         return f"{path}: unknown key, did you mean {section}{near}?"
-    elsewhere = _nearest(name, inner, 0.8)
+    elsewhere = _nearest(name, meant, 0.8)
     if elsewhere:
-        return f"{path}: unknown key, did you mean {inner[elsewhere]}?"
+        path_meant = meant[elsewhere]
+        names = {own: word for word, own in keyword_paths().items()}
+        # Keywords and overrides have a key by its short name.
+        short = names.get(path_meant)
+        found = f"{section}{short}" if short in here else path_meant
+        return f"{path}: unknown key, did you mean {found}?"
     return f"{path}: unknown key; legal here are {', '.join(here)}"

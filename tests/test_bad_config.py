@@ -242,8 +242,8 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ("an override that says nothing", with_bits(overrides={"*": {}}), ["overrides.*: says nothing"]),
     (
         "an override above its start",
-        with_bits(overrides={"*": {"bits": 8, "start_bits": 6}}),
-        ["overrides.*: quantize_bits: target_bits 8 is above start_bits 6"],
+        with_bits(overrides={"layer.0": {"bits": 8, "start_bits": 6}}),
+        ["overrides.layer.0: quantize_bits: target_bits 8 is above start_bits 6"],
     ),
     # More than one thing.
     (
@@ -395,7 +395,14 @@ def test_what_is_no_file(name: str, reason: str, tmp_path: Path) -> None:
 def test_no_source_of_a_config(source: Any) -> None:
     with pytest.raises(MoQConfigError) as caught:
         MoQConfig.load(source)
-    check(caught.value, ["a preset (w8, w4, ", "a path, a mapping, a MoQConfig", type(source).__name__])
+    check(
+        caught.value,
+        [
+            "a preset (w8, w4, ",
+            "a path, a mapping, a MoQConfig",
+            "nothing" if source is None else type(source).__name__,
+        ],
+    )
 
 
 def moq(**arguments: Any) -> Any:
@@ -417,6 +424,21 @@ def moq(**arguments: Any) -> Any:
         (moq(period=0, offset=-1), ["2 things are wrong", "period: 0 is", "offset: -1 is"]),
         (moq(period="auot"), ['period: "auot" is not legal', 'did you mean "auto"?']),
         (moq(target_bits=4), ["target_bits: unknown key, did you mean bits?"]),
+        (lambda: MoQConfig(num_bits=4), ["MoQConfig: num_bits: unknown key, did you mean bits?"]),  # type: ignore[call-arg]
+        (lambda: MoQConfig.load("w4", target_bits=3), ["preset w4: target_bits: unknown key, did you mean bits?"]),
+        (lambda: MoQConfig.load({"bits": 4}), ["config: bits: unknown key, did you mean quantize_bits.target_bits?"]),
+        (lambda: MoQConfig.load({"quantize_bits": 4}), ["MoQ config: quantize_bits: 4 is not an object of keys"]),
+        (lambda: MoQConfig.load("lm_w4"), ["cannot read the MoQ config lm_w4", "did you mean lm-w4?"]),
+        (lambda: MoQConfig.load("int4"), ["did you mean w4?"]),
+        (lambda: MoQConfig.load(4), ["got int: write bits=4"]),  # type: ignore[arg-type]
+        (lambda: MoQConfig("w4", bits=8), ['MoQConfig.load("w4", ...)']),  # type: ignore[call-arg]
+        (moq(ignore=["x"]), ["ignore: unknown key, did you mean modules_to_not_convert?"]),
+        (moq(sym=True), ["sym: unknown key, did you mean q_type?"]),
+        (moq(float_first=True), ["float_first is an argument of MoQTrainer: a callback cannot change the loss"]),
+        (moq(bits="4"), ['bits: "4" is not legal', "(write 4)"]),
+        (moq(serve="vllm"), ['(write ["vllm"])']),
+        (moq(modules_to_not_convert="pooler"), ['(write ["pooler"])']),
+        (moq(eigenvalue=True), ['eigenvalue: true is not an object of keys (write {"enabled": true})']),
         (moq(quantize_bits={"target_bits": 4}), ["bits: given twice"]),
         (moq(activations=9), ["activation_quantization.bits: 9 is not legal", "from 2 to 8"]),
         (moq(seed=True, kernel="triton"), ["2 things are wrong", "seed: true", 'kernel: "triton"']),
@@ -437,3 +459,12 @@ def test_the_constructors_check_too(make: Any, fragments: list[str]) -> None:
 def test_no_such_argument() -> None:
     with pytest.raises(MoQConfigError, match="MoQConfig: colour: unknown key; legal here are enabled, "):
         MoQConfig(bits=8, colour="red")  # type: ignore[call-arg]
+
+
+def test_a_section_without_its_switch_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    MoQConfig.from_dict(with_bits(eigenvalue={"max_iter": 10}))
+    assert "eigenvalue: max_iter does nothing, since eigenvalue.enabled is false" in caplog.text
+    caplog.clear()
+    MoQConfig.from_dict(with_bits(eigenvalue={"max_iter": 10, "enabled": False}))
+    MoQConfig(bits={"mean": 3}, eigenvalue={"max_iter": 10})  # type: ignore[arg-type]
+    assert not caplog.text

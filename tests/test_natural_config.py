@@ -50,7 +50,7 @@ def test_presets_with_keywords_on_top() -> None:
     assert (config.bits, config.start_bits, config.embeddings, config.prove) == (4, 8, 8, False)
     # What a preset does not say is as for any config.
     assert MoQConfig.load("w4", bits=3).start_bits == 3
-    with pytest.raises(MoQConfigError, match="preset lm-w4: quantize_groups 8 and quantize_group_size 32 exclude"):
+    with pytest.raises(MoQConfigError, match="preset lm-w4: groups 8 and group_size 32 exclude"):
         MoQConfig.load("lm-w4", groups=8)
     with pytest.raises(MoQConfigError, match="a MoQConfig and bits beside it"):
         MoQConfig.load(MoQConfig(bits=4), bits=3)
@@ -412,8 +412,15 @@ def test_sensitive_blocks_with_overrides_are_measured() -> None:
         ({"*": 8}, r"overrides.\*: 8 is not an object of bits, start_bits, group_size"),
         ({"*": {"bit": 8}}, r"overrides.\*.bit: unknown key, did you mean overrides.\*.bits\?"),
         ({"*": {"bits": 17}}, r"overrides.\*.bits: 17 is not legal; it must be a whole number from 1 to 16"),
-        ({"*": {"bits": 8, "start_bits": 6}}, r"overrides.\*: quantize_bits: target_bits 8 is above start_bits 6"),
-        ({"*": {"bits": 16}}, r"overrides.\*: quantize_bits.target_bits: 16 would quantize nothing"),
+        (
+            {"query": {"bits": 8, "start_bits": 6}},
+            r"overrides.query: quantize_bits: target_bits 8 is above start_bits 6",
+        ),
+        (
+            {"*": {"bits": 16}},
+            r"overrides.\*.bits: 16 would quantize nothing; name layers .* in modules_to_not_convert",
+        ),
+        ({"*": {"bits": 8}}, r"overrides.\*: means every layer; say it of all without overrides"),
         ({"query": {"group_size": 5}}, "quantize_group_size 5 does not divide the weights of bert.encoder.layer.0"),
         ([8], r"overrides: \[8\] is not legal; it must be an object of globs"),
     ],
