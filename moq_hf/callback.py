@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
 from transformers import (
+    IntervalStrategy,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -137,6 +138,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         # Whether the last step changed a block's bits, or was the first one of a run
         # that begins quantized.
         self._has_switched = False
+        # The scalars of the last step in float, until the next step.
+        self._last_in_float: dict[str, float] | None = None
         self._hook: RemovableHandle | None = None
         # A batch of this run, to prove on what it delivers.
         self._kept: dict[str, Any] | None = None
@@ -429,12 +432,12 @@ class MoQCallback(TrainerCallback, ExportableState):
         had_arrived = controller.has_arrived
         was_chosen = controller.choice is not None
         schedule = controller.schedule
-        if (
-            self.trainer is not None
-            and not controller.has_begun
-            and schedule.steps + 1 == schedule.offset
-        ):
-            self.trainer.end_float_phase()
+        self._last_in_float = None
+        if not controller.has_begun and schedule.steps + 1 == schedule.offset:
+            # The loss of this step is still that of the float model.
+            self._last_in_float = controller.metrics()
+            if self.trainer is not None:
+                self.trainer.end_float_phase()
         eigenvalues = controller.measure()
         if (
             not was_chosen
@@ -471,7 +474,11 @@ class MoQCallback(TrainerCallback, ExportableState):
             # Logging counts as the step's log, which has the loss and is still to come.
             is_due = control.should_log
             self.trainer.log_float_phase()
-            control.should_log = is_due
+            # With the teacher another loss begins, which needs a mean of its own.
+            ends_phase = self._last_in_float is not None and self.trainer.is_float_first
+            control.should_log = is_due or (
+                ends_phase and args.logging_strategy != IntervalStrategy.NO
+            )
         controller = self.controller
         if controller is None:
             return
@@ -503,7 +510,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Put the bits first in a log of the loss, for all callbacks; all other figures go to `trainer_state.json`."""
         if self.controller is None or logs is None or "loss" not in logs:
             return
-        metrics = self.controller.metrics()
+        metrics = self._last_in_float or self.controller.metrics()
         parts = {} if self.trainer is None else self.trainer.loss_parts()
         if state.log_history:
             state.log_history[-1] = {**metrics, **parts, **state.log_history[-1]}

@@ -2,7 +2,8 @@
 
 import importlib
 import json
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,28 @@ def listed(keys: Sequence[str], most: int = MOST_FAULTS) -> str:
     >>> listed(["query", "key", "value"], 2)
     'query, key and 1 more'
     """
-    more = f" and {len(keys) - most} more" if len(keys) > most else ""
-    return ", ".join(map(show_key, keys[:most])) + more
+    return _joined([show_key(key) for key in keys], most)
+
+
+def _joined(texts: Sequence[str], most: int) -> str:
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
+
+
+def shortened(names: Iterable[str], most: int = 3) -> str:
+    """Names of layers, with numbers of blocks left out where they differ in nothing else, and `most` of them.
+
+    >>> shortened(["layers.0.q", "layers.1.q", "layers.2.q", "head"])
+    'layers.*.q (3), head'
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
+    shown = [
+        alike_names[0] if len(alike_names) == 1 else f"{alike} ({len(alike_names)})"
+        for alike, alike_names in groups.items()
+    ]
+    return _joined(shown, most)
 
 
 def one_line(error: BaseException, *, named: bool = False) -> str:

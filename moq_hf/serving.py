@@ -6,14 +6,14 @@ its inventory before training and of a folder's files after it.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
 
 from .config import MoQConfig
-from .errors import MoQError, listed
+from .errors import MoQError, shortened
 from .formats.stored import EncodeSpec
 from .formats.table import form_of, has_codes
 from .model.inventory import FUSED, Inventory, is_convolution
@@ -251,7 +251,6 @@ REFUSED: dict[tuple[str, str], str] = {
 }
 
 # Layers, or kinds of them, that a reason names.
-_NAMED = 3
 Answer = Literal["yes", "no", "not tried"]
 
 
@@ -272,22 +271,6 @@ class Verdict:
     answer: Answer
     reasons: list[str]
     notes: tuple[str, ...] = ()
-
-
-def shortened(layers: Iterable[str]) -> str:
-    """Names of layers, with numbers of blocks left out where they differ in nothing else.
-
-    >>> shortened(["layers.0.q", "layers.1.q", "layers.2.q", "head"])
-    'layers.*.q (3), head'
-    """
-    groups: dict[str, list[str]] = {}
-    for name in layers:
-        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
-    shown = [
-        names[0] if len(names) == 1 else f"{alike} ({len(names)})"
-        for alike, names in groups.items()
-    ]
-    return listed(shown, _NAMED)
 
 
 def verdict(model: Description, server: Server) -> Verdict:

@@ -195,7 +195,12 @@ class MoQTrainer(Trainer):
                 )
         elif resume_from_checkpoint:
             check_whole(resume_from_checkpoint)
-        self._live_moq()
+        had_moq = self.moq is not None
+        if self._live_moq() is None and had_moq:
+            raise MoQError(
+                "the MoQCallback of this MoQTrainer was removed: its model would train on at the bits that it has now, "
+                "and nothing would be delivered; leave the callback in, or train a float model in another Trainer"
+            )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def loss_parts(self) -> dict[str, float]:
@@ -352,6 +357,11 @@ class MoQTrainer(Trainer):
         if self._teacher is not None and self.is_world_process_zero():
             config = cast(MoQCallback, self.moq).config.distillation
             tqdm.write(f"moq_hf: {text} the loss is {loss_in_words(config)}")
+
+    @property
+    def is_float_first(self) -> bool:
+        """Whether a float phase is part of its runs."""
+        return self._float_phase is not None
 
     def log_float_phase(self) -> None:
         """Log the evaluation of the float model, once. Called by the `MoQCallback` at the end of a step."""

@@ -15,6 +15,7 @@ from tiny_runs import arguments
 
 from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, quantize_model, quantizer, save_quantized, serving
 from moq_hf.cli import main
+from moq_hf.errors import shortened
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
@@ -33,7 +34,6 @@ from moq_hf.serving import (
     Description,
     Server,
     Weight,
-    shortened,
     verdict,
 )
 from moq_hf.weight_matrix import to_rows

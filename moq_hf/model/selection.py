@@ -15,7 +15,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from ..config import MoQConfig, matches
-from ..errors import MoQError
+from ..errors import MOST_FAULTS, MoQError, shortened
 from ..grid import Grid, Grouping, PerChannel, RowBlocks
 from ..names import is_below
 from ..processes import check_supported
@@ -184,7 +184,7 @@ def select_layers(
             else "is an output head (quantize_heads)"
             for name in kept
         }
-        listed = ", ".join(f"{name} {why[name]}" for name in every)
+        listed = shortened((f"{name} {why[name]}" for name in every), MOST_FAULTS)
         raise MoQError(f"no {what} is left to quantize: {listed}{hint}")
     _check_groups({name: _features(layer) for name, layer in chosen.items()}, config)
     _check_adapters(inventory, chosen)
@@ -217,7 +217,9 @@ def _tables(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
         return {"embeddings": tables, "table_bits": config.embeddings}
     refuses = [name for name in config.serve if not REQUIRED[name].tables]
     if refuses and tables:
-        return {"tables_stay": f"{' and '.join(refuses)} take them as floats"}
+        return {
+            "tables_stay": f"{' and '.join(refuses)} take{'s' * (len(refuses) == 1)} them as floats"
+        }
     if tables and not is_encoder(inventory):
         return {"tables_stay": "the model is no encoder of transformers"}
     # An output head that shares a table is in float unless the config says otherwise.
@@ -534,6 +536,6 @@ def _check_grouping(
         fits = [n for n in range(1, common + 1) if common % n == 0]
         near = sorted(sorted(fits, key=lambda n: abs(n - count))[:3])
         raise MoQError(
-            f"{grouping.key} {count} does not divide the weights of {', '.join(wrong)}; "
+            f"{grouping.key} {count} does not divide the weights of {shortened(wrong, MOST_FAULTS)}; "
             f"nearest values that fit every layer: {', '.join(map(str, near))}{grouping.instead}"
         )

@@ -48,7 +48,15 @@ from .files import (
     tensors_in,
 )
 from .load_check import Proof, ReferenceOutputs, quiet
-from .state import clean_metrics, hub_id, sha256, state_of, without_paths, write_state
+from .state import (
+    STATE_NAME,
+    clean_metrics,
+    hub_id,
+    sha256,
+    state_of,
+    without_paths,
+    write_state,
+)
 from .verify import Verification, verify_quantized
 
 logger = logging.getLogger(__name__)
@@ -628,8 +636,19 @@ def _warn(
             target,
             proof.reason,
         )
+    elif reason is not None and encoder.layout == "floats":
+        logger.warning(
+            "moq_hf: %s holds floats on the grid, not packed: %s", target, reason
+        )
     elif reason is not None:
-        content = "weights that are unpacked while loading"
-        if encoder.layout == "floats":
-            content = "floats on the grid, not packed"
-        logger.warning("moq_hf: %s holds %s: %s", target, content, reason)
+        way = "unpacked" if encoder.layout == "unpacked" else "left packed"
+        # The rest is the text of an error, which would read as one of the run.
+        tried = reason.partition(" (")[0]
+        logger.warning(
+            "moq_hf: %s is delivered with weights that are %s while loading, since what was tried first does not do "
+            "for this model (%s; in full in %s)",
+            target,
+            way,
+            tried,
+            STATE_NAME,
+        )

@@ -16,6 +16,7 @@ from ..model.convert import check_finite, prepare_model
 from ..model.inventory import Inventory
 from ..model.selection import split_blocks, take_inventory
 from ..model.sizes import FileSize, ModelSizes
+from ..names import without_peft
 from ..processes import agree, device_of, is_distributed, shape_of
 from ..quant_linear import QuantLayer
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
@@ -298,7 +299,7 @@ class MoQController:
             scalars["moq/blend"] = round(sum(shares.values()) / len(shares), 6)
             for block, share in shares.items():
                 scalars[f"moq/blend/{block}"] = round(share, 6)
-        return scalars
+        return self._named_in_charts(scalars)
 
     def block_metrics(self) -> dict[str, float]:
         """Scalars of each block, for the log of a switch: bits, period, and eigenvalues where they are measured."""
@@ -312,7 +313,15 @@ class MoQController:
                 f"moq/eigenvalue/{block}": value
                 for block, value in self.sensitivity.values.items()
             }
-        return scalars
+        return self._named_in_charts(scalars)
+
+    def _named_in_charts(self, scalars: dict[str, float]) -> dict[str, float]:
+        """Scalars of blocks under the names that these have without PEFT's wrapper, which says nothing in a chart."""
+        inner = without_peft(self.inventory.model)
+        if inner is self.inventory.model:
+            return scalars
+        path = next(n for n, m in self.inventory.modules.items() if m is inner)
+        return {name.replace(f"/{path}.", "/"): v for name, v in scalars.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs besides the float weights, in JSON types.

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from tqdm.auto import tqdm
 
 from .. import serving, triton_quant
 from ..config import DistillationConfig, MoQConfig
+from ..errors import MOST_FAULTS, shortened
 from ..model.inventory import Inventory, is_convolution
 from ..model.selection import embeddings_to_quantize
 from ..model.sizes import ModelSizes, in_words
@@ -64,13 +66,13 @@ def summary(
     activation = config.activations
     if activation.enabled:
         parts.append(
-            f"the inputs of linear layers to {activation.bits} bits ({activation.scale}) after "
-            f"{activation.start_step} steps"
+            f"the inputs of linear layers to {activation.bits} bits ({activation.scale})"
+            + (f" after {activation.start_step} steps" * (activation.start_step > 0))
         )
     parts.append(f"quantized: {sizes.coverage}")
-    parts += [f"{why}: {', '.join(names)}" for why, names in left.items()] or [
-        "no layer is left out"
-    ]
+    parts += [
+        f"{why}: {shortened(names, MOST_FAULTS)}" for why, names in left.items()
+    ] or ["no layer is left out"]
     return "; ".join(parts)
 
 
@@ -122,15 +124,23 @@ def _what_stays_in_float(
     parts = [
         f"{in_words(count)} in {group}" for group, count in list(others.items())[:4]
     ]
-    known = {*inventory.embeddings, *inventory.tied}
-    tables = [
-        name for name in embeddings_to_quantize(inventory, config) if name not in known
-    ]
+    tables = _tables_in_float(inventory, config)
     if tables:
         parts[-1] += f"; quantize_embeddings would take {', '.join(tables)}"
     return (
         f"only {sizes.coverage} are in quantized layers; the others: {', '.join(parts)}"
     )
+
+
+def _tables_in_float(
+    inventory: Inventory, config: MoQConfig
+) -> dict[str, nn.Embedding]:
+    """The embedding tables in float that `quantize_embeddings` would take, none if a server of `serve` refuses them."""
+    if not all(serving.REQUIRED[name].tables for name in config.serve):
+        return {}
+    known = {*inventory.embeddings, *inventory.tied}
+    tables = embeddings_to_quantize(inventory, config)
+    return {name: table for name, table in tables.items() if name not in known}
 
 
 def switch_in_words(switch: Switch, target_bits: int, offset: int) -> str:
@@ -343,13 +353,12 @@ def smaller_with_tables(
         file_bytes: Size of the delivered weights.
     """
     saved = 0
-    for name, table in embeddings_to_quantize(inventory, config).items():
-        if name not in {*inventory.embeddings, *inventory.tied}:
-            saved += shape_of(table.weight).numel() * (table.weight.element_size() - 1)
-    # vLLM and SGLang refuse tables of few bits.
-    if saved < 0.2 * file_bytes or {"vllm", "sglang"} & set(config.serve):
+    for table in _tables_in_float(inventory, config).values():
+        saved += shape_of(table.weight).numel() * (table.weight.element_size() - 1)
+    # A file smaller than its tables is not the one that this run wrote.
+    if not 0.2 * file_bytes <= saved < file_bytes:
         return None
-    after = megabytes(file_bytes - saved)
     return (
-        f"Smaller still: set quantize_embeddings: 8: {megabytes(file_bytes)} to {after}"
+        f"Smaller still: {megabytes(file_bytes)} to {megabytes(file_bytes - saved)} with quantize_embeddings: 8 "
+        "(as a keyword embeddings=8)"
     )

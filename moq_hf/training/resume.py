@@ -284,8 +284,12 @@ def check_start(config: MoQConfig, step: int, total_steps: int) -> None:
         total_steps: Optimizer steps of the run that goes on.
 
     Raises:
-        MoQError: It does not.
+        MoQError: It does not, or the run has no step.
     """
+    if total_steps < 1:
+        raise MoQError(
+            "the run has no optimizer step: set num_train_epochs or max_steps to more than 0"
+        )
     offset = offset_step_of(config, total_steps - step)
     first = step + offset
     if step > 0 and first >= total_steps:

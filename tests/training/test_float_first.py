@@ -130,11 +130,24 @@ def test_both_phases_and_the_parts_of_the_loss_are_told(tmp_path: Path, capsys: 
     assert where[TOLD[4]] == where[TOLD[3]] + 1
     logged = [line for line in lines if "'loss'" in line]
     assert [("moq/loss_task" in line) for line in logged] == [False, False, True, True]
+    assert [("'moq/bits': '32'" in line) for line in logged] == [True, True, False, False]
 
     float_first(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
     told = capsys.readouterr().out
     assert f"moq_hf: the float phase is over: the loss is {PARTS}" in told
     assert "moq_hf: the run goes on at step 12 of 16: " in told and "float first:" not in told
+
+
+def test_no_mean_of_the_loss_is_of_both_phases(tmp_path: Path) -> None:
+    trainer = float_first(tmp_path, logging_steps=5)
+    trainer.train()
+    logged = [log for log in trainer.state.log_history if "loss" in log]
+    assert [(log["step"], log["moq/bits"] == 32, "moq/loss_task" in log) for log in logged] == [
+        (5, True, False),
+        (8, True, False),
+        (10, False, True),
+        (15, False, True),
+    ]
 
 
 # What the lines of a run with a float phase start with, in their order.

@@ -30,11 +30,13 @@ from tiny_runs import (
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, integration_utils
 
-from moq_hf import MoQCallback, MoQError, verify_quantized
+from moq_hf import MoQCallback, MoQConfig, MoQError, verify_quantized
 from moq_hf.cli import main
 from moq_hf.model.convert import quant_layers
+from moq_hf.model.selection import take_inventory
 from moq_hf.report import write_report
 from moq_hf.training.controller import MoQController
+from moq_hf.training.messages import smaller_with_tables
 
 AUTO = {**CONFIG, "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 2, "deadline": 0.75}}
 BLEND = {**CONFIG, "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.25}}
@@ -51,7 +53,7 @@ moq_hf: All 3 blocks reached 3 bits at step 10, as planned. Verified: loaded wit
 gives identical outputs (4 examples). 0.0171 MB, float 0.0241.
 Load it: BertForSequenceClassification.from_pretrained("{folder}/quantized")
 Report: moq-hf report {folder}
-Smaller still: set quantize_embeddings: 8: 0.0171 MB to 0.0133 MB
+Smaller still: 0.0171 MB to 0.0133 MB with quantize_embeddings: 8 (as a keyword embeddings=8)
 """
 
 
@@ -320,7 +322,7 @@ def test_what_tables_would_save_is_said(tmp_path: Path, capsys: pytest.CaptureFi
         lines = [line for line in capsys.readouterr().out.splitlines() if "quantize_embeddings" in line]
         return lines[0] if lines else None
 
-    sizes = re.fullmatch(r"Smaller still: set quantize_embeddings: 8: ([\d.]+) MB to ([\d.]+) MB", told() or "")
+    sizes = re.fullmatch(r"Smaller still: ([\d.]+) MB to ([\d.]+) MB with .*embeddings=8\)", told() or "")
     assert sizes is not None
     told(quantize_embeddings=8)
     size = (tmp_path / "quantized" / "model.safetensors").stat().st_size / 1e6
@@ -328,6 +330,22 @@ def test_what_tables_would_save_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     # Scales are not counted.
     assert float(sizes[2]) == pytest.approx(size, rel=0.15) and float(sizes[1]) > 2.5 * size
     assert told(quantize_embeddings=8) is None and told(serve=["vllm"], **heads) is None
+    # Another process has put other files in the folder: no size below nothing.
+    moq = MoQConfig.from_dict(four)
+    inventory = take_inventory(new_model(), moq)
+    tables = sum(m.weight.nbytes for m in inventory.modules.values() if isinstance(m, torch.nn.Embedding)) * 3 // 4
+    assert smaller_with_tables(inventory, moq, tables) is None
+    assert smaller_with_tables(inventory, moq, tables + 1) is not None
+
+
+def test_a_run_of_no_step_and_a_removed_callback_are_told(tmp_path: Path) -> None:
+    for make in (stock, moq):
+        with pytest.raises(MoQError, match="no optimizer step: set num_train_epochs or max_steps"):
+            make(tmp_path, max_steps=-1, num_train_epochs=0).train()
+    trainer = moq(tmp_path)
+    trainer.remove_callback(callback_of(trainer))
+    with pytest.raises(MoQError, match="the MoQCallback of this MoQTrainer was removed"):
+        trainer.train()
 
 
 def test_a_resumed_run_says_where_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
