@@ -40,7 +40,7 @@ def quantize_model(
 
     Args:
         model: Any module.
-        config: A `MoQConfig`, a mapping or the path of a JSON file.
+        config: A preset's name, a `MoQConfig`, a mapping or the path of a JSON file.
 
     Returns:
         The model.
@@ -53,10 +53,10 @@ def quantize_model(
         MoQConfigError: The config is wrong.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    >>> config = {"quantize_bits": {"start_bits": 2, "target_bits": 2}, "modules_to_not_convert": ["1"]}
+    >>> config = {"quantize_bits": {"target_bits": 2}, "modules_to_not_convert": ["1"]}
     >>> layer = quantize_model(model, config)[0]
-    >>> len(layer.quantized_weight().unique())
-    3
+    >>> len(layer.quantized_weight()[0].unique()) <= 4
+    True
     """
     config = MoQConfig.load(config)
     if config.budget is not None:
