@@ -6,10 +6,10 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from .config import LARGEST
-from .errors import MoQError
+from .errors import MoQError, show
 from .version import __version__
 
 _EXPORT = """onnx: models with integer weights in the folder OUT, whose answers are compared with the checkpoint's; if
@@ -17,13 +17,21 @@ weight-only differs by more than the tolerance, nothing is written and the exit 
 integers in the file OUT, for llama.cpp. float: an ordinary folder OUT of floats on their grid."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names what is wrong, without a list of all options above it."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with one line."""
+        self.exit(2, f"error: {message}; {self.prog} --help shows the options\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with the arguments `argv` (default: those of the process); give the exit status: 0, or 2 for wrong input."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="moq-hf", description="Mixture-of-Quantization for Hugging Face Trainer."
     )
     parser.add_argument("--version", action="version", version=f"moq_hf {__version__}")
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(metavar="COMMAND")
     for add in (
         add_plan,
         add_migrate,
@@ -35,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         add(subparsers)
     args = parser.parse_args(argv)
+    if not hasattr(args, "run"):
+        parser.print_help(sys.stderr)
+        return 2
     try:
         args.run(args)
         sys.stdout.flush()
@@ -149,6 +160,10 @@ def _migrate(args: argparse.Namespace) -> None:
     from .config import read_document
     from .migrate import migrate
 
+    if not os.path.exists(args.config):
+        raise MoQError(
+            f"{args.config} does not exist: give the file of a DeepSpeed config"
+        )
     text = json.dumps(migrate(read_document(args.config), args.max_steps), indent=2)
     if args.out is None:
         print(text)
@@ -286,7 +301,8 @@ def add_export(subparsers: Any) -> None:
         # The old spelling.
         "--flavours",
         nargs="+",
-        help="some of float, weight-only, int8, qdq; default: weight-only int8",
+        choices=("float", "weight-only", "int8", "qdq"),
+        help="default: weight-only int8",
     )
     add(
         "--activation_bits",
@@ -295,11 +311,13 @@ def add_export(subparsers: Any) -> None:
     )
     add(
         "--activation_scale",
-        help="of int8: per_token, per_tensor, static; default: as trained, or per_tensor",
+        choices=("per_token", "per_tensor", "static"),
+        help="of int8; default: as trained, or per_tensor",
     )
     add(
         "--cpu",
-        help="what int8 is made for: vnni, avx2, or auto, which is what suits this machine",
+        choices=("auto", "vnni", "avx2"),
+        help="what int8 is made for; default: auto, which is what suits this machine",
     )
     add(
         "--tolerance",
@@ -425,30 +443,39 @@ def _read_data(options: dict[str, Any]) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= LARGEST:
-        raise ValueError
-    return value
+    # So many digits are more than 2**63 has.
+    if text.isdecimal() and len(text) > 19:
+        raise _wrong("a whole number below 2**63", text)
+    if not text.isdecimal() or not 1 <= int(text) <= LARGEST:
+        raise _wrong("a whole number from 1", text)
+    return int(text)
 
 
 def _positive_number(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 < value < math.inf:
-        raise ValueError
+        raise _wrong("a number above 0", text)
     return value
 
 
 def _not_negative(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 <= value < math.inf:
-        raise ValueError
+        raise _wrong("a number from 0", text)
     return value
 
 
-# What argparse calls a wrong value.
-_positive.__name__ = "whole number from 1 and below 2**63"
-_positive_number.__name__ = "number above 0"
-_not_negative.__name__ = "number from 0"
+def _number(text: str) -> float:
+    """The number that a text is; NaN if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _wrong(wanted: str, text: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"must be {wanted}, got {show(text)}")
+
 
 if __name__ == "__main__":
     sys.exit(main())

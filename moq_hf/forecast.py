@@ -40,7 +40,7 @@ class BlockPlan:
     target_bits: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The result of `plan`; `str` gives its table and notes.
 
@@ -90,6 +90,9 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join([self.table(), *self.notes])
+
+    def __repr__(self) -> str:
+        return f"<Plan: {str(self).splitlines()[0]}; print it for its table>"
 
     def table(self) -> str:
         """A line for each block: the step of each drop, and the one at which the target is reached."""

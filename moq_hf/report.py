@@ -26,8 +26,9 @@ from .errors import MoQConfigError, MoQError, read_as, read_json, require
 from .model.sizes import percent
 from .packed.files import CONFIG
 from .packed.state import STATE_NAME
+from .packed.verify import recorded
 from .schedule import FLOAT_BITS, begins_in_float
-from .text import metric_rows, metrics_in
+from .text import float_after, megabytes, metric_rows, metrics_in
 from .training.budget import Choice
 from .training.checkpoints import STATE_FILE, checkpoints, entry_of_moq
 from .training.float_first import FOLDER, METRICS
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 PAGE = "moq_report.html"
 # Of the axis of a metric from 0 to 1.
 _LEAST_HEIGHT = 0.05
+_OF_PHASE = re.compile("float_eval_")
 # Steps and values.
 Series = tuple[list[int], list[float]]
 
@@ -85,6 +87,8 @@ class Run:
             megabytes; None if it is not recorded.
         quantized: Name to value of the last evaluation's metrics, without `eval_`.
         in_float: The same of the float run beside it; empty if there is none.
+        float_step: The last step of the float phase, where `in_float` is of its model;
+            None if it is of a run of its own.
         choice: The bits that a budget gave the blocks; None without one.
         delivered: The folder of the model that it delivered; None if there is none.
     """
@@ -96,6 +100,7 @@ class Run:
     float_size_mb: float | None
     quantized: Mapping[str, float]
     in_float: Mapping[str, float]
+    float_step: int | None
     choice: Choice | None
     delivered: Path | None
 
@@ -104,6 +109,11 @@ class Run:
         with drawing():
             figures = _figures(self)
             return _page(self, figures)
+
+    @property
+    def before(self) -> str:
+        """What the model that `in_float` is of is called."""
+        return float_after(self.float_step, self.steps)
 
     def series(self, name: str) -> Series:
         """The steps at which a number was logged, and its values; what is not finite is left out."""
@@ -179,6 +189,8 @@ def read_run(
     except MoQConfigError as error:
         raise MoQError(f"{path}: {error}") from error
     saved = callback["attributes"]["saved"] or _Saved()
+    # A run that is float first logs the evaluation of its float model.
+    phases = [line["step"] for line in log if any(map(_OF_PHASE.match, line))]
     return Run(
         directory,
         config,
@@ -187,6 +199,7 @@ def read_run(
         saved.get("float_size_mb"),
         _metrics(directory),
         in_float,
+        phases[0] if phases and float_directory is None else None,
         saved.get("choice"),
         next(
             (
@@ -319,7 +332,7 @@ def _page(run: Run, figures: Mapping[str, "Figure"]) -> str:
         parts.append(f"<h2>{heading}</h2><figure>{_svg(figure)}{caption}</figure>")
     if run.quantized:
         parts.append(
-            f"<h2>Last evaluation</h2>{_table(metric_rows(run.quantized, run.in_float))}"
+            f"<h2>Last evaluation</h2>{_table(metric_rows(run.quantized, run.in_float, run.before))}"
         )
     if run.choice is not None:
         parts.append(
@@ -360,13 +373,15 @@ def _headline(run: Run) -> str:
     if metric is not None:
         score = _score(metric, run.quantized[metric])
         before = run.in_float.get(metric)
-        beside = "" if before is None else f" (float {_score(metric, before)})"
+        beside = "" if before is None else f" ({run.before} {_score(metric, before)})"
         parts = [f"{metric.replace('_', ' ')} {score} at {parts[0]}{beside}"]
     sizes = run.series("moq/size_mb")[1]
-    if run.float_size_mb and sizes:
-        parts.append(f"{run.float_size_mb:,.2f} to {sizes[-1]:,.2f} MB")
     if run.delivered is not None:
+        found = recorded(run.delivered)
+        parts.append(f"{megabytes(found.float_bytes)} to {megabytes(found.file_bytes)}")
         parts.append(_proof(run.delivered)[0])
+    elif run.float_size_mb and sizes:
+        parts.append(f"{run.float_size_mb:,.2f} to {sizes[-1]:,.2f} MB")
     return ", ".join(parts)
 
 

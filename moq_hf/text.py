@@ -65,10 +65,26 @@ def megabytes(count: int) -> str:
     return f"{count / 1e6:#.3g} MB" if count < 1e8 else f"{count / 1e6:,.0f} MB"
 
 
+def float_after(step: int | None, total: int | None) -> str:
+    """What the float model beside a quantized one is called: that of a float phase had a part of the steps alone.
+
+    >>> float_after(100, 200), float_after(None, 200)
+    ('float after 100 of 200 steps', 'float')
+    """
+    if step is None or total is None:
+        return "float"
+    return f"float after {step:,} of {total:,} steps"
+
+
 def metric_rows(
-    metrics: Mapping[str, float], in_float: Mapping[str, float]
+    metrics: Mapping[str, float], in_float: Mapping[str, float], before: str = "float"
 ) -> list[list[str]]:
     """Rows of a table that compares a quantized model's metrics with those of the float model, where it has them.
+
+    Args:
+        metrics: Of the quantized model.
+        in_float: Of the float model.
+        before: What the float model is called.
 
     >>> print(table(metric_rows({"f1": 0.9, "loss": 0.3}, {"f1": 0.91})))
     metric   float  quantized  difference
@@ -80,7 +96,7 @@ def metric_rows(
     if not in_float:
         values = [[name, f"{value:.4f}"] for name, value in metrics.items()]
         return [["metric", "quantized"], *values]
-    rows = [["metric", "float", "quantized", "difference"]]
+    rows = [["metric", before, "quantized", "difference"]]
     for name, value in metrics.items():
         row = [name, "", f"{value:.4f}", ""]
         if name in in_float:

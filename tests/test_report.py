@@ -25,6 +25,7 @@ from moq_hf.errors import MoQError
 from moq_hf.forecast import plan
 from moq_hf.report import _figures, drawing, read_run, write_report
 from moq_hf.schedule import PrecisionSchedule
+from moq_hf.text import megabytes
 
 
 @pytest.fixture
@@ -61,6 +62,17 @@ def test_the_page_stands_alone_and_shows_everything(run: Path) -> None:
         assert text in page, text
     for name in ("bits", "sensitivity", "loss", "metrics"):
         assert image.imread(run / f"moq_{name}.png").shape[1] == 1200
+
+
+def test_the_model_of_a_float_phase_is_called_so(run: Path) -> None:
+    assert "(float 91.0 %)" in write_report(run).read_text()
+    state = json.loads((run / "trainer_state.json").read_text())
+    state["log_history"].insert(5, {"step": 100, "float_eval_f1": 0.91})
+    (run / "trainer_state.json").write_text(json.dumps(state))
+    page = write_report(run).read_text()
+    assert "(float after 100 of 345 steps 91.0 %)" in page and "<td>float after 100 of 345 steps</td>" in page
+    # Another float run is no phase of this one.
+    assert read_run(run, run / "float").float_step is None
 
 
 def test_strange_names_are_shown_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,16 +251,16 @@ def test_steps_are_counted_as_the_trainer_counts(
         (["plan", *PLAN, "--max_steps", "3", "--epochs", "3"], "it goes without --epochs"),
         (
             ["plan", *PLAN, "--max_steps", "0"],
-            r"argument --max_steps: invalid whole number from 1 and below 2\*\*63 value: '0'",
+            r"^error: argument --max_steps: must be a whole number from 1, got \"0\"; moq-hf plan --help shows",
         ),
-        (["plan", *PLAN, "--max_steps", "many"], "invalid whole number from 1 .* value: 'many'"),
-        (["plan", *PLAN, "--max_steps", "40000000000000000000"], "value: '40000000000000000000'"),
-        (["plan", *PLAN, "--max_steps", "9" * 5000], "argument --max_steps: invalid whole number from 1"),
+        (["plan", *PLAN, "--max_steps", "many"], 'must be a whole number from 1, got "many"'),
+        (["plan", *PLAN, "--max_steps", "40000000000000000000"], r"must be a whole number below 2\*\*63, got \"4000"),
+        (["plan", *PLAN, "--max_steps", "9" * 5000], r"must be a whole number below 2\*\*63, got \"9+\.\.\."),
         (
             ["plan", *PLAN, "--num_examples", str(2**62), "--batch_size", "1", "--epochs", "1e300"],
             r"error: total_steps must be below 2\*\*63",
         ),
-        (["plan", *PLAN, "--epochs", "nan"], "invalid number above 0 value: 'nan'"),
+        (["plan", *PLAN, "--epochs", "nan"], 'must be a number above 0, got "nan"'),
         (["plan"], "which config"),
         ([], "COMMAND"),
         (["plan", "--moq_config", "none.json", "--max_steps", "9"], "error: cannot read the MoQ config none.json"),
@@ -278,7 +290,9 @@ def test_a_delivered_run_has_its_headline_its_proof_and_what_comes_next(tmp_path
     trainer.save_state()
     trainer.save_model(str(tmp_path / "quantized"))
     page = write_report(tmp_path).read_text()
-    assert re.search(r"<strong>4 bits, [0-9.]+ to [0-9.]+ MB, verified</strong>", page)
+    sizes = r"<strong>4 bits, ([0-9.]+ MB) to ([0-9.]+ MB), verified</strong>"
+    written = sum(path.stat().st_size for path in (tmp_path / "quantized").glob("*.safetensors"))
+    assert re.search(sizes, page).groups()[1] == megabytes(written)  # type: ignore[union-attr]
     assert "<h1>BertForSequenceClassification</h1>" in page
     assert "Loaded with plain transformers, the delivered model gave the outputs that were evaluated" in page
     assert f"moq-hf bench {tmp_path / 'quantized'}" in page

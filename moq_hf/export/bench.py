@@ -19,6 +19,7 @@ from ..errors import MoQError, one_line, require
 from ..text import progress, table
 from .compare import (
     SENTENCES,
+    TOLERANCE,
     Comparison,
     Data,
     Reference,
@@ -70,7 +71,10 @@ class Benchmark:
     max_loss: float
 
     def recommended(self) -> str | None:
-        """The fastest engine whose file loses at most `max_loss` of each metric; None if there is none."""
+        """The fastest engine whose file loses at most `max_loss` of each metric; None if there is none.
+
+        Without metrics it is the fastest one with the checkpoint's outputs.
+        """
         legal = [
             name
             for name, measured in self.engines.items()
@@ -80,6 +84,8 @@ class Benchmark:
 
     def _is_accurate(self, measured: Measured) -> bool:
         before = self.engines["PyTorch"].proof.metrics
+        if not before:
+            return measured.proof.largest_difference <= TOLERANCE
         # Rounded, because 0.80 - 0.79 is a little more than 0.01 in floats. A loss that
         # is NaN is not accurate.
         return all(
@@ -106,18 +112,22 @@ class Benchmark:
     def _sentence(self) -> str:
         best = self.recommended()
         metrics = self.engines["PyTorch"].proof.metrics
+        hint = (
+            ""
+            if metrics
+            else " Files with other outputs are judged by their accuracy: give sentences with labels "
+            "(--validation_file)."
+        )
+        wanted = f"lost at most {self.max_loss:g}" if metrics else "had its outputs"
         if best is None:
-            return f"Deploy the checkpoint in PyTorch: no exported file ran and lost at most {self.max_loss:g}."
+            return f"Deploy the checkpoint in PyTorch: no exported file ran and {wanted}.{hint}"
         one = self.engines[best]
         answers = [
             f"{name} {one.proof.metrics[name]:.4f} (PyTorch {value:.4f})"
             for name, value in metrics.items()
         ]
-        accuracy = (
-            ", ".join(answers)
-            or "its accuracy was not measured: give sentences with labels (--validation_file)"
-        )
-        return f"Deploy {one.command}: {one.speed:.2f} times as fast as PyTorch; {accuracy}."
+        accuracy = ", ".join(answers) or "its outputs are the checkpoint's"
+        return f"Deploy {one.command}: {one.speed:.2f} times as fast as PyTorch; {accuracy}.{hint}"
 
 
 def benchmark(
@@ -203,7 +213,12 @@ def benchmark(
     # exactly.
     if target_here() == "vnni":
         flavors.append("qdq")
-    runtimes = [("ONNX Runtime", onnx_runtime), ("OpenVINO", _openvino)]
+    runtimes = [("ONNX Runtime", onnx_runtime)]
+    try:
+        require("openvino", "openvino")
+        runtimes.append(("OpenVINO", _openvino))
+    except MoQError as error:
+        missing["OpenVINO"] = str(error)
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "onnx"
         found = export_onnx(
@@ -224,7 +239,7 @@ def benchmark(
                     if flavor == "int8"
                     else ""
                 )
-                command = f"{file} with {runtime} (moq-hf export --to onnx --flavors {flavor}{bits})"
+                command = f"{file} with {runtime} (moq-hf export {folder} --to onnx OUT --flavors {flavor}{bits})"
                 measure(
                     f"{runtime} {flavor}",
                     found.bytes[flavor],
@@ -235,12 +250,7 @@ def benchmark(
 
 
 def _openvino(path: Path, threads: int) -> Model:
-    """Load a file with OpenVINO's defaults: where the CPU has AMX it computes in bf16.
-
-    Raises:
-        MoQError: OpenVINO is not installed.
-    """
-    require("openvino", "openvino")
+    """Load a file with OpenVINO's defaults: where the CPU has AMX it computes in bf16."""
     import openvino
 
     compiled = openvino.Core().compile_model(

@@ -19,6 +19,7 @@ from ..grid import InputGrid
 from ..inputs import fake_quantize_input
 from ..model.convert import dequantize_model
 from ..model.inventory import is_packed
+from ..packed.load_check import quiet
 from ..packed.verify import Verification, stored_weights, verify_quantized
 
 TOLERANCE = 1e-4
@@ -212,9 +213,10 @@ def load_floats(directory: Path, **options: Any) -> Any:
         raise MoQError(
             f"{directory}: its config names the class {name}, which transformers does not have"
         )
-    model = getattr(transformers, name).from_pretrained(directory, **options)
-    if is_packed(model):
-        dequantize_model(model)
+    with quiet():
+        model = getattr(transformers, name).from_pretrained(directory, **options)
+        if is_packed(model):
+            dequantize_model(model)
     model.config.__dict__.pop("quantization_config", None)
     return model
 

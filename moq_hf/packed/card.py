@@ -8,12 +8,13 @@ from typing import Any
 
 import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers.training_args import OptimizerNames
 
 from ..config import MoQConfig
 from ..formats.table import has_codes
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import training_summary
-from ..text import markdown_table, metric_rows, metrics_in
+from ..text import float_after, markdown_table, metric_rows, metrics_in
 from .state import hub_id
 from .verify import Verification, verify_quantized
 
@@ -70,6 +71,7 @@ def write_card(
     dataset = dataset or {}
     found = found or verify_quantized(folder)
     name = data.model_name or folder.resolve().name
+    place = name if "/" in name else f"PATH/TO/{name}"
     metrics = metrics_in(found.state.get("metrics") or {})
     before = metrics_in(found.state.get("float_metrics") or {})
     measured = {metric: value for metric, value in metrics.items() if metric != "loss"}
@@ -98,7 +100,7 @@ def write_card(
     sections = [
         f"# {data.model_name}",
         f"Fine-tuned{origin}{f' on {source}' if source else ''} with Mixture-of-Quantization (moq_hf): {_made(found)}",
-        f"## Use\n\n{_loading(name, folder, found)}",
+        f"## Use\n\n{_loading(place, folder, found)}",
         _results(metrics, before, found.state),
         f"## Size\n\n{_sizes(found)}",
         _proof(found),
@@ -135,7 +137,10 @@ def write_run_card(
     known = training_summary(run, *args, **given)
     tag = _first(known.dataset_tags)
     data = ModelCardData(
-        model_name=run.args.hub_model_id or known.model_name,
+        # The Trainer adds the user's name to the id in its arguments.
+        model_name=getattr(run, "hub_model_id", None)
+        or run.args.hub_model_id
+        or known.model_name,
         base_model=hub_id(known.finetuned_from),
         pipeline_tag=_first(known.tasks),
         datasets=None if tag is None else [tag],
@@ -148,9 +153,11 @@ def write_run_card(
         "dataset_name": _first(known.dataset) or tag,
         "dataset_config": _first(known.dataset_args),
     }
-    write_card(
-        directory, data, dataset=dataset, training=known.hyperparameters, found=found
-    )
+    training = known.hyperparameters
+    if "optimizer" in training:
+        # The stock text names a member of an enumeration.
+        training["optimizer"] = OptimizerNames(run.args.optim).value
+    write_card(directory, data, dataset=dataset, training=training, found=found)
 
 
 def _first(value: Any) -> str | None:
@@ -160,9 +167,7 @@ def _first(value: Any) -> str | None:
 
 def _made(saved: Verification) -> str:
     """Say what was quantized, to how many bits, and how that is stored."""
-    layers = [
-        layer for layer in saved.layers.values() if layer.kind != "embedding"
-    ] or list(saved.layers.values())
+    layers = saved.layers.values()
     names = {"embedding": "embedding tables", "conv": "convolutions"}
     what = sorted(
         {names.get(layer.kind, "linear layers") for layer in layers}, reverse=True
@@ -197,7 +202,10 @@ def _results(
     metrics: Mapping[str, float], before: Mapping[str, float], state: Mapping[str, Any]
 ) -> str:
     teacher = state["config"]["distillation"]["teacher"]
-    notes = [markdown_table(metric_rows(metrics, before))] if metrics else []
+    # A float phase says at which step it ended.
+    phase_end = (state.get("float_metrics") or {}).get("step")
+    rows = metric_rows(metrics, before, float_after(phase_end, state["step"]))
+    notes = [markdown_table(rows)] if metrics else []
     if teacher is not None:
         whose = "whose scores are those of float above" if before else "not scored here"
         notes.append(f"It learned from the float model `{teacher}`, {whose}.")

@@ -95,8 +95,8 @@ def pack_checkpoint(
             "model is a float one"
         )
     described = folder if (folder / CONFIG).is_file() or model is None else model
-    config = _config_of(folder, described)
     weights = _weights_of(folder)
+    config = _config_of(folder, described)
     shell = empty_model(config, described)
     names = _names_in(shell, weights, folder)
     controller = _controller(shell, state)
@@ -120,10 +120,6 @@ def _config_of(folder: Path, described: Path | str) -> PreTrainedConfig:
         MoQError: There is none, or it cannot be read.
     """
     if isinstance(described, Path) and not (described / CONFIG).is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise MoQError(
-                f"{folder} holds PEFT's adapters alone: load them with their base model, and call save_quantized"
-            )
         raise MoQError(
             f"{folder / CONFIG} is missing: give --model, a folder or Hub id with the model's config and tokenizer"
         )
@@ -163,8 +159,13 @@ def _weights_of(folder: Path) -> Weights:
     zero = zero_folder(folder)
     if zero is not None:
         return zero_weights(zero)
+    if (folder / "adapter_config.json").is_file():
+        raise MoQError(
+            f"{folder} holds PEFT's adapters alone: load them with their base model, and call save_quantized"
+        )
     raise MoQError(
-        f"{folder} holds no weights: neither {SINGLE}, nor {INDEX}, nor {_SHARDS}, nor files of DeepSpeed"
+        f"{folder} is no folder checkpoint-N of a run: it holds no weights, neither {SINGLE}, nor {INDEX}, nor "
+        f"{_SHARDS}, nor files of DeepSpeed"
     )
 
 

@@ -326,6 +326,11 @@ def read_state(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise MoQError(f"{folder} is not a directory")
     path = folder / STATE_NAME
+    delivered = folder / "quantized"
+    if not path.exists() and (delivered / STATE_NAME).is_file():
+        raise MoQError(
+            f"{folder} is the folder of a run: its packed model is {delivered}"
+        )
     state = read_document(path)
     try:
         digest = sha256(_canonical(state))

@@ -42,9 +42,9 @@ _ERRORS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification:
-    """What `verify_quantized` found in a directory without fault.
+    """What `verify_quantized` found in a directory without fault; `str` gives its table.
 
     Attributes:
         layers: Each quantized layer by name.
@@ -63,6 +63,12 @@ class Verification:
     def float_bytes(self) -> int:
         """Size of the same tensors in float."""
         return cast(int, self.state["float_bytes"])
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        return f"<Verification: {self.summary()}>"
 
     def table(self) -> str:
         """A line per layer and the totals, for a terminal."""

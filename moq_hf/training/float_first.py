@@ -153,12 +153,16 @@ class FloatPhase:
         # Save first, so that an error in the evaluation does not lose the model.
         trainer.save_model(str(self.folder), _internal_call=True)
         metrics = _evaluated(trainer)
+        self._unlogged = metrics or None
+        if metrics:
+            # The report and the card say that these are of a part of the run.
+            metrics = {**metrics, "step": trainer.state.global_step}
         if trainer.args.should_save:
             text = json.dumps(metrics, indent=4, default=str) + "\n"
             (self.folder / METRICS).write_text(text, encoding="utf-8")
         trainer.accelerator.wait_for_everyone()
         cast(Any, trainer.optimizer).state.clear()
-        self.metrics = self._unlogged = metrics or None
+        self.metrics = metrics or None
 
     def go_on(self) -> None:
         """Load the metrics that an earlier process saved.

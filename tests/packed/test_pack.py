@@ -230,6 +230,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "stateful_callbacks.MoQCallback.attributes.saved.config",
     ),
+    "folder of a run": (
+        lambda folder: [(folder / name).unlink() for name in ("config.json", "model.safetensors")],
+        "is no folder checkpoint-N of a run: it holds no weights",
+    ),
     "no config": (without("config.json"), "config.json is missing: give --model"),
     "no class": (edited("config.json", lambda c: c.pop("architectures")), "architectures: '' is not a class"),
     "own class": (edited("config.json", lambda c: c.update(architectures=["Mine"])), "'Mine' is not a class"),
