@@ -71,7 +71,7 @@ def write_card(
     dataset = dataset or {}
     found = found or verify_quantized(folder)
     name = data.model_name or folder.resolve().name
-    place = name if "/" in name else f"PATH/TO/{name}"
+    place = name if "/" in name else "path/to/this/folder"
     metrics = metrics_in(found.state.get("metrics") or {})
     before = metrics_in(found.state.get("float_metrics") or {})
     measured = {metric: value for metric, value in metrics.items() if metric != "loss"}

@@ -155,8 +155,9 @@ class FloatPhase:
         metrics = _evaluated(trainer)
         self._unlogged = metrics or None
         if metrics:
-            # The report and the card say that these are of a part of the run.
-            metrics = {**metrics, "step": trainer.state.global_step}
+            # The card says that these are of a part of the run. The Trainer has not
+            # counted this step yet.
+            metrics = {**metrics, "step": trainer.state.global_step + 1}
         if trainer.args.should_save:
             text = json.dumps(metrics, indent=4, default=str) + "\n"
             (self.folder / METRICS).write_text(text, encoding="utf-8")

@@ -113,10 +113,9 @@ def test_the_float_model_is_evaluated_logged_and_kept(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.in_float["sum"] == expected["eval_sum"] and run.series("moq/mean_bits")[0]
     page = write_report(tmp_path, tmp_path / "report").read_text(encoding="utf-8")
-    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    card = (tmp_path / "quantized" / "README.md").read_text(encoding="utf-8")
     assert "float after 8 of 16 steps" in page and "| metric | float after 8 of 16 steps | quantized |" in card
-    assert f'from_pretrained("PATH/TO/{tmp_path.name}")' in card and "- optimizer: adamw" in card
-    assert "linear layers and embedding tables" in card
+    assert 'from_pretrained("path/to/this/folder")' in card and "- optimizer: adamw" in card
     assert "of them in float first</dt><dd>50.0 %" in page
     assert f"<td>{expected['eval_sum']:.4f}</td>" in page
 
