@@ -213,10 +213,10 @@ def benchmark(
     # exactly.
     if target_here() == "vnni":
         flavors.append("qdq")
-    runtimes = [("ONNX Runtime", onnx_runtime)]
+    loaders: dict[str, Callable[[Path, int], Model]] = {"ONNX Runtime": onnx_runtime}
     try:
         require("openvino", "openvino")
-        runtimes.append(("OpenVINO", _openvino))
+        loaders["OpenVINO"] = _openvino
     except MoQError as error:
         missing["OpenVINO"] = str(error)
     with tempfile.TemporaryDirectory() as temporary:
@@ -230,7 +230,7 @@ def benchmark(
             max_length=max_length,
             tolerance=math.inf,
         )
-        candidates = list(product(runtimes, found.files.items()))
+        candidates = list(product(loaders.items(), found.files.items()))
         for (runtime, load), (flavor, file) in progress(candidates, "bench"):
             # qdq is slow in ONNX Runtime, which has int8.
             if (runtime, flavor) != ("ONNX Runtime", "qdq"):
