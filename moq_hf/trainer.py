@@ -546,20 +546,24 @@ class MoQTrainer(Trainer):
             save_training_args(self.args, folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the card of the packed model, with the last metrics; the Trainer's own where none was saved."""
-        folder = Path(str(self.args.output_dir))
-        if (
-            not quant_layers(self.accelerator.unwrap_model(self.model))
-            or not (folder / STATE_NAME).is_file()
-        ):
+        """Write the cards of the packed model, with the last metrics; the Trainer's own where none was saved."""
+        saved = Path(str(self.args.output_dir))
+        moq = self._live_moq()
+        folders = [saved]
+        if moq is not None and moq.delivered is not None:
+            folders.append(moq.delivered.path)
+        if quant_layers(self.accelerator.unwrap_model(self.model)):
+            folders = [f for f in folders if (f / STATE_NAME).is_file()]
+        else:
+            folders = []
+        if saved not in folders:
             super().create_model_card(*args, **kwargs)
-            return
         if not self.is_world_process_zero():
             return
-        record_metrics(
-            folder, self.final_metrics or last_metrics(self.state), self.float_metrics
-        )
-        write_run_card(folder, self, *args, **kwargs)
+        metrics = self.final_metrics or last_metrics(self.state)
+        for folder in folders:
+            record_metrics(folder, metrics, self.float_metrics)
+            write_run_card(folder, self, *args, **kwargs)
 
     def _live_moq(self) -> MoQCallback | None:
         """The callback of this Trainer, which it may share with others."""

@@ -151,6 +151,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ModelArguments, DataTrainingAr
         UserError: lists what is wrong: arguments that there are not, values that they cannot have, files that are
             missing, arguments that do not go together.
     """
+    if len(argv) > 1 and argv[0].endswith(".json"):
+        raise UserError(_unknown_argument(argv[0], (), "--"))
     values = read_arguments_file(argv[0]) if len(argv) == 1 and argv[0].endswith(".json") else None
 
     from transformers import HfArgumentParser, TrainingArguments
