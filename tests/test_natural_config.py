@@ -506,7 +506,7 @@ def masked() -> nn.Module:
     [
         (new_model, "transformers", None),
         (new_model, "onnxruntime", None),
-        (new_model, "vllm", "vllm take them as floats"),
+        (new_model, "vllm", "vllm takes them as floats"),
         (llama, "transformers", "the model is no encoder"),
         (t5, "transformers", "the model is no encoder"),
         (lambda: nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2)), "transformers", "no encoder"),
@@ -538,4 +538,4 @@ def test_the_plan_of_a_run_says_what_becomes_of_the_tables(tmp_path: Path, capsy
     trained(tmp_path / "auto", "w8", max_steps=1)
     assert "3 embedding tables to 8 bits" in capsys.readouterr().out
     trained(tmp_path / "vllm", MoQCallback("w8", serve=("vllm",), modules_to_not_convert=["pooler"]), max_steps=1)
-    assert "embedding tables stay in float: vllm take them as floats" in capsys.readouterr().out
+    assert "embedding tables stay in float: vllm takes them as floats" in capsys.readouterr().out

@@ -408,6 +408,8 @@ def test_sft_of_trl(with_lora: bool, tmp_path: Path, stranger: Stranger, monkeyp
     trainer.train()
     events = EventAccumulator(str(tmp_path / "events")).Reload()
     assert events.Scalars("train/moq/bits")[-1].value == min(TARGET)
+    # Blocks are named as without PEFT.
+    assert "train/moq/bits/model.layers.0" in events.Tags()["scalars"]
     # TRL takes the mean of its own metrics from log to log, to which a drop is none.
     assert len(events.Scalars("train/mean_token_accuracy")) == len(events.Scalars("train/loss")) == 1
     model = trainer.model
