@@ -383,7 +383,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             config = dataclasses.replace(config, allow_unreached=True)
         # A search would say the same in each of its trials.
         is_told = state.is_hyper_param_search and self.plan is not None
-        self.plan = plan(config, planned or steps)
+        layers = controller.inventory.scheduled
+        self.plan = plan(config, planned or steps, layers=layers)
         if is_told or not state.is_world_process_zero:
             return
         tqdm.write(f"moq_hf: {controller.summary()}")

@@ -498,7 +498,7 @@ class MoQConfig:
         Field(title="an object of globs"),
         key(
             "glob, or name, to `bits`, `start_bits` and `group_size` of the layers that it means; of several globs "
-            "the last one counts",
+            "with a key the last one counts",
             json_schema_extra={"default": {}},
         ),
     ] = field(default_factory=dict, hash=False)
@@ -581,6 +581,12 @@ class MoQConfig:
         return PerChannel() if self.groups == "per_channel" else RowBlocks(self.groups)
 
     @property
+    def has_row_groups(self) -> bool:
+        """Whether weights of a row have several scales, in some layers at least."""
+        groups = [self.group_size, *(own.group_size for own in self.overrides.values())]
+        return any(groups)
+
+    @property
     def budget(self) -> BitBudget | None:
         """What chooses the bits of each block; None if all have the same target."""
         return self.bits if isinstance(self.bits, BitBudget) else None
@@ -643,10 +649,16 @@ class MoQConfig:
         (8, 4)
         """
         given: dict[str, Any] = {}
-        for glob, own in self.overrides.items():
-            if matches(layer, glob):
-                given |= own.given
+        for glob in self._globs(layer):
+            given |= self.overrides[glob].given
         return self._with(given)
+
+    def globs_of(self, layer: str) -> str:
+        """The globs of `overrides` that mean a layer, for messages."""
+        return " and ".join(self._globs(layer))
+
+    def _globs(self, layer: str) -> list[str]:
+        return [glob for glob in self.overrides if matches(layer, glob)]
 
     def variants(self) -> dict[str, "MoQConfig"]:
         """The config of layers that no glob means, by "", and by each glob that gives other bits that of its layers."""
@@ -952,6 +964,10 @@ def by_section(flat: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+# Two ways to say which weights share a scale.
+_GROUPS = {"quantize_groups", "quantize_group_size"}
+
+
 def _parse(
     document: Any, where: str, keywords: Mapping[str, Any] | None = None
 ) -> MoQConfig:
@@ -964,7 +980,11 @@ def _parse(
     block, ignored = _block_of(document, where, faults)
     of_keywords: list[str] = []
     given = _keyword_values(keywords or {}, of_keywords)
-    values = _flatten(block, faults) | given
+    values = _flatten(block, faults)
+    # A keyword of the two goes before either of the document's.
+    if any(given.get(name) is not None for name in _GROUPS):
+        values = {name: value for name, value in values.items() if name not in _GROUPS}
+    values |= given
     faults += map(_in_keywords, of_keywords)
     is_deepspeed = block is not document
     if is_deepspeed:

@@ -143,6 +143,7 @@ def plan(
     blocks: Iterable[str] | None = None,
     eigenvalues: Mapping[str, float] | None = None,
     targets: Mapping[str, int] | None = None,
+    layers: Iterable[str] | None = None,
 ) -> Plan:
     """The precision that each block will have at each step, as `PrecisionSchedule` will set it.
 
@@ -157,6 +158,9 @@ def plan(
             same at each drop. A block that is missing has factor 1.
         targets: Under a budget, block name to the bits to end with; a plan cannot know
             them.
+        layers: Names of the layers that the config quantizes. Without `blocks`, what
+            `overrides` say together of each of them is planned, and not what each glob
+            says alone.
 
     Raises:
         MoQConfigError: The config is wrong.
@@ -178,7 +182,7 @@ def plan(
     _check_length(config, total_steps)
     configs: Mapping[str, MoQConfig] = {}
     if blocks is None and eigenvalues is None:
-        cases = _extremes(config, targets)
+        cases = _extremes(config, targets, layers)
         blocks = list(cases)
         eigenvalues = {
             name: case.eigenvalue
@@ -275,17 +279,28 @@ class _Case(NamedTuple):
     bits: int
 
 
-def _extremes(config: MoQConfig, targets: Mapping[str, int] | None) -> dict[str, _Case]:
+def _extremes(
+    config: MoQConfig,
+    targets: Mapping[str, int] | None,
+    layers: Iterable[str] | None,
+) -> dict[str, _Case]:
     """The blocks to plan where none are named: the earliest and the latest possible ones."""
-    layers = config.variants()
+    kinds = config.variants()
     if config.budget is not None and targets is not None:
-        return {name: _Case(layers[""], None, bits) for name, bits in targets.items()}
+        return {name: _Case(kinds[""], None, bits) for name, bits in targets.items()}
     values: dict[str, float | None] = {"": None}
     if config.eigenvalue.enabled:
         values = {"least sensitive": 0.0, "most sensitive": 1.0}
-    anyone = "every other block" if len(layers) > 1 else "every block"
+    plain = kinds[""]
+    if layers is not None:
+        kinds = {}
+        for layer in layers:
+            own = config.of(layer)
+            is_plain = (own.start_bits, own.bits) == (plain.start_bits, plain.bits)
+            kinds.setdefault("" if is_plain else config.globs_of(layer), own)
+    anyone = "every other block" if len(kinds) > 1 else "every block"
     cases = {}
-    for glob, own in layers.items():
+    for glob, own in sorted(kinds.items(), key=lambda kind: bool(kind[0])):
         for sensitivity, value in values.items():
             for bits in own.targets:
                 who = [part for part in (glob, sensitivity) if part]

@@ -9,6 +9,7 @@ import pytest
 import tiny_runs
 import torch
 import transformers as hf
+from experts import mixture
 from tiny_runs import arguments, new_model, rows
 from torch import nn
 
@@ -50,8 +51,15 @@ def test_presets_with_keywords_on_top() -> None:
     assert (config.bits, config.start_bits, config.embeddings, config.prove) == (4, 8, 8, False)
     # What a preset does not say is as for any config.
     assert MoQConfig.load("w4", bits=3).start_bits == 3
-    with pytest.raises(MoQConfigError, match="preset lm-w4: groups 8 and group_size 32 exclude"):
-        MoQConfig.load("lm-w4", groups=8)
+    # The two keys for groups are one choice, which a keyword makes anew.
+    assert [MoQConfig.load("lm-w4", groups=groups).grouping for groups in (8, "per_channel")] == [
+        RowBlocks(8),
+        PerChannel(),
+    ]
+    assert MoQConfig.load("moq", group_size=16).grouping == PerGroup(16)
+    assert MoQConfig.load("moq", group_size=None).grouping == RowBlocks(8)
+    with pytest.raises(MoQConfigError, match="preset w4: groups 8 and group_size 32 exclude"):
+        MoQConfig.load("w4", groups=8, group_size=32)
     with pytest.raises(MoQConfigError, match="a MoQConfig and bits beside it"):
         MoQConfig.load(MoQConfig(bits=4), bits=3)
 
@@ -455,6 +463,32 @@ def test_of_several_globs_the_last_one_counts() -> None:
     made = bits_of(quantize_model(new_model(), config))
     assert {bits for name, bits in made.items() if name.endswith("query")} == {6}
     assert {bits for name, bits in made.items() if name.endswith("key")} == {8, 4}
+
+
+def test_the_plan_of_a_run_is_that_of_its_layers(tmp_path: Path) -> None:
+    # Together the two globs make four drops of the queries of layer 0, which neither makes alone.
+    overrides = {"*.layer.0.*": {"start_bits": 6}, "query": {"bits": 2}}
+    falling = MoQCallback(bits=4, period=2, overrides=overrides)
+    with pytest.raises(
+        MoQError, match=r"reaches 2 bits only at step 16 \(\*\.layer\.0\.\* and query; it ends at 3 bits"
+    ):
+        trained(tmp_path / "short", falling, max_steps=8)
+    trained(tmp_path / "long", falling, max_steps=16)
+    assert falling.plan is not None
+    assert max(block.target_step for block in falling.plan.blocks) == falling.history[-1].step == 16
+    # Nothing is as elsewhere: that would be too late.
+    trained(
+        tmp_path / "all",
+        MoQCallback(bits=2, start_bits=16, period=100, overrides={"bert.*": {"bits": 4, "start_bits": 4}}),
+    )
+
+
+def test_all_experts_have_one_group_size() -> None:
+    config = {"quantize_bits": {"target_bits": 4}, "overrides": {"*.down_proj": {"group_size": 16}}}
+    with pytest.raises(MoQError, match=r"overrides: group_size must be the same for all experts \(.*down_proj"):
+        take_inventory(mixture(), MoQConfig.from_dict(config))
+    config["overrides"] = {"*.down_proj": {"bits": 8}}
+    assert take_inventory(mixture(), MoQConfig.from_dict(config)).experts
 
 
 # ---- what stays in float

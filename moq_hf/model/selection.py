@@ -256,8 +256,8 @@ def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Modu
     adapter in each forward pass.
 
     Raises:
-        MoQError: Groups do not divide the matrices, or the config quantizes the inputs
-            of layers, which experts have inside.
+        MoQError: Groups do not divide the matrices, or are not alike in all experts; or
+            the config quantizes the inputs of layers, which experts have inside.
     """
     every = _experts(inventory).items()
     chosen = {name: module for name, module in every if not _is_named(name, config)}
@@ -271,6 +271,11 @@ def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Modu
         _, rows, columns = matrix_of(module, name.rpartition(".")[2])
         sizes[name] = {"out_features": rows, "in_features": columns}
     _check_groups(sizes, config)
+    # Loaders of packed files know one group size for all experts.
+    if len({config.of(name).grouping for name in chosen}) > 1:
+        raise MoQError(
+            f"overrides: group_size must be the same for all experts ({', '.join(chosen)}); their bits may differ"
+        )
     return chosen
 
 

@@ -52,7 +52,7 @@ def summary(
     parts = [
         f"{what} in {blocks} blocks go {'from' if config.falls else 'to'} {config.span_in_words}"
     ]
-    if convolutions and config.grouping.row_size is not None:
+    if convolutions and config.has_row_groups:
         parts.append("convolutions have one scale per channel")
     if inventory.embeddings:
         parts.append(
@@ -109,7 +109,7 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
         notes.append(
             "activation_quantization is of linear layers: the inputs of convolutions stay in float"
         )
-    if config.activations.enabled and config.grouping.row_size is not None:
+    if config.activations.enabled and config.has_row_groups:
         notes.append(
             "activation_quantization: integer products need one scale per channel, so the int8 export keeps layers "
             "with a quantize_group_size weight-only; set quantize_groups instead, for instance per_channel"

@@ -363,7 +363,7 @@ def load_schedule(
                 f"{_in_words(TARGET, pair)}: bits under a budget are chosen once, at the offset"
             )
         # A run that goes back to its best checkpoint has chosen them already.
-        elif schedule.targets is None:
+        elif schedule.targets is None and not faults:
             schedule.choose(targets)
     if not faults and _is_replayed(state, changed):
         otherwise = _replay(

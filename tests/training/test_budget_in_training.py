@@ -173,6 +173,9 @@ def test_another_budget_after_the_choice_is_refused(tmp_path: Path) -> None:
     folder = last_checkpoint(tmp_path)
     with pytest.raises(MoQError, match=r"target_bits: .*3.3.* -> .*3.0.*chosen once, at the offset"):
         moq(tmp_path / "b", config({"mean": 3.0}), **more).train(resume_from_checkpoint=folder)
+    other = {**config({"mean": 3.3}), "overrides": {"query": {"bits": 4}}}
+    with pytest.raises(MoQError, match=r"overrides: {} -> {.*}, fixed from the offset on"):
+        moq(tmp_path / "d", other, **more).train(resume_from_checkpoint=folder)
     # Limits on measuring, and what measures, are of no use any more.
     moq(tmp_path / "c", config({"mean": 3.3}, measure="eigenvalue"), **more).train(resume_from_checkpoint=folder)
 
