@@ -93,6 +93,7 @@ def add_plan(subparsers: Any) -> None:
 
 
 def _plan(args: argparse.Namespace) -> None:
+    from .config import MoQConfig
     from .forecast import plan
 
     if (args.config is None) == (args.moq_config is None):
@@ -103,8 +104,9 @@ def _plan(args: argparse.Namespace) -> None:
         raise MoQError("--half and --teacher go with --model")
     if args.model is not None and args.json:
         raise MoQError("--json is of the schedule alone: it goes without --model")
+    config = MoQConfig.load(args.config or args.moq_config)
     steps = _steps(args)
-    planned = plan(args.config or args.moq_config, steps)
+    planned = plan(config, steps)
     print(json.dumps(planned.to_dict(), indent=2) if args.json else planned)
     if args.model is not None:
         from .memory import plan_of_model

@@ -68,6 +68,8 @@ def test_migrate_writes_a_config_that_fits_the_run(
         (["plan", "configs/moq.json", "--max_steps", "99", "--half"], "go with --model"),
         (["plan", "configs/moq.json", "--max_steps", "99", "--json", "--model", "x"], "goes without --model"),
         (["plan", "configs/moq.json"], "give --num_examples, --batch_size, --epochs, or --max_steps"),
+        (["plan", "w9"], "the presets are"),
+        (["migrate", "nowhere.json", "--max_steps", "9"], "nowhere.json does not exist"),
         (["inspect", "nowhere"], "nowhere is not a directory"),
     ],
 )

@@ -15,6 +15,7 @@ from ..formats.table import has_codes
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import training_summary
 from ..text import float_after, markdown_table, metric_rows, metrics_in
+from ..training.float_first import before_float
 from .state import hub_id
 from .verify import Verification, verify_quantized
 
@@ -202,9 +203,7 @@ def _results(
     metrics: Mapping[str, float], before: Mapping[str, float], state: Mapping[str, Any]
 ) -> str:
     teacher = state["config"]["distillation"]["teacher"]
-    # A float phase says at which step it ended.
-    phase_end = (state.get("float_metrics") or {}).get("step")
-    rows = metric_rows(metrics, before, float_after(phase_end, state["step"]))
+    rows = metric_rows(metrics, before, float_after(_phase_end(state), state["step"]))
     notes = [markdown_table(rows)] if metrics else []
     if teacher is not None:
         whose = "whose scores are those of float above" if before else "not scored here"
@@ -212,6 +211,16 @@ def _results(
     elif not before and metrics:
         notes.append("No float model was evaluated beside this one.")
     return "\n\n".join(["## Evaluation", *notes]) if notes else ""
+
+
+def _phase_end(state: Mapping[str, Any]) -> int | None:
+    """The last step of the float phase, which its metrics name; None in a run without one."""
+    step = (state.get("float_metrics") or {}).get("step")
+    # A line of the log of another run has a step too.
+    has_phase = isinstance(step, int) and isinstance(
+        state["config"]["quantize_schedule"]["schedule_offset"], float
+    )
+    return step if has_phase else None
 
 
 def _sizes(saved: Verification) -> str:
@@ -258,10 +267,19 @@ def _making(state: Mapping[str, Any], training: Mapping[str, Any]) -> str:
     steps = {} if state["step"] is None else {"optimizer steps": state["step"]}
     settings = {**steps, **training, "versions": versions}
     listed = "\n".join(f"- {name}: {value}" for name, value in settings.items())
+    config = MoQConfig.from_dict(state["config"])
+    recipe = 'MoQTrainer(..., moq_config="moq.json")'
+    if _phase_end(state):
+        recipe = (
+            f'MoQTrainer(..., moq_config="moq.json", float_first={config.offset:g})'
+        )
+        config = before_float(config)
+    elif config.distillation.teacher is None:
+        recipe = f'Trainer(..., callbacks=[MoQCallback("moq.json")])` or as `{recipe}'
     return (
         "The quantization's configuration, `moq.json`; the other keys have their defaults:\n\n"
-        f"```json\n{json.dumps(MoQConfig.from_dict(state['config']).changed(), indent=2)}\n```\n\n"
-        f'Train with it: `MoQTrainer(..., moq_config="moq.json")`.\n\n{listed}\n\n'
+        f"```json\n{json.dumps(config.changed(), indent=2)}\n```\n\n"
+        f"Train with it: `{recipe}`.\n\n{listed}\n\n"
         "`moq_state.json` holds every switch of precision with its step; `moq-hf inspect` verifies the files."
     )
 

@@ -79,6 +79,20 @@ def after_float(config: MoQConfig, share: float) -> MoQConfig:
     return dataclasses.replace(config, offset=share, deadline=deadline)
 
 
+def before_float(config: MoQConfig) -> MoQConfig:
+    """The config of which `after_float` made this one, but for an offset that it did not read.
+
+    >>> config = MoQConfig(bits=2, start_bits=4, deadline=0.5)
+    >>> before_float(after_float(config, 0.5)) == config
+    True
+    """
+    share = config.offset
+    deadline = config.deadline
+    if deadline is not None:
+        deadline = round((deadline - share) / (1 - share), 9)
+    return dataclasses.replace(config, offset=0, deadline=deadline)
+
+
 class FloatPhase:
     """The float part of a `MoQTrainer`'s run.
 
