@@ -22,7 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from .config import MoQConfig
+from .config import DistillationConfig, MoQConfig
 from .errors import MoQError, one_line
 from .forecast import Plan, plan
 from .model.convert import check_bypassed_weights, is_quantized
@@ -402,6 +402,10 @@ class MoQCallback(TrainerCallback, ExportableState):
         else:
             tqdm.write(f"moq_hf plan: {self.plan.table()}")
         notes = [*controller.warnings(), *self.plan.notes]
+        if self.trainer is None and config.distillation != DistillationConfig():
+            notes.append(
+                "distillation without effect: its weights are of a MoQTrainer's loss with a teacher"
+            )
         notes += messages.notes_on_length(schedule, steps, state.max_steps)
         for note in notes:
             logger.warning("moq_hf: %s", note)

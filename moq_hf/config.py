@@ -1020,31 +1020,12 @@ def _parse(
         faults.append(_in_keywords(text) if is_keyword else text)
     if faults:
         raise MoQConfigError(_in_one_text(where, faults))
-    _warn_of_switched_off(values, config)
     if ignored:
         logger.warning(
             "moq_hf: not of quantization, left to TrainingArguments: %s",
             in_training_arguments(document, ignored),
         )
     return config
-
-
-def _warn_of_switched_off(values: Iterable[str], config: MoQConfig) -> None:
-    """Say which sections do nothing, since all but their `enabled` is given."""
-    given: dict[str, list[str]] = {}
-    for path in values:
-        section, _, name = path.rpartition(".")
-        given.setdefault(section, []).append(name)
-    for section, names in given.items():
-        # A budget measures without the switch.
-        is_used = section == "eigenvalue" and config.budget is not None
-        if "enabled" in {*_places().get(section, ())} - {*names} and not is_used:
-            logger.warning(
-                "moq_hf: %s: %s does nothing, since %s.enabled is false: set it to true, or leave the section out",
-                section,
-                listed(names),
-                section,
-            )
 
 
 def _read(values: Mapping[str, Any], is_deepspeed: bool) -> MoQConfig:
@@ -1268,11 +1249,8 @@ def _block_of(
         ]
         return block, tuple(str(name) for name in document if name not in ours)
     if any(name in DEEPSPEED_KEYS for name in document):
-        texts = [name for name in document if isinstance(name, str)]
-        near = _nearest("quantize_training", texts, 0.8)
         raise MoQConfigError(
             f"{where}: a DeepSpeed config without the section quantize_training, so there is nothing to quantize"
-            + (f" (is {show_key(near)} meant for it?)" if near else "")
             + (
                 " (compression_training is another method)"
                 if "compression_training" in document
@@ -1320,7 +1298,7 @@ def _flatten(
         elif not (names := _places()[name]):
             values[name] = value
         elif not isinstance(value, Mapping):
-            faults.append(_no_section(section, value, names))
+            faults.append(f"{section}: {show(value)} is not an object of keys")
         else:
             for inner, inner_value in value.items():
                 if inner in names:
@@ -1384,12 +1362,6 @@ def _value_faults(
                 path, "", [name for name in schemas if "." not in name], 0
             )
     return faults
-
-
-def _no_section(section: str, value: Any, names: Sequence[str]) -> str:
-    is_switch = isinstance(value, bool) and "enabled" in names
-    hint = f" (write {show({'enabled': value})})" if is_switch else ""
-    return f"{section}: {show(value)} is not an object of keys{hint}"
 
 
 def _override_fault(

@@ -50,7 +50,8 @@ class Plan:
         offset: Optimizer steps before anything is quantized.
         deadline_step: The step by which every block is at its target, or None.
         blocks: One entry for each block.
-        notes: What will not be reached and what would help; empty if everything is.
+        notes: What will not be reached and what would help, and what of the config does
+            nothing; mostly empty.
     """
 
     config: MoQConfig
@@ -99,7 +100,10 @@ class Plan:
         head = f"{self.total_steps:,} optimizer steps, {self.config.span_in_words}, offset {self.offset:,}"
         if self.config.falls:
             period = self.config.period
-            head += f", period {period if period == 'auto' else f'{period:,}'}, "
+            head += f", period {period if period == 'auto' else f'{period:,}'}"
+            # A deadline cuts a period that is too long for it.
+            is_cut = period != "auto" and self.deadline_step is not None
+            head += " at most, " if is_cut else ", "
             head += (
                 "no deadline"
                 if self.deadline_step is None
@@ -108,13 +112,16 @@ class Plan:
         bits = sorted(
             {s.bits for block in self.blocks for s in block.switches}, reverse=True
         )
-        rows = [["block", *(f"{b} bits" for b in bits), "at target"]]
+        # Where overrides give blocks targets of their own, their rows say them.
+        targets = ["target"] if self.config.overrides else []
+        rows = [["block", *(f"{b} bits" for b in bits), *targets, "at target"]]
         for block in self.blocks:
             steps = {s.bits: self._step(s.step) for s in block.switches}
             rows.append(
                 [
                     block.name,
                     *(steps.get(b, "") for b in bits),
+                    *(f"{block.target_bits} bits" for _ in targets),
                     self._step(block.target_step),
                 ]
             )
@@ -216,10 +223,13 @@ def plan(
                 name, eigenvalues.get(name), tuple(switches_of_block), end, goals[name]
             )
         )
-    notes = []
+    notes = _idle(config)
     late = max(planned, key=lambda block: block.target_step)
     if late.target_step > total_steps:
-        notes.append(_advice(config, total_steps, late))
+        unsure = (
+            "a sensitive block may end above its target: " if late.eigenvalue else ""
+        )
+        notes.append(f"{unsure}{_advice(config, total_steps, late)}")
     # How late the others will be is not known before it is measured.
     sure = max(
         (block for block in planned if not block.eigenvalue),
@@ -262,6 +272,28 @@ def _check_length(config: MoQConfig, total_steps: Any) -> None:
             f"{total_steps} optimizer steps: nothing would be quantized; set it to less, 0 for instance"
             f"{_migrate(config, total_steps)}"
         )
+
+
+def _idle(config: MoQConfig) -> list[str]:
+    """Say which keys have no effect: of sections that are off, and of the pace where no bits fall."""
+    sections: dict[str, Any] = {
+        "activation_quantization": config.activations,
+        "fp16_mixed_quantize": config.blend,
+    }
+    # A budget measures without the switch.
+    if config.budget is None:
+        sections["eigenvalue"] = config.eigenvalue
+    notes = [
+        f"{name} without effect: its enabled is false"
+        for name, section in sections.items()
+        if not section.enabled and section != type(section)()
+    ]
+    paced = config.deadline or config.period != "auto" or config.eigenvalue.enabled
+    if paced and not config.falls:
+        notes.append(
+            "quantize_period, deadline and eigenvalue without effect, since no bits fall: give a higher start_bits"
+        )
+    return notes
 
 
 def _migrate(config: MoQConfig, total_steps: int) -> str:

@@ -1,6 +1,7 @@
 """A DeepSpeed config made one of moq_hf's, that brings a run of a given length to its target."""
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -8,6 +9,9 @@ from .config import DEEPSPEED_DEFAULTS, DEEPSPEED_KEYS, MoQConfig
 from .errors import MoQError
 from .forecast import plan
 from .schedule import fade_steps
+from .training.resume import changes, describe
+
+logger = logging.getLogger(__name__)
 
 
 def migrate(document: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
@@ -15,7 +19,8 @@ def migrate(document: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
 
     Everything that DeepSpeed assumes and moq_hf does not is written out. Where the run
     is too short for the periods they become "auto"; if that is not enough, the offset
-    0, the deadline the end of the run, and at last `start_bits` fewer. Other sections
+    0, the deadline the end of the run, and at last `start_bits` fewer; a warning names
+    what was changed. Other sections
     are left out, with a warning that names their `TrainingArguments`.
 
     Args:
@@ -39,6 +44,14 @@ def migrate(document: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
     if fitting is None:
         raise MoQError(
             f"a run of {max_steps} optimizer steps is too short for {config.target_in_words}, whatever the schedule is"
+        )
+    changed = changes(config, fitting)
+    if changed:
+        logger.warning(
+            "moq_hf: changed so that a run of %d optimizer steps reaches %s: %s",
+            max_steps,
+            config.target_in_words,
+            describe(changed),
         )
     return fitting.changed(*DEEPSPEED_DEFAULTS)
 

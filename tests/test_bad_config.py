@@ -438,7 +438,6 @@ def moq(**arguments: Any) -> Any:
         (moq(bits="4"), ['bits: "4" is not legal', "(write 4)"]),
         (moq(serve="vllm"), ['(write ["vllm"])']),
         (moq(modules_to_not_convert="pooler"), ['(write ["pooler"])']),
-        (moq(eigenvalue=True), ['eigenvalue: true is not an object of keys (write {"enabled": true})']),
         (moq(quantize_bits={"target_bits": 4}), ["bits: given twice"]),
         (moq(activations=9), ["activation_quantization.bits: 9 is not legal", "from 2 to 8"]),
         (moq(seed=True, kernel="triton"), ["2 things are wrong", "seed: true", 'kernel: "triton"']),
@@ -459,12 +458,3 @@ def test_the_constructors_check_too(make: Any, fragments: list[str]) -> None:
 def test_no_such_argument() -> None:
     with pytest.raises(MoQConfigError, match="MoQConfig: colour: unknown key; legal here are enabled, "):
         MoQConfig(bits=8, colour="red")  # type: ignore[call-arg]
-
-
-def test_a_section_without_its_switch_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    MoQConfig.from_dict(with_bits(eigenvalue={"max_iter": 10}))
-    assert "eigenvalue: max_iter does nothing, since eigenvalue.enabled is false" in caplog.text
-    caplog.clear()
-    MoQConfig.from_dict(with_bits(eigenvalue={"max_iter": 10, "enabled": False}))
-    MoQConfig(bits={"mean": 3}, eigenvalue={"max_iter": 10})  # type: ignore[arg-type]
-    assert not caplog.text

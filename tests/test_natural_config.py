@@ -218,7 +218,9 @@ def test_deepspeed_s_tutorial_on_a_short_run_names_migrate(steps: int) -> None:
     ],
     ids=["plain", "eigenvalues", "blend"],
 )
-def test_migrate_writes_a_config_that_reaches_its_target(more: dict[str, Any], steps: int, tmp_path: Path) -> None:
+def test_migrate_writes_a_config_that_reaches_its_target(
+    more: dict[str, Any], steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     block = {
         "quantize_bits": {"start_bits": 16, "target_bits": 8},
         "quantize_schedule": {"quantize_period": 10},
@@ -227,6 +229,7 @@ def test_migrate_writes_a_config_that_reaches_its_target(more: dict[str, Any], s
     }
     written = migrate({"quantize_training": block, "fp16": {"enabled": True}}, steps)
     assert written == migrate(block, steps) == json.loads(json.dumps(written))
+    assert ("quantize_period" in caplog.text) == (written["quantize_schedule"]["quantize_period"] == "auto")
     path = tmp_path / "moq.json"
     path.write_text(json.dumps(written))
     config = MoQConfig.from_file(path)
@@ -350,6 +353,21 @@ def test_the_plan_shows_overrides() -> None:
     made = plan(MoQConfig(bits=4, start_bits=6, overrides=FIRST_AT_8), 400)
     assert [(block.name, block.target_bits) for block in made.blocks] == [("every other block", 4), ("*.layer.0.*", 8)]
     assert "6 to 4 bits (*.layer.0.*: 8 bits)" in str(made)
+    rows = [line.split() for line in str(plan(MoQConfig(bits=4, overrides=FIRST_AT_8), 400)).splitlines()[2:]]
+    assert [row[-3:] for row in rows] == [["4", "bits", "0"], ["8", "bits", "0"]]
+
+
+def test_a_plan_says_what_has_no_effect() -> None:
+    (note,) = plan(MoQConfig(bits=4, deadline=0.5, eigenvalue={"enabled": True}), 100).notes  # type: ignore[arg-type]
+    assert "deadline and eigenvalue without effect" in note and "start_bits" in note
+    assert "period 400 at most, deadline" in str(plan(MoQConfig(bits=4, start_bits=8, period=400, deadline=1.0), 100))
+
+
+def test_a_run_says_what_has_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"bits": 4, "distillation": {"logits": 2.0}, "eigenvalue": {"max_iter": 10}}
+    trained(tmp_path, MoQConfig(**config))  # type: ignore[arg-type]
+    assert "distillation without effect" in caplog.text
+    assert "eigenvalue without effect: its enabled is false" in caplog.text
 
 
 def test_a_run_with_overrides_resumes(tmp_path: Path) -> None:
@@ -415,7 +433,15 @@ def test_sensitive_blocks_with_overrides_are_measured() -> None:
             {"*.layre.0.*": {"bits": 8}},
             r"overrides: '\*.layre.0.\*' matches no layer .*near are bert\.encoder\.layer\.0",
         ),
-        ({"classifier": {"bits": 8}}, "overrides: 'classifier' matches no layer that is quantized"),
+        (
+            {"classifier": {"bits": 8}},
+            "'classifier' matches no layer that is quantized; near .* output heads need quantize_heads",
+        ),
+        ({"*word_embeddings*": {"bits": 8}}, "tables have the bits of quantize_embeddings"),
+        (
+            {"query": {"bits": 8}, "layer": {"bits": 3}},
+            "'query' decides nothing, .* the last one counts: put it after layer",
+        ),
         ({"*": {}}, r"overrides.\*: says nothing; give bits, start_bits or group_size"),
         ({"*": 8}, r"overrides.\*: 8 is not an object of bits, start_bits, group_size"),
         ({"*": {"bit": 8}}, r"overrides.\*.bit: unknown key, did you mean overrides.\*.bits\?"),

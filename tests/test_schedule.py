@@ -330,7 +330,7 @@ def test_replaying_the_schedule_gives_the_plan(config: MoQConfig, steps: int, ei
     schedule = make_schedule(config, "abc", steps)
     made = plan(config, steps, "abc", eigenvalues)
     assert replay(schedule, eigenvalues, steps) == seen_by(made)
-    assert made.reached == (not made.notes)
+    assert made.reached == all("without effect" in note for note in made.notes)
 
 
 def replay(schedule: PrecisionSchedule, eigenvalues: dict[str, float], steps: int) -> Any:
@@ -380,7 +380,7 @@ def test_what_a_plan_says_would_fit_fits(plain: MoQConfig, steps: int, share: fl
     config = replace(plain, blend=BlendConfig(enabled=blend is not None, quantize_change_ratio=blend or 1.0))
     made = plan(config, steps, eigenvalues={"a": share})
     assume(not made.reached)
-    (note,) = made.notes
+    note = made.notes[-1]
     advice = note.split("): ")[1]
     changed = {
         r"quantize_period of at most (\d+)": lambda v: {"period": int(v)},
@@ -428,6 +428,7 @@ def test_a_plan_reads_well() -> None:
         "least sensitive        5        6        7       9       13         13",
         "most sensitive         5        6       15     105  [1,005]    [1,005]",
         "in brackets: after the end of the run",
+        "a sensitive block may end above its target: "
         "the run has 345 optimizer steps but reaches 8 bits only at step 1005 (most sensitive; it ends at 9 bits): "
         'start_bits 11, or the quantize_period "auto" fits',
     ]

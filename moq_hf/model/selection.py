@@ -83,17 +83,30 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
 
 
 def _check_overrides(scheduled: Iterable[str], config: MoQConfig) -> None:
-    """Check that each glob of `overrides` means a layer.
+    """Check that each glob of `overrides` decides something of a layer.
 
     Raises:
-        MoQError: One means none; lists those of similar names.
+        MoQError: One means none, and the text lists those of similar names; or later
+            globs overrule it.
     """
     names = list(scheduled)
-    for glob in config.overrides:
-        if not any(matches(name, glob) for name in names):
+    # A layer and a key to the glob that decides it, the last one.
+    decides: dict[tuple[str, str], str] = {}
+    for glob, own in config.overrides.items():
+        means = [name for name in names if matches(name, glob)]
+        if not means:
             near = difflib.get_close_matches(glob, names, 3, 0.0)
             raise MoQError(
-                f"overrides: {glob!r} matches no layer that is quantized; near are {', '.join(near)}"
+                f"overrides: {glob!r} matches no layer that is quantized; near are {', '.join(near)}; output heads "
+                "need quantize_heads: true, and tables have the bits of quantize_embeddings"
+            )
+        decides |= {(name, key): glob for name in means for key in own.given}
+    globs = list(config.overrides)
+    for index, glob in enumerate(globs):
+        if glob not in decides.values():
+            raise MoQError(
+                f"overrides: {glob!r} decides nothing, since of several globs the last one counts: put it after "
+                f"{', '.join(globs[index + 1 :])}, or leave it out"
             )
 
 
@@ -426,8 +439,11 @@ def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:
                 if config.convolutions
                 else "linear layers"
             )
+            parts = {part for name in known for part in name.split(".")}
+            near = difflib.get_close_matches(pattern, sorted(parts), 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise MoQError(
-                f"modules_to_not_convert: {pattern!r} matches no module; the {what} are {', '.join(candidates)}"
+                f"modules_to_not_convert: {pattern!r} matches no module{hint}; the {what} are {', '.join(candidates)}"
             )
     heads = () if config.heads else inventory.heads(candidates)
     return {name for name in candidates if name in heads or _is_named(name, config)}
