@@ -324,7 +324,7 @@ def _page(run: Run, figures: Mapping[str, "Figure"]) -> str:
     )
     parts = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-        f"<title>moq_hf: {title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>",
+        f"<title>moq_hf: {title}</title><style>{_STYLE}</style></head><body><article><h1>{title}</h1>",
         f"<p>{html.escape(name)}, {date}</p><p><strong>{html.escape(_headline(run))}</strong></p><dl>{facts}</dl>",
     ]
     for heading, figure in figures.items():
@@ -343,7 +343,7 @@ def _page(run: Run, figures: Mapping[str, "Figure"]) -> str:
         parts.append(_next_steps(run, run.delivered))
     config = html.escape(json.dumps(run.config.to_dict(), indent=2))
     parts.append(
-        f"<details><summary>Configuration</summary><pre>{config}</pre></details></body></html>\n"
+        f"<details><summary>Configuration</summary><pre>{config}</pre></details></article></body></html>\n"
     )
     return "\n".join(parts)
 
@@ -606,12 +606,13 @@ _CAPTIONS = {
     "where bits fell, with the bits from there on.",
     "Metrics": "Metrics of the evaluations on the way. Dotted: where bits fell, with the bits from there on.",
 }
+# A notebook applies the style of an output to its whole page.
 _STYLE = """
-body { max-width: 52rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
-dl { display: flex; flex-wrap: wrap; gap: 0.6rem 2.4rem; }
-dt, figcaption { color: #666; font-size: 0.85rem; }
-dd, figure { margin: 0; }
-svg { width: 100%; height: auto; }
-td { text-align: right; padding: 0.2rem 0.9rem; border-bottom: 1px solid #ccc; }
-td:first-child { text-align: left; padding-left: 0; }
+article { max-width: 52rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
+article dl { display: flex; flex-wrap: wrap; gap: 0.6rem 2.4rem; }
+article dt, article figcaption { color: #666; font-size: 0.85rem; }
+article dd, article figure { margin: 0; }
+article svg { width: 100%; height: auto; }
+article td { text-align: right; padding: 0.2rem 0.9rem; border-bottom: 1px solid #ccc; }
+article td:first-child { text-align: left; padding-left: 0; }
 """
