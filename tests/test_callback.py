@@ -231,7 +231,10 @@ def test_off_means_off(tmp_path: Path) -> None:
         (lambda d: moq(d, callbacks=[MoQCallback(CONFIG)]), "two MoQ configs"),
         (lambda d: stock(d, max_steps=2).train(), "schedule_offset 2 is not before the end of training at 2"),
         (lambda d: moq(d, {**CONFIG, "quantize_groups": 3}), "quantize_groups 3 does not divide"),
-        (lambda d: moq(d, {**CONFIG, "modules_to_not_convert": ["clasifier"]}), "matches no module"),
+        (
+            lambda d: moq(d, {**CONFIG, "modules_to_not_convert": ["clasifier"]}),
+            "matches no module .did you mean .classifier",
+        ),
         (
             lambda d: moq(d, {**CONFIG, "quantize_schedule": {"schedule_offset": 100}}).train(),
             "0.25 of 16 optimizer steps is step 4; with schedule_offset 100 .* a run of 412 steps",
