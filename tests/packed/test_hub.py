@@ -92,7 +92,7 @@ def test_the_card_of_a_stock_trainer_says_what_was_trained_and_how(tmp_path: Pat
     trainer.train()
     card = ModelCard.load(tmp_path / "quantized" / "README.md")
     assert card.data.pipeline_tag == "text-classification"
-    assert "- learning_rate: 0.003" in card.text and "- optimizer: Use " in card.text
+    assert "- learning_rate: 0.003" in card.text and "- optimizer: adamw" in card.text
     # Only the keys that were changed; the bits always.
     written = json.loads(card.text.split("```json\n")[1].split("```")[0])
     config = MoQConfig.from_dict(tiny_runs.CONFIG)
