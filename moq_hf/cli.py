@@ -144,10 +144,10 @@ def _steps(args: argparse.Namespace) -> int:
 
 
 def add_migrate(subparsers: Any) -> None:
-    """`moq-hf migrate DS.JSON`: a DeepSpeed config made one of moq_hf's."""
+    """`moq-hf migrate DS.JSON`: a DeepSpeed config turned into one of moq_hf."""
     parser = subparsers.add_parser(
         "migrate",
-        help="make a config of moq_hf's of a DeepSpeed file, for a run of a given length",
+        help="turn a DeepSpeed file into a moq_hf config that fits a run",
         description="Write what the section quantize_training of a DeepSpeed config says, with every default that "
         "DeepSpeed assumes, so that a run of --max_steps reaches its target.",
     )

@@ -1,4 +1,4 @@
-"""A DeepSpeed config made one of moq_hf's, that brings a run of a given length to its target."""
+"""Turns a DeepSpeed config into one of moq_hf that brings a run of a given length to its target."""
 
 import dataclasses
 import logging
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def migrate(document: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
-    """The config of moq_hf's that does what a DeepSpeed config says, as far as it fits into a run.
+    """The moq_hf config that does what a DeepSpeed config says, as far as it fits into a run.
 
     Everything that DeepSpeed assumes and moq_hf does not is written out. Where the run
     is too short for the periods they become "auto"; if that is not enough, the offset
