@@ -165,6 +165,11 @@ def checked(cls: type[T]) -> type[T]:
     return cast(type[T], made)
 
 
+def given_in(section: object) -> dict[str, Any]:
+    """The fields of a section that are not None."""
+    return {name: value for name, value in vars(section).items() if value is not None}
+
+
 @checked
 class BlendConfig:
     """Forward sees r w + (1 - r) Q(w); r falls from 1 by the ratio each step and starts again at a switch."""
@@ -319,11 +324,6 @@ class OverrideConfig:
         Positive | None, key("that many consecutive weights of a row share a scale")
     ] = None
 
-    @property
-    def given(self) -> dict[str, int]:
-        """What is other than elsewhere."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
 
 def matches(name: str, pattern: str) -> bool:
     """Whether a pattern of a config means a layer: as a glob, or as a run of whole components of its name.
@@ -442,13 +442,8 @@ class MoQConfig:
         Bits
         | Annotated[
             BitBudget,
-            PlainSerializer(
-                lambda budget: {
-                    name: value
-                    for name, value in vars(budget).items()
-                    if value is not None
-                }
-            ),
+            # Annotated, its result would be the schema.
+            PlainSerializer(lambda budget: given_in(budget)),
             Field(
                 title='{"mean": 3.0, "choices": [2, 3, 4, 8]}, or the same with "file_mb"',
                 json_schema_extra={
@@ -649,22 +644,19 @@ class MoQConfig:
         (8, 4)
         """
         given: dict[str, Any] = {}
-        for glob in self._globs(layer):
-            given |= self.overrides[glob].given
+        for glob in self.globs_of(layer):
+            given |= given_in(self.overrides[glob])
         return self._with(given)
 
-    def globs_of(self, layer: str) -> str:
-        """The globs of `overrides` that mean a layer, for messages."""
-        return " and ".join(self._globs(layer))
-
-    def _globs(self, layer: str) -> list[str]:
+    def globs_of(self, layer: str) -> list[str]:
+        """The globs of `overrides` that mean a layer."""
         return [glob for glob in self.overrides if matches(layer, glob)]
 
     def variants(self) -> dict[str, "MoQConfig"]:
         """The config of layers that no glob means, by "", and by each glob that gives other bits that of its layers."""
         made = {"": self._with({})}
         for glob, override in self.overrides.items():
-            own = self._with(override.given)
+            own = self._with(given_in(override))
             if (own.start_bits, own.bits) != (self.start_bits, self.bits):
                 made[glob] = own
         return made
@@ -851,7 +843,7 @@ class MoQConfig:
         yield from self._bits_conflicts()
         for glob, override in self.overrides.items():
             where = f"overrides.{show_key(glob)}"
-            if not override.given:
+            if not given_in(override):
                 yield (
                     "overrides",
                     f"{where}: says nothing; give bits, start_bits or group_size",
@@ -869,7 +861,7 @@ class MoQConfig:
                     f"{where}: means every layer; say it of all without overrides",
                 )
                 continue
-            for _, text in self._with(override.given)._bits_conflicts():
+            for _, text in self._with(given_in(override))._bits_conflicts():
                 yield "overrides quantize_bits.target_bits", f"{where}: {text}"
 
     def _bits_conflicts(self) -> Iterator[tuple[str, str]]:
@@ -1064,7 +1056,7 @@ def _keyword_values(keywords: Mapping[str, Any], faults: list[str]) -> dict[str,
             continue
         path = paths.get(name, name)
         if is_dataclass(value):
-            value = {key: part for key, part in vars(value).items() if part is not None}
+            value = given_in(value)
         elif name == "activations":
             value = _activations(value)
         found = {path: value}
@@ -1140,13 +1132,13 @@ DEEPSPEED_DEFAULTS: dict[str, Any] = {
 }
 
 
-# What 0.1.0 assumed of keys that a file left out, where it is something else now.
-_OLD_DEFAULTS = {
-    "quantize_schedule.quantize_period": 100,
-    "quantize_schedule.schedule_offset": 100,
-    "quantize_groups": 1,
-    "quantize_algo.range": "narrow",
-}
+# Keys of which 0.1.0 assumed the same, and now something else is.
+_OLD_DEFAULTS = (
+    "quantize_schedule.quantize_period",
+    "quantize_schedule.schedule_offset",
+    "quantize_groups",
+    "quantize_algo.range",
+)
 
 
 def _warn_of_old_defaults(
@@ -1166,8 +1158,8 @@ def _warn_of_old_defaults(
     if not any(map(config.grid.is_full, config.targets)):
         given["quantize_algo.range"] = "narrow"
     told = [
-        f"{key} is {json.dumps(now[key])}, was {json.dumps(old)}"
-        for key, old in _OLD_DEFAULTS.items()
+        f"{key} is {json.dumps(now[key])}, was {json.dumps(DEEPSPEED_DEFAULTS[key])}"
+        for key in _OLD_DEFAULTS
         if key not in given
     ]
     if config.modules_to_not_convert and "quantize_heads" not in given:

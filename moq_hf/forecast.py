@@ -329,7 +329,8 @@ def _extremes(
         for layer in layers:
             own = config.of(layer)
             is_plain = (own.start_bits, own.bits) == (plain.start_bits, plain.bits)
-            kinds.setdefault("" if is_plain else config.globs_of(layer), own)
+            globs = [] if is_plain else config.globs_of(layer)
+            kinds.setdefault(" and ".join(globs), own)
     anyone = "every other block" if len(kinds) > 1 else "every block"
     cases = {}
     for glob, own in sorted(kinds.items(), key=lambda kind: bool(kind[0])):

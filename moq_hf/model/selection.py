@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from ..config import MoQConfig, matches
+from ..config import MoQConfig, given_in, matches
 from ..errors import MOST_FAULTS, MoQError, shortened
 from ..grid import Grid, Grouping, PerChannel, RowBlocks
 from ..names import is_below
@@ -100,7 +100,7 @@ def _check_overrides(scheduled: Iterable[str], config: MoQConfig) -> None:
                 f"overrides: {glob!r} matches no layer that is quantized; near are {', '.join(near)}; output heads "
                 "need quantize_heads: true, and tables have the bits of quantize_embeddings"
             )
-        decides |= {(name, key): glob for name in means for key in own.given}
+        decides |= {(name, key): glob for name in means for key in given_in(own)}
     globs = list(config.overrides)
     for index, glob in enumerate(globs):
         if glob not in decides.values():
