@@ -1,6 +1,5 @@
 """`MoQCallback`: the Trainer's events translated into calls on the `MoQController`."""
 
-import dataclasses
 import logging
 import os
 import sys
@@ -380,7 +379,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         config = self.config
         # Steps that were skipped before a run was resumed are no reason to end it.
         if schedule.steps > 0:
-            config = dataclasses.replace(config, allow_unreached=True)
+            config = replace(config, allow_unreached=True)
         # A search would say the same in each of its trials.
         is_told = state.is_hyper_param_search and self.plan is not None
         layers = controller.inventory.scheduled
@@ -388,13 +387,10 @@ class MoQCallback(TrainerCallback, ExportableState):
         if is_told or not state.is_world_process_zero:
             return
         tqdm.write(f"moq_hf: {controller.summary()}")
-        if controller.sensitivity is not None:
-            choices = (
-                None if self.config.budget is None else len(self.config.budget.choices)
-            )
-            logger.info("%s", controller.sensitivity.summary(choices))
+        sensitivity = controller.sensitivity
+        if sensitivity is not None:
+            logger.info("%s", sensitivity.summary())
         if schedule.steps:
-            sensitivity = controller.sensitivity
             measured = None if sensitivity is None else sensitivity.values
             tqdm.write(
                 f"moq_hf: the run goes on {messages.standing(schedule, steps, measured)}"

@@ -94,12 +94,12 @@ def plan_of_model(
                 controller.layers[name].set_bits(targets[block])
         sizes = controller.sizes
         lines.append(f"delivered: {sizes.mb:,.1f} MB, {sizes.float_mb:,.1f} in float")
-    lines += ["", memory_of(controller, half, teacher or None).table()]
+    lines += ["", memory_of(controller, half, teacher).table()]
     return "\n".join(lines)
 
 
 def memory_of(
-    controller: MoQController, half: bool = False, teacher: bool | None = None
+    controller: MoQController, half: bool = False, teacher: bool = False
 ) -> Memory:
     """What a run with AdamW on one device holds, by the shapes of its model.
 
@@ -107,8 +107,8 @@ def memory_of(
         controller: Of the run; its model may lie on the meta device.
         half: Whether passes compute in half precision (`bf16` or `fp16` of the
             Trainer); the weights that are trained keep their dtype.
-        teacher: Whether a float model of the same size is beside it; None asks the
-            config for `distillation.teacher`.
+        teacher: Whether a float model of the same size is beside it, as it is where
+            the config names a `distillation.teacher`.
     """
     model = controller.model
     parameters = list(model.parameters())
@@ -125,15 +125,14 @@ def memory_of(
             size = 2 * shape_of(layer.float_weight).numel()
         # The head that shares a table multiplies with it.
         (tables if is_table and name not in shared else multiplied).append(size)
-    if teacher is None:
-        teacher = controller.config.distillation.teacher is not None
+    has_teacher = teacher or controller.config.distillation.teacher is not None
     return Memory(
         weights=weights + sum(map(_bytes, model.buffers())),
         gradients=gradients,
         optimizer=2 * gradients,
         quantized=sum(multiplied) + max(tables),
         evaluation=sum(multiplied) + sum(tables),
-        teacher=weights if teacher else 0,
+        teacher=weights if has_teacher else 0,
         proof=weights if controller.config.prove else 0,
     )
 

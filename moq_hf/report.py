@@ -368,7 +368,7 @@ def _card(run: Run) -> dict[str, Any]:
 def _headline(run: Run) -> str:
     """The run in a line: its first metric, its bits, its size, and whether the result was proven."""
     bits = [values[-1] for _, values in run.by_block("bits").values()]
-    parts = [f"{_number(sum(bits) / len(bits))} bits" if bits else "no bits yet"]
+    parts = [f"{sum(bits) / len(bits):.3g} bits" if bits else "no bits yet"]
     metric = next((name for name in run.quantized if name != "loss"), None)
     if metric is not None:
         score = _score(metric, run.quantized[metric])
@@ -383,10 +383,6 @@ def _headline(run: Run) -> str:
     elif run.float_size_mb and sizes:
         parts.append(f"{run.float_size_mb:,.2f} to {sizes[-1]:,.2f} MB")
     return ", ".join(parts)
-
-
-def _number(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def _score(metric: str, value: float) -> str:
