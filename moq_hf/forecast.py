@@ -188,8 +188,10 @@ def plan(
     config = MoQConfig.load(config)
     _check_length(config, total_steps)
     configs: Mapping[str, MoQConfig] = {}
+    if config.budget is not None and blocks is None and eigenvalues is None:
+        blocks = targets
     if blocks is None and eigenvalues is None:
-        cases = _extremes(config, targets, layers)
+        cases = _extremes(config, layers)
         blocks = list(cases)
         eigenvalues = {
             name: case.eigenvalue
@@ -311,18 +313,12 @@ class _Case(NamedTuple):
     bits: int
 
 
-def _extremes(
-    config: MoQConfig,
-    targets: Mapping[str, int] | None,
-    layers: Iterable[str] | None,
-) -> dict[str, _Case]:
+def _extremes(config: MoQConfig, layers: Iterable[str] | None) -> dict[str, _Case]:
     """The blocks to plan where none are named: the earliest and the latest possible ones."""
-    kinds = config.variants()
-    if config.budget is not None and targets is not None:
-        return {name: _Case(kinds[""], None, bits) for name, bits in targets.items()}
     values: dict[str, float | None] = {"": None}
     if config.eigenvalue.enabled:
         values = {"least sensitive": 0.0, "most sensitive": 1.0}
+    kinds = config.variants()
     plain = kinds[""]
     if layers is not None:
         kinds = {}

@@ -20,8 +20,8 @@ def migrate(document: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
     Everything that DeepSpeed assumes and moq_hf does not is written out. Where the run
     is too short for the periods they become "auto"; if that is not enough, the offset
     0, the deadline the end of the run, and at last `start_bits` fewer; a warning names
-    what was changed. Other sections
-    are left out, with a warning that names their `TrainingArguments`.
+    what was changed. Other sections are left out, with a warning that names their
+    `TrainingArguments`.
 
     Args:
         document: A DeepSpeed config, or its section `quantize_training`.
@@ -58,18 +58,18 @@ def migrate(document: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
 
 def _candidates(config: MoQConfig, max_steps: int) -> Iterator[MoQConfig]:
     """Give the config as it is, then with ever more changed."""
-    yield config
-    changed: dict[str, Any] = {"period": "auto", "deadline": None}
-    yield dataclasses.replace(config, **changed)
-    changed["offset"] = 0
-    yield dataclasses.replace(config, **changed)
-    changed["deadline"] = 1.0
-    yield dataclasses.replace(config, **changed)
     room = max_steps - 1 - fade_steps(config)
-    changed["start_bits"] = min(
-        config.start_bits, max(config.targets[-1], config.targets[0] + room)
+    most = max(config.targets[-1], config.targets[0] + room)
+    further: tuple[dict[str, Any], ...] = (
+        {"period": "auto", "deadline": None},
+        {"offset": 0},
+        {"deadline": 1.0},
+        {"start_bits": min(config.start_bits, most)},
     )
-    yield dataclasses.replace(config, **changed)
+    yield config
+    for change in further:
+        config = dataclasses.replace(config, **change)
+        yield config
 
 
 def _fits(config: MoQConfig, max_steps: int) -> bool:

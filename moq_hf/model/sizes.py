@@ -200,15 +200,13 @@ class FileSize:
             self._fixed |= self._tensors(
                 name, table, table_bits or FLOAT_BITS, is_table=True
             )
-        for name, bits in (fixed or {}).items():
-            is_table = name in inventory.tied.values()
-            self._fixed |= self._tensors(name, layers[name], bits, is_table)
+        fixed = fixed or {}
+        for name, bits in fixed.items():
+            self._fixed |= self._tensors_of_layer(name, bits)
         # The end of the data at the most bits: no offset in the header has more digits.
         self._end = 0
         self._end = self.of_rest() + sum(
-            self.of_layer(name, MAX_PACKED_BITS)
-            for name in layers
-            if name not in (fixed or {})
+            self.of_layer(name, MAX_PACKED_BITS) for name in layers if name not in fixed
         )
 
     def why_alike(self) -> str | None:
@@ -238,8 +236,11 @@ class FileSize:
 
     def of_layer(self, name: str, bits: int) -> int:
         """Bytes that stand for the weight of a layer at `bits`, 1 to 8, with their entries in the file's header."""
+        return self._size(self._tensors_of_layer(name, bits))
+
+    def _tensors_of_layer(self, name: str, bits: int) -> dict[str, Tensor]:
         is_table = name in self._inventory.tied.values()
-        return self._size(self._tensors(name, self._layers[name], bits, is_table))
+        return self._tensors(name, self._layers[name], bits, is_table)
 
     def of_rest(self) -> int:
         """Bytes of everything else: what stays in float, tables, the rest of the header."""
