@@ -336,11 +336,8 @@ def _export(args: argparse.Namespace) -> None:
         for name, value in vars(args).items()
         if name not in ("run", "directory", "to", "out")
     }
-    taken = {
-        "onnx": options.keys() - {"base"},
-        "gguf": {"base", "converter"},
-        "float": set(),
-    }
+    gguf = {"base", "converter"}
+    taken = {"onnx": options.keys() - gguf, "gguf": gguf, "float": set()}
     foreign = options.keys() - taken[args.to]
     if foreign:
         raise MoQError(f"--to {args.to} goes without --{', --'.join(sorted(foreign))}")

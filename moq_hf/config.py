@@ -1015,7 +1015,7 @@ def _parse(
     if ignored:
         logger.warning(
             "moq_hf: not of quantization, left to TrainingArguments: %s",
-            in_training_arguments(document, ignored),
+            in_training_arguments(ignored),
         )
     return config
 
@@ -1217,8 +1217,8 @@ def _no_constant(name: str) -> Any:
 
 def _block_of(
     document: Any, where: str, faults: list[str]
-) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Find moq_hf's keys in a document, and the names of the sections around them; `faults` takes what is wrong.
+) -> tuple[Mapping[str, Any], Mapping[Any, Any]]:
+    """Find moq_hf's keys in a document, and the sections around them; `faults` takes what is wrong.
 
     Raises:
         MoQConfigError: There are none.
@@ -1239,7 +1239,8 @@ def _block_of(
             for name in document
             if name in _places()
         ]
-        return block, tuple(str(name) for name in document if name not in ours)
+        others = {name: part for name, part in document.items() if name not in ours}
+        return block, others
     if any(name in DEEPSPEED_KEYS for name in document):
         raise MoQConfigError(
             f"{where}: a DeepSpeed config without the section quantize_training, so there is nothing to quantize"
@@ -1250,7 +1251,7 @@ def _block_of(
             )
             + '; add "quantize_training": {"quantize_bits": {"start_bits": 12, "target_bits": 8}, ...}'
         )
-    return document, ()
+    return document, {}
 
 
 @functools.cache

@@ -19,20 +19,16 @@ _ARGUMENTS = {
 }
 
 
-def in_training_arguments(document: Mapping[str, Any], names: tuple[str, ...]) -> str:
+def in_training_arguments(sections: Mapping[Any, Any]) -> str:
     """Say which `TrainingArguments` stand for sections of a DeepSpeed config.
 
-    Args:
-        document: The config.
-        names: The sections.
-
-    >>> in_training_arguments({"fp16": {"enabled": True}, "gradient_clipping": 1.0}, ("fp16", "gradient_clipping"))
+    >>> in_training_arguments({"fp16": {"enabled": True}, "gradient_clipping": 1.0})
     'fp16 (fp16=True), gradient_clipping (max_grad_norm=1.0)'
     """
     told = []
-    for name in names:
-        found = ", ".join(_arguments_of(name, document[name]))
-        told.append(f"{name} ({found})" if found else name)
+    for name, section in sections.items():
+        found = ", ".join(_arguments_of(name, section))
+        told.append(f"{name} ({found})" if found else str(name))
     return ", ".join(told)
 
 

@@ -326,9 +326,10 @@ class MoQTrainer(Trainer):
             )
         if has_begun:
             phase.go_on()
+            self._take(phase)
         else:
             phase.begin(cast(MoQCallback, self.moq).offset(self.state))
-        self._take(phase if has_begun else None)
+            self._take(None)
         self._tell_of_parts("the float phase is over:")
         if has_begun and teacher_before != self.teacher_fingerprint:
             raise MoQError(
@@ -549,13 +550,12 @@ class MoQTrainer(Trainer):
         """Write the cards of the packed model, with the last metrics; the Trainer's own where none was saved."""
         saved = Path(str(self.args.output_dir))
         moq = self._live_moq()
-        folders = [saved]
-        if moq is not None and moq.delivered is not None:
-            folders.append(moq.delivered.path)
+        folders = []
         if quant_layers(self.accelerator.unwrap_model(self.model)):
-            folders = [f for f in folders if (f / STATE_NAME).is_file()]
-        else:
-            folders = []
+            folders.append(saved)
+            if moq is not None and moq.delivered is not None:
+                folders.append(moq.delivered.path)
+        folders = [f for f in folders if (f / STATE_NAME).is_file()]
         if saved not in folders:
             super().create_model_card(*args, **kwargs)
         if not self.is_world_process_zero():

@@ -260,11 +260,13 @@ def test_sections_of_deepspeed_s_are_one_warning_with_their_training_arguments(
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "weight_decay": 0.1}},
         "zero_optimization": {"stage": 1},
+        # A mapping need not be of JSON.
+        7: "x",
     }
     MoQConfig.from_dict({**around, "quantize_training": {"quantize_bits": {"target_bits": 8}}})
     assert caplog.messages == [
         "moq_hf: not of quantization, left to TrainingArguments: fp16 (fp16=True), "
-        "gradient_clipping (max_grad_norm=0.5), optimizer (learning_rate=2e-05, weight_decay=0.1), zero_optimization"
+        "gradient_clipping (max_grad_norm=0.5), optimizer (learning_rate=2e-05, weight_decay=0.1), zero_optimization, 7"
     ]
 
 

@@ -328,6 +328,7 @@ def test_the_command(
         (["--to", "gguf", str(tmp_path / "new.gguf"), "--base", "a", "--converter", "b"], "GGUF needs either base"),
         (["--to", "gguf", str(out), "--base", str(base), "--flavors", "int8"], "--to gguf goes without --flavors"),
         (["--to", "onnx", str(out), "--base", str(base)], "--to onnx goes without --base"),
+        (["--to", "onnx", str(out), "--converter", "c.py"], "--to onnx goes without --converter"),
         (["--to", "float", str(out), "--tolerance", "1"], "--to float goes without --tolerance"),
     ):
         assert cli.main(["export", str(checkpoint), *words]) == 2
