@@ -25,6 +25,7 @@ from .config import MoQConfig
 from .errors import MoQConfigError, MoQError, read_as, read_json, require
 from .model.sizes import percent
 from .packed.files import CONFIG
+from .packed.load_check import Proof
 from .packed.state import STATE_NAME
 from .packed.verify import recorded
 from .schedule import FLOAT_BITS, begins_in_float
@@ -311,11 +312,8 @@ def _svg(figure: "Figure") -> str:
 
 
 def _page(run: Run, figures: Mapping[str, "Figure"]) -> str:
-    card = _card(run)
     name = run.directory.resolve().name
-    model = card.get("base_model") or card.get("architecture") or name
-    task = card.get("task")
-    title = html.escape(f"{model} on {task}" if task else str(model))
+    title = html.escape(_title(run))
     written = max(path.stat().st_mtime for path in run.directory.iterdir())
     date = datetime.fromtimestamp(written).strftime("%Y-%m-%d")
     facts = "".join(
@@ -340,7 +338,7 @@ def _page(run: Run, figures: Mapping[str, "Figure"]) -> str:
         )
         parts.append(_table(run.choice.rows()))
     if run.delivered is not None:
-        parts.append(_next_steps(run, run.delivered))
+        parts.append(_next_steps(run.delivered))
     config = html.escape(json.dumps(run.config.to_dict(), indent=2))
     parts.append(
         f"<details><summary>Configuration</summary><pre>{config}</pre></details></article></body></html>\n"
@@ -348,21 +346,19 @@ def _page(run: Run, figures: Mapping[str, "Figure"]) -> str:
     return "\n".join(parts)
 
 
-def _card(run: Run) -> dict[str, Any]:
-    """What the delivered folder says of its origin: base model, task and architecture, where it does."""
-    if run.delivered is None:
-        return {}
-    found: dict[str, Any] = {}
-    readme = run.delivered / "README.md"
-    if readme.is_file():
-        data = ModelCard.load(readme).data.to_dict()
-        datasets = data.get("datasets")
-        found["base_model"] = data.get("base_model")
-        found["task"] = ", ".join(datasets) if datasets else data.get("pipeline_tag")
-    config = run.delivered / CONFIG
-    if config.is_file():
-        found["architecture"] = (read_json(config).get("architectures") or [None])[0]
-    return found
+def _title(run: Run) -> str:
+    """The base model and the task that the delivered folder names; else its architecture, or the run's folder."""
+    model, task = run.directory.resolve().name, None
+    folder = run.delivered
+    if folder is None:
+        return model
+    if (folder / CONFIG).is_file():
+        model = (read_json(folder / CONFIG).get("architectures") or [model])[0]
+    if (folder / "README.md").is_file():
+        data = ModelCard.load(folder / "README.md").data.to_dict()
+        model = data.get("base_model") or model
+        task = ", ".join(data.get("datasets") or []) or data.get("pipeline_tag")
+    return f"{model} on {task}" if task else str(model)
 
 
 def _headline(run: Run) -> str:
@@ -379,7 +375,7 @@ def _headline(run: Run) -> str:
     if run.delivered is not None:
         found = recorded(run.delivered)
         parts.append(f"{megabytes(found.float_bytes)} to {megabytes(found.file_bytes)}")
-        parts.append(_proof(run.delivered)[0])
+        parts.append(_proof(found.proof)[0])
     elif run.float_size_mb and sizes:
         parts.append(f"{run.float_size_mb:,.2f} to {sizes[-1]:,.2f} MB")
     return ", ".join(parts)
@@ -391,27 +387,25 @@ def _score(metric: str, value: float) -> str:
     return percent(value) if is_share else f"{value:.4g}"
 
 
-def _proof(delivered: Path) -> tuple[str, str]:
+def _proof(proof: Proof | None) -> tuple[str, str]:
     """In a word, and in a sentence, whether the delivered folder was compared with the model."""
-    proof = read_json(delivered / STATE_NAME).get("proof") or {}
-    agrees = proof.get("agrees")
-    if agrees:
-        count = proof.get("examples")
+    if proof is None:
+        return "not verified", "Nothing was compared: the run was not to prove it."
+    if proof.agrees is None:
+        return "not verified", f"Nothing was compared: {proof.reason}."
+    if not proof.agrees:
         return (
-            "verified",
-            f"Loaded with plain transformers, the delivered model gave the outputs that were evaluated ({count} "
-            "examples).",
+            "NOT what was evaluated",
+            f"The delivered model gave other outputs: {proof.reason}.",
         )
-    reason = proof.get("reason") or "the run was not to prove it"
-    if agrees is None:
-        return "not verified", f"Nothing was compared: {reason}."
     return (
-        "NOT what was evaluated",
-        f"The delivered model gave other outputs: {reason}.",
+        "verified",
+        "Loaded with plain transformers, the delivered model gave the outputs that were evaluated "
+        f"({proof.examples} examples).",
     )
 
 
-def _next_steps(run: Run, delivered: Path) -> str:
+def _next_steps(delivered: Path) -> str:
     folder = html.escape(os.fspath(delivered))
     commands = "\n".join(
         [
@@ -420,7 +414,7 @@ def _next_steps(run: Run, delivered: Path) -> str:
             f"moq-hf export {folder} --to onnx OUT",
         ]
     )
-    proof = html.escape(_proof(delivered)[1])
+    proof = html.escape(_proof(recorded(delivered).proof)[1])
     return f"<h2>Proof</h2><p>{proof}</p><h2>Next steps</h2><pre>{commands}</pre>"
 
 

@@ -214,7 +214,7 @@ def recorded(directory: str | os.PathLike[str]) -> Verification:
     """
     folder = Path(directory)
     state, layers = read_layers(folder)
-    return Verification(layers, size_of(folder), state)
+    return Verification(layers, size_of(folder), state, proof_in(state))
 
 
 def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
