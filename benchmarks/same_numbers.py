@@ -102,7 +102,11 @@ RUNS: dict[str, Run] = {
         }
     ),
     "ternary": Run(
-        {"quantize_bits": {"start_bits": 4, "target_bits": 2}, "quantize_groups": "per_channel"},
+        {
+            "quantize_bits": {"start_bits": 4, "target_bits": 2},
+            "quantize_groups": "per_channel",
+            "quantize_algo": {"range": "narrow"},
+        },
         stock=True,
         settings={"optim": "sgd", "learning_rate": 0.05},
     ),

@@ -131,7 +131,8 @@ CONFIGS = {
     "moq_hf, 4 bits": moq(4, range="full"),
     "moq_hf, 4 bits, groups of 32": moq(4, 32, range="full"),
     "moq_hf, 8 bits, stochastic": moq(8, rounding="stochastic"),
-    "moq_hf, ternary": moq(2),
+    "moq_hf, 2 bits": moq(2, range="full"),
+    "moq_hf, ternary": moq(2, range="narrow"),
 }
 PEERS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "torchao, 8 bits": ("torchao", torchao),

@@ -94,7 +94,8 @@ def page_one_table() -> list[str]:
     lines.append(f"| float, half the steps | {mean:.1f} | | | {sizes['float'] / 1e6:.1f} MB | 1.00 |")
     for bits in BITS:
         versus = [report_study.paired(rows[name, bits].scores, in_float) for name in ARMS]
-        ratio = f"{steps['moq_hf, 4 bits']['ratio']:.2f}" if bits == 4 else ""
+        arm = f"moq_hf, {bits} bits"
+        ratio = f"{steps[arm]['ratio']:.2f}" if arm in steps else ""
         cells = [str(bits), *versus, f"{sizes['tables at 8 bits'][str(bits)] / 1e6:.1f} MB", ratio]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
