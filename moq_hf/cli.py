@@ -28,7 +28,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with the arguments `argv` (default: those of the process); give the exit status: 0, or 2 for wrong input."""
     parser = _Parser(
-        prog="moq-hf", description="Mixture-of-Quantization for Hugging Face Trainer."
+        prog="moq-hf",
+        description="Quantization-aware fine-tuning of Hugging Face models: before, beside and after a run.",
     )
     parser.add_argument("--version", action="version", version=f"moq_hf {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
@@ -63,7 +64,7 @@ def add_plan(subparsers: Any) -> None:
     """`moq-hf plan`: the schedule of a run, ahead of time."""
     parser = subparsers.add_parser(
         "plan",
-        help="which precision a run will have when",
+        help="which precision a run will have when, and what memory it takes",
         description="Show when each drop comes for the least and the most sensitive block, and what will not be "
         "reached. The length of the run is --max_steps, or follows from --num_examples, --batch_size and --epochs.",
     )
