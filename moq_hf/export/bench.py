@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..config import LARGEST
 from ..errors import MoQError, one_line, require
 from ..text import progress, table
 from .compare import (
@@ -24,6 +23,7 @@ from .compare import (
     Data,
     Reference,
     load_checkpoint,
+    most_tokens,
     takes_pictures,
 )
 from .onnx import export_onnx, onnx_runtime
@@ -172,8 +172,7 @@ def benchmark(
             f"{folder}: models of texts are measured, not {type(model).__name__}"
         )
     # The table shows the lengths that were run.
-    positions = getattr(model.config, "max_position_embeddings", LARGEST)
-    limit = min(positions, checkpoint.tokenizer.model_max_length)
+    limit = most_tokens(checkpoint)
     sequences = sorted({min(tokens, limit) for tokens in sequences})
     reference = Reference(checkpoint, data, max_length)
     shapes = {

@@ -11,26 +11,23 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import quantizer
-from ..errors import MoQError, require
+from ..errors import MoQError, explained, require
 from ..grid import InputGrid
 from ..inputs import fake_quantize_input
 from ..model.convert import dequantize_model
 from ..model.inventory import is_packed
 from ..packed.load_check import quiet
+from ..packed.pack import model_class, read_config
+from ..packed.state import served_by
 from ..packed.verify import Verification, stored_weights, verify_quantized
+from ..serving import ONNX
 
 TOLERANCE = 1e-4
 GLUE = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
 PROCESSOR = "preprocessor_config.json"
-_KINDS = (
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForImageClassification",
-    "Model",
-)
 _BATCH = 16
 # How many pictures are compared.
 _PICTURES = 8
@@ -154,15 +151,11 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         MoQError: It is damaged, is of a kind that is not exported, or has no tokenizer.
     """
     verified = verify_quantized(directory)
+    # What `moq-hf inspect` says is what is exported.
+    for found in served_by(directory):
+        if found.server is ONNX and found.reasons:
+            raise MoQError(f"{directory}: {'; '.join(found.reasons)}")
     model, tokenizer = load_model(directory)
-    modules = dict(model.named_modules())
-    kinds = nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d
-    # Experts are a parameter of their module: there is no module of their name.
-    odd = [name for name in verified.layers if not isinstance(modules.get(name), kinds)]
-    if odd:
-        raise MoQError(
-            f"{directory}: only nn.Linear, nn.Embedding and convolutions are exported, not {', '.join(odd)}"
-        )
     processor = directory / PROCESSOR
     return Checkpoint(
         model,
@@ -184,16 +177,14 @@ def load_model(directory: Path) -> tuple[Any, Any]:
     A model of pictures has none.
 
     Raises:
-        MoQError: It is of a kind that is not exported, or one of texts without a
+        MoQError: Its inputs are neither texts nor pictures, or texts and there is no
             tokenizer.
     """
     model = load_floats(directory, attn_implementation="eager", dtype=torch.float32)
-    name = type(model).__name__
-    if not name.endswith(_KINDS) or "Head" in name or model.config.is_encoder_decoder:
+    if model.main_input_name not in ("input_ids", "pixel_values"):
         raise MoQError(
-            f"{directory}: {name} is not exported; classifiers of sequences, tokens and images and base models are "
-            "(ForSequenceClassification, ForTokenClassification, ForImageClassification, Model), without a decoder "
-            "beside the encoder"
+            f"{directory}: {type(model).__name__} takes {model.main_input_name}; models of texts and of pictures are "
+            "exported"
         )
     tokenizer = None if takes_pictures(model) else _tokenizer(directory)
     model.config.use_cache = False
@@ -204,17 +195,11 @@ def load_floats(directory: Path, **options: Any) -> Any:
     """Load the model of a packed checkpoint with transformers, plain, with float weights on their grid.
 
     Raises:
-        MoQError: Its class is none of transformers'.
+        MoQError: Its class is none of transformers', or transformers cannot load it.
     """
-    name = (
-        transformers.AutoConfig.from_pretrained(directory).architectures or ["none"]
-    )[0]
-    if not hasattr(transformers, name):
-        raise MoQError(
-            f"{directory}: its config names the class {name}, which transformers does not have"
-        )
-    with quiet():
-        model = getattr(transformers, name).from_pretrained(directory, **options)
+    cls = model_class(read_config(directory))
+    with quiet(), explained(f"transformers cannot load {directory}"):
+        model = cls.from_pretrained(directory, **options)
         if is_packed(model):
             dequantize_model(model)
     model.config.__dict__.pop("quantization_config", None)
@@ -355,7 +340,10 @@ class Reference:
             for name in layers
         ]
         try:
-            with torch.inference_mode():
+            with (
+                torch.inference_mode(),
+                explained(f"the checkpoint cannot answer the {self.compared}"),
+            ):
                 outputs = [self._model(**batch) for batch in self.batches]
         finally:
             for handle in handles:
@@ -403,6 +391,16 @@ def random_pictures(model: Any, processor: Path | None) -> dict[str, Tensor]:
     }
 
 
+def most_tokens(checkpoint: Checkpoint) -> int:
+    """The most tokens of an example that the model and its tokenizer take."""
+    limits: list[int] = [
+        checkpoint.tokenizer.model_max_length,
+        getattr(checkpoint.model.config, "max_position_embeddings", -1),
+    ]
+    # XLNet's -1 means that it has no limit.
+    return min(limit for limit in limits if limit > 0)
+
+
 def _tokenized(
     checkpoint: Checkpoint, data: Data, max_length: int
 ) -> list[dict[str, Tensor]]:
@@ -422,8 +420,7 @@ def _tokenized(
         raise MoQError("the comparison needs at least two sentences")
     accepted = inspect.signature(type(model).forward).parameters
     names = [name for name in tokenizer.model_input_names if name in accepted]
-    positions = getattr(model.config, "max_position_embeddings", max_length)
-    limit = min(max_length, positions, tokenizer.model_max_length)
+    limit = min(max_length, most_tokens(checkpoint))
     batches = []
     for start in range(0, len(texts), _BATCH):
         columns = [

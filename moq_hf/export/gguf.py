@@ -348,7 +348,8 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     0.0
     """
     rows, columns = layer.shape
-    above, across = layer.scales
+    # The files may repeat the scale of a block of rows for each row.
+    above, across = stored.scale.shape
     blocks = columns // _SIZE
 
     def per_block(values: Tensor) -> Floats:

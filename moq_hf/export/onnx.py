@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import MoQConfig
-from ..errors import MoQError, check_choice, one_line, require
+from ..errors import MoQError, check_choice, explained, require
 from ..grid import InputGrid, InputScale
 from ..packed.files import new_path, staged
 from ..quantizer import Quantized
@@ -237,11 +237,12 @@ def export_onnx(
             found.files[flavor] = path.name
             found.layers[flavor] = prepared.stored
             found.bytes[flavor] = write_model(prepared, reference.batches[0], path)
-            run = onnx_runtime(path)
             simulated = None
             if rounding is not None:
                 simulated = _simulated(prepared, reference, flavor, rounding)
-            outputs = [run(batch) for batch in reference.batches]
+            with explained(f"ONNX Runtime cannot run the {flavor} model"):
+                run = onnx_runtime(path)
+                outputs = [run(batch) for batch in reference.batches]
             proof = reference.prove(outputs, simulated)
             found.proofs[flavor] = proof
             # Without rounded inputs the model computes what the checkpoint does, so
@@ -477,24 +478,23 @@ def _traced(model: Any, inputs: dict[str, Tensor]) -> Any:
         name: {0: "batch"} if tensor.dim() > 2 else {0: "batch", 1: "sequence"}
         for name, tensor in inputs.items()
     }
-    try:
-        program = torch.onnx.export(
-            model,
-            (),
-            kwargs=inputs,
-            dynamic_shapes=dynamic,
-            input_names=list(inputs),
-            output_names=list(model(**inputs)),
-            opset_version=OPSET,
-            dynamo=True,
-            optimize=False,
-            verbose=False,
-        )
-    except torch.onnx.errors.OnnxExporterError as error:
-        reason = one_line(error.__cause__ or error)[:300]
-        raise MoQError(
-            f"torch.onnx.export cannot export {type(model).__name__}: {reason}"
-        ) from error
+    with explained(f"torch.onnx.export cannot export {type(model).__name__}"):
+        try:
+            program = torch.onnx.export(
+                model,
+                (),
+                kwargs=inputs,
+                dynamic_shapes=dynamic,
+                input_names=list(inputs),
+                output_names=list(model(**inputs)),
+                opset_version=OPSET,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+            )
+        except torch.onnx.errors.OnnxExporterError as error:
+            # Its own text is advice on how to report the fault.
+            raise error.__cause__ or error from None
     return cast(Any, program).model
 
 

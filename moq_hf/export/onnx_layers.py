@@ -117,7 +117,28 @@ class _Stored(nn.Module):
                 self.register_buffer(name, value.detach().contiguous())
 
 
-class OnnxLinear(_Stored):
+class _StoredLinear(_Stored):
+    """A linear layer: codes `[in_features, out_features]`."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight `[out_features, in_features]`, float32, for a model's code that reads it, as T5's does."""
+        return self._floats().T
+
+    def _floats(self) -> Tensor:
+        codes = self.codes.to(torch.float32)
+        scale = self.scale
+        zero = self.zero_point
+        if scale.dim() > 1 and len(scale) > 1:
+            codes = codes.view(len(scale), -1, codes.shape[1])
+            scale = scale[:, None]
+            zero = None if zero is None else zero[:, None]
+        if zero is not None:
+            codes = codes - zero.to(torch.float32)
+        return (codes * scale).view(self.codes.shape)
+
+
+class OnnxLinear(_StoredLinear):
     """A linear layer with float activations.
 
     Args:
@@ -135,21 +156,8 @@ class OnnxLinear(_Stored):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the weight, plus the bias."""
-        product = torch.matmul(input, self._weight())
+        product = torch.matmul(input, self._floats())
         return product if self.bias is None else product + self.bias
-
-    def _weight(self) -> Tensor:
-        codes = self.codes.to(torch.float32)
-        scale = self.scale
-        zero = self.zero_point
-        groups, columns = scale.shape
-        if groups > 1:
-            codes = codes.view(groups, -1, columns)
-            scale = scale[:, None]
-            zero = None if zero is None else zero[:, None]
-        if zero is not None:
-            codes = codes - zero.to(torch.float32)
-        return (codes * scale).view(self.codes.shape)
 
 
 class OnnxConvolution(_Stored):
@@ -233,7 +241,7 @@ class OnnxEmbedding(_Stored):
         return codes * scale
 
 
-class OnnxInt8Linear(_Stored):
+class OnnxInt8Linear(_StoredLinear):
     """A linear layer that rounds its input, and multiplies unsigned activations with integer weights.
 
     Args:
@@ -323,7 +331,7 @@ class OnnxInt8Linear(_Stored):
         )
 
 
-class OnnxQdqLinear(_Stored):
+class OnnxQdqLinear(_StoredLinear):
     """A linear layer whose input and weight go through pairs of QuantizeLinear and DequantizeLinear.
 
     Args:

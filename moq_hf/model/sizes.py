@@ -17,6 +17,7 @@ from ..names import without_peft
 from ..processes import shape_of
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..schedule import FLOAT_BITS
+from ..seams.transformers import original_format
 from ..weight_matrix import is_experts, parameter_of
 from .inventory import Inventory
 
@@ -203,11 +204,32 @@ class FileSize:
         fixed = fixed or {}
         for name, bits in fixed.items():
             self._fixed |= self._tensors_of_layer(name, bits)
+        self._modules = self._modules_in_files()
         # The end of the data at the most bits: no offset in the header has more digits.
         self._end = 0
         self._end = self.of_rest() + sum(
             self.of_layer(name, MAX_PACKED_BITS) for name in layers if name not in fixed
         )
+
+    def _modules_in_files(self) -> dict[str, str]:
+        """Return what the files call the modules of the model: longer names make a longer header."""
+        model = without_peft(self._inventory.model)
+        if not isinstance(model, PreTrainedModel):
+            return {}
+        weights = {
+            parameter_of(name, layer.kind): layer.float_weight
+            for name, layer in self._layers.items()
+        }
+        tensors = {
+            name: torch.empty(shape_of(tensor), device="meta")
+            for name, tensor in (self._fixed | weights).items()
+        }
+        written = original_format(model, tensors)
+        names = {id(tensor): name for name, tensor in written.items()}
+        return {
+            name.rpartition(".")[0]: names.get(id(tensor), name).rpartition(".")[0]
+            for name, tensor in tensors.items()
+        }
 
     def why_alike(self) -> str | None:
         """Why the bits of single layers make no difference to the file; None if they do."""
@@ -255,8 +277,9 @@ class FileSize:
         for name, tensor in tensors.items():
             shape = shape_of(tensor)
             letters = _LETTERS.get(tensor.dtype, 3)
+            module, dot, part = name.rpartition(".")
             entry = {
-                name: {
+                f"{self._modules.get(module, module)}{dot}{part}": {
                     "dtype": "?" * letters,
                     "shape": shape,
                     "data_offsets": [self._end, self._end],

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import MoQError, one_line
+from ..errors import MoQError, explained, one_line
 from .files import open_weight_files
 
 # Before the names of weights, where Accelerate saves a model.
@@ -60,13 +60,9 @@ class Weights(Mapping[str, Tensor]):
             MoQError: It cannot be read; names the file.
         """
         spec = self.specs[name]
-        try:
-            tensor = self._read(name)
         # Whatever a file that is not what it was makes a library raise.
-        except Exception as error:
-            raise MoQError(
-                f"{self.place}: {name} cannot be read: {one_line(error, named=True)}"
-            ) from error
+        with explained(f"{self.place}: {name} cannot be read"):
+            tensor = self._read(name)
         if Spec(tensor.shape, tensor.dtype) != spec:
             raise MoQError(
                 f"{self.place}: {name} is not a tensor {list(spec.shape)} of {spec.dtype}"
@@ -132,12 +128,8 @@ def distributed_weights(folder: Path) -> Weights:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    try:
+    with explained(f"{folder / '.metadata'} cannot be read"):
         metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
-    except Exception as error:
-        raise MoQError(
-            f"{folder / '.metadata'} cannot be read: {one_line(error, named=True)}"
-        ) from error
     specs: dict[str, Spec] = {}
     for name, tensor in metadata.items():
         if isinstance(tensor, TensorStorageMetadata) and name.startswith(_MODEL):
@@ -359,11 +351,9 @@ def _read(path: Path) -> Any:
     Raises:
         MoQError: It is damaged.
     """
-    try:
+    # Whatever a damaged file makes torch and pickle raise.
+    with explained(f"{path} is damaged"):
         foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         stubs: list[Any] = [(_Ignored, name) for name in foreign]
         with torch.serialization.safe_globals(stubs):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    # Whatever a damaged file makes torch and pickle raise.
-    except Exception as error:
-        raise MoQError(f"{path} is damaged: {one_line(error, named=True)}") from error

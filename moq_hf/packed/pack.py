@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerState
 
 from ..config import MoQConfig
-from ..errors import MoQError, listed, one_line
+from ..errors import MoQError, explained, listed, one_line
 from ..names import plain_name
 from ..seams.engines import FSDP_MODEL
 from ..seams.transformers import never_saved, original_format, tied_parameters
@@ -132,13 +132,9 @@ def read_config(model: Path | str) -> PreTrainedConfig:
     Raises:
         MoQError: It cannot be read.
     """
-    try:
-        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
     # Unknown types, damaged files, no network.
-    except Exception as error:
-        raise MoQError(
-            f"the config of {model} cannot be read: {one_line(error)}"
-        ) from error
+    with explained(f"the config of {model} cannot be read"):
+        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
     return cast(PreTrainedConfig, config)
 
 
@@ -169,11 +165,11 @@ def _weights_of(folder: Path) -> Weights:
     )
 
 
-def empty_model(config: PreTrainedConfig, described: Path | str) -> PreTrainedModel:
-    """Make the model of a config without memory for its weights, with the generation config if there is one.
+def model_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that a config names.
 
     Raises:
-        MoQError: Its class is not one of transformers, or cannot be made so.
+        MoQError: It names none.
     """
     name = (config.architectures or [""])[0]
     cls = getattr(transformers, name, None) if name else None
@@ -182,13 +178,18 @@ def empty_model(config: PreTrainedConfig, described: Path | str) -> PreTrainedMo
             f"{CONFIG}: architectures: {name!r} is not a class of transformers: load the checkpoint with its own code, "
             "and call save_quantized"
         )
-    try:
-        with torch.device("meta"):
-            shell: PreTrainedModel = cast(Any, cls)(config).eval()
-    except Exception as error:
-        raise MoQError(
-            f"{name} cannot be made of {CONFIG}: {one_line(error, named=True)}"
-        ) from error
+    return cls
+
+
+def empty_model(config: PreTrainedConfig, described: Path | str) -> PreTrainedModel:
+    """Make the model of a config without memory for its weights, with the generation config if there is one.
+
+    Raises:
+        MoQError: Its class is not one of transformers, or cannot be made so.
+    """
+    cls = model_class(config)
+    with explained(f"{cls.__name__} cannot be made of {CONFIG}"), torch.device("meta"):
+        shell: PreTrainedModel = cls(config).eval()
     if shell.can_generate():
         # The file need not exist.
         with contextlib.suppress(OSError):

@@ -1,6 +1,7 @@
 """ONNX models hold the exact integers, answer as the checkpoint does, and are not written if they do not."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from moq_hf.export.compare import Data, random_pictures, read_data
 from moq_hf.export.onnx import Export, export_onnx
 from moq_hf.export.onnx_layers import OnnxConvolution, target_here
 from moq_hf.grid import Grid, PerChannel, RowBlocks
+from moq_hf.packed.state import served_by
 from moq_hf.packed.verify import stored_weights, verify_quantized
+from moq_hf.serving import ONNX, TRIED
 
 
 @pytest.fixture(scope="module")
@@ -207,11 +210,49 @@ def test_a_convolution_is_dequantize(grid: Grid, tmp_path: Path) -> None:
     torch.testing.assert_close(export_layer(layer, inputs, tmp_path / "layer.onnx"), plain(inputs))
 
 
+def says_of(folder: Path) -> str:
+    """What `moq-hf inspect` says of the export of a folder."""
+    return next(verdict.answer for verdict in served_by(folder) if verdict.server is ONNX)
+
+
+T5 = {"vocab_size": 1100, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+TEXTS: dict[str, dict[str, Any]] = {
+    "DistilBert": {"vocab_size": 1100, "dim": 32, "n_layers": 1, "n_heads": 4, "hidden_dim": 64},
+    "T5": T5,
+    # Its positions begin after the one of padding.
+    "Roberta": {**SHAPE, "max_position_embeddings": 80},
+    "ModernBert": {
+        **SHAPE,
+        "pad_token_id": 0,
+        "cls_token_id": 2,
+        "sep_token_id": 1,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name in TRIED["onnxruntime"].split() if re.match("|".join(TEXTS), name) and name != "ModernBertModel"],
+)
+def test_what_inspect_says_yes_to_is_exported(name: str, tmp_path: Path) -> None:
+    """The other tests export the other classes of `TRIED`."""
+    cls = getattr(hf, name)
+    shape = next(shape for family, shape in TEXTS.items() if name.startswith(family))
+    source = checkpoint(tmp_path / "packed", cls(cls.config_class(**shape)), config_of(quantize_groups="per_channel"))
+    assert says_of(source) == "yes"
+    found = export_onnx(source, tmp_path / "onnx", flavors=["weight-only"], max_length=32)
+    assert found.proofs["weight-only"].largest_difference < 1e-5
+
+
 PICTURES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 
 
 def picture_model(kind: str) -> nn.Module:
     hf.set_seed(0)
+    if kind == "ConvNeXt":
+        return hf.ConvNextForImageClassification(hf.ConvNextConfig(num_stages=1, hidden_sizes=[32], depths=[1]))
     if kind == "ResNet":
         config = hf.ResNetConfig(embedding_size=32, hidden_sizes=[32, 64], depths=[1, 1], layer_type="basic")
         return hf.ResNetForImageClassification(config)
@@ -219,13 +260,14 @@ def picture_model(kind: str) -> nn.Module:
     return hf.ViTForImageClassification(config) if kind == "ViT" else hf.ViTModel(config)
 
 
-@pytest.mark.parametrize("kind", ["ResNet", "ViT", "ViT's body"])
+@pytest.mark.parametrize("kind", ["ConvNeXt", "ResNet", "ViT", "ViT's body"])
 def test_models_of_pictures(kind: str, tmp_path: Path) -> None:
     model = picture_model(kind).eval()
     config = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_groups": "per_channel"}
     quantize_model(model, {**config, "quantize_convolutions": True})
     source = save_quantized(model, tmp_path / "packed")
     (source / "preprocessor_config.json").write_text('{"size": {"height": 32, "width": 48}}')
+    assert says_of(source) == "yes"
     found = export_onnx(source, tmp_path / "onnx", flavors=["weight-only"])
     assert found.sentences == 8 and "8 pictures compared" in found.table()
     assert (tmp_path / "onnx" / "preprocessor_config.json").exists()
@@ -318,8 +360,16 @@ def test_wrong_arguments(classifier: Path, tmp_path: Path, capsys: pytest.Captur
     other = checkpoint(tmp_path / "other", hf.BertForMaskedLM(hf.BertConfig(**SHAPE)), config_of())
     with pytest.raises(MoQError, match="BertForMaskedLM is not exported"):
         export_onnx(other, tmp_path / "out")
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
-    other = checkpoint(tmp_path / "t5", hf.T5Model(hf.T5Config(vocab_size=1100, **sizes)), config_of())
-    with pytest.raises(MoQError, match="T5Model is not exported"):
-        export_onnx(other, tmp_path / "out")
+    xlnet = {"vocab_size": 1100, "d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 64}
+    for model in (hf.T5Model(hf.T5Config(**T5)), hf.XLNetModel(hf.XLNetConfig(**xlnet))):
+        name = type(model).__name__
+        other = checkpoint(tmp_path / name, model, config_of())
+        with pytest.raises(MoQError, match=f"{name} is not exported"):
+            export_onnx(other, tmp_path / "out")
+        assert says_of(other) == "no"
+    # Whatever a model's own code raises.
+    tiny = hf.BertModel(hf.BertConfig(**{**SHAPE, "type_vocab_size": 1}))
+    other = checkpoint(tmp_path / "tiny", tiny, config_of())
+    with pytest.raises(MoQError, match="the checkpoint cannot answer the sentences: IndexError"):
+        export_onnx(other, tmp_path / "out", data=Data([("a", "b")] * 2))
     assert not (tmp_path / "out").exists()

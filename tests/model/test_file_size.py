@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    ViTConfig,
+    ViTForImageClassification,
+)
 from transformers import LlamaForCausalLM as Llama
 
 from moq_hf import MoQConfig, save_quantized
@@ -17,6 +25,11 @@ from moq_hf.model.sizes import FileSize
 def bert() -> BertForSequenceClassification:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     return BertForSequenceClassification(BertConfig(vocab_size=60, max_position_embeddings=16, **sizes))
+
+
+def vit() -> ViTForImageClassification:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    return ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes))
 
 
 def llama(tied: bool) -> Llama:
@@ -41,13 +54,15 @@ def prepared(model: Any, **more: Any) -> tuple[MoQConfig, Any, Any, Any]:
         ("half", {"quantize_groups": "per_channel"}),
         ("llama", {}),
         ("tied", {"quantize_embeddings": 8}),
+        # Its files have other names than its modules.
+        ("vit", {"quantize_groups": "per_channel"}),
         ("asymmetric", {"quantize_groups": 4, "quantize_type": "asymmetric", "quantize_embeddings": 8}),
     ],
 )
 def test_it_is_the_size_of_the_file(kind: str, more: dict[str, Any], choices: tuple[int, ...], tmp_path: Path) -> None:
     if kind == "asymmetric" and 1 in choices:
         choices = (2, 3)
-    model = llama(kind == "tied") if kind in ("llama", "tied") else bert()
+    model = vit() if kind == "vit" else llama(kind == "tied") if kind in ("llama", "tied") else bert()
     if kind == "half":
         model = model.to(torch.bfloat16)
     config, inventory, layers, tables = prepared(model, **more)
