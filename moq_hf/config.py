@@ -840,6 +840,17 @@ class MoQConfig:
                 "modules_to_not_convert",
                 "modules_to_not_convert: [] names nothing; output heads stay in float unless quantize_heads is true",
             )
+        if (
+            isinstance(self.offset, float)
+            and self.deadline is not None
+            and self.deadline <= self.offset
+            and self.falls
+        ):
+            yield (
+                "quantize_schedule.schedule_offset quantize_schedule.deadline",
+                f"quantize_schedule.deadline: {self.deadline:g} of the run is not after schedule_offset "
+                f"{self.offset:g}, from which on bits fall; set one of them such that it is",
+            )
         yield from self._bits_conflicts()
         for glob, override in self.overrides.items():
             where = f"overrides.{show_key(glob)}"

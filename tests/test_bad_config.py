@@ -168,6 +168,11 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ("group size 0", with_bits(quantize_group_size=0), ["quantize_group_size: 0", "from 1, or null"]),
     ("period 0", schedule(quantize_period=0), ["quantize_schedule.quantize_period: 0", 'from 1, or "auto"']),
     ("negative offset", schedule(schedule_offset=-1), ["quantize_schedule.schedule_offset: -1", "from 0"]),
+    (
+        "a deadline, its default, that is no later than the offset",
+        schedule(schedule_offset=0.25),
+        ["quantize_schedule.deadline: 0.25 of the run is not after schedule_offset 0.25, from which on bits fall"],
+    ),
     ("deadline after the end", schedule(deadline=1.5), ["quantize_schedule.deadline: 1.5", "above 0 up to 1, or null"]),
     ("refresh never", algo(scale_refresh=0), ["quantize_algo.scale_refresh: 0", "a whole number from 1"]),
     ("no iterations", eigenvalue(max_iter=0), ["eigenvalue.max_iter: 0", "from 1"]),
@@ -364,7 +369,7 @@ ONLY_OURS = {
     *("stochastic ternary", "stochastic binary", "asymmetric binary", "asymmetric full range"),
     *("no mean of these", "choices not in order", "1 bit asymmetric among the choices"),
     *("a measure that nothing asks for", "a list that names nothing", "an override that says nothing"),
-    "an override above its start",
+    *("an override above its start", "a deadline, its default, that is no later than the offset"),
 }
 
 

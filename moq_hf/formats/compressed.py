@@ -47,10 +47,10 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
         args["strategy"] = "channel"
         if size is not None:
             args |= {"strategy": "group", "group_size": size}
-            # A table may have fewer scales than the layers whose scheme it takes.
-            if scale.shape[1] == 1:
-                scale = scale.expand(rows, columns // size)
-            zero = None if zero is None else zero.expand(scale.shape)
+            # A layer may have fewer scales than the scheme that it takes has groups.
+            repeats = columns // size // scale.shape[1]
+            scale = scale.repeat_interleave(repeats, 1)
+            zero = None if zero is None else zero.repeat_interleave(repeats, 1)
     else:
         args["strategy"] = "block"
         args["block_structure"] = [rows // scale.shape[0], columns // scale.shape[1]]

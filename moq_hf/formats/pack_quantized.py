@@ -26,6 +26,9 @@ def fits(spec: EncodeSpec) -> bool:
     """
     if not 2 <= spec.bits <= MAX_BITS:
         return False
+    rows, columns = spec.matrix_shape
+    if spec.row_size is not None and columns % spec.row_size:
+        return False
     if is_experts(spec.kind):
         return spec.matrices is not None and spec.grid.symmetric
     if spec.kind not in ("linear", "embedding"):
@@ -34,11 +37,9 @@ def fits(spec: EncodeSpec) -> bool:
         return not spec.is_table
     if spec.is_table and not spec.shared.takes_tables:
         return False
-    rows, columns = spec.matrix_shape
     # compressed-tensors 0.20 cannot read zero points back that are packed into one
     # word.
-    one_word = not spec.shared.symmetric and rows * spec.bits <= _WORD
-    return not one_word and (spec.row_size is None or columns % spec.row_size == 0)
+    return spec.shared.symmetric or rows * spec.bits > _WORD
 
 
 def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:

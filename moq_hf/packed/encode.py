@@ -8,6 +8,7 @@ in the module `output`. So a pattern has the list of blocks, the numbers of the 
 and the last part of the layer's name.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -131,13 +132,16 @@ class Encoder:
         return any(not self.layers[name].moq.grid.symmetric for name in self.packed)
 
     def _shared_scheme(self) -> SharedScheme:
-        first = next(iter(self.layers.values()))
-        linears = (
+        linears = [
             layer
             for n, layer in self.layers.items()
-            if layer.kind == "linear" and n not in self.tables
-        )
-        grid = next(linears, first).moq.grid
+            if n not in self.tables
+            and (layer.kind == "linear" or is_experts(layer.kind))
+        ]
+        grids = [layer.moq.grid for layer in linears or self.layers.values()]
+        # Layers of other groups repeat their scales: `overrides` may say any.
+        groups = {grid.grouping.row_size for grid in grids} - {None}
+        row_size = math.gcd(*groups) or None
         sizes = {True: 0, False: 0}
         widths = {True: 0, False: 0}
         for name, layer in self.layers.items():
@@ -149,7 +153,7 @@ class Encoder:
         # bits.
         growth = max(0, widths[True] - widths[False]) * sizes[False]
         saved = (8 * torch.float32.itemsize - max(widths.values())) * sizes[True]
-        return SharedScheme(grid.grouping.row_size, grid.symmetric, growth <= saved)
+        return SharedScheme(row_size, grids[0].symmetric, growth <= saved)
 
     def _spec(
         self,

@@ -343,6 +343,19 @@ def test_stored_weights_are_signed_codes_of_their_own_bits(algo: str, layout: An
 
 
 @pytest.mark.parametrize(
+    "own", [{"group_size": 8}, {"group_size": 32}, {"groups": 2}, {"groups": "per_channel"}], ids=str
+)
+@pytest.mark.parametrize("algo", ["symmetric", "asymmetric"])
+def test_layers_with_groups_of_their_own_are_unpacked_while_loading(algo: str, own: Any, tmp_path: Path) -> None:
+    """There all layers have one group size: the others repeat their scales."""
+    model = text_t5(hf.T5ForSequenceClassification).eval()
+    quantize_model(model, MoQConfig(bits=4, q_type=algo, **own, overrides={"*.encoder.*.k": {"group_size": 16}}))
+    save_quantized(model, tmp_path, layout="unpacked")
+    found = verify_quantized(tmp_path, model, inputs=ENDED)
+    assert {layer.stored for layer in found.layers.values()} == {"packed"}
+
+
+@pytest.mark.parametrize(
     "weight",
     [torch.zeros(32, 32), torch.full((32, 32), -1.0), torch.linspace(1, 1.01, 1024), torch.linspace(1e-8, 3e-7, 1024)],
     ids=["zeros", "ones", "near ones", "too small for float16"],
