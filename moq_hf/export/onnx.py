@@ -141,6 +141,11 @@ class Export:
             f"{flavor}: activations {words}"
             for flavor, words in self.activations.items()
         ]
+        if "weight-only" in self.files:
+            lines.append(
+                "weight-only: activations in float; OpenVINO rounds them, "
+                'unless compiled with {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "INFERENCE_PRECISION_HINT": "f32"}'
+            )
         return "\n".join(
             [
                 table(rows),
