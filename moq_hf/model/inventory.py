@@ -26,12 +26,12 @@ CONVOLUTIONS = (
     nn.ConvTranspose3d,
 )
 
-# Layers that vLLM and SGLang fuse into one.
-FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("query", "key", "value"),
-)
+# Layers that vLLM and SGLang fuse into one, and what they call it.
+FUSED = {
+    ("q_proj", "k_proj", "v_proj"): "qkv_proj",
+    ("gate_proj", "up_proj"): "gate_up_proj",
+    ("query", "key", "value"): "qkv_proj",
+}
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from .. import quantizer
 from ..errors import MoQError
 from ..formats.stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec, SharedScheme
 from ..formats.table import FORMS, Layout, form_of
-from ..model.inventory import Inventory, is_linear
+from ..model.inventory import FUSED, Inventory, is_linear
 from ..names import is_below, plain_name
 from ..processes import shape_of
 from ..quant_linear import QuantLayer
@@ -35,9 +35,6 @@ _Value = TypeVar("_Value")
 _EXPERTS = "experts"
 # Whatever stands before, and between two parts of a name.
 _ANY = r"(?:.*\.)?"
-# SGLang asks for the layer that it makes of these in BERT; vLLM and SGLang look others
-# up by their parts.
-_FUSED = ("query", "key", "value")
 # What the files call the matrix of an expert.
 _MATRIX = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
 
@@ -486,8 +483,8 @@ class Patterns:
             key = (path, tuple(numbers), tail.startswith("*"))
             shared.setdefault(key, []).append(re.escape(tail.removeprefix("*")))
         for (path, indices, is_short), ends in shared.items():
-            if set(_FUSED) <= set(ends):
-                ends.append("qkv_proj")
+            # vLLM's StableLM and GPT-J and SGLang's BERT do not look them up by their parts.
+            ends += [whole for parts, whole in FUSED.items() if set(parts) <= set(ends)]
             end, count = self.lists[path]
             number = r"\d+" if len(indices) == count else _either(indices)
             patterns.append(

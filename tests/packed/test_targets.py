@@ -39,10 +39,25 @@ def test_one_group_is_one_pattern_and_its_layers_are_found_under_any_prefix() ->
         assert owner(name, targets, ignore) is None
 
 
-def test_what_sglang_makes_one_layer_of_is_found() -> None:
-    names = [f"bert.encoder.layer.{i}.attention.self.{part}" for i in range(2) for part in ("query", "key", "value")]
-    targets, ignore = Patterns([*names, *HEADS], {"bert.encoder.layer": 2}, "bert").of({"group_0": names}, HEADS)
-    assert owner("model.encoder.layer.1.attention.output.qkv_proj", targets, ignore) == "group_0"
+@pytest.mark.parametrize(
+    ("parts", "whole"),
+    [
+        # SGLang's BERT, vLLM's GPT-J, vLLM's StableLM.
+        (("attention.self.query", "attention.self.key", "attention.self.value"), "attention.output.qkv_proj"),
+        (("attn.q_proj", "attn.k_proj", "attn.v_proj"), "attn.qkv_proj"),
+        (("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj"),
+    ],
+)
+def test_what_servers_make_one_layer_of_is_found(parts: tuple[str, ...], whole: str) -> None:
+    names = [f"bert.encoder.layer.{i}.{part}" for i in range(2) for part in parts]
+    patterns = Patterns([*names, *HEADS], {"bert.encoder.layer": 2}, "bert")
+    targets, ignore = patterns.of({"group_0": names}, HEADS)
+    assert owner(f"model.encoder.layer.1.{whole}", targets, ignore) == "group_0"
+    # Left out together, they are ignored together; of different groups they are no one layer.
+    _, ignore = patterns.of({}, [*names, *HEADS])
+    assert matching(f"model.encoder.layer.1.{whole}", ignore)
+    targets, ignore = patterns.of({"group_0": names[:1], "group_1": names[1:]}, HEADS)
+    assert owner(f"model.encoder.layer.0.{whole}", targets, ignore) is None
 
 
 def by_block(name: str) -> str | None:
