@@ -611,15 +611,21 @@ class MoQCallback(TrainerCallback, ExportableState):
             self.delivered = write_result(
                 controller.model, folder, args, answers, options
             )
-            if args.should_save:
-                state.save_to_json(str(folder.parent / STATE_FILE))
         # Training is done: what cannot be written here is still the Trainer's to save.
         except Exception as error:
             logger.warning(
-                "moq_hf: nothing is delivered to %s: %s",
+                "moq_hf: nothing is delivered to %s: %s. The trained model is in memory, "
+                "and save_quantized(trainer.model, FOLDER) writes it elsewhere, as moq-hf pack does from a checkpoint",
                 folder,
-                one_line(error, named=True),
+                one_line(error, named=not isinstance(error, MoQError)),
             )
+        if args.should_save:
+            try:
+                state.save_to_json(str(folder.parent / STATE_FILE))
+            except OSError as error:
+                logger.warning(
+                    "moq_hf: moq-hf report will not find this run: %s", one_line(error)
+                )
         if state.is_world_process_zero:
             self._close(controller, state)
         if self._host is not None and self.trainer is None and args.should_save:

@@ -135,6 +135,24 @@ def new_path(out: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
+def alone_at(target: Path) -> Iterator[None]:
+    """Wait for others that are here with a target in the same folder; a process that is killed lets go of it.
+
+    On Windows, and on file systems without locks, nothing waits.
+    """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            folder = target.resolve().parent
+            folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(folder, os.O_RDONLY)
+            held.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
 def staged(
     target: Path, what: str = "", publish: Callable[[Path, Path], None] | None = None
 ) -> Iterator[Path]:

@@ -42,6 +42,7 @@ from .files import (
     INDEX,
     SINGLE,
     WEIGHTS,
+    alone_at,
     bytes_in,
     digest_of,
     staged,
@@ -52,6 +53,7 @@ from .state import (
     STATE_NAME,
     clean_metrics,
     hub_id,
+    read_layers,
     sha256,
     state_of,
     without_paths,
@@ -60,6 +62,9 @@ from .state import (
 from .verify import Verification, verify_quantized
 
 logger = logging.getLogger(__name__)
+_CARD = "README.md"
+# What tells a card of moq_hf's from any other one.
+_MARK = b"Mixture-of-Quantization (moq_hf)"
 # What would make transformers load an older model, or put its adapters, into a new one.
 _STALE_FILES = (
     "config.json",
@@ -122,16 +127,17 @@ def save_quantized(
     """Write `model` as a packed checkpoint that plain `from_pretrained` loads, with the same logits bit for bit.
 
     The model stays as it is. A new directory appears complete or not at all. An
-    existing one keeps its other files; its old model is deleted before the first new
-    file is moved in, and nothing loads before the last one is there. A `README.md` that
-    moq_hf did not write stays.
+    existing one keeps its other files; its old model, with all that was saved with it,
+    is deleted before the first new file is moved in, and nothing loads before the last
+    one is there. A `README.md` that moq_hf did not write stays. Of processes that save
+    to one directory at once each waits for the others.
 
     Of a `PeftModel` the base model is packed; its adapters are saved by
     `save_pretrained` into the folder `adapter`.
 
-    With `inputs` the files are loaded by plain `from_pretrained` and compared with the
-    model before they appear. Where a layout does not agree, the next one is tried, and
-    floats on the grid come last, with a warning.
+    With `inputs` the files are then loaded by plain `from_pretrained` and compared with
+    the model. Where a layout does not agree, the next one takes its place, and floats
+    on the grid come last, with a warning.
 
     Args:
         model: A transformers model with quantized layers, or a `PeftModel` around one.
@@ -260,38 +266,43 @@ class _Saving:
         """
         self._check()
         layouts = self._layouts() if layout is None else [layout]
-        if reference is None:
-            layouts = layouts[:1]
         reason: str | None = None
-        with self._staged() as staging:
+        proof: Proof | None = None
+        with alone_at(self.target):
             for layout in layouts:
-                shutil.rmtree(staging, ignore_errors=True)
-                staging.mkdir()
                 encoder = self._encoder(layout)
-                with quiet():
-                    tensors, rest = self._encode(encoder)
-                    renamed = encoder.rename(self.model, tensors)
-                    _write_packed_files(
-                        staging, self.model, renamed, encoder, self.options
-                    )
-                    if self.whole_model is not self.model:
-                        _write_adapter(
-                            staging / ADAPTER, self.whole_model, self.options.state_dict
-                        )
-                proof = None if reference is None else reference.prove(staging)
-                if proof is None or proof.agrees is not False:
+                saved = self._write(encoder)
+                if reference is None:
                     break
-                # What is wrong with every layout is said once.
-                if reason is None:
-                    reason = f"{layout}: {proof.reason}"
-                elif str(proof.reason) not in reason:
-                    reason = f"{reason}; {layout}: {proof.reason}"
-            saved = self._write_state(
-                staging, encoder, rest, proof=proof, reason=reason
-            )
-        _warn(self.target, encoder, proof, reason)
-        self._write_card(saved)
+                # The files are in place already: loading them takes memory, and a
+                # process that is killed for it has delivered.
+                proof = reference.prove(self.target)
+                if proof.agrees is False:
+                    # What is wrong with every layout is said once.
+                    if reason is None:
+                        reason = f"{layout}: {proof.reason}"
+                    elif str(proof.reason) not in reason:
+                        reason = f"{reason}; {layout}: {proof.reason}"
+                saved = self._record(saved, proof, reason)
+                if proof.agrees is not False:
+                    break
+            _warn(self.target, encoder, proof, reason)
+            self._write_card(saved)
         return saved
+
+    def _write(self, encoder: Encoder) -> Verification:
+        """Write the files of one layout and put them in place."""
+        with self._staged() as staging:
+            staging.mkdir()
+            with quiet():
+                tensors, rest = self._encode(encoder)
+                renamed = encoder.rename(self.model, tensors)
+                _write_packed_files(staging, self.model, renamed, encoder, self.options)
+                if self.whole_model is not self.model:
+                    _write_adapter(
+                        staging / ADAPTER, self.whole_model, self.options.state_dict
+                    )
+            return self._write_state(staging, encoder, rest)
 
     def save_by_hand(self, reason: str) -> Verification:
         """Write any model as floats on their grid, as a last resort for one that cannot be packed.
@@ -306,7 +317,11 @@ class _Saving:
         processing_class = self.options.processing_class
         # Nothing ties again what `load_state_dict` loads.
         encoder = Encoder(self.inventory, self.layers, "floats")
-        with self._staged() as staging, quiet():
+        with (
+            alone_at(self.target),
+            self._staged() as staging,
+            quiet(),
+        ):
             staging.mkdir()
             tensors, rest = self._encode(encoder)
             # No two tensors may share memory in a file.
@@ -329,9 +344,7 @@ class _Saving:
                     not_saved.append(f"{type(part).__name__} ({one_line(error)})")
                     if part is not processing_class:
                         (staging / CONFIG).unlink(missing_ok=True)
-            saved = self._write_state(
-                staging, encoder, rest, proof=None, reason=reason, by_hand=True
-            )
+            saved = self._write_state(staging, encoder, rest, reason)
         if not_saved:
             logger.warning(
                 "moq_hf: not saved beside the weights: %s", ", ".join(not_saved)
@@ -451,13 +464,9 @@ class _Saving:
         folder: Path,
         encoder: Encoder,
         rest: int,
-        *,
-        proof: Proof | None,
-        reason: str | None,
-        by_hand: bool = False,
+        by_hand: str | None = None,
     ) -> Verification:
-        if proof is not None and proof.reason is not None:
-            proof = replace(proof, reason=without_paths(proof.reason))
+        """Write `moq_state.json`; `by_hand` is why we write the files ourselves, without `save_pretrained`."""
         sizes = ModelSizes(self.whole, self.quantized)
         saved = sum(layer.bytes_before for layer in encoder.stored.values())
         config = folder / CONFIG
@@ -466,10 +475,10 @@ class _Saving:
             "float_metrics": clean_metrics(self.options.float_metrics or {}),
             "names": encoder.names,
             "layout": encoder.layout,
-            "reason": None if reason is None else without_paths(reason),
-            "proof": None if proof is None else asdict(proof),
-            # Whether we wrote it ourselves, without `save_pretrained`.
-            "by_hand": by_hand,
+            "reason": by_hand and without_paths(by_hand),
+            # Until the files were compared.
+            "proof": None,
+            "by_hand": by_hand is not None,
             "handed_dtype": handed_dtype(self.layers),
             "parameters": {
                 "total": sizes.total,
@@ -479,17 +488,35 @@ class _Saving:
             "float_bytes": saved + rest,
             "tensors": {name: digest_of(tensor) for name, tensor in tensors_in(folder)},
             "config_json": sha256(config.read_bytes()) if config.exists() else None,
+            # What the next model that is saved here deletes.
+            "files": sorted(path.name for path in folder.iterdir()),
         }
         write_state(folder, state)
         return verify_quantized(folder)
 
-    def _write_card(self, saved: Verification) -> None:
-        path = self.target / "README.md"
-        mark = "Mixture-of-Quantization (moq_hf)"
+    def _record(
+        self, saved: Verification, proof: Proof, reason: str | None
+    ) -> Verification:
+        """Put into the state how the files in place compared."""
+        proof = replace(proof, reason=proof.reason and without_paths(proof.reason))
+        found = {"proof": asdict(proof), "reason": reason and without_paths(reason)}
+        state = saved.state | found
         try:
-            if path.exists() and mark not in path.read_text(encoding="utf-8"):
-                logger.info("%s is not moq_hf's: it stays", path)
-                return
+            write_state(self.target, state)
+        except OSError as error:
+            logger.warning(
+                "moq_hf: %s goes on to say that nothing was compared, since it cannot be written: %s",
+                self.target / STATE_NAME,
+                error,
+            )
+        return replace(saved, state=state, proof=proof)
+
+    def _write_card(self, saved: Verification) -> None:
+        path = self.target / _CARD
+        if path.exists():
+            logger.info("%s is not moq_hf's: it stays", path)
+            return
+        try:
             if self.options.run is not None:
                 # Of a license that is not given the Hub would be asked.
                 write_run_card(self.target, self.options.run, license="", found=saved)
@@ -497,6 +524,8 @@ class _Saving:
                 data = ModelCardData(base_model=base_model_of(self.model))
                 write_card(self.target, data, found=saved)
         except Exception as error:
+            # Half a card would be taken for somebody else's.
+            path.unlink(missing_ok=True)
             logger.warning(
                 "moq_hf: %s has no model card: %s",
                 self.target,
@@ -599,12 +628,20 @@ def _publish(staging: Path, target: Path) -> None:
     entries = (SINGLE, INDEX)
     for name in entries:
         (target / name).unlink(missing_ok=True)
+    stale = {ADAPTER, *_STALE_FILES}
+    # A folder that moq_hf did not write, or that was changed, has no list.
+    with contextlib.suppress(MoQError):
+        stale.update(read_layers(target)[0].get("files", ()))
     for path in list(target.iterdir()):
-        if path.is_file() and (
-            WEIGHTS.fullmatch(path.name) or path.name in _STALE_FILES
-        ):
+        if path.name not in stale and not WEIGHTS.fullmatch(path.name):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
             path.unlink()
-    shutil.rmtree(target / ADAPTER, ignore_errors=True)
+    card = target / _CARD
+    if card.exists() and _MARK in card.read_bytes():
+        card.unlink()
     for path in sorted(staging.rglob("*"), key=lambda path: path.name in entries):
         if path.is_file():
             place = target / path.relative_to(staging)

@@ -140,6 +140,7 @@ class State(TypedDict):
     float_metrics: NotRequired[dict[str, Any] | None]
     parameters: Counted
     float_bytes: Positive
+    files: NotRequired[list[str]]
     proof: NotRequired[Proof | None]
 
 

@@ -176,8 +176,20 @@ def resumed_state(state: TrainerState) -> Mapping[str, Any] | None:
 
 
 def state_of_best(state: TrainerState) -> Mapping[str, Any] | None:
-    """The controller's state in the best checkpoint; None if there is none, or none with MoQ, which is a warning."""
+    """The controller's state in the best checkpoint; None if there is none, or none with MoQ, which is a warning.
+
+    One that was deleted, or damaged, is no longer the best one, with a warning.
+    """
     if state.best_model_checkpoint is None:
+        return None
+    fault = fault_of(state.best_model_checkpoint)
+    if fault is not None:
+        logger.warning(
+            "moq_hf: the best checkpoint, %s, is not whole (%s): the model of the last step is delivered",
+            state.best_model_checkpoint,
+            fault,
+        )
+        forget_best(state)
         return None
     best = _saved_in(Path(state.best_model_checkpoint))
     if best is None:
