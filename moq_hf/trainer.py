@@ -26,10 +26,12 @@ from .processes import is_apart
 from .seams.transformers import (
     average_loss,
     callbacks_of,
+    checkpoint_folder,
     prepared_inputs,
     save_training_args,
 )
 from .training.checkpoints import (
+    STATE_FILE,
     check_whole,
     last_checkpoint,
     last_metrics,
@@ -486,6 +488,10 @@ class MoQTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
         self._saving_checkpoint = True
+        # Written last, it says that a checkpoint is whole: not of an earlier run's files
+        # under this one's.
+        if self.args.should_save:
+            (checkpoint_folder(self) / STATE_FILE).unlink(missing_ok=True)
         try:
             super()._save_checkpoint(model, trial)
         finally:

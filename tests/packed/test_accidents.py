@@ -13,7 +13,7 @@ import transformers as hf
 from repo import ROOT
 from tiny_runs import arguments, moq, new_model, rows, stock
 
-from moq_hf import MoQCallback, quantize_model, save_quantized, verify_quantized
+from moq_hf import MoQCallback, last_checkpoint, quantize_model, save_quantized, verify_quantized
 from moq_hf.packed.load_check import ReferenceOutputs
 
 OLD = {"quantize_bits": {"target_bits": 2}}
@@ -157,3 +157,64 @@ def test_a_best_checkpoint_that_was_deleted_costs_the_best_not_the_run(
     verify_quantized(tmp_path / "quantized", trainer.model)
     metrics = verify_quantized(tmp_path / "quantized").state["metrics"]
     assert metrics["eval_loss"] == trainer.state.log_history[-2]["eval_loss"] and trainer.state.best_global_step is None
+
+
+class Killed(BaseException):
+    """What no handler of the code under test may catch."""
+
+
+# In the order in which the Trainer writes a checkpoint, its state last.
+@pytest.mark.parametrize("act", ["save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"])
+def test_half_a_checkpoint_over_one_of_an_earlier_run_is_noticed(act: str, tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    moq(tmp_path, OLD, **saving).train()
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    trainer = moq(tmp_path, OLD, learning_rate=0.5, **saving)
+
+    def killed(*args: Any, **kwargs: Any) -> None:
+        raise Killed
+
+    setattr(trainer, act, killed)
+    with pytest.raises(Killed):
+        trainer.train()
+    assert last_checkpoint(tmp_path) is None
+
+
+@MAKES
+def test_a_state_without_room_costs_the_report_alone(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: Any, path: str) -> None:
+        raise OSError(28, "No space left on device", path)
+
+    monkeypatch.setattr(hf.TrainerState, "save_to_json", full)
+    trainer = make(tmp_path, NEW, max_steps=2)
+    trainer.train()
+    assert bits_in(tmp_path / "quantized") == 4
+    assert "moq-hf report will not find this run: [Errno 28] No space left" in caplog.text
+    assert "nothing is delivered" not in caplog.text
+
+
+@MAKES
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(28, "No space left on device")])
+def test_a_folder_that_cannot_be_written_is_one_error_that_says_what_is_left(
+    error: OSError, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stock(tmp_path, OLD, max_steps=2, save_strategy="steps", save_steps=2).train()
+    before = verify_quantized(tmp_path / "quantized").state
+    replace = Path.replace
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.name == "moq_state.json" or self.name == ".moq_state.json":
+            raise error
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    caplog.clear()
+    make(tmp_path, NEW, max_steps=2).train()
+    told = [r.getMessage() for r in caplog.records if "nothing is delivered" in r.getMessage()]
+    assert len(told) == 1 and str(error.strerror) in told[0]
+    assert "save_quantized(trainer.model, FOLDER)" in told[0] and "moq-hf pack" in told[0]
+    assert verify_quantized(tmp_path / "quantized").state == before
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    assert not list(tmp_path.rglob("*.writing"))
