@@ -5,11 +5,16 @@
 Each run goes to a repository and a folder of its own name; what the user would read of failures is printed.
 """
 
+import json
+import os
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import get_session, snapshot_download
 from tiny_runs import CONFIG, moq, stock
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
 
@@ -47,9 +52,44 @@ def push_stock(folder: Path) -> None:
     verify_quantized(folder / "quantized", trainer.model)
 
 
+def fault(number: int, kind: str) -> dict[str, Any]:
+    """Have the request of that number fail from now on; what became of the one before."""
+    answer: dict[str, Any] = get_session().post(f"{os.environ['HF_ENDPOINT']}/fault", json=[number, kind]).json()
+    return answer
+
+
+def push_with_faults(folder: Path, kinds: Sequence[str]) -> None:
+    """Pushes of one model over another, each with a request that fails: what was raised, and what is here and there."""
+    # The library waits for ever, and before it tries again.
+    get_session().timeout = 0.3
+    time.sleep = lambda seconds: None
+    settings: dict[str, Any] = {"max_steps": 1, "push_to_hub": True, "hub_model_id": f"tester/{folder.name}"}
+    old, new = (moq(folder, {"quantize_bits": {"target_bits": bits}, "prove": False}, **settings) for bits in (2, 4))
+    for trainer in (old, new):
+        trainer.train()
+    for kind in kinds:
+        old.push_to_hub()
+        for number in range(1, 10):
+            fault(number, kind)
+            raised = None
+            try:
+                new.push_to_hub()
+            except Exception as error:
+                raised = type(error).__name__
+            failed = fault(0, "")["failed"]
+            verify_quantized(folder, new.model)
+            verify_quantized(folder / "quantized", new.model)
+            there = snapshot_download(f"tester/{folder.name}", local_dir=folder.parent / "there" / f"{kind}-{number}")
+            bits = verify_quantized(there).layers["bert.pooler.dense"].bits
+            print("fault", json.dumps({"kind": kind, "path": failed, "raised": raised, "bits": bits}))
+            if not failed:
+                break
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     root = Path(sys.argv[1])
     for name in STRATEGIES:
         push(root / name, name)
     push_stock(root / "stock")
+    push_with_faults(root / "faults", ("500", "dropped"))

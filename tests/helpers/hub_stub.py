@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -17,6 +18,8 @@ class Hub:
 
     def __init__(self) -> None:
         self.repos: dict[str, dict[str, bytes]] = {}
+        # Requests since `POST /fault`, and which of them fails, and how, with all that are for the same path.
+        self.count, self.fault, self.failing = 0, (0, ""), ""
         hub = self
 
         class Handler(_Handler):
@@ -64,8 +67,31 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
+    def fails(self) -> bool:
+        """Whether this request is one that was asked to fail, and has."""
+        hub, path = self.hub, self.path.split("?")[0]
+        hub.count += 1
+        number, kind = hub.fault
+        if hub.count == number:
+            hub.failing = path
+        if path != hub.failing:
+            return False
+        if kind.isdigit():
+            self.answer(int(kind), {"error": "no"})
+            return True
+        if kind == "late":
+            time.sleep(0.5)
+        self.close_connection = True
+        return True
+
     def do_POST(self) -> None:
         hub, path, body = self.hub, self.path, self.body()
+        if path == "/fault":
+            answer = {"count": hub.count, "failed": hub.failing}
+            hub.count, hub.failing, hub.fault = 0, "", tuple(json.loads(body))
+            return self.answer(200, answer)
+        if self.fails():
+            return None
         root = f"http://{self.headers['Host']}"
         if path == "/api/repos/create":
             wanted = json.loads(body)["name"]
@@ -89,6 +115,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hub, path = self.hub, self.path.split("?")[0]
+        if self.fails():
+            return None
         if path == "/":
             return self.answer(200)
         if path == "/api/whoami-v2":

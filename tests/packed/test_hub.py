@@ -87,6 +87,17 @@ def test_a_stock_trainer_uploads_it_in_a_folder(done: Done) -> None:
     assert {"quantized/moq_state.json", "quantized/README.md"} <= set(files)
 
 
+def test_a_push_that_fails_at_any_request_leaves_one_whole_model_here_and_there(done: Done) -> None:
+    faults = [json.loads(line.removeprefix("fault ")) for line in done.stdout.splitlines() if line.startswith("fault ")]
+    for kind, error in (("500", "HfHubHTTPError"), ("dropped", "RemoteProtocolError")):
+        found = [fault for fault in faults if fault["kind"] == kind]
+        # The client has verified what lies here each time; there the older model is complete until the push succeeds.
+        assert [fault["bits"] for fault in found] == [2] * (len(found) - 1) + [4]
+        assert [fault["raised"] for fault in found] == [error] * (len(found) - 1) + [None]
+        paths = [fault["path"].rpartition("/faults/")[2] for fault in found]
+        assert {"/api/validate-yaml", "preupload/main", "commit/main", ""} == set(paths)
+
+
 def test_the_card_of_a_stock_trainer_says_what_was_trained_and_how(tmp_path: Path) -> None:
     trainer = tiny_runs.stock(tmp_path, learning_rate=0.003)
     trainer.train()
