@@ -560,6 +560,11 @@ class MoQCallback(TrainerCallback, ExportableState):
         if best is not None:
             controller.load_state_dict(best)
         else:
+            # A schedule-free optimizer evaluates other weights than those that it
+            # trains.
+            optimizer = kwargs.get("optimizer")
+            if hasattr(optimizer, "eval"):
+                optimizer.eval()
             controller.refresh()
         controller.check_ranks()
         # For trainer.save_state(), which is called after this: its file goes to the Hub

@@ -114,7 +114,9 @@ def dequantize_model(
         return given
     layers = {**quant_layers(model), **quant_embeddings(model)}
     if not layers:
-        raise MoQError("the model has no quantized layer")
+        raise MoQError(
+            "the model has no quantized layer: its weights are floats, which can be trained on as they are"
+        )
     written: set[int] = set()
     for layer in layers.values():
         weight = layer.float_weight

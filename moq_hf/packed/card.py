@@ -36,7 +36,7 @@ pip install transformers "compressed-tensors>=0.18"
 ```python
 from {module} import {cls}
 
-model = {cls}.from_pretrained("{name}")
+model = {load}
 ```"""
 
 
@@ -190,13 +190,28 @@ def _loading(name: str, folder: Path, saved: Verification) -> str:
         saved.proof is not None and saved.proof.agrees is False
     ):
         return _BY_HAND
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    # The class that was proven: that of `AutoModel` may have no head, or another one.
-    cls = config["architectures"][0]
+    cls, load = how_to_load(folder, name)
     module = (
         "transformers" if hasattr(transformers, cls) else "the_module_that_defines_it"
     )
-    return _BY_TRANSFORMERS.format(module=module, cls=cls, name=name)
+    return _BY_TRANSFORMERS.format(module=module, cls=cls, load=load)
+
+
+def how_to_load(folder: Path, name: str) -> tuple[str, str]:
+    """The class that loads a folder which `save_pretrained` wrote, and the Python expression that does.
+
+    Args:
+        folder: With its `config.json`.
+        name: The folder's name in the expression.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # The class that was proven: that of `AutoModel` may have no head, or another one.
+    cls = config["architectures"][0]
+    for auto, code in config.get("auto_map", {}).items():
+        # The code lies in the folder: nothing can import the class from elsewhere.
+        if str(code).endswith(f".{cls}"):
+            return auto, f'{auto}.from_pretrained("{name}", trust_remote_code=True)'
+    return cls, f'{cls}.from_pretrained("{name}")'
 
 
 def _results(

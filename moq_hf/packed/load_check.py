@@ -22,7 +22,7 @@ from ..processes import is_apart
 from ..quant_experts import quantized_in
 from ..quant_linear import QuantLayer
 from ..seams.transformers import attention_of
-from ..training.measuring import evaluating
+from ..training.measuring import ONE_AT_A_TIME, evaluating
 from .files import ADAPTER
 
 # Where all weights are equal, outputs may differ by the rounding of another kernel,
@@ -386,18 +386,19 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Switch off the libraries' progress bars and advice: moq_hf says in one line what it wrote."""
-    level = transformers_logging.get_verbosity()
-    initialize = tqdm.__init__
-    transformers_logging.set_verbosity(max(level, logging.ERROR))
-    # compressed-tensors has no switch for its bars.
-    tqdm.__init__ = lambda bar, *args, **kwargs: initialize(
-        bar, *args, **{**kwargs, "disable": True}
-    )
-    try:
-        yield
-    finally:
-        tqdm.__init__ = initialize
-        transformers_logging.set_verbosity(level)
+    with ONE_AT_A_TIME:
+        level = transformers_logging.get_verbosity()
+        initialize = tqdm.__init__
+        transformers_logging.set_verbosity(max(level, logging.ERROR))
+        # compressed-tensors has no switch for its bars.
+        tqdm.__init__ = lambda bar, *args, **kwargs: initialize(
+            bar, *args, **{**kwargs, "disable": True}
+        )
+        try:
+            yield
+        finally:
+            tqdm.__init__ = initialize
+            transformers_logging.set_verbosity(level)
 
 
 def _moved(inputs: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:

@@ -134,6 +134,15 @@ def read_config(model: Path | str) -> PreTrainedConfig:
     """
     # Unknown types, damaged files, no network.
     with explained(f"the config of {model} cannot be read"):
+        document, _ = PreTrainedConfig.get_config_dict(model)
+        if (
+            "auto_map" in document
+            and document.get("model_type") not in transformers.CONFIG_MAPPING
+        ):
+            raise MoQError(
+                f"{model} comes with code of its own (auto_map in {CONFIG}), which moq-hf does not run; to pack a "
+                "checkpoint of it, resume its run from it: the end of training packs the model"
+            )
         config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
     return cast(PreTrainedConfig, config)
 

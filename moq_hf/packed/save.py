@@ -34,7 +34,7 @@ from ..seams.transformers import (
 )
 from ..training.controller import MoQController, handed_dtype
 from ..weight_matrix import parameter_of
-from .card import write_card, write_run_card
+from .card import how_to_load, write_card, write_run_card
 from .encode import Encoder, without_peft_names
 from .files import (
     ADAPTER,
@@ -220,11 +220,12 @@ def deliver(
         reason = one_line(error, named=not isinstance(error, MoQError))
         saved = saving.save_by_hand(reason)
     folder = saving.target
-    load = f'{without_fsdp(type(saving.model)).__name__}.from_pretrained("{folder}")'
     if saved.state["by_hand"] or (saved.proof and saved.proof.agrees is False):
         load = f'model.load_state_dict(load_file("{folder / SINGLE}"))'
-    elif saving.model is not saving.whole_model:
-        load = f'PeftModel.from_pretrained({load}, "{folder / ADAPTER}")'
+    else:
+        _, load = how_to_load(folder, str(folder))
+        if saving.model is not saving.whole_model:
+            load = f'PeftModel.from_pretrained({load}, "{folder / ADAPTER}")'
     return Delivered(folder, saved.file_bytes, saved.proof, saved.summary(), load)
 
 

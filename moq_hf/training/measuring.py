@@ -3,6 +3,7 @@
 import contextlib
 import random
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -18,6 +19,10 @@ from ..quant_linear import QuantLayer
 from ..schedule import FLOAT_BITS
 from ..seams.engines import FSDP2
 from ..seams.transformers import attention_of, set_attention, undo_mixed_precision
+
+# Held while settings of the whole process are others than usual: two threads that put
+# them back in the wrong order would leave them so.
+ONE_AT_A_TIME = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -48,6 +53,7 @@ def measuring(
         for layer in quantized_in(name, module).values()
     ]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(ONE_AT_A_TIME)
         stack.enter_context(repeatable())
         stack.enter_context(_restored(layer.moq for layer in layers))
         if "torch._dynamo" in sys.modules:
