@@ -116,9 +116,9 @@ class Diary(hf.TrainerCallback):
         self.last_bits.append(bits_of(model))
 
 
-def searching(folder: Path, **more: Any) -> tuple[hf.Trainer, Diary]:
+def searching(folder: Path, kind: type[hf.Trainer] = hf.Trainer, **more: Any) -> tuple[hf.Trainer, Diary]:
     diary = Diary()
-    trainer = hf.Trainer(
+    trainer = kind(
         model_init=lambda: new_model("BERT", TASK),
         args=arguments(folder, eval_strategy="steps", eval_steps=STEPS, **more),
         train_dataset=rows_of(TASK),
@@ -164,15 +164,35 @@ def test_a_search_begins_each_trial_anew(
     assert equal(only.models[0], diary.models[1], inputs_of(TASK, only.models[0]))
 
 
-def test_a_search_by_optuna(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [hf.Trainer, MoQTrainer])
+def test_a_search_by_optuna_delivers_each_trial_and_a_pruned_one_leaves_nothing_broken(
+    kind: type[hf.Trainer], tmp_path: Path
+) -> None:
     optuna = pytest.importorskip("optuna")
-    trainer, diary = searching(tmp_path)
-    trainer.hyperparameter_search(
+    trainer, diary = searching(tmp_path, kind)
+    trainer.args.eval_steps = 2
+
+    class Second(optuna.pruners.BasePruner):  # type: ignore[name-defined, misc]
+        """Ends the second trial at its first evaluation, before anything is at the target."""
+
+        def prune(self, study: Any, trial: Any) -> bool:
+            return bool(trial.number == 1)
+
+    best = trainer.hyperparameter_search(
         hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2, log=True)},
-        n_trials=2,
+        compute_objective=lambda metrics: metrics["eval_loss"],
+        n_trials=3,
         sampler=optuna.samplers.RandomSampler(seed=0),
+        pruner=Second(),
     )
-    check_diary(diary, 2)
+    assert best is not None and best.run_id in ("0", "2")
+    # Each begins in float; the second ends on its way.
+    assert diary.first_bits == [{32}] * 3 and [diary.last_bits[trial] for trial in (0, 2)] == [TARGET] * 2
+    assert TARGET != diary.last_bits[1] != {32}
+    for trial in range(3):
+        found = verify_quantized(tmp_path / f"run-{trial}" / "quantized", diary.models[trial])
+        assert found.proof is not None and found.proof.agrees
+    assert not (tmp_path / "quantized").exists()
 
 
 class Tower(nn.Module):
