@@ -406,6 +406,23 @@ class MoQCallback(TrainerCallback, ExportableState):
         for note in notes:
             logger.warning("moq_hf: %s", note)
 
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Before the first step, check that the model uses the quantized layers.
+
+        Raises:
+            MoQError: It uses their weights past them, or not in a way in which inputs
+                can be rounded.
+        """
+        if self.controller is not None and not self._readers_checked:
+            self._readers_checked = True
+            check_bypassed_weights(self.controller.all_layers)
+
     def on_optimizer_step(
         self,
         args: TrainingArguments,
@@ -425,9 +442,6 @@ class MoQCallback(TrainerCallback, ExportableState):
         skipped = self._was_skipped(kwargs.get("optimizer"))
         self._has_switched = False
         controller.check_ranks(skipped)
-        if not self._readers_checked:
-            self._readers_checked = True
-            check_bypassed_weights(controller.all_layers)
         if skipped:
             return
         had_arrived = controller.has_arrived

@@ -94,12 +94,15 @@ class InputObserver:
         range: For a static scale, the running range, a float32 scalar; None before the
             first step.
         active: Whether inputs are quantized, or only observed.
+        called: Whether the layer has been called; a model may multiply with its weight
+            without that.
     """
 
     grid: InputGrid
     observed: Tensor
     range: Tensor | None = None
     active: bool = True
+    called: bool = False
 
     def quantize(self, input: Tensor, training: bool) -> Tensor | None:
         """Round an input to the grid, without a graph; None means that it stays as it is.
@@ -109,6 +112,7 @@ class InputObserver:
             training: Whether its magnitude counts for the range. Inside torch.func's
                 transforms, which forbid writes, it never does.
         """
+        self.called = True
         if input.numel() == 0 or input.is_meta:
             # There is no value to round or to observe.
             return None
@@ -151,6 +155,15 @@ def new_inputs(grid: InputGrid, device: torch.device) -> InputObserver:
     """A new observer on a device, with no range yet; on the CPU for the meta device."""
     device = torch.device("cpu") if device.type == "meta" else device
     return InputObserver(grid, torch.zeros((), dtype=torch.float32, device=device))
+
+
+def inputs_out_of_reach(layers: Iterable[str]) -> str:
+    """What is wrong with layers whose weights are used without the layers, so that their inputs stay as they are."""
+    names = ", ".join(f'"{name}"' for name in layers)
+    return (
+        f"activation_quantization: the weights of {names} are used without calling these layers, so that their inputs "
+        "cannot be rounded: add them to modules_to_not_convert, or leave activation_quantization out"
+    )
 
 
 def update_ranges(inputs: Iterable[InputObserver]) -> None:

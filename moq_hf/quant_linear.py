@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from . import quantizer
 from .errors import MoQError
+from .inputs import inputs_out_of_reach
 from .layer_state import LayerState, straight_through
 from .processes import is_apart, shape_of, whole
 from .schedule import FLOAT_BITS
@@ -88,6 +89,12 @@ class QuantLayer(QuantModule):
         # nn.Module registers parameters itself, so only the tensors of replicas are
         # set here.
         self.__dict__["weight"] = value
+
+    @weight.deleter
+    def weight(self) -> None:
+        # As torch.nn.utils.prune does with what it computed.
+        if self.__dict__.pop("weight", None) is None:
+            raise AttributeError("weight")
 
     @property
     def float_weight(self) -> Tensor:
@@ -185,9 +192,15 @@ class QuantLayer(QuantModule):
         return self
 
     def _count_step(self, mode: bool) -> None:
-        """Take a call of `train()` for an optimizer step; input ranges are brought up to date by `eval()` too."""
+        """Take a call of `train()` for an optimizer step; input ranges are brought up to date by `eval()` too.
+
+        Raises:
+            MoQError: The inputs of the layer are to be rounded, and it is not called.
+        """
         state = self.moq
         if state.inputs is not None:
+            if state.used and not state.inputs.called:
+                raise MoQError(inputs_out_of_reach([state.name]))
             state.inputs.step(state.inputs.observed)
         if not mode:
             return

@@ -221,8 +221,9 @@ class MoQTrainer(Trainer):
         inputs: dict[str, Any],
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """One micro-batch; before the first one of a run, find out how the loss is scaled."""
-        if not self._loss_checked:
+        """One micro-batch; before the first one without a teacher, find out how the loss is scaled."""
+        # With a teacher it is a mean, and tells nothing about the loss without one.
+        if not self._loss_checked and self._teacher is None:
             self._loss_checked = True
             self._check_loss_scale(model, inputs, num_items_in_batch)
         moq = self._live_moq()

@@ -155,7 +155,9 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ModelArguments, DataTrainingAr
         raise UserError(_unknown_argument(argv[0], (), "--"))
     values = read_arguments_file(argv[0]) if len(argv) == 1 and argv[0].endswith(".json") else None
 
+    import torch
     from transformers import HfArgumentParser, TrainingArguments
+    from transformers.utils import is_torch_xla_available
 
     class Parser(HfArgumentParser):
         def error(self, message: str) -> NoReturn:
@@ -177,6 +179,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ModelArguments, DataTrainingAr
         hints = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}
         namespace = _from_json(parser, values, hints, argv[0])
     namespace.output_dir = namespace.output_dir or "trainer_output"
+    # Without an accelerator transformers takes --bf16 only beside --use_cpu.
+    namespace.use_cpu |= not (torch.accelerator.is_available() or is_torch_xla_available())
     # As TrainingArguments does.
     namespace.do_eval = namespace.do_eval or namespace.eval_strategy != "no"
 

@@ -217,6 +217,14 @@ def test_blocks_are_entries_of_the_outermost_list(tiny_bert: BertForSequenceClas
     assert Inventory.of(tiny_bert).block_of("bert.pooler.dense") == "bert.pooler.dense"
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_without_weights_stay_in_float_and_are_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 0), nn.Linear(0, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    controller = MoQController(model, MoQConfig.from_dict(CONFIG))
+    assert list(controller.layers) == ["2"] and "left in float, an empty weight: 0, 1" in controller.summary()
+    assert model(torch.randn(3, 8)).shape == (3, 2)
+
+
 OLD_WEIGHT_NORM = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..config import MoQConfig
 from ..errors import MoQError, check_choice
 from ..grid import Grid
-from ..inputs import new_inputs
+from ..inputs import inputs_out_of_reach, new_inputs
 from ..layer_state import LayerState
 from ..names import named_modules, unwrapped
 from ..processes import device_of, largest_over_ranks, local_part, sharded_as, whole
@@ -295,11 +295,14 @@ def check_finite(
 
 
 def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
-    """Stop if a model used a float weight without its quantized layer; call it in all processes, with gradients.
+    """Stop if a model used a float weight, or inputs that are to be rounded, without the quantized layer.
 
     In a forward pass `layer.weight` is the quantized weight. A parameter that was used
     another way (from `named_parameters()`, from `_parameters`) has a gradient although
-    its layer was never used.
+    its layer was never used. Inputs are rounded where the layer is called, which a
+    model that multiplies with `layer.weight` does not do.
+
+    Call it in all processes, with gradients.
 
     Raises:
         MoQError: Names the layers.
@@ -309,12 +312,14 @@ def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
     for layer in layers.values():
         is_used = id(layer.float_weight) in used
         grad = layer.float_weight.grad
+        inputs = layer.moq.inputs
         flags.append(
             [
                 is_used,
                 not is_used
                 and grad is not None
                 and bool((local_part(grad) != 0).any()),
+                inputs is None or inputs.called,
             ]
         )
     first = next(iter(layers.values())).float_weight
@@ -324,8 +329,13 @@ def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
     ).tolist()
     wrong = [
         name
-        for name, (is_used, has_grad) in zip(layers, flags_of_all_ranks, strict=True)
+        for name, (is_used, has_grad, _) in zip(layers, flags_of_all_ranks, strict=True)
         if has_grad and not is_used
+    ]
+    not_called = [
+        name
+        for name, (is_used, _, called) in zip(layers, flags_of_all_ranks, strict=True)
+        if is_used and not called
     ]
     if wrong:
         named = ", ".join(f'"{name}"' for name in wrong)
@@ -333,3 +343,5 @@ def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
             f"the weights of these layers are used without the layers, past their quantization: {', '.join(wrong)}; "
             f"leave them in full precision: add {named} to modules_to_not_convert"
         )
+    if not_called:
+        raise MoQError(inputs_out_of_reach(not_called))

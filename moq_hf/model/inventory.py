@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import MoQError
 from ..names import adapters, is_below, named_modules, unwrapped, without_peft
+from ..processes import shape_of
 from ..seams.transformers import is_scaled_table, packed_loader
 
 # The layers whose bits the schedule sets.
@@ -298,6 +299,8 @@ def misfit(module: nn.Module) -> str | None:
     # there is no parameter to train or to save.
     if not isinstance(module._parameters.get("weight"), nn.Parameter):
         return "a computed weight"
+    if not shape_of(module._parameters["weight"]).numel():
+        return "an empty weight"
     return None
 
 

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from ..config import MoQConfig, given_in, matches
 from ..errors import MOST_FAULTS, MoQError, shortened
 from ..grid import Grid, Grouping, PerChannel, RowBlocks
+from ..inputs import inputs_out_of_reach
 from ..names import is_below
 from ..processes import check_supported
 from ..quant_experts import experts_parameters, matrix_of
@@ -201,6 +202,7 @@ def select_layers(
         raise MoQError(f"no {what} is left to quantize: {listed}{hint}")
     _check_groups({name: _features(layer) for name, layer in chosen.items()}, config)
     _check_adapters(inventory, chosen)
+    _check_fused(inventory, chosen, config)
     left_out = {name: reasons[name] for name in every if name not in chosen}
     if isinstance(config.embeddings, int):
         tables = {
@@ -511,6 +513,20 @@ def _check_adapters(inventory: Inventory, layers: Iterable[str]) -> None:
             f"DoRA on quantized layers would compute something else after loading: {', '.join(wrong)}; use LoRA "
             "without use_dora, or name them in modules_to_not_convert"
         )
+
+
+def _check_fused(
+    inventory: Inventory, layers: Iterable[str], config: MoQConfig
+) -> None:
+    """Refuse to round the inputs of layers that PyTorch computes in one fused call, some in evaluation alone.
+
+    Raises:
+        MoQError: There are such layers; the text names them.
+    """
+    fused = inventory.instances(nn.TransformerEncoderLayer, nn.MultiheadAttention)
+    wrong = [name for name in layers if any(is_below(name, outer) for outer in fused)]
+    if wrong and config.activations.enabled:
+        raise MoQError(inputs_out_of_reach(wrong))
 
 
 def _features(layer: Layer) -> dict[str, int]:

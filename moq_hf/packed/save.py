@@ -429,6 +429,9 @@ class _Saving:
         """Return the tensors of the files by name, and the bytes of all that are no quantized weights.
 
         Float weights are read and encoded one by one.
+
+        Raises:
+            MoQError: A weight is no parameter any more, or holds NaN or Inf.
         """
         source = self.options.state_dict or self.model.state_dict()
         path = next(
@@ -439,6 +442,15 @@ class _Saving:
             {name.removeprefix(f"{path}."): name for name in source},
             self.inventory.adapters,
         )
+        weights = {
+            n: parameter_of(n, layer.kind) for n, layer in encoder.layers.items()
+        }
+        computed = [name for name, weight in weights.items() if weight not in names]
+        if computed:
+            raise MoQError(
+                f"the weights of {', '.join(computed)} are computed anew in each forward pass, by torch.nn.utils.prune "
+                "for instance: make them parameters again (prune.remove), then save"
+            )
         replaced = encoder.replaced_names()
         # Names that share a tensor go on sharing it.
         values = without_peft_names(
@@ -455,9 +467,8 @@ class _Saving:
         rest = sum(
             tensor.nbytes for tensor in kept.values() if isinstance(tensor, Tensor)
         )
-        for name, layer in encoder.layers.items():
-            weight_name = names[parameter_of(name, layer.kind)]
-            tensors |= encoder.store(name, source[weight_name])
+        for name, weight in weights.items():
+            tensors |= encoder.store(name, source[names[weight]])
         return tensors, rest
 
     def _write_state(

@@ -172,7 +172,8 @@ def loss_parts(
         theirs = logits_in(teacher)
         if not ours:
             raise MoQError(
-                f"distillation: the model's output has no logits, only {', '.join(student)}"
+                "distillation: nothing in the model's output is named as logits are (..._logits, logits_per_...), "
+                f"only {', '.join(student)}; set distillation.logits to 0"
             )
         parts["logits"] = logits_loss(ours, theirs, inputs.get("labels"), problem)
     if config.hidden:
@@ -201,8 +202,12 @@ def weighted_sum(parts: Mapping[str, Tensor], config: DistillationConfig) -> Ten
 
 
 def logits_in(output: Any) -> dict[str, Tensor]:
-    """The logits in a model's output, float32, by name; empty without any."""
-    return {name: output[name].float() for name in output if name.endswith("logits")}
+    """The logits in a model's output, float32, by name, CLIP's `logits_per_image` too; empty without any."""
+    return {
+        name: output[name].float()
+        for name in output
+        if name.endswith("logits") or name.startswith("logits_per_")
+    }
 
 
 def logits_loss(

@@ -185,6 +185,33 @@ def test_fused_paths_of_pytorch_see_the_quantized_weight(
         assert loss == pytest.approx(float(other(x, labels)["loss"]), rel=1e-5)
 
 
+def test_inputs_that_are_out_of_reach_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    """A model that multiplies with a weight without calling the layer gives no inputs to round."""
+    rounded = {**FIXED, "quantize_heads": False, "activation_quantization": {"enabled": True}}
+    waves = hf.WavLMConfig(
+        **SMALL, vocab_size=60, conv_dim=(16,), conv_stride=(5,), conv_kernel=(10,), num_feat_extract_layers=1,
+        num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, apply_spec_augment=False, layerdrop=0.0,
+    )  # fmt: skip
+    model = hf.WavLMForSequenceClassification(waves)
+    before = parameter(model.projector).detach().clone()
+    data = [{"input_values": torch.randn(400), "labels": index % 2} for index in range(4)]
+    with pytest.raises(MoQError, match=r'"wavlm\.encoder\.layers\.1\.attention\.q_proj".* used without calling these'):
+        train(model, data, rounded, tmp_path)
+    assert torch.equal(parameter(model.projector), before)
+    left = [f"{part}_proj" for part in ("q", "k", "v", "out")]
+    train(model, data, {**rounded, "modules_to_not_convert": left}, tmp_path)
+
+    for kind, name in ((Encoder, r"body\.layers\.0\.linear1"), (Attention, r"attention\.out_proj")):
+        with pytest.raises(MoQError, match=rf'activation_quantization: the weights of .*"{name}"'):
+            quantize_model(kind(), rounded)
+    assert quantize_model(Encoder(), FIXED)
+
+    model = quantize_model(Reader(), {**rounded, "quantize_heads": True})
+    model(torch.randn(3, 8))
+    with pytest.raises(MoQError, match='the weights of "proj" are used'):
+        model.eval()
+
+
 def count(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> list[str]:
     """The names of the functions that were called."""
     calls: list[str] = []

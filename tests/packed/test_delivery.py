@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from model_zoo import CONFIG, arguments, inputs_of, new_model, rows_of
 from safetensors.torch import load_file, save_file
 from stranger import outputs_of
 from torch import nn
+from torch.nn.utils import prune
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from moq_hf import MoQCallback, MoQError, MoQTrainer, quantize_model, save_quantized, verify_quantized
@@ -363,6 +365,48 @@ def test_wrong_arguments_are_one_error_and_an_unanswered_batch_a_warning(
     assert not (tmp_path / "out").exists()
     save_quantized(model, tmp_path / "out", inputs={})
     assert "out: Not verified: the model in memory cannot evaluate" in caplog.text
+
+
+def test_a_loss_differentiates_by_the_parameter(tmp_path: Path) -> None:
+    grads = []
+
+    class Adaptive(hf.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs)
+            weight = dict(model.named_parameters())["bert.pooler.dense.weight"]
+            grads.append(torch.autograd.grad(loss, weight, retain_graph=True)[0])
+            return loss
+
+    class Spy(hf.TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
+            assert torch.equal(dict(model.named_parameters())["bert.pooler.dense.weight"].grad, grads[-1])
+
+    given = {"train_dataset": rows_of(TASK), "callbacks": [MoQCallback(FIXED), Spy()]}
+    Adaptive(bert(), arguments(tmp_path, max_steps=2, max_grad_norm=0), **given).train()
+    assert len(grads) == 2 and float(grads[0].abs().max()) > 0
+
+
+def test_a_pruned_layer_is_named_and_saved_once_pruning_is_permanent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Prune(hf.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                prune.l1_unstructured(model.bert.pooler.dense, "weight", 0.5)
+
+    settings = arguments(tmp_path, max_steps=2)
+    trainer = MoQTrainer(bert(), settings, train_dataset=rows_of(TASK), moq_config=FIXED, callbacks=[Prune()])
+    trainer.train()
+    told = r"the weights of bert\.pooler\.dense are computed anew in each forward pass, .*prune\.remove"
+    assert re.search(rf"nothing is delivered to .*: {told}", caplog.text)
+    with pytest.raises(MoQError, match=told):
+        trainer.save_model()
+    prune.remove(trainer.model.bert.pooler.dense, "weight")
+    trainer.save_model()
+    saved = hf.BertForSequenceClassification.from_pretrained(tmp_path)
+    batch = inputs_of(TASK, saved)
+    assert all(map(torch.equal, outputs_of(saved, batch), outputs_of(trainer.model, batch)))
+    assert float((saved.bert.pooler.dense.weight == 0).float().mean()) >= 0.5
 
 
 def test_a_weight_that_is_used_past_its_layer_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -223,6 +223,22 @@ def test_training_quantizes_the_table_once_a_step_and_resumes(tmp_path: Path) ->
     assert torch.equal(again.lm_head.float_weight, head.float_weight)
 
 
+@pytest.mark.parametrize("table", [None, 4])
+@pytest.mark.parametrize("family", ["BERT", "Llama", "GPT-2"])
+def test_under_bf16_table_and_head_are_delivered_as_evaluated(family: str, table: int | None, tmp_path: Path) -> None:
+    config = config_of(quantize_heads=True, quantize_embeddings=table)
+    arguments = t.TrainingArguments(
+        str(tmp_path), max_steps=2, learning_rate=1e-2, bf16=True, use_cpu=True, disable_tqdm=True, report_to=[]
+    )
+    ids = torch.randint(3, WORDS, (16, 8), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    callback = MoQCallback(config)
+    Trainer(made(family), arguments, train_dataset=data, callbacks=[callback]).train()
+    assert callback.delivered is not None and callback.delivered.proof is not None
+    assert callback.delivered.proof.agrees and callback.delivered.proof.largest_difference == 0.0
+    assert verify_quantized(tmp_path / "quantized").state["layout"] == "unpacked"
+
+
 @pytest.mark.parametrize(
     ("config", "match"),
     [

@@ -321,6 +321,11 @@ def test_a_share_may_be_true_in_a_file_of_arguments(
     assert model_args.float_first == share
 
 
+def test_bf16_needs_no_other_word_where_there_is_no_accelerator(arguments: dict[str, object]) -> None:
+    _, _, args = parse_arguments(words_of({**arguments, "use_cpu": "false", "bf16": "true"}))
+    assert args.bf16 and args.use_cpu == (not torch.accelerator.is_available())
+
+
 def test_a_missing_file_of_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "nowhere.json")]) == 2
     assert "nowhere.json" in told(capsys)

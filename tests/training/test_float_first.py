@@ -13,7 +13,14 @@ import tiny_runs
 import torch
 from safetensors.torch import load_file
 from tiny_runs import Stop, assert_same, new_model, rows, weights
-from transformers import BertForSequenceClassification, EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers import (
+    BertForSequenceClassification,
+    CLIPConfig,
+    CLIPModel,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.trainer_utils import HPSearchBackend
 
 from moq_hf import MoQCallback, MoQError, MoQTrainer, verify_quantized
@@ -218,6 +225,43 @@ def test_killed_anywhere_a_run_resumes_bit_for_bit(step: int, whole: Path, tmp_p
     assert sum("float_eval_sum" in log for log in trainer.state.log_history) == 1
 
 
+def test_after_a_resumed_run_the_loss_of_a_new_one_is_no_sum(tmp_path: Path) -> None:
+    more = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "max_steps": 8, "save_steps": 4}
+    losses = []
+    for resumes in (False, True):
+        given = {"model": None, "model_init": calm_model, "callbacks": [Stop(5 if not losses else 1)]}
+        trainer = float_first(tmp_path, trainer=given, save_strategy="steps", **more)
+        trainer.train(resume_from_checkpoint=True) if resumes else None
+        trainer.train()
+        losses.append(next(log["loss"] for log in trainer.state.log_history if log["step"] == 1 and "loss" in log))
+    assert losses[0] == losses[1] < 1
+
+
+def test_clip_follows_its_scores_of_pairs(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": 60, "max_position_embeddings": 16}
+    image = {**sizes, "image_size": 16, "patch_size": 8}
+    data = [{"input_ids": row["input_ids"], "pixel_values": torch.randn(3, 16, 16)} for row in rows(8)]
+
+    def pairs(batch: list[dict[str, Any]]) -> dict[str, Any]:
+        return {name: torch.stack([row[name] for row in batch]) for name in batch[0]} | {"return_loss": True}
+
+    def run(config: dict[str, Any]) -> MoQTrainer:
+        model = CLIPModel(CLIPConfig(text_config=text, vision_config=image, projection_dim=8))
+        given = {"data_collator": pairs, "train_dataset": data, "float_first": True, "moq_config": {**CONFIG, **config}}
+        trainer = MoQTrainer(model, arguments(tmp_path, max_steps=8), **given)
+        trainer.train()
+        return trainer
+
+    with pytest.raises(MoQError, match=r"no hidden states; set distillation\.hidden to 0"):
+        run({})
+    trainer = run({"distillation": {"hidden": 0, "labels": 0}})
+    last = [log for log in trainer.state.log_history if "moq/loss_logits" in log][-1]
+    assert last["loss"] == pytest.approx(last["moq/loss_logits"]) and last["loss"] > 0
+    assert trainer.moq is not None and trainer.moq.delivered is not None and trainer.moq.delivered.proof is not None
+    assert trainer.moq.delivered.proof.agrees
+
+
 def test_a_resumed_run_needs_its_float_model(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole / "checkpoint-9", tmp_path / "checkpoint-9")
     with pytest.raises(MoQError, match=r"the float model of this run should be in .*float"):
@@ -388,7 +432,10 @@ class NoLogits(BertForSequenceClassification):
     [
         (Bare, "takes no output_hidden_states; set distillation.hidden to 0"),
         (Unnamed, "the model's output has no names"),
-        (NoLogits, "the model's output has no logits"),
+        (
+            NoLogits,
+            "nothing in the model's output is named as logits are .* only loss, hidden_states; set distillation.log",
+        ),
         (lambda config: Demanding(config, 1.0), r"cannot be made of its config alone \(.*missing 1 required"),
     ],
     ids=["no hidden states", "tuple", "no logits", "class"],
