@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -614,6 +615,25 @@ def test_write_packing_config(packed: tuple[Path, Any], tmp_path: Path) -> None:
     assert document["model_type"] == "bert"
     assert document["quantization_config"]["quant_method"] == "compressed-tensors"
     assert {key: document["quantization_config"][key] for key in keys} == {key: written[key] for key in keys}
+
+
+def test_refuse_older(packed: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = shutil.copytree(packed[0], tmp_path / "guarded")
+    seams.refuse_older(folder / "config.json", "5.15.0")
+    monkeypatch.setattr("transformers.configuration_utils.__version__", "5.15.0")
+    names = {name for name, _ in hf.BertForSequenceClassification.from_pretrained(folder).named_buffers()}
+    assert names == {name for name, _ in hf.BertForSequenceClassification.from_pretrained(packed[0]).named_buffers()}
+    monkeypatch.setattr("transformers.configuration_utils.__version__", "5.14.1")
+    with pytest.raises(ValueError, match=r"this model needs transformers >= 5\.15\.0"):
+        hf.BertForSequenceClassification.from_pretrained(folder)
+
+
+def test_config_for_newer(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "bert"}')
+    assert seams.config_for_newer(json.loads(path.read_text())) is None
+    seams.refuse_older(path, "5.15.0")
+    assert seams.config_for_newer(json.loads(path.read_text())) == ("config.5.15.0.json", {"model_type": "bert"})
 
 
 def test_no_bars_of_the_libraries(packed: tuple[Path, Any], capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,14 +5,14 @@ import shutil
 from pathlib import Path
 
 from ..errors import MoQError
-from ..packed.files import ADAPTER, CONFIG, WEIGHTS, new_path, staged
+from ..packed.files import ADAPTER, CONFIGS, WEIGHTS, new_path, staged
 from ..packed.load_check import quiet
 from ..packed.state import STATE_NAME
 from ..packed.verify import verify_quantized
 from .compare import load_floats
 
 # What describes the packed folder or the run, not the model.
-_LEFT = (CONFIG, STATE_NAME, "README.md", "training_args.bin")
+_LEFT = (STATE_NAME, "README.md", "training_args.bin")
 
 
 def export_floats(
@@ -51,6 +51,7 @@ def export_floats(
                     and path.suffix != ".png"
                     and path.name not in _LEFT
                     and not WEIGHTS.match(path.name)
+                    and not CONFIGS.fullmatch(path.name)
                 ):
                     shutil.copy(path, staging)
     return Path(out)

@@ -31,6 +31,17 @@ knows one scheme for all layers, with as many bits as the largest layer has. Whe
 the layout is "floats": ordinary weights on their grid.
 """
 
+NEEDS: dict[Layout, dict[str, str]] = {
+    "packed": {"transformers": "5.15.0", "compressed-tensors": "0.18.0"},
+    "unpacked": {"transformers": "5.23.0", "compressed-tensors": "0.18.0"},
+    "floats": {"transformers": "5.0.0"},
+}
+"""The least versions that load every folder of a layout as it was evaluated.
+
+They were tried, with the versions before them. Older ones
+load some models all the same, and end with an error on others.
+"""
+
 
 def form_of(spec: EncodeSpec, layout: Layout) -> str:
     """The first form of a layout that fits a layer; floats fit every layer."""

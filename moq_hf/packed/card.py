@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 model.load_state_dict(load_file("model.safetensors"))
 ```"""
 _BY_TRANSFORMERS = """```bash
-pip install transformers "compressed-tensors>=0.18"
+pip install {needs}
 ```
 
 ```python
@@ -194,7 +194,13 @@ def _loading(name: str, folder: Path, saved: Verification) -> str:
     module = (
         "transformers" if hasattr(transformers, cls) else "the_module_that_defines_it"
     )
-    return _BY_TRANSFORMERS.format(module=module, cls=cls, load=load)
+    needs = " ".join(
+        f'"{library}>={least}"'
+        for library, least in saved.state.get("needs", {}).items()
+    )
+    return _BY_TRANSFORMERS.format(
+        module=module, cls=cls, load=load, needs=needs or "transformers"
+    )
 
 
 def how_to_load(folder: Path, name: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .. import quantizer
 from ..errors import MoQError
 from ..formats.stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec, SharedScheme
-from ..formats.table import FORMS, Layout, form_of
+from ..formats.table import FORMS, NEEDS, Layout, form_of
 from ..model.inventory import FUSED, Inventory, is_linear
 from ..names import is_below, plain_name
 from ..processes import shape_of
@@ -127,6 +127,20 @@ class Encoder:
     def is_asymmetric(self) -> bool:
         """Whether packed layers have zero points."""
         return any(not self.layers[name].moq.grid.symmetric for name in self.packed)
+
+    @property
+    def needs(self) -> dict[str, str]:
+        """The least versions of the libraries that load the folder."""
+        return NEEDS[self.layout if self.groups else "floats"]
+
+    @property
+    def misleads_older(self) -> bool:
+        """Whether versions of transformers before the least one load other weights without an error.
+
+        They do not unpack experts, and look for packed layers under the names that the
+        modules have today.
+        """
+        return bool(self._matrices or self.names)
 
     def _shared_scheme(self) -> SharedScheme:
         linears = [

@@ -18,6 +18,8 @@ from transformers.utils.hub import convert_file_size_to_int
 from ..errors import MoQError, one_line, read_as, read_json
 
 CONFIG = "config.json"
+# And the one beside it for newer versions of transformers; see `refuse_older`.
+CONFIGS = re.compile(r"config(\.[\d.]+)?\.json")
 # Holds the adapters of a `PeftModel`, in the folder of its base model.
 ADAPTER = "adapter"
 SINGLE = "model.safetensors"

@@ -29,6 +29,7 @@ from ..quant_linear import QuantEmbedding, QuantLayer
 from ..seams.transformers import (
     has_adapter,
     initialize_again,
+    refuse_older,
     tied_parameters,
     write_packing_config,
 )
@@ -487,6 +488,7 @@ class _Saving:
             "float_metrics": clean_metrics(self.options.float_metrics or {}),
             "names": encoder.names,
             "layout": encoder.layout,
+            "needs": encoder.needs,
             "reason": by_hand and without_paths(by_hand),
             # Until the files were compared.
             "proof": None,
@@ -610,6 +612,8 @@ def _write_packed_files(
     if encoder.layout == "unpacked":
         document["quantization_config"]["dequantize"] = True
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if encoder.misleads_older:
+        refuse_older(path, encoder.needs["transformers"])
     if encoder.dtypes - {encoder.dtype}:
         logger.warning(
             "moq_hf: the weights are %s; the packed model is a float32 one, so its results differ by the rounding of "

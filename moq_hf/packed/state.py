@@ -141,6 +141,7 @@ class State(TypedDict):
     parameters: Counted
     float_bytes: Positive
     files: NotRequired[list[str]]
+    needs: NotRequired[dict[str, str]]
     proof: NotRequired[Proof | None]
 
 

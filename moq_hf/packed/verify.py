@@ -23,7 +23,7 @@ from ..model.sizes import covered
 from ..names import adapters, uncompiled, without_peft
 from ..quantizer import Quantized, dequantize
 from ..schedule import FLOAT_BITS
-from ..seams.transformers import original_format
+from ..seams.transformers import config_for_newer, original_format
 from ..text import megabytes, table
 from ..weight_matrix import is_experts, parameter_of
 from .encode import without_peft_names
@@ -34,7 +34,7 @@ from .state import STATE_NAME, Places, StoredLayer, proof_in, read_layers, sha25
 _ERRORS = (
     OSError,
     ValueError,
-    KeyError,
+    LookupError,
     TypeError,
     AttributeError,
     RuntimeError,
@@ -380,6 +380,9 @@ def _groups_of(
     config = read_document(path)
     if sha256(path.read_bytes()) != state["config_json"]:
         raise MoQError(f"{path} is not as it was saved")
+    beside = config_for_newer(config)
+    if beside is not None and read_document(folder / beside[0]) != beside[1]:
+        raise MoQError(f"{folder / beside[0]} is not as it was saved")
     quantization = config.get("quantization_config", {})
     groups: Mapping[str, Any] = quantization.get("config_groups", {})
     for name, layer in layers.items():

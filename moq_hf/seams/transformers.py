@@ -13,6 +13,7 @@ Documented, and so not here: `base_model_prefix`, `loss_is_scaled_for_ga`,
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -532,6 +533,39 @@ def write_packing_config(folder: Path, config: Mapping[str, Any]) -> None:
     ModelCompressor(QuantizationConfig.model_validate(config)).update_config(
         str(folder)
     )
+
+
+def refuse_older(config: Path, version: str) -> None:
+    """Have versions of transformers before this one refuse a model, which they would load as another one.
+
+    The config itself goes into a file beside `config.json`, which this version and
+    newer ones read instead. Everything else may go on reading `config.json`.
+
+    Relies on: `configuration_utils.get_configuration_file`, which chooses among the
+    files in `configuration_files`, and that `transformers_weights` must name a file.
+    Breaks: Older versions would load experts, and the layers of a ViT, with random
+    weights and a warning alone; or newer ones refuse them too.
+    """
+    text = config.read_text(encoding="utf-8")
+    name = f"config.{version}.json"
+    (config.parent / name).write_text(text, encoding="utf-8")
+    document = json.loads(text) | {
+        "configuration_files": [name],
+        "transformers_weights": f"this model needs transformers >= {version}",
+    }
+    config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def config_for_newer(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The name and the content of the file that `refuse_older` wrote beside a config; None if it did not.
+
+    Relies on: What `refuse_older` does.
+    Breaks: `verify_quantized` would not notice that somebody changed one of the two.
+    """
+    content = dict(config)
+    content.pop("transformers_weights", None)
+    names = content.pop("configuration_files", None)
+    return None if names is None else (names[0], content)
 
 
 # What PyTorch and DeepSpeed make of a model.

@@ -125,10 +125,14 @@ def inputs_of(task: str, model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Stranger:
-    """A process of its own that never heard of moq_hf, for loading one model after the other."""
+    """A process of its own that never heard of moq_hf, for loading one model after the other.
 
-    def __init__(self) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("stranger.py"))]
+    Args:
+        python: Of another environment.
+    """
+
+    def __init__(self, python: str = sys.executable) -> None:
+        command = [python, str(Path(__file__).with_name("stranger.py"))]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def load(
