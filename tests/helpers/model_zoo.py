@@ -136,17 +136,24 @@ class Stranger:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def load(
-        self, folder: Path, model: nn.Module, inputs: Mapping[str, torch.Tensor], generate: bool = False
+        self,
+        folder: Path,
+        model: nn.Module,
+        inputs: Mapping[str, torch.Tensor],
+        generate: bool = False,
+        auto: str | None = None,
     ) -> dict[str, Any]:
         """Whether `from_pretrained(folder)` computes what the model does, and which weights it ties.
 
-        With `generate` also whether it says the same, if it is a model that generates.
+        With `generate` also whether it says the same, if it is a model that generates. `auto` is the class that loads
+        a model with code of its own.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         with tempfile.NamedTemporaryFile(suffix=".pt") as file:
             text = generated_by(model, inputs) if generate else None
             torch.save((dict(inputs), outputs_of(model, inputs), text), file.name)
-            request = {"folder": str(folder), "model": type(model).__name__, "tensors": file.name, "generate": generate}
+            name = auto or type(model).__name__
+            request = {"folder": str(folder), "model": name, "tensors": file.name, "generate": generate}
             print(json.dumps(request), file=self._process.stdin, flush=True)
             reply: dict[str, Any] = json.loads(self._process.stdout.readline())
         return reply

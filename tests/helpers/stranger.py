@@ -64,7 +64,12 @@ def generated_by(model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor
 
 def answer(folder: str, model: str, tensors: str, generate: bool = False) -> dict[str, Any]:
     """What a user of transformers sees who loads the model with `from_pretrained`."""
-    loaded = getattr(transformers, model).from_pretrained(folder)
+    own_code = {}
+    if model.startswith("Auto"):
+        own_code = {"trust_remote_code": True}
+        # Beside the folder, and not at home.
+        transformers.dynamic_module_utils.HF_MODULES_CACHE = f"{folder}-modules"
+    loaded = getattr(transformers, model).from_pretrained(folder, **own_code)
     inputs, expected, text = torch.load(tensors)
     if generate:
         # Before anything else is called, as most users do.

@@ -1,5 +1,6 @@
 """What a run does not choose: the optimizer's kind, workers of the data loader, threads, torch.compile."""
 
+import io
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers.utils import logging
 
-from moq_hf import verify_quantized
+from moq_hf import quantize_model, verify_quantized
+from moq_hf.model.convert import quant_layers
 from moq_hf.packed.load_check import quiet
 from moq_hf.training.measuring import measuring
 
@@ -197,14 +199,10 @@ def test_a_model_may_be_evaluated_in_another_thread_while_it_trains(tmp_path: Pa
 
 
 def settings_of_the_process() -> list[Any]:
+    has_bars = not tqdm(disable=False, file=io.StringIO()).disable
     sdp = torch.backends.cuda
-    return [
-        tqdm.__init__,
-        logging.get_verbosity(),
-        sdp.flash_sdp_enabled(),
-        sdp.mem_efficient_sdp_enabled(),
-        sdp.math_sdp_enabled(),
-    ]
+    kernels = [sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled()]
+    return [has_bars, logging.get_verbosity(), *kernels]
 
 
 @pytest.mark.parametrize("context", [quiet, lambda: measuring(nn.Linear(2, 2))])
@@ -225,3 +223,48 @@ def test_threads_leave_the_settings_of_the_process_as_they_were(context: Any) ->
     leave.set()
     thread.join(10)
     assert entered.is_set() and settings_of_the_process() == before
+
+
+class LayerDrop(nn.Module):
+    """Leaves layers out at random, as OPT and wav2vec 2.0 do in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand([]) > 0.4:
+                x = x + nn.functional.dropout(layer(x), 0.1)
+        return x
+
+
+# Dynamo itself instantiates the autograd function that it traces, and looks at `grad` where it breaks a graph.
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_layers_dropped_at_random_compile_once_for_all_bits() -> None:
+    config = {"quantize_bits": {"start_bits": 8, "target_bits": 8}, "quantize_algo": {"rounding": "stochastic"}}
+    results, graphs = [], []
+    for is_compiled in (True, False):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        hf.set_seed(3)
+        model = quantize_model(LayerDrop(), {**config, "quantize_heads": True})
+        run: Any = torch.compile(model, backend="eager") if is_compiled else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        losses = []
+        for step in range(12):
+            model.train()
+            for layer in quant_layers(model).values():
+                layer.set_bits(8 - step // 2)
+            loss = run(torch.randn(4, 8)).pow(2).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        results.append(losses)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    torch._dynamo.reset()
+    assert results[0] == results[1]
+    # Six widths went through them.
+    assert 0 < graphs[0] <= 2 and graphs[1] == 0
