@@ -1,10 +1,11 @@
 """`MoQCallback`: the Trainer's events translated into calls on the `MoQController`."""
 
+import functools
 import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,26 @@ logger = logging.getLogger(__name__)
 _SHOWN = ("moq/bits", "moq/mean_bits", "moq/blend")
 
 
+class _AfterAll(TrainerCallback):
+    """Delivers after all other callbacks, since one of them may change the weights at the end, as an EMA's does."""
+
+    def __init__(self, host: Any, deliver: Callable[[], None]) -> None:
+        self.host = host
+        self.deliver = deliver
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Deliver, once."""
+        self.host.remove_callback(self)
+        self.deliver()
+
+
 class MoQCallback(TrainerCallback, ExportableState):
     """Mixture-of-Quantization for any `Trainer`: `Trainer(..., callbacks=[MoQCallback("moq.json")])`.
 
     The model is made ready when the Trainer is built, and again (a `model_init` makes a
     new one) when training begins. After each optimizer step that was not skipped the
     schedule advances. A run that resumes from a checkpoint goes on where the checkpoint
-    was. At the end of training the packed model is written to the folder `quantized` in
+    was. At the end of training, after all other callbacks, the packed model is written to the folder `quantized` in
     the output folder, of which each trial of a search has its own, and
     `trainer_state.json` beside it, for `moq-hf report`.
 
@@ -281,6 +295,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._host = calling_trainer(state)
         if self._host is not None:
             call_first(self._host, self)
+            # Left by a run that another callback ended by an error.
+            self._host.remove_callback(_AfterAll)
         model = kwargs["model"]
         controller = self._controller_of(args, state, model, resumed)
         # So that the Trainer can load what it saves.
@@ -598,8 +614,15 @@ class MoQCallback(TrainerCallback, ExportableState):
         if self._kept is None and self.config.prove and state.global_step > 0:
             batch = first_batch(kwargs.get("train_dataloader"))
             self._kept = None if batch is None else kept_batch(batch)
-        if controller.has_begun:
-            self._deliver(controller, args, state, kwargs.get("processing_class"))
+        if not controller.has_begun:
+            return
+        deliver = functools.partial(
+            self._deliver, controller, args, state, kwargs.get("processing_class")
+        )
+        if self._host is None:
+            deliver()
+        else:
+            self._host.add_callback(_AfterAll(self._host, deliver))
 
     def _run_folder(self, args: TrainingArguments) -> Path:
         """Where the Trainer keeps the checkpoints of this run; each trial of a search has a folder of its own."""

@@ -386,6 +386,25 @@ def test_a_loss_differentiates_by_the_parameter(tmp_path: Path) -> None:
     assert len(grads) == 2 and float(grads[0].abs().max()) > 0
 
 
+def test_weights_that_another_callback_puts_in_at_the_end_are_delivered(tmp_path: Path) -> None:
+    class Average(hf.TrainerCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            for parameter in model.parameters():
+                parameter.data.mul_(0.5)
+
+    callback = MoQCallback(FIXED)
+    model = bert()
+    given = {"train_dataset": rows_of(TASK), "callbacks": [callback, Average()]}
+    trainer = hf.Trainer(model, arguments(tmp_path, max_steps=2), **given)
+    for _ in range(2):
+        trainer.train()
+        assert callback.delivered is not None and callback.delivered.proof is not None
+        assert callback.delivered.proof.agrees
+        saved = hf.BertForSequenceClassification.from_pretrained(tmp_path / "quantized")
+        assert torch.equal(saved.classifier.weight, model.classifier.weight)
+    assert len(trainer.callback_handler.callbacks) == len({type(c) for c in trainer.callback_handler.callbacks})
+
+
 def test_a_pruned_layer_is_named_and_saved_once_pruning_is_permanent(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
