@@ -399,8 +399,11 @@ class PrecisionSchedule:
         options = []
         if drops and room > 0:
             options.append(f"start_bits {target + room}")
-        if offset and last - fade >= drops:
-            options.append(f"schedule_offset {last - fade - drops}")
+        earlier = last - fade - drops
+        # A budget needs a step to choose; a share may be that of a float phase.
+        least = 0 if config.budget is None else 1
+        if isinstance(config.offset, int) and earlier >= least:
+            options.append(f"schedule_offset {earlier}")
         needed = offset + drops + fade
         if needed <= total_steps:
             options.append(f"a deadline of {quotient(needed, total_steps)}")

@@ -171,7 +171,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
     (
         "a deadline, its default, that is no later than the offset",
         schedule(schedule_offset=0.25),
-        ["quantize_schedule.deadline: 0.25 of the run is not after schedule_offset 0.25, from which on bits fall"],
+        ["deadline: 0.25 of the run is not after quantize_schedule.schedule_offset 0.25, from which on bits fall"],
     ),
     ("deadline after the end", schedule(deadline=1.5), ["quantize_schedule.deadline: 1.5", "above 0 up to 1, or null"]),
     ("refresh never", algo(scale_refresh=0), ["quantize_algo.scale_refresh: 0", "a whole number from 1"]),

@@ -294,6 +294,14 @@ def test_too_few_steps(config: MoQConfig, data: Any) -> None:
     assert offered == fits.count(",") + 1
 
 
+@pytest.mark.parametrize("more", [{"bits": {"mean": 3.0, "choices": [2, 4]}}, {"bits": 2, "offset": 0.5}], ids=str)
+def test_no_offset_is_offered_that_cannot_be(more: Any) -> None:
+    """A budget needs a step to choose, and the share may be that of a float phase, which has its own key."""
+    with pytest.raises(MoQError, match=r"the 2 drops .* take until step \d at least. What would fit: ") as error:
+        PrecisionSchedule(MoQConfig(start_bits=4, deadline=1.0, period=1, **more), "a", 2)
+    assert "or schedule_offset" not in str(error.value)
+
+
 @given(
     st.fractions(0, 1, max_denominator=1000).filter(lambda share: 0 < share < 1),
     st.integers(1, 5000),

@@ -445,7 +445,8 @@ def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:
             near = difflib.get_close_matches(pattern, sorted(parts), 1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise MoQError(
-                f"modules_to_not_convert: {pattern!r} matches no module{hint}; the {what} are {', '.join(candidates)}"
+                f"modules_to_not_convert: {pattern!r} matches no module{hint}; the {what} are "
+                f"{', '.join(candidates) or 'none'}"
             )
     heads = () if config.heads else inventory.heads(candidates)
     return {name for name in candidates if name in heads or _is_named(name, config)}

@@ -192,13 +192,13 @@ class Chooser:
         least = self._reached([*map(min, sizes)])
         most = self._reached([*map(max, sizes)])
         if not least <= self._limit <= most:
-            stays = (
-                "the rest of the file stays"
+            verdict, stays = (
+                ("is impossible", "the rest of the file stays")
                 if self._limit < least
-                else "more choices allow more"
+                else ("leaves nothing to choose", "more choices allow more")
             )
             raise MoQError(
-                f"{where}: {self._limit:g} MB is impossible: with {self.choices[0]} to {self.choices[-1]} bits the "
+                f"{where}: {self._limit:g} MB {verdict}: with {self.choices[0]} to {self.choices[-1]} bits the "
                 f"file of this model has {least:,.3f} to {most:,.3f} MB ({stays}: {self._rest / 1e6:,.3f} MB are no "
                 "layers of the schedule; quantize_embeddings makes tables smaller)"
             )
