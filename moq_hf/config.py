@@ -850,7 +850,8 @@ class MoQConfig:
             yield (
                 "quantize_schedule.schedule_offset quantize_schedule.deadline",
                 f"quantize_schedule.deadline: {self.deadline:g} of the run is not after "
-                f"quantize_schedule.schedule_offset {self.offset:g}, from which on bits fall; set one of them such that it is",
+                f"quantize_schedule.schedule_offset {self.offset:g}, from which on bits fall; make it later, or the "
+                "offset earlier",
             )
         yield from self._bits_conflicts()
         for glob, override in self.overrides.items():

@@ -151,8 +151,7 @@ class Encoder:
         ]
         grids = [layer.moq.grid for layer in linears or self.layers.values()]
         # Layers of other groups repeat their scales: `overrides` may say any.
-        groups = {grid.grouping.row_size for grid in grids} - {None}
-        row_size = math.gcd(*groups) or None
+        row_size = math.gcd(*(grid.grouping.row_size or 0 for grid in grids)) or None
         sizes = {True: 0, False: 0}
         widths = {True: 0, False: 0}
         for name, layer in self.layers.items():

@@ -123,6 +123,8 @@ def load_teacher(
         raise MoQError(
             f"distillation: the labels are {ours} in the model and {theirs} in the teacher"
         )
+    # As the Trainer has it of the student: keys and values of batches are not needed.
+    teacher.config.use_cache = False
     teacher.requires_grad_(False).train(False)
     return cast(PreTrainedModel, teacher.to(device))
 

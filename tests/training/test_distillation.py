@@ -214,6 +214,8 @@ def test_a_teacher_in_hand_is_frozen_and_untouched(tmp_path: Path) -> None:
     run.train()
     assert all(torch.equal(tensor, kept[name]) for name, tensor in master.state_dict().items())
     assert not any(parameter.requires_grad or parameter.grad is not None for parameter in master.parameters())
+    # A decoder would keep keys and values for each batch.
+    assert master.config.use_cache is run.model.config.use_cache is False
 
 
 def test_resumes_bit_for_bit(teacher: Path, tmp_path: Path) -> None:
