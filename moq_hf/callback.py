@@ -592,7 +592,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         else:
             # A schedule-free optimizer evaluates other weights than those that it
             # trains.
-            optimizer = kwargs.get("optimizer")
+            optimizer: Any = kwargs.get("optimizer")
             if hasattr(optimizer, "eval"):
                 optimizer.eval()
             controller.refresh()
