@@ -297,9 +297,10 @@ def misfit(module: nn.Module) -> str | None:
         return "a forward of its own"
     # Parametrizations and the old weight_norm compute the weight at each access, so
     # there is no parameter to train or to save.
-    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+    weight = module._parameters.get("weight")
+    if not isinstance(weight, nn.Parameter):
         return "a computed weight"
-    if not shape_of(module._parameters["weight"]).numel():
+    if not shape_of(weight).numel():
         return "an empty weight"
     return None
 
