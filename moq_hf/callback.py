@@ -299,8 +299,9 @@ class MoQCallback(TrainerCallback, ExportableState):
             self._host.remove_callback(_AfterAll)
         model = kwargs["model"]
         controller = self._controller_of(args, state, model, resumed)
-        # So that the Trainer can load what it saves.
-        checkpoints_as_modules(without_peft(controller.model), True)
+        if self._host is not None:
+            # So that the Trainer can load what it saves.
+            checkpoints_as_modules(self._host, without_peft(controller.model))
         self._began = time.perf_counter()
         self._loss_scale = loss_scale(kwargs.get("optimizer"))
         self._prepare_measuring(controller, args, state)
@@ -583,7 +584,6 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._stop_listening()
         if controller is None:
             return
-        checkpoints_as_modules(without_peft(controller.model), False)
         if controller.sensitivity is not None:
             controller.sensitivity.report(time.perf_counter() - self._began)
         best = state_of_best(state) if args.load_best_model_at_end else None

@@ -451,17 +451,23 @@ def tiny_mixtral() -> Any:
 
 
 def test_checkpoints_as_modules(tmp_path: Path) -> None:
+    """In checkpoints alone, also where a run ends by an error."""
     model = tiny_mixtral()
-    for switched_on, name in (
-        (True, "mlp.experts.down_proj"),
-        (True, "mlp.experts.down_proj"),
-        (False, "block_sparse_moe.experts.1.w2.weight"),
-    ):
-        seams.checkpoints_as_modules(model, switched_on)
-        model.save_pretrained(tmp_path)
-        kept = load_file(tmp_path / "model.safetensors")
-        assert f"model.layers.0.{name}" in kept
-        assert switched_on == (kept.keys() == model.state_dict().keys())
+    args = hf.TrainingArguments(str(tmp_path), save_steps=1, max_steps=2, use_cpu=True, report_to=[])
+    row = {"input_ids": torch.arange(4), "labels": torch.arange(4)}
+
+    class Fail(hf.TrainerCallback):
+        def on_save(self, *args: Any, **kwargs: Any) -> None:
+            raise InterruptedError
+
+    trainer = hf.Trainer(model, args, train_dataset=[row], callbacks=[Fail()])
+    seams.checkpoints_as_modules(trainer, model)
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    model.save_pretrained(tmp_path)
+    files = [load_file(folder / "model.safetensors") for folder in (tmp_path / "checkpoint-1", tmp_path)]
+    assert files[0].keys() == model.state_dict().keys() and "model.layers.0.mlp.experts.down_proj" in files[0]
+    assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in files[1]
 
 
 def test_experts_transposed() -> None:

@@ -315,24 +315,30 @@ def original_format(
     return cast(dict[str, Tensor], revert_weight_conversion(named, dict(tensors)))
 
 
-def checkpoints_as_modules(model: nn.Module, switched_on: bool) -> None:
-    """Have `save_pretrained` give tensors the names of the modules, or those of the model's files again.
+def checkpoints_as_modules(trainer: transformers.Trainer, model: nn.Module) -> None:
+    """Have a Trainer's checkpoints give tensors the names of the modules, not those of the model's files.
 
     The Trainer loads checkpoints by `load_state_dict`, which knows no other names:
     without this a run with experts, or of a ViT, goes on, or ends with its best model,
     with weights as they were before.
 
-    Relies on: `PreTrainedModel._weight_conversions`, from which
-    `revert_weight_conversion` takes the names.
+    Relies on: `Trainer._save_checkpoint`, and `PreTrainedModel._weight_conversions`,
+    from which `revert_weight_conversion` takes the names.
     Breaks: Experts, and the layers of a ViT, would lose their training at a resume,
     with a warning of the Trainer alone.
     """
-    attributes = vars(model)
-    if switched_on and "_moq_weight_conversions" not in attributes:
-        attributes["_moq_weight_conversions"] = attributes.get("_weight_conversions")
+    save = functools.partial(type(trainer)._save_checkpoint, trainer)
+
+    def _save_checkpoint(*args: Any, **kwargs: Any) -> None:
+        attributes = vars(model)
+        before = attributes.get("_weight_conversions")
         attributes["_weight_conversions"] = []
-    elif not switched_on and "_moq_weight_conversions" in attributes:
-        attributes["_weight_conversions"] = attributes.pop("_moq_weight_conversions")
+        try:
+            save(*args, **kwargs)
+        finally:
+            attributes["_weight_conversions"] = before
+
+    cast(Any, trainer)._save_checkpoint = _save_checkpoint
 
 
 def matrices_in_files(
