@@ -51,6 +51,7 @@ from .seams.transformers import (
 from .training import messages
 from .training.checkpoints import (
     STATE_FILE,
+    checksums,
     complete_checkpoint,
     forget_best,
     last_metrics,
@@ -186,6 +187,10 @@ class MoQCallback(TrainerCallback, ExportableState):
                 else self.controller.state_dict(),
                 "saved_at": None if self._state is None else self._state.global_step,
                 "teacher": self._teacher,
+                # The Trainer writes the weights first.
+                "weights": {}
+                if self._host is None
+                else checksums(checkpoint_folder(self._host)),
             },
         }
 

@@ -11,11 +11,12 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
 from ..errors import MoQError, one_line, require
-from ..text import progress, table
+from ..text import megabytes, progress, table
 from .compare import (
     SENTENCES,
     TOLERANCE,
@@ -30,6 +31,7 @@ from .onnx import export_onnx, onnx_runtime
 from .onnx_layers import Flavor, target_here
 
 MAX_LOSS = 0.01
+_MOST_THREADS = 1024
 # Runs a model on a batch and gives its first output.
 Model = Callable[[Mapping[str, Tensor]], Tensor]
 
@@ -165,6 +167,8 @@ def benchmark(
     """
     folder = Path(directory)
     threads = threads or torch.get_num_threads()
+    if threads > _MOST_THREADS:
+        raise MoQError(f"threads must be at most {_MOST_THREADS:,}, not {threads}")
     checkpoint = load_checkpoint(folder)
     model = checkpoint.model
     if takes_pictures(model):
@@ -175,10 +179,18 @@ def benchmark(
     limit = most_tokens(checkpoint)
     sequences = sorted({min(tokens, limit) for tokens in sequences})
     reference = Reference(checkpoint, data, max_length)
-    shapes = {
-        f"{batch} x {tokens}": _batch(reference, batch, tokens)
-        for batch, tokens in product(batches, sequences)
-    }
+    shapes = {}
+    for batch, tokens in product(batches, sequences):
+        # What enters the first layer alone, in float32; without a hidden size in the
+        # config the inputs.
+        size = 4 * batch * tokens * max(getattr(model.config, "hidden_size", 0), 6)
+        free = psutil.virtual_memory().available
+        if size > free:
+            raise MoQError(
+                f"a batch of {batch} x {tokens} tokens does not fit: its first layer alone takes {megabytes(size)}, "
+                f"and {megabytes(free)} are free"
+            )
+        shapes[f"{batch} x {tokens}"] = _batch(reference, batch, tokens)
     engines: dict[str, Measured] = {}
     missing: dict[str, str] = {}
 

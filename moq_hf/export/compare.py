@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 from .. import quantizer
-from ..errors import MoQError, explained, require
+from ..errors import MoQError, explained, listed, require
 from ..grid import InputGrid
 from ..inputs import fake_quantize_input
 from ..model.convert import dequantize_model
@@ -156,6 +156,10 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         if found.server is ONNX and found.reasons:
             raise MoQError(f"{directory}: {'; '.join(found.reasons)}")
     model, tokenizer = load_model(directory)
+    modules = dict(model.named_modules())
+    lost = [name for name in verified.layers if name not in modules]
+    if lost:
+        raise MoQError(f"{directory}: its config has no place for {listed(lost)}")
     processor = directory / PROCESSOR
     return Checkpoint(
         model,

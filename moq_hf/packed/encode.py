@@ -319,8 +319,12 @@ class Encoder:
         layers = set(self.stored).union(*self.tied.values())
         self.names = {}
         for name, tensor in tensors.items():
-            layer = name.rpartition(".")[0]
-            name_in_files = names_in_files.get(id(tensor), name).rpartition(".")[0]
+            layer = name
+            name_in_files = names_in_files.get(id(tensor), name)
+            # Experts are a parameter, any other layer is a module.
+            if layer not in layers:
+                layer = layer.rpartition(".")[0]
+                name_in_files = name_in_files.rpartition(".")[0]
             if layer in layers and name_in_files != layer:
                 self.names[layer] = name_in_files
         return renamed

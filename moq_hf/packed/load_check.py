@@ -122,6 +122,9 @@ class ReferenceOutputs:
             self._inputs: dict[str, Any] = _moved(inputs, self._device)
             self.outputs = self._outputs_of(self.model)
             # Where the model in memory cannot generate, the loaded one need not.
+            outputs = [output for output in self.outputs if output.numel()]
+            if outputs and all(output.isnan().all() for output in outputs):
+                self.reason = "all outputs of the model in memory are NaN"
             with contextlib.suppress(Exception):
                 self.tokens = self._tokens_of(self.model)
         except Exception as error:

@@ -33,6 +33,7 @@ from .checkpoint_weights import (
 )
 from .files import CONFIG, INDEX, SINGLE, bytes_in
 from .save import SaveOptions, deliver
+from .state import STATE_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,12 @@ def pack_checkpoint(
         raise MoQError(f"{target} is a file: name another folder")
     if target.exists() and folder.exists() and target.samefile(folder):
         raise MoQError(f"{target} is the checkpoint itself: name another folder")
+    is_packed = (target / STATE_NAME).is_file()
+    for name in (STATE_FILE, *(() if is_packed else (SINGLE, INDEX))):
+        if (target / name).exists():
+            raise MoQError(
+                f"{target} has weights of its own, a model's or a checkpoint's ({name}): name another folder"
+            )
     fault = fault_of(folder)
     if fault is not None:
         raise MoQError(f"cannot pack {folder}: it is not a whole checkpoint ({fault})")
@@ -93,6 +100,12 @@ def pack_checkpoint(
         raise MoQError(
             f"cannot pack {folder}: nothing was quantized yet after its {state['schedule']['steps']} steps, so its "
             "model is a float one"
+        )
+    if (folder / CONFIG).is_file() and model is not None:
+        logger.warning(
+            "moq_hf: %s has its own config: of --model %s at most the tokenizer is taken",
+            folder,
+            model,
         )
     described = folder if (folder / CONFIG).is_file() or model is None else model
     weights = _weights_of(folder)
@@ -180,8 +193,9 @@ def model_class(config: PreTrainedConfig) -> Any:
     Raises:
         MoQError: It names none.
     """
-    name = (config.architectures or [""])[0]
-    cls = getattr(transformers, name, None) if name else None
+    names = config.architectures or [""]
+    name = str(names[0] if isinstance(names, list) else names)
+    cls = getattr(transformers, name, None)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise MoQError(
             f"{CONFIG}: architectures: {name!r} is not a class of transformers: load the checkpoint with its own code, "
@@ -252,6 +266,10 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
         if spec.shape != tensor.shape:
             shapes = f"{list(spec.shape)}, not {list(tensor.shape)} as {CONFIG} says"
             raise MoQError(f"{weights.place}: {saved_name} is of the shape {shapes}")
+        if spec.dtype.is_floating_point != tensor.is_floating_point():
+            raise MoQError(
+                f"{weights.place}: {saved_name} is of {spec.dtype}, not of {tensor.dtype} as the model"
+            )
         if spec.dtype != tensor.dtype:
             tensor.data = tensor.data.to(spec.dtype)
     return names

@@ -267,7 +267,7 @@ class _Saving:
             MoQError: The model cannot be packed, or the files cannot be written.
         """
         self._check()
-        layouts = self._layouts() if layout is None else [layout]
+        layouts = self._layouts(layout)
         reason: str | None = None
         proof: Proof | None = None
         with alone_at(self.target):
@@ -410,11 +410,16 @@ class _Saving:
                 "the weights are on the meta device, which keeps none: give state_dict"
             )
 
-    def _layouts(self) -> Sequence[Layout]:
-        """Return the layouts that transformers can load, the best one first; the last one is right for every model."""
+    def _layouts(self, wanted: Layout | None) -> Sequence[Layout]:
+        """Return the layouts that transformers can load, the best one first; the last one is right for every model.
+
+        Where one is wanted, it is that one. Without codes there are floats alone.
+        """
         encoder = self._encoder("packed")
         if not any(map(has_codes, encoder.forms.values())):
             return ["floats"]
+        if wanted is not None:
+            return [wanted]
         if parts_are_called(self.model) or _init_reaches_into(
             self.model, encoder.packed
         ):

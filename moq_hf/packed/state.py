@@ -248,6 +248,7 @@ class Places:
         The matrix is the layer itself, except in packed experts. For a tensor of no
         layer both are its module.
         """
+        tensor = self._modules.get(tensor, tensor)
         if tensor in self._parameters:
             return tensor, tensor, "weight"
         owner, _, part = tensor.rpartition(".")

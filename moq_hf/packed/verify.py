@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ..errors import MoQError, one_line
+from ..errors import MoQError, listed, one_line
 from ..formats.stored import MAX_PACKED_BITS, StoredWeight
 from ..formats.table import FORMS
 from ..grid import Grid
@@ -23,7 +23,12 @@ from ..model.sizes import covered
 from ..names import adapters, uncompiled, without_peft
 from ..quantizer import Quantized, dequantize
 from ..schedule import FLOAT_BITS
-from ..seams.transformers import config_for_newer, original_format
+from ..seams.transformers import (
+    config_for_newer,
+    never_saved,
+    original_format,
+    tied_parameters,
+)
 from ..text import megabytes, table
 from ..weight_matrix import is_experts, parameter_of
 from .encode import without_peft_names
@@ -178,13 +183,18 @@ def verify_quantized(
     expected = None if model is None else _named_as_in_files(model, state)
     try:
         tensors = _tensors_as_saved(folder, state["tensors"])
+        compared: set[str] = set()
         for name, stored in _read_weights(folder, state, layers, tensors):
             if isinstance(stored, StoredWeight):
                 weight = _checked(stored, layers[name])
                 weight_name = parameter_of(name, layers[name].kind)
                 _compare(folder, weight_name, weight, expected)
+                compared.add(weight_name)
             else:
                 _compare(folder, name, stored, expected, "tensor ")
+                compared.add(name)
+        if model is not None and expected is not None:
+            _check_all_compared(folder, model, expected, compared)
     except MoQError:
         raise
     except _ERRORS as error:
@@ -438,6 +448,29 @@ def _tensors_as_saved(
         raise MoQError(
             f"{folder}: missing from the weights: {', '.join(sorted(missing))}"
         )
+
+
+def _check_all_compared(
+    folder: Path, model: nn.Module, expected: Mapping[str, Tensor], compared: set[str]
+) -> None:
+    """Check that the files hold every tensor of the model, but for those that loading makes or ties.
+
+    Raises:
+        MoQError: They lack some; names them.
+    """
+    base = without_peft(uncompiled(model))
+    made = tied_parameters(base).keys() | never_saved(base)
+    # A tensor may be there under several names, or in parts.
+    stored = {expected[name].untyped_storage().data_ptr() for name in compared}
+    lacking = [
+        name
+        for name in base.state_dict()
+        if name not in made
+        and name in expected
+        and expected[name].untyped_storage().data_ptr() not in stored
+    ]
+    if lacking:
+        raise MoQError(f"{folder} lacks tensors of the model: {listed(lacking)}")
 
 
 def _compare(

@@ -1,11 +1,13 @@
 """The checkpoints of a run: which of them is complete, and the state that a callback keeps in them."""
 
+import contextlib
 import json
 import logging
 import operator
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -23,6 +25,11 @@ from .resume import saved_state
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
+# Files that hold weights: of transformers, of FSDP2's shards, of DeepSpeed.
+_WEIGHTS = ("*.safetensors", "*/*.distcp", "*/*_states.pt")
+# A checksum is that of so many pieces of a file, each of so many bytes.
+_PIECES = 256
+_PIECE = 4096
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
@@ -105,7 +112,33 @@ def fault_of(checkpoint: str | os.PathLike[str]) -> str | None:
                 return f"{path.name} is damaged"
         except (OSError, SafetensorError):
             return f"{path.name} is damaged"
+    saved: Mapping[str, str] = {}
+    # An entry that was changed by hand is told when it is read.
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        saved = dict(entry_of_moq(document.get(CALLBACKS_KEY))["attributes"]["weights"])
+    for name, checksum in checksums(folder).items() if saved else ():
+        if saved.get(name, checksum) != checksum:
+            return f"{name} is not the file that was saved with its {STATE_FILE}"
     return None
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """A checksum of each file with weights in a checkpoint, by its path there.
+
+    That of a large file is of pieces spread over it, since training changes weights all
+    over.
+    """
+    found = {}
+    for pattern in _WEIGHTS:
+        for path in sorted(folder.glob(pattern)):
+            size = path.stat().st_size
+            checksum = zlib.crc32(str(size).encode())
+            with path.open("rb") as file:
+                for start in range(0, size, max(_PIECE, size // _PIECES)):
+                    file.seek(start)
+                    checksum = zlib.crc32(file.read(_PIECE), checksum)
+            found[path.relative_to(folder).as_posix()] = f"{checksum:08x}"
+    return found
 
 
 def check_whole(checkpoint: str | os.PathLike[str]) -> None:

@@ -81,6 +81,12 @@ def test_engines_that_fail_are_lines_of_the_table(packed: Path, monkeypatch: pyt
 def test_wrong_arguments(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(MoQError, match="does not fit a model with 2 outputs"):
         benchmark(packed, **SMALL, data=read_data(VALIDATION, "stsb"))
+    for words, text in (
+        (("--batch", "1000000000"), "a batch of 1000000000 x 16 tokens does not fit"),
+        (("--threads", str(2**63 - 1)), "threads must be at most 1,024"),
+    ):
+        assert main(["bench", str(packed), *words]) == 2
+        assert text in capsys.readouterr().err
     assert main(["bench", str(packed), "--task_name", "sst2"]) == 2
     assert "--task_name goes with --validation_file" in capsys.readouterr().err
     with pytest.raises(SystemExit):

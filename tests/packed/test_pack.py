@@ -21,10 +21,11 @@ from repo import ROOT
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from moq_hf import MoQCallback, MoQTrainer, cli, quantize_model, save_quantized, verify_quantized
+from moq_hf import MoQCallback, MoQError, MoQTrainer, cli, quantize_model, save_quantized, verify_quantized
 from moq_hf.packed import checkpoint_weights
-from moq_hf.packed.checkpoint_weights import zero_folder, zero_weights
+from moq_hf.packed.checkpoint_weights import distributed_weights, zero_folder, zero_weights
 from moq_hf.packed.pack import pack_checkpoint
+from moq_hf.training.checkpoints import checksums, last_checkpoint
 
 AT = 8
 CONFIG = {**tiny_runs.CONFIG, "quantize_embeddings": 8}
@@ -61,6 +62,7 @@ def run(folder: Path, config: Any, model: nn.Module | None = None, **more: Any) 
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint with a tokenizer, and what was delivered; not to be changed."""
     checkpoint, delivered = run(tmp_path_factory.mktemp("run"), CONFIG, max_steps=16)
+    shutil.copy(checkpoint.parent / "checkpoint-16" / "trainer_state.json", checkpoint / "state_at_16")
     hf.AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model").save_pretrained(checkpoint)
     return checkpoint, delivered
 
@@ -208,7 +210,8 @@ def reweighted(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], A
     def write(folder: Path) -> None:
         weights = take_weights(folder)
         change(weights)
-        save_file(weights, folder / "model.safetensors")
+        # In files of other names, since the state has a checksum of the one that the run wrote.
+        FORMATS["files"](folder, weights)
 
     return write
 
@@ -219,6 +222,31 @@ def replaced(name: str, text: str) -> Callable[[Path], Any]:
 
 QUERY = "bert.encoder.layer.0.attention.self.query.weight"
 DCP, ZERO = "pytorch_model_fsdp_0", "global_step8"
+
+
+def noted(folder: Path) -> None:
+    """Give a state the checksums of the files that are there now, as if the run had written them."""
+    entry = json.loads((folder / "trainer_state.json").read_text())
+    entry["stateful_callbacks"]["MoQCallback"]["attributes"]["weights"] = checksums(folder)
+    (folder / "trainer_state.json").write_text(json.dumps(entry))
+
+
+def swapped_ranks(folder: Path) -> None:
+    noted(folder)
+    one, other = (folder / ZERO / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (1, 2))
+    one.rename(folder / "x")
+    other.rename(one)
+    (folder / "x").rename(other)
+
+
+def other_shards(folder: Path) -> None:
+    noted(folder)
+    weights = {name: tensor + 1 for name, tensor in distributed_weights(folder / DCP).items()}
+    shutil.rmtree(folder / DCP)
+    FORMATS["FSDP2"](folder, weights)
+
+
+NOT_THOSE = "is not the file that was saved with its trainer_state.json"
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no folder": (shutil.rmtree, "not a whole checkpoint (there is no such folder)"),
     "no state": (without("trainer_state.json"), "not a whole checkpoint (trainer_state.json is missing)"),
@@ -251,6 +279,22 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "missing of the model's weights",
     ),
     "no weights": (without("model.safetensors"), "holds no weights"),
+    "weights of another step": (
+        lambda folder: save_file(
+            {name: tensor + 1 for name, tensor in take_weights(folder).items()}, folder / "model.safetensors"
+        ),
+        f"not a whole checkpoint (model.safetensors {NOT_THOSE})",
+    ),
+    "state of another step": (
+        lambda folder: shutil.copy(folder / "state_at_16", folder / "trainer_state.json"),
+        f"not a whole checkpoint (model.safetensors {NOT_THOSE})",
+    ),
+    "shards of another step": (in_format("FSDP2", other_shards), f"{DCP}/__0_0.distcp {NOT_THOSE}"),
+    "ZeRO-3 with swapped processes": (
+        in_format("ZeRO-3", swapped_ranks),
+        f"{ZERO}/zero_pp_rank_1_mp_rank_00_optim_states.pt {NOT_THOSE}",
+    ),
+    "no numbers": (reweighted(lambda w: w.update({QUERY: w[QUERY].long()})), f"{QUERY} is of torch.int64"),
     "NaN": (reweighted(lambda w: w[QUERY][0].fill_(torch.nan)), f"{QUERY} cannot be quantized"),
     "adapters": (
         lambda folder: (
@@ -322,12 +366,24 @@ def test_faults(fault: str, checkpoint: Path, tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_does_not_go_on_with_the_weights_of_another_step(checkpoint: Path, tmp_path: Path) -> None:
+    save_file({name: 2 * tensor for name, tensor in take_weights(checkpoint).items()}, checkpoint / "model.safetensors")
+    assert last_checkpoint(tmp_path) is None
+    trainer = tiny_runs.moq(tmp_path, CONFIG, max_steps=16)
+    with pytest.raises(MoQError, match=f"cannot resume from .* {NOT_THOSE}"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
 def test_what_it_cannot_write_to(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "model").mkdir()
+    shutil.copy(checkpoint / "model.safetensors", tmp_path / "model")
     before = {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")}
     for out, more, text in (
         (checkpoint, (), "is the checkpoint itself"),
         (tmp_path / "file", (), "is a file"),
+        (shutil.copytree(checkpoint, tmp_path / "checkpoint-9"), (), "(trainer_state.json): name another folder"),
+        (tmp_path / "model", (), "(model.safetensors): name another folder"),
         (tmp_path / "out", ("--max_shard_size", "much"), "max_shard_size: a number of bytes"),
         (tmp_path / "out", ("--max_shard_size", "0KB"), "max_shard_size: a number of bytes"),
     ):
@@ -345,7 +401,9 @@ def test_before_the_offset(tmp_path: Path) -> None:
     assert cli.main(["pack", str(tmp_path / "run" / "checkpoint-12"), str(tmp_path / "out")]) == 0
 
 
-def test_config_and_tokenizer_of_another_folder(checkpoint: Path, made: Any, tmp_path: Path) -> None:
+def test_config_and_tokenizer_of_another_folder(
+    checkpoint: Path, made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     named = tmp_path / "base"
     named.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -356,6 +414,9 @@ def test_config_and_tokenizer_of_another_folder(checkpoint: Path, made: Any, tmp
     assert cli.main(["pack", str(checkpoint), str(tmp_path / "out"), "--model", str(named)]) == 0
     assert_same(tmp_path / "out", made[1])
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert "has its own config" not in caplog.text
+    pack_checkpoint(made[0], tmp_path / "again", model=str(named))
+    assert f"has its own config: of --model {named} at most the tokenizer is taken" in caplog.text
     assert cli.main(["pack", str(checkpoint), str(tmp_path / "other"), "--model", "nobody/no-such-model"]) == 2
 
 

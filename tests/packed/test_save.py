@@ -8,7 +8,9 @@ import random
 import re
 import shutil
 import signal
+import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,7 @@ from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, quanti
 from moq_hf.cli import main
 from moq_hf.grid import Grid, PerChannel
 from moq_hf.model.convert import quant_embeddings, quant_layers
-from moq_hf.packed.state import STATE_NAME
+from moq_hf.packed.state import STATE_NAME, read_state, sha256, write_state
 from moq_hf.packed.verify import recorded, stored_weights
 from moq_hf.training.controller import MoQController
 
@@ -490,6 +492,82 @@ def test_what_is_missing_or_cut_short_is_told(saved: Path, tmp_path: Path) -> No
     assert "cannot be read" in damaged(lambda f: (f / STATE_NAME).write_text("{"))
     assert "must hold an object" in damaged(lambda f: (f / STATE_NAME).write_text("[]"))
     assert "is not a directory" in damaged(shutil.rmtree)
+
+
+def test_a_tensor_that_the_folder_lacks_is_told(tmp_path: Path) -> None:
+    model = mixed(bert(), [4], config_of(4))
+    verify_quantized(save_quantized(model, tmp_path / "packed"), model)
+    model.classifier.extra = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(MoQError, match=r"packed lacks tensors of the model: classifier\.extra$"):
+        verify_quantized(tmp_path / "packed", model)
+
+
+def test_answers_that_are_all_nan_prove_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = mixed(bert(), [4], config_of(4))
+    model.classifier.bias.data.fill_(torch.nan)
+    save_quantized(model, tmp_path / "packed", inputs=IDS)
+    assert "Not verified: all outputs of the model in memory are NaN" in caplog.text
+
+
+@pytest.mark.parametrize("layout", ["packed", "unpacked"])
+def test_a_layout_without_codes_is_that_of_floats(layout: Any, tmp_path: Path) -> None:
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2))
+    folder = save_quantized(quantize_model(model, config_of(4)), tmp_path / "out", layout=layout)
+    assert verify_quantized(folder, model).summary().startswith("Floats on the grid, not packed.")
+
+
+def test_experts_whose_names_in_the_files_are_others(tmp_path: Path) -> None:
+    config = hf.GraniteMoeConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    model = quantize_model(hf.GraniteMoeForCausalLM(config), config_of(4))
+    found = verify_quantized(save_quantized(model, tmp_path / "out", inputs=IDS), model)
+    assert found.state["layout"] == "packed" and found.proof is not None and found.proof.agrees
+    name = "model.layers.0.block_sparse_moe.experts.gate_up_proj"
+    assert found.layers[name].bits == 4
+    assert found.state["names"][name] == "model.layers.0.block_sparse_moe.input_linear.weight"
+
+
+def test_inspect_into_a_closed_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_quantized(mixed(bert(), [4], config_of(4)), tmp_path / "packed")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["inspect", str(folder)]) == 0
+
+
+# What is done to the config of a folder whose state was made to fit: a person's or a program's edit.
+CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no class": lambda c: c.update(architectures=[]),
+    "no list": lambda c: c.update(architectures=0),
+    "a number": lambda c: c.update(architectures=[3]),
+    "a mapping": lambda c: c.update(architectures={"a": 1}),
+    "a function": lambda c: c.update(architectures=["set_seed"]),
+    "code of its own": lambda c: c.update(auto_map={"AutoConfig": "mine.C"}, model_type="mine"),
+    "fewer layers": lambda c: c.update(num_hidden_layers=0),
+    "no size": lambda c: c.update(hidden_size=None),
+    "a pattern": lambda c: next(iter(c["quantization_config"]["config_groups"].values())).update(targets=["re:["]),
+    "no groups": lambda c: c["quantization_config"].update(config_groups=[]),
+}
+
+
+@pytest.mark.parametrize("change", CONFIGS)
+def test_a_crafted_config_is_one_error(change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_quantized(mixed(bert(), [4], config_of(4)), tmp_path / "packed")
+    path = folder / "config.json"
+    document = json.loads(path.read_text())
+    CONFIGS[change](document)
+    path.write_text(json.dumps(document))
+    state = read_state(folder)
+    write_state(folder, {**state, "config_json": sha256(path.read_bytes())})
+    codes = []
+    for words in (["inspect"], ["export", "--to", "float"], ["export", "--to", "onnx"], ["plan", "w4"]):
+        place = [str(folder), *([str(tmp_path / "out")] if words[0] == "export" else [])]
+        if words[0] == "plan":
+            place = ["--max_steps", "100", "--model", str(folder)]
+        codes.append(main([*words, *place]))
+        told = capsys.readouterr().err
+        assert codes[-1] in (0, 2) and (not codes[-1] or (told.startswith("error: ") and told.count("\n") == 1))
+    assert 2 in codes
 
 
 def test_a_model_that_differs_is_told(tmp_path: Path) -> None:
