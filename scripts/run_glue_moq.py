@@ -529,6 +529,8 @@ def summary(
         if any(inner.stat().st_mtime >= since - 1 for inner in inside):
             size = sum(inner.stat().st_size for inner in inside)
             lines.append(f"  {path.name + '/' * path.is_dir():32} {_size(size):>9}")
+    if trainer.moq is not None and trainer.moq.delivered is not None:
+        lines.append("quantized/ holds the same model as the folder itself, without the files of the run")
     return lines
 
 

@@ -134,6 +134,9 @@ def test_moq_reaches_its_target(
     name = "bert.encoder.layer.0.attention.self.query"
     assert weights[f"{name}.weight_packed"].shape == (16, 2) and weights[f"{name}.weight_scale"].shape == (16, 1)
     assert len(weights[f"{name}.weight_scale"].unique()) == 2
+    assert "quantized/ holds the same model as the folder itself" in told
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (out, out / "quantized")]
+    assert weights[0] == weights[1]
     found = verify_quantized(out)
     assert {layer.bits for layer in found.layers.values()} == {4}
     # Both copies have the figures of the evaluation that came after them.
