@@ -327,16 +327,15 @@ def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
     flags_of_all_ranks = largest_over_ranks(
         torch.tensor(flags, dtype=torch.float32, device=device_of(first))
     ).tolist()
-    wrong = [
-        name
-        for name, (is_used, has_grad, _) in zip(layers, flags_of_all_ranks, strict=True)
-        if has_grad and not is_used
-    ]
-    not_called = [
-        name
-        for name, (is_used, _, called) in zip(layers, flags_of_all_ranks, strict=True)
-        if is_used and not called
-    ]
+    wrong = []
+    not_called = []
+    for name, (is_used, has_grad, called) in zip(
+        layers, flags_of_all_ranks, strict=True
+    ):
+        if has_grad and not is_used:
+            wrong.append(name)
+        if is_used and not called:
+            not_called.append(name)
     if wrong:
         named = ", ".join(f'"{name}"' for name in wrong)
         raise MoQError(
