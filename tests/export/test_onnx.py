@@ -28,7 +28,7 @@ from moq_hf.export.onnx_layers import OnnxConvolution, target_here
 from moq_hf.grid import Grid, PerChannel, RowBlocks
 from moq_hf.packed.state import served_by
 from moq_hf.packed.verify import stored_weights, verify_quantized
-from moq_hf.serving import ONNX, TRIED
+from moq_hf.serving import ONNX
 
 
 @pytest.fixture(scope="module")
@@ -234,10 +234,10 @@ TEXTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in TRIED["onnxruntime"].split() if re.match("|".join(TEXTS), name) and name != "ModernBertModel"],
+    [name for name in ONNX.tried.split() if re.match("|".join(TEXTS), name) and name != "ModernBertModel"],
 )
 def test_what_inspect_says_yes_to_is_exported(name: str, tmp_path: Path) -> None:
-    """The other tests export the other classes of `TRIED`."""
+    """The other tests export the other classes that were tried."""
     cls = getattr(hf, name)
     shape = next(shape for family, shape in TEXTS.items() if name.startswith(family))
     source = checkpoint(tmp_path / "packed", cls(cls.config_class(**shape)), config_of(quantize_groups="per_channel"))
