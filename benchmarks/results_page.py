@@ -1,4 +1,4 @@
-"""Makes the tables of docs/results.md and README.md anew, from the committed results.
+"""Makes the tables of docs/results.md, docs/reference/formats.md and README.md anew, from the committed results.
 
     python benchmarks/results_page.py
 
@@ -23,11 +23,12 @@ from peers import accuracies
 from report_study import TASKS, Row, average, paired, rows
 from short_runs import Lines
 
+from moq_hf.formats.table import NEEDS
 from moq_hf.text import markdown_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "reference" / "formats.md")
 GRID = "per channel, full"
 
 
@@ -398,6 +399,18 @@ def ranges() -> list[list[Any]]:
     return found
 
 
+def versions() -> list[list[Any]]:
+    """What versions of transformers make of folders of each layout."""
+    folders = document("versions")["folders"]
+    found: list[list[Any]] = [["layout", "needs transformers", *folders[0]["answers"]]]
+    for layout, needs in NEEDS.items():
+        own = [folder["answers"] for folder in folders if folder["layout"] == layout]
+        # What differs by rounding has the same weights.
+        right = [sum(answers[version] in ("equal", "rounding") for answers in own) for version in folders[0]["answers"]]
+        found.append([f"`{layout}`", needs["transformers"], *(f"{count} of {len(own)}" for count in right)])
+    return found
+
+
 TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "first page": first_page,
     "equal steps": equal_steps,
@@ -419,6 +432,7 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "eigenvalues": eigenvalues,
     "processes": processes,
     "accidents": accidents,
+    "versions": versions,
 }
 
 

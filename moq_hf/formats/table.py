@@ -38,7 +38,7 @@ NEEDS: dict[Layout, dict[str, str]] = {
 }
 """The least versions that load every folder of a layout as it was evaluated.
 
-They were tried, with the versions before them. Older ones
+They were tried, with the versions before them (`benchmarks/versions.py`). Older ones
 load some models all the same, and end with an error on others.
 """
 

@@ -8,10 +8,12 @@ import pytest
 import transformers as hf
 from families import FAMILIES
 from model_zoo import new_model
+from packaging.version import Version
+from repo import ROOT
 
 from moq_hf import MoQError, quantize_model, save_quantized, verify_quantized
 from moq_hf.export.floats import export_floats
-from moq_hf.formats.table import NEEDS
+from moq_hf.formats.table import LAYOUTS, NEEDS
 
 FOUR: dict[str, Any] = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_groups": "per_channel"}
 BESIDE = "config.5.15.0.json"
@@ -80,3 +82,21 @@ def test_the_config_beside_is_a_file_of_the_folder(tmp_path: Path) -> None:
     # Nothing of an older model stays beside a new one.
     save_quantized(model, folder, layout="floats")
     assert not (folder / BESIDE).exists()
+
+
+def test_what_a_folder_needs_is_what_was_tried() -> None:
+    """No version loads another model, the least one and newer ones load every folder, the one before it does not."""
+    folders = json.loads((ROOT / "benchmarks" / "results" / "versions.json").read_text())["folders"]
+    right = ("equal", "rounding")
+    for layout in LAYOUTS:
+        least = NEEDS[layout]["transformers"]
+        own = [folder for folder in folders if folder["layout"] == layout]
+        assert {folder["needs"] for folder in own} == {least}
+        for folder in own:
+            for version, answer in folder["answers"].items():
+                loads = Version(version) >= Version(least)
+                assert answer in right or (answer.startswith("error") and not loads), (folder["case"], version, answer)
+        tried = list(own[0]["answers"])
+        before = tried[: tried.index(least)]
+        # Version 5.0.0 is the first that is of interest.
+        assert not before or any(folder["answers"][before[-1]] not in right for folder in own)

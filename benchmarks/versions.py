@@ -1,0 +1,257 @@
+"""Which versions of transformers load what is delivered, and in which environments the package itself works.
+
+    python benchmarks/versions.py folders environments
+
+"folders" makes a tiny folder of each form of delivery, and has each version of transformers load it in an environment
+of its own, which has everything else of this one. "environments" installs what the package needs: on other Pythons the
+newest libraries, and on this one the least version of every range in setup.cfg, with this torch or, some GB, the least
+one. There a tiny BERT and a tiny Llama are trained, delivered and loaded by a process without moq_hf, and tests run.
+"""
+
+import argparse
+import configparser
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import transformers as hf
+from elsewhere import ROOT
+from environment import environment, write
+from families import ENDS, FAMILIES, TEXT, words
+from model_zoo import FAMILIES as CONFIGS
+from model_zoo import Stranger, inputs_of, new_model
+
+from moq_hf import quantize_model, save_quantized
+from moq_hf.model.convert import quant_layers
+
+# The least of each layout and those before it, with some between; the last one is the newest that there was.
+TRANSFORMERS = ("5.0.0", "5.8.1", "5.14.1", "5.15.0", "5.16.1", "5.22.2", "5.23.0")
+BASE: dict[str, Any] = {"quantize_bits": {"start_bits": 4, "target_bits": 4}}
+ASYMMETRIC = {"quantize_algo": {"q_type": "asymmetric"}}
+# Test files that need none of the optional libraries.
+TESTS = ["tests/test_formats.py", "tests/test_quantizer.py", "tests/test_callback.py", "tests/packed/test_versions.py"]
+TRAINING = """
+import sys, tempfile, pathlib
+sys.path.insert(0, "tests/helpers")
+from model_zoo import Stranger, outcome
+for case in (("BERT", "sequence classification"), ("Llama", "causal LM")):
+    with tempfile.TemporaryDirectory() as folder:
+        faults = outcome(*case, pathlib.Path(folder), Stranger()).faults()
+    print("RESULT", case[0], "; ".join(faults) or "delivered, and loaded with the same answers")
+"""
+
+
+class Case(NamedTuple):
+    """One folder: how its model is made, and what is asked of the delivery."""
+
+    make: Callable[[], tuple[Any, dict[str, torch.Tensor]]]
+    config: Mapping[str, Any] = MappingProxyType({})
+    layout: Any = None
+    bits: tuple[int, ...] = ()
+
+
+def known(family: str, task: str = "causal LM") -> Callable[[], tuple[Any, dict[str, torch.Tensor]]]:
+    """A model of `model_zoo`, and its batch."""
+
+    def make() -> tuple[Any, dict[str, torch.Tensor]]:
+        model = new_model(family, task)
+        return model, inputs_of(task, model)
+
+    return make
+
+
+def more(family: str) -> Callable[[], tuple[Any, dict[str, torch.Tensor]]]:
+    """A model of `families`, and its batch."""
+
+    def make() -> tuple[Any, dict[str, torch.Tensor]]:
+        hf.set_seed(0)
+        kind = FAMILIES[family]
+        return kind.kind(kind.config()), {key: part for key, part in kind.batch().items() if torch.is_tensor(part)}
+
+    return make
+
+
+def other(cls: Any, config: Callable[[], Any]) -> Callable[[], tuple[Any, dict[str, torch.Tensor]]]:
+    """A model of text that neither has."""
+
+    def make() -> tuple[Any, dict[str, torch.Tensor]]:
+        hf.set_seed(0)
+        return cls(config()), words()
+
+    return make
+
+
+def qwen() -> Any:
+    """A Qwen2-MoE's config."""
+    sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    return hf.Qwen2MoeConfig(**TEXT, **ENDS, **sizes, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2)
+
+
+CLASSIFIES = "sequence classification"
+MODELS = {
+    **{name: known(name, CLASSIFIES) for name in ("BERT", "RoBERTa", "DistilBERT", "DeBERTa-v2", "ALBERT")},
+    "ModernBERT": known("ModernBERT", CLASSIFIES),
+    "ViT": known("ViT", "image classification"),
+    "GPT-2": known("GPT-2"),
+    "Llama": known("Llama"),
+    "T5": known("T5", "sequence to sequence"),
+    "T5 encoder": other(hf.T5EncoderModel, CONFIGS["T5"]),
+    "Qwen2-MoE": other(hf.Qwen2MoeForCausalLM, qwen),
+    **{name: more(name) for name in FAMILIES if not name.endswith("convolutions")},
+}
+CASES = {
+    **{name: Case(make) for name, make in MODELS.items()},
+    **{name: Case(more(name), {"quantize_convolutions": True}) for name in FAMILIES if name.endswith("convolutions")},
+}
+for name in ("BERT", "Llama", "ViT", "Mixtral", "ModernBERT", "GPT-2"):
+    CASES[f"{name}, asymmetric"] = Case(MODELS[name], ASYMMETRIC)
+    CASES[f"{name}, groups of 16"] = Case(MODELS[name], {"quantize_group_size": 16})
+    CASES[f"{name}, 2 to 8 bits"] = Case(MODELS[name], bits=(3, 4, 8, 2))
+    CASES[f"{name}, layout unpacked"] = Case(MODELS[name], layout="unpacked")
+    CASES[f"{name}, layout floats"] = Case(MODELS[name], layout="floats")
+    if name != "ViT":
+        CASES[f"{name}, tables at 8 bits"] = Case(MODELS[name], {"quantize_embeddings": 8})
+        CASES[f"{name}, tables at 4 bits"] = Case(MODELS[name], {"quantize_embeddings": 4})
+
+
+def folders(place: Path) -> list[dict[str, Any]]:
+    """Deliver every case, and have each version load it.
+
+    Returns:
+        By case its layout and what it says that it needs; by version "equal", "rounding", "other
+        answers", or the error.
+    """
+    strangers = {version: Stranger(str(beside(place, version))) for version in TRANSFORMERS}
+    found = []
+    for name, case in CASES.items():
+        model, inputs = case.make()
+        quantize_model(model.eval(), {**BASE, **case.config})
+        for index, layer in enumerate(quant_layers(model).values()):
+            if case.bits:
+                layer.set_bits(case.bits[index % len(case.bits)])
+        asked = {"inputs": inputs} if case.layout is None else {"layout": case.layout}
+        with tempfile.TemporaryDirectory() as folder:
+            save_quantized(model, folder, **asked)
+            state = json.loads(Path(folder, "moq_state.json").read_text(encoding="utf-8"))
+            answers = {version: answer(each.load(Path(folder), model, inputs)) for version, each in strangers.items()}
+        needs = state["needs"]["transformers"]
+        found.append({"case": name, "layout": state["layout"], "needs": needs, "answers": answers})
+        print(name, state["layout"], answers, flush=True)
+    for each in strangers.values():
+        each.close()
+    return found
+
+
+def answer(reply: dict[str, Any]) -> str:
+    """What a process answered, in words."""
+    if "error" in reply:
+        return f"error: {' '.join(reply['error'].split())[:240]}"
+    return "equal" if reply["equal"] else "rounding" if reply["near"] else "other answers"
+
+
+def beside(place: Path, version: str) -> Path:
+    """The Python of an environment with another transformers, and everything else of this one."""
+    folder = place / f"transformers-{version}"
+    is_new = not folder.exists()
+    python = made(folder, sys.executable)
+    if is_new:
+        share(python)
+        install(python, f"transformers=={version}")
+    return python
+
+
+def share(python: Path) -> None:
+    """Have an environment find here what it does not have itself."""
+    own = sysconfig.get_path("purelib", vars={"base": str(python.parents[1])})
+    Path(own, "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
+
+
+def made(folder: Path, python: str) -> Path:
+    """The Python of an environment, which is made if it is not there."""
+    if not (folder / "bin" / "python").exists():
+        subprocess.run([python, "-m", "venv", str(folder)], check=True)
+    return folder / "bin" / "python"
+
+
+def install(python: Path, *packages: str) -> None:
+    """Install packages into an environment."""
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
+    subprocess.run(command, check=True)
+
+
+def ranges() -> list[str]:
+    """What setup.cfg asks for."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    return setup["options"]["install_requires"].split()
+
+
+def least() -> list[str]:
+    """The least version of every range in setup.cfg, as pip takes it."""
+    return [re.sub(r">=([\d.]+).*", r"==\1", each) for each in ranges()]
+
+
+def environments(place: Path, pythons: list[str], least_torch: bool) -> list[dict[str, Any]]:
+    """Install and try the package: with the least versions on this Python, and the newest ones on the others."""
+    found = []
+    newest = [("newest", python, ranges()) for python in pythons]
+    for kind, python, packages in [("least", sys.executable, least()), *newest]:
+        asked = [python, "-c", "import platform; print(platform.python_version())"]
+        version = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+        row: dict[str, Any] = {"kind": kind, "python": version}
+        inside = made(place / f"{kind}-{version}", python)
+        if kind == "least" and not least_torch:
+            share(inside)
+            packages = [package for package in packages if not package.startswith("torch=")]
+        install(inside, *packages, "pytest", "hypothesis")
+        listed = subprocess.run([inside, "-m", "pip", "freeze"], check=True, capture_output=True, text=True).stdout
+        names = {re.split(r"[>=<]", each)[0] for each in ranges()}
+        pairs = [line.split("==") for line in listed.splitlines() if "==" in line]
+        row["versions"] = {library: number for library, number in pairs if library in names}
+        row["training"] = re.findall(r"RESULT (.*)", tried(inside, "-c", TRAINING))
+        row["tests"] = tried(inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS).splitlines()[-1]
+        found.append(row)
+        print(row, flush=True)
+    return found
+
+
+def tried(python: Path, *words: str) -> str:
+    """What a program of an environment prints, at the root of the repository."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([python, *words], cwd=ROOT, env=variables, capture_output=True, text=True)
+    return done.stdout if done.stdout.strip() else done.stderr
+
+
+def main() -> None:
+    """Run the parts that are asked for, and keep what OUT has of the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=["folders", "environments"])
+    parser.add_argument("--pythons", nargs="*", default=[], help="programs, for the environments with newest libraries")
+    parser.add_argument("--least_torch", action="store_true", help="install the least torch too, not this one's")
+    parser.add_argument("--place", type=Path, help="keep the environments here, and take those that are here already")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/versions.json"))
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    before = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        place = (args.place or Path(folder)).resolve()
+        if "folders" in args.parts:
+            before["folders"] = folders(place)
+        if "environments" in args.parts:
+            before["environments"] = environments(place, args.pythons, args.least_torch)
+    write({**before, **environment("compressed_tensors")}, args.out)
+
+
+if __name__ == "__main__":
+    main()
