@@ -22,7 +22,7 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
     | --- | --- | --- |
     | symmetric, per channel or row blocks | channel, the scale of a block repeated for each of its rows | none |
     | symmetric, a scale per group in a row | group | none |
-    | asymmetric | block, whatever the groups | int8, one per scale |
+    | asymmetric | block of a row's weights, the scale of a block of rows repeated | int8, one per scale |
     | asymmetric, unpacked while loading | channel or group | packed |
 
     Channel and group are what servers take.
@@ -39,11 +39,12 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
         "symmetric": symmetric,
         "dynamic": False,
     }
+    # Servers know a scale for each channel or group, none for a block of rows; nor does
+    # compressed-tensors 0.18 where there are zero points.
+    repeats = rows // len(scale)
+    scale = scale.repeat_interleave(repeats, 0)
+    zero = None if zero is None else zero.repeat_interleave(repeats, 0)
     if symmetric or spec.shared is not None:
-        # Servers know a scale for each channel or group, none for a block of rows.
-        repeats = rows // len(scale)
-        scale = scale.repeat_interleave(repeats, 0)
-        zero = None if zero is None else zero.repeat_interleave(repeats, 0)
         args["strategy"] = "channel"
         if size is not None:
             args |= {"strategy": "group", "group_size": size}
@@ -53,7 +54,7 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
             zero = None if zero is None else zero.repeat_interleave(repeats, 1)
     else:
         args["strategy"] = "block"
-        args["block_structure"] = [rows // scale.shape[0], columns // scale.shape[1]]
+        args["block_structure"] = [1, columns // scale.shape[1]]
     # The library's compressors take floats on the grid, and divide them by the scales
     # again.
     parts = {
@@ -79,7 +80,7 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
 def scale_shapes(spec: EncodeSpec) -> dict[str, Tensor]:
     """Scales and zero points of a layer with a scheme of its own, on the meta device."""
     rows, columns = spec.matrix_shape
-    by_row = spec.grid.symmetric and spec.row_size is None
+    by_row = spec.row_size is None
     shape = (rows, 1) if by_row else spec.grid.shape(rows, columns)
     shapes = {"weight_scale": torch.empty(shape, dtype=spec.scale_dtype, device="meta")}
     if not spec.grid.symmetric:
