@@ -221,7 +221,7 @@ class InputGrid:
             scale, learned in training.
 
     >>> InputGrid(8, "per_token").limits(), InputGrid(8, "per_tensor").limits(), InputGrid(7, "static").limits()
-    ((-127, 127), (0, 255), (-64, 63))
+    ((-128, 127), (0, 255), (-64, 63))
     """
 
     bits: int
@@ -232,4 +232,4 @@ class InputGrid:
         most = (1 << self.bits - 1) - 1
         if self.scale == "per_tensor":
             return 0, 2 * most + 1
-        return (-most if self.scale == "per_token" else -most - 1), most
+        return -most - 1, most

@@ -1,15 +1,17 @@
 """Fake-quantize the inputs of linear layers: the numerics, and the range that training learns.
 
-All arithmetic is float32 whatever the dtype of the input, rounding is half to even, and the result is cast once. With b
-bits and an input x `[..., features]`:
+Rounding is half to even. With b bits and an input x `[..., features]`:
 
 | scale | of | codes |
 | --- | --- | --- |
-| per_token | s = max abs(x) / (2^(b-1) - 1) over the features of each token | round(x / s) |
+| per_token | s = max abs(x) / ((2^b - 1) / 2) of each token | clip(round(x / s), -2^(b-1), 2^(b-1) - 1) |
 | per_tensor | s = (hi - lo) / (2^b - 1), lo = min(0, min x), hi = max(0, max x), of each call | clip(round(x / s) + z, 0, 2^b - 1), z = clip(round(-lo / s), 0, 2^b - 1) |
 | static | s = m / (2^(b-1) - 1), m the running range | clip(round(x / s), -2^(b-1), 2^(b-1) - 1) |
 
-per_tensor at 8 bits is ONNX's DynamicQuantizeLinear. The running range is a moving average of the largest magnitude
+per_token and static are what compressed-tensors computes for a delivered model, in its dtypes: per_token in that of the
+input, static in the wider one of the input and the weight. It takes what the first two dimensions count for tokens, so
+that an input of two dimensions, as a pooler's, has one scale. per_tensor is float32 whatever the dtype of the input; at
+8 bits it is ONNX's DynamicQuantizeLinear. The running range is a moving average of the largest magnitude
 that training saw in each optimizer step, with a share of 0.01 for the newest: the rule and the constant of PyTorch's
 MovingAverageMinMaxObserver. It changes with optimizer steps alone, so that a pass that is computed again, by activation
 checkpointing for instance, gives the same. Until the first step there is none, and the largest magnitude of the call
@@ -34,39 +36,44 @@ LARGEST_RANGE = torch.finfo(torch.float32).max
 
 
 def fake_quantize_input(
-    input: Tensor, grid: InputGrid, largest: Tensor | None = None
+    input: Tensor, grid: InputGrid, scale: Tensor | None = None
 ) -> Tensor:
     """Round an input to its grid: scale * (code - zero point).
 
     Args:
         input: Floating-point `[..., features]`.
         grid: How it is quantized.
-        largest: The range of a static scale, a float32 scalar; None takes the largest
-            magnitude in `input`.
+        scale: A static scale, `[1]`; None takes the largest magnitude in `input`.
 
     Returns:
         The input's shape and dtype.
 
-    >>> fake_quantize_input(torch.tensor([[127.0, 1.4, -1.6]]), InputGrid(8, "per_token"))
-    tensor([[127.,   1.,  -2.]])
+    >>> fake_quantize_input(torch.tensor([[[127.5, 1.4, -1.6]]]), InputGrid(8, "per_token"))
+    tensor([[[127.,   1.,  -2.]]])
     """
-    x = input.detach().to(torch.float32)
+    x = input.detach()
     low, high = grid.limits()
-    if grid.scale == "per_token":
-        scale = token_scale(x, grid.bits)
-        return (x / scale).round_().mul_(scale).to(input.dtype)
     if grid.scale == "per_tensor":
+        x = x.to(torch.float32)
         scale, zero = tensor_scale(x, grid.bits)
         codes = (x / scale).round_().add_(zero).clamp_(low, high)
         return codes.sub_(zero).mul_(scale).to(input.dtype)
-    largest = x.abs().amax() if largest is None else largest
-    scale = static_scale(largest, grid.bits)
+    if grid.scale == "per_token":
+        scale = token_scale(x, grid.bits)
+    elif scale is None:
+        scale = static_scale(x.float().abs().amax(), grid.bits)
     return (x / scale).round_().clamp_(low, high).mul_(scale).to(input.dtype)
 
 
 def token_scale(input: Tensor, bits: int) -> Tensor:
-    """The scale of each token, `[..., 1]` for float32 `[..., features]`."""
-    return static_scale(input.abs().amax(-1, keepdim=True), bits)
+    """The scale of each token, `[batch, tokens, 1]` for `[batch, tokens, features]`; of all of a narrower input.
+
+    The formula is that of compressed-tensors' `calculate_qparams`.
+    """
+    features = tuple(range(2, input.dim())) or tuple(range(input.dim()))
+    largest = input.abs().amax(features, keepdim=True)
+    scale = largest / (((1 << bits) - 1) / 2)
+    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
 def tensor_scale(input: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -91,6 +98,7 @@ class InputObserver:
         grid: How the inputs are quantized.
         observed: For a static scale, the largest magnitude since the last optimizer
             step, a float32 scalar.
+        dtype: Of the weight, which a static scale is rounded to.
         range: For a static scale, the running range, a float32 scalar; None before the
             first step.
         active: Whether inputs are quantized, or only observed.
@@ -100,9 +108,17 @@ class InputObserver:
 
     grid: InputGrid
     observed: Tensor
+    dtype: torch.dtype = torch.float32
     range: Tensor | None = None
     active: bool = True
     called: bool = False
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The static scale, `[1]`, in the dtype of the weight; None where there is none, or none yet."""
+        if self.range is None:
+            return None
+        return static_scale(self.range, self.grid.bits).to(self.dtype)[None]
 
     def quantize(self, input: Tensor, training: bool) -> Tensor | None:
         """Round an input to the grid, without a graph; None means that it stays as it is.
@@ -124,8 +140,10 @@ class InputObserver:
             self.observed.copy_(torch.maximum(self.observed, newest))
         if not self.active:
             return None
-        range = None if self.range is None else self.range.to(input.device)
-        return fake_quantize_input(input, self.grid, range)
+        scale = self.scale
+        if scale is not None:
+            scale = scale.to(input.device)
+        return fake_quantize_input(input, self.grid, scale)
 
     def move_to(self, device: torch.device) -> None:
         """Move the range to a device; not to the meta device, which would lose it."""
@@ -151,10 +169,11 @@ class InputObserver:
         self.observed.zero_()
 
 
-def new_inputs(grid: InputGrid, device: torch.device) -> InputObserver:
-    """A new observer on a device, with no range yet; on the CPU for the meta device."""
-    device = torch.device("cpu") if device.type == "meta" else device
-    return InputObserver(grid, torch.zeros((), dtype=torch.float32, device=device))
+def new_inputs(grid: InputGrid, weight: Tensor) -> InputObserver:
+    """A new observer beside a weight, with no range yet; on the CPU for the meta device."""
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    observed = torch.zeros((), dtype=torch.float32, device=device)
+    return InputObserver(grid, observed, weight.dtype)
 
 
 def inputs_out_of_reach(layers: Iterable[str]) -> str:

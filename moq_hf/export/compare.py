@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import quantizer
 from ..errors import MoQError, explained, listed, require
 from ..grid import InputGrid
-from ..inputs import fake_quantize_input
+from ..inputs import fake_quantize_input, static_scale
 from ..model.convert import dequantize_model
 from ..model.inventory import is_packed
 from ..packed.load_check import quiet
@@ -293,8 +293,10 @@ class Reference:
         """Give the answers with the inputs of these layers rounded; `ranges` are those of a static scale."""
 
         def round_input(name: str, value: Tensor) -> Tensor:
-            largest = torch.tensor(ranges[name]) if name in ranges else None
-            return fake_quantize_input(value, grid, largest)
+            scale = None
+            if name in ranges:
+                scale = static_scale(torch.tensor([ranges[name]]), grid.bits)
+            return fake_quantize_input(value, grid, scale)
 
         return self._run(layers, round_input)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MoQError
+from ..grid import InputGrid
 from ..quantizer import Quantized, dequantize
 from ..seams.transformers import compress, decompress
 from .stored import EncodedWeight, EncodeSpec, StoredWeight
@@ -65,6 +66,12 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
         shifted = torch.zeros_like(scale) if zero is None else zero - half
         parts["weight_zero_point"] = shifted.to(torch.int8).contiguous()
     scheme = {"weights": args, "format": format}
+    if spec.inputs is not None:
+        scheme["input_activations"] = _inputs_in_words(spec.inputs)
+        parts = compress(parts, {"weights": args, "format": format})
+        if spec.input_scale is not None:
+            parts["input_scale"] = spec.input_scale
+        return EncodedWeight(parts, scheme)
     if spec.matrices is None:
         return EncodedWeight(compress(parts, scheme), scheme)
     matrices: dict[str, Tensor] = {}
@@ -75,6 +82,17 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
         for part, tensor in compress(piece, scheme).items():
             matrices[f"{name}.{part}"] = tensor
     return EncodedWeight(matrices, scheme)
+
+
+def _inputs_in_words(inputs: InputGrid) -> dict[str, Any]:
+    is_static = inputs.scale == "static"
+    return {
+        "num_bits": inputs.bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "tensor" if is_static else "token",
+        "dynamic": not is_static,
+    }
 
 
 def scale_shapes(spec: EncodeSpec) -> dict[str, Tensor]:

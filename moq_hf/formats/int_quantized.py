@@ -1,4 +1,4 @@
-"""A byte for each weight of an embedding table: compressed-tensors' `int-quantized`.
+"""A byte for each weight: compressed-tensors' `int-quantized`, of embedding tables and of layers with int8 inputs.
 
 transformers initializes tables, and ties weights, by the name `weight`, which the codes
 keep. Modules that are tied to the table have the same codes, which are stored once, and
@@ -19,9 +19,9 @@ TENSORS = frozenset({"weight", "weight_scale"})
 
 
 def fits(spec: EncodeSpec) -> bool:
-    """Whether a layer is a table of 2 to 8 bits."""
+    """Whether a layer is a table of 2 to 8 bits, or one whose inputs are rounded to 8 bits as its weight is."""
     return (
-        spec.is_table
+        (spec.is_table or spec.multiplies_bytes)
         and 2 <= spec.bits <= MAX_BITS
         and spec.kind in ("linear", "embedding")
     )

@@ -24,7 +24,7 @@ def fits(spec: EncodeSpec) -> bool:
     Tables by themselves cannot: transformers initializes and ties them by the name
     `weight`.
     """
-    if not 2 <= spec.bits <= MAX_BITS:
+    if not 2 <= spec.bits <= MAX_BITS or spec.multiplies_bytes:
         return False
     rows, columns = spec.matrix_shape
     if spec.row_size is not None and columns % spec.row_size:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MoQError
-from ..grid import Grid
+from ..grid import Grid, InputGrid
 from ..quant_linear import QuantLayer
 from ..quantizer import Quantized
 
@@ -48,6 +48,8 @@ class EncodeSpec:
         width: Bits that a packed code takes in the file; `bits` or more.
         shape: Shape of the weight in the model.
         dtype: Dtype of the float weight.
+        inputs: How the layer's inputs are rounded in training; None leaves them alone.
+        input_scale: Their scale, `[1]`, where it is static.
     """
 
     kind: str
@@ -60,6 +62,8 @@ class EncodeSpec:
     width: int = 0
     shape: Sequence[int] = ()
     dtype: torch.dtype = torch.float32
+    inputs: InputGrid | None = None
+    input_scale: Tensor | None = None
 
     @classmethod
     def of(
@@ -77,6 +81,28 @@ class EncodeSpec:
             width=state.bits,
             dtype=layer.weight.dtype,
         )
+
+    @property
+    def takes_inputs(self) -> bool:
+        """Whether a folder has a place for `inputs`, and a server a kernel that rounds them so.
+
+        Codes of 8 bits in both, per channel, are multiplied as integers. Weights of
+        fewer bits, or in groups, go with a scale for each token.
+        """
+        if self.inputs is None or self.is_table or self.kind != "linear":
+            return False
+        if not self.grid.symmetric or not 2 <= self.bits <= MAX_PACKED_BITS:
+            return False
+        if self.inputs.scale == "static":
+            return self.multiplies_bytes
+        return self.inputs == InputGrid(8, "per_token")
+
+    @property
+    def multiplies_bytes(self) -> bool:
+        """Whether weights and inputs are both of 8 bits, with one scale for a row: servers multiply int8 with int8."""
+        if self.inputs is None or self.row_size is not None:
+            return False
+        return self.bits == self.inputs.bits == 8
 
     @property
     def row_size(self) -> int | None:

@@ -184,7 +184,7 @@ def prepare_model(
         )
         rounded = config.activations.grid
         if rounded is not None and layer.kind in ("linear", "conv1d"):
-            layer.moq.inputs = new_inputs(rounded, layer.float_weight.device)
+            layer.moq.inputs = new_inputs(rounded, layer.float_weight)
     for name, owner in inventory.tied.items():
         # Layers that share a weight share its state.
         _quantized_layer(inventory.modules[name]).moq = cast(

@@ -60,6 +60,8 @@ class Encoder:
         names: What layers are called in the files, where that is not their own name.
         dtypes: The dtypes of the packed layers' float weights.
         dtype: The dtype that the packed model will have.
+        rounds_inputs: Whether the files say how inputs are rounded, and with which
+            static scales, as training did; else plain loading leaves inputs alone.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Encoder:
             name: self._spec(model, name, layer, shared)
             for name, layer in layers.items()
         }
+        self.rounds_inputs = layout == "packed" and self._round_inputs()
         self.forms = {name: self._form(name) for name in layers}
         packed = [name for name, form in self.forms.items() if form == "packed"]
         self._matrices = {
@@ -180,6 +183,23 @@ class Encoder:
         return replace(
             EncodeSpec.of(layer, name in self.tables, matrices), shared=shared
         )
+
+    def _round_inputs(self) -> bool:
+        """Give the specs what the layers' inputs are rounded with, if all of them can be delivered so."""
+        specs = {}
+        for name, layer in self.layers.items():
+            inputs = layer.moq.inputs
+            if inputs is None:
+                continue
+            scale = None if inputs.scale is None else inputs.scale.float().cpu()
+            spec = replace(self._specs[name], inputs=inputs.grid, input_scale=scale)
+            has_scale = scale is not None or inputs.grid.scale == "per_token"
+            is_trained = inputs.active and has_scale and not layer.moq.blend
+            if not is_trained or not spec.takes_inputs:
+                return False
+            specs[name] = spec
+        self._specs |= specs
+        return bool(specs)
 
     def _form(self, name: str) -> str:
         state = self.layers[name].moq

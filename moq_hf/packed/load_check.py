@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import psutil
 import torch
@@ -49,6 +49,9 @@ class Proof:
             the model in memory does not generate.
         reason: Why it does not agree, or why that is not known; None if it does.
         seconds: How long it took.
+        inputs: What both computed with where training rounds the inputs of layers:
+            "rounded", as the files say, or "float", since they cannot say so; None
+            where training does not.
 
     >>> print(Proof(True, 4, 0.0, 8, None, 0.1))
     Verified: loaded with plain transformers, the saved model gives identical outputs (4 examples, 8 generated tokens)
@@ -62,6 +65,7 @@ class Proof:
     tokens: int | None
     reason: str | None
     seconds: float
+    inputs: Literal["rounded", "float"] | None = None
 
     def __str__(self) -> str:
         if self.agrees is None:
@@ -72,6 +76,8 @@ class Proof:
         counted = [f"{self.examples} examples"]
         if self.tokens:
             counted.append(f"{self.tokens} generated tokens")
+        if self.inputs is not None:
+            counted.append(f"{self.inputs} activations")
         if self.largest_difference:
             outputs = "the same outputs but for rounding"
             counted.append(f"largest difference {self.largest_difference:.3g}")
@@ -79,6 +85,13 @@ class Proof:
             f"Verified: loaded with plain transformers, the saved model gives {outputs} "
             f"({', '.join(counted)})"
         )
+
+
+class _Outputs(NamedTuple):
+    """What a model answers, and the tokens that it generates, if it does."""
+
+    tensors: list[Tensor]
+    tokens: Tensor | None
 
 
 class ReferenceOutputs:
@@ -107,26 +120,27 @@ class ReferenceOutputs:
         self._autocast = autocast
         sizes = (len(v) for v in inputs.values() if isinstance(v, Tensor) and v.dim())
         self.examples = next(sizes, 0)
-        self.outputs: list[Tensor] = []
-        self.tokens: Tensor | None = None
+        # With the inputs of layers rounded, where training does so, and without: not
+        # every folder can say how they are.
+        self._outputs: dict[bool, _Outputs] = {}
         # Why there are no outputs.
         self.reason: str | None = None
         rounding = {
-            m: m.moq.inputs for m in self.model.modules() if isinstance(m, QuantLayer)
+            m: m.moq.inputs
+            for m in self.model.modules()
+            if isinstance(m, QuantLayer) and m.moq.inputs is not None
         }
+        self._rounds = bool(rounding)
         try:
-            # Plain transformers rounds no activations: training does so for the int8
-            # export.
+            self._inputs: dict[str, Any] = _moved(inputs, self._device)
+            if self._rounds:
+                self._outputs[True] = self._answers_of(self.model)
             for layer in rounding:
                 layer.moq.inputs = None
-            self._inputs: dict[str, Any] = _moved(inputs, self._device)
-            self.outputs = self._outputs_of(self.model)
-            # Where the model in memory cannot generate, the loaded one need not.
-            outputs = [output for output in self.outputs if output.numel()]
-            if outputs and all(output.isnan().all() for output in outputs):
+            self._outputs[False] = self._answers_of(self.model)
+            tensors = [part for part in self._outputs[False].tensors if part.numel()]
+            if tensors and all(tensor.isnan().all() for tensor in tensors):
                 self.reason = "all outputs of the model in memory are NaN"
-            with contextlib.suppress(Exception):
-                self.tokens = self._tokens_of(self.model)
         except Exception as error:
             self.reason = f"the model in memory cannot evaluate a training batch ({_short(error)})"
         finally:
@@ -134,8 +148,25 @@ class ReferenceOutputs:
                 layer.moq.inputs = rounded
         self.seconds = time.perf_counter() - began
 
-    def prove(self, folder: str | Path) -> Proof:
-        """Load a folder with plain `from_pretrained` and compare it; raises nothing."""
+    def _answers_of(self, model: nn.Module) -> _Outputs:
+        tensors = self._outputs_of(model)
+        tokens = None
+        # Where the model in memory cannot generate, the loaded one need not.
+        with contextlib.suppress(Exception):
+            tokens = self._tokens_of(model)
+        return _Outputs(tensors, tokens)
+
+    def prove(self, folder: str | Path, rounded: bool = False) -> Proof:
+        """Load a folder with plain `from_pretrained` and compare it; raises nothing.
+
+        Args:
+            folder: The folder.
+            rounded: Whether it says how inputs are rounded.
+        """
+        self.outputs, self.tokens = self._outputs.get(rounded, _Outputs([], None))
+        inputs: Literal["rounded", "float"] | None = None
+        if self._rounds:
+            inputs = "rounded" if rounded else "float"
         began = time.perf_counter()
         agrees = None
         reason: str | None = "a second copy of the model does not fit beside it"
@@ -147,7 +178,7 @@ class ReferenceOutputs:
         if difference == float("inf"):
             # JSON has no infinite numbers.
             difference = None
-        return Proof(agrees, self.examples, difference, tokens, reason, seconds)
+        return Proof(agrees, self.examples, difference, tokens, reason, seconds, inputs)
 
     def _compare(self, folder: Path) -> tuple[bool | None, str | None, float | None]:
         """Load the folder and return whether it agrees, why not, and the largest difference of the outputs."""
@@ -291,8 +322,11 @@ class ReferenceOutputs:
         for name, module in loaded.named_modules():
             expected = own_tensors(modules[name]) if name in modules else {}
             for key, tensor in own_tensors(module).items():
-                if key in expected:
-                    tensor.data = tensor.data.to(expected[key].dtype)
+                # What the model in memory does not have belongs to its weight: the
+                # scale of the inputs.
+                other = expected.get(key, expected.get("weight"))
+                if other is not None and tensor.is_floating_point():
+                    tensor.data = tensor.data.to(other.dtype)
 
 
 def kept_batch(

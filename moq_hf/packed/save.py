@@ -278,7 +278,7 @@ class _Saving:
                     break
                 # The files are in place already: loading them takes memory, and a
                 # process that is killed for it has delivered.
-                proof = reference.prove(self.target)
+                proof = reference.prove(self.target, encoder.rounds_inputs)
                 if proof.agrees is False:
                     # What is wrong with every layout is said once.
                     if reason is None:
@@ -498,6 +498,7 @@ class _Saving:
             # Until the files were compared.
             "proof": None,
             "by_hand": by_hand is not None,
+            "rounds_inputs": encoder.rounds_inputs,
             "handed_dtype": handed_dtype(self.layers),
             "parameters": {
                 "total": sizes.total,

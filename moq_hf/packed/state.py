@@ -142,6 +142,7 @@ class State(TypedDict):
     float_bytes: Positive
     files: NotRequired[list[str]]
     needs: NotRequired[dict[str, str]]
+    rounds_inputs: NotRequired[Flag]
     proof: NotRequired[Proof | None]
 
 

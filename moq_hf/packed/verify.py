@@ -204,7 +204,8 @@ def verify_quantized(
     if inputs is None or model is None:
         proof = proof_in(state)
     else:
-        proof = ReferenceOutputs(model, inputs).prove(folder)
+        rounded = state.get("rounds_inputs", False)
+        proof = ReferenceOutputs(model, inputs).prove(folder, rounded)
         if not proof.agrees:
             raise MoQError(f"{folder}: {proof}")
     return Verification(layers, size_of(folder), state, proof)
@@ -310,6 +311,9 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
         tensors[parameter_of(name, layer.kind)] = (
             layer.quantized_weight().detach().cpu()
         )
+        inputs = layer.moq.inputs
+        if inputs is not None and inputs.scale is not None:
+            tensors[f"{name}.input_scale"] = inputs.scale.float().cpu()
     return without_peft_names(tensors, adapters(model))
 
 
