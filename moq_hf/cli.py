@@ -304,7 +304,7 @@ def add_export(subparsers: Any) -> None:
         # The old spelling.
         "--flavours",
         nargs="+",
-        choices=("float", "weight-only", "int8", "qdq"),
+        choices=("float", "weight-only", "int8", "nbits", "qdq"),
         help="default: weight-only int8",
     )
     add(

@@ -254,15 +254,14 @@ class ActivationConfig:
     enabled: Annotated[
         Flag,
         key(
-            "round the inputs of quantized linear layers too: training for the `int8` and `qdq` exports; layers that "
-            "the model does not call (WavLM's attention, `nn.TransformerEncoder`) are an error before the first step"
+            "round the inputs of quantized linear layers too, as engines that multiply integers do"
         ),
     ] = False
     bits: Annotated[ByteBits, key("of those inputs; 7 for CPUs without VNNI")] = 8
     scale: Annotated[
         InputScale,
         key(
-            "what shares a scale: all inputs of a layer (a running range), those of a call, or those of a token"
+            "what shares a scale: all inputs of a layer (a running range), those of a call, of a token, or of a block"
         ),
     ] = "static"
     start_step: Annotated[

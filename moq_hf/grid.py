@@ -5,7 +5,8 @@ training. The numerics that it names are defined in `quantizer`. An `InputGrid` 
 the inputs of a layer are rounded, as `inputs` defines it.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 MAX_BITS = 16
@@ -21,7 +22,9 @@ Search = Literal["auto", "absmax", "mse"]
 # What a scale is rounded to. It is held as float32 all the same.
 ScaleDtype = Literal["float32", "bfloat16", "float16"]
 # What inputs of a layer share a scale: a token, a call, or all for good.
-InputScale = Literal["per_token", "per_tensor", "static"]
+InputScale = Literal["per_token", "per_tensor", "per_block", "static"]
+# The most inputs that share a scale per block.
+INPUT_BLOCK = 128
 # A size of a linear layer.
 Axis = Literal["out_features", "in_features"]
 
@@ -217,8 +220,10 @@ class InputGrid:
     Attributes:
         bits: Bit width of a code, 2 to 8.
         scale: "per_token": symmetric codes, a scale for each token. "per_tensor":
-            asymmetric codes, a scale for each call. "static": symmetric codes, one
+            asymmetric codes, a scale for each call. "per_block": symmetric codes, a
+            scale for each `block` features of a token. "static": symmetric codes, one
             scale, learned in training.
+        block: Features that share a scale per block.
 
     >>> InputGrid(8, "per_token").limits(), InputGrid(8, "per_tensor").limits(), InputGrid(7, "static").limits()
     ((-128, 127), (0, 255), (-64, 63))
@@ -226,6 +231,19 @@ class InputGrid:
 
     bits: int
     scale: InputScale
+    block: int = INPUT_BLOCK
+
+    def beside(self, columns: int, scales: int) -> "InputGrid":
+        """The grid of the inputs of a layer whose weight has so many columns, and scales in a row.
+
+        A block is as wide as a group of the weight, or a part of one.
+
+        >>> [InputGrid(8, "per_block").beside(384, scales).block for scales in (1, 2, 12)]
+        [128, 64, 32]
+        """
+        if scales == 1:
+            return self
+        return replace(self, block=math.gcd(columns // scales, INPUT_BLOCK))
 
     def limits(self) -> tuple[int, int]:
         """The least and the largest code."""

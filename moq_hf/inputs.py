@@ -6,12 +6,14 @@ Rounding is half to even. With b bits and an input x `[..., features]`:
 | --- | --- | --- |
 | per_token | s = max abs(x) / ((2^b - 1) / 2) of each token | clip(round(x / s), -2^(b-1), 2^(b-1) - 1) |
 | per_tensor | s = (hi - lo) / (2^b - 1), lo = min(0, min x), hi = max(0, max x), of each call | clip(round(x / s) + z, 0, 2^b - 1), z = clip(round(-lo / s), 0, 2^b - 1) |
+| per_block | s = max abs(x) / (2^(b-1) - 1) of each block of features of a token | round(x (1 / s)), 1 / s = (2^(b-1) - 1) / max abs(x) |
 | static | s = m / (2^(b-1) - 1), m the running range | clip(round(x / s), -2^(b-1), 2^(b-1) - 1) |
 
 per_token and static are what compressed-tensors computes for a delivered model, in its dtypes: per_token in that of the
 input, static in the wider one of the input and the weight. It takes what the first two dimensions count for tokens, so
 that an input of two dimensions, as a pooler's, has one scale. per_tensor is float32 whatever the dtype of the input; at
-8 bits it is ONNX's DynamicQuantizeLinear. The running range is a moving average of the largest magnitude
+8 bits it is ONNX's DynamicQuantizeLinear. per_block is float32 too, and what ONNX Runtime's MatMulNBits computes on
+x86 CPUs with accuracy level 4. The running range is a moving average of the largest magnitude
 that training saw in each optimizer step, with a share of 0.01 for the newest: the rule and the constant of PyTorch's
 MovingAverageMinMaxObserver. It changes with optimizer steps alone, so that a pass that is computed again, by activation
 checkpointing for instance, gives the same. Until the first step there is none, and the largest magnitude of the call
@@ -22,6 +24,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .grid import InputGrid
@@ -58,11 +61,23 @@ def fake_quantize_input(
         scale, zero = tensor_scale(x, grid.bits)
         codes = (x / scale).round_().add_(zero).clamp_(low, high)
         return codes.sub_(zero).mul_(scale).to(input.dtype)
+    if grid.scale == "per_block":
+        return _in_blocks(x.float(), grid).to(input.dtype)
     if grid.scale == "per_token":
         scale = token_scale(x, grid.bits)
     elif scale is None:
         scale = static_scale(x.float().abs().amax(), grid.bits)
     return (x / scale).round_().clamp_(low, high).mul_(scale).to(input.dtype)
+
+
+def _in_blocks(x: Tensor, grid: InputGrid) -> Tensor:
+    features = x.shape[-1]
+    padded = F.pad(x, (0, -features % grid.block))
+    blocks = padded.unflatten(-1, (-1, grid.block))
+    largest = blocks.abs().amax(-1, keepdim=True).clamp(min=_TINY)
+    most = (1 << grid.bits - 1) - 1
+    codes = (blocks * (most / largest)).round_()
+    return codes.mul_(largest / most).flatten(-2)[..., :features]
 
 
 def token_scale(input: Tensor, bits: int) -> Tensor:

@@ -288,17 +288,18 @@ class Reference:
         self.metrics = self._metrics(self._answers)
 
     def rounded(
-        self, layers: Sequence[str], grid: InputGrid, ranges: Mapping[str, float]
+        self, grids: Mapping[str, InputGrid], ranges: Mapping[str, float]
     ) -> Tensor:
         """Give the answers with the inputs of these layers rounded; `ranges` are those of a static scale."""
 
         def round_input(name: str, value: Tensor) -> Tensor:
+            grid = grids[name]
             scale = None
             if name in ranges:
                 scale = static_scale(torch.tensor([ranges[name]]), grid.bits)
             return fake_quantize_input(value, grid, scale)
 
-        return self._run(layers, round_input)
+        return self._run(list(grids), round_input)
 
     def largest_inputs(self, layers: Sequence[str]) -> dict[str, float]:
         """Give the largest magnitude of the inputs of each of these layers, padding included."""

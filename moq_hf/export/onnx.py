@@ -9,9 +9,9 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,8 @@ from .compare import (
 from .onnx_layers import (
     FLAVORS,
     GUARD,
+    INT8_SCALES,
+    NBITS_BLOCKS,
     OPSET,
     TARGETS,
     Flavor,
@@ -41,6 +43,7 @@ from .onnx_layers import (
     OnnxEmbedding,
     OnnxInt8Linear,
     OnnxLinear,
+    OnnxNBitsLinear,
     OnnxQdqLinear,
     Rounding,
     Target,
@@ -55,6 +58,7 @@ FILE_NAMES: dict[Flavor, str] = {
     "float": "model_float.onnx",
     "weight-only": "model.onnx",
     "int8": "model_int8.onnx",
+    "nbits": "model_nbits.onnx",
     "qdq": "model_qdq.onnx",
 }
 # One file may not have 2 GB; what comes near is loaded faster from a file that is
@@ -178,7 +182,7 @@ def export_onnx(
         directory: What `save_quantized` wrote: a classifier of sequences, tokens or
             images, or a base model.
         out: The folder to make, or an empty one.
-        flavors: Some of "float", "weight-only", "int8" and "qdq".
+        flavors: Some of "float", "weight-only", "int8", "nbits" and "qdq".
         activation_bits: Of the int8 flavor, 2 to 8; None is what the model was trained
             for, else 8. qdq has 8.
         activation_scale: Of the int8 flavor; None is what the model was trained for,
@@ -212,15 +216,15 @@ def export_onnx(
     checkpoint = load_checkpoint(Path(directory))
     reference = Reference(checkpoint, data, max_length)
     config = checkpoint.verified.state.get("config")
-    trained = (config and MoQConfig.from_dict(config).activations.grid) or InputGrid(
-        8, "per_tensor"
-    )
+    trained = config and MoQConfig.from_dict(config).activations.grid
+    if not trained or trained.scale not in INT8_SCALES:
+        trained = InputGrid(8, "per_tensor")
     grid = InputGrid(
         trained.bits if activation_bits is None else activation_bits,
         trained.scale if activation_scale is None else activation_scale,
     )
     check_choice("activation_bits", grid.bits, range(2, 9))
-    check_choice("activation_scale", grid.scale, get_args(InputScale))
+    check_choice("activation_scale", grid.scale, INT8_SCALES)
     found = Export(
         directory=Path(out),
         compared=reference.compared,
@@ -229,7 +233,11 @@ def export_onnx(
         checkpoint_metrics=reference.metrics,
         bytes={"float checkpoint": checkpoint.verified.float_bytes},
     )
-    grids: dict[Flavor, InputGrid] = {"int8": grid, "qdq": InputGrid(8, "static")}
+    grids: dict[Flavor, InputGrid] = {
+        "int8": grid,
+        "nbits": InputGrid(8, "per_block"),
+        "qdq": InputGrid(8, "static"),
+    }
     with staged(place) as folder:
         folder.mkdir()
         for flavor in progress(dict.fromkeys(flavors), "export"):
@@ -291,20 +299,20 @@ def _rounding(
 def _simulated(
     prepared: "Prepared", reference: Reference, flavor: Flavor, rounding: Rounding
 ) -> Tensor:
-    rounded = [
-        name
-        for name in prepared.stored
-        if isinstance(
-            prepared.model.get_submodule(name), OnnxInt8Linear | OnnxQdqLinear
-        )
-    ]
-    if not rounded:
+    grids = {}
+    for name in prepared.stored:
+        layer = prepared.model.get_submodule(name)
+        if isinstance(layer, OnnxNBitsLinear):
+            grids[name] = replace(rounding.grid, block=layer.block)
+        elif isinstance(layer, OnnxInt8Linear | OnnxQdqLinear):
+            grids[name] = rounding.grid
+    if not grids:
         logger.warning(
-            "moq_hf: the %s model multiplies no integers: all layers have several scales in a row "
-            "(quantize_group_size) or more than 8 bits, or are convolutions",
+            "moq_hf: the %s model multiplies no integers: all layers have more than 8 bits, are convolutions, or have "
+            "groups (quantize_group_size) that it does not take: int8 and qdq take none, nbits multiples of 32",
             flavor,
         )
-    return reference.rounded(rounded, rounding.grid, rounding.ranges)
+    return reference.rounded(grids, rounding.ranges)
 
 
 def onnx_runtime(
@@ -371,8 +379,18 @@ class Prepared:
 
 
 def multiplies_integers(module: nn.Module, weight: Quantized) -> bool:
-    """Whether a layer can multiply integers: a linear one with one scale in a row."""
+    """Whether a layer can multiply integers of 8 bits: a linear one with one scale in a row."""
     return isinstance(module, nn.Linear) and weight.scale.shape[1] == 1
+
+
+def _in_blocks(
+    module: nn.Module, weight: Quantized, bits: int, grid: InputGrid
+) -> OnnxNBitsLinear | None:
+    """A layer whose weight stays packed in memory; None where its groups are not whole blocks of the kernel."""
+    block = grid.beside(weight.codes.shape[1], weight.scale.shape[1]).block
+    if not isinstance(module, nn.Linear) or block not in NBITS_BLOCKS:
+        return None
+    return OnnxNBitsLinear(weight, module.bias, bits, block)
 
 
 def prepare(
@@ -403,6 +421,11 @@ def prepare(
             stored[name] = "int4" if layer.halved else "int8"
         elif isinstance(module, nn.Conv1d | nn.Conv2d):
             layer = OnnxConvolution(weight, module)
+        elif rounding is not None and flavor == "nbits":
+            packed = _in_blocks(module, weight, bits, rounding.grid)
+            layer = packed or OnnxLinear(weight, module.bias)
+            if packed is not None:
+                stored[name] = f"int{packed.bits}"
         elif rounding is None or not multiplies_integers(module, weight):
             layer = OnnxLinear(weight, module.bias)
         else:

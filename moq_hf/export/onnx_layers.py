@@ -6,12 +6,16 @@
 | int8, static inputs | QuantizeLinear, MatMulIntegerToFloat | the same |
 | int8, per_tensor | DynamicQuantizeLinear, MatMulIntegerToFloat | the same |
 | int8, per_token | x / s, QuantizeLinear, MatMulIntegerToFloat, Mul | the same |
+| nbits | MatMulNBits, which rounds its input in blocks | the same |
 | qdq, static | QuantizeLinear, DequantizeLinear, MatMul with DequantizeLinear(codes), Add | the same |
 
 A convolution is Conv with a weight of Cast(codes) * scale in every flavor.
 
 ONNX Runtime turns DequantizeLinear before MatMul into MatMulNBits with accuracy level 4, which rounds activations to 8
 bits: for the same answers as PyTorch the weight-only flavor spells the same formula as Cast and Mul.
+
+MatMulNBits keeps weights of 2, 4 or 8 bits packed in memory, and with accuracy level 4 multiplies them with activations
+that it rounds to 8 bits, with a scale for each block of a row. Its kernel for 2 bits has blocks of 32, 64 and 128.
 
 MatMulIntegerToFloat is ONNX Runtime's own operator: the integer product, both scales and the bias in one pass. The
 inputs of int8 are unsigned, since its fast kernels take unsigned activations and signed weights. Those of qdq are
@@ -32,13 +36,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..grid import InputGrid
+from ..grid import InputGrid, InputScale
 from ..inputs import static_scale, tensor_scale, token_scale
 from ..quantizer import Quantized
 from ..seams.transformers import convolve
 
-Flavor = Literal["float", "weight-only", "int8", "qdq"]
-FLAVORS: tuple[Flavor, ...] = ("float", "weight-only", "int8", "qdq")
+Flavor = Literal["float", "weight-only", "int8", "nbits", "qdq"]
+FLAVORS: tuple[Flavor, ...] = ("float", "weight-only", "int8", "nbits", "qdq")
+# What inputs of the int8 flavor may share a scale.
+INT8_SCALES: tuple[InputScale, ...] = ("per_token", "per_tensor", "static")
 # The CPUs that a file is made for.
 Target = Literal["vnni", "avx2"]
 TARGETS: tuple[Target, ...] = ("vnni", "avx2")
@@ -329,6 +335,71 @@ class OnnxInt8Linear(_StoredLinear):
             shape,
             version=1,
         )
+
+
+# Blocks of a row that the kernels of MatMulNBits take, whatever the bits.
+NBITS_BLOCKS = (32, 64, 128)
+# It multiplies with activations of 8 bits.
+_INT8_ACTIVATIONS = 4
+
+
+class OnnxNBitsLinear(_Stored):
+    """A linear layer whose codes of 2, 4 or 8 bits stay packed in memory, and whose input is rounded in blocks.
+
+    Args:
+        weight: Signed codes `[out_features, in_features]`, their scales and zero
+            points.
+        bias: `[out_features]`, or None.
+        bits: Of the codes, up to 8.
+        block: Columns that share a scale in the file; whole blocks share the scales of
+            `weight`.
+    """
+
+    def __init__(
+        self, weight: Quantized, bias: Tensor | None, bits: int, block: int
+    ) -> None:
+        codes, scale, zero = per_row(weight)
+        self.rows, self.columns = codes.shape
+        self.bits = 2 if bits <= 2 else 4 if bits <= 4 else 8
+        self.block = block
+        blocks = -(-self.columns // block)
+        repeats = blocks // scale.shape[1]
+        middle = 1 << self.bits - 1
+        unsigned = F.pad(codes, (0, blocks * block - self.columns)) + middle
+        if zero is not None:
+            zero = zero.repeat_interleave(repeats, 1) + middle
+            zero = _packed(zero, self.bits).flatten()
+        super().__init__(
+            codes=_packed(unsigned, self.bits).view(self.rows, blocks, -1),
+            scale=scale.repeat_interleave(repeats, 1).flatten(),
+            zero_point=zero,
+            bias=bias,
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` `[..., in_features]`, rounded, times the weight, plus the bias."""
+        product = _emit(
+            "com.microsoft::MatMulNBits",
+            (input, self.codes, self.scale, self.zero_point),
+            torch.float32,
+            (*input.shape[:-1], self.rows),
+            version=1,
+            K=self.columns,
+            N=self.rows,
+            bits=self.bits,
+            block_size=self.block,
+            accuracy_level=_INT8_ACTIVATIONS,
+        )
+        return product if self.bias is None else product + self.bias
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Put unsigned codes `[rows, columns]` into bytes, the first ones into the lowest bits."""
+    count = 8 // bits
+    padded = F.pad(codes, (0, -codes.shape[1] % count)).int()
+    shifts = torch.arange(count, dtype=torch.int32) * bits
+    parts = padded.unflatten(1, (-1, count)) << shifts
+    return parts.sum(-1).to(torch.uint8)
 
 
 class OnnxQdqLinear(_StoredLinear):

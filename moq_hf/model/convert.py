@@ -179,12 +179,15 @@ def prepare_model(
                 restore(layer)
     for index, (name, module) in enumerate(chosen.items()):
         layer = _quantized_layer(module)
-        layer.moq = _new_state(
-            name, index, grid_of(module, config.of(name)), layer.kind, config
-        )
+        grid = grid_of(module, config.of(name))
+        layer.moq = _new_state(name, index, grid, layer.kind, config)
         rounded = config.activations.grid
         if rounded is not None and layer.kind in ("linear", "conv1d"):
-            layer.moq.inputs = new_inputs(rounded, layer.float_weight)
+            rows, columns = layer.matrix_shape
+            scales = grid.shape(rows, columns)[1]
+            layer.moq.inputs = new_inputs(
+                rounded.beside(columns, scales), layer.float_weight
+            )
     for name, owner in inventory.tied.items():
         # Layers that share a weight share its state.
         _quantized_layer(inventory.modules[name]).moq = cast(
