@@ -23,8 +23,9 @@ Search = Literal["auto", "absmax", "mse"]
 ScaleDtype = Literal["float32", "bfloat16", "float16"]
 # What inputs of a layer share a scale: a token, a call, or all for good.
 InputScale = Literal["per_token", "per_tensor", "per_block", "static"]
-# The most inputs that share a scale per block.
+# The most inputs that share a scale per block, and the least of ONNX Runtime's kernels.
 INPUT_BLOCK = 128
+LEAST_INPUT_BLOCK = 32
 # A size of a linear layer.
 Axis = Literal["out_features", "in_features"]
 
@@ -236,14 +237,18 @@ class InputGrid:
     def beside(self, columns: int, scales: int) -> "InputGrid":
         """The grid of the inputs of a layer whose weight has so many columns, and scales in a row.
 
-        A block is as wide as a group of the weight, or a part of one.
+        A block is as wide as a group of the weight, or a part of one. The last block of
+        a row may be narrower where a row is one group.
 
         >>> [InputGrid(8, "per_block").beside(384, scales).block for scales in (1, 2, 12)]
         [128, 64, 32]
+        >>> InputGrid(8, "per_block").beside(100, 1).block
+        128
         """
-        if scales == 1:
-            return self
-        return replace(self, block=math.gcd(columns // scales, INPUT_BLOCK))
+        block = math.gcd(columns // scales, INPUT_BLOCK)
+        if scales == 1 and block < LEAST_INPUT_BLOCK:
+            block = INPUT_BLOCK
+        return replace(self, block=block)
 
     def limits(self) -> tuple[int, int]:
         """The least and the largest code."""

@@ -74,8 +74,9 @@ def _in_blocks(x: Tensor, grid: InputGrid) -> Tensor:
     features = x.shape[-1]
     padded = F.pad(x, (0, -features % grid.block))
     blocks = padded.unflatten(-1, (-1, grid.block))
-    largest = blocks.abs().amax(-1, keepdim=True).clamp(min=_TINY)
     most = (1 << grid.bits - 1) - 1
+    # Its reciprocal must be finite.
+    largest = blocks.abs().amax(-1, keepdim=True).clamp(min=most * _TINY)
     codes = (blocks * (most / largest)).round_()
     return codes.mul_(largest / most).flatten(-2)[..., :features]
 

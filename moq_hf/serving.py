@@ -267,7 +267,7 @@ ONNX = Server(
     range(2, 17),
     experts=False,
     # What torch.onnx.export cannot trace, and what takes neither texts nor pictures alone.
-    classes=r"^(?!.*Head|XLNet|.*Mamba|Jamba|CLIP|Wav2Vec2|WavLM|Whisper).*(For(Sequence|Token|Image)Classification|Model)$",
+    classes=r"^(?!.*Head|XLNet|.*Mamba|Jamba|CLIP|Wav2Vec2|WavLM|Whisper).*(For(Sequence|Token|Image)Classification|ForCausalLM|Model)$",
     one_stack=True,
     half_scales=False,
     # The tests of the export.

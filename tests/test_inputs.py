@@ -7,6 +7,9 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -18,7 +21,14 @@ from torch.utils.checkpoint import checkpoint
 
 from moq_hf import MoQConfig, MoQError, quantize_model
 from moq_hf.grid import InputGrid, InputScale
-from moq_hf.inputs import InputObserver, fake_quantize_input, new_inputs, tensor_scale, update_ranges
+from moq_hf.inputs import (
+    InputObserver,
+    fake_quantize_input,
+    new_inputs,
+    static_scale,
+    tensor_scale,
+    update_ranges,
+)
 from moq_hf.model.convert import quant_layers
 from moq_hf.training.controller import MoQController
 
@@ -41,19 +51,44 @@ def config_of(**activation: Any) -> dict[str, Any]:
 def test_the_numbers_are_those_of_the_table(x: Floats, bits: int) -> None:
     most = F32(2 ** (bits - 1) - 1)
     tiny = np.finfo(F32).tiny
-    scale = np.maximum(np.abs(x).max(1, keepdims=True) / most, tiny)
-    check(x, InputGrid(bits, "per_token"), np.rint(x / scale) * scale)
+    scale = np.abs(x).max(1, keepdims=True) / F32(most + 0.5)
+    scale = np.where(scale == 0, np.finfo(F32).eps, scale)
+    tokens = np.clip(np.rint(x / scale), -most - 1, most) * scale
+    check(x[None], InputGrid(bits, "per_token"), tokens[None])
+    # The last block of a row may be narrower.
+    blocks = [np.maximum(np.abs(x[:, i : i + 2]).max(1, keepdims=True), most * tiny) for i in (0, 2, 4)]
+    largest = np.concatenate([blocks[0], blocks[0], blocks[1], blocks[1], blocks[2]], 1)
+    check(x, InputGrid(bits, "per_block", 2), np.rint(x * (most / largest)) * (largest / most))
     scale = np.maximum(F32(50) / most, tiny)
     codes = np.clip(np.rint(x / scale), -most - 1, most)
-    check(x, InputGrid(bits, "static"), codes * scale, torch.tensor(50.0))
+    check(x, InputGrid(bits, "static"), codes * scale, static_scale(torch.tensor([50.0]), bits))
     low, high, top = min(F32(0), x.min()), max(F32(0), x.max()), F32(2**bits - 1)
     scale = np.maximum((high - low) / top, tiny)
     zero = np.clip(np.rint(-low / scale), 0, top)
     check(x, InputGrid(bits, "per_tensor"), (np.clip(np.rint(x / scale) + zero, 0, top) - zero) * scale)
 
 
-def check(x: Floats, grid: InputGrid, expected: Floats, largest: torch.Tensor | None = None) -> None:
-    assert np.array_equal(fake_quantize_input(torch.from_numpy(x), grid, largest).numpy(), expected)
+def check(x: Floats, grid: InputGrid, expected: Floats, scale: torch.Tensor | None = None) -> None:
+    assert np.array_equal(fake_quantize_input(torch.from_numpy(x), grid, scale).numpy(), expected)
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8), (2, 3, 2, 8)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", ["per_token", "static"])
+def test_the_numbers_are_those_of_compressed_tensors(
+    scale: InputScale, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    x = (3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
+    x[-1, -1] = 0.0
+    is_static = scale == "static"
+    strategy = "tensor" if is_static else "token"
+    args = QuantizationArgs(num_bits=8, strategy=strategy, dynamic=not is_static)
+    step = static_scale(torch.tensor([7.0]), 8).to(dtype) if is_static else None
+    found = fake_quantize_input(x, InputGrid(8, scale), step)
+    zero = None
+    if step is None:
+        step, zero = compute_dynamic_scales_and_zp(x, args, nn.Linear(8, 8))
+    assert torch.equal(found, fake_quantize(x, step, zero, args).to(dtype))
 
 
 @given(x=matrices.filter(lambda x: bool(np.abs(x).max() > 1e-30)))
@@ -93,10 +128,12 @@ def observe(inputs: InputObserver, *values: float) -> None:
 
 
 def test_the_range_is_a_moving_average_of_steps() -> None:
-    inputs = new_inputs(InputGrid(8, "static"), torch.device("cpu"))
+    inputs = new_inputs(InputGrid(8, "static"), torch.zeros(2, 2))
     # Before the first step the range is that of the call; evaluation is not observed.
     x = torch.tensor([[1.0, -3.0]])
-    assert torch.equal(inputs.quantize(x, training=False), fake_quantize_input(x, inputs.grid, torch.tensor(3.0)))  # type: ignore[arg-type]
+    assert torch.equal(
+        inputs.quantize(x, training=False), fake_quantize_input(x, inputs.grid, static_scale(torch.tensor([3.0]), 8))
+    )  # type: ignore[arg-type]
     update_ranges([inputs])
     assert inputs.range is None
     observe(inputs, 2.0, 4.0, 1.0)
@@ -104,7 +141,9 @@ def test_the_range_is_a_moving_average_of_steps() -> None:
     assert inputs.range is not None and float(inputs.range) == 4.0
     observe(inputs, 8.0)
     # The range of a pass is not that of its own values: a pass that is computed again gives the same.
-    assert torch.equal(inputs.quantize(x, training=True), fake_quantize_input(x, inputs.grid, torch.tensor(4.0)))  # type: ignore[arg-type]
+    assert torch.equal(
+        inputs.quantize(x, training=True), fake_quantize_input(x, inputs.grid, static_scale(torch.tensor([4.0]), 8))
+    )  # type: ignore[arg-type]
     update_ranges([inputs])
     assert float(inputs.range) == pytest.approx(4.0 + 0.01 * 4.0, rel=1e-6)
     known = float(inputs.range)
@@ -122,7 +161,7 @@ def test_the_range_is_a_moving_average_of_steps() -> None:
 
 @pytest.mark.parametrize("scale", ["per_token", "per_tensor"])
 def test_other_scales_know_no_range(scale: InputScale) -> None:
-    inputs = new_inputs(InputGrid(8, scale), torch.device("cpu"))
+    inputs = new_inputs(InputGrid(8, scale), torch.zeros(2, 2))
     observe(inputs, 2.0)
     update_ranges([inputs])
     assert inputs.range is None and float(inputs.observed) == 0.0

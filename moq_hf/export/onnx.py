@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from ..config import MoQConfig
 from ..errors import MoQError, check_choice, explained, require
-from ..grid import InputGrid, InputScale
+from ..grid import LEAST_INPUT_BLOCK, InputGrid, InputScale
 from ..packed.files import new_path, staged
 from ..quantizer import Quantized
 from ..text import progress, table
+from . import decoder
 from .compare import (
     SENTENCES,
     TOLERANCE,
@@ -35,7 +36,6 @@ from .onnx_layers import (
     FLAVORS,
     GUARD,
     INT8_SCALES,
-    NBITS_BLOCKS,
     OPSET,
     TARGETS,
     Flavor,
@@ -45,6 +45,7 @@ from .onnx_layers import (
     OnnxLinear,
     OnnxNBitsLinear,
     OnnxQdqLinear,
+    OnnxTiedLinear,
     Rounding,
     Target,
     is_exact_signed,
@@ -256,6 +257,10 @@ def export_onnx(
             with explained(f"ONNX Runtime cannot run the {flavor} model"):
                 run = onnx_runtime(path)
                 outputs = [run(batch) for batch in reference.batches]
+            # The scale of a call is another one where a part of it comes from the
+            # cache.
+            if decoder.has_cache(checkpoint.model) and grids.get(flavor) != grid:
+                _check_cache(path, reference.batches[0], tolerance)
             proof = reference.prove(outputs, simulated)
             found.proofs[flavor] = proof
             # Without rounded inputs the model computes what the checkpoint does, so
@@ -324,22 +329,44 @@ def onnx_runtime(
         path: The file.
         threads: 0 is ONNX Runtime's own number.
     """
+    session = _session(path, threads)
+
+    def run(batch: Mapping[str, Tensor]) -> Tensor:
+        return torch.from_numpy(
+            session.run(None, decoder.first_call(session, batch))[0]
+        )
+
+    return run
+
+
+def _session(path: Path, threads: int = 0) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads
-    session = onnxruntime.InferenceSession(
+    return onnxruntime.InferenceSession(
         os.fspath(path), options, providers=["CPUExecutionProvider"]
     )
 
-    def run(batch: Mapping[str, Tensor]) -> Tensor:
-        outputs = session.run(
-            None, {name: tensor.numpy() for name, tensor in batch.items()}
-        )
-        return torch.from_numpy(outputs[0])
 
-    return run
+def _check_cache(path: Path, batch: Mapping[str, Tensor], tolerance: float) -> None:
+    """Check that a decoder answers the last token from its cache as it does without one.
+
+    Raises:
+        MoQError: It does not.
+    """
+    session = _session(path)
+    # All of these tokens are seen, so that the last one is no padding.
+    seen = {name: tensor[:1, :8] for name, tensor in batch.items()}
+    whole = session.run(None, decoder.first_call(session, seen))[0][:, -1]
+    cached = decoder.last_with_cache(session, seen)
+    difference = float((cached - torch.from_numpy(whole)).abs().max())
+    if not difference <= tolerance:
+        raise MoQError(
+            f"{path.name}: with its key-value cache the model answers otherwise by {difference:.3g}: this class of "
+            "models has another cache than the export knows"
+        )
 
 
 def _write_rest(
@@ -347,6 +374,8 @@ def _write_rest(
 ) -> None:
     """Write the model's config, without its quantization, what prepares its inputs, and the report."""
     checkpoint.model.config.save_pretrained(folder)
+    if decoder.has_cache(checkpoint.model):
+        checkpoint.model.generation_config.save_pretrained(folder)
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.save_pretrained(folder)
     elif checkpoint.processor is not None:
@@ -388,7 +417,7 @@ def _in_blocks(
 ) -> OnnxNBitsLinear | None:
     """A layer whose weight stays packed in memory; None where its groups are not whole blocks of the kernel."""
     block = grid.beside(weight.codes.shape[1], weight.scale.shape[1]).block
-    if not isinstance(module, nn.Linear) or block not in NBITS_BLOCKS:
+    if not isinstance(module, nn.Linear) or block < LEAST_INPUT_BLOCK:
         return None
     return OnnxNBitsLinear(weight, module.bias, bits, block)
 
@@ -419,6 +448,9 @@ def prepare(
         if isinstance(module, nn.Embedding):
             layer: nn.Module = OnnxEmbedding(weight, bits)
             stored[name] = "int4" if layer.halved else "int8"
+            for other in checkpoint.verified.layers[name].tied:
+                head = copied.get_submodule(other)
+                copied.set_submodule(other, OnnxTiedLinear(layer, head.bias))
         elif isinstance(module, nn.Conv1d | nn.Conv2d):
             layer = OnnxConvolution(weight, module)
         elif rounding is not None and flavor == "nbits":
@@ -471,14 +503,7 @@ def write_model(prepared: Prepared, example: Mapping[str, Tensor], path: Path) -
             prepared.model, {name: tensor.contiguous() for name, tensor in few.items()}
         )
         _pack(exported, prepared)
-        _optimize(
-            exported,
-            {
-                f"{name}.{part}"
-                for name in prepared.stored
-                for part in ("codes", "zero_point")
-            },
-        )
+        _optimize(exported)
         # The float flavor is left as PyTorch exports it.
         if prepared.stored:
             _keep_sums(exported)
@@ -502,19 +527,25 @@ def _traced(model: Any, inputs: dict[str, Tensor]) -> Any:
     Raises:
         MoQError: The exporter of PyTorch cannot export the model.
     """
-    dynamic = {
+    given: dict[str, Any] = inputs
+    names = list(inputs)
+    dynamic: dict[str, Any] = {
         name: {0: "batch"} if tensor.dim() > 2 else {0: "batch", 1: "sequence"}
         for name, tensor in inputs.items()
     }
-    with explained(f"torch.onnx.export cannot export {type(model).__name__}"):
+    tracing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if decoder.has_cache(model):
+        given, names, dynamic = decoder.example_of(model, inputs["input_ids"])
+        tracing = decoder.with_cache(model)
+    with explained(f"torch.onnx.export cannot export {type(model).__name__}"), tracing:
         try:
             program = torch.onnx.export(
                 model,
                 (),
-                kwargs=inputs,
+                kwargs=given,
                 dynamic_shapes=dynamic,
-                input_names=list(inputs),
-                output_names=list(model(**inputs)),
+                input_names=names,
+                output_names=list(model(**given)),
                 opset_version=OPSET,
                 dynamo=True,
                 optimize=False,
@@ -546,23 +577,26 @@ def _pack(exported: Any, prepared: Prepared) -> None:
             value.type = ir.TensorType(ir.DataType.INT4)
 
 
-def _optimize(exported: Any, integers: set[str]) -> None:
+def _optimize(exported: Any) -> None:
     from onnx_ir.passes.common import (
         ClearMetadataAndDocStringPass,
         CommonSubexpressionEliminationPass,
     )
     from onnxscript.optimizer import optimize_ir
 
-    # The default would fold small integer weights into float ones.
-    optimize_ir(
-        exported,
-        should_fold=lambda node: (
-            False if integers & {v.name for v in node.inputs if v} else None
-        ),
-    )
+    def should_fold(node: Any) -> bool | None:
+        names = [value.name for value in node.inputs if value]
+        # The default would fold small integer weights into float ones.
+        return False if any(map(_is_integer, names)) else None
+
+    optimize_ir(exported, should_fold=should_fold)
     CommonSubexpressionEliminationPass()(exported)
     # Stack traces, with the paths of this machine.
     ClearMetadataAndDocStringPass()(exported)
+
+
+def _is_integer(name: str) -> bool:
+    return name.endswith((".codes", ".zero_point"))
 
 
 def _keep_sums(exported: Any) -> None:

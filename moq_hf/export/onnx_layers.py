@@ -247,6 +247,24 @@ class OnnxEmbedding(_Stored):
         return codes * scale
 
 
+class OnnxTiedLinear(nn.Module):
+    """An output head that shares its weight with an embedding table, in whose integers it lies.
+
+    Args:
+        table: The table.
+        bias: `[rows]`, or None.
+    """
+
+    def __init__(self, table: OnnxEmbedding, bias: Tensor | None) -> None:
+        super().__init__()
+        self.table = table
+        self.bias = bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` `[..., columns]` times the table, plus the bias."""
+        return F.linear(input, self.table.weight, self.bias)
+
+
 class OnnxInt8Linear(_StoredLinear):
     """A linear layer that rounds its input, and multiplies unsigned activations with integer weights.
 
@@ -299,7 +317,7 @@ class OnnxInt8Linear(_StoredLinear):
         zero = self.middle
         if self.grid.scale == "per_token":
             scale = token_scale(input, bits)
-            codes = _quantize_linear(input / scale, step, zero)
+            codes = self._codes(input / scale, step, zero)
             product = self._product(codes, step, zero) * scale
             return product if self.bias is None else product + self.bias
         if self.grid.scale == "per_tensor" and bits == 8:
@@ -314,12 +332,16 @@ class OnnxInt8Linear(_StoredLinear):
         if self.grid.scale == "per_tensor":
             step, middle = tensor_scale(input, bits)
             zero = middle.to(torch.uint8)
-        codes = _quantize_linear(input, step, zero)
-        if bits < 8:
-            codes = _emit(
-                "Clip", (codes, self.least, self.most), torch.uint8, codes.shape
-            )
+        codes = self._codes(input, step, zero)
         return self._product(codes, step, zero, self.bias)
+
+    def _codes(self, input: Tensor, step: Tensor, zero: Tensor) -> Tensor:
+        codes = _quantize_linear(input, step, zero)
+        if self.grid.bits == 8:
+            # The operator clips where a byte ends.
+            return codes
+        limits = (codes, self.least, self.most)
+        return _emit("Clip", limits, torch.uint8, codes.shape)
 
     def _product(
         self, codes: Tensor, step: Tensor, zero: Tensor, bias: Tensor | None = None
@@ -337,9 +359,7 @@ class OnnxInt8Linear(_StoredLinear):
         )
 
 
-# Blocks of a row that the kernels of MatMulNBits take, whatever the bits.
-NBITS_BLOCKS = (32, 64, 128)
-# It multiplies with activations of 8 bits.
+# MatMulNBits multiplies with activations of 8 bits.
 _INT8_ACTIVATIONS = 4
 
 
@@ -375,6 +395,16 @@ class OnnxNBitsLinear(_Stored):
             zero_point=zero,
             bias=bias,
         )
+        self.weights = weight
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight `[out_features, in_features]`, float32, for a model's code that reads it, as T5's does."""
+        codes, scale, zero = per_row(self.weights)
+        groups = codes.unflatten(1, (scale.shape[1], -1))
+        if zero is not None:
+            groups = groups - zero[..., None]
+        return (groups * scale[..., None]).flatten(1)
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]`, rounded, times the weight, plus the bias."""

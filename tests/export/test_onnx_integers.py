@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import onnx
@@ -19,8 +19,10 @@ from moq_hf.export.compare import load_checkpoint
 from moq_hf.export.onnx import export_onnx, prepare, write_model
 from moq_hf.export.onnx_layers import (
     GUARD,
+    INT8_SCALES,
     OnnxEmbedding,
     OnnxInt8Linear,
+    OnnxNBitsLinear,
     OnnxQdqLinear,
     Rounding,
     Target,
@@ -28,18 +30,17 @@ from moq_hf.export.onnx_layers import (
     target_here,
     target_of,
 )
-from moq_hf.grid import Grid, InputGrid, InputScale, PerChannel, RowBlocks
-from moq_hf.inputs import fake_quantize_input
+from moq_hf.grid import Grid, InputGrid, InputScale, PerChannel, PerGroup, RowBlocks
+from moq_hf.inputs import fake_quantize_input, static_scale
 from moq_hf.training.controller import MoQController
 
-SCALES: tuple[InputScale, ...] = get_args(InputScale)
 needs_vnni = pytest.mark.skipif(target_here() != "vnni", reason="products of 8 bits saturate on this CPU")
 
 
 @pytest.mark.parametrize("grid", [Grid(PerChannel()), Grid(RowBlocks(2), symmetric=False)], ids=["symmetric", "not"])
 @pytest.mark.parametrize("signed", [pytest.param(True, marks=needs_vnni), False], ids=["signed", "unsigned"])
 @pytest.mark.parametrize("bits", [8, 3])
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", INT8_SCALES)
 def test_a_layer_computes_what_training_does(
     scale: InputScale, bits: int, signed: bool, grid: Grid, tmp_path: Path
 ) -> None:
@@ -54,12 +55,19 @@ def test_a_layer_computes_what_training_does(
     layer = OnnxInt8Linear(weight, bias, inputs, largest if scale == "static" else None, signed)
     assert layer.codes.dtype == (torch.int8 if signed else torch.uint8)
     found = export_layer(layer, x, tmp_path / "layer.onnx")
-    rounded = fake_quantize_input(x, inputs, largest)
+    rounded = fake_quantize_input(x, inputs, static_scale(largest[None], bits))
     assert not torch.equal(rounded, x)
     expected = rounded.double() @ quantizer.dequantize(*weight).double().T + bias
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     # A code more or less would be seen.
-    assert float((fake_quantize_input(x, InputGrid(bits - 1, scale), largest) - rounded).abs().max()) > 1e-2
+    assert (
+        float(
+            (fake_quantize_input(x, InputGrid(bits - 1, scale), static_scale(largest[None], bits - 1)) - rounded)
+            .abs()
+            .max()
+        )
+        > 1e-2
+    )
 
 
 def test_qdq_computes_what_training_does(tmp_path: Path) -> None:
@@ -68,9 +76,36 @@ def test_qdq_computes_what_training_does(tmp_path: Path) -> None:
     x, largest, path = torch.randn(2, 5, 16), torch.tensor(2.0), tmp_path / "layer.onnx"
     bias = torch.randn(6)
     found = export_layer(OnnxQdqLinear(weight, bias, largest), x, path)
-    rounded = fake_quantize_input(x, InputGrid(8, "static"), largest)
+    rounded = fake_quantize_input(x, InputGrid(8, "static"), static_scale(largest[None], 8))
     expected = rounded @ quantizer.dequantize(*weight).T + bias
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group"), [(1, None), (2, None), (2, 64), (3, 32), (4, None), (4, 128), (8, 64), (6, None)]
+)
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "not"])
+def test_nbits_computes_what_training_does(bits: int, group: int | None, symmetric: bool, tmp_path: Path) -> None:
+    if bits == 1 and not symmetric:
+        return
+    torch.manual_seed(0)
+    columns = 128 if group else 100
+    grid = Grid(PerGroup(group) if group else PerChannel(), symmetric=symmetric, full=None if symmetric else False)
+    weight = quantizer.quantize(torch.randn(6, columns), bits, grid)
+    expected = quantizer.dequantize(*weight)
+    if weight.zero_point is not None:
+        half = 2 ** (bits - 1)
+        weight = weight._replace(codes=weight.codes - half, zero_point=weight.zero_point - half)
+    inputs = InputGrid(8, "per_block").beside(columns, weight.scale.shape[1])
+    bias, x = torch.randn(6), torch.randn(2, 5, columns)
+    layer = OnnxNBitsLinear(weight, bias, bits, inputs.block)
+    torch.testing.assert_close(layer.weight, expected)
+    found = export_layer(layer, x, tmp_path / "layer.onnx")
+    rounded = fake_quantize_input(x, inputs)
+    torch.testing.assert_close(found.double(), rounded.double() @ expected.double().T + bias, rtol=1e-5, atol=1e-5)
+    assert float((rounded @ expected.T - x @ expected.T).abs().max()) > 1e-3
+    # A byte holds as many codes as fit.
+    assert layer.codes.numel() == 6 * 128 * layer.bits // 8
 
 
 @pytest.mark.parametrize("bits", [7, 8])

@@ -1,0 +1,134 @@
+"""Decoders of text: a graph with a key-value cache, by the names that transformers.js and onnxruntime-genai look for.
+
+| input | shape |
+| --- | --- |
+| `input_ids`, `position_ids` | `[batch, sequence]` |
+| `attention_mask` | `[batch, past + sequence]` |
+| `past_key_values.N.key`, `.value` | `[batch, heads, past, head size]`, of layer N; nothing is past in the first call |
+
+Outputs are `logits` and, for every layer, `present.N.key` and `.value`, which are past in the next call.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+_PAST = "past_key_values"
+
+
+def has_cache(model: Any) -> bool:
+    """Whether a model generates text with nothing beside it, and so is exported with its cache."""
+    return bool(
+        model.main_input_name == "input_ids"
+        and model.can_generate()
+        and not model.config.is_encoder_decoder
+    )
+
+
+class _WithCache:
+    """The forward pass that is traced: the cache comes in and goes out as tensors."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past_key_values: Sequence[Tensor],
+    ) -> dict[str, Tensor]:
+        pairs = zip(past_key_values[::2], past_key_values[1::2], strict=True)
+        outputs = super().forward(  # type: ignore[misc]
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=DynamicCache(list(pairs)),
+            use_cache=True,
+        )
+        present = _tensors_of(outputs.past_key_values)
+        return {"logits": outputs.logits} | {
+            f"present.{name}": tensor for name, tensor in present.items()
+        }
+
+
+@contextlib.contextmanager
+def with_cache(model: Any) -> Iterator[None]:
+    """In it the model's forward pass is the one with the cache as tensors."""
+    cls = type(model)
+    model.__class__ = type(cls.__name__, (_WithCache, cls), {})
+    try:
+        yield
+    finally:
+        model.__class__ = cls
+
+
+def example_of(
+    model: Any, input_ids: Tensor
+) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
+    """What a decoder is traced with, after the first half of these tokens `[batch, sequence]`.
+
+    Returns:
+        The inputs, their names in the graph, and which of their sizes may change.
+    """
+    half = input_ids.shape[1] // 2
+    before = model(input_ids[:, :half], use_cache=True).past_key_values
+    past = _tensors_of(before)
+    positions = torch.arange(half, input_ids.shape[1]).expand(len(input_ids), -1)
+    inputs = {
+        "input_ids": input_ids[:, half:].contiguous(),
+        "attention_mask": torch.ones_like(input_ids),
+        "position_ids": positions.contiguous(),
+        _PAST: list(past.values()),
+    }
+    names = [*list(inputs)[:3], *(f"{_PAST}.{name}" for name in past)]
+    dynamic = {
+        "input_ids": {0: "batch", 1: "sequence"},
+        "attention_mask": {0: "batch", 1: "total"},
+        "position_ids": {0: "batch", 1: "sequence"},
+        _PAST: [{0: "batch", 2: "past"} for _ in past],
+    }
+    return inputs, names, dynamic
+
+
+def _tensors_of(cache: Any) -> dict[str, Tensor]:
+    tensors = {}
+    for index, layer in enumerate(cache.layers):
+        tensors[f"{index}.key"] = layer.keys
+        tensors[f"{index}.value"] = layer.values
+    return tensors
+
+
+def first_call(session: Any, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The arrays of a batch, and of what else a graph wants where nothing is past."""
+    arrays = {name: tensor.numpy() for name, tensor in batch.items()}
+    for wanted in session.get_inputs():
+        if wanted.name.startswith(_PAST):
+            _, heads, _, size = wanted.shape
+            shape = (len(arrays["input_ids"]), heads, 0, size)
+            arrays[wanted.name] = np.zeros(shape, np.float32)
+        elif wanted.name == "position_ids" and wanted.name not in arrays:
+            seen = arrays["attention_mask"].cumsum(-1) - 1
+            arrays[wanted.name] = seen.clip(min=0)
+    return arrays
+
+
+def last_with_cache(session: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """The answers at the last token `[batch, vocabulary]`, where all before it comes from the cache."""
+    arrays = first_call(session, batch)
+    earlier = {}
+    last = {}
+    for name, array in arrays.items():
+        if not name.startswith(_PAST):
+            earlier[name] = array[:, :-1]
+            last[name] = array[:, -1:]
+        else:
+            earlier[name] = array
+    last["attention_mask"] = arrays["attention_mask"]
+    _, *present = session.run(None, earlier)
+    names = [output.name for output in session.get_outputs()][1:]
+    for name, array in zip(names, present, strict=True):
+        last[name.replace("present", _PAST)] = array
+    return torch.from_numpy(session.run(None, last)[0][:, -1])
