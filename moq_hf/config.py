@@ -254,8 +254,8 @@ class ActivationConfig:
     enabled: Annotated[
         Flag,
         key(
-            "round the inputs of quantized linear layers too, as engines that multiply integers do; layers that the model "
-            "does not call (WavLM's attention, `nn.TransformerEncoder`) are an error before the first step"
+            "round the inputs of quantized linear layers too, as engines that multiply integers do; layers that the "
+            "model does not call (WavLM's attention, `nn.TransformerEncoder`) are an error before the first step"
         ),
     ] = False
     bits: Annotated[ByteBits, key("of those inputs; 7 for CPUs without VNNI")] = 8

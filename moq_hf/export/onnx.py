@@ -446,11 +446,12 @@ def prepare(
         bits = checkpoint.verified.layers[name].bits
         stored[name] = "int4" if bits <= 4 else "int8"
         if isinstance(module, nn.Embedding):
-            layer: nn.Module = OnnxEmbedding(weight, bits)
-            stored[name] = "int4" if layer.halved else "int8"
+            embedding = OnnxEmbedding(weight, bits)
+            layer: nn.Module = embedding
+            stored[name] = "int4" if embedding.halved else "int8"
             for other in checkpoint.verified.layers[name].tied:
                 head = copied.get_submodule(other)
-                copied.set_submodule(other, OnnxTiedLinear(layer, head.bias))
+                copied.set_submodule(other, OnnxTiedLinear(embedding, head.bias))
         elif isinstance(module, nn.Conv1d | nn.Conv2d):
             layer = OnnxConvolution(weight, module)
         elif rounding is not None and flavor == "nbits":
