@@ -73,7 +73,7 @@ def fake_quantize_input(
 def _in_blocks(x: Tensor, grid: InputGrid) -> Tensor:
     features = x.shape[-1]
     padded = F.pad(x, (0, -features % grid.block))
-    blocks = padded.view(*x.shape[:-1], -1, grid.block)
+    blocks = padded.reshape(*x.shape[:-1], -1, grid.block)
     most = (1 << grid.bits - 1) - 1
     # Its reciprocal must be finite.
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=most * _TINY)

@@ -401,7 +401,7 @@ class OnnxNBitsLinear(_Stored):
     def weight(self) -> Tensor:
         """The weight `[out_features, in_features]`, float32, for a model's code that reads it, as T5's does."""
         codes, scale, zero = per_row(self.weights)
-        groups = codes.view(self.rows, scale.shape[1], -1)
+        groups = codes.reshape(self.rows, scale.shape[1], -1)
         if zero is not None:
             groups = groups - zero[..., None]
         return (groups * scale[..., None]).flatten(1)
@@ -428,7 +428,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     count = 8 // bits
     padded = F.pad(codes, (0, -codes.shape[1] % count)).int()
     shifts = torch.arange(count, dtype=torch.int32) * bits
-    parts = padded.view(len(padded), -1, count) << shifts
+    parts = padded.reshape(len(padded), -1, count) << shifts
     return parts.sum(-1).to(torch.uint8)
 
 
