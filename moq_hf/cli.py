@@ -229,6 +229,12 @@ def add_pack(subparsers: Any) -> None:
         default="5GB",
         help="the largest size of a weight file; default: 5GB",
     )
+    add(
+        "--layout",
+        choices=("packed", "unpacked", "floats", "gemma"),
+        help="how the weights lie in the files; default: what loads; gemma: transformers' own 2, 4 and 8 bits, which "
+        "stay packed in memory, for transformers >= 5.23 alone",
+    )
     parser.set_defaults(run=_pack)
 
 
@@ -241,6 +247,7 @@ def _pack(args: argparse.Namespace) -> None:
             args.out,
             model=args.model,
             max_shard_size=args.max_shard_size,
+            layout=args.layout,
         )
     )
 

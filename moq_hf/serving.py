@@ -76,6 +76,7 @@ class Description:
         unserved: Why plain transformers does not compute what was evaluated; None if it
             does, or nobody tried.
         scales: Dtype of the scales in the file.
+        layout: How the weights lie there; see `formats.table`.
     """
 
     architecture: str
@@ -84,6 +85,7 @@ class Description:
     is_encoder_decoder: bool = False
     unserved: str | None = None
     scales: str = "float32"
+    layout: str = "packed"
 
 
 @dataclass(frozen=True)
@@ -313,6 +315,8 @@ def verdict(model: Description, server: Server) -> Verdict:
     is_tried = server is TRANSFORMERS or model.architecture in server.tried.split()
     if not is_tried:
         notes.append(f"no {model.architecture} was tried with it")
+    if model.layout == "gemma" and server is TRANSFORMERS:
+        notes.append("from 5.23 on: older versions do not know quant_method gemma")
     has_codes = not all(weight.is_float for weight in model.weights.values())
     if server.half_scales and model.scales == "float32" and has_codes:
         notes.append("scales are rounded to half precision there")
@@ -435,6 +439,11 @@ def _misfits(
     groups = _or(server.groups) or f"a multiple of {server.multiple}"
     instead = f"quantize_group_size {groups}, or per channel, is served"
     yield unfit, f"its groups are {groups}, not {_or(unfit.values())}", instead
+    yield (
+        codes if model.layout == "gemma" and server is not TRANSFORMERS else (),
+        "it does not know transformers' quant_method gemma",
+        "any other layout is served",
+    )
     columns = {name: weight.columns for name, weight in codes.items()}
     rows = {name: weight.rows for name, weight in codes.items()}
     for what, multiple, counts in (

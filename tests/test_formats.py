@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 import torch
+from transformers.integrations import gemma_quant
 
+from moq_hf.formats import gemma
 from moq_hf.formats.stored import EncodeSpec, SharedScheme, StoredWeight
 from moq_hf.formats.table import FORMS, form_of
 from moq_hf.grid import Grid, PerChannel, PerGroup, RowBlocks
@@ -21,6 +23,9 @@ def test_what_was_written_is_read(form: str, at_load: bool, grouping: object, ki
     if form == "int8" and at_load:
         pytest.skip("tables are packed with the layers where all have one scheme")
     grid = Grid(grouping, search="absmax", **kind)  # type: ignore[arg-type]
+    if form == "gemma" and (at_load or not FORMS[form].fits(EncodeSpec("linear", (40, 48), bits, grid))):
+        assert at_load or isinstance(grouping, PerGroup) or not grid.symmetric
+        return
     weight = torch.randn(40, 48, generator=torch.Generator().manual_seed(bits))
     values = quantize(weight, bits, grid)
     shared = SharedScheme(grid.grouping.row_size, grid.symmetric, takes_tables=True) if at_load else None
@@ -33,11 +38,35 @@ def test_what_was_written_is_read(form: str, at_load: bool, grouping: object, ki
     found = FORMS[form].read(stored)
     stored.check(found)
     assert found.codes.equal(values.codes)
-    assert encoded.parts.keys() - {"weight_zero_point"} == FORMS[form].TENSORS
-    if shared is None:
+    others = {"weight_zero_point", "input_activation_scale", "output_activation_scale"}
+    assert encoded.parts.keys() - others == FORMS[form].TENSORS
+    if shared is None and form != "gemma":
         own = {part: (tensor.shape, tensor.dtype) for part, tensor in encoded.parts.items()}
         assert own == {part: (tensor.shape, tensor.dtype) for part, tensor in FORMS[form].shapes(spec).items()}
     assert dequantize(*found).equal(dequantize(*values))
+
+
+@pytest.mark.parametrize("columns", [47, 48])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8])
+def test_gemma_is_what_transformers_computes(bits: int, columns: int) -> None:
+    width = 2 if bits < 3 else 4 if bits < 5 else 8
+    grid = Grid(PerChannel(), full=None)
+    weight = torch.randn(40, columns, generator=torch.Generator().manual_seed(bits))
+    weight[3] = 0.0
+    values = quantize(weight, bits, grid)
+    linear, table = (EncodeSpec(kind, (40, columns), bits, grid) for kind in ("linear", "embedding"))
+    encoded = gemma.write(values, linear)
+    stored = StoredWeight("w", "linear", bits, grid, (40, columns), (40, 1), encoded.scheme, None, {"w": encoded.parts})
+    found = gemma.read(stored)
+    stored.check(found)
+    assert found.codes.equal(values.codes)
+    layer = gemma_quant.QuantizedLinear(columns, 40, num_bits=width)
+    assert not layer.load_state_dict(encoded.parts).missing_keys
+    assert layer.weight.dtype == (torch.int8 if width == 8 else torch.uint8)
+    assert layer._dequantize_weights().equal(dequantize(*values))
+    rows = gemma_quant.QuantizedEmbedding(40, columns, torch.float32, num_bits=width)
+    rows.load_state_dict(gemma.write(values, table).parts)
+    assert rows.weight.equal(dequantize(*values))
 
 
 @pytest.mark.parametrize(

@@ -535,6 +535,18 @@ def test_tied_parameters(tiny_bert: hf.BertForSequenceClassification) -> None:
     assert seams.tied_parameters(hf.GPT2LMHeadModel(config)) == {"lm_head.weight": "transformer.wte.weight"}
 
 
+def test_stays_float(tiny_bert: hf.BertForSequenceClassification) -> None:
+    config = hf.T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    model = hf.T5EncoderModel(config)
+    feed = model.encoder.block[0].layer[1].DenseReluDense
+    assert seams.stays_float(model, "encoder.block.0.layer.1.DenseReluDense.wo", feed.wo)
+    assert not seams.stays_float(model, "encoder.block.0.layer.1.DenseReluDense.wi", feed.wi)
+    assert not seams.stays_float(tiny_bert, "classifier", tiny_bert.classifier)
+    from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
+
+    assert seams.stays_float(tiny_bert, "shared", BartScaledWordEmbedding(4, 2, 0))
+
+
 # Packed models.
 
 

@@ -50,6 +50,8 @@ class EncodeSpec:
         dtype: Dtype of the float weight.
         inputs: How the layer's inputs are rounded in training; None leaves them alone.
         input_scale: Their scale, `[1]`, where it is static.
+        in_float: Whether transformers leaves the module alone, whatever the files say,
+            where it replaces others.
     """
 
     kind: str
@@ -64,6 +66,7 @@ class EncodeSpec:
     dtype: torch.dtype = torch.float32
     inputs: InputGrid | None = None
     input_scale: Tensor | None = None
+    in_float: bool = False
 
     @classmethod
     def of(

@@ -3,16 +3,17 @@
 from types import ModuleType
 from typing import Literal
 
-from . import floats, int_quantized, pack_quantized
+from . import floats, gemma, int_quantized, pack_quantized
 from .stored import EncodeSpec
 
-Layout = Literal["packed", "unpacked", "floats"]
+Layout = Literal["packed", "unpacked", "floats", "gemma"]
 
 
 FORMS: dict[str, ModuleType] = {
     "packed": pack_quantized,
     "int8": int_quantized,
     "dense": floats,
+    "gemma": gemma,
 }
 """Each form by the name that `moq_state.json` has for it."""
 
@@ -20,6 +21,7 @@ LAYOUTS: dict[Layout, tuple[str, ...]] = {
     "packed": ("packed", "int8", "dense"),
     "unpacked": ("packed", "dense"),
     "floats": ("dense",),
+    "gemma": ("gemma", "dense"),
 }
 """The forms that may stand in one folder.
 
@@ -28,17 +30,19 @@ them. It does not fit models whose `_init_weights` reaches into other weights (T
 themselves (the encoder by `generate` of BART, the towers of CLIP). Nor can transformers load packed zero points so,
 which is how servers take asymmetric grids. These models are "unpacked": unpacked while loading (`dequantize`), which
 knows one scheme for all layers, with as many bits as the largest layer has. Where neither computes what the model did,
-the layout is "floats": ordinary weights on their grid.
+the layout is "floats": ordinary weights on their grid. "gemma" is written where it is asked for alone: plain
+transformers keeps such weights packed, and no server takes them.
 """
 
 NEEDS: dict[Layout, dict[str, str]] = {
     "packed": {"transformers": "5.15.0", "compressed-tensors": "0.18.0"},
     "unpacked": {"transformers": "5.23.0", "compressed-tensors": "0.18.0"},
     "floats": {"transformers": "5.0.0"},
+    "gemma": {"transformers": "5.23.0"},
 }
 """The least versions that load every folder of a layout as it was evaluated.
 
-They were tried, with the versions before them (`benchmarks/versions.py`). Older ones
+They were tried, with the versions before them (`benchmarks/versions.py`); "gemma" with 5.23.0 alone. Older ones
 load some models all the same, and end with an error on others.
 """
 

@@ -19,7 +19,7 @@ from ..training.float_first import before_float
 from .state import hub_id
 from .verify import Verification, verify_quantized
 
-TAGS = ("moq", "quantization-aware-training", "compressed-tensors")
+TAGS = ("moq", "quantization-aware-training")
 
 _BY_HAND = """`from_pretrained` alone does not make this model: make one as it was made for training, and load the
 weights into it.
@@ -78,7 +78,7 @@ def write_card(
     measured = {metric: value for metric, value in metrics.items() if metric != "loss"}
     data.model_name = name.rpartition("/")[2]
     data.library_name = "transformers"
-    data.tags = list(dict.fromkeys([*TAGS, *(data.tags or [])]))
+    data.tags = list(dict.fromkeys([*TAGS, _format(found), *(data.tags or [])]))
     if data.base_model:
         data["base_model_relation"] = "finetune"
     data.metrics = list(measured) or None
@@ -175,7 +175,7 @@ def _made(saved: Verification) -> str:
     )
     widths = sorted({layer.bits for layer in layers})
     bits = ["float" if width == FLOAT_BITS else str(width) for width in widths]
-    stored = "packed integers in the format of compressed-tensors"
+    stored = f"packed integers in the format `{_format(saved)}`"
     if not all(has_codes(layer.stored) for layer in layers):
         stored += ", or floats on their grid; see the table"
     return (
@@ -183,6 +183,11 @@ def _made(saved: Verification) -> str:
         f"{saved.coverage()} are quantized, which makes {saved.mean_bits:.2f} bits per parameter over the whole model. "
         f"The quantized weights are {stored}: {_mb(saved.file_bytes)} instead of {_mb(saved.float_bytes)} in all."
     )
+
+
+def _format(saved: Verification) -> str:
+    """What loads the packed weights, which is the name of a tag."""
+    return "gemma" if saved.state["layout"] == "gemma" else "compressed-tensors"
 
 
 def _loading(name: str, folder: Path, saved: Verification) -> str:

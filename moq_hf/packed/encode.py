@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import quantizer
-from ..errors import MoQError
+from ..errors import MoQError, shortened
+from ..formats import gemma
 from ..formats.stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec, SharedScheme
 from ..formats.table import FORMS, NEEDS, Layout, form_of
 from ..model.inventory import FUSED, Inventory, is_linear
@@ -26,13 +27,19 @@ from ..names import is_below, plain_name
 from ..processes import shape_of
 from ..quant_linear import QuantLayer
 from ..schedule import FLOAT_BITS
-from ..seams.transformers import matrices_in_files, original_format
+from ..seams.transformers import (
+    matrices_in_files,
+    original_format,
+    stays_float,
+)
 from ..weight_matrix import from_rows, is_experts, parameter_of, to_rows
 from .state import StoredLayer
 
 _Value = TypeVar("_Value")
 # The config group of packed experts.
 _EXPERTS = "experts"
+# Layouts whose files can say how inputs are rounded, and keep scales of half precision.
+_WITH_INPUTS = ("packed", "gemma")
 # Whatever stands before, and between two parts of a name.
 _ANY = r"(?:.*\.)?"
 # What the files call the matrix of an expert.
@@ -99,9 +106,17 @@ class Encoder:
             name: self._spec(model, name, layer, shared)
             for name, layer in layers.items()
         }
-        self.rounds_inputs = layout == "packed" and self._round_inputs()
+        self.rounds_inputs = layout in _WITH_INPUTS and self._round_inputs()
         self.forms = {name: self._form(name) for name in layers}
-        packed = [name for name, form in self.forms.items() if form == "packed"]
+        specs = self._specs
+        unfit = [
+            n for n, f in self.forms.items() if f == "dense" and not specs[n].in_float
+        ]
+        if layout == "gemma" and unfit:
+            raise MoQError(
+                f"layout gemma has no place for {shortened(unfit)}: it {gemma.LEGAL}"
+            )
+        packed = [n for n, form in self.forms.items() if form in ("packed", "gemma")]
         self._matrices = {
             name: self._specs[name].matrices or ()
             for name in packed
@@ -122,7 +137,7 @@ class Encoder:
         # them.
         self.dtype = (
             next(iter(scales))
-            if layout == "packed" and self.dtypes == scales
+            if layout in _WITH_INPUTS and self.dtypes == scales
             else "float32"
         )
 
@@ -143,7 +158,7 @@ class Encoder:
         They do not unpack experts, and look for packed layers under the names that the
         modules have today.
         """
-        return bool(self._matrices or self.names)
+        return bool(self._matrices or self.names or self.layout == "gemma")
 
     def _shared_scheme(self) -> SharedScheme:
         linears = [
@@ -180,8 +195,15 @@ class Encoder:
             if layer.kind == "experts"
             else None
         )
+        in_float = self.layout == "gemma" and (
+            layer.kind not in ("linear", "conv1d", "embedding")
+            or name in self.tied
+            or stays_float(model, name, layer)
+        )
         return replace(
-            EncodeSpec.of(layer, name in self.tables, matrices), shared=shared
+            EncodeSpec.of(layer, name in self.tables, matrices),
+            shared=shared,
+            in_float=in_float,
         )
 
     def _round_inputs(self) -> bool:
@@ -195,7 +217,10 @@ class Encoder:
             spec = replace(self._specs[name], inputs=inputs.grid, input_scale=scale)
             has_scale = scale is not None or inputs.grid.scale == "per_token"
             is_trained = inputs.active and has_scale and not layer.moq.blend
-            if not is_trained or not spec.takes_inputs:
+            is_taken = spec.takes_inputs
+            if self.layout == "gemma":
+                is_taken = gemma.takes_inputs(spec, inputs.grid)
+            if not is_trained or not is_taken:
                 return False
             specs[name] = spec
         self._specs |= specs
@@ -360,8 +385,16 @@ class Encoder:
             if name != _EXPERTS
         }
         grouped = set().union(*members.values())
-        ungrouped = [name for name in self._linears if name not in grouped]
+        has_tables = not self.tables.isdisjoint(self.packed)
+        named = self._patterns.names if has_tables else self._linears
+        ungrouped = [name for name in named if name not in grouped]
         targets, ignore = self._patterns.of(members, ungrouped)
+        if self.layout == "gemma":
+            widths = {
+                self.groups[name]["weights"]["num_bits"]: patterns
+                for name, patterns in targets.items()
+            }
+            return gemma.config(widths, ignore, has_tables)
         if _EXPERTS in self.groups:
             matrices = set().union(*self._matrices.values())
             targets[_EXPERTS] = [matrix_pattern(matrices)]

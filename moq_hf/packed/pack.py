@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, TrainerState
 
 from ..config import MoQConfig
 from ..errors import MoQError, explained, listed, one_line
+from ..formats.table import Layout
 from ..names import plain_name
 from ..seams.engines import FSDP_MODEL
 from ..seams.transformers import never_saved, original_format, tied_parameters
@@ -57,6 +58,7 @@ def pack_checkpoint(
     *,
     model: str | None = None,
     max_shard_size: int | str = "5GB",
+    layout: Layout | None = None,
 ) -> str:
     """Write the packed model of a checkpoint, as `MoQTrainer.save_model` would have written it at that step.
 
@@ -71,6 +73,7 @@ def pack_checkpoint(
             that has none.
         max_shard_size: The largest size of a weight file: bytes, or a text such as
             "5GB".
+        layout: As for `save_quantized`.
 
     Returns:
         What was written, in a line.
@@ -123,7 +126,7 @@ def pack_checkpoint(
             state_dict=weights.renamed(names, bar.update),
             max_shard_size=shard_size,
         )
-        return f"{target}: {deliver(shell, target, options, None).summary}"
+        return f"{target}: {deliver(shell, target, options, None, layout).summary}"
 
 
 def _config_of(folder: Path, described: Path | str) -> PreTrainedConfig:

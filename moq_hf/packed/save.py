@@ -158,6 +158,7 @@ def save_quantized(
             that nothing is proven.
         layout: How the files hold the weights: "packed", "unpacked" (unpacked while
             loading) or "floats"; None is the first of them that transformers can load.
+            "gemma" is transformers' own `quant_method`, which loading leaves packed.
 
     Returns:
         The directory.
@@ -165,8 +166,8 @@ def save_quantized(
     Raises:
         MoQError: The model is not one of transformers or has no quantized layer, a
             quantized weight is shared, sharded or holds NaN or Inf, transformers cannot
-            make a model of its class, `layout` is none of the three, or the files
-            cannot be written.
+            make a model of its class, `layout` is none of the four or "gemma" and has
+            no place for a layer, or the files cannot be written.
 
     >>> import tempfile
     >>> from moq_hf import quantize_model, verify_quantized
@@ -196,6 +197,7 @@ def deliver(
     directory: str | os.PathLike[str],
     options: SaveOptions,
     reference: ReferenceOutputs | None,
+    layout: Layout | None = None,
 ) -> Delivered:
     """Write the result of a run: packed if that can be loaded, else floats on the grid, with a warning that says why.
 
@@ -205,6 +207,7 @@ def deliver(
         options: What goes with the model.
         reference: The model's outputs, to check the files with; None does not load
             them.
+        layout: The one to write, or an error; None: see above.
 
     Returns:
         What was written.
@@ -214,10 +217,12 @@ def deliver(
     """
     saving = _Saving(model, directory, options)
     try:
-        saved = saving.save(reference)
+        saved = saving.save(reference, layout)
     # Training is done: whatever a model's own code raises here must not lose its
     # result.
     except Exception as error:
+        if layout is not None:
+            raise
         reason = one_line(error, named=not isinstance(error, MoQError))
         saved = saving.save_by_hand(reason)
     folder = saving.target
@@ -415,7 +420,7 @@ class _Saving:
 
         Where one is wanted, it is that one. Without codes there are floats alone.
         """
-        encoder = self._encoder("packed")
+        encoder = self._encoder(wanted or "packed")
         if not any(map(has_codes, encoder.forms.values())):
             return ["floats"]
         if wanted is not None:
@@ -494,6 +499,8 @@ class _Saving:
             "names": encoder.names,
             "layout": encoder.layout,
             "needs": encoder.needs,
+            # Where no config holds them.
+            "groups": encoder.groups if encoder.layout == "gemma" else None,
             "reason": by_hand and without_paths(by_hand),
             # Until the files were compared.
             "proof": None,
@@ -611,9 +618,11 @@ def _write_packed_files(
     config = encoder.config()
     if config is None:
         return
-    write_packing_config(folder, config)
     path = folder / CONFIG
+    if encoder.layout != "gemma":
+        write_packing_config(folder, config)
     document = json.loads(path.read_text(encoding="utf-8"))
+    document.setdefault("quantization_config", config)
     document["dtype"] = encoder.dtype
     if encoder.layout == "unpacked":
         document["quantization_config"]["dequantize"] = True
@@ -684,7 +693,8 @@ def _warn(
     if floats and (reason is None or encoder.layout != "floats"):
         logger.warning(
             "moq_hf: these layers are saved as floats on the grid, at full size, since the packed format has no place "
-            "for them (it is for 2 to %d bits of nn.Linear, tables and experts that are symmetric and not transposed): "
+            "for them (it is for 2 to %d bits of nn.Linear, tables and experts that are symmetric and not transposed; "
+            "the layout gemma leaves experts, tied tables and what transformers keeps in float32): "
             "%s",
             MAX_PACKED_BITS,
             ", ".join(floats),

@@ -32,6 +32,9 @@ STATE_NAME = "moq_state.json"
 # Format 1 was 0.1.0's and is not read.
 STATE_FORMAT = 2
 
+# What the layout "gemma" calls the tensors of a table.
+_OF_TABLES = {"embedding_quantized": "weight", "embedding_scale": "weight_scale"}
+
 # Types of what the file holds.
 Size = Annotated[int, Field(strict=True, ge=1, le=2**31)]
 Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$")]
@@ -44,15 +47,16 @@ class StoredLayer:
     Attributes:
         kind: What the layer is; see `weight_matrix.Kind`.
         bits: 1 to 16, or 32 for a layer that was not quantized yet.
-        stored: "packed" (bits per weight), "int8" (one byte per weight), "dense"
-            (floats on the grid) or "float".
+        stored: "packed" (bits per weight), "int8" (one byte per weight), "gemma" (2, 4
+            or 8 bits per weight), "dense" (floats on the grid) or "float".
         shape: Rows and columns of the weight as it is quantized; a conv1d has its
             transpose in the file.
         scales: Rows and columns of the scale; [0, 0] for float.
         symmetric: Whether the grid is.
         bytes: What the weight takes in the file: codes, scales and zero points.
         bytes_before: What the float weight took.
-        group: Name in the config groups of compressed-tensors; None if dense or float.
+        group: Name in the config groups of compressed-tensors, or in `groups` of
+            the state; None if dense or float.
         grid: Scales and zero points of a dense layer, base64 of float32 and int32, else
             None.
         full: Whether codes reach -2^(bits-1) and scales have a sign.
@@ -142,6 +146,7 @@ class State(TypedDict):
     float_bytes: Positive
     files: NotRequired[list[str]]
     needs: NotRequired[dict[str, str]]
+    groups: NotRequired[dict[str, Any] | None]
     rounds_inputs: NotRequired[Flag]
     proof: NotRequired[Proof | None]
 
@@ -254,7 +259,7 @@ class Places:
             return tensor, tensor, "weight"
         owner, _, part = tensor.rpartition(".")
         owner = self._modules.get(owner, owner)
-        return self._matrices.get(owner, owner), owner, part
+        return self._matrices.get(owner, owner), owner, _OF_TABLES.get(part, part)
 
 
 def record_metrics(
@@ -434,6 +439,7 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
         floats={name.removesuffix(".weight") for name in floats} - weights.keys(),
         is_encoder_decoder=config.get("is_encoder_decoder") is True,
         unserved=unserved,
+        layout=state["layout"],
         scales=scales,
     )
     return [serving.verdict(model, server) for server in serving.SERVERS]

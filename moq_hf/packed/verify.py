@@ -190,7 +190,9 @@ def verify_quantized(
                 weight_name = parameter_of(name, layers[name].kind)
                 _compare(folder, weight_name, weight, expected)
                 compared.add(weight_name)
-            else:
+            # In the layout "gemma" a scale of 0 leaves in- or outputs alone.
+            elif stored.any() or not name.endswith("put_activation_scale"):
+                name = name.replace("put_activation_scale", "put_scale")
                 _compare(folder, name, stored, expected, "tensor ")
                 compared.add(name)
         if model is not None and expected is not None:
@@ -398,7 +400,9 @@ def _groups_of(
     if beside is not None and read_document(folder / beside[0]) != beside[1]:
         raise MoQError(f"{folder / beside[0]} is not as it was saved")
     quantization = config.get("quantization_config", {})
-    groups: Mapping[str, Any] = quantization.get("config_groups", {})
+    groups: Mapping[str, Any] = quantization.get(
+        "config_groups", state.get("groups") or {}
+    )
     for name, layer in layers.items():
         if layer.group is None:
             continue
@@ -408,8 +412,13 @@ def _groups_of(
             )
         width = groups[layer.group]["weights"]["num_bits"]
         # Layers that are unpacked while loading all have codes as wide as the widest
-        # one's. So have packed experts in any layout.
-        shared = quantization.get("dequantize") or is_experts(layer.kind)
+        # one's. So have packed experts in any layout. A code of "gemma" takes the next
+        # of its widths.
+        shared = (
+            quantization.get("dequantize")
+            or is_experts(layer.kind)
+            or layer.stored == "gemma"
+        )
         if layer.bits > width or (layer.bits < width and not shared):
             raise MoQError(
                 f"{folder / STATE_NAME}: layers.{name}.bits is {layer.bits}, but its codes have {width} bits"

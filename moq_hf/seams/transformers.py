@@ -24,6 +24,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import modelcard, trainer_callback, trainer_utils
 
+from ..errors import MoQError
+
 # The Trainer.
 
 ExportableState = trainer_callback.ExportableState
@@ -441,19 +443,36 @@ def has_adapter(model: nn.Module) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
+def stays_float(model: nn.Module, name: str, module: nn.Module) -> bool:
+    """Whether `quant_method: "gemma"` leaves a module as it is, or would make one of it that computes something else.
+
+    It drops the constant that a scaled table multiplies its rows with.
+
+    Relies on: `PreTrainedModel._keep_in_fp32_modules` and
+    `quantizers_utils.should_convert_module`.
+    Breaks: T5 in the layout "gemma" would be loaded with random weights, as the proof
+    says.
+    """
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    kept = list(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return is_scaled_table(type(module)) or not should_convert_module(name, kept)
+
+
 # Packed models, which transformers loads by compressed-tensors.
 
 
 def packed_loader(model: nn.Module) -> Any:
     """What loaded a model from a packed checkpoint; None for any other model.
 
-    Relies on: `PreTrainedModel.hf_quantizer`, and that the one of compressed-tensors
-    has a `compressor`.
+    Relies on: `PreTrainedModel.hf_quantizer`, that the one of compressed-tensors has a
+    `compressor`, and the name of the class for `quant_method: "gemma"`.
     Breaks: `dequantize_model` would refuse a packed model, and training on one not be
     refused.
     """
     loader = getattr(model, "hf_quantizer", None)
-    return loader if hasattr(loader, "compressor") else None
+    is_gemma = type(loader).__name__ == "GemmaQuantizer"
+    return loader if is_gemma or hasattr(loader, "compressor") else None
 
 
 def unpack(model: nn.Module) -> None:
@@ -465,10 +484,18 @@ def unpack(model: nn.Module) -> None:
         `PreTrainedModel._weight_conversions`.
     Breaks: `dequantize_model` would fail on a packed model, or leave one that cannot be
     trained.
+
+    Raises:
+        MoQError: The model has the layout "gemma".
     """
     from compressed_tensors.compressors import decompress_module
     from compressed_tensors.quantization import QuantizationMetadata, QuantizationStatus
 
+    loader = packed_loader(model)
+    if not hasattr(loader, "compressor"):
+        raise MoQError(
+            "a model in the layout gemma can only answer: to train on it, or to export it, save it in another layout"
+        )
     for module in model.modules():
         if not hasattr(module, "quantization_scheme"):
             continue
@@ -480,7 +507,6 @@ def unpack(model: nn.Module) -> None:
         module.__dict__.pop("forward", None)
         module.weight = nn.Parameter(cast(Tensor, module.weight).detach())
         module.requires_grad_(True)
-    loader = packed_loader(model)
     # Nothing is left for the first forward pass to unpack.
     loader.compressor.remove_decompression_hook(model)
     loader.remove_quantization_config(model)

@@ -357,7 +357,7 @@ def test_wrong_arguments_are_one_error_and_an_unanswered_batch_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = quantize_model(bert(), FIXED)
-    with pytest.raises(MoQError, match="layout must be one of None, packed, unpacked, floats, got 'dense'"):
+    with pytest.raises(MoQError, match="layout must be one of None, packed, unpacked, floats, gemma, got 'dense'"):
         save_quantized(model, tmp_path / "out", layout="dense")  # type: ignore[arg-type]
     for size in (1.5, None):
         with pytest.raises(MoQError, match=f"max_shard_size: a number of bytes, .* got {size}"):

@@ -105,6 +105,16 @@ def test_packs_what_would_have_been_delivered(form: str, checkpoint: Path, made:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_packs_the_layout_that_is_asked_for(checkpoint: Path, made: Any, tmp_path: Path) -> None:
+    assert cli.main(["pack", str(checkpoint), str(tmp_path / "out"), "--layout", "gemma"]) == 0
+    found = verify_quantized(tmp_path / "out")
+    assert found.state["layout"] == "gemma" and {layer.stored for layer in found.layers.values()} == {"gemma"}
+    kind = type(tiny_runs.new_model())
+    ids = torch.arange(8)[None]
+    logits = [kind.from_pretrained(folder)(ids).logits for folder in (tmp_path / "out", made[1])]
+    assert torch.equal(*logits)
+
+
 def generating(model: Any) -> Any:
     """A model with a way of its own to generate, which its config does not know."""
     model.generation_config.update(do_sample=True, temperature=0.7, max_new_tokens=8)
