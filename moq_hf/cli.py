@@ -393,7 +393,7 @@ def add_bench(subparsers: Any) -> None:
         dest="sequences",
         type=_positive,
         nargs="+",
-        help="tokens; default: 16 128",
+        help="tokens, of a decoder those in its cache before one more; default: 16 128",
     )
     add("--threads", type=_positive, help="of each engine; default: PyTorch's number")
     add("--activation_bits", type=_positive, help="as for export")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ..errors import MoQError, one_line, require
 from ..text import megabytes, progress, table
+from . import decoder
 from .compare import (
     SENTENCES,
     TOLERANCE,
@@ -43,7 +45,7 @@ class Measured:
     Attributes:
         bytes: Of the weights in PyTorch, of the file in a runtime.
         milliseconds: Median time of a forward pass, by shape ("8 x 128": examples and
-            tokens).
+            tokens; "8 x 1 after 128": of a decoder, with so many tokens in its cache).
         speed: Geometric mean over the shapes of PyTorch's time divided by this one's.
         proof: How its answers compare with the checkpoint's in PyTorch.
         command: How to make the file and what loads it; "" for PyTorch.
@@ -118,7 +120,7 @@ class Benchmark:
             ""
             if metrics
             else " Files with other outputs are judged by their accuracy: give sentences with labels "
-            "(--validation_file)."
+            "(--validation_file); of a language model agreement says it."
         )
         wanted = f"lost at most {self.max_loss:g}" if metrics else "had its outputs"
         if best is None:
@@ -151,8 +153,8 @@ def benchmark(
     Args:
         directory: What `save_quantized` wrote.
         batches: Batch sizes.
-        sequences: Tokens per example, without padding; cut where the model has fewer
-            positions.
+        sequences: Tokens per example, without padding; of a decoder those in its cache,
+            before the one that is computed. Cut where the model has fewer positions.
         threads: Of each engine; None is PyTorch's number.
         activation_bits: Of the int8 file, 2 to 8; None is what the model was trained
             for, else 8.
@@ -176,10 +178,11 @@ def benchmark(
             f"{folder}: models of texts are measured, not {type(model).__name__}"
         )
     # The table shows the lengths that were run.
-    limit = most_tokens(checkpoint)
+    decodes = decoder.has_cache(model)
+    limit = most_tokens(checkpoint) - decodes
     sequences = sorted({min(tokens, limit) for tokens in sequences})
     reference = Reference(checkpoint, data, max_length)
-    shapes = {}
+    shapes: dict[str, Mapping[str, Tensor]] = {}
     for batch, tokens in product(batches, sequences):
         # What enters the first layer alone, in float32; without a hidden size in the
         # config the inputs.
@@ -190,7 +193,10 @@ def benchmark(
                 f"a batch of {batch} x {tokens} tokens does not fit: its first layer alone takes {megabytes(size)}, "
                 f"and {megabytes(free)} are free"
             )
-        shapes[f"{batch} x {tokens}"] = _batch(reference, batch, tokens)
+        example = _batch(reference, batch, tokens + decodes)
+        shape = f"{batch} x 1 after {tokens}" if decodes else f"{batch} x {tokens}"
+        shapes[shape] = _inputs(model, example, tokens)
+    asked = [_inputs(model, batch, 0) for batch in reference.batches]
     engines: dict[str, Measured] = {}
     missing: dict[str, str] = {}
 
@@ -201,33 +207,37 @@ def benchmark(
                 shape: _milliseconds(run, batch, repeats)
                 for shape, batch in shapes.items()
             }
-            answers = [run(batch) for batch in reference.batches]
+            answers = [run(batch) for batch in asked]
             if not all(answer.isfinite().all() for answer in answers):
                 raise MoQError("some of its answers are not finite")
+            proof = reference.prove(answers)
         # Whatever a runtime raises is a line of the table.
         except Exception as error:
             missing[name] = f"failed: {one_line(error, named=True)}"
             return
         base = engines["PyTorch"].milliseconds if engines else times
         speed = statistics.geometric_mean(base[shape] / times[shape] for shape in times)
-        engines[name] = Measured(size, times, speed, reference.prove(answers), command)
+        engines[name] = Measured(size, times, speed, proof, command)
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        run = torch.inference_mode()(lambda batch: model(**batch)[0])
+        run = torch.inference_mode()(partial(_answer, model))
         measure("PyTorch", checkpoint.verified.float_bytes, "", lambda: run)
     finally:
         torch.set_num_threads(before)
-    flavors: list[Flavor] = ["weight-only", "int8"]
-    # qdq multiplies signed integers of 8 bits, which other processors do not do
-    # exactly.
-    if target_here() == "vnni":
-        flavors.append("qdq")
+    flavors: list[Flavor] = ["weight-only", "int8", "nbits"]
     loaders: dict[str, Callable[[Path, int], Model]] = {"ONNX Runtime": onnx_runtime}
     try:
         require("openvino", "openvino")
+        # OpenVINO (2026.4) gives a decoder's first call, with an empty cache, no answers.
+        if decodes:
+            raise MoQError("left out: decoders are measured in ONNX Runtime")
         loaders["OpenVINO"] = _openvino
+        # qdq is OpenVINO's, and multiplies signed integers of 8 bits, which other
+        # processors do not do exactly.
+        if target_here() == "vnni":
+            flavors.append("qdq")
     except MoQError as error:
         missing["OpenVINO"] = str(error)
     with tempfile.TemporaryDirectory() as temporary:
@@ -258,6 +268,19 @@ def benchmark(
                     partial(load, out / file, threads),
                 )
     return Benchmark(engines, missing, threads, max_loss)
+
+
+@torch.inference_mode()
+def _inputs(model: Any, batch: Mapping[str, Tensor], past: int) -> Mapping[str, Tensor]:
+    """What all engines take: a batch, or of a decoder what follows so many of its tokens."""
+    return decoder.after(model, batch, past) if decoder.has_cache(model) else batch
+
+
+def _answer(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    if decoder.has_cache(model):
+        return decoder.answer(model, batch)
+    answer: Tensor = model(**batch)[0]
+    return answer
 
 
 def _openvino(path: Path, threads: int) -> Model:

@@ -73,17 +73,12 @@ def example_of(
     Returns:
         The inputs, their names in the graph, and which of their sizes may change.
     """
-    half = input_ids.shape[1] // 2
-    before = model(input_ids[:, :half], use_cache=True).past_key_values
-    past = _tensors_of(before)
-    positions = torch.arange(half, input_ids.shape[1]).expand(len(input_ids), -1)
-    inputs = {
-        "input_ids": input_ids[:, half:].contiguous(),
-        "attention_mask": torch.ones_like(input_ids),
-        "position_ids": positions.contiguous(),
-        _PAST: list(past.values()),
-    }
-    names = [*list(inputs)[:3], *(f"{_PAST}.{name}" for name in past)]
+    batch = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+    tensors = after(model, batch, input_ids.shape[1] // 2)
+    names = list(tensors)
+    past = names[3:]
+    inputs: dict[str, Any] = {name: tensors[name] for name in names[:3]}
+    inputs[_PAST] = [tensors[name] for name in past]
     dynamic = {
         "input_ids": {0: "batch", 1: "sequence"},
         "attention_mask": {0: "batch", 1: "total"},
@@ -91,6 +86,37 @@ def example_of(
         _PAST: [{0: "batch", 2: "past"} for _ in past],
     }
     return inputs, names, dynamic
+
+
+def after(model: Any, batch: Mapping[str, Tensor], past: int) -> dict[str, Tensor]:
+    """The inputs of a decoder's graph where this many of a batch's tokens are in the cache."""
+    ids = batch["input_ids"]
+    mask = batch["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    seen = max(past, 1)
+    before = model(
+        ids[:, :seen],
+        attention_mask=mask[:, :seen],
+        position_ids=positions[:, :seen],
+        use_cache=True,
+    )
+    inputs = {
+        "input_ids": ids[:, past:].contiguous(),
+        "attention_mask": mask,
+        "position_ids": positions[:, past:].contiguous(),
+    }
+    for name, tensor in _tensors_of(before.past_key_values).items():
+        inputs[f"{_PAST}.{name}"] = tensor[:, :, :past].contiguous()
+    return inputs
+
+
+def answer(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """What a decoder in PyTorch answers to the inputs of its graph: logits `[batch, sequence, vocabulary]`."""
+    past = [tensor for name, tensor in inputs.items() if name.startswith(_PAST)]
+    given = {name: tensor for name, tensor in inputs.items() if _PAST not in name}
+    cache = DynamicCache(list(zip(past[::2], past[1::2], strict=True)))
+    logits: Tensor = model(**given, past_key_values=cache, use_cache=True).logits
+    return logits
 
 
 def _tensors_of(cache: Any) -> dict[str, Tensor]:
@@ -105,11 +131,13 @@ def first_call(session: Any, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """The arrays of a batch, and of what else a graph wants where nothing is past."""
     arrays = {name: tensor.numpy() for name, tensor in batch.items()}
     for wanted in session.get_inputs():
+        if wanted.name in arrays:
+            continue
         if wanted.name.startswith(_PAST):
             _, heads, _, size = wanted.shape
             shape = (len(arrays["input_ids"]), heads, 0, size)
             arrays[wanted.name] = np.zeros(shape, np.float32)
-        elif wanted.name == "position_ids" and wanted.name not in arrays:
+        elif wanted.name == "position_ids":
             seen = arrays["attention_mask"].cumsum(-1) - 1
             arrays[wanted.name] = seen.clip(min=0)
     return arrays

@@ -2,12 +2,13 @@
 
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from packed_bert import SHAPE, VALIDATION, checkpoint, config_of
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from moq_hf import MoQError
 from moq_hf.cli import main
@@ -47,7 +48,7 @@ def test_every_engine_its_answers_and_the_file_to_deploy(packed: Path, capsys: p
     assert "1 x 8, ms  1 x 64, ms  2 x 8, ms  2 x 64, ms  speed" in lines[0]
     assert lines[0].split("  ")[-1].strip() == "accuracy"
     rows = {line[:24].strip(): line[24:].split() for line in lines[1:] if line.startswith(("PyTorch", "ONNX"))}
-    assert rows.keys() == {"PyTorch", "ONNX Runtime weight-only", "ONNX Runtime int8"}
+    assert rows.keys() == {"PyTorch", *(f"ONNX Runtime {flavor}" for flavor in ("weight-only", "int8", "nbits"))}
     assert rows["PyTorch"][5:7] == ["1.00", "0.00e+00"]
     assert float(rows["ONNX Runtime weight-only"][6]) < 1e-5 < float(rows["ONNX Runtime int8"][6])
     assert rows["ONNX Runtime weight-only"][8] == rows["PyTorch"][8]
@@ -71,11 +72,28 @@ def test_engines_that_fail_are_lines_of_the_table(packed: Path, monkeypatch: pyt
     found = benchmark(packed, **SMALL)
     assert found.engines.keys() == {"PyTorch"} and found.recommended() is None
     assert found.missing["ONNX Runtime weight-only"] == "failed: ValueError: no such model"
-    assert "some of its answers are not finite" in found.missing["ONNX Runtime int8"]
+    for flavor in ("int8", "nbits"):
+        assert "some of its answers are not finite" in found.missing[f"ONNX Runtime {flavor}"]
     assert "not installed: pip install 'moq_hf[openvino]'" in found.missing["OpenVINO"]
     lines = found.table().splitlines()
     assert "ONNX Runtime weight-only: failed: ValueError: no such model" in lines
     assert lines[-1].startswith("Deploy the checkpoint in PyTorch: no exported file ran and had its outputs.")
+
+
+def test_a_decoder_computes_one_token_after_those_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))
+    source = checkpoint(tmp_path / "packed", model, config_of())
+    monkeypatch.setitem(sys.modules, "openvino", ModuleType("openvino"))
+    found = benchmark(source, **SMALL)
+    assert found.engines.keys() == {
+        "PyTorch",
+        *(f"ONNX Runtime {flavor}" for flavor in ("weight-only", "int8", "nbits")),
+    }
+    assert found.missing == {"OpenVINO": "left out: decoders are measured in ONNX Runtime"}
+    for measured in found.engines.values():
+        assert measured.milliseconds.keys() == {"1 x 1 after 8"}
+    assert found.engines["ONNX Runtime weight-only"].proof.largest_difference < 1e-5
+    assert found.recommended() == "ONNX Runtime weight-only"
 
 
 def test_wrong_arguments(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:

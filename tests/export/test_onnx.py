@@ -24,7 +24,7 @@ from moq_hf.export import onnx as onnx_module
 from moq_hf.export.bench import benchmark
 from moq_hf.export.compare import Data, random_pictures, read_data
 from moq_hf.export.onnx import Export, export_onnx
-from moq_hf.export.onnx_layers import OnnxConvolution, target_here
+from moq_hf.export.onnx_layers import Flavor, OnnxConvolution, target_here
 from moq_hf.grid import Grid, PerChannel, RowBlocks
 from moq_hf.packed.state import served_by
 from moq_hf.packed.verify import stored_weights, verify_quantized
@@ -45,7 +45,8 @@ def exported(classifier: Path) -> Export:
     data = Data(rows.texts[:24], None if rows.labels is None else rows.labels[:24], "sst2")
     # An empty folder is nobody's.
     (classifier.parent / "onnx").mkdir()
-    return export_onnx(classifier, classifier.parent / "onnx", data=data, activation_bits=7)
+    flavors: list[Flavor] = ["weight-only", "int8", "nbits"]
+    return export_onnx(classifier, classifier.parent / "onnx", flavors=flavors, data=data, activation_bits=7)
 
 
 def initializers(path: Path) -> dict[str, onnx.TensorProto]:
@@ -68,18 +69,22 @@ def test_the_integers_are_those_of_the_checkpoint(classifier: Path, exported: Ex
         # What is left in float is no quantized weight.
         large = [v.name for v in found.values() if v.data_type == TensorProto.FLOAT and np.prod(v.dims) > 1024]
         assert large == ["bert.embeddings.word_embeddings.scale"]
+    # MatMulNBits has 2, 4 and 8 bits.
+    assert set(layers["nbits"].values()) == {"int2", "int4", "int8"}
     kinds = set(layers["weight-only"].values())
     assert kinds == {"int4", "int8"} and set(layers["int8"].values()) == {"int4", "int8"}
 
 
 def test_the_proof(exported: Export) -> None:
-    weight_only, int8 = exported.proofs["weight-only"], exported.proofs["int8"]
+    weight_only, int8, nbits = (exported.proofs[flavor] for flavor in ("weight-only", "int8", "nbits"))
     assert weight_only.largest_difference < 1e-6 and weight_only.agreement == 1.0
     assert weight_only.metrics == exported.checkpoint_metrics
     assert exported.checkpoint_metrics.keys() == {"accuracy"} and exported.sentences == 24
     # Integer sums are exact, whatever the instructions of this processor.
     assert int8.from_same_arithmetic is not None and int8.from_same_arithmetic < 1e-5
     assert int8.largest_difference > 10 * int8.from_same_arithmetic
+    # A sum in float may round to another code in the next layer.
+    assert nbits.from_same_arithmetic is not None and nbits.from_same_arithmetic < 0.5 * nbits.largest_difference
     report = json.loads((exported.directory / "moq_export.json").read_text())
     assert report["opset"] == 21 and report["activation_bits"] == 7
     assert report["proofs"]["weight-only"]["agreement"] == 1.0
@@ -106,6 +111,51 @@ def test_any_batch_and_length_in_plain_onnxruntime(classifier: Path, exported: E
             expected = model(**inputs).logits
         found = session.run(["logits"], {name: inputs[name].numpy() for name in [i.name for i in session.get_inputs()]})
         torch.testing.assert_close(torch.from_numpy(found[0]), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_decoder_with_its_cache_and_a_tied_head(tmp_path: Path) -> None:
+    hf.set_seed(0)
+    shape = {**SHAPE, "num_key_value_heads": 2, "tie_word_embeddings": True, "pad_token_id": 0}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape, bos_token_id=1, eos_token_id=2))
+    with torch.no_grad():
+        # Else each token's likeliest successor is itself.
+        for parameter in model.model.layers.parameters():
+            parameter.mul_(5 if parameter.dim() == 2 else 1)
+    source = checkpoint(tmp_path / "packed", model, config_of(quantize_embeddings=8), [8, 4, 2])
+    found = export_onnx(source, tmp_path / "onnx", flavors=["weight-only", "nbits"])
+    nbits = found.proofs["nbits"]
+    # A code that is one more or less, because a sum was added up in another order, shows.
+    assert nbits.from_same_arithmetic is not None
+    assert nbits.from_same_arithmetic < 0.5 * nbits.largest_difference
+    assert {"int2", "int4", "int8"} <= set(found.layers["nbits"].values())
+    # Padding is on the left, where generation begins.
+    ids, mask = torch.randint(3, 1100, (2, 6)), torch.ones(2, 6, dtype=torch.long)
+    ids[0, :3] = mask[0, :3] = 0
+    plain = hf.LlamaForCausalLM.from_pretrained(source).eval()
+    expected = plain.generate(ids, attention_mask=mask, do_sample=False, min_new_tokens=8, max_new_tokens=8)[:, 6:]
+    assert expected.unique().numel() > 4
+    tokens = generated(tmp_path / "onnx" / "model.onnx", ids.numpy(), mask.numpy(), 8)
+    assert np.array_equal(tokens, expected.numpy())
+
+
+def generated(path: Path, ids: Any, mask: Any, steps: int) -> Any:
+    """The likeliest tokens `[batch, steps]` but the end, from a graph with a cache."""
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    past = {}
+    for wanted in session.get_inputs():
+        if wanted.name.startswith("past"):
+            past[wanted.name] = np.zeros((len(ids), wanted.shape[1], 0, wanted.shape[3]), np.float32)
+    tokens = []
+    for _ in range(steps):
+        positions = (mask.cumsum(1) - 1).clip(min=0)[:, -ids.shape[1] :]
+        fixed = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        logits, *present = session.run(None, fixed | past)
+        logits[..., 2] = -np.inf
+        past = dict(zip(past, present, strict=True))
+        ids = logits[:, -1].argmax(-1, keepdims=True)
+        mask = np.concatenate((mask, np.ones_like(ids)), 1)
+        tokens.append(ids)
+    return np.concatenate(tokens, 1)
 
 
 def test_nothing_of_this_machine_is_in_the_files(exported: Export) -> None:
