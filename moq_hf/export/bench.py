@@ -182,20 +182,7 @@ def benchmark(
     limit = most_tokens(checkpoint) - decodes
     sequences = sorted({min(tokens, limit) for tokens in sequences})
     reference = Reference(checkpoint, data, max_length)
-    shapes: dict[str, Mapping[str, Tensor]] = {}
-    for batch, tokens in product(batches, sequences):
-        # What enters the first layer alone, in float32; without a hidden size in the
-        # config the inputs.
-        size = 4 * batch * tokens * max(getattr(model.config, "hidden_size", 0), 6)
-        free = psutil.virtual_memory().available
-        if size > free:
-            raise MoQError(
-                f"a batch of {batch} x {tokens} tokens does not fit: its first layer alone takes {megabytes(size)}, "
-                f"and {megabytes(free)} are free"
-            )
-        example = _batch(reference, batch, tokens + decodes)
-        shape = f"{batch} x 1 after {tokens}" if decodes else f"{batch} x {tokens}"
-        shapes[shape] = _inputs(model, example, tokens)
+    shapes = _shapes(model, reference, batches, sequences)
     asked = [_inputs(model, batch, 0) for batch in reference.batches]
     engines: dict[str, Measured] = {}
     missing: dict[str, str] = {}
@@ -268,6 +255,32 @@ def benchmark(
                     partial(load, out / file, threads),
                 )
     return Benchmark(engines, missing, threads, max_loss)
+
+
+def _shapes(
+    model: Any, reference: Reference, batches: Sequence[int], sequences: Sequence[int]
+) -> dict[str, Mapping[str, Tensor]]:
+    """The inputs that are timed, by their shapes.
+
+    Raises:
+        MoQError: One of them does not fit into memory.
+    """
+    decodes = decoder.has_cache(model)
+    shapes = {}
+    for batch, tokens in product(batches, sequences):
+        # What enters the first layer alone, in float32; without a hidden size in the
+        # config the inputs.
+        size = 4 * batch * tokens * max(getattr(model.config, "hidden_size", 0), 6)
+        free = psutil.virtual_memory().available
+        if size > free:
+            raise MoQError(
+                f"a batch of {batch} x {tokens} tokens does not fit: its first layer alone takes {megabytes(size)}, "
+                f"and {megabytes(free)} are free"
+            )
+        example = _batch(reference, batch, tokens + decodes)
+        shape = f"{batch} x 1 after {tokens}" if decodes else f"{batch} x {tokens}"
+        shapes[shape] = _inputs(model, example, tokens)
+    return shapes
 
 
 @torch.inference_mode()
