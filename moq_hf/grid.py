@@ -237,14 +237,17 @@ class InputGrid:
     def beside(self, columns: int, scales: int) -> "InputGrid":
         """The grid of the inputs of a layer whose weight has so many columns, and scales in a row.
 
-        A block is as wide as a group of the weight, or a part of one. The last block of
-        a row may be narrower where a row is one group.
+        It differs where a block has a scale: a block is as wide as a group of the
+        weight, or a part of one. The last block of a row may be narrower where a row is
+        one group.
 
         >>> [InputGrid(8, "per_block").beside(384, scales).block for scales in (1, 2, 12)]
         [128, 64, 32]
         >>> InputGrid(8, "per_block").beside(100, 1).block
         128
         """
+        if self.scale != "per_block":
+            return self
         block = math.gcd(columns // scales, INPUT_BLOCK)
         if scales == 1 and block < LEAST_INPUT_BLOCK:
             block = INPUT_BLOCK
