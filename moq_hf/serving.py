@@ -16,6 +16,7 @@ from .errors import MoQError, shortened
 from .formats.stored import EncodeSpec
 from .formats.table import form_of, has_codes
 from .model.inventory import FUSED, Inventory, is_convolution
+from .model.sizes import is_unpacked_while_loading
 from .names import plain_name, without_fsdp, without_peft
 from .processes import shape_of
 from .quant_experts import experts_parameters, matrix_of
@@ -37,6 +38,8 @@ class Weight:
         group_size: Weights of a row that share a scale; None if whole rows share one.
         symmetric: Whether the grid is.
         packed: Whether codes are in the file; otherwise floats are, or bytes.
+        rounded: How its inputs are rounded, where the file says it: "static" or
+            "per_token".
 
     >>> Weight("linear", 8, 64, 4, 32, symmetric=False).grid()
     '4 bits asymmetric in groups of 32'
@@ -49,6 +52,12 @@ class Weight:
     group_size: int | None = None
     symmetric: bool = True
     packed: bool = True
+    rounded: str | None = None
+
+    @property
+    def is_w8a8(self) -> bool:
+        """Whether servers multiply its codes with those of its inputs."""
+        return self.rounded is not None and self.bits == 8 and self.group_size is None
 
     @property
     def is_float(self) -> bool:
@@ -110,6 +119,9 @@ class Server:
         experts: Whether it takes packed experts.
         repacks: Whether moq_hf writes its file, where all that is on a grid becomes
             codes.
+        has_bytes: Whether a kernel of its multiplies 8 bits with 8 bits, per channel,
+            whatever the other fields say.
+        inputs: What it does with rounded inputs where it does not multiply so.
         classes: What the name of a model's class must be like.
         one_stack: Whether there may be no decoder beside an encoder.
         in_float: Names of layers that it takes as floats alone, after the name of the
@@ -134,6 +146,8 @@ class Server:
     conv1d: bool = False
     experts: bool = True
     repacks: bool = False
+    has_bytes: bool = False
+    inputs: str = ""
     classes: str = ""
     one_stack: bool = False
     in_float: str = "$^"
@@ -183,6 +197,8 @@ VLLM = Server(
     multiple=16,
     fuses=True,
     tables=False,
+    has_bytes=True,
+    inputs="its kernels leave inputs beside packed weights in float, all but Humming's",
     # They are floats in the files.
     conv1d=True,
     in_float=f"{_HEADS}|{_UNNAMED}",
@@ -212,6 +228,7 @@ VLLM_CPU = replace(
     VLLM,
     key="vllm-cpu",
     title="vLLM, CPU",
+    inputs="its kernels leave inputs beside packed weights in float",
     symmetric=(4,),
     asymmetric=(4,),
     multiple=2,
@@ -225,6 +242,8 @@ SGLANG = replace(
     key="sglang",
     title="SGLang",
     version="0.5.23",
+    has_bytes=False,
+    inputs="",
     symmetric=(4, 8),
     asymmetric=(4,),
     groups=(32, 64, 128),
@@ -247,6 +266,7 @@ GGUF = Server(
     columns=32,
     conv1d=True,
     repacks=True,
+    inputs="it rounds inputs in blocks of its own",
     in_float=r"(\.| )pooler\.dense$",
     # benchmarks/results/llamacpp.json.
     tried=_CAUSAL,
@@ -317,9 +337,19 @@ def verdict(model: Description, server: Server) -> Verdict:
         notes.append(f"no {model.architecture} was tried with it")
     if model.layout == "gemma" and server is TRANSFORMERS:
         notes.append("from 5.23 on: older versions do not know quant_method gemma")
-    has_codes = not all(weight.is_float for weight in model.weights.values())
-    if server.half_scales and model.scales == "float32" and has_codes:
+    has_half_scales = server.half_scales and not all(
+        weight.is_float or (weight.is_w8a8 and server.has_bytes)
+        for weight in model.weights.values()
+    )
+    if has_half_scales and model.scales == "float32":
         notes.append("scales are rounded to half precision there")
+    rounded = [weight for weight in model.weights.values() if weight.rounded]
+    if server.inputs and not all(w.is_w8a8 and server.has_bytes for w in rounded):
+        notes.append(server.inputs)
+    elif server.has_bytes and any(w.rounded == "per_token" for w in rounded):
+        notes.append(
+            "it takes the largest magnitude of a token over 127 for its scale, not over 127.5"
+        )
     answer: Answer = "no"
     if not reasons:
         answer = "yes" if is_tried else "not tried"
@@ -411,6 +441,8 @@ def _misfits(
     """Yield layers whose bits, groups or sizes do not fit, why, and what would be served."""
     codes = {}
     for name, weight in model.weights.items():
+        if weight.is_w8a8 and server.has_bytes:
+            continue
         is_packed = not weight.is_float and weight.kind != "embedding"
         if weight.bits != FLOAT_BITS if server.repacks else is_packed:
             codes[name] = weight
@@ -522,11 +554,72 @@ def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
     if VLLM in servers:
         for reason in verdict(model, VLLM_CPU).reasons:
             lines.append(f"serve: {VLLM_CPU.name} does not take it: {reason}")
-    if config.activations.enabled and any(server.half_scales for server in servers):
-        lines.append(
-            "serve: vllm, sglang and llama.cpp do not round inputs as activation_quantization trains for"
-        )
     return lines
+
+
+def inputs_in_words(inventory: Inventory, config: MoQConfig) -> str:
+    """What the delivered folder computes with where training rounds the inputs of layers."""
+    widths: set[int] = set()
+    for bits in config.targets:
+        fault = _float_inputs(inventory, config, bits)
+        if fault is not None:
+            return (
+                f"float activations, because {fault}; rounded inputs go with symmetric weights of nn.Linear layers: of "
+                "8 bits per channel (static), or of 2 to 8 bits (per_token)"
+            )
+        weights = describe(inventory, config, bits).weights.values()
+        widths.update(weight.bits for weight in weights if weight.rounded)
+    kinds = " and ".join(f"W{width}A8" for width in sorted(widths))
+    return f"rounded inputs ({kinds}, {config.activations.scale})"
+
+
+def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | None:
+    """Why the folder of a run that rounds inputs cannot say how; None if it can."""
+    if not config.activations.enabled:
+        return None
+    faults: dict[str, list[str]] = {}
+    packed = []
+    for name, layer in inventory.layers.items():
+        kind = _kind_of(layer)
+        shape = matrix_shape(shape_of(layer.weight), kind)
+        spec = _spec(inventory, config, name, kind, shape, bits)
+        saved = plain_name(name, inventory.adapters) or ""
+        if spec.inputs is not None and spec.input_fault is not None:
+            faults.setdefault(spec.input_fault, []).append(saved)
+        if form_of(spec, "packed") == "packed":
+            packed.append(saved)
+    for why, names in faults.items():
+        return f"{why} ({shortened(names)})"
+    try:
+        is_unpacked = is_unpacked_while_loading(without_peft(inventory.model), packed)
+    except MoQError as error:
+        return str(error)
+    if is_unpacked:
+        return "transformers unpacks a model of its kind while loading"
+    if packed and inventory.table_bits and inventory.table_bits < 8:
+        return "tables of fewer than 8 bits are unpacked while loading"
+    return None
+
+
+def _spec(
+    inventory: Inventory,
+    config: MoQConfig,
+    name: str,
+    kind: Kind,
+    shape: tuple[int, int],
+    bits: int,
+) -> EncodeSpec:
+    own = config.of(name)
+    return EncodeSpec(
+        kind,
+        shape,
+        own.bits if isinstance(own.bits, int) else bits,
+        own.grid,
+        # A weight that a head shares with a table is stored as a table.
+        is_table=name in inventory.tied.values(),
+        matrices=() if kind == "experts" else None,
+        inputs=config.activations.grid if kind in ("linear", "conv1d") else None,
+    )
 
 
 def _kind_of(layer: nn.Module) -> Kind:
@@ -542,15 +635,21 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
     def saved(name: str) -> str:
         return plain_name(name, inventory.adapters) or ""
 
+    fault = _float_inputs(inventory, config, bits)
+    rounded = config.activations.scale if fault is None else None
+
     def planned(name: str, kind: Kind, shape: tuple[int, int]) -> Weight:
-        own = config.of(name)
-        target = own.bits if isinstance(own.bits, int) else bits
-        matrices = () if kind == "experts" else None
-        spec = EncodeSpec(kind, shape, target, own.grid, matrices=matrices)
-        # Convolutions have no groups.
-        size = None if kind == "conv" else own.grouping.row_size
-        packed = has_codes(form_of(spec, "packed"))
-        return Weight(kind, *shape, target, size, own.symmetric, packed)
+        spec = _spec(inventory, config, name, kind, shape, bits)
+        return Weight(
+            kind,
+            *shape,
+            spec.bits,
+            # Convolutions have no groups.
+            None if kind == "conv" else spec.row_size,
+            spec.grid.symmetric,
+            has_codes(form_of(spec, "packed")),
+            None if spec.inputs is None else rounded,
+        )
 
     weights: dict[str, Weight] = {}
     floats = {

@@ -90,7 +90,7 @@ def test_the_common_grid_is_served(server: Server) -> None:
 )
 def test_bits(bits: int, symmetric: bool, servers: set[Server]) -> None:
     model = with_grid(bits=bits, symmetric=symmetric)
-    assert {server.key for server in SERVERS if not verdict(model, server).reasons} == {s.key for s in servers}
+    assert {server.key for server in SERVERS if not verdict(model, server).reasons} == {s.key for s in servers | {ONNX}}
 
 
 def test_a_reason_says_what_is_served() -> None:
@@ -201,7 +201,8 @@ def test_experts_are_alike_and_called_by_their_own_names() -> None:
 def test_kinds_of_models_for_onnx() -> None:
     for name in ("BertForSequenceClassification", "BertForTokenClassification", "BertModel"):
         assert verdict(described(name), ONNX).answer == "yes"
-    assert "LlamaForCausalLM is not exported" in reasons(described(), ONNX)
+    assert verdict(described(), ONNX).answer == "not tried"
+    assert "MambaForCausalLM is not exported" in reasons(described("MambaForCausalLM"), ONNX)
     assert "BartModel is not exported" in reasons(described("BartModel", is_encoder_decoder=True), ONNX)
 
 
@@ -257,6 +258,27 @@ def test_layers_that_vllm_loads_as_floats(architecture: str, name: str) -> None:
     assert reasons(with_layer(name, WEIGHT), VLLM) == ""
 
 
+def test_int8_products_have_kernels_of_their_own() -> None:
+    w8a8 = with_grid(bits=8, group_size=None, columns=100, rows=20, rounded="static")
+    for server in (VLLM, VLLM_CPU):
+        found = verdict(w8a8, server)
+        assert (found.answer, found.reasons, found.notes) == ("yes", [], ())
+    per_token = with_grid(bits=8, group_size=None, rounded="per_token")
+    assert verdict(per_token, VLLM_CPU).notes == (
+        "it takes the largest magnitude of a token over 127 for its scale, not over 127.5",
+    )
+    assert "its kernels take 4 bits, not 8" in reasons(with_grid(bits=8, group_size=None), VLLM_CPU)
+    assert "it rounds inputs in blocks of its own" in verdict(w8a8, GGUF).notes
+
+
+def test_inputs_beside_packed_weights_stay_in_float_in_vllm() -> None:
+    packed = with_grid(bits=4, rounded="per_token")
+    assert verdict(packed, VLLM_CPU).notes[-1] == "its kernels leave inputs beside packed weights in float"
+    assert "Humming" in verdict(packed, VLLM).notes[-1]
+    assert "its kernels take 4 bits, not 3" in reasons(with_grid(bits=3, rounded="per_token"), VLLM_CPU)
+    assert verdict(packed, TRANSFORMERS).notes == ()
+
+
 # ---- before training
 
 
@@ -301,7 +323,6 @@ def test_the_target_counts_and_not_the_start() -> None:
         ("vllm", {"quantize_embeddings": 8}, "embedding tables must be floats .model.embed_tokens."),
         ("llama.cpp", {"quantize_group_size": 16}, "its groups are a multiple of 32, not 16"),
         ("sglang", {"quantize_group_size": 16}, "its groups are 32, 64 or 128, not 16"),
-        ("onnxruntime", {}, "LlamaForCausalLM is not exported"),
     ],
 )
 def test_one_reason(serve: str, more: dict[str, Any], message: str) -> None:
@@ -358,7 +379,6 @@ def test_what_vllm_lacks_on_the_cpu_is_a_warning() -> None:
     config = MoQConfig.from_dict(moq(["vllm"], 8, activation_quantization={"enabled": True}))
     notes = serving.notes(take_inventory(llama(), config), config)
     assert any(note.startswith("serve: vLLM, CPU 0.32.0 does not take it: its kernels take 4 bits") for note in notes)
-    assert any("do not round inputs" in note for note in notes)
     # They are trained in half precision, unless the config says otherwise.
     assert not any("scales are rounded to half precision there" in note for note in notes)
     algo = {"quantize_algo": {"scale_dtype": "float32"}}
@@ -442,7 +462,7 @@ def answers(found: dict[str, Any]) -> dict[str, str]:
 
 def test_four_bits_in_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = written(tmp_path, llama())
-    expected = dict.fromkeys(found, "yes") | {"onnxruntime": "no", "sglang": "not tried"}
+    expected = dict.fromkeys(found, "yes") | {"onnxruntime": "not tried", "sglang": "not tried"}
     assert answers(found) == expected
     assert main(["inspect", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.partition("served by\n")[2].splitlines()

@@ -86,19 +86,25 @@ class EncodeSpec:
         )
 
     @property
-    def takes_inputs(self) -> bool:
-        """Whether a folder has a place for `inputs`, and a server a kernel that rounds them so.
+    def input_fault(self) -> str | None:
+        """Why a folder has no place for `inputs`, or no server a kernel that rounds them so; None if both have.
 
         Codes of 8 bits in both, per channel, are multiplied as integers. Weights of
         fewer bits, or in groups, go with a scale for each token.
         """
-        if self.inputs is None or self.is_table or self.kind != "linear":
-            return False
-        if not self.grid.symmetric or not 2 <= self.bits <= MAX_PACKED_BITS:
-            return False
-        if self.inputs.scale == "static":
-            return self.multiplies_bytes
-        return self.inputs == InputGrid(8, "per_token")
+        assert self.inputs is not None
+        scale = self.inputs.scale
+        needs_bytes = scale == "static" and not self.multiplies_bytes
+        faults = {
+            "an embedding table shares their weight": self.is_table,
+            "they are Conv1D layers": self.kind != "linear",
+            "their grid is asymmetric": not self.grid.symmetric,
+            f"they have {self.bits} bits": not 2 <= self.bits <= MAX_PACKED_BITS,
+            f"inputs have {self.inputs.bits} bits": self.inputs.bits != 8,
+            f"scales are {scale}": scale not in ("static", "per_token"),
+            "static scales go with 8 bits per channel": needs_bytes,
+        }
+        return next((why for why, is_so in faults.items() if is_so), None)
 
     @property
     def multiplies_bytes(self) -> bool:

@@ -1,23 +1,25 @@
 """How much of a model is quantized, at how many bits, and how large that makes it: of the whole model, always."""
 
+import copy
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..errors import MoQError, one_line
 from ..formats.stored import MAX_PACKED_BITS, EncodeSpec
 from ..formats.table import FORMS, form_of
-from ..names import without_peft
+from ..names import without_fsdp, without_peft
 from ..processes import shape_of
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..schedule import FLOAT_BITS
-from ..seams.transformers import original_format
+from ..seams.transformers import initialize_again, original_format
 from ..weight_matrix import is_experts, parameter_of
 from .inventory import Inventory
 
@@ -320,6 +322,40 @@ def parts_are_called(model: nn.Module) -> bool:
         getattr(config, "is_encoder_decoder", False)
         or getattr(config, "sub_configs", None)
     )
+
+
+def is_unpacked_while_loading(model: Any, packed: Iterable[str]) -> bool:
+    """Whether a model cannot be packed until its first forward pass.
+
+    Users call parts of it past that pass, or its class initializes modules through the
+    weights of others, which packed ones do not have.
+
+    Args:
+        model: The model, without PEFT.
+        packed: The layers that would be packed.
+
+    Raises:
+        MoQError: transformers cannot make a model of the class, as `from_pretrained`
+            would have to.
+    """
+    if parts_are_called(model):
+        return True
+    cls: Any = without_fsdp(type(model))
+    try:
+        with torch.device("meta"):
+            shell = cls(copy.deepcopy(model.config))
+        for name in packed:
+            del shell.get_submodule(name).weight
+    except Exception as error:
+        raise MoQError(
+            f"from_pretrained could not load it, since {cls.__name__}(config) does not make such a model: "
+            f"{one_line(error)}"
+        ) from error
+    try:
+        initialize_again(shell)
+    except AttributeError:
+        return True
+    return False
 
 
 def covered(quantized: int, total: int) -> str:

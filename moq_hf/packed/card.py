@@ -182,12 +182,25 @@ def _made(saved: Verification) -> str:
         f"the weights of its {' and '.join(what)} were quantized while it trained, to {' and '.join(bits)} bits. "
         f"{saved.coverage()} are quantized, which makes {saved.mean_bits:.2f} bits per parameter over the whole model. "
         f"The quantized weights are {stored}: {_mb(saved.file_bytes)} instead of {_mb(saved.float_bytes)} in all."
+        f"{_inputs(saved)}"
     )
 
 
 def _format(saved: Verification) -> str:
     """What loads the packed weights, which is the name of a tag."""
     return "gemma" if saved.state["layout"] == "gemma" else "compressed-tensors"
+
+
+def _inputs(saved: Verification) -> str:
+    """Say what the folder computes with where training rounded the inputs of layers."""
+    config = saved.state["config"]
+    activations = config and MoQConfig.from_dict(config).activations
+    if not activations or not activations.enabled:
+        return ""
+    rounded = f"rounded to {activations.bits} bits ({activations.scale})"
+    if saved.state.get("rounds_inputs"):
+        return f" It computes with inputs {rounded}."
+    return f" Training saw inputs {rounded}, for an export; here inputs are floats."
 
 
 def _loading(name: str, folder: Path, saved: Verification) -> str:

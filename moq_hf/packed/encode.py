@@ -217,7 +217,7 @@ class Encoder:
             spec = replace(self._specs[name], inputs=inputs.grid, input_scale=scale)
             has_scale = scale is not None or inputs.grid.scale == "per_token"
             is_trained = inputs.active and has_scale and not layer.moq.blend
-            is_taken = spec.takes_inputs
+            is_taken = spec.input_fault is None
             if self.layout == "gemma":
                 is_taken = gemma.takes_inputs(spec, inputs.grid)
             if not is_trained or not is_taken:

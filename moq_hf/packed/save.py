@@ -1,17 +1,15 @@
 """`save_quantized`, and at the end of training a result whatever the model is: one model on its way into a folder."""
 
 import contextlib
-import copy
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import ModelCardData
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -21,14 +19,13 @@ from ..errors import MoQError, check_choice, one_line
 from ..formats.stored import MAX_PACKED_BITS
 from ..formats.table import LAYOUTS, Layout, has_codes
 from ..model.inventory import Inventory
-from ..model.sizes import ModelSizes, parts_are_called
-from ..names import uncompiled, without_fsdp, without_peft
+from ..model.sizes import ModelSizes, is_unpacked_while_loading
+from ..names import uncompiled, without_peft
 from ..processes import is_apart
 from ..quant_experts import quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..seams.transformers import (
     has_adapter,
-    initialize_again,
     refuse_older,
     tied_parameters,
     write_packing_config,
@@ -425,9 +422,7 @@ class _Saving:
             return ["floats"]
         if wanted is not None:
             return [wanted]
-        if parts_are_called(self.model) or _init_reaches_into(
-            self.model, encoder.packed
-        ):
+        if is_unpacked_while_loading(self.model, encoder.packed):
             return ["unpacked", "floats"]
         # Servers take asymmetric grids as they are unpacked while loading; tables of
         # more bits would be dense there.
@@ -571,31 +566,6 @@ def _tied(model: nn.Module, layers: Mapping[str, QuantLayer]) -> dict[str, list[
         if layers[layer].float_weight is layers[other].float_weight:
             tied.setdefault(layer, []).append(other)
     return tied
-
-
-def _init_reaches_into(model: Any, packed: Iterable[str]) -> bool:
-    """Whether the model's class initializes modules through the weights of others, which packed ones do not have.
-
-    Raises:
-        MoQError: transformers cannot make a model of the class, as `from_pretrained`
-            would have to.
-    """
-    cls: Any = without_fsdp(type(model))
-    try:
-        with torch.device("meta"):
-            shell = cls(copy.deepcopy(model.config))
-        for name in packed:
-            del shell.get_submodule(name).weight
-    except Exception as error:
-        raise MoQError(
-            f"from_pretrained could not load it, since {cls.__name__}(config) does not make such a model: "
-            f"{one_line(error)}"
-        ) from error
-    try:
-        initialize_again(shell)
-    except AttributeError:
-        return True
-    return False
 
 
 def _write_packed_files(

@@ -407,10 +407,12 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
         unserved = "no save_pretrained wrote it; load_state_dict takes its weights"
     scales = "float32"
     row_size = None
+    rounded: str | None = None
     if state["config"] is not None:
         trained = MoQConfig.from_dict(state["config"])
         scales = trained.grid_of(str(config.get("dtype") or "float32")).scale_dtype
         row_size = trained.grouping.row_size
+        rounded = trained.activations.scale if state.get("rounds_inputs") else None
     weights: dict[str, serving.Weight] = {}
     for name, layer in layers.items():
         # Packed experts lie in the files matrix by matrix.
@@ -426,6 +428,7 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
             group_size=columns // layer.scales[1] if has_groups else None,
             symmetric=layer.symmetric,
             packed=has_codes(layer.stored),
+            rounded=rounded if layer.kind == "linear" and not layer.tied else None,
         )
         weights |= dict.fromkeys(names, weight)
     floats = [

@@ -69,6 +69,8 @@ def summary(
             f"the inputs of linear layers to {activation.bits} bits ({activation.scale})"
             + (f" after {activation.start_step} steps" * (activation.start_step > 0))
         )
+        computed = serving.inputs_in_words(inventory, config)
+        parts.append(f"the delivered folder computes with {computed}")
     parts.append(f"quantized: {sizes.coverage}")
     parts += [
         f"{why}: {shortened(names, MOST_FAULTS)}" for why, names in left.items()

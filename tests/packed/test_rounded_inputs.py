@@ -1,0 +1,152 @@
+"""Folders that say how inputs are rounded, and those that cannot: both compute what was evaluated so."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import families
+import model_zoo
+import pytest
+import tiny_runs
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+
+from moq_hf import MoQCallback, MoQConfig, MoQError, cli, verify_quantized
+from moq_hf.model.selection import take_inventory
+from moq_hf.packed.state import served_by
+from moq_hf.serving import inputs_in_words
+
+
+def rounding(bits: int = 8, scale: str = "static", **more: Any) -> dict[str, Any]:
+    return {
+        "quantize_bits": {"target_bits": bits},
+        "quantize_groups": "per_channel",
+        "activation_quantization": {"enabled": True, "scale": scale},
+        **more,
+    }
+
+
+def delivered(folder: Path, family: str, task: str, config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """What was said before the first step, and `moq_state.json`."""
+    model = model_zoo.new_model(family, task).to(dtype)
+    checked = MoQConfig.from_dict(config)
+    said = inputs_in_words(take_inventory(model, checked), checked)
+    rows = model_zoo.rows_of(task)
+    args = model_zoo.arguments(folder, max_steps=2)
+    hf.Trainer(model, args, train_dataset=rows, callbacks=[MoQCallback(config)]).train()
+    verify_quantized(folder / "quantized", model)
+    return said, json.loads((folder / "quantized" / "moq_state.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "config", "dtype", "said"),
+    [
+        ("BERT", "sequence classification", rounding(), torch.float32, "rounded inputs (W8A8, static)"),
+        ("BERT", "token classification", rounding(scale="per_token"), torch.bfloat16, "(W8A8, per_token)"),
+        ("Llama", "causal LM", rounding(), torch.bfloat16, "(W8A8, static)"),
+        ("Llama", "causal LM", rounding(3, "per_token", quantize_embeddings=8), torch.float32, "(W3A8, per_token)"),
+        ("ViT", "image classification", rounding(4, "per_token"), torch.float32, "(W4A8, per_token)"),
+        ("ModernBERT", "masked LM", rounding(), torch.float32, "(W8A8, static)"),
+    ],
+)
+def test_folders_compute_with_rounded_inputs(
+    family: str, task: str, config: Any, dtype: torch.dtype, said: str, tmp_path: Path
+) -> None:
+    words, state = delivered(tmp_path, family, task, config, dtype)
+    assert words.startswith("rounded inputs (") and words.endswith(said)
+    proof = state["proof"]
+    assert (proof["agrees"], proof["largest_difference"], proof["inputs"]) == (True, 0.0, "rounded")
+    card = (tmp_path / "quantized" / "README.md").read_text(encoding="utf-8")
+    assert f"with inputs rounded to 8 bits ({config['activation_quantization']['scale']})" in card
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "config", "said"),
+    [
+        ("GPT-2", "causal LM", rounding(), "they are Conv1D layers (transformer.h.*.attn.c_attn (2)"),
+        ("T5", "token classification", rounding(4, "per_token"), "transformers unpacks a model of its kind"),
+        ("ModernBERT", "masked LM", rounding(4, "per_token"), "transformers unpacks a model of its kind"),
+        ("BERT", "masked LM", rounding(4), "static scales go with 8 bits per channel"),
+        ("BERT", "masked LM", rounding(quantize_algo={"q_type": "asymmetric"}), "their grid is asymmetric"),
+        ("Llama", "causal LM", rounding(scale="per_tensor"), "scales are per_tensor"),
+        ("Llama", "causal LM", rounding(4, "per_token", quantize_embeddings=4), "tables of fewer than 8 bits"),
+    ],
+)
+def test_others_compute_with_float_activations_and_say_why(
+    family: str, task: str, config: Any, said: str, tmp_path: Path
+) -> None:
+    words, state = delivered(tmp_path, family, task, config)
+    assert words.startswith(f"float activations, because {said}")
+    proof = state["proof"]
+    assert (proof["agrees"], proof["largest_difference"], proof["inputs"]) == (True, 0.0, "float")
+    assert "inputs are floats" in (tmp_path / "quantized" / "README.md").read_text(encoding="utf-8")
+
+
+def test_where_no_layout_can_be_loaded_the_proof_has_float_activations(tmp_path: Path) -> None:
+    family = families.FAMILIES["DINOv2"]
+    hf.set_seed(0)
+    model, batch = family.kind(family.config()), family.batch()
+    rows = [{key: part[index] for key, part in batch.items()} for index in range(4)]
+    args = model_zoo.arguments(tmp_path, max_steps=2)
+    hf.Trainer(model, args, train_dataset=rows, callbacks=[MoQCallback(rounding())]).train()
+    state = json.loads((tmp_path / "quantized" / "moq_state.json").read_text(encoding="utf-8"))
+    assert (state["layout"], state["proof"]["inputs"], state["rounds_inputs"]) == ("floats", "float", False)
+
+
+@pytest.fixture(scope="module", params=["static", "per_token"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a checkpoint in the middle; not to be changed."""
+    folder = tmp_path_factory.mktemp(request.param)
+    train(folder, rounding(scale=request.param))
+    return folder
+
+
+def train(folder: Path, config: Any, resumed: bool = False) -> None:
+    args = tiny_runs.arguments(folder, max_steps=4, save_strategy="steps", save_steps=2)
+    model = tiny_runs.new_model()
+    trainer = hf.Trainer(model, args, train_dataset=tiny_runs.rows(), callbacks=[MoQCallback(config)])
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resumed else None)
+
+
+def test_a_resumed_run_delivers_the_same_bytes(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "checkpoint-2", tmp_path / "checkpoint-2")
+    train(tmp_path, rounding(scale=run.name.removesuffix("0")), resumed=True)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "quantized" / name).read_bytes() == (run / "quantized" / name).read_bytes()
+
+
+def test_pack_of_the_last_checkpoint_writes_the_same_bytes(run: Path, tmp_path: Path) -> None:
+    assert cli.main(["pack", str(run / "checkpoint-4"), str(tmp_path / "out")]) == 0
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (run / "quantized" / name).read_bytes()
+
+
+def test_servers_of_the_folder(run: Path) -> None:
+    found = {one.server.key: one for one in served_by(run / "quantized")}
+    # BERT's pooler and heads are floats in vLLM.
+    assert all("pooler" in reason for reason in found["vllm-cpu"].reasons)
+    assert ("over 127" in str(found["vllm-cpu"].notes)) == (run.name == "per_token0")
+
+
+def test_another_input_scale_is_noticed(tmp_path: Path) -> None:
+    train(tmp_path, rounding())
+    path = tmp_path / "quantized" / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith(".input_scale"))
+    tensors[name] *= 2
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(MoQError, match=name.replace(".", r"\.")):
+        verify_quantized(tmp_path / "quantized")
+
+
+def test_a_model_with_another_range_is_noticed(tmp_path: Path) -> None:
+    model = tiny_runs.new_model()
+    args = tiny_runs.arguments(tmp_path, max_steps=2)
+    hf.Trainer(model, args, train_dataset=tiny_runs.rows(), callbacks=[MoQCallback(rounding())]).train()
+    verify_quantized(tmp_path / "quantized", model)
+    inputs: Any = model.get_submodule("bert.encoder.layer.1.output.dense")
+    inputs.moq.inputs.range *= 2
+    with pytest.raises(MoQError, match=r"bert\.encoder\.layer\.1\.output\.dense\.input_scale"):
+        verify_quantized(tmp_path / "quantized", model)
