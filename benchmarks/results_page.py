@@ -293,6 +293,31 @@ def llama_cpp() -> list[list[Any]]:
     return found
 
 
+def w8a8() -> list[list[Any]]:
+    """How far vLLM's answers with rounded inputs are from transformers', with equal tokens of 16."""
+    measured = document("served_int8")
+    found: list[list[Any]] = [["model", "scale of inputs", "float32", "bfloat16", "transformers from its own float32"]]
+    for kind in ("Llama", "Qwen3", "Gemma3", "sft"):
+        for scale in ("static", "per_token"):
+            cases = [measured["cases"][f"{kind} {scale} {dtype}"] for dtype in ("float32", "bfloat16")]
+            cells = [f"{case['largest_difference']:.0e}, {case['same_tokens']} equal" for case in cases]
+            name = "Llama of TRL's SFTTrainer" if kind == "sft" else kind
+            found.append([name, scale, *cells, f"{cases[1]['from_float32']:.0e}"])
+    return found
+
+
+def w8a8_speeds() -> list[list[Any]]:
+    """Speed of rounded inputs in vLLM over the float folder, on one thread."""
+    seconds = document("served_int8")["seconds"]
+    found: list[list[Any]] = [
+        ["work", *(f"{scale}, {dtype}" for dtype in seconds for scale in ("static", "per_token"))]
+    ]
+    for shape in seconds["float32"]:
+        times = [seconds[dtype][shape] for dtype in seconds]
+        found.append([shape, *(f"{one['float'] / one[n]:.1f}" for one in times for n in ("static", "per_token"))])
+    return found
+
+
 def eigenvalues() -> list[list[Any]]:
     """How right eigenvalues are, over three starts, and how steady over draws of the data."""
     measured = document("eigen")
@@ -427,6 +452,8 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "deployed": deployed,
     "speeds": speeds,
     "llama.cpp": llama_cpp,
+    "w8a8": w8a8,
+    "w8a8 speeds": w8a8_speeds,
     "ranges": ranges,
     "measures": measures,
     "eigenvalues": eigenvalues,

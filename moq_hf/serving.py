@@ -559,7 +559,6 @@ def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
 
 def inputs_in_words(inventory: Inventory, config: MoQConfig) -> str:
     """What the delivered folder computes with where training rounds the inputs of layers."""
-    widths: set[int] = set()
     for bits in config.targets:
         fault = _float_inputs(inventory, config, bits)
         if fault is not None:
@@ -567,9 +566,7 @@ def inputs_in_words(inventory: Inventory, config: MoQConfig) -> str:
                 f"float activations, because {fault}; rounded inputs go with symmetric weights of nn.Linear layers: of "
                 "8 bits per channel (static), or of 2 to 8 bits (per_token)"
             )
-        weights = describe(inventory, config, bits).weights.values()
-        widths.update(weight.bits for weight in weights if weight.rounded)
-    kinds = " and ".join(f"W{width}A8" for width in sorted(widths))
+    kinds = " and ".join(f"W{bits}A8" for bits in config.targets)
     return f"rounded inputs ({kinds}, {config.activations.scale})"
 
 

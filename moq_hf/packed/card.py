@@ -193,14 +193,14 @@ def _format(saved: Verification) -> str:
 
 def _inputs(saved: Verification) -> str:
     """Say what the folder computes with where training rounded the inputs of layers."""
-    config = saved.state["config"]
-    activations = config and MoQConfig.from_dict(config).activations
-    if not activations or not activations.enabled:
+    config = MoQConfig.from_dict(saved.state["config"])
+    activations = config.activations
+    if not activations.enabled:
         return ""
-    rounded = f"rounded to {activations.bits} bits ({activations.scale})"
+    rounded = f"inputs rounded to {activations.bits} bits ({activations.scale})"
     if saved.state.get("rounds_inputs"):
-        return f" It computes with inputs {rounded}."
-    return f" Training saw inputs {rounded}, for an export; here inputs are floats."
+        return f" It computes with {rounded}."
+    return f" Training saw {rounded}, for an export; here inputs are floats."
 
 
 def _loading(name: str, folder: Path, saved: Verification) -> str:
