@@ -296,7 +296,9 @@ def llama_cpp() -> list[list[Any]]:
 def w8a8() -> list[list[Any]]:
     """How far vLLM's answers with rounded inputs are from transformers', with equal tokens of 16."""
     measured = document("served_int8")
-    found: list[list[Any]] = [["model", "scale of inputs", "float32", "bfloat16", "transformers from its own float32"]]
+    found: list[list[Any]] = [
+        ["model", "scale of inputs", "float32", "bfloat16", "transformers' bfloat16 from float32"]
+    ]
     for kind in ("Llama", "Qwen3", "Gemma3", "sft"):
         for scale in ("static", "per_token"):
             cases = [measured["cases"][f"{kind} {scale} {dtype}"] for dtype in ("float32", "bfloat16")]

@@ -7,8 +7,8 @@
 
 Models with random weights train a few steps, so that static scales are learned; "sft" is examples/sft's model in TRL's
 SFTTrainer. Each folder computes in the dtype of its training in both. 16 tokens are greedy, and log-probabilities are
-those of the tokens that transformers chose; "from_float32" is how far its own are from those that it has in float32. For
-"speed", engines of one thread stand side by side and are asked in turn: the least of 15 times.
+those of the tokens that transformers chose; "from_float32" is how far its own are from those that it has in float32.
+For "speed", engines of one thread stand side by side and are asked in turn: the least of 15 times.
 """
 
 import argparse

@@ -91,8 +91,8 @@ def dequantize_model(
     Args:
         model: Any module.
         weights: "quantized" writes what the forward pass used into the weights, so that
-            the model computes the same; "float" leaves the float weights that were
-            trained.
+            the model computes the same but for inputs, which nothing rounds any more;
+            "float" leaves the float weights that were trained.
 
     Returns:
         The model.

@@ -163,7 +163,9 @@ class ReferenceOutputs:
             folder: The folder.
             rounded: Whether it says how inputs are rounded.
         """
-        self.outputs, self.tokens = self._outputs.get(rounded, _Outputs([], None))
+        # A model that was loaded from such a folder rounds by itself.
+        found = self._outputs.get(rounded and self._rounds, _Outputs([], None))
+        self.outputs, self.tokens = found
         inputs: Literal["rounded", "float"] | None = None
         if self._rounds:
             inputs = "rounded" if rounded else "float"

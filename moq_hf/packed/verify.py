@@ -303,12 +303,14 @@ def split(
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model as its forward pass uses them, on the CPU."""
+    tensors = dict(without_peft(model).state_dict())
     if is_packed(model):
         model = dequantize_model(copy.deepcopy(model))
+        # What it rounds inputs with is lost there.
+        tensors = {n: t for n, t in tensors.items() if n.endswith(".input_scale")}
     model = without_peft(model)
-    tensors = {
-        name: tensor.detach().cpu() for name, tensor in model.state_dict().items()
-    }
+    tensors |= model.state_dict()
+    tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
         tensors[parameter_of(name, layer.kind)] = (
             layer.quantized_weight().detach().cpu()

@@ -123,6 +123,13 @@ def test_pack_of_the_last_checkpoint_writes_the_same_bytes(run: Path, tmp_path: 
         assert (tmp_path / "out" / name).read_bytes() == (run / "quantized" / name).read_bytes()
 
 
+def test_a_model_that_was_loaded_from_the_folder_is_verified(run: Path) -> None:
+    model = hf.BertForSequenceClassification.from_pretrained(run / "quantized")
+    inputs = {"input_ids": torch.arange(5, 15)[None]}
+    proof = verify_quantized(run / "quantized", model, inputs=inputs).proof
+    assert proof is not None and (proof.agrees, proof.largest_difference) == (True, 0.0)
+
+
 def test_servers_of_the_folder(run: Path) -> None:
     found = {one.server.key: one for one in served_by(run / "quantized")}
     # BERT's pooler and heads are floats in vLLM.
