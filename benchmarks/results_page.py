@@ -432,6 +432,9 @@ def versions() -> list[list[Any]]:
     found: list[list[Any]] = [["layout", "needs transformers", *folders[0]["answers"]]]
     for layout, needs in NEEDS.items():
         own = [folder["answers"] for folder in folders if folder["layout"] == layout]
+        if not own:
+            # A form that only stands where it is asked for.
+            continue
         # What differs by rounding has the same weights.
         right = [sum(answers[version] in ("equal", "rounding") for answers in own) for version in folders[0]["answers"]]
         found.append([f"`{layout}`", needs["transformers"], *(f"{count} of {len(own)}" for count in right)])
