@@ -320,6 +320,35 @@ def w8a8_speeds() -> list[list[Any]]:
     return found
 
 
+def in_javascript() -> list[list[Any]]:
+    """Answers of an exported folder in Node, and speed over fp32 there and in WebAssembly."""
+    suffixes = {"fp32": "", "q8": "_quantized", "q4": "_q4", "q2": "_q2"}
+    names = {"classify": "MiniLM", "generate": "Llama"}
+    found: list[list[Any]] = [["model", "dtype", "size of float", "against PyTorch", "speed in Node", "in WebAssembly"]]
+    for model, measured in document("hub_names")["models"].items():
+        task, _, bits = model.partition("-")
+        for dtype, said in measured.get("transformers.js", {}).items():
+            share = measured["bytes"][f"onnx/model{suffixes[dtype]}.onnx"] / measured["bytes"]["float"]
+            answers = f"{said['difference']:.0e}" if task == "classify" else f"{said['equal tokens']} tokens"
+            speeds = [
+                f"{engine['fp32']['milliseconds'] / engine[dtype]['milliseconds']:.1f}" if engine else ""
+                for engine in (measured["transformers.js"], measured["wasm"])
+            ]
+            found.append([f"{names[task]}, {bits} bits", dtype, f"{share:.2f}", answers, *speeds])
+    return found
+
+
+def embeddings() -> list[list[Any]]:
+    """The largest difference of an embedding of length 1 to PyTorch's, by file and client."""
+    said = document("hub_names")["clients"]
+    clients = ("Sentence Transformers", "fastembed")
+    files = dict.fromkeys(name.partition(", ")[2] for name in said)
+    cells = [
+        [f"{said[who]:.0e}" if (who := f"{client}, {file}") in said else "" for client in clients] for file in files
+    ]
+    return [["file", *clients], *([file, *row] for file, row in zip(files, cells, strict=True))]
+
+
 def eigenvalues() -> list[list[Any]]:
     """How right eigenvalues are, over three starts, and how steady over draws of the data."""
     measured = document("eigen")
@@ -456,6 +485,8 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "packing": packing,
     "deployed": deployed,
     "speeds": speeds,
+    "in JavaScript": in_javascript,
+    "embeddings": embeddings,
     "llama.cpp": llama_cpp,
     "w8a8": w8a8,
     "w8a8 speeds": w8a8_speeds,

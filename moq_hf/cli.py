@@ -312,7 +312,12 @@ def add_export(subparsers: Any) -> None:
         "--flavours",
         nargs="+",
         choices=("float", "weight-only", "int8", "nbits", "qdq"),
-        help="default: weight-only int8",
+        help="default: weight-only int8; with --names hub all that have a name there",
+    )
+    add(
+        "--names",
+        choices=("own", "hub"),
+        help="hub: a folder that transformers.js, Sentence Transformers, text-embeddings-inference and fastembed load",
     )
     add(
         "--activation_bits",

@@ -50,6 +50,7 @@ PATTERNS = ("*.md", "docs/**/*.md", "configs/README.md", "examples/**/*.md")
 PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
 INSPECT = "moq-hf inspect runs/mrpc/quantized"
 EXPORT = "moq-hf export runs/mrpc/quantized --to onnx runs/mrpc-onnx --task_name mrpc --validation_file data/mrpc.jsonl"
+HUB = "moq-hf export runs/mrpc/quantized --to onnx runs/mrpc-hub --names hub"
 BENCH = "moq-hf bench runs/mrpc/quantized --task_name mrpc --validation_file data/mrpc.jsonl --max_loss 0.01"
 PACK = "moq-hf pack runs/mrpc/checkpoint-345 runs/mrpc-packed"
 MIGRATE = "moq-hf migrate ds.json --max_steps 345 --out moq.json"
@@ -67,6 +68,7 @@ RUN_BY = {
     "python benchmarks/results_page.py": "test_the_tables_are_those_of_the_committed_results in test_evidence.py",
     INSPECT: "test_python_blocks",
     EXPORT: "test_python_blocks",
+    HUB: "test_the_names_that_others_look_for in export/test_onnx.py",
     PACK: "test_pack_command",
     GGUF: "test_gguf_command",
     MIGRATE: "test_migrate_command",
@@ -157,7 +159,8 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_blocks_have_a_known_language() -> None:
-    assert [str(block) for block in BLOCKS if block.language not in ("bash", "sh", "python", "json", "text")] == []
+    known = ("bash", "sh", "python", "json", "js", "text")
+    assert [str(block) for block in BLOCKS if block.language not in known] == []
 
 
 def test_every_command_is_run() -> None:

@@ -29,7 +29,7 @@ from .compare import (
     most_tokens,
     takes_pictures,
 )
-from .onnx import export_onnx, onnx_runtime
+from .onnx import export_onnx, onnx_runtime, openvino_runtime
 from .onnx_layers import Flavor, target_here
 
 MAX_LOSS = 0.01
@@ -220,7 +220,7 @@ def benchmark(
         # OpenVINO (2026.4) gives a decoder's first call, with an empty cache, no answers.
         if decodes:
             raise MoQError("left out: decoders are measured in ONNX Runtime")
-        loaders["OpenVINO"] = _openvino
+        loaders["OpenVINO"] = openvino_runtime
         # qdq is OpenVINO's, and multiplies signed integers of 8 bits, which other
         # processors do not do exactly.
         if target_here() == "vnni":
@@ -294,21 +294,6 @@ def _answer(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
         return decoder.answer(model, batch)
     answer: Tensor = model(**batch)[0]
     return answer
-
-
-def _openvino(path: Path, threads: int) -> Model:
-    """Load a file with OpenVINO's defaults: where the CPU has AMX it computes in bf16."""
-    import openvino
-
-    compiled = openvino.Core().compile_model(
-        path, "CPU", {"INFERENCE_NUM_THREADS": threads}
-    )
-
-    def run(batch: Mapping[str, Tensor]) -> Tensor:
-        outputs = compiled({name: tensor.numpy() for name, tensor in batch.items()})
-        return torch.from_numpy(outputs[0].copy())
-
-    return run
 
 
 def _batch(reference: Reference, examples: int, tokens: int) -> dict[str, Tensor]:

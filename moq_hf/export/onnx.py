@@ -21,7 +21,7 @@ from ..errors import MoQError, check_choice, explained, require
 from ..grid import LEAST_INPUT_BLOCK, InputGrid, InputScale
 from ..packed.files import new_path, staged
 from ..quantizer import Quantized
-from ..text import progress, table
+from ..text import markdown_table, progress, table
 from . import decoder
 from .compare import (
     SENTENCES,
@@ -31,6 +31,13 @@ from .compare import (
     Data,
     Reference,
     load_checkpoint,
+)
+from .file_names import (
+    DATA_SUFFIX,
+    NAMED,
+    Names,
+    check_possible,
+    write_beside,
 )
 from .onnx_layers import (
     FLAVORS,
@@ -54,14 +61,11 @@ from .onnx_layers import (
 
 logger = logging.getLogger(__name__)
 
-REPORT_NAME = "moq_export.json"
-FILE_NAMES: dict[Flavor, str] = {
-    "float": "model_float.onnx",
-    "weight-only": "model.onnx",
-    "int8": "model_int8.onnx",
-    "nbits": "model_nbits.onnx",
-    "qdq": "model_qdq.onnx",
+_DEFAULTS: dict[Names, tuple[Flavor, ...]] = {
+    "own": ("weight-only", "int8"),
+    "hub": ("weight-only", "int8", "nbits", "qdq"),
 }
+REPORT_NAME = "moq_export.json"
 # One file may not have 2 GB; what comes near is loaded faster from a file that is
 # mapped.
 EXTERNAL_DATA_ABOVE = 10**9
@@ -95,11 +99,13 @@ class Export:
         checkpoint_metrics: Of the checkpoint in PyTorch.
         bytes: Of each flavor's files; "float checkpoint" is what the float weights
             take.
-        files: The file of each flavor.
+        files: The file of each flavor; where a flavor has two, the second one's key
+            says more, as "int8 for VNNI".
         layers: How each quantized layer is stored in each flavor: "int4", "int8",
             "uint8", "float".
         proofs: By flavor.
         activations: Of the flavors that round them: how, and for which CPUs.
+        left_out: Why a file was not written, by its path.
     """
 
     directory: Path
@@ -112,9 +118,24 @@ class Export:
     layers: dict[str, Mapping[str, str]] = field(default_factory=dict)
     proofs: dict[str, Comparison] = field(default_factory=dict)
     activations: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def table(self) -> str:
         """A line per flavor, for a terminal."""
+        where = f"{self.sentences} {self.compared} compared; {self.directory}"
+        return "\n".join([table(self._rows()), "", *self._notes(), where])
+
+    def readers_table(self) -> str:
+        """A line per file that others look for, with who they are, in Markdown."""
+        readers = ["looked for by", ""]
+        readers += [NAMED["hub"][key].readers for key in self.proofs]
+        rows = [
+            [*row, reader] for row, reader in zip(self._rows(), readers, strict=True)
+        ]
+        notes = [f"- {note}" for note in self._notes()]
+        return "\n".join([markdown_table(rows), "", *notes])
+
+    def _rows(self) -> list[list[str]]:
         metrics = self.checkpoint_metrics
         rows = [
             [
@@ -142,30 +163,28 @@ class Export:
                     *proof.cells(),
                 ]
             )
+        return rows
+
+    def _notes(self) -> list[str]:
         lines = [
             f"{flavor}: activations {words}"
             for flavor, words in self.activations.items()
         ]
+        lines += [f"{path} is left out: {why}" for path, why in self.left_out.items()]
         if "weight-only" in self.files:
             lines.append(
                 "weight-only: activations in float; OpenVINO rounds them, "
                 'unless compiled with {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "INFERENCE_PRECISION_HINT": "f32"}'
             )
-        return "\n".join(
-            [
-                table(rows),
-                "",
-                *lines,
-                f"{self.sentences} {self.compared} compared; {self.directory}",
-            ]
-        )
+        return lines
 
 
 def export_onnx(
     directory: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    flavors: Sequence[Flavor] = ("weight-only", "int8"),
+    flavors: Sequence[Flavor] | None = None,
+    names: Names = "own",
     activation_bits: int | None = None,
     activation_scale: InputScale | None = None,
     cpu: Target | Literal["auto"] = "auto",
@@ -183,14 +202,19 @@ def export_onnx(
         directory: What `save_quantized` wrote: a classifier of sequences, tokens or
             images, or a base model.
         out: The folder to make, or an empty one.
-        flavors: Some of "float", "weight-only", "int8", "nbits" and "qdq".
+        flavors: Some of "float", "weight-only", "int8", "nbits" and "qdq"; None is
+            weight-only and int8, or with `names="hub"` all that have a name there.
+        names: "hub" names the files as transformers.js, Sentence Transformers,
+            text-embeddings-inference and fastembed look for them, writes OpenVINO's
+            format beside ONNX's where it is installed, and a card that says which file
+            is which.
         activation_bits: Of the int8 flavor, 2 to 8; None is what the model was trained
             for, else 8. qdq has 8.
         activation_scale: Of the int8 flavor; None is what the model was trained for,
             else "per_tensor". qdq has "static". Where no range was trained, static
             takes the largest magnitudes that `data` gives.
         cpu: What int8 is made for: "vnni", "avx2", or "auto", which is what suits this
-            machine. qdq is for "vnni".
+            machine. qdq is for "vnni", and with `names="hub"` there is a file for each.
         data: Compared on; a model of pictures answers random ones instead.
         max_length: Tokens of an example, at most.
         tolerance: Largest difference of the outputs that float and weight-only may
@@ -205,27 +229,31 @@ def export_onnx(
             onnxruntime are not installed.
     """
     require("onnx", "onnxruntime", "onnxscript")
+    check_choice("names", names, NAMED)
+    if flavors is None:
+        flavors = _DEFAULTS[names]
     for flavor in flavors or (None,):
         check_choice("flavors", flavor, FLAVORS)
     check_choice("cpu", cpu, ("auto", *TARGETS))
     target = target_here() if cpu == "auto" else cpu
-    if "qdq" in flavors and target != "vnni":
+    if names == "own" and "qdq" in flavors and target != "vnni":
         raise MoQError(
             "qdq multiplies signed integers of 8 bits, which CPUs without VNNI do not do exactly: leave it out"
         )
     place = new_path(out)
     checkpoint = load_checkpoint(Path(directory))
     reference = Reference(checkpoint, data, max_length)
-    config = checkpoint.verified.state.get("config")
-    trained = config and MoQConfig.from_dict(config).activations.grid
-    if not trained or trained.scale not in INT8_SCALES:
-        trained = InputGrid(8, "per_tensor")
-    grid = InputGrid(
-        trained.bits if activation_bits is None else activation_bits,
-        trained.scale if activation_scale is None else activation_scale,
-    )
-    check_choice("activation_bits", grid.bits, range(2, 9))
-    check_choice("activation_scale", grid.scale, INT8_SCALES)
+    grid = _grid_of_int8(checkpoint, activation_bits, activation_scale)
+    has_cache = decoder.has_cache(checkpoint.model)
+    files = {
+        key: file
+        for flavor in flavors
+        for key, file in NAMED[names].items()
+        if file.flavor == flavor
+    }
+    nameless = set(flavors) - {file.flavor for file in files.values()}
+    if nameless:
+        raise MoQError(f"no file of {names=} is of the flavor {', '.join(nameless)}")
     found = Export(
         directory=Path(out),
         compared=reference.compared,
@@ -241,37 +269,74 @@ def export_onnx(
     }
     with staged(place) as folder:
         folder.mkdir()
-        for flavor in progress(dict.fromkeys(flavors), "export"):
+        for key, file in progress(files.items(), "export"):
+            flavor = file.flavor
             rounding = None
             if flavor in grids:
-                rounding = _rounding(checkpoint, reference, grids[flavor], target)
-                found.activations[flavor] = str(rounding)
-            path = folder / FILE_NAMES[flavor]
+                rounding = _rounding(
+                    checkpoint, reference, grids[flavor], file.target or target
+                )
             prepared = prepare(checkpoint, flavor, rounding)
-            found.files[flavor] = path.name
-            found.layers[flavor] = prepared.stored
-            found.bytes[flavor] = write_model(prepared, reference.batches[0], path)
-            simulated = None
+            path = folder / file.path.format(bits=_widest(prepared))
+            name = path.relative_to(folder).as_posix()
+            try:
+                check_possible(file, name, has_cache)
+            except MoQError as error:
+                found.left_out[name] = str(error)
+                continue
+            path.parent.mkdir(exist_ok=True)
+            found.files[key] = name
+            found.layers[key] = prepared.stored
             if rounding is not None:
-                simulated = _simulated(prepared, reference, flavor, rounding)
-            with explained(f"ONNX Runtime cannot run the {flavor} model"):
-                run = onnx_runtime(path)
+                found.activations[key] = str(rounding)
+            found.bytes[key] = write_model(prepared, reference.batches[0], path)
+            simulated = _simulated(prepared, reference, flavor, rounding)
+            is_openvino = path.suffix == ".xml"
+            with explained(f"the {flavor} model cannot be run"):
+                run = (openvino_runtime if is_openvino else onnx_runtime)(path)
                 outputs = [run(batch) for batch in reference.batches]
             proof = reference.prove(outputs, simulated)
-            found.proofs[flavor] = proof
-            if decoder.has_cache(checkpoint.model):
+            found.proofs[key] = proof
+            if has_cache:
                 # Two answers, each as far as that from those without rounding.
                 rounded = 0.0 if rounding is None else 2 * proof.largest_difference
                 _check_cache(path, reference.batches[0], tolerance + rounded)
             # Without rounded inputs the model computes what the checkpoint does, so
-            # that a large difference is a fault.
-            if rounding is None and not proof.largest_difference <= tolerance:
+            # that a large difference is a fault. OpenVINO rounds them by itself.
+            is_rounded = rounding is not None or is_openvino
+            if not is_rounded and not proof.largest_difference <= tolerance:
                 raise MoQError(
                     f"the {flavor} model's outputs differ by {proof.largest_difference:.3g} from the checkpoint's, "
                     f"more than the tolerance of {tolerance:g}: nothing is written to {out}"
                 )
         _write_rest(folder, checkpoint, found, tolerance)
+        if names == "hub":
+            write_beside(Path(directory), folder, found.readers_table())
     return found
+
+
+def _grid_of_int8(
+    checkpoint: Checkpoint, bits: int | None, scale: InputScale | None
+) -> InputGrid:
+    """How the int8 flavor rounds inputs: as asked for, else as trained, else by one scale for a tensor."""
+    config = checkpoint.verified.state.get("config")
+    trained = config and MoQConfig.from_dict(config).activations.grid
+    if not trained or trained.scale not in INT8_SCALES:
+        trained = InputGrid(8, "per_tensor")
+    grid = InputGrid(
+        trained.bits if bits is None else bits,
+        trained.scale if scale is None else scale,
+    )
+    check_choice("activation_bits", grid.bits, range(2, 9))
+    check_choice("activation_scale", grid.scale, INT8_SCALES)
+    return grid
+
+
+def _widest(prepared: "Prepared") -> int:
+    """Bits of the widest layer that MatMulNBits multiplies; 8 where there is none."""
+    layers = prepared.model.modules()
+    bits = [layer.bits for layer in layers if isinstance(layer, OnnxNBitsLinear)]
+    return max(bits, default=8)
 
 
 def _rounding(
@@ -302,8 +367,13 @@ def _rounding(
 
 
 def _simulated(
-    prepared: "Prepared", reference: Reference, flavor: Flavor, rounding: Rounding
-) -> Tensor:
+    prepared: "Prepared",
+    reference: Reference,
+    flavor: Flavor,
+    rounding: Rounding | None,
+) -> Tensor | None:
+    if rounding is None:
+        return None
     grids = {}
     for name in prepared.stored:
         layer = prepared.model.get_submodule(name)
@@ -348,6 +418,22 @@ def _session(path: Path, threads: int = 0) -> Any:
     return onnxruntime.InferenceSession(
         os.fspath(path), options, providers=["CPUExecutionProvider"]
     )
+
+
+def openvino_runtime(
+    path: Path, threads: int = 0
+) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    """Load a file in OpenVINO with its defaults, as `onnx_runtime` does; where the CPU has AMX it computes in bf16."""
+    import openvino
+
+    options = {"INFERENCE_NUM_THREADS": threads} if threads else {}
+    compiled = openvino.Core().compile_model(path, "CPU", options)
+
+    def run(batch: Mapping[str, Tensor]) -> Tensor:
+        outputs = compiled({name: tensor.numpy() for name, tensor in batch.items()})
+        return torch.from_numpy(outputs[0].copy())
+
+    return run
 
 
 def _check_cache(path: Path, batch: Mapping[str, Tensor], tolerance: float) -> None:
@@ -485,7 +571,8 @@ def write_model(prepared: Prepared, example: Mapping[str, Tensor], path: Path) -
         prepared: The model.
         example: Inputs, int64 `[examples, tokens]`, or float32 `[examples, channels,
             height, width]`.
-        path: The file.
+        path: The file; one that ends in .xml is in OpenVINO's format, with another one
+            beside it.
 
     Returns:
         The bytes of its files.
@@ -513,12 +600,19 @@ def write_model(prepared: Prepared, example: Mapping[str, Tensor], path: Path) -
     size = sum(
         value.const_value.nbytes for value in exported.graph.initializers.values()
     )
-    beside = path.with_name(f"{path.name}.data")
+    beside = path.with_name(f"{path.name}{DATA_SUFFIX}")
     ir.save(
         exported,
         path,
         external_data=beside.name if size > EXTERNAL_DATA_ABOVE else None,
     )
+    if path.suffix == ".xml":
+        import openvino
+
+        # It knows the format of a file by its content.
+        openvino.save_model(openvino.convert_model(path), path, compress_to_fp16=False)
+        beside.unlink(missing_ok=True)
+        beside = path.with_suffix(".bin")
     return sum(file.stat().st_size for file in (path, beside) if file.exists())
 
 

@@ -74,7 +74,9 @@ class Rounding:
 
     def __str__(self) -> str:
         ranges = f", ranges {self.source}" if self.source else ""
-        return f"{self.grid.scale}, {self.grid.bits} bits{ranges}, for {self.target}"
+        # MatMulNBits chooses its products by itself.
+        cpus = "" if self.grid.scale == "per_block" else f", for {self.target}"
+        return f"{self.grid.scale}, {self.grid.bits} bits{ranges}{cpus}"
 
     def range_of(self, name: str) -> Tensor | None:
         """The range of a layer's inputs, a float32 scalar; None where the inputs themselves say it."""

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from torch import nn
 
 from moq_hf import MoQError, quantize_model, quantizer, save_quantized
 from moq_hf.cli import main
+from moq_hf.export import file_names
 from moq_hf.export import onnx as onnx_module
 from moq_hf.export.bench import benchmark
 from moq_hf.export.compare import Data, random_pictures, read_data
 from moq_hf.export.onnx import Export, export_onnx
 from moq_hf.export.onnx_layers import Flavor, OnnxConvolution, target_here
 from moq_hf.grid import Grid, PerChannel, RowBlocks
+from moq_hf.packed.card import write_card
 from moq_hf.packed.state import served_by
 from moq_hf.packed.verify import stored_weights, verify_quantized
 from moq_hf.serving import ONNX
@@ -173,7 +176,7 @@ def test_token_classes_asymmetric_groups_and_external_data(tmp_path: Path, monke
     found = export_onnx(source, tmp_path / "onnx", flavors=["weight-only"])
     for proof in found.proofs.values():
         assert proof.largest_difference < 1e-5 and proof.agreement == 1.0
-    assert (tmp_path / "onnx" / "model.onnx.data").stat().st_size > 100_000
+    assert (tmp_path / "onnx" / "model.onnx_data").stat().st_size > 100_000
     kinds = {v.data_type for v in initializers(tmp_path / "onnx" / "model.onnx").values()}
     assert {TensorProto.INT4, TensorProto.INT8} <= kinds
 
@@ -423,3 +426,70 @@ def test_wrong_arguments(classifier: Path, tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(MoQError, match="the checkpoint cannot answer the sentences: IndexError"):
         export_onnx(other, tmp_path / "out", data=Data([("a", "b")] * 2))
     assert not (tmp_path / "out").exists()
+
+
+def files_in(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_names_that_others_look_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    model = hf.BertModel(hf.BertConfig(**SHAPE))
+    source = checkpoint(tmp_path / "packed", model, config_of(quantize_groups="per_channel"), [4, 3, 2])
+    beside = {"modules.json", "sentence_bert_config.json", "1_Pooling/config.json"}
+    for name in beside:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("{}")
+    write_card(source)
+    out = tmp_path / "out"
+    words = ["export", str(source), "--to", "onnx", str(out), "--names", "hub"]
+    assert main([*words, "--flavors", "weight-only", "nbits", "qdq"]) == 0
+    written = {"onnx/model.onnx", "onnx/model_q4.onnx"}
+    common = {"README.md", "config.json", "moq_export.json", "tokenizer.json", "tokenizer_config.json"}
+    assert files_in(out) == written | beside | common
+    report = json.loads((out / "moq_export.json").read_text())
+    left_out = {"openvino/openvino_model.xml", "openvino/openvino_model_qint8_quantized.xml"}
+    assert set(report["files"].values()) == written and report["left_out"].keys() == left_out
+    card = (out / "README.md").read_text()
+    assert "from_pretrained" not in card and "\nlibrary_name: transformers.js\n" in card and "## Bits per layer" in card
+    assert re.search(r"\| onnx/model.onnx \|.* \| transformers.js \(fp32\), Sentence Transformers,", card)
+    assert re.search(r"\| onnx/model_q4.onnx \|.* \| transformers.js, by the number of bits \|", card)
+    assert "- nbits: activations per_block, 8 bits\n" in card
+    assert "- openvino/openvino_model.xml is left out: openvino is not installed" in card
+
+
+def test_a_file_for_vnni_needs_it_to_be_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = file_names.NAMED["hub"]
+    found = [(files[key].path, files[key].target) for key in ("int8", "int8 for VNNI")]
+    assert found == [("onnx/model_quantized.onnx", "avx2"), ("onnx/model_qint8_avx512_vnni.onnx", "vnni")]
+    monkeypatch.setattr(file_names, "target_here", lambda: "avx2")
+    file_names.check_possible(files["int8"], files["int8"].path, False)
+    with pytest.raises(MoQError, match="has no VNNI"):
+        file_names.check_possible(files["int8 for VNNI"], files["int8 for VNNI"].path, False)
+
+
+def test_a_decoder_by_the_names_of_others(classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE, num_key_value_heads=2))
+    config = {"quantize_bits": {"target_bits": 2, "start_bits": 2}}
+    source = checkpoint(tmp_path / "packed", model, config)
+    monkeypatch.setattr(onnx_module, "EXTERNAL_DATA_ABOVE", 1000)
+    found = export_onnx(source, tmp_path / "out", flavors=["weight-only", "nbits"], names="hub")
+    files = {"onnx/model.onnx", "onnx/model_q2.onnx"}
+    assert set(found.files.values()) == files and "openvino/openvino_model.xml" in found.left_out
+    # The second file of each has the name that transformers.js and optimum make of the first.
+    files |= {f"{name}_data" for name in files} | {"generation_config.json"}
+    assert files_in(tmp_path / "out") > files
+    # Layers of 8 bits have no such name.
+    found = export_onnx(classifier, tmp_path / "eight", flavors=["nbits"], names="hub")
+    assert found.files == {} and found.left_out == {"onnx/model_q8.onnx": "nobody looks for 8 bits in blocks"}
+    with pytest.raises(MoQError, match="no file of names='hub' is of the flavor float"):
+        export_onnx(source, tmp_path / "float", flavors=["float"], names="hub")
+
+
+def test_the_format_of_openvino(classifier: Path, tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    found = export_onnx(classifier, tmp_path / "out", flavors=["weight-only"], names="hub")
+    assert files_in(tmp_path / "out" / "openvino") == {"openvino_model.xml", "openvino_model.bin"}
+    assert found.proofs["OpenVINO"].largest_difference < 0.05
+    # The integers stay what they are.
+    assert (tmp_path / "out" / "openvino" / "openvino_model.bin").stat().st_size < found.bytes["weight-only"]
