@@ -262,19 +262,37 @@ def deployed() -> list[list[Any]]:
     return found
 
 
+def delivered_integers() -> list[list[Any]]:
+    """Metrics of files whose rounding was trained per block, against the folder in PyTorch, in points."""
+    flavors = ("weight-only", "int8", "nbits")
+    found: list[list[Any]] = [["task", "weights", "PyTorch", *flavors, "nbits, MB", "seeds"]]
+    lines = lines_of("deploy_scores")
+    for task, metric in (("mrpc", "f1"), ("sst2", "accuracy")):
+        for arm in ("8 bits", "4 bits", "2 bits"):
+            own = [line for line in lines if (line["task"], line["arm"]) == (task, arm)]
+            if not own:
+                continue
+            base = {line["seed"]: 100 * line["checkpoint"][metric] for line in own}
+            cells = []
+            for flavor in flavors:
+                files = {line["seed"]: line["files"].get(flavor) for line in own}
+                scores = {seed: 100 * file["metrics"][metric] for seed, file in files.items() if file}
+                cells.append(paired(scores, base) if scores else "-")
+            size = f"{own[0]['files']['nbits']['bytes'] / 1e6:.1f}"
+            found.append([f"{TASKS[task]}, {metric}", arm, f"{mean(base):.1f}", *cells, size, len(own)])
+    return found
+
+
 def speeds() -> list[list[Any]]:
-    """Speed of exported 8-bit models over ONNX float, on one thread."""
-    measured = document("deploy_minilm")
-    timings = {(time["engine"], time["batch"], time["sequence"]): time["p50"] for time in measured["timings"]}
-    shapes = list(dict.fromkeys(key[1:] for key in timings))
-    names = [
-        "PyTorch float", "PyTorch packed", "ONNX weight-only", "ONNX int8", "ONNX quantize_dynamic", "OpenVINO float",
-        "OpenVINO weight-only", "OpenVINO qdq",
-    ]  # fmt: skip
-    found: list[list[Any]] = [["engine", *(f"{batch} x {length}" for batch, length in shapes), "MB"]]
-    for name in names:
-        ratios = [f"{timings['ONNX float', *shape] / timings[name, *shape]:.2f}" for shape in shapes]
-        found.append([name, *ratios, f"{measured['bytes'][name] / 1e6:.1f}"])
+    """Speed of exported models over ONNX float, on one thread: of an encoder, and of one token of a decoder."""
+    measured = document("deploy_speeds")
+    shapes = measured["milliseconds"]
+    sizes = measured["bytes"]
+    found: list[list[Any]] = [["engine", *shapes, "MB, encoder", "MB, decoder"]]
+    for name in sizes["encoder"]:
+        cells = [f"{times['ONNX float'] / times[name]:.2f}" if name in times else "" for times in shapes.values()]
+        files = [f"{sizes[kind][name] / 1e6:.1f}" if name in sizes[kind] else "" for kind in ("encoder", "decoder")]
+        found.append([name, *cells, *files])
     return found
 
 
@@ -484,6 +502,7 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "table sizes": table_sizes,
     "packing": packing,
     "deployed": deployed,
+    "delivered integers": delivered_integers,
     "speeds": speeds,
     "in JavaScript": in_javascript,
     "embeddings": embeddings,
