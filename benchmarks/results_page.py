@@ -322,12 +322,13 @@ def w8a8_speeds() -> list[list[Any]]:
 
 def in_javascript() -> list[list[Any]]:
     """Answers of an exported folder in Node, and speed over fp32 there and in WebAssembly."""
-    suffixes = {"fp32": "", "q8": "_quantized", "q4": "_q4", "q2": "_q2"}
+    suffixes = {"q8": "_quantized", "q4": "_q4", "q2": "_q2"}
     names = {"classify": "MiniLM", "generate": "Llama"}
     found: list[list[Any]] = [["model", "dtype", "size of float", "against PyTorch", "speed in Node", "in WebAssembly"]]
     for model, measured in document("hub_names")["models"].items():
         task, _, bits = model.partition("-")
-        for dtype, said in measured.get("transformers.js", {}).items():
+        for dtype in ("q8", f"q{bits}") if "wasm" in measured else ():
+            said = measured["transformers.js"][dtype]
             share = measured["bytes"][f"onnx/model{suffixes[dtype]}.onnx"] / measured["bytes"]["float"]
             answers = f"{said['difference']:.0e}" if task == "classify" else f"{said['equal tokens']} tokens"
             speeds = [

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,10 @@ def test_what_the_results_say_outside_of_their_tables() -> None:
     parameters = {line["parameters"] for line in Lines(RESULTS / "perplexity.jsonl").lines}
     assert [f"A Llama of {count / 1e6:.2f} million weights" in text for count in parameters] == [True]
     assert f"a Llama of {result('pack_memory')['parameters'] / 1e9:.2f} billion weights" in text
+    exact = [model["transformers.js"]["fp32"] for model in result("hub_names")["models"].values() if "wasm" in model]
+    largest = max(said.get("difference", 0.0) for said in exact)
+    assert f"`fp32` its answers to {math.ceil(largest * 1e6)}e-06" in text
+    assert {said.get("equal tokens", "64 of 64") for said in exact} == {"64 of 64"}
     for plan in ("recipes", "main"):
         assert len(glue_plans.PLANS[plan].seeds) == 5
     assert len(glue_plans.PLANS["phases"].seeds) == len(tasks_study.SEEDS) == len(perplexity.SEEDS) == 3

@@ -40,7 +40,6 @@ from .file_names import (
     write_beside,
 )
 from .onnx_layers import (
-    FLAVORS,
     GUARD,
     INT8_SCALES,
     OPSET,
@@ -61,10 +60,6 @@ from .onnx_layers import (
 
 logger = logging.getLogger(__name__)
 
-_DEFAULTS: dict[Names, tuple[Flavor, ...]] = {
-    "own": ("weight-only", "int8"),
-    "hub": ("weight-only", "int8", "nbits", "qdq"),
-}
 REPORT_NAME = "moq_export.json"
 # One file may not have 2 GB; what comes near is loaded faster from a file that is
 # mapped.
@@ -230,10 +225,11 @@ def export_onnx(
     """
     require("onnx", "onnxruntime", "onnxscript")
     check_choice("names", names, NAMED)
+    named = tuple(dict.fromkeys(file.flavor for file in NAMED[names].values()))
     if flavors is None:
-        flavors = _DEFAULTS[names]
+        flavors = named if names == "hub" else ("weight-only", "int8")
     for flavor in flavors or (None,):
-        check_choice("flavors", flavor, FLAVORS)
+        check_choice("flavors", flavor, named)
     check_choice("cpu", cpu, ("auto", *TARGETS))
     target = target_here() if cpu == "auto" else cpu
     if names == "own" and "qdq" in flavors and target != "vnni":
@@ -251,9 +247,6 @@ def export_onnx(
         for key, file in NAMED[names].items()
         if file.flavor == flavor
     }
-    nameless = set(flavors) - {file.flavor for file in files.values()}
-    if nameless:
-        raise MoQError(f"no file of {names=} is of the flavor {', '.join(nameless)}")
     found = Export(
         directory=Path(out),
         compared=reference.compared,

@@ -42,7 +42,6 @@ from ..quantizer import Quantized
 from ..seams.transformers import convolve
 
 Flavor = Literal["float", "weight-only", "int8", "nbits", "qdq"]
-FLAVORS: tuple[Flavor, ...] = ("float", "weight-only", "int8", "nbits", "qdq")
 # What inputs of the int8 flavor may share a scale.
 INT8_SCALES: tuple[InputScale, ...] = ("per_token", "per_tensor", "static")
 # The CPUs that a file is made for.
