@@ -1,4 +1,4 @@
-"""Makes the tables of docs/results.md, docs/reference/formats.md and README.md anew, from the committed results.
+"""Makes the tables of README.md, docs/results and docs/reference/formats.md anew, from the committed results.
 
     python benchmarks/results_page.py
 
@@ -28,7 +28,12 @@ from moq_hf.text import markdown_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "reference" / "formats.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "results.md",
+    ROOT / "docs" / "results" / "deployed.md",
+    ROOT / "docs" / "reference" / "formats.md",
+)
 GRID = "per channel, full"
 
 
