@@ -95,7 +95,8 @@ def at_bits(layers: Sequence[QuantLayer], bits: int) -> Iterator[None]:
 @contextlib.contextmanager
 def repeatable() -> Iterator[None]:
     """Restore the random generators, of PyTorch on the current device, NumPy and Python, on exit."""
-    accelerator = torch.accelerator.current_accelerator()
+    # A PyTorch built for CUDA names it even where there is no driver.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     # The generator of MPS cannot be forked.
     can_fork = accelerator is not None and accelerator.type != "mps"
     devices = [torch.accelerator.current_device_index()] if can_fork else []

@@ -30,7 +30,7 @@ from transformers.utils import logging
 from moq_hf import quantize_model, verify_quantized
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.load_check import quiet
-from moq_hf.training.measuring import measuring
+from moq_hf.training.measuring import measuring, repeatable
 
 OTHER = {**CONFIG, "quantize_bits": {"start_bits": 8, "target_bits": 4}, "quantize_groups": 1}
 IDS = torch.arange(5, 26).view(3, 7)
@@ -268,3 +268,11 @@ def test_layers_dropped_at_random_compile_once_for_all_bits() -> None:
     assert results[0] == results[1]
     # Six widths went through them.
     assert 0 < graphs[0] <= 2 and graphs[1] == 0
+
+
+def test_a_pytorch_built_for_an_accelerator_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with repeatable():
+        first = torch.rand(3)
+    assert torch.equal(torch.rand(3), first)
