@@ -137,32 +137,14 @@ def key(meaning: str, *names: str, **more: Any) -> Any:
     frozen_default=True, kw_only_default=True, field_specifiers=(field,)
 )
 def checked(cls: type[T]) -> type[T]:
-    """Make a frozen pydantic dataclass whose constructor raises `MoQConfigError`.
-
-    It takes the fields by their names; only `MoQConfig.from_dict` and its like know the
-    names of a file.
-    """
+    """Make a frozen pydantic dataclass, whose constructor takes the fields by their names, not by those of a file."""
     rules = ConfigDict(
         extra="forbid",
         allow_inf_nan=False,
         validate_by_name=True,
         validate_by_alias=False,
     )
-    made: Any = dataclass(frozen=True, kw_only=True, config=rules)(cls)
-    initialize = made.__init__
-
-    @functools.wraps(initialize)
-    def __init__(self: Any, **given: Any) -> None:
-        try:
-            initialize(self, **given)
-        except ValidationError as error:
-            schema = TypeAdapter(made).json_schema()["properties"]
-            faults = _value_faults(error, schema, given)
-            text = _in_one_text(made.__name__, faults.values())
-            raise MoQConfigError(text) from error
-
-    made.__init__ = __init__
-    return cast(type[T], made)
+    return cast(type[T], dataclass(frozen=True, kw_only=True, config=rules)(cls))
 
 
 def given_in(section: object) -> dict[str, Any]:
@@ -744,11 +726,7 @@ class MoQConfig:
             path = Path(__file__).with_name("presets") / f"{source}.json"
             return _parse(read_document(path), f"preset {source}", keywords)
         if isinstance(source, (str, os.PathLike)):
-            document = read_document(source)
-            config = _parse(document, os.fspath(source), keywords)
-            if not keywords:
-                _warn_of_old_defaults(document, os.fspath(source), config)
-            return config
+            return _parse(read_document(source), os.fspath(source), keywords)
         got = "nothing" if source is None else type(source).__name__
         if isinstance(source, int) and not isinstance(source, bool):
             got += f": write bits={source}"
@@ -1000,11 +978,7 @@ def _parse(
     try:
         config = _read(values, is_deepspeed)
     except ValidationError as error:
-        wrong = _value_faults(
-            error,
-            key_schemas() | {"quantize_type": key_schemas()["quantize_algo.q_type"]},
-            values,
-        )
+        wrong = _value_faults(error, values)
         config = _read(
             {path: value for path, value in values.items() if path not in wrong},
             is_deepspeed,
@@ -1145,46 +1119,6 @@ DEEPSPEED_DEFAULTS: dict[str, Any] = {
 }
 
 
-# Keys of which 0.1.0 assumed the same, and now something else is.
-_OLD_DEFAULTS = (
-    "quantize_schedule.quantize_period",
-    "quantize_schedule.schedule_offset",
-    "quantize_groups",
-    "quantize_algo.range",
-)
-
-
-def _warn_of_old_defaults(
-    document: Mapping[str, Any], where: str, config: MoQConfig
-) -> None:
-    """Say what a file that was written for 0.1.0 means now.
-
-    Such a file gives its start bits, which hardly any other has to, and no schema.
-    """
-    given = _flatten(document, [])
-    is_old = "quantize_bits.start_bits" in given and "$schema" not in document
-    if config.from_deepspeed or not is_old:
-        return
-    now = config.flat()
-    if config.group_size is not None:
-        given["quantize_groups"] = None
-    if not any(map(config.grid.is_full, config.targets)):
-        given["quantize_algo.range"] = "narrow"
-    told = [
-        f"{key} is {json.dumps(now[key])}, was {json.dumps(DEEPSPEED_DEFAULTS[key])}"
-        for key in _OLD_DEFAULTS
-        if key not in given
-    ]
-    if config.modules_to_not_convert and "quantize_heads" not in given:
-        told.append("quantize_heads is false, was true with modules_to_not_convert")
-    if told:
-        logger.warning(
-            "moq_hf: %s leaves out keys whose defaults are others than in 0.1.0: %s. Name them, as they were or are",
-            where,
-            "; ".join(told),
-        )
-
-
 def read_document(path: str | os.PathLike[str]) -> Any:
     """The JSON document in a file, whose keys must differ.
 
@@ -1206,7 +1140,7 @@ def read_document(path: str | os.PathLike[str]) -> Any:
             f"cannot read the MoQ config {os.fspath(path)}: {reason}{presets}"
         ) from error
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise MoQConfigError(
@@ -1222,10 +1156,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if twice:
         raise ValueError(f"key given twice: {listed(twice)}")
     return dict(pairs)
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _block_of(
@@ -1338,83 +1268,69 @@ def _in_one_text(where: str, wrong: Iterable[str]) -> str:
     return "\n".join(lines)
 
 
-def _value_faults(
-    error: ValidationError, schemas: Mapping[str, Any], given: Mapping[str, Any]
-) -> dict[str, str]:
+def _value_faults(error: ValidationError, values: Mapping[str, Any]) -> dict[str, str]:
     """Give a line on each wrong value by its path.
 
     Args:
         error: What pydantic found; a value that no kind of a key takes is found wrong
             by each.
-        schemas: JSON Schema of each key by its path.
-        given: The values by their paths, or by the names of arguments.
+        values: The values by their paths.
     """
+    schemas = key_schemas() | {"quantize_type": key_schemas()["quantize_algo.q_type"]}
     faults: dict[str, str] = {}
     for found in error.errors(include_url=False, include_input=False):
-        head = str(found["loc"][0])
-        if head == "overrides" and len(found["loc"]) > 1:
-            text = _override_fault(given[head], *found["loc"][1:3])
+        head, *inner = found["loc"]
+        if head == "overrides" and inner:
+            text = _override_fault(values[head], *inner[:2])
             faults[head] = "; ".join(filter(None, [faults.get(head), text]))
             continue
         path = ".".join(map(str, found["loc"][:2]))
-        if path not in schemas:
-            path = head
-        if path in schemas:
-            faults[path] = _value_fault(
-                path, given.get(path, given.get(head)), schemas[path]
-            )
-        else:
-            faults[path] = _unknown_key(
-                path, "", [name for name in schemas if "." not in name], 0
-            )
+        path = path if path in schemas else str(head)
+        faults[path] = _value_fault(path, values[path], schemas[path])
     return faults
 
 
 def _override_fault(
-    given: Mapping[Any, Any], glob: Any, key: str | int | None = None
+    overrides: Mapping[Any, Any], glob: Any, key: str | int | None = None
 ) -> str:
     """Say what is wrong with what one glob says."""
     where = f"overrides.{show_key(str(glob))}"
-    schemas = TypeAdapter(OverrideConfig).json_schema()["properties"]
-    if key is None or not isinstance(given.get(glob), Mapping):
-        return (
-            f"{where}: {show(given.get(glob))} is not an object of {', '.join(schemas)}"
-        )
+    schemas = schema_of_fields()["$defs"]["OverrideConfig"]["properties"]
+    override = overrides.get(glob)
+    if key is None or not isinstance(override, Mapping):
+        return f"{where}: {show(override)} is not an object of {', '.join(schemas)}"
     if key not in schemas:
         return _unknown_key(str(key), f"{where}.", [*schemas], 0)
-    return _value_fault(f"{where}.{key}", given[glob][key], schemas[key])
+    return _value_fault(f"{where}.{key}", override[key], schemas[key])
 
 
 def _value_fault(path: str, value: Any, schema: Mapping[str, Any]) -> str:
-    kinds = schema.get("anyOf", [schema])
-    words = [
-        word
-        for kind in kinds
-        for word in kind.get("enum") or kind.get("items", {}).get("enum", ())
-    ]
-    words += [kind["const"] for kind in kinds if "const" in kind]
-    hint = ""
-    if any(kind.get("type") == "integer" for kind in kinds):
-        if type(value) is float and value.is_integer():
-            hint = f" (write {int(value)})"
-        elif isinstance(value, str) and value.isdecimal() and len(value) < 5:
-            hint = f" (write {value})"
-        elif type(value) is int and value > LARGEST:
-            hint = " and below 2**63"
-    # Of a list, its first item that is no word was misspelt.
-    word = (
-        next((item for item in value if item not in words), None)
-        if isinstance(value, (list, tuple))
-        else value
-    )
-    near = _nearest(word, words)
-    if near:
-        hint = f" (did you mean {json.dumps(near)}?)"
-    if isinstance(value, str) and any(kind.get("type") == "array" for kind in kinds):
-        hint = f" (write {show([near or value])})" if near or not words else ""
+    hint = _hint(value, schema)
     if path == "sensitivity.measure" and value in ("trace", "loss"):
         hint = '; that measure is gone, use "divergence"'
     return f"{path}: {show(value)} is not legal; it must be {legal(schema)}{hint}"
+
+
+def _hint(value: Any, schema: Mapping[str, Any]) -> str:
+    """Say what to write instead of a value; "" where nothing legal is near it."""
+    kinds = schema.get("anyOf", [schema])
+    types = [kind.get("type") for kind in kinds]
+    items = [kind.get("items", kind) for kind in kinds]
+    words = [w for item in items for w in item.get("enum", [item.get("const")]) if w]
+    if "integer" in types and isinstance(value, (str, float)):
+        text = str(value).removesuffix(".0")
+        if text.isdecimal() and len(text) < 5:
+            return f" (write {text})"
+    if "integer" in types and type(value) is int and value > LARGEST:
+        return " and below 2**63"
+    # Of a list, its first item that is no word was misspelt.
+    word = value
+    if isinstance(value, (list, tuple)):
+        word = next((item for item in value if item not in words), None)
+    near = _nearest(word, words)
+    if isinstance(value, str) and "array" in types:
+        return f" (write {show([near or value])})" if near or not words else ""
+    return f" (did you mean {json.dumps(near)}?)" if near else ""
 
 
 def _nearest(word: Any, words: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -1438,8 +1354,6 @@ def legal(schema: Mapping[str, Any]) -> str:
         return json.dumps(schema["const"])
     if "items" in schema:
         return f"a list of {legal(schema['items'])}"
-    if "$ref" in schema and "title" not in schema:
-        return f"a {schema['$ref'].rpartition('/')[2]}"
     return str(schema.get("title", schema.get("type")))
 
 

@@ -10,7 +10,7 @@ import pytest
 from config_reference import json_schema
 from jsonschema import Draft202012Validator
 
-from moq_hf.config import BlendConfig, EigenvalueConfig, MoQConfig
+from moq_hf.config import MoQConfig
 from moq_hf.errors import MoQConfigError, MoQError
 
 BITS = {"quantize_bits": {"start_bits": 12, "target_bits": 8}}
@@ -50,7 +50,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
         '{"quantize_bits": {"start_bits": 12, "start_bits": 10}}',
         ["key given twice: start_bits"],
     ),
-    ("NaN literal", '{"eigenvalue": {"tol": NaN}}', ["NaN is not a JSON number"]),
+    ("NaN literal", '{"eigenvalue": {"tol": NaN}}', ["eigenvalue.tol: NaN is not legal", "a number above 0"]),
     ("not UTF-8", b'{"seed": "\xe9"}', ["cannot read", "bad.json", "utf-8", "0xe9"]),
     ("too deep", "[" * 100_000, ["bad.json"]),
     ("endless number", '{"seed": ' + "9" * 5000 + "}", ["bad.json", "4300 digits"]),
@@ -448,10 +448,10 @@ def moq(**arguments: Any) -> Any:
         (moq(seed=True, kernel="triton"), ["2 things are wrong", "seed: true", 'kernel: "triton"']),
         (moq(modules_to_not_convert="classifier"), ['modules_to_not_convert: "classifier"', "a list of names"]),
         (
-            lambda: BlendConfig(enabled=1, quantize_change_ratio=0.0),  # type: ignore[arg-type]
-            ["BlendConfig: 2 things are wrong", "enabled: 1 is", "quantize_change_ratio: 0.0 is not legal"],
+            moq(blend={"enabled": 1, "quantize_change_ratio": 0.0}),
+            ["2 things are wrong", "enabled: 1 is", "quantize_change_ratio: 0.0 is not legal"],
         ),
-        (lambda: EigenvalueConfig(tol=float("nan")), ["EigenvalueConfig: tol: NaN is not legal", "a number above 0"]),
+        (moq(eigenvalue={"tol": float("nan")}), ["eigenvalue.tol: NaN is not legal", "a number above 0"]),
     ],
 )
 def test_the_constructors_check_too(make: Any, fragments: list[str]) -> None:

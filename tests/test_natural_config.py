@@ -270,53 +270,6 @@ def test_sections_of_deepspeed_s_are_one_warning_with_their_training_arguments(
     ]
 
 
-# ---- files of 0.1.0
-
-
-@pytest.mark.parametrize(
-    ("keys", "told"),
-    [
-        (
-            {},
-            ['period is "auto", was 100', "offset is 0, was 100", 'groups is "per_channel", was 1', 'range is "auto"'],
-        ),
-        ({"quantize_group_size": 32}, ["period", "offset", "range"]),
-        ({"quantize_schedule": {"quantize_period": 10}, "quantize_groups": 8}, ["offset", "range"]),
-        ({"quantize_bits": {"start_bits": 12, "target_bits": 8}}, ["period", "offset", "groups"]),
-        ({"modules_to_not_convert": ["pooler"]}, ["period", "offset", "groups", "range", "quantize_heads is false"]),
-    ],
-)
-def test_a_file_of_0_1_0_that_means_something_else_now_is_told(
-    keys: dict[str, Any], told: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "moq.json"
-    path.write_text(json.dumps({"quantize_bits": {"start_bits": 8, "target_bits": 4}} | keys))
-    MoQConfig.load(path)
-    (message,) = caplog.messages
-    assert message.count(", was ") == len(told) and all(part in message for part in told)
-
-
-def test_what_is_no_file_of_0_1_0_is_not_told_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    bits = {"quantize_bits": {"start_bits": 8, "target_bits": 4}}
-    schedule = {"quantize_period": 10, "schedule_offset": 0}
-    whole = {**bits, "quantize_schedule": schedule, "quantize_groups": 8, "quantize_algo": {"range": "full"}}
-    path = tmp_path / "moq.json"
-    files: list[Any] = [
-        {"quantize_bits": {"target_bits": 4}},
-        {"$schema": "x", **bits},
-        {"quantize_training": bits},
-        whole,
-    ]
-    for document in files:
-        path.write_text(json.dumps(document))
-        MoQConfig.from_file(path)
-    MoQConfig.from_dict(bits)
-    MoQConfig(bits=4, start_bits=8)
-    for name in PRESETS:
-        MoQConfig.load(name)
-    assert caplog.messages == []
-
-
 # ---- layers that differ
 
 
