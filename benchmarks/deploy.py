@@ -43,9 +43,8 @@ from transformers.utils import logging as transformers_logging
 
 from moq_hf import MoQTrainer, dequantize_model, quantize_model, save_quantized
 from moq_hf.export import decoder
-from moq_hf.export.bench import _openvino as openvino_runtime
 from moq_hf.export.compare import read_data
-from moq_hf.export.onnx import export_onnx, onnx_runtime
+from moq_hf.export.onnx import export_onnx, onnx_runtime, openvino_runtime
 from moq_hf.export.onnx_layers import Flavor
 
 # Epochs of the float model and of what starts from it, and their learning rates: those of glue_plans.py.
