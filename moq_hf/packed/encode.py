@@ -21,7 +21,7 @@ from .. import quantizer
 from ..errors import MoQError, shortened
 from ..formats import gemma
 from ..formats.stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec, SharedScheme
-from ..formats.table import FORMS, NEEDS, Layout, form_of
+from ..formats.table import FORMS, NEEDS, Layout, form_of, has_codes
 from ..model.inventory import FUSED, Inventory, is_linear
 from ..names import is_below, plain_name
 from ..processes import shape_of
@@ -65,7 +65,7 @@ class Encoder:
         groups: The config groups so far.
         stored: What `moq_state.json` says of each layer that was stored.
         names: What layers are called in the files, where that is not their own name.
-        dtypes: The dtypes of the packed layers' float weights.
+        dtypes: The dtypes of the float weights of layers that are stored as codes.
         dtype: The dtype that the packed model will have.
         rounds_inputs: Whether the files say how inputs are rounded, and with which
             static scales, as training did; else plain loading leaves inputs alone.
@@ -130,7 +130,9 @@ class Encoder:
         for name in same_width:
             self._specs[name] = replace(self._specs[name], width=width)
         self.dtypes = {
-            str(layers[name].weight.dtype).removeprefix("torch.") for name in packed
+            str(layers[name].weight.dtype).removeprefix("torch.")
+            for name, form in self.forms.items()
+            if has_codes(form)
         }
         scales = {layer.moq.grid.scale_dtype for layer in layers.values()}
         # Scales are loaded in the model's dtype: a narrower one than theirs would round

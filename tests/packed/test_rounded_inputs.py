@@ -62,6 +62,17 @@ def test_folders_compute_with_rounded_inputs(
     assert f"with inputs rounded to 8 bits ({config['activation_quantization']['scale']})" in card
 
 
+@pytest.mark.parametrize(("scales", "dtype"), [("bfloat16", "bfloat16"), (None, "float32")])
+def test_weights_of_half_precision_keep_it_with_scales_of_it(
+    scales: str | None, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = rounding(quantize_algo={"scale_dtype": scales})
+    _, state = delivered(tmp_path, "BERT", "sequence classification", config, torch.bfloat16)
+    written = json.loads((tmp_path / "quantized" / "config.json").read_text(encoding="utf-8"))
+    assert (written["dtype"], state["proof"]["largest_difference"]) == (dtype, 0.0)
+    assert ("the weights are bfloat16; the packed model is a float32 one" in caplog.text) == (scales is None)
+
+
 @pytest.mark.parametrize(
     ("family", "task", "config", "said"),
     [
