@@ -646,14 +646,6 @@ def test_refuse_older(packed: tuple[Path, Any], tmp_path: Path, monkeypatch: pyt
         hf.BertForSequenceClassification.from_pretrained(folder)
 
 
-def test_config_for_newer(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text('{"model_type": "bert"}')
-    assert seams.config_for_newer(json.loads(path.read_text())) is None
-    seams.refuse_older(path, "5.15.0")
-    assert seams.config_for_newer(json.loads(path.read_text())) == ("config.5.15.0.json", {"model_type": "bert"})
-
-
 def test_no_bars_of_the_libraries(packed: tuple[Path, Any], capfd: pytest.CaptureFixture[str]) -> None:
     with quiet(), quiet():
         hf.BertForSequenceClassification.from_pretrained(packed[0])(torch.ones(1, 4, dtype=torch.long))

@@ -35,9 +35,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import MoQError, listed, one_line, require
-from ..formats.stored import MAX_PACKED_BITS
+from ..formats.stored import MAX_PACKED_BITS, StoredLayer
 from ..packed.files import new_path, staged
-from ..packed.state import StoredLayer
 from ..packed.verify import by_matrix, recorded, split, stored_weights
 from ..quantizer import Quantized, dequantize
 from ..text import progress

@@ -6,7 +6,6 @@
 - `shapes(spec)`: what `write` would give, on the meta device.
 - `FORMAT`: what compressed-tensors calls the form; None for floats.
 - `MAX_BITS`: the widest code; `WIDTH`: the bits that each code takes, or None if it takes its own.
-- `TENSORS`: the last parts of the names of a weight's tensors, but for zero points.
 
 A packed checkpoint is an ordinary transformers folder in the format of
 compressed-tensors, written with that library, so that a process which never heard of

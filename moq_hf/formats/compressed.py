@@ -1,6 +1,7 @@
 """What the forms of compressed-tensors share: its own compressor writes them and reads them."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -119,9 +120,10 @@ def read(stored: StoredWeight) -> Quantized:
     return Quantized(torch.cat(codes), torch.cat(scales), zero)
 
 
-def _read_piece(stored: StoredWeight, parts: dict[str, Tensor]) -> Quantized:
+def _read_piece(stored: StoredWeight, parts: Mapping[str, Tensor]) -> Quantized:
     assert stored.scheme is not None
-    shape = [stored.shape[0] // len(stored.pieces), stored.shape[1]]
+    rows, columns = stored.layer.shape
+    shape = [rows // len(stored.pieces), columns]
     width = stored.scheme["weights"]["num_bits"]
     if "weight_packed" in parts:
         words = [shape[0], math.ceil(shape[1] * width / 32)]
@@ -137,8 +139,8 @@ def _read_piece(stored: StoredWeight, parts: dict[str, Tensor]) -> Quantized:
     codes = (tensors["weight"] / _per_weight(scale, shape)).round().int()
     # A table that was given the groups of the linear layers has each scale several
     # times.
-    once = slice(None, None, scale.shape[1] // stored.scales[1])
-    if stored.grid.symmetric or zero is None:
+    once = slice(None, None, scale.shape[1] // stored.layer.scales[1])
+    if stored.layer.symmetric or zero is None:
         return Quantized(codes, scale[:, once], None)
     zero = zero.int() + 2 ** (width - 1)
     codes += _per_weight(zero, shape)

@@ -14,7 +14,6 @@ from .stored import EncodedWeight, EncodeSpec, StoredWeight
 FORMAT = None
 MAX_BITS = 16
 WIDTH = None
-TENSORS = frozenset({"weight"})
 
 
 def fits(spec: EncodeSpec) -> bool:
@@ -47,26 +46,22 @@ def read(stored: StoredWeight) -> Quantized:
     Raises:
         MoQError: A float is not on the grid.
     """
-    scale_text, zero_text = cast(tuple[str, str | None], stored.saved_grid)
-    scale = _from_text(scale_text, torch.float32).view(stored.scales)
-    zero = (
-        None
-        if zero_text is None
-        else _from_text(zero_text, torch.int32).view(stored.scales)
-    )
+    layer = stored.layer
+    scale_text, zero_text = cast(tuple[str, str | None], layer.grid)
+    scale = _from_text(scale_text, torch.float32).view(layer.scales)
+    zero = None
+    if zero_text is not None:
+        zero = _from_text(zero_text, torch.int32).view(layer.scales)
     [parts] = stored.pieces.values()
-    weight = to_rows(parts["weight"], stored.kind)
-    low, high = stored.grid.limits(stored.bits)
-    tiles = weight.float().reshape(
-        stored.scales[0], stored.shape[0] // stored.scales[0], stored.scales[1], -1
-    )
+    weight = to_rows(parts["weight"], layer.kind)
+    low, high = stored.grid.limits(layer.bits)
+    blocks, groups = layer.scales
+    tiles = weight.float().reshape(blocks, layer.shape[0] // blocks, groups, -1)
     codes = (tiles / scale[:, None, :, None]).round().nan_to_num(0.0)
     if zero is not None:
         codes += zero[:, None, :, None]
     codes = (
-        torch.where(tiles < 0, -1.0, 1.0)
-        if stored.bits == 1
-        else codes.clamp(low, high)
+        torch.where(tiles < 0, -1.0, 1.0) if layer.bits == 1 else codes.clamp(low, high)
     )
     values = Quantized(codes.reshape(weight.shape).int(), scale, zero)
     off = dequantize(*values, dtype=weight.dtype) != weight
@@ -77,7 +72,7 @@ def read(stored: StoredWeight) -> Quantized:
         off &= dequantize(*others, dtype=weight.dtype) != weight
     if bool(off.any()):
         raise MoQError(
-            f"{stored.where}: a weight is not on the grid of {stored.bits} bits"
+            f"{stored.where}: a weight is not on the grid of {layer.bits} bits"
         )
     return values
 

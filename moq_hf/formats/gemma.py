@@ -20,7 +20,6 @@ from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec, StoredWeight
 FORMAT = "gemma"
 MAX_BITS = MAX_PACKED_BITS
 WIDTH = None
-TENSORS = frozenset({"weight", "weight_scale"})
 
 LEGAL = (
     'is for nn.Linear and tables of 1 to 8 bits, symmetric, with no more than one scale for a row ("quantize_groups", '
@@ -90,10 +89,10 @@ def read(stored: StoredWeight) -> Quantized:
     scale = parts["weight_scale"]
     words = {
         "weight_packed": F.pad(codes, (0, -codes.shape[1] % 4)).view(torch.int32),
-        "weight_shape": torch.tensor(stored.shape, device="cpu"),
+        "weight_shape": torch.tensor(stored.layer.shape, device="cpu"),
         "weight_scale": torch.ones_like(scale),
     }
-    found = compressed.read(replace(stored, pieces={"": words}))
+    found = compressed.read(stored._replace(pieces={"": words}))
     return found._replace(scale=scale)
 
 

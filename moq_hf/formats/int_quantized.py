@@ -15,7 +15,6 @@ from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
 FORMAT = "int-quantized"
 MAX_BITS = MAX_PACKED_BITS
 WIDTH = 8
-TENSORS = frozenset({"weight", "weight_scale"})
 
 
 def fits(spec: EncodeSpec) -> bool:

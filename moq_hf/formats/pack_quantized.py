@@ -13,7 +13,6 @@ from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
 FORMAT = "pack-quantized"
 MAX_BITS = MAX_PACKED_BITS
 WIDTH = None
-TENSORS = frozenset({"weight_packed", "weight_shape", "weight_scale"})
 # Bits of a word of packed codes.
 _WORD = 32
 

@@ -1,19 +1,25 @@
 """A weight on its way into the files, and one that is read from them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+from pydantic import ConfigDict, Field
 from torch import Tensor
 
+from ..config import Count, Flag, Positive
 from ..errors import MoQError
 from ..grid import Grid, InputGrid
 from ..quant_linear import QuantLayer
 from ..quantizer import Quantized
+from ..schedule import FLOAT_BITS
+from ..weight_matrix import Kind
 
 # Widest code that the packed format stores; wider layers are saved as floats.
 MAX_PACKED_BITS = 8
+# The names of forms in `moq_state.json`; "float" is a weight that was not quantized yet.
+Form = Literal["packed", "int8", "gemma", "dense", "float"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class EncodeSpec:
             where it replaces others.
     """
 
-    kind: str
+    kind: Kind
     matrix_shape: tuple[int, int]
     bits: int
     grid: Grid
@@ -147,31 +153,69 @@ class EncodedWeight(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StoredWeight:
-    """A weight that is read from the files, tensor by tensor.
+class StoredLayer:
+    """How one quantized layer lies in a packed checkpoint, as `moq_state.json` says it.
+
+    Attributes:
+        kind: What the layer is; see `weight_matrix.Kind`.
+        bits: 1 to 16, or 32 for a layer that was not quantized yet.
+        stored: "packed" (bits per weight), "int8" (one byte per weight), "gemma" (2, 4
+            or 8 bits per weight), "dense" (floats on the grid) or "float".
+        shape: Rows and columns of the weight as it is quantized; a conv1d has its
+            transpose in the file.
+        scales: Rows and columns of the scale; [0, 0] for float.
+        symmetric: Whether the grid is.
+        bytes: What the weight takes in the file: codes, scales and zero points.
+        bytes_before: What the float weight took.
+        group: Name in the config groups of compressed-tensors, or in `groups` of
+            the state; None if dense or float.
+        grid: Scales and zero points of a dense layer, base64 of float32 and int32, else
+            None.
+        full: Whether codes reach -2^(bits-1) and scales have a sign.
+        tied: Modules that loading ties to this one's weight; the file has at most their
+            scales and zero points.
+        matrices: Names in the files of packed experts' matrices, in the order of the
+            rows of `shape`; None for any other layer.
+    """
+
+    # A file with other keys is damaged.
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    kind: Kind
+    bits: Annotated[int, Field(strict=True, ge=1, le=FLOAT_BITS)]
+    stored: Form
+    shape: tuple[Positive, Positive]
+    scales: tuple[Count, Count]
+    symmetric: Flag
+    bytes: Count
+    bytes_before: Count
+    group: str | None = None
+    grid: tuple[str, str | None] | None = None
+    full: Flag = False
+    tied: tuple[str, ...] = ()
+    matrices: tuple[str, ...] | None = None
+
+
+class StoredWeight(NamedTuple):
+    """A weight that is read from the files.
 
     Attributes:
         where: What an error names.
-        kind: What the layer is; see `weight_matrix.Kind`.
-        bits: The bits that its state declares.
-        grid: The grid of its codes.
-        shape: Rows and columns of the weight as it is quantized.
-        scales: Rows and columns of the scale.
+        layer: What the state says of it.
         scheme: Its config group; None for floats.
-        saved_grid: Scales and zero points in `moq_state.json`, of floats on their grid.
-        pieces: Its tensors so far, by the last part of their name. Experts have a piece
-            for each matrix, in the order of the rows; any other layer has one.
+        pieces: Its tensors by the last part of their name. Experts have a piece for
+            each matrix, in the order of the rows; any other layer has one.
     """
 
     where: str
-    kind: str
-    bits: int
-    grid: Grid
-    shape: tuple[int, int]
-    scales: tuple[int, int]
+    layer: StoredLayer
     scheme: Mapping[str, Any] | None
-    saved_grid: tuple[str, str | None] | None
-    pieces: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    pieces: Mapping[str, Mapping[str, Tensor]]
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of its codes."""
+        return Grid(symmetric=self.layer.symmetric, full=self.layer.full)
 
     def check(self, values: Quantized) -> None:
         """Check that codes, scales and zero points are of the grid that the layer declares, and need its bits.
@@ -184,44 +228,40 @@ class StoredWeight:
             MoQError: They are not, or do not; names the layer.
         """
         codes, scale, zero = values
-        if self.grid.symmetric != (zero is None):
+        bits = self.layer.bits
+        grid = self.grid
+        if grid.symmetric != (zero is None):
             raise MoQError(
                 f"{self.where}: an asymmetric grid has zero points, and a symmetric one has none"
             )
         is_legal = scale > 0
-        if self.bits == 1:
+        if bits == 1:
             is_legal = scale >= 0
-        elif self.grid.is_full(self.bits):
+        elif grid.is_full(bits):
             is_legal = scale != 0
         if not bool(torch.isfinite(scale).all() and is_legal.all()):
-            legal = (
-                "finite number but 0"
-                if self.grid.is_full(self.bits)
-                else "positive number"
-            )
+            legal = "finite number but 0" if grid.is_full(bits) else "positive number"
             raise MoQError(f"{self.where}: a scale is not a {legal}")
-        if self.bits == 1:
+        if bits == 1:
             if bool((codes.abs() != 1).any()):
                 raise MoQError(f"{self.where}: binary codes must be -1 and 1")
             return
-        low, high = self.grid.limits(self.bits)
+        low, high = grid.limits(bits)
         lowest = 0
         highest = 0
         for what, integers in (("codes", codes), ("zero points", zero)):
             if integers is not None:
                 least, most = (int(value) for value in torch.aminmax(integers))
                 if least < low or most > high:
-                    raise MoQError(
-                        f"{self.where}: {what} beyond {high} at {self.bits} bits"
-                    )
+                    raise MoQError(f"{self.where}: {what} beyond {high} at {bits} bits")
                 lowest = min(lowest, least)
                 highest = max(highest, most)
-        low, high = self.grid.limits(self.bits - 1)
+        low, high = grid.limits(bits - 1)
         # A group of zeros has the scale 1, and one that is too small for float16 has
         # its least value.
         shows_bits = bool(((scale != 1) & (scale.abs() > 2.0**-24)).any())
         needs_fewer_bits = low <= lowest < highest <= high
-        if self.bits > 2 and shows_bits and needs_fewer_bits:
+        if bits > 2 and shows_bits and needs_fewer_bits:
             raise MoQError(
-                f"{self.where}: no code is beyond {high}, so they are of fewer than {self.bits} bits"
+                f"{self.where}: no code is beyond {high}, so they are of fewer than {bits} bits"
             )

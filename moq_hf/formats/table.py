@@ -4,12 +4,12 @@ from types import ModuleType
 from typing import Literal
 
 from . import floats, gemma, int_quantized, pack_quantized
-from .stored import EncodeSpec
+from .stored import EncodeSpec, Form
 
 Layout = Literal["packed", "unpacked", "floats", "gemma"]
 
 
-FORMS: dict[str, ModuleType] = {
+FORMS: dict[Form, ModuleType] = {
     "packed": pack_quantized,
     "int8": int_quantized,
     "dense": floats,
@@ -17,7 +17,7 @@ FORMS: dict[str, ModuleType] = {
 }
 """Each form by the name that `moq_state.json` has for it."""
 
-LAYOUTS: dict[Layout, tuple[str, ...]] = {
+LAYOUTS: dict[Layout, tuple[Form, ...]] = {
     "packed": ("packed", "int8", "dense"),
     "unpacked": ("packed", "dense"),
     "floats": ("dense",),
@@ -47,12 +47,12 @@ load some models all the same, and end with an error on others.
 """
 
 
-def form_of(spec: EncodeSpec, layout: Layout) -> str:
+def form_of(spec: EncodeSpec, layout: Layout) -> Form:
     """The first form of a layout that fits a layer; floats fit every layer."""
     return next(name for name in LAYOUTS[layout] if FORMS[name].fits(spec))
 
 
-def has_codes(form: str) -> bool:
+def has_codes(form: Form) -> bool:
     """Whether the files hold codes for a layer of this form; otherwise they hold floats.
 
     >>> has_codes("packed"), has_codes("float")

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import MoQError, explained, one_line
-from .files import open_weight_files
+from .files import read_tensor, tensors_in
 
 # Before the names of weights, where Accelerate saves a model.
 _MODEL = "model."
@@ -63,7 +63,7 @@ class Weights(Mapping[str, Tensor]):
         # Whatever a file that is not what it was makes a library raise.
         with explained(f"{self.place}: {name} cannot be read"):
             tensor = self._read(name)
-        if Spec(tensor.shape, tensor.dtype) != spec:
+        if _spec_of(tensor) != spec:
             raise MoQError(
                 f"{self.place}: {name} is not a tensor {list(spec.shape)} of {spec.dtype}"
             )
@@ -99,22 +99,12 @@ def safetensors_weights(folder: Path) -> Weights:
     Raises:
         MoQError: A file is missing or damaged.
     """
-    specs: dict[str, Spec] = {}
-    places: dict[str, Path] = {}
     try:
-        for path, file in open_weight_files(folder):
-            for name in file.keys():  # noqa: SIM118
-                tensor = file.get_tensor(name)
-                specs[name] = Spec(tensor.shape, tensor.dtype)
-                places[name] = path
+        places = tensors_in(folder)
+        specs = {n: _spec_of(read_tensor(path, n)) for n, path in places.items()}
     except (OSError, SafetensorError) as error:
         raise MoQError(f"{folder} is damaged: {one_line(error)}") from error
-
-    def read(name: str) -> Tensor:
-        with safe_open(places[name], "pt") as file:
-            return cast(Tensor, file.get_tensor(name))
-
-    return Weights(folder, specs, read)
+    return Weights(folder, specs, lambda name: read_tensor(places[name], name))
 
 
 def distributed_weights(folder: Path) -> Weights:
@@ -201,7 +191,7 @@ def zero_weights(folder: Path) -> Weights:
         return _parted_weights(folder)
     # ZeRO-1 and ZeRO-2 save the weights whole, in the dtype of the run.
     specs = {
-        name: Spec(tensor.shape, tensor.dtype)
+        name: _spec_of(tensor)
         for name, tensor in _read(path)["module"].items()
         if isinstance(tensor, Tensor)
     }
@@ -258,7 +248,7 @@ def _parted_weights(folder: Path) -> Weights:
         name: Spec(shape, module[name].dtype)
         for name, shape in {**frozen, **trained}.items()
     }
-    saved |= {name: Spec(module[name].shape, module[name].dtype) for name in buffers}
+    saved |= {name: _spec_of(module[name]) for name in buffers}
     aliases = {
         name: other
         for name, other in shared.items()
@@ -285,6 +275,10 @@ def _parted_weights(folder: Path) -> Weights:
         return torch.cat(pieces)[: spec.shape.numel()].view(spec.shape)
 
     return Weights(folder, specs, read)
+
+
+def _spec_of(tensor: Tensor) -> Spec:
+    return Spec(tensor.shape, tensor.dtype)
 
 
 def _sizes(shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Size]:

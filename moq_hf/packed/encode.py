@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from .. import quantizer
 from ..errors import MoQError, shortened
 from ..formats import gemma
-from ..formats.stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec, SharedScheme
+from ..formats.stored import (
+    MAX_PACKED_BITS,
+    EncodedWeight,
+    EncodeSpec,
+    Form,
+    SharedScheme,
+    StoredLayer,
+)
 from ..formats.table import FORMS, NEEDS, Layout, form_of, has_codes
 from ..model.inventory import FUSED, Inventory, is_linear
 from ..names import is_below, plain_name
@@ -33,7 +40,6 @@ from ..seams.transformers import (
     stays_float,
 )
 from ..weight_matrix import from_rows, is_experts, parameter_of, to_rows
-from .state import StoredLayer
 
 _Value = TypeVar("_Value")
 # The config group of packed experts.
@@ -228,7 +234,7 @@ class Encoder:
         self._specs |= specs
         return bool(specs)
 
-    def _form(self, name: str) -> str:
+    def _form(self, name: str) -> Form:
         state = self.layers[name].moq
         return (
             "float"

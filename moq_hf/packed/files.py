@@ -30,52 +30,46 @@ WEIGHTS = re.compile(
 _UNFINISHED = "no packed checkpoint, or one whose saving was interrupted"
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a folder, as transformers looks for them."""
-    single = folder / SINGLE
-    if single.exists() or not (folder / INDEX).exists():
-        return [single]
-    return [folder / name for name in sorted(set(_weight_map(folder).values()))]
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
+def _index_of(folder: Path) -> dict[str, str] | None:
+    """The weight file of each tensor, as the index says; None where there is one file, which counts first."""
+    path = folder / INDEX
+    if (folder / SINGLE).exists() or not path.exists():
+        return None
     # A name with a path could point to files outside the folder.
     kind = dict[str, Annotated[str, Field(pattern=f"^{WEIGHTS.pattern}$")]]
-    path = folder / INDEX
     files = read_document(path).get("weight_map")
     return cast(dict[str, str], read_as(kind, files, str(path), "weight_map"))
 
 
-def open_weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
-    """Each of a folder's weight files, opened by safetensors.
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files of a folder, as transformers looks for them."""
+    index = _index_of(folder)
+    names = [SINGLE] if index is None else sorted(set(index.values()))
+    return [folder / name for name in names]
+
+
+def tensors_in(folder: Path) -> dict[str, Path]:
+    """The weight file that holds each of a folder's tensors, by the tensor's name.
 
     Raises:
         MoQError: A file is missing, or holds others than the index says.
     """
-    files = weight_files(folder)
-    index = _weight_map(folder) if files[0].name != SINGLE else None
-    for path in files:
+    index = _index_of(folder)
+    places: dict[str, Path] = {}
+    for path in weight_files(folder):
         if not path.is_file():
             raise MoQError(f"{path} is missing: {_UNFINISHED}")
         with safe_open(path, framework="pt") as file:
-            if index is not None:
-                names = {name for name, place in index.items() if place == path.name}
-                if set(file.keys()) != names:
-                    raise MoQError(
-                        f"{path}: its tensors are not those that {INDEX} names"
-                    )
-            yield path, file
+            places |= dict.fromkeys(sorted(file.keys()), path)
+    if index not in (None, {name: path.name for name, path in places.items()}):
+        raise MoQError(f"{folder}: its tensors are not those that {INDEX} names")
+    return places
 
 
-def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a folder's weight files by its name.
-
-    Raises:
-        MoQError: A file is missing, or holds others than the index says.
-    """
-    for _, file in open_weight_files(folder):
-        for name in sorted(file.keys()):
-            yield name, file.get_tensor(name)
+def read_tensor(path: Path, name: str) -> Tensor:
+    """One tensor of a weight file, on the CPU."""
+    with safe_open(path, framework="pt") as file:
+        return cast(Tensor, file.get_tensor(name))
 
 
 def bytes_in(size: int | str) -> int:
@@ -108,6 +102,13 @@ def digest_of(tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def digest_of_configs(folder: Path) -> str | None:
+    """A checksum of `config.json` and of those beside it for newer versions; None without one, as of a custom class."""
+    paths = sorted(path for path in folder.iterdir() if CONFIGS.fullmatch(path.name))
+    text = b"".join(path.read_bytes() for path in paths)
+    return hashlib.sha256(text).hexdigest() if paths else None
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -43,6 +43,8 @@ from .files import (
     alone_at,
     bytes_in,
     digest_of,
+    digest_of_configs,
+    read_tensor,
     staged,
     tensors_in,
 )
@@ -52,7 +54,6 @@ from .state import (
     clean_metrics,
     hub_id,
     read_layers,
-    sha256,
     state_of,
     without_paths,
     write_state,
@@ -487,7 +488,6 @@ class _Saving:
         """Write `moq_state.json`; `by_hand` is why we write the files ourselves, without `save_pretrained`."""
         sizes = ModelSizes(self.whole, self.quantized)
         saved = sum(layer.bytes_before for layer in encoder.stored.values())
-        config = folder / CONFIG
         state = state_of(self.layers, encoder.stored, self.options.controller) | {
             "metrics": clean_metrics(self.options.metrics or {}),
             "float_metrics": clean_metrics(self.options.float_metrics or {}),
@@ -508,8 +508,11 @@ class _Saving:
                 "mean_bits": sizes.mean_bits,
             },
             "float_bytes": saved + rest,
-            "tensors": {name: digest_of(tensor) for name, tensor in tensors_in(folder)},
-            "config_json": sha256(config.read_bytes()) if config.exists() else None,
+            "tensors": {
+                name: digest_of(read_tensor(path, name))
+                for name, path in tensors_in(folder).items()
+            },
+            "config_json": digest_of_configs(folder),
             # What the next model that is saved here deletes.
             "files": sorted(path.name for path in folder.iterdir()),
         }

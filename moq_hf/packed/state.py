@@ -7,107 +7,30 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from .. import serving
 from ..config import Count, Flag, MoQConfig, Positive, Weight
 from ..errors import MoQError, read_as, show
-from ..formats.table import FORMS, has_codes
+from ..formats.stored import StoredLayer
+from ..formats.table import has_codes
 from ..inputs import ranges_of
 from ..quant_linear import QuantLayer
 from ..training.controller import MoQController
 from ..training.resume import Range, SavedBits, Unit
 from ..version import __version__
-from ..weight_matrix import KINDS, parameter_of
 from .files import CONFIG, read_document
 from .load_check import Proof
 
 STATE_NAME = "moq_state.json"
 # Format 1 was 0.1.0's and is not read.
 STATE_FORMAT = 2
-
-# What the layout "gemma" calls the tensors of a table.
-_OF_TABLES = {"embedding_quantized": "weight", "embedding_scale": "weight_scale"}
-
-# Types of what the file holds.
-Size = Annotated[int, Field(strict=True, ge=1, le=2**31)]
-Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$")]
-
-
-@dataclass(frozen=True)
-class StoredLayer:
-    """How one quantized layer lies in a packed checkpoint.
-
-    Attributes:
-        kind: What the layer is; see `weight_matrix.Kind`.
-        bits: 1 to 16, or 32 for a layer that was not quantized yet.
-        stored: "packed" (bits per weight), "int8" (one byte per weight), "gemma" (2, 4
-            or 8 bits per weight), "dense" (floats on the grid) or "float".
-        shape: Rows and columns of the weight as it is quantized; a conv1d has its
-            transpose in the file.
-        scales: Rows and columns of the scale; [0, 0] for float.
-        symmetric: Whether the grid is.
-        bytes: What the weight takes in the file: codes, scales and zero points.
-        bytes_before: What the float weight took.
-        group: Name in the config groups of compressed-tensors, or in `groups` of
-            the state; None if dense or float.
-        grid: Scales and zero points of a dense layer, base64 of float32 and int32, else
-            None.
-        full: Whether codes reach -2^(bits-1) and scales have a sign.
-        tied: Modules that loading ties to this one's weight; the file has at most their
-            scales and zero points.
-        matrices: Names in the files of packed experts' matrices, in the order of the
-            rows of `shape`; None for any other layer.
-    """
-
-    # A file with other keys is damaged.
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    kind: Annotated[str, Field(pattern=f"^({'|'.join(KINDS)})$")]
-    bits: SavedBits
-    stored: Annotated[str, Field(pattern=f"^({'|'.join(FORMS)}|float)$")]
-    shape: tuple[Size, Size]
-    scales: tuple[Count, Count]
-    symmetric: Flag
-    bytes: Count
-    bytes_before: Count
-    group: str | None = None
-    grid: tuple[Base64, Base64 | None] | None = None
-    full: Flag = False
-    tied: tuple[str, ...] = ()
-    matrices: tuple[str, ...] | None = None
-
-    def fault(self) -> tuple[str, str] | None:
-        """The name of a value that does not go with the others, and what it must be."""
-        if self.stored == "float":
-            return None
-        most = FORMS[self.stored].MAX_BITS
-        has_grid = not has_codes(self.stored)
-        if self.bits > most:
-            return "bits", f"a whole number from 1 to {most}"
-        for size, count in zip(self.shape, self.scales, strict=True):
-            if count == 0 or size % count:
-                return "scales", f"divisors of the shape {list(self.shape)}"
-        if self.matrices is not None and (
-            not self.matrices or self.shape[0] % len(self.matrices)
-        ):
-            return (
-                "matrices",
-                f"different names, so many that they divide {self.shape[0]} rows",
-            )
-        if not has_grid and self.group is None:
-            return "group", "text"
-        # 4 bytes each, as text of 4 letters for 3 bytes.
-        length = -(-math.prod(self.scales) * 4 // 3) * 4
-        if has_grid and (self.grid is None or len(self.grid[0]) != length):
-            return "grid", f"{math.prod(self.scales)} values of 4 bytes in base64"
-        return None
 
 
 class Switched(TypedDict):
@@ -223,45 +146,6 @@ def hub_id(name: str | None) -> str | None:
     return name if looks_like_id and not Path(name).exists() else None
 
 
-class Places:
-    """Which layer each tensor in the files belongs to.
-
-    Args:
-        layers: By name.
-        state: The content of `moq_state.json`.
-    """
-
-    def __init__(
-        self, layers: Mapping[str, StoredLayer], state: Mapping[str, Any]
-    ) -> None:
-        self._modules = {
-            there: name for name, there in (state.get("names") or {}).items()
-        }
-        self._matrices = {
-            matrix: name
-            for name, layer in layers.items()
-            for matrix in layer.matrices or ()
-        }
-        self._parameters = {
-            name
-            for name, layer in layers.items()
-            if parameter_of(name, layer.kind) == name
-        }
-
-    def of(self, tensor: str) -> tuple[str, str, str]:
-        """The names of a tensor's layer and of the matrix in it, and the last part of the tensor's own.
-
-        The matrix is the layer itself, except in packed experts. For a tensor of no
-        layer both are its module.
-        """
-        tensor = self._modules.get(tensor, tensor)
-        if tensor in self._parameters:
-            return tensor, tensor, "weight"
-        owner, _, part = tensor.rpartition(".")
-        owner = self._modules.get(owner, owner)
-        return self._matrices.get(owner, owner), owner, _OF_TABLES.get(part, part)
-
-
 def record_metrics(
     directory: str | os.PathLike[str],
     metrics: Mapping[str, Any],
@@ -365,16 +249,7 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
             the file and the key.
     """
     state = read_state(folder)
-    where = str(folder / STATE_NAME)
-    layers: dict[str, StoredLayer] = read_as(State, state, where)["layers"]
-    for name, layer in layers.items():
-        fault = layer.fault()
-        if fault is not None:
-            key, legal = fault
-            raise MoQError(
-                f"{where}: layers.{name}.{key} must be {legal}, not {show(getattr(layer, key))}"
-            )
-    return state, layers
+    return state, read_as(State, state, str(folder / STATE_NAME))["layers"]
 
 
 def proof_in(state: Mapping[str, Any]) -> Proof | None:

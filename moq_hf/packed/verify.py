@@ -4,19 +4,17 @@ import copy
 import html
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ..errors import MoQError, listed, one_line
-from ..formats.stored import MAX_PACKED_BITS, StoredWeight
+from ..errors import MoQError, explained, listed
+from ..formats.stored import MAX_PACKED_BITS, StoredLayer, StoredWeight
 from ..formats.table import FORMS
-from ..grid import Grid
 from ..model.convert import dequantize_model, quant_embeddings, quant_layers
 from ..model.inventory import is_packed
 from ..model.sizes import covered
@@ -24,27 +22,27 @@ from ..names import adapters, uncompiled, without_peft
 from ..quantizer import Quantized, dequantize
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import (
-    config_for_newer,
     never_saved,
     original_format,
     tied_parameters,
 )
 from ..text import megabytes, table
-from ..weight_matrix import is_experts, parameter_of
+from ..weight_matrix import parameter_of
 from .encode import without_peft_names
-from .files import CONFIG, digest_of, read_document, size_of, tensors_in
-from .load_check import Proof, ReferenceOutputs
-from .state import STATE_NAME, Places, StoredLayer, proof_in, read_layers, sha256
-
-_ERRORS = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    SafetensorError,
+from .files import (
+    CONFIG,
+    digest_of,
+    digest_of_configs,
+    read_document,
+    read_tensor,
+    size_of,
+    tensors_in,
 )
+from .load_check import Proof, ReferenceOutputs
+from .state import proof_in, read_layers
+
+# What the layout "gemma" calls the tensors of a table.
+_OF_TABLES = {"embedding_quantized": "weight", "embedding_scale": "weight_scale"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -181,28 +179,23 @@ def verify_quantized(
     folder = Path(directory)
     state, layers = read_layers(folder)
     expected = None if model is None else _named_as_in_files(model, state)
-    try:
-        tensors = _tensors_as_saved(folder, state["tensors"])
+    with explained(f"{folder}: the weights cannot be read"):
+        contents = _Contents(folder, state, layers)
         compared: set[str] = set()
-        for name, stored in _read_weights(folder, state, layers, tensors):
-            if isinstance(stored, StoredWeight):
-                weight = _checked(stored, layers[name])
-                weight_name = parameter_of(name, layers[name].kind)
-                _compare(folder, weight_name, weight, expected)
-                compared.add(weight_name)
+        for name, layer in layers.items():
+            weight = _checked(contents.weight(name))
+            weight_name = parameter_of(name, layer.kind)
+            _compare(folder, weight_name, weight, expected)
+            compared.add(weight_name)
+        for name in contents.others:
+            tensor = contents.tensor(name)
             # In the layout "gemma" a scale of 0 leaves in- or outputs alone.
-            elif stored.any() or not name.endswith("put_activation_scale"):
+            if tensor.any() or not name.endswith("put_activation_scale"):
                 name = name.replace("put_activation_scale", "put_scale")
-                _compare(folder, name, stored, expected, "tensor ")
+                _compare(folder, name, tensor, expected, "tensor ")
                 compared.add(name)
         if model is not None and expected is not None:
             _check_all_compared(folder, model, expected, compared)
-    except MoQError:
-        raise
-    except _ERRORS as error:
-        raise MoQError(
-            f"{folder}: the weights cannot be read: {one_line(error)}"
-        ) from error
     if inputs is None or model is None:
         proof = proof_in(state)
     else:
@@ -244,27 +237,25 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
         MoQError: Something is damaged or missing; names the file and the tensor.
     """
     folder = Path(directory)
-    verified = verify_quantized(folder)
-    layers = {
-        name: layer
-        for name, layer in verified.layers.items()
-        if layer.stored != "float" and layer.bits <= MAX_PACKED_BITS
-    }
+    state = verify_quantized(folder).state
+    _, layers = read_layers(folder)
+    contents = _Contents(folder, state, layers)
     weights: dict[str, Quantized] = {}
-    tensors = tensors_in(folder)
-    for name, stored in _read_weights(folder, verified.state, layers, tensors):
-        if not isinstance(stored, StoredWeight):
+    for name, layer in layers.items():
+        if layer.stored == "float" or layer.bits > MAX_PACKED_BITS:
             continue
-        is_float = stored.scheme is None
-        if is_float and stored.pieces[name]["weight"].dtype != torch.float32:
-            continue
-        codes, scale, zero = FORMS[layers[name].stored].read(stored)
+        stored = contents.weight(name)
+        if stored.scheme is None:
+            [parts] = stored.pieces.values()
+            if parts["weight"].dtype != torch.float32:
+                continue
+        codes, scale, zero = FORMS[layer.stored].read(stored)
         if zero is not None:
-            half = 2 ** (stored.bits - 1)
+            half = 2 ** (layer.bits - 1)
             codes = codes - half
             zero = zero - half
         weights[name] = Quantized(codes, scale, zero)
-    return {name: weights[name] for name in layers if name in weights}
+    return weights
 
 
 def by_matrix(layers: Mapping[str, StoredLayer]) -> dict[str, StoredLayer]:
@@ -330,139 +321,112 @@ def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, 
     return tensors | original_format(without_peft(uncompiled(model)), tensors)
 
 
-def _read_weights(
-    folder: Path,
-    state: Mapping[str, Any],
-    layers: Mapping[str, StoredLayer],
-    tensors: Iterable[tuple[str, Tensor]],
-) -> Iterator[tuple[str, StoredWeight | Tensor]]:
-    """Yield each layer's weight as soon as its tensors are all there, and every other tensor, by name.
+class _Contents:
+    """The tensors of a packed checkpoint: each is read when it is asked for, and must be as it was saved.
 
     Raises:
-        MoQError: Tensors of a layer are missing, or the config says otherwise than the
-            state.
+        MoQError: The files hold other tensors than were saved, or the config is another
+            one.
     """
-    groups = _groups_of(folder, state, layers)
-    places = Places(layers, state)
-    tied = {module for layer in layers.values() for module in layer.tied}
-    weights: dict[str, StoredWeight] = {}
-    for name, layer in layers.items():
-        weights[name] = StoredWeight(
-            where=f"{folder}: {name}",
-            kind=layer.kind,
-            bits=layer.bits,
-            grid=Grid(symmetric=layer.symmetric, full=layer.full),
-            shape=layer.shape,
-            scales=layer.scales,
-            scheme=None if layer.group is None else groups[layer.group],
-            saved_grid=layer.grid,
-            pieces={matrix: {} for matrix in layer.matrices or (name,)},
-        )
-    for name, tensor in tensors:
-        owner, matrix, part = places.of(name)
-        # The scales of a module that is tied to a table are those of the table.
-        if owner in tied:
-            continue
-        if owner not in weights or not part.startswith("weight"):
-            if part == "weight_packed":
-                raise MoQError(
-                    f"{folder / STATE_NAME}: layers.{owner} is missing, whose packed weight there is"
-                )
-            yield name, tensor
-            continue
-        weights[owner].pieces[matrix][part] = tensor
-        form = FORMS.get(layers[owner].stored, FORMS["dense"])
-        scheme = weights[owner].scheme
-        wanted = form.TENSORS
-        if scheme is not None and not scheme["weights"]["symmetric"]:
-            wanted |= {"weight_zero_point"}
-        if all(wanted <= parts.keys() for parts in weights[owner].pieces.values()):
-            yield owner, weights.pop(owner)
-    if weights:
-        raise MoQError(f"{folder}: missing from the weights: {', '.join(weights)}")
+
+    def __init__(
+        self,
+        folder: Path,
+        state: Mapping[str, Any],
+        layers: Mapping[str, StoredLayer],
+    ) -> None:
+        self.folder = folder
+        self._layers = layers
+        self._digests: Mapping[str, str] = state["tensors"]
+        self._groups = _groups_of(folder, state)
+        self._places = tensors_in(folder)
+        new = sorted(self._places.keys() - self._digests.keys())
+        if new:
+            raise MoQError(f"{folder}: tensors that were not saved: {listed(new)}")
+        missing = sorted(self._digests.keys() - self._places.keys())
+        if missing:
+            raise MoQError(f"{folder}: missing from the weights: {', '.join(missing)}")
+        # What modules are called in the files, where that is not their own name.
+        renamed = state["names"] or {}
+        weights: dict[str, dict[str, str]] = {}
+        for name in self._places:
+            owner, _, part = name.rpartition(".")
+            part = _OF_TABLES.get(part, part)
+            if part.startswith("weight"):
+                weights.setdefault(owner, {})[part] = name
+        # Of each layer, by matrix, the last part of each tensor's name with the name.
+        self._parts: dict[str, dict[str, dict[str, str]]] = {}
+        taken: set[str] = set()
+        for name, layer in layers.items():
+            place = renamed.get(name, name)
+            # Experts that are not packed are one tensor.
+            self._parts[name] = {
+                matrix: weights.get(matrix, {"weight": matrix})
+                for matrix in layer.matrices or (place,)
+            }
+            taken.update(*(parts.values() for parts in self._parts[name].values()))
+            # The scales of a module that is tied to a table are those of the table.
+            tied = (weights.get(renamed.get(other, other), {}) for other in layer.tied)
+            taken.update(*(parts.values() for parts in tied))
+        self.others = [name for name in self._places if name not in taken]
+        """The names of the tensors that are no quantized weights."""
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor.
+
+        Raises:
+            MoQError: It is damaged.
+        """
+        tensor = read_tensor(self._places[name], name)
+        if digest_of(tensor) != self._digests[name]:
+            raise MoQError(f"{self.folder}: tensor {name} is damaged")
+        return tensor
+
+    def weight(self, name: str) -> StoredWeight:
+        """The weight of a layer."""
+        layer = self._layers[name]
+        pieces = {
+            matrix: {part: self.tensor(tensor) for part, tensor in parts.items()}
+            for matrix, parts in self._parts[name].items()
+        }
+        scheme = None if layer.group is None else self._groups[layer.group]
+        return StoredWeight(f"{self.folder}: {name}", layer, scheme, pieces)
 
 
-def _groups_of(
-    folder: Path, state: Mapping[str, Any], layers: Mapping[str, StoredLayer]
-) -> Mapping[str, Any]:
-    """Return the config groups, after a check that each layer has the bits that its group declares.
+def _groups_of(folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config groups.
 
     Raises:
-        MoQError: The config is not as it was saved, or it says otherwise than the
-            state.
+        MoQError: The config is not as it was saved.
     """
-    path = folder / CONFIG
     # A model of a custom class has no config.
     if state["config_json"] is None:
         return {}
-    config = read_document(path)
-    if sha256(path.read_bytes()) != state["config_json"]:
-        raise MoQError(f"{path} is not as it was saved")
-    beside = config_for_newer(config)
-    if beside is not None and read_document(folder / beside[0]) != beside[1]:
-        raise MoQError(f"{folder / beside[0]} is not as it was saved")
+    config = read_document(folder / CONFIG)
+    if digest_of_configs(folder) != state["config_json"]:
+        raise MoQError(
+            f"{folder / CONFIG}, or a config beside it, is not as it was saved"
+        )
     quantization = config.get("quantization_config", {})
     groups: Mapping[str, Any] = quantization.get(
         "config_groups", state.get("groups") or {}
     )
-    for name, layer in layers.items():
-        if layer.group is None:
-            continue
-        if layer.group not in groups:
-            raise MoQError(
-                f"{path}: quantization_config.config_groups.{layer.group} is missing"
-            )
-        width = groups[layer.group]["weights"]["num_bits"]
-        # Layers that are unpacked while loading all have codes as wide as the widest
-        # one's. So have packed experts in any layout. A code of "gemma" takes the next
-        # of its widths.
-        shared = (
-            quantization.get("dequantize")
-            or is_experts(layer.kind)
-            or layer.stored == "gemma"
-        )
-        if layer.bits > width or (layer.bits < width and not shared):
-            raise MoQError(
-                f"{folder / STATE_NAME}: layers.{name}.bits is {layer.bits}, but its codes have {width} bits"
-            )
     return groups
 
 
-def _checked(stored: StoredWeight, layer: StoredLayer) -> Tensor:
+def _checked(stored: StoredWeight) -> Tensor:
     """Check that a layer's weight is on its grid, and return it.
 
     Raises:
         MoQError: It is not.
     """
-    if layer.stored != "float":
-        values = FORMS[layer.stored].read(stored)
+    if stored.layer.stored != "float":
+        values = FORMS[stored.layer.stored].read(stored)
         stored.check(values)
         if stored.scheme is not None:
             return dequantize(*values)
     [parts] = stored.pieces.values()
     return parts["weight"]
-
-
-def _tensors_as_saved(
-    folder: Path, digests: Mapping[str, str]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor by its name, after it was compared with its digest.
-
-    Raises:
-        MoQError: One is damaged, missing or new.
-    """
-    missing = set(digests)
-    for name, tensor in tensors_in(folder):
-        if name not in digests:
-            raise MoQError(f"{folder}: tensor {name} was not there when it was saved")
-        if digest_of(tensor) != digests[name]:
-            raise MoQError(f"{folder}: tensor {name} is damaged")
-        missing.remove(name)
-        yield name, tensor
-    if missing:
-        raise MoQError(
-            f"{folder}: missing from the weights: {', '.join(sorted(missing))}"
-        )
 
 
 def _check_all_compared(

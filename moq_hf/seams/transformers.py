@@ -588,18 +588,6 @@ def refuse_older(config: Path, version: str) -> None:
     config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def config_for_newer(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """The name and the content of the file that `refuse_older` wrote beside a config; None if it did not.
-
-    Relies on: What `refuse_older` does.
-    Breaks: `verify_quantized` would not notice that somebody changed one of the two.
-    """
-    content = dict(config)
-    content.pop("transformers_weights", None)
-    names = content.pop("configuration_files", None)
-    return None if names is None else (names[0], content)
-
-
 # What PyTorch and DeepSpeed make of a model.
 
 COMPILED: Final = "_orig_mod"

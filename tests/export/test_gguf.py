@@ -14,9 +14,9 @@ from moq_hf import MoQError, cli, quantize_model, quantizer, save_quantized
 from moq_hf.export import gguf as gguf_module
 from moq_hf.export.floats import export_floats
 from moq_hf.export.gguf import GgufExport, export_gguf
+from moq_hf.formats.stored import StoredLayer
 from moq_hf.grid import Grid, PerGroup
 from moq_hf.model.convert import quant_layers
-from moq_hf.packed.state import StoredLayer
 from moq_hf.packed.verify import stored_weights
 
 gguf = pytest.importorskip("gguf")

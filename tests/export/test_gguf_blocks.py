@@ -9,8 +9,8 @@ import torch
 
 from moq_hf import MoQError, quantizer
 from moq_hf.export.gguf import blocks_of, kind_of
+from moq_hf.formats.stored import StoredLayer
 from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
-from moq_hf.packed.state import StoredLayer
 from moq_hf.quantizer import Quantized
 
 gguf = pytest.importorskip("gguf")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GraniteMoeConfig, GraniteMoeForCa
 from moq_hf import MoQCallback, MoQError, dequantize_model, quantize_model, save_quantized, verify_quantized
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.encode import matrix_names
-from moq_hf.packed.state import STATE_NAME, read_state, served_by, write_state
+from moq_hf.packed.state import read_state, served_by, write_state
 from moq_hf.packed.verify import by_matrix, recorded, split, stored_weights
 from moq_hf.quantizer import dequantize
 
@@ -144,15 +144,15 @@ def test_damage_is_named(tmp_path: Path) -> None:
     state = read_state(tmp_path)
     matrices = state["layers"][PARAMETER]["matrices"]
     for wrong, fragment in (
-        (matrices[:3], "many that they divide"),
-        ([], "many that they divide"),
-        ([*matrices[:-1], "elsewhere"], "is missing, whose packed weight there is"),
+        (matrices[:3], "are not those of a weight"),
+        ([], "the weights cannot be read"),
+        ([*matrices[:-1], "elsewhere"], "the weights cannot be read"),
     ):
         state["layers"][PARAMETER]["matrices"] = wrong
         write_state(tmp_path, state)
         with pytest.raises(MoQError, match=fragment) as error:
             verify_quantized(tmp_path)
-        assert STATE_NAME in str(error.value)
+        assert str(tmp_path) in str(error.value)
 
 
 def test_matrices_that_are_not_in_one_piece_have_no_place() -> None:
