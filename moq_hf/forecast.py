@@ -147,9 +147,7 @@ class Plan:
 def plan(
     config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str],
     total_steps: int,
-    blocks: Iterable[str] | None = None,
-    eigenvalues: Mapping[str, float] | None = None,
-    targets: Mapping[str, int] | None = None,
+    eigenvalues: Mapping[str, float | None] | None = None,
     layers: Iterable[str] | None = None,
 ) -> Plan:
     """The precision that each block will have at each step, as `PrecisionSchedule` will set it.
@@ -157,24 +155,20 @@ def plan(
     Args:
         config: A `MoQConfig`, a preset's name, a mapping or the path of a JSON file.
         total_steps: Optimizer steps of the run.
-        blocks: Block names; by default those in `eigenvalues`. Without these either: the
-            least and the most sensitive possible block if the config measures
-            eigenvalues, otherwise one that stands for all; under a budget, these for
-            each of its choices; and the same for each glob of `overrides`.
-        eigenvalues: Block name to eigenvalue over the largest, 0 to 1, assumed to be the
-            same at each drop. A block that is missing has factor 1.
-        targets: Under a budget, block name to the bits to end with; a plan cannot know
-            them.
-        layers: Names of the layers that the config quantizes. Without `blocks`, what
-            `overrides` say together of each of them is planned, and not what each glob
-            says alone.
+        eigenvalues: Name of a block that there may be to its eigenvalue over the
+            largest, 0 to 1, assumed to be the same at each drop; None is factor 1. By
+            default the least and the most sensitive block where the config measures
+            eigenvalues, otherwise one that stands for all. Each is planned with each
+            number of bits that a budget may choose, and once more for each glob of
+            `overrides`.
+        layers: Names of the layers that the config quantizes: what `overrides` say
+            together of each of them is planned, and not what each glob says alone.
 
     Raises:
         MoQConfigError: The config is wrong.
         MoQError: The config quantizes nothing within `total_steps` or activations from
-            after it, has more drops than fit before its deadline, cannot reach its
-            target without `allow_unreached`, or has blocks with a budget that have no
-            targets; or the eigenvalues are wrong.
+            after it, has more drops than fit before its deadline, or cannot reach its
+            target without `allow_unreached`; or the eigenvalues are wrong.
 
     >>> config = {
     ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
@@ -187,66 +181,41 @@ def plan(
     """
     config = MoQConfig.load(config)
     _check_length(config, total_steps)
-    configs: Mapping[str, MoQConfig] = {}
-    if config.budget is not None and blocks is None and eigenvalues is None:
-        blocks = targets
-    if blocks is None and eigenvalues is None:
-        cases = _extremes(config, layers)
-        blocks = list(cases)
-        eigenvalues = {
-            name: case.eigenvalue
-            for name, case in cases.items()
-            if case.eigenvalue is not None
-        }
-        configs = {name: case.config for name, case in cases.items()}
-        if config.budget is not None:
-            targets = {name: case.bits for name, case in cases.items()}
-    eigenvalues = eigenvalues or {}
-    schedule = PrecisionSchedule(
-        config, eigenvalues if blocks is None else blocks, total_steps, configs
-    )
+    cases = _cases(config, eigenvalues, layers)
+    configs = {name: case.config for name, case in cases.items()}
+    schedule = PrecisionSchedule(config, cases, total_steps, configs)
     if config.budget is not None:
-        if targets is None:
-            raise MoQError(
-                "the bits of blocks under a budget are not known ahead of time: give targets, or no blocks"
-            )
-        schedule.choose(targets)
-    switches: dict[str, list[Switch]] = {name: [] for name in schedule.bits}
-    for switch in schedule.forecast(eigenvalues):
+        schedule.choose({name: case.bits for name, case in cases.items()})
+    assumed = {n: c.eigenvalue for n, c in cases.items() if c.eigenvalue is not None}
+    switches: dict[str, list[Switch]] = {name: [] for name in cases}
+    for switch in schedule.forecast(assumed):
         switches[switch.block].append(switch)
-    fade = fade_steps(config)
-    offset = schedule.offset
-    goals = schedule.targets or {}
     planned = []
-    for name, switches_of_block in switches.items():
-        end = fade + (switches_of_block[-1].step if switches_of_block else offset)
+    for name, case in cases.items():
+        last = switches[name][-1].step if switches[name] else schedule.offset
+        end = last + fade_steps(config)
         planned.append(
-            BlockPlan(
-                name, eigenvalues.get(name), tuple(switches_of_block), end, goals[name]
-            )
+            BlockPlan(name, case.eigenvalue, tuple(switches[name]), end, case.bits)
+        )
+    unreached = [block for block in planned if block.target_step > total_steps]
+    unreached.sort(key=lambda block: block.target_step, reverse=True)
+    # How late the others will be is not known before it is measured.
+    sure = [block for block in unreached if not block.eigenvalue]
+    if sure and not config.allow_unreached:
+        raise MoQError(
+            f"{_advice(config, total_steps, sure[0])}{_migrate(config, total_steps)}; with "
+            "quantize_schedule.allow_unreached true it trains all the same"
         )
     notes = _idle(config)
-    late = max(planned, key=lambda block: block.target_step)
-    if late.target_step > total_steps:
+    for late in unreached[:1]:
         unsure = (
             "a sensitive block may end above its target: " if late.eigenvalue else ""
         )
         notes.append(f"{unsure}{_advice(config, total_steps, late)}")
-    # How late the others will be is not known before it is measured.
-    sure = max(
-        (block for block in planned if not block.eigenvalue),
-        key=lambda block: block.target_step,
-        default=planned[0],
-    )
-    if sure.target_step > total_steps and not config.allow_unreached:
-        raise MoQError(
-            f"{_advice(config, total_steps, sure)}{_migrate(config, total_steps)}; with "
-            "quantize_schedule.allow_unreached true it trains all the same"
-        )
     return Plan(
         config,
         total_steps,
-        offset,
+        schedule.offset,
         schedule.deadline_step,
         tuple(planned),
         tuple(notes),
@@ -313,11 +282,14 @@ class _Case(NamedTuple):
     bits: int
 
 
-def _extremes(config: MoQConfig, layers: Iterable[str] | None) -> dict[str, _Case]:
-    """The blocks to plan where none are named: the earliest and the latest possible ones."""
-    values: dict[str, float | None] = {"": None}
-    if config.eigenvalue.enabled:
-        values = {"least sensitive": 0.0, "most sensitive": 1.0}
+def _cases(
+    config: MoQConfig,
+    eigenvalues: Mapping[str, float | None] | None,
+    layers: Iterable[str] | None,
+) -> dict[str, _Case]:
+    """The blocks to plan, by name: of each kind of layers, with each eigenvalue and each number of bits."""
+    if eigenvalues is None and config.eigenvalue.enabled:
+        eigenvalues = {"least sensitive": 0.0, "most sensitive": 1.0}
     kinds = config.variants()
     plain = kinds[""]
     if layers is not None:
@@ -330,7 +302,7 @@ def _extremes(config: MoQConfig, layers: Iterable[str] | None) -> dict[str, _Cas
     anyone = "every other block" if len(kinds) > 1 else "every block"
     cases = {}
     for glob, own in sorted(kinds.items(), key=lambda kind: bool(kind[0])):
-        for sensitivity, value in values.items():
+        for sensitivity, value in (eigenvalues or {"": None}).items():
             for bits in own.targets:
                 who = [part for part in (glob, sensitivity) if part]
                 if own.budget is not None:

@@ -123,7 +123,7 @@ def test_blend_falls_to_zero_and_starts_again_for_a_block_that_switched() -> Non
         (lambda: plan(make(8, 4, 1), 2**63), r"total_steps must be below 2\*\*63"),
         (lambda: plan(make(8, 4, 1), 10**5000), r"total_steps must be below 2\*\*63"),
         (lambda: plan(MoQConfig(enabled=False), 5), "enabled is false"),
-        (lambda: plan(make(8, 4, 1), 5, ["a"], {"b": 0.5}), "unknown block 'b'"),
+        (lambda: plan(make(8, 4, 1), 50, {"b": 1.5}), "eigenvalue of 'b' must be in \\[0, 1\\], got 1.5"),
         (lambda: plan({"quantize_bits": {"target_bits": 20}}, 5), "target_bits: 20"),
     ],
 )
@@ -336,7 +336,7 @@ def test_a_share_needs_the_length_of_the_run() -> None:
 @given(near_deadline | blended, short, st.dictionaries(st.sampled_from("abc"), shares))
 def test_replaying_the_schedule_gives_the_plan(config: MoQConfig, steps: int, eigenvalues: dict[str, float]) -> None:
     schedule = make_schedule(config, "abc", steps)
-    made = plan(config, steps, "abc", eigenvalues)
+    made = plan(config, steps, {name: eigenvalues.get(name) for name in "abc"})
     assert replay(schedule, eigenvalues, steps) == seen_by(made)
     assert made.reached == all("without effect" in note for note in made.notes)
 
