@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired
 
 from huggingface_hub import ModelCard
-from pydantic import FiniteFloat, NonNegativeInt, with_config
+from pydantic import NonNegativeInt, with_config
 from typing_extensions import TypedDict
 
 from .config import MoQConfig
-from .errors import MoQConfigError, MoQError, read_as, read_json, require
+from .errors import MoQError, read_as, read_json, require
 from .model.sizes import percent
 from .packed.files import CONFIG
-from .packed.load_check import Proof
 from .packed.state import STATE_NAME
 from .packed.verify import recorded
 from .schedule import FLOAT_BITS, begins_in_float
@@ -33,6 +32,7 @@ from .text import float_after, megabytes, metric_rows, metrics_in
 from .training.budget import Choice
 from .training.checkpoints import STATE_FILE, checkpoints, entry_of_moq
 from .training.float_first import FOLDER, METRICS
+from .training.resume import choice_in, saved_state
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,24 +44,6 @@ _LEAST_HEIGHT = 0.05
 _OF_PHASE = re.compile("float_eval_")
 # Steps and values.
 Series = tuple[list[int], list[float]]
-
-
-class _Saved(TypedDict):
-    float_size_mb: NotRequired[FiniteFloat | None]
-    choice: NotRequired[Choice | None]
-
-
-class _Attributes(TypedDict):
-    saved: _Saved | None
-
-
-class _Arguments(TypedDict):
-    config: dict[str, Any]
-
-
-class _Callback(TypedDict):
-    args: _Arguments
-    attributes: _Attributes
 
 
 @with_config(extra="allow")
@@ -183,25 +165,21 @@ def read_run(
         raise MoQError(
             f"{directory} is not a run with MoQ: its trainer_state.json has no bits"
         )
-    wrong = f"{path} is not as the Trainer wrote it"
-    callback = read_as(_Callback, entry, wrong, "stateful_callbacks.MoQCallback")
-    try:
-        config = MoQConfig.from_dict(callback["args"]["config"])
-    except MoQConfigError as error:
-        raise MoQError(f"{path}: {error}") from error
-    saved = callback["attributes"]["saved"] or _Saved()
+    saved = saved_state(entry, f"{path} is not as the Trainer wrote it")
+    if saved is None:
+        raise MoQError(f"{directory} is not a run with MoQ: its state has no layers")
     # A run that is float first logs the evaluation of its float model.
     phases = [line["step"] for line in log if any(map(_OF_PHASE.match, line))]
     return Run(
         directory,
-        config,
+        MoQConfig.from_dict(saved["config"]),
         state["global_step"],
         log,
-        saved.get("float_size_mb"),
+        saved["float_size_mb"],
         _metrics(directory),
         in_float,
         phases[0] if phases and float_directory is None else None,
-        saved.get("choice"),
+        choice_in(saved),
         next(
             (
                 folder
@@ -375,7 +353,8 @@ def _headline(run: Run) -> str:
     if run.delivered is not None:
         found = recorded(run.delivered)
         parts.append(f"{megabytes(found.float_bytes)} to {megabytes(found.file_bytes)}")
-        parts.append(_proof(found.proof)[0])
+        verdict = _proof(run.delivered).partition(":")[0]
+        parts.append(verdict[0].lower() + verdict[1:])
     elif run.float_size_mb and sizes:
         parts.append(f"{run.float_size_mb:,.2f} to {sizes[-1]:,.2f} MB")
     return ", ".join(parts)
@@ -387,22 +366,10 @@ def _score(metric: str, value: float) -> str:
     return percent(value) if is_share else f"{value:.4g}"
 
 
-def _proof(proof: Proof | None) -> tuple[str, str]:
-    """In a word, and in a sentence, whether the delivered folder was compared with the model."""
-    if proof is None:
-        return "not verified", "Nothing was compared: the run was not to prove it."
-    if proof.agrees is None:
-        return "not verified", f"Nothing was compared: {proof.reason}."
-    if not proof.agrees:
-        return (
-            "NOT what was evaluated",
-            f"The delivered model gave other outputs: {proof.reason}.",
-        )
-    return (
-        "verified",
-        "Loaded with plain transformers, the delivered model gave the outputs that were evaluated "
-        f"({proof.examples} examples).",
-    )
+def _proof(delivered: Path) -> str:
+    """Whether the delivered folder was compared with the model, and what came of it."""
+    proof = recorded(delivered).proof
+    return str(proof or "Not verified: the run was not to prove it")
 
 
 def _next_steps(delivered: Path) -> str:
@@ -414,7 +381,7 @@ def _next_steps(delivered: Path) -> str:
             f"moq-hf export {folder} --to onnx OUT",
         ]
     )
-    proof = html.escape(_proof(recorded(delivered).proof)[1])
+    proof = html.escape(_proof(delivered))
     return f"<h2>Proof</h2><p>{proof}</p><h2>Next steps</h2><pre>{commands}</pre>"
 
 
@@ -499,9 +466,8 @@ def _alike(series: Mapping[str, Series]) -> dict[str, Series]:
         groups.setdefault(repr(line), []).append(name)
     labels = {}
     for names in groups.values():
-        label = ", ".join(names) if len(names) < 3 else f"{len(names)} blocks"
-        if len(groups) == 1 and len(names) > 1:
-            label = f"all {len(names)} blocks"
+        every = "all " if len(groups) == 1 else ""
+        label = ", ".join(names) if len(names) < 3 else f"{every}{len(names)} blocks"
         labels[label] = series[names[0]]
     # Two groups of as many blocks are told apart by their names.
     return labels if len(labels) == len(groups) else dict(series)

@@ -127,6 +127,7 @@ def test_a_folder_of_something_else_is_told(files: Any, text: str, tmp_path: Pat
 
 
 BEGIN = "stateful_callbacks.MoQCallback"
+SAVED = ("stateful_callbacks", "MoQCallback", "attributes", "saved")
 
 
 @pytest.mark.parametrize(
@@ -134,11 +135,11 @@ BEGIN = "stateful_callbacks.MoQCallback"
     [
         (("global_step",), "x", "global_step must be a valid integer"),
         (("stateful_callbacks",), [], "stateful_callbacks must be a valid dictionary"),
-        (("stateful_callbacks", "MoQCallback"), {}, f"{BEGIN}.args is missing"),
-        (("stateful_callbacks", "MoQCallback", "args"), {}, f"{BEGIN}.args.config is missing"),
-        (("stateful_callbacks", "MoQCallback", "args", "config"), [], f"{BEGIN}.args.config must be"),
-        (("stateful_callbacks", "MoQCallback", "args", "config", "seed"), -1, "seed: -1"),
-        (("stateful_callbacks", "MoQCallback", "attributes", "saved", "float_size_mb"), math.nan, "finite number"),
+        (("stateful_callbacks", "MoQCallback"), {}, f"{BEGIN}.attributes is missing"),
+        (("stateful_callbacks", "MoQCallback", "attributes"), {}, f"{BEGIN}.attributes.saved is missing"),
+        ((*SAVED, "config"), [], f"{BEGIN}.attributes.saved.config must be"),
+        ((*SAVED, "config", "seed"), -1, "seed: -1"),
+        ((*SAVED, "float_size_mb"), math.nan, "finite number"),
         (("log_history",), {"step": 1}, "log_history must be a valid list"),
         (("log_history", 1), 5, "log_history.1 must be a valid dictionary"),
         (("log_history", 1), {"loss": 1}, "log_history.1.step is missing"),
@@ -294,7 +295,7 @@ def test_a_delivered_run_has_its_headline_its_proof_and_what_comes_next(tmp_path
     written = sum(path.stat().st_size for path in (tmp_path / "quantized").glob("*.safetensors"))
     assert re.search(sizes, page).groups()[1] == megabytes(written)  # type: ignore[union-attr]
     assert "<h1>BertForSequenceClassification</h1>" in page
-    assert "Loaded with plain transformers, the delivered model gave the outputs that were evaluated" in page
+    assert "Verified: loaded with plain transformers, the saved model gives identical outputs" in page
     assert f"moq-hf bench {tmp_path / 'quantized'}" in page
     assert re.search(r">all \d+ blocks<", page)
     assert "<svg" in read_run(tmp_path)._repr_html_()

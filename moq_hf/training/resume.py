@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, NotRequired
 
 import torch
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 from torch import Tensor
 from typing_extensions import TypedDict
 
@@ -106,6 +106,7 @@ class SavedState(TypedDict):
     schedule: SavedSchedule
     ratios: dict[str, str]
     input_ranges: dict[str, Range]
+    float_size_mb: FiniteFloat
     history: list[tuple[Count, str, SavedBits, SavedBits, Period, Factor, Unit | None]]
     sensitivity: SavedSensitivity | None
     choice: Choice | None
@@ -164,13 +165,15 @@ def ratios_of_letters(name: str, text: str, shape: tuple[int, int]) -> Tensor:
     ).view(shape)
 
 
-def saved_state(entry: Any) -> Mapping[str, Any] | None:
+def saved_state(
+    entry: Any, where: str = "the checkpoint's trainer_state.json is damaged"
+) -> Mapping[str, Any] | None:
     """The controller's state in a callback's entry in `trainer_state.json`; None where it had no controller.
 
     Raises:
-        MoQError: The entry or the state is damaged; the text names the key.
+        MoQError: The entry or the state is damaged; the text begins with `where` and
+            names the key.
     """
-    where = "the checkpoint's trainer_state.json is damaged"
     key = "stateful_callbacks.MoQCallback"
     callback = read_as(SavedCallback, entry, where, key)
     state: Mapping[str, Any] | None = callback["attributes"]["saved"]

@@ -7,6 +7,8 @@ from typing import Any
 
 from moq_hf.config import MoQConfig
 from moq_hf.schedule import PrecisionSchedule
+from moq_hf.training.resume import STATE_VERSION
+from moq_hf.version import __version__
 
 BLOCKS = [f"bert.encoder.layer.{index}" for index in range(12)] + ["bert.pooler.dense"]
 CONFIG = {
@@ -36,12 +38,24 @@ def make_run(folder: Path, config: Any = CONFIG, steps: int = 345, evaluations: 
             log.append(
                 {"step": step, "eval_loss": 0.6, "eval_f1": 0.8 + step / 5000, "eval_accuracy": 0.7 + step / 5000}
             )
+    measures = {"eigenvalues": {}, "spent": 0.0, "products": 0.0, "rows": 0, "samples": ""}
+    saved = {
+        "version": STATE_VERSION,
+        "moq_hf": __version__,
+        "config": config.to_dict(),
+        "schedule": schedule.state_dict(),
+        "ratios": {},
+        "input_ranges": {},
+        "history": [],
+        "float_size_mb": 105.2,
+        "sensitivity": measures if config.eigenvalue.enabled else None,
+        "choice": None,
+        "handed_dtype": None,
+    }
     state = {
         "global_step": steps,
         "log_history": log,
-        "stateful_callbacks": {
-            "MoQCallback": {"args": {"config": config.to_dict()}, "attributes": {"saved": {"float_size_mb": 105.2}}}
-        },
+        "stateful_callbacks": {"MoQCallback": {"args": {}, "attributes": {"saved": saved}}},
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "trainer_state.json").write_text(json.dumps(state))
