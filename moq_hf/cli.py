@@ -5,16 +5,37 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from .config import LARGEST
+from pydantic import TypeAdapter, ValidationError
+
+from .config import LARGEST, Positive, Size, Weight
 from .errors import MoQError, show
 from .version import __version__
 
 _EXPORT = """onnx: models with integer weights in the folder OUT, whose answers are compared with the checkpoint's; if
 weight-only differs by more than the tolerance, nothing is written and the exit status is 2. gguf: the checkpoint's
 integers in the file OUT, for llama.cpp. float: an ordinary folder OUT of floats on their grid."""
+
+
+def _number(kind: Any, wanted: str) -> Callable[[str], Any]:
+    """Make the reader of an option that takes a number of a config's kind; `wanted` says which."""
+    adapter = TypeAdapter(kind)
+
+    def read(text: str) -> Any:
+        try:
+            return adapter.validate_json(text)
+        except ValidationError:
+            error = f"must be {wanted}, got {show(text)}"
+            raise argparse.ArgumentTypeError(error) from None
+
+    return read
+
+
+_positive = _number(Positive, "a whole number from 1 and below 2**63")
+_size = _number(Size, "a number above 0")
+_weight = _number(Weight, "a number from 0")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,12 +90,11 @@ def add_plan(subparsers: Any) -> None:
         "reached. The length of the run is --max_steps, or follows from --num_examples, --batch_size and --epochs.",
     )
     add = parser.add_argument
-    add("config", nargs="?", metavar="CONFIG", help="a preset's name or a JSON file")
-    add("--moq_config", help="the same as CONFIG")
+    add("config", metavar="CONFIG", help="a preset's name or a JSON file")
     add("--max_steps", type=_positive, help="optimizer steps of the run")
     add("--num_examples", type=_positive, help="size of the training set")
     add("--batch_size", type=_positive, help="examples per process and forward pass")
-    add("--epochs", type=_positive_number, help="passes over the training set")
+    add("--epochs", type=_size, help="passes over the training set")
     add("--gradient_accumulation", type=_positive, default=1, help="default: 1")
     add("--num_processes", type=_positive, default=1, help="default: 1")
     add(
@@ -97,17 +117,12 @@ def _plan(args: argparse.Namespace) -> None:
     from .config import MoQConfig
     from .forecast import plan
 
-    if (args.config is None) == (args.moq_config is None):
-        raise MoQError(
-            "which config? give one: a preset's name or a JSON file, moq-hf plan w4 --max_steps 345"
-        )
     if args.model is None and (args.half or args.teacher):
         raise MoQError("--half and --teacher go with --model")
     if args.model is not None and args.json:
         raise MoQError("--json is of the schedule alone: it goes without --model")
-    config = MoQConfig.load(args.config or args.moq_config)
     steps = _steps(args)
-    planned = plan(config, steps)
+    planned = plan(MoQConfig.load(args.config), steps)
     print(json.dumps(planned.to_dict(), indent=2) if args.json else planned)
     if args.model is not None:
         from .memory import plan_of_model
@@ -336,7 +351,7 @@ def add_export(subparsers: Any) -> None:
     )
     add(
         "--tolerance",
-        type=_positive_number,
+        type=_size,
         help="largest difference of weight-only's outputs; default: 0.0001",
     )
     _add_data(onnx, "compare on these rows")
@@ -405,7 +420,7 @@ def add_bench(subparsers: Any) -> None:
     add("--repeats", type=_positive, help="forward passes per shape; default: 20")
     add(
         "--max_loss",
-        type=_not_negative,
+        type=_weight,
         help="what a recommended file may lose of each metric; default: 0.01",
     )
     _add_data(parser, "measure the accuracy on these rows")
@@ -452,42 +467,6 @@ def _read_data(options: dict[str, Any]) -> None:
         options["data"] = read_data(file, task)
     elif task is not None:
         raise MoQError("--task_name goes with --validation_file")
-
-
-def _positive(text: str) -> int:
-    # Python reads no more than 4,300 digits; 2**63 has 19.
-    value = int(text[:20]) if text.isdecimal() else 0
-    if value < 1:
-        raise _wrong("a whole number from 1", text)
-    if value > LARGEST:
-        raise _wrong("a whole number below 2**63", text)
-    return value
-
-
-def _positive_number(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise _wrong("a number above 0", text)
-    return value
-
-
-def _not_negative(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value < math.inf:
-        raise _wrong("a number from 0", text)
-    return value
-
-
-def _number(text: str) -> float:
-    """The number that a text is; NaN if it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _wrong(wanted: str, text: str) -> argparse.ArgumentTypeError:
-    return argparse.ArgumentTypeError(f"must be {wanted}, got {show(text)}")
 
 
 if __name__ == "__main__":

@@ -64,11 +64,10 @@ def test_migrate_writes_a_config_that_fits_the_run(
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["plan", "--max_steps", "9"], "moq-hf plan w4 --max_steps 345"),
         (["plan", "configs/moq.json", "--max_steps", "99", "--half"], "go with --model"),
         (["plan", "configs/moq.json", "--max_steps", "99", "--json", "--model", "x"], "goes without --model"),
         (["plan", "configs/moq.json"], "give --num_examples, --batch_size, --epochs, or --max_steps"),
-        (["plan", "w9"], "the presets are"),
+        (["plan", "w9", "--max_steps", "9"], "the presets are"),
         (["migrate", "nowhere.json", "--max_steps", "9"], "nowhere.json does not exist"),
         (["inspect", "nowhere"], "nowhere is not a directory"),
     ],
