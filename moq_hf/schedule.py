@@ -118,8 +118,8 @@ class PrecisionSchedule:
         names = list(blocks)
         if not names:
             raise MoQError("a schedule needs at least one block")
-        if len(set(names)) != len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
             raise MoQError(f"blocks named twice: {', '.join(twice)}")
         self.config = config
         # That of each block's layers: `overrides` may say other bits of them.
@@ -304,18 +304,12 @@ class PrecisionSchedule:
 
     def last_drop(self) -> int:
         """The optimizer step after which every block is at its target at the latest, blends included, from now on."""
-        factor = MAX_FACTOR if self.config.eigenvalue.enabled else 1
-        last = 0
-        for name, bits in self.bits.items():
-            changed = self._changed[name]
-            period = self.period[name]
-            if bits == FLOAT_BITS:
-                changed = max(self.steps + 1, self.offset)
-            for left in reversed(range(self._drops_left(name))):
-                changed = max(self.steps + 1, self.offset + period)
-                period = self._following(name, period, left, factor)
-            last = max(last, changed + fade_steps(self.config))
-        return last
+        ahead = copy.deepcopy(self)
+        if ahead.targets is None:
+            ahead.choose({name: self._target(name) for name in self.bits})
+        latest = dict.fromkeys(self.bits, 1.0) if self.config.eigenvalue.enabled else {}
+        changes = [switch.step for switch in ahead.forecast(latest)]
+        return max([*self._changed.values(), *changes]) + fade_steps(self.config)
 
     def _target(self, name: str) -> int:
         """The bits that a block ends with; before they are chosen, the fewest that it may have."""

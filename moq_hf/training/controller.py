@@ -122,14 +122,10 @@ class MoQController:
                 file = FileSize(
                     inventory, self.layers, self.embeddings, inventory.table_bits, fixed
                 )
-            counts = {
-                name: shape_of(layer.float_weight).numel()
-                for name, layer in self.layers.items()
-            }
-            weights = {
-                block: sum(counts[layer] for layer in names)
-                for block, names in units.items()
-            }
+            weights = {}
+            for block, names in units.items():
+                shapes = [shape_of(self.layers[name].float_weight) for name in names]
+                weights[block] = sum(shape.numel() for shape in shapes)
             self._chooser = Chooser(config, weights, units, file)
         self._write_bits(self.blocks)
         self.refresh()
@@ -303,16 +299,15 @@ class MoQController:
 
     def block_metrics(self) -> dict[str, float]:
         """Scalars of each block, for the log of a switch: bits, period, and eigenvalues where they are measured."""
-        bits = self.schedule.bits
-        period = self.schedule.period
+        kinds: dict[str, Mapping[str, float]] = {
+            "bits": self.schedule.bits,
+            "period": self.schedule.period,
+        }
         scalars: dict[str, float] = {}
-        scalars |= {f"moq/bits/{block}": bits[block] for block in self.blocks}
-        scalars |= {f"moq/period/{block}": period[block] for block in self.blocks}
         if self.config.eigenvalue.enabled and self.sensitivity is not None:
-            scalars |= {
-                f"moq/eigenvalue/{block}": value
-                for block, value in self.sensitivity.values.items()
-            }
+            kinds |= {"eigenvalue": self.sensitivity.values}
+        for kind, values in kinds.items():
+            scalars |= {f"moq/{kind}/{block}": value for block, value in values.items()}
         return self._named_in_charts(scalars)
 
     def _named_in_charts(self, scalars: dict[str, float]) -> dict[str, float]:

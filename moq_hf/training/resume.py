@@ -350,39 +350,31 @@ def load_schedule(
         MoQError: It cannot, or the state is of other blocks; the text has each key with
             both values.
     """
-    bits = {name: block[0] for name, block in state["schedule"]["blocks"].items()}
-    steps: int = state["schedule"]["steps"]
-    fixed = changed.keys() - SCHEDULE_KEYS - _FROM_NOW_ON if has_begun(state) else set()
+    saved = state["schedule"]
+    bits = {name: block[0] for name, block in saved["blocks"].items()}
+    free = SCHEDULE_KEYS | _FROM_NOW_ON
+    if schedule.config.budget is not None:
+        # The bits under a budget are chosen once.
+        free -= {TARGET}
     faults = [
-        f"{_in_words(key, changed[key])}, fixed from the offset on"
-        for key in changed
-        if key in fixed
+        f"{_in_words(key, pair)}, fixed from the offset on"
+        for key, pair in changed.items()
+        if has_begun(state) and key not in free
     ]
-    targets = state["schedule"].get("targets")
-    if schedule.config.budget is not None and has_begun(state):
-        pair = changed.get(TARGET)
-        if pair is not None:
-            faults.append(
-                f"{_in_words(TARGET, pair)}: bits under a budget are chosen once, at the offset"
-            )
-        # A run that goes back to its best checkpoint has chosen them already.
-        elif schedule.targets is None and not faults:
-            schedule.choose(targets)
     if not faults and _is_replayed(state, changed):
-        otherwise = _replay(
-            schedule, [Switch(*switch) for switch in state["history"]], steps, bits
-        )
+        if schedule.targets is None and saved.get("targets"):
+            schedule.choose(saved["targets"])
+        history = [Switch(*switch) for switch in state["history"]]
+        otherwise = _replay(schedule, history, saved["steps"], bits)
         if otherwise:
-            reasons = describe(
-                {key: pair for key, pair in changed.items() if key in SCHEDULE_KEYS}
-            )
-            faults.append(f"{reasons}: {otherwise}")
+            reasons = {key: changed[key] for key in changed if key in SCHEDULE_KEYS}
+            faults.append(f"{describe(reasons)}: {otherwise}")
     elif not faults:
-        schedule.load_state_dict(state["schedule"])
+        schedule.load_state_dict(saved)
     if faults:
         raise MoQError(
-            f"the checkpoint was made with another MoQ config, and after its {steps} steps a run cannot go on with "
-            f"this one: {'; '.join(faults)}. Resume with the checkpoint's config, or start a new run"
+            f"the checkpoint was made with another MoQ config, and after its {saved['steps']} steps a run cannot go on "
+            f"with this one: {'; '.join(faults)}. Resume with the checkpoint's config, or start a new run"
         )
 
 
