@@ -158,6 +158,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         # A batch of this run, to prove on what it delivers.
         self._kept: dict[str, Any] | None = None
         self._readers_checked = False
+        self._is_watching = False
 
     @property
     def bits(self) -> dict[str, int]:
@@ -206,12 +207,13 @@ class MoQCallback(TrainerCallback, ExportableState):
                 f"float_first: the checkpoint at step {state.global_step} was made without MoQ; give its model as "
                 "start and teacher instead, or start a new run"
             )
-        steps = (
-            state.max_steps
-            if resumed is None
-            else planned_steps(self.config, resumed, state.max_steps)
-        )
-        return offset_step_of(self.config, steps)
+        return offset_step_of(self.config, self._length(state, resumed))
+
+    def _length(self, state: TrainerState, resumed: Mapping[str, Any] | None) -> int:
+        """Optimizer steps of the run that the schedule counts; those that a resumed one was planned for."""
+        if resumed is None:
+            return state.max_steps - state.global_step
+        return planned_steps(self.config, resumed, state.max_steps)
 
     @property
     def _name(self) -> str:
@@ -348,9 +350,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         inventory = take_inventory(model, self.config)
         if resumed is None:
             check_start(self.config, state.global_step, state.max_steps)
-            length = state.max_steps - state.global_step
-        else:
-            length = planned_steps(self.config, resumed, state.max_steps)
+        length = self._length(state, resumed)
         if controller is not None and controller.model is inventory.model:
             controller.begin(inventory, length)
         else:
@@ -748,8 +748,10 @@ class MoQCallback(TrainerCallback, ExportableState):
         # the data in the end.
         self._kept = None
         self._readers_checked = is_compiled
-        measured = controller.sensitivity is not None and self.trainer is None
-        if measured or (self.config.prove and not is_compiled):
+        # A MoQTrainer hands its batches to `observe`, with what the loss needs and the
+        # model does not see.
+        self._is_watching = controller.sensitivity is not None and self.trainer is None
+        if self._is_watching or (self.config.prove and not is_compiled):
             self._hook = on_training_batch(controller.model, self._take)
 
     def _stop_listening(self) -> None:
@@ -760,13 +762,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Take what went through the model in training: keep the first batch, measure sensitivity on some."""
         if self._kept is None and self.config.prove and self.controller is not None:
             self._kept = kept_batch(inputs, self.controller.model)
-        # A MoQTrainer hands its batches to `observe`, with what the loss needs and the
-        # model does not see.
-        if (
-            self.trainer is None
-            and self.controller is not None
-            and self.controller.sensitivity is not None
-        ):
+        if self._is_watching:
             self.observe(inputs)
         else:
             self._stop_listening()

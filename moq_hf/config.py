@@ -921,19 +921,14 @@ def schema_of_fields() -> dict[str, Any]:
 @functools.cache
 def key_schemas() -> dict[str, dict[str, Any]]:
     """The schema of every key by its path, in the order of a file."""
-    return _flat_schema(schema_of_fields())
-
-
-def _flat_schema(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    found = {}
-    for name, value in schema["properties"].items():
-        section = schema.get("$defs", {}).get(value.get("$ref", "").rpartition("/")[2])
-        if section is None:
-            found[name] = value
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in schema_of_fields()["properties"].items():
+        kind = value.get("$ref", "").rpartition("/")[2]
+        if kind:
+            section = schema_of_fields()["$defs"][kind]["properties"]
+            found |= {f"{name}.{inner}": part for inner, part in section.items()}
         else:
-            found |= {
-                f"{name}.{inner}": part for inner, part in section["properties"].items()
-            }
+            found[name] = value
     return found
 
 
@@ -988,14 +983,12 @@ def _parse(
     settled = set(wrong)
     if faults:
         settled |= {"quantize_bits.target_bits"} - values.keys()
-    conflicts = [
-        (set(keys.split()), text)
-        for keys, text in config.conflicts()
-        if not settled & set(keys.split())
-    ]
-    conflicts = [({path}, wrong[path]) for path in values if path in wrong] + conflicts
-    for keys, text in conflicts:
-        is_keyword = not document or not keys.isdisjoint(given)
+    told = [({path}, text) for path, text in wrong.items()]
+    for keys, text in config.conflicts():
+        if settled.isdisjoint(keys.split()):
+            told.append((set(keys.split()), text))
+    for paths, text in told:
+        is_keyword = not document or not paths.isdisjoint(given)
         faults.append(_in_keywords(text) if is_keyword else text)
     if faults:
         raise MoQConfigError(_in_one_text(where, faults))

@@ -127,29 +127,17 @@ class MoQTrainer(Trainer):
         max_shard_size: int | str = "50GB",
         **kwargs: Any,
     ) -> None:
-        self.moq: MoQCallback | None = None
         self.max_shard_size = bytes_in(max_shard_size)
         callbacks = list(kwargs.get("callbacks") or [])
-        given = [
-            callback for callback in callbacks if isinstance(callback, MoQCallback)
-        ]
-        if given and (moq_config is not None or len(given) > 1):
-            raise MoQError(
-                "two MoQ configs: give moq_config or one MoQCallback, not both"
-            )
         share = share_of(float_first)
-        if given:
-            self.moq = given[0]
-        elif moq_config is not None:
-            self.moq = MoQCallback(
-                moq_config
-                if share is None
-                else after_float(MoQConfig.load(moq_config), share),
-                max_shard_size=max_shard_size,
-            )
-            callbacks.append(self.moq)
+        if moq_config is not None:
+            config = MoQConfig.load(moq_config)
+            config = config if share is None else after_float(config, share)
+            callbacks.append(MoQCallback(config, max_shard_size=max_shard_size))
+        # Of two the callback itself says that they are too many.
+        self.moq = next((c for c in callbacks if isinstance(c, MoQCallback)), None)
         if share is not None and (
-            given
+            moq_config is None
             or self.moq is None
             or not self.moq.config.enabled
             or teacher is not None

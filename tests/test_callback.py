@@ -228,7 +228,7 @@ def test_off_means_off(tmp_path: Path) -> None:
     "act, text",
     [
         (lambda d: stock(d, callbacks=[MoQCallback(CONFIG)]), "two MoQCallbacks"),
-        (lambda d: moq(d, callbacks=[MoQCallback(CONFIG)]), "two MoQ configs"),
+        (lambda d: moq(d, callbacks=[MoQCallback(CONFIG)]), "two MoQCallbacks in one Trainer: pass one"),
         (lambda d: stock(d, max_steps=2).train(), "schedule_offset 2 is not before the end of training at 2"),
         (lambda d: moq(d, {**CONFIG, "quantize_groups": 3}), "quantize_groups 3 does not divide"),
         (

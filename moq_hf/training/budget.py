@@ -103,8 +103,8 @@ class Chooser:
 
     Args:
         config: A config with a budget.
-        weights: Block name to the number of its weights.
         blocks: Block name to its layers.
+        weights: Layer name to the number of its weights.
         file: The size of the model's file, for a budget in megabytes.
 
     Raises:
@@ -115,8 +115,8 @@ class Chooser:
     def __init__(
         self,
         config: MoQConfig,
-        weights: Mapping[str, int],
         blocks: Mapping[str, Sequence[str]],
+        weights: Mapping[str, int],
         file: FileSize | None = None,
     ) -> None:
         budget = config.budget
@@ -124,29 +124,25 @@ class Chooser:
         self.choices = budget.choices
         self.measure = config.measure
         self.in_file = file is not None
-        self._weights = weights
-        # A choice takes the sum of its blocks' sizes plus the rest, divided by the unit.
-        if file is None:
-            self._sizes = {
-                block: {bits: bits * count for bits in self.choices}
-                for block, count in weights.items()
-            }
-            self._rest = 0
-            self._unit = sum(weights.values())
-            limit = budget.mean
-        else:
-            self._sizes = {
-                block: {
-                    bits: sum(file.of_layer(layer, bits) for layer in layers)
-                    for bits in self.choices
-                }
-                for block, layers in blocks.items()
-            }
-            self._rest = file.of_rest()
-            self._unit = 10**6
-            limit = budget.file_mb
+        limit = budget.mean if file is None else budget.file_mb
         assert limit is not None
         self._limit = limit
+        self._weights = {
+            block: sum(weights[layer] for layer in layers)
+            for block, layers in blocks.items()
+        }
+        # A choice takes the sum of its blocks' sizes plus the rest, divided by the unit.
+        self._rest = 0 if file is None else file.of_rest()
+        self._unit = sum(self._weights.values()) if file is None else 10**6
+        self._sizes: dict[str, dict[int, int]] = {}
+        for block, layers in blocks.items():
+            self._sizes[block] = {}
+            for bits in self.choices:
+                self._sizes[block][bits] = (
+                    bits * self._weights[block]
+                    if file is None
+                    else sum(file.of_layer(layer, bits) for layer in layers)
+                )
         if file is not None:
             self._check_file(file)
 

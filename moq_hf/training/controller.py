@@ -122,11 +122,11 @@ class MoQController:
                 file = FileSize(
                     inventory, self.layers, self.embeddings, inventory.table_bits, fixed
                 )
-            weights = {}
-            for block, names in units.items():
-                shapes = [shape_of(self.layers[name].float_weight) for name in names]
-                weights[block] = sum(shape.numel() for shape in shapes)
-            self._chooser = Chooser(config, weights, units, file)
+            weights = {
+                name: shape_of(layer.float_weight).numel()
+                for name, layer in self.layers.items()
+            }
+            self._chooser = Chooser(config, units, weights, file)
         self._write_bits(self.blocks)
         self.refresh()
 
