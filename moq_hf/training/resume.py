@@ -213,8 +213,6 @@ def _conflicts(config: MoQConfig, state: Mapping[str, Any]) -> Iterator[str]:
     schedule = state["schedule"]
     sensitivity = state["sensitivity"]
     blocks = schedule["blocks"]
-    if config.depends_on_length and schedule["total_steps"] is None:
-        yield "schedule.total_steps must be a whole number from 1, not null"
     variants = config.variants().values()
     least = min(own.targets[0] for own in variants)
     most = max(max(own.start_bits, own.targets[-1]) for own in variants)
@@ -244,21 +242,35 @@ def choice_in(state: Mapping[str, Any]) -> Choice | None:
 
 
 def what_counts(config: MoQConfig) -> dict[str, Any]:
-    """Dotted keys that can change a result, with their values."""
-    flat = _flat(config)
-    ignored = _HARMLESS | _unused(flat)
-    return {key: value for key, value in flat.items() if key not in ignored}
+    """Dotted keys that can change a result, with their values; of a section that is off its switch alone."""
+    # A null scale_dtype means the grid's default.
+    flat = config.flat() | {"quantize_algo.scale_dtype": config.grid.scale_dtype}
+    off = {
+        key.partition(".")[0]
+        for key, value in flat.items()
+        if key.endswith(".enabled") and not value
+    }
+    # These sections decide how a budget is spent, even where they are off.
+    if config.budget is not None:
+        off.discard("eigenvalue")
+    elif "eigenvalue" in off:
+        off.add("sensitivity")
+    return {
+        key: value
+        for key, value in flat.items()
+        if key.endswith(".enabled")
+        or not {key, key.partition(".")[0]} & (_HARMLESS | off)
+    }
 
 
 def changes(saved: MoQConfig, now: MoQConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted keys that can change a result and differ, each with the saved value and the current one."""
-    before = _flat(saved)
-    after = _flat(now)
-    ignored = _HARMLESS | _unused(before, after)
+    before = what_counts(saved)
+    after = what_counts(now)
     return {
         key: (before[key], after[key])
         for key in before
-        if key not in ignored and before[key] != after[key]
+        if key in after and before[key] != after[key]
     }
 
 
@@ -401,30 +413,6 @@ def describe(changed: Mapping[str, tuple[Any, Any]]) -> str:
 
 def _in_words(key: str, pair: tuple[Any, Any]) -> str:
     return f"{key}: {json.dumps(pair[0])} -> {json.dumps(pair[1])}"
-
-
-def _flat(config: MoQConfig) -> dict[str, Any]:
-    # A null scale_dtype means the grid's default.
-    return config.flat() | {"quantize_algo.scale_dtype": config.grid.scale_dtype}
-
-
-def _unused(*configs: Mapping[str, Any]) -> set[str]:
-    """Find the keys of sections that are off in all of these flat configs."""
-    off = {
-        key.partition(".")[0]
-        for key in configs[0]
-        if key.endswith(".enabled") and not any(c[key] for c in configs)
-    }
-    # These sections decide how a budget is spent, even where they are off.
-    if any(isinstance(config[TARGET], Mapping) for config in configs):
-        off.discard("eigenvalue")
-    elif "eigenvalue" in off:
-        off.add("sensitivity")
-    return {
-        key
-        for key in configs[0]
-        if key.partition(".")[0] in off and not key.endswith(".enabled")
-    }
 
 
 def _replay(
