@@ -83,9 +83,6 @@ _SYNONYMS = {
 # Keywords that are no config's, and are given to a callback all the same.
 _OF_TRAINER = ("float_first", "teacher", "teacher_init_kwargs")
 
-# The two paths of one key.
-_Q_TYPE = "quantize_algo.q_type quantize_type"
-
 # Types of values; the title is how an error says what is legal.
 Flag = Annotated[bool, Field(strict=True, title="true or false")]
 Text = Annotated[str, Field(strict=True, min_length=1, title="text")]
@@ -785,39 +782,32 @@ class MoQConfig:
         """The same, with the value of each key by its path."""
         return _flatten(self.to_dict(), [])
 
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """What is wrong with values together: the keys that it is about, apart by spaces, and a line on it."""
+    def conflicts(self) -> Iterator[str]:
+        """What is wrong with values together: a line on each, which names their keys by their paths."""
         if self.group_size is not None and self.groups != "per_channel":
-            groups = f"quantize_groups {show(self.groups)} and quantize_group_size {self.group_size}"
             yield (
-                "quantize_groups quantize_group_size",
-                f"{groups} exclude each other: give one",
+                f"quantize_groups {show(self.groups)} and quantize_group_size {self.group_size} exclude each other: "
+                "give one"
             )
         if self.range == "full" and not self.symmetric:
             yield (
-                f"quantize_algo.range {_Q_TYPE}",
                 "quantize_algo.range: full is of symmetric grids, an asymmetric one has all its codes; "
-                "set it to narrow, or quantize_algo.q_type to symmetric",
+                "set it to narrow, or quantize_algo.q_type to symmetric"
             )
         if not self.distillation.logits and not self.distillation.hidden:
-            yield (
-                "distillation.logits distillation.hidden",
-                "distillation: logits and hidden are both 0, so a teacher would teach nothing; give one a weight",
-            )
+            yield "distillation: logits and hidden are both 0, so a teacher would teach nothing; give one a weight"
         if (
             self.sensitivity.measure is not None
             and not self.eigenvalue.enabled
             and self.budget is None
         ):
             yield (
-                "sensitivity.measure eigenvalue.enabled quantize_bits.target_bits",
                 f"sensitivity.measure: nothing asks for {show(self.sensitivity.measure)}: set eigenvalue.enabled to "
-                "true for the pace of the blocks, or quantize_bits.target_bits to a budget",
+                "true for the pace of the blocks, or quantize_bits.target_bits to a budget"
             )
         if self.modules_to_not_convert == ():
             yield (
-                "modules_to_not_convert",
-                "modules_to_not_convert: [] names nothing; output heads stay in float unless quantize_heads is true",
+                "modules_to_not_convert: [] names nothing; output heads stay in float unless quantize_heads is true"
             )
         if (
             isinstance(self.offset, float)
@@ -826,54 +816,43 @@ class MoQConfig:
             and self.falls
         ):
             yield (
-                "quantize_schedule.schedule_offset quantize_schedule.deadline",
                 f"quantize_schedule.deadline: {self.deadline:g} of the run is not after "
                 f"quantize_schedule.schedule_offset {self.offset:g}, from which on bits fall; make it later, or the "
-                "offset earlier",
+                "offset earlier"
             )
         yield from self._bits_conflicts()
         for glob, override in self.overrides.items():
             where = f"overrides.{show_key(glob)}"
             if not given_in(override):
-                yield (
-                    "overrides",
-                    f"{where}: says nothing; give bits, start_bits or group_size",
-                )
+                yield f"{where}: says nothing; give bits, start_bits or group_size"
             elif override.bits == 16:
                 yield (
-                    "overrides",
                     f"{where}.bits: 16 would quantize nothing; name layers that stay in float in "
-                    "modules_to_not_convert",
+                    "modules_to_not_convert"
                 )
                 continue
             elif glob == "*":
-                yield (
-                    "overrides",
-                    f"{where}: means every layer; say it of all without overrides",
-                )
+                yield f"{where}: means every layer; say it of all without overrides"
                 continue
-            for _, text in self._with(given_in(override))._bits_conflicts():
-                yield "overrides quantize_bits.target_bits", f"{where}: {text}"
+            for text in self._with(given_in(override))._bits_conflicts():
+                yield f"{where}: {text}"
 
-    def _bits_conflicts(self) -> Iterator[tuple[str, str]]:
-        bits = "quantize_bits.start_bits quantize_bits.target_bits"
+    def _bits_conflicts(self) -> Iterator[str]:
         fault = (
             self._bits_fault() if self.budget is None else _budget_fault(self.budget)
         )
         if fault is not None:
-            yield bits, fault
+            yield fault
             return
         least = min(self.targets)
         if least == 1 and not self.symmetric:
             yield (
-                f"{bits} {_Q_TYPE}",
-                "quantize_bits.target_bits: 1 bit is symmetric only; set quantize_algo.q_type to symmetric, or 2 bits",
+                "quantize_bits.target_bits: 1 bit is symmetric only; set quantize_algo.q_type to symmetric, or 2 bits"
             )
         if self.rounding == "stochastic" and not self.grid.is_uniform(least):
             yield (
-                f"{bits} quantize_algo.rounding quantize_algo.range {_Q_TYPE}",
                 f"quantize_algo.rounding: stochastic needs equal steps, {least} bits {self.q_type} has none; "
-                "set it to nearest, or target_bits to 3 or more",
+                "set it to nearest, or quantize_bits.target_bits to 3 or more"
             )
 
     def _bits_fault(self) -> str | None:
@@ -883,9 +862,12 @@ class MoQConfig:
             advice = (
                 default
                 if target == 16
-                else f"; bits only fall, so start_bits must be {target} or more"
+                else f"; bits only fall, so quantize_bits.start_bits must be {target} or more"
             )
-            return f"quantize_bits: target_bits {target} is above start_bits {start}{advice}"
+            return (
+                f"quantize_bits.target_bits {target} is above quantize_bits.start_bits "
+                f"{start}{advice}"
+            )
         if self.enabled and target == 16:
             return f"quantize_bits.target_bits: 16 would quantize nothing{default}"
         return None
@@ -983,12 +965,12 @@ def _parse(
     settled = set(wrong)
     if faults:
         settled |= {"quantize_bits.target_bits"} - values.keys()
-    told = [({path}, text) for path, text in wrong.items()]
-    for keys, text in config.conflicts():
-        if settled.isdisjoint(keys.split()):
-            told.append((set(keys.split()), text))
-    for paths, text in told:
-        is_keyword = not document or not paths.isdisjoint(given)
+    told = [*wrong.values()]
+    for text in config.conflicts():
+        if not any(path in text for path in settled):
+            told.append(text)
+    for text in told:
+        is_keyword = not document or any(path in text for path in given)
         faults.append(_in_keywords(text) if is_keyword else text)
     if faults:
         raise MoQConfigError(_in_one_text(where, faults))

@@ -90,7 +90,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
         ["quantize_schedule.rounding", "did you mean quantize_algo.rounding?"],
     ),
     ("section with a longer name", with_bits(quantize_algorithm={}), ["did you mean quantize_algo?"]),
-    ("off, with wrong bits", {"enabled": False} | bits(4, 8), ["target_bits 8 is above start_bits 4"]),
+    ("off, with wrong bits", {"enabled": False} | bits(4, 8), ["target_bits 8 is above quantize_bits.start_bits 4"]),
     ("dotted key", {"quantize_bits.target_bits": 8}, ["quantize_bits.target_bits: unknown key"]),
     ("unknown key", with_bits(learning_rate=1e-4), ["learning_rate: unknown key; legal here are", "quantize_bits"]),
     ("switch where there is none", schedule(enabled=True), ["quantize_schedule.enabled: unknown key; legal here are"]),
@@ -155,14 +155,18 @@ CASES: list[tuple[str, Any, list[str]]] = [
     # Ranges.
     ("0 bits", bits(12, 0), ["quantize_bits.target_bits: 0 is not legal", "from 1 to 16"]),
     ("17 bits", bits(17, 8), ["quantize_bits.start_bits: 17 is not legal", "from 1 to 16"]),
-    ("start below target", bits(4, 8), ["target_bits 8 is above start_bits 4", "start_bits must be 8 or more"]),
+    (
+        "start below target",
+        bits(4, 8),
+        ["target_bits 8 is above quantize_bits.start_bits 4", "start_bits must be 8 or more"],
+    ),
     ("target 16", bits(16, 16), ["quantize_bits.target_bits: 16 would quantize nothing", "8, 4, 3 or 2"]),
     ("no target", {"quantize_bits": {"start_bits": 16}}, ["16 would quantize nothing (it is the default)"]),
     ("a list that names nothing", with_bits(modules_to_not_convert=[]), ["[] names nothing", "quantize_heads is true"]),
     (
         "start below the default target",
         {"quantize_bits": {"start_bits": 12}},
-        ["target_bits 16 is above start_bits 12"],
+        ["target_bits 16 is above quantize_bits.start_bits 12"],
     ),
     ("no groups", with_bits(quantize_groups=0), ["quantize_groups: 0", 'a whole number from 1, or "per_channel"']),
     ("group size 0", with_bits(quantize_group_size=0), ["quantize_group_size: 0", "from 1, or null"]),
@@ -216,7 +220,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
     (
         "stochastic ternary",
         bits(4, 2) | {"quantize_algo": {"rounding": "stochastic", "range": "narrow"}},
-        ["quantize_algo.rounding", "2 bits symmetric", "nearest, or target_bits to 3 or more"],
+        ["quantize_algo.rounding", "2 bits symmetric", "nearest, or quantize_bits.target_bits to 3 or more"],
     ),
     ("stochastic binary", bits(4, 1) | {"quantize_algo": {"rounding": "stochastic"}}, ["1 bits symmetric"]),
     ("asymmetric binary", bits(4, 1) | {"quantize_type": "asymmetric"}, ["1 bit is symmetric only", "or 2 bits"]),
@@ -248,7 +252,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
     (
         "an override above its start",
         with_bits(overrides={"layer.0": {"bits": 8, "start_bits": 6}}),
-        ["overrides.layer.0: quantize_bits: target_bits 8 is above start_bits 6"],
+        ["overrides.layer.0: quantize_bits.target_bits 8 is above quantize_bits.start_bits 6"],
     ),
     # More than one thing.
     (
@@ -279,7 +283,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
     (
         "values wrong alone and together",
         bits(4, 8) | {"quantize_type": "asymetric"},
-        ["2 things are wrong", 'did you mean "asymmetric"?', "target_bits 8 is above start_bits 4"],
+        ["2 things are wrong", 'did you mean "asymmetric"?', "target_bits 8 is above quantize_bits.start_bits 4"],
     ),
 ]
 
@@ -417,7 +421,7 @@ def moq(**arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "fragments"),
     [
-        (moq(start_bits=4, bits=8), ["MoQConfig: ", "target_bits 8 is above start_bits 4"]),
+        (moq(start_bits=4, bits=8), ["MoQConfig: ", "bits 8 is above start_bits 4"]),
         (moq(bits=8.0), ["bits: 8.0 is not legal", "a whole number from 1 to 16", "(write 8)"]),
         (moq(q_type="sym"), ['q_type: "sym" is not legal; it must be "symmetric" or "asymmetric"']),
         (moq(verbose=1), ["verbose: 1 is not legal; it must be true or false"]),

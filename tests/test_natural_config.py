@@ -403,7 +403,7 @@ def test_sensitive_blocks_with_overrides_are_measured() -> None:
         ({"*": {"bits": 17}}, r"overrides.\*.bits: 17 is not legal; it must be a whole number from 1 to 16"),
         (
             {"query": {"bits": 8, "start_bits": 6}},
-            r"overrides.query: quantize_bits: target_bits 8 is above start_bits 6",
+            r"overrides.query: quantize_bits.target_bits 8 is above quantize_bits.start_bits 6",
         ),
         (
             {"*": {"bits": 16}},
