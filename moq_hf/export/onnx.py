@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import filecmp
 import importlib
 import json
 import logging
@@ -31,6 +32,7 @@ from .compare import (
     Data,
     Reference,
     load_checkpoint,
+    most_tokens,
 )
 from .file_names import (
     DATA_SUFFIX,
@@ -280,9 +282,15 @@ def export_onnx(
             path.parent.mkdir(exist_ok=True)
             found.files[key] = name
             found.layers[key] = prepared.stored
+            found.bytes[key] = write_model(prepared, reference.batches[0], path)
             if rounding is not None:
                 found.activations[key] = str(rounding)
-            found.bytes[key] = write_model(prepared, reference.batches[0], path)
+                # Small codes do not saturate on any CPU.
+                for other in found.files.values():
+                    if other != name and filecmp.cmp(
+                        folder / other, path, shallow=False
+                    ):
+                        found.activations[key] += f"; the same file as {other}"
             simulated = _simulated(prepared, reference, flavor, rounding)
             is_openvino = path.suffix == ".xml"
             with explained(f"the {flavor} model cannot be run"):
@@ -452,10 +460,20 @@ def _write_rest(
     folder: Path, checkpoint: Checkpoint, found: Export, tolerance: float
 ) -> None:
     """Write the model's config, without its quantization, what prepares its inputs, and the report."""
-    checkpoint.model.config.save_pretrained(folder)
+    config = checkpoint.model.config
+    large = {
+        path.name.removesuffix(DATA_SUFFIX): 1
+        for path in folder.glob(f"onnx/*{DATA_SUFFIX}")
+    }
+    if large:
+        # In a browser transformers.js (4.3) fetches second files that it is told of.
+        setattr(config, "transformers.js_config", {"use_external_data_format": large})
+    config.save_pretrained(folder)
     if decoder.has_cache(checkpoint.model):
         checkpoint.model.generation_config.save_pretrained(folder)
     if checkpoint.tokenizer is not None:
+        # fastembed (0.9) takes no tokenizer without a limit.
+        checkpoint.tokenizer.model_max_length = most_tokens(checkpoint)
         checkpoint.tokenizer.save_pretrained(folder)
     elif checkpoint.processor is not None:
         shutil.copy(checkpoint.processor, folder)
@@ -525,12 +543,15 @@ def prepare(
         bits = checkpoint.verified.layers[name].bits
         stored[name] = "int4" if bits <= 4 else "int8"
         if isinstance(module, nn.Embedding):
-            embedding = OnnxEmbedding(weight, bits)
+            # Rows of Gemma's and BART's tables are multiplied with it.
+            factor = torch.as_tensor(getattr(module, "embed_scale", 1.0)).item()
+            embedding = OnnxEmbedding(weight, bits, factor)
             layer: nn.Module = embedding
             stored[name] = "int4" if embedding.halved else "int8"
             for other in checkpoint.verified.layers[name].tied:
-                head = copied.get_submodule(other)
-                copied.set_submodule(other, OnnxTiedLinear(embedding, head.bias))
+                bias = copied.get_submodule(other).bias
+                head = OnnxTiedLinear(embedding, bias, flavor == "nbits")
+                copied.set_submodule(other, head)
         elif isinstance(module, nn.Conv1d | nn.Conv2d):
             layer = OnnxConvolution(weight, module)
         elif rounding is not None and flavor == "nbits":

@@ -116,15 +116,20 @@ def test_any_batch_and_length_in_plain_onnxruntime(classifier: Path, exported: E
         torch.testing.assert_close(torch.from_numpy(found[0]), expected, atol=1e-6, rtol=1e-5)
 
 
-def test_a_decoder_with_its_cache_and_a_tied_head(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "config", "table"),
+    [(hf.Qwen3ForCausalLM, hf.Qwen3Config, 4), (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, 8)],
+)
+def test_a_decoder_with_its_cache_and_a_tied_head(architecture: Any, config: Any, table: int, tmp_path: Path) -> None:
     hf.set_seed(0)
-    shape = {**SHAPE, "num_key_value_heads": 2, "tie_word_embeddings": True, "pad_token_id": 0}
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape, bos_token_id=1, eos_token_id=2))
+    shape = {**SHAPE, "num_key_value_heads": 2, "tie_word_embeddings": True, "pad_token_id": 0, "head_dim": 16}
+    model = architecture(config(**shape, bos_token_id=1, eos_token_id=2))
     with torch.no_grad():
         # Else each token's likeliest successor is itself.
         for parameter in model.model.layers.parameters():
             parameter.mul_(5 if parameter.dim() == 2 else 1)
-    source = checkpoint(tmp_path / "packed", model, config_of(quantize_embeddings=8), [8, 4, 2])
+    source = checkpoint(tmp_path / "packed", model, config_of(quantize_embeddings=table), [8, 4, 2])
+    assert says_of(source) == "yes"
     found = export_onnx(source, tmp_path / "onnx", flavors=["weight-only", "nbits"])
     nbits = found.proofs["nbits"]
     # A code that is one more or less, because a sum was added up in another order, shows.
@@ -134,7 +139,7 @@ def test_a_decoder_with_its_cache_and_a_tied_head(tmp_path: Path) -> None:
     # Padding is on the left, where generation begins.
     ids, mask = torch.randint(3, 1100, (2, 6)), torch.ones(2, 6, dtype=torch.long)
     ids[0, :3] = mask[0, :3] = 0
-    plain = hf.LlamaForCausalLM.from_pretrained(source).eval()
+    plain = type(model).from_pretrained(source).eval()
     expected = plain.generate(ids, attention_mask=mask, do_sample=False, min_new_tokens=8, max_new_tokens=8)[:, 6:]
     assert expected.unique().numel() > 4
     tokens = generated(tmp_path / "onnx" / "model.onnx", ids.numpy(), mask.numpy(), 8)
@@ -443,18 +448,22 @@ def test_the_names_that_others_look_for(tmp_path: Path, monkeypatch: pytest.Monk
     write_card(source)
     out = tmp_path / "out"
     words = ["export", str(source), "--to", "onnx", str(out), "--names", "hub"]
-    assert main([*words, "--flavors", "weight-only", "nbits", "qdq"]) == 0
-    written = {"onnx/model.onnx", "onnx/model_q4.onnx"}
+    assert main([*words, "--flavors", "weight-only", "int8", "nbits", "qdq"]) == 0
+    written = {"onnx/model.onnx", "onnx/model_quantized.onnx", "onnx/model_q4.onnx"}
+    has_vnni = target_here() == "vnni"
+    written |= {"onnx/model_qint8_avx512_vnni.onnx"} if has_vnni else set()
     common = {"README.md", "config.json", "moq_export.json", "tokenizer.json", "tokenizer_config.json"}
     assert files_in(out) == written | beside | common
     report = json.loads((out / "moq_export.json").read_text())
     left_out = {"openvino/openvino_model.xml", "openvino/openvino_model_qint8_quantized.xml"}
-    assert set(report["files"].values()) == written and report["left_out"].keys() == left_out
+    assert set(report["files"].values()) == written and report["left_out"].keys() >= left_out
     card = (out / "README.md").read_text()
     assert "from_pretrained" not in card and "\nlibrary_name: transformers.js\n" in card and "## Bits per layer" in card
     assert re.search(r"\| onnx/model.onnx \|.* \| transformers.js \(fp32\), Sentence Transformers,", card)
     assert re.search(r"\| onnx/model_q4.onnx \|.* \| transformers.js, by the number of bits \|", card)
     assert "- nbits: activations per_block, 8 bits\n" in card
+    # Codes of 4 bits do not saturate.
+    assert ("vnni; the same file as onnx/model_quantized.onnx\n" in card) == has_vnni
     assert "- openvino/openvino_model.xml is left out: openvino is not installed" in card
 
 
@@ -479,6 +488,11 @@ def test_a_decoder_by_the_names_of_others(classifier: Path, tmp_path: Path, monk
     # The second file of each has the name that transformers.js and optimum make of the first.
     files |= {f"{name}_data" for name in files} | {"generation_config.json"}
     assert files_in(tmp_path / "out") > files
+    # In a browser transformers.js looks for a second file where the config has one, and fastembed for a length.
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["transformers.js_config"]
+    assert written == {"use_external_data_format": {"model.onnx": 1, "model_q2.onnx": 1}}
+    tokenizer = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert tokenizer["model_max_length"] == SHAPE["max_position_embeddings"]
     # Layers of 8 bits have no such name.
     found = export_onnx(classifier, tmp_path / "eight", flavors=["nbits"], names="hub")
     assert found.files == {} and found.left_out == {"onnx/model_q8.onnx": "nobody looks for 8 bits in blocks"}

@@ -24,6 +24,7 @@ from moq_hf.export.onnx_layers import (
     OnnxInt8Linear,
     OnnxNBitsLinear,
     OnnxQdqLinear,
+    OnnxTiedLinear,
     Rounding,
     Target,
     is_exact_signed,
@@ -133,6 +134,22 @@ def test_a_table_that_the_model_reads_is_dequantized(bits: int) -> None:
     weight = quantizer.quantize(torch.randn(6, 16), bits, Grid(PerChannel()))
     table = OnnxEmbedding(weight, bits)
     assert table.halved == (bits == 4) and torch.equal(table.weight, quantizer.dequantize(*weight))
+
+
+@pytest.mark.parametrize(("bits", "columns", "block"), [(4, 64, 64), (3, 48, 16), (8, 64, None), (4, 18, None)])
+def test_a_tied_head_multiplies_floats_with_the_codes_of_its_table(
+    bits: int, columns: int, block: int | None, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    weight = quantizer.quantize(torch.randn(6, columns), bits, Grid(PerChannel()))
+    bias, x = torch.randn(6), torch.randn(2, 5, columns)
+    head = OnnxTiedLinear(OnnxEmbedding(weight, bits), bias, packed=True)
+    assert head.block == block
+    found = export_layer(head, x, tmp_path / "head.onnx")
+    torch.testing.assert_close(found, x @ quantizer.dequantize(*weight).T + bias, rtol=1e-5, atol=1e-5)
+    graph = onnx.load(tmp_path / "head.onnx").graph
+    kinds = {node.op_type for node in graph.node}
+    assert ("MatMulNBits" in kinds, "MatMul" in kinds) == (block is not None, block is None)
 
 
 @pytest.mark.parametrize(
