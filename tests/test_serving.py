@@ -462,7 +462,7 @@ def answers(found: dict[str, Any]) -> dict[str, str]:
 
 def test_four_bits_in_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = written(tmp_path, llama())
-    expected = dict.fromkeys(found, "yes") | {"onnxruntime": "not tried", "sglang": "not tried"}
+    expected = dict.fromkeys(found, "yes") | {"sglang": "not tried"}
     assert answers(found) == expected
     assert main(["inspect", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.partition("served by\n")[2].splitlines()
