@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -284,13 +284,10 @@ def export_onnx(
             found.layers[key] = prepared.stored
             found.bytes[key] = write_model(prepared, reference.batches[0], path)
             if rounding is not None:
-                found.activations[key] = str(rounding)
-                # Small codes do not saturate on any CPU.
-                for other in found.files.values():
-                    if other != name and filecmp.cmp(
-                        folder / other, path, shallow=False
-                    ):
-                        found.activations[key] += f"; the same file as {other}"
+                twins = _equal_files(folder, found.files.values(), name)
+                found.activations[key] = "; the same file as ".join(
+                    [str(rounding), *twins]
+                )
             simulated = _simulated(prepared, reference, flavor, rounding)
             is_openvino = path.suffix == ".xml"
             with explained(f"the {flavor} model cannot be run"):
@@ -338,6 +335,15 @@ def _widest(prepared: "Prepared") -> int:
     layers = prepared.model.modules()
     bits = [layer.bits for layer in layers if isinstance(layer, OnnxNBitsLinear)]
     return max(bits, default=8)
+
+
+def _equal_files(folder: Path, names: Iterable[str], name: str) -> list[str]:
+    """Other files with the same content: products of small codes do not saturate on any CPU."""
+    return [
+        other
+        for other in names
+        if other != name and filecmp.cmp(folder / other, folder / name, shallow=False)
+    ]
 
 
 def _rounding(
