@@ -564,7 +564,7 @@ def inputs_in_words(inventory: Inventory, config: MoQConfig) -> str:
         if fault is not None:
             return (
                 f"float activations, because {fault}; rounded inputs go with symmetric weights of nn.Linear layers: of "
-                "8 bits per channel (static; 2 to 8 bits with moq-hf pack --layout gemma), or of 2 to 8 bits (per_token)"
+                "8 bits per channel (static; 2 to 8 with moq-hf pack --layout gemma), or of 2 to 8 bits (per_token)"
             )
     kinds = " and ".join(f"W{bits}A8" for bits in config.targets)
     return f"rounded inputs ({kinds}, {config.activations.scale})"

@@ -442,7 +442,7 @@ def _matmul_nbits(
     block: int,
     level: int,
 ) -> Tensor:
-    """Multiply `input` `[..., columns]` with packed codes `[rows, blocks, bytes]`; `weight` is these, scales and zeros."""
+    """Multiply `input` `[..., columns]` with codes `[rows, blocks, bytes]`; `weight` is these, scales and zeros."""
     codes, *_ = weight
     assert codes is not None
     return _emit(
