@@ -237,11 +237,15 @@ class ActivationConfig:
             "model does not call (WavLM's attention, `nn.TransformerEncoder`) are an error before the first step"
         ),
     ] = False
-    bits: Annotated[ByteBits, key("of those inputs; 7 for CPUs without VNNI")] = 8
+    bits: Annotated[
+        ByteBits,
+        key("of those inputs; beside weights of 8 bits, 7 for CPUs without VNNI"),
+    ] = 8
     scale: Annotated[
         InputScale,
         key(
-            "what shares a scale: all inputs of a layer (a running range), those of a call, of a token, or of a block"
+            "what shares a scale: the inputs of a token, those of a call (`per_tensor`), a block of a token's, or all "
+            "inputs of a layer (`static`: a running range)"
         ),
     ] = "static"
     start_step: Annotated[
