@@ -275,20 +275,23 @@ def power_iteration(
 
 def gradients_of(
     loss: Loss, blocks: Mapping[str, Sequence[Tensor]]
-) -> dict[int, Tensor | None]:
+) -> dict[int, Tensor]:
     """The gradients of a loss with their own graph, by the ids of the blocks' parameters."""
     unique: dict[int, Tensor] = {}
     for parameters in blocks.values():
         unique |= {id(parameter): parameter for parameter in parameters}
     with _explained():
         gradients = torch.autograd.grad(
-            _evaluate(loss), [*unique.values()], create_graph=True, allow_unused=True
+            _evaluate(loss),
+            [*unique.values()],
+            create_graph=True,
+            materialize_grads=True,
         )
     return dict(zip(unique, gradients, strict=True))
 
 
 def hessian_product(
-    gradients: Mapping[int, Tensor | None], parameters: Sequence[Tensor], vector: Tensor
+    gradients: Mapping[int, Tensor], parameters: Sequence[Tensor], vector: Tensor
 ) -> Tensor:
     """H v `[n]` of a block with a vector `[n]`, float32, from what `gradients_of` gives."""
     outputs = []
@@ -296,16 +299,16 @@ def hessian_product(
     for parameter, part in zip(parameters, _split(vector, parameters), strict=True):
         gradient = gradients[id(parameter)]
         # A constant gradient adds nothing to the Hessian.
-        if gradient is not None and gradient.requires_grad:
+        if gradient.requires_grad:
             outputs.append(gradient)
             weights.append(part)
     if not outputs:
         return torch.zeros_like(vector)
     with _explained():
         products = torch.autograd.grad(
-            outputs, parameters, weights, retain_graph=True, allow_unused=True
+            outputs, parameters, weights, retain_graph=True, materialize_grads=True
         )
-    return _flat(products, parameters)
+    return _flat(products)
 
 
 def check_second_derivative(loss: Loss, parameters: Sequence[Tensor]) -> None:
@@ -352,13 +355,11 @@ def _difference(
         ):
             parameter.data = value.add(move, alpha=signed)
         gradients.append(
-            torch.autograd.grad(_evaluate(loss), parameters, allow_unused=True)
+            torch.autograd.grad(_evaluate(loss), parameters, materialize_grads=True)
         )
         for parameter, value in zip(parameters, values, strict=True):
             parameter.data = value
-    ahead = _flat(gradients[0], parameters)
-    behind = _flat(gradients[1], parameters)
-    return (ahead - behind) / (2 * step)
+    return (_flat(gradients[0]) - _flat(gradients[1])) / (2 * step)
 
 
 def _check_blocks(
@@ -404,13 +405,9 @@ def _split(vector: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    """Join tensors of the shapes of `like`, None being zeros, to one float32 vector."""
-    parts = []
-    for tensor, parameter in zip(tensors, like, strict=True):
-        values = torch.zeros_like(parameter) if tensor is None else tensor
-        parts.append(values.detach().float().flatten())
-    return torch.cat(parts)
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Join tensors to one float32 vector."""
+    return torch.cat([tensor.detach().float().flatten() for tensor in tensors])
 
 
 def _evaluate(loss: Loss) -> Tensor:
