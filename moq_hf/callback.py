@@ -22,7 +22,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from .config import DistillationConfig, MoQConfig
+from .config import MoQConfig
+from .config_fields import DistillationConfig
 from .errors import MoQError, one_line
 from .forecast import Plan, plan
 from .model.convert import check_bypassed_weights, is_quantized

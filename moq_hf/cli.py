@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 
-from .config import LARGEST, Positive, Size, Weight
+from .config_fields import LARGEST, Positive, Size, Weight
 from .errors import MoQError, show
 from .version import __version__
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .config import AUTO_DEADLINE, LARGEST, MoQConfig
+from .config import MoQConfig
+from .config_fields import AUTO_DEADLINE, LARGEST
 from .errors import MoQError
 from .schedule import (
     FLOAT_BITS,

@@ -5,7 +5,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .config import DEEPSPEED_DEFAULTS, DEEPSPEED_KEYS, MoQConfig
+from .config import MoQConfig
+from .config_reading import DEEPSPEED_DEFAULTS, DEEPSPEED_KEYS
 from .errors import MoQError
 from .forecast import plan
 from .schedule import fade_steps

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from moq_hf.config import by_section, key_schemas, legal, schema_of_fields
+from moq_hf.config_reading import by_section, key_schemas, legal, schema_of_fields
 from moq_hf.text import markdown_table
 
 SCHEMA = Path("configs/moq.schema.json")

@@ -17,17 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from moq_hf.config import (
-    PRESETS,
+from moq_hf.config import PRESETS, MoQConfig
+from moq_hf.config_fields import (
     ActivationConfig,
     BitBudget,
     BlendConfig,
     DistillationConfig,
     EigenvalueConfig,
-    MoQConfig,
     SensitivityConfig,
-    key_schemas,
 )
+from moq_hf.config_reading import key_schemas
 from moq_hf.errors import MoQConfigError
 from moq_hf.forecast import plan
 from moq_hf.grid import Grid, PerChannel, PerGroup, RowBlocks
@@ -342,13 +341,13 @@ def test_both_spellings_of_the_type_may_agree() -> None:
 
 
 def test_other_sections_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "moq_hf.config"):
+    with caplog.at_level(logging.INFO, "moq_hf.config_reading"):
         config = MoQConfig.from_dict(AROUND | {"quantize_training": BLOCK})
     (message,) = caplog.messages
     assert message.startswith("moq_hf: not of quantization, left to TrainingArguments: optimizer (learning_rate=")
     assert config.from_deepspeed
     caplog.clear()
-    with caplog.at_level(logging.INFO, "moq_hf.config"):
+    with caplog.at_level(logging.INFO, "moq_hf.config_reading"):
         MoQConfig.from_dict({"quantize_training": BLOCK})
         MoQConfig.from_dict(BLOCK)
     assert caplog.messages == []
@@ -437,7 +436,7 @@ def test_the_name_of_the_schema_is_left_alone(caplog: pytest.LogCaptureFixture) 
         (named | {"quantize_training": BITS}, inside),
         ({"quantize_training": named | BITS}, inside),
     ]
-    with caplog.at_level(logging.INFO, "moq_hf.config"):
+    with caplog.at_level(logging.INFO, "moq_hf.config_reading"):
         for document, expected in documents:
             config = MoQConfig.from_dict(document)
             assert config == expected and "$schema" not in config.to_dict()

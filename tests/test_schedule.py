@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from repo import GOLDEN
 
-from moq_hf.config import LARGEST, ActivationConfig, BlendConfig, EigenvalueConfig, MoQConfig
+from moq_hf.config import MoQConfig
+from moq_hf.config_fields import LARGEST, ActivationConfig, BlendConfig, EigenvalueConfig
 from moq_hf.errors import MoQError
 from moq_hf.forecast import Plan, plan
 from moq_hf.schedule import FLOAT_BITS, PrecisionSchedule, Switch

@@ -8,7 +8,7 @@ import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from ..config import Count, Flag, Positive
+from ..config_fields import Count, Flag, Positive
 from ..errors import MoQError
 from ..grid import Grid, InputGrid
 from ..quant_linear import QuantLayer

@@ -14,7 +14,8 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from ..config import MoQConfig, given_in, matches
+from ..config import MoQConfig
+from ..config_fields import given_in, matches
 from ..errors import MOST_FAULTS, MoQError, shortened
 from ..grid import Grid, Grouping, PerChannel, RowBlocks
 from ..inputs import inputs_out_of_reach

@@ -16,7 +16,8 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from .. import serving
-from ..config import Count, Flag, MoQConfig, Positive, Weight
+from ..config import MoQConfig
+from ..config_fields import Count, Flag, Positive, Weight
 from ..errors import MoQError, read_as, show
 from ..formats.stored import StoredLayer
 from ..formats.table import has_codes

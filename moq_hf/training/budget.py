@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..config import Count, Flag, MoQConfig, PackedBits, Positive, Weight
+from ..config import MoQConfig
+from ..config_fields import Count, Flag, PackedBits, Positive, Weight
 from ..errors import MoQError
 from ..model.sizes import FileSize
 from ..text import table

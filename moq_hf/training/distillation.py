@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..config import DistillationConfig
+from ..config_fields import DistillationConfig
 from ..errors import MoQError, one_line
 from ..model.convert import dequantize_model
 from ..model.inventory import is_packed

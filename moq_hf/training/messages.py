@@ -10,7 +10,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from .. import serving, triton_quant
-from ..config import DistillationConfig, MoQConfig
+from ..config import MoQConfig
+from ..config_fields import DistillationConfig
 from ..errors import MOST_FAULTS, shortened
 from ..model.inventory import Inventory, is_convolution
 from ..model.selection import embeddings_to_quantize

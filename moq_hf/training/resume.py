@@ -11,7 +11,8 @@ from pydantic import Field, FiniteFloat
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from ..config import Count, MoQConfig, Positive, Weight
+from ..config import MoQConfig
+from ..config_fields import Count, Positive, Weight
 from ..errors import MoQConfigError, MoQError, read_as, show
 from ..inputs import LARGEST_RANGE
 from ..quantizer import RATIOS

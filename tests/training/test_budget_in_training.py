@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tiny_runs import Stop, arguments, assert_same, callback_of, moq, new_model, rows, stock, trained, weights
 
 from moq_hf import MoQConfig, MoQError, MoQTrainer, PrecisionSchedule, last_checkpoint, verify_quantized
-from moq_hf.config import BitBudget
+from moq_hf.config_fields import BitBudget
 from moq_hf.model.inventory import Inventory
 from moq_hf.report import read_run, write_report
 from moq_hf.schedule import FLOAT_BITS

@@ -10,7 +10,7 @@ import transformers as hf
 from transformers.modeling_outputs import ModelOutput
 
 from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, MoQTrainer, quantize_model, save_quantized
-from moq_hf.config import DistillationConfig
+from moq_hf.config_fields import DistillationConfig
 from moq_hf.model.convert import quant_layers
 from moq_hf.training.distillation import fingerprint, labels_at_logits, load_teacher, loss_parts, weighted_sum
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 
 from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, PrecisionSchedule
-from moq_hf.config import EigenvalueConfig
+from moq_hf.config_fields import EigenvalueConfig
 from moq_hf.eigen import Eigenvalue, block_eigenvalues
 from moq_hf.model.inventory import Inventory
 from moq_hf.training import measures

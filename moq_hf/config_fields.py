@@ -1,0 +1,749 @@
+"""What a config holds: a field for each key, with its name in the file, what is legal, the default and the meaning.
+
+Reading, writing, and by `scripts/config_reference.py` the table in the documentation
+and the JSON Schema are made from the fields.
+"""
+
+import copy
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import field
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    Self,
+    TypeVar,
+    cast,
+    dataclass_transform,
+)
+
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    AliasPath,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainSerializer,
+)
+from pydantic.dataclasses import dataclass
+
+from .errors import show, show_key
+from .grid import (
+    Grid,
+    Grouping,
+    InputGrid,
+    InputScale,
+    PerChannel,
+    PerGroup,
+    RowBlocks,
+    ScaleDtype,
+    Search,
+)
+
+T = TypeVar("T")
+
+# Whole numbers end here: beyond it counting steps would be slow, and printing them
+# fail.
+LARGEST = 2**63 - 1
+# Other numbers end here: beyond it sums overflow.
+UNBOUNDED = 1e300
+# The share of the run by which every block is at its target: a late last drop costs
+# accuracy at low bits.
+AUTO_DEADLINE = 0.25
+# Bits that a block may have under a budget, where the config does not name them.
+DEFAULT_CHOICES = (2, 3, 4, 8)
+# Types of values; the title is how an error says what is legal.
+Flag = Annotated[bool, Field(strict=True, title="true or false")]
+Text = Annotated[str, Field(strict=True, min_length=1, title="text")]
+Positive = Annotated[
+    int, Field(strict=True, ge=1, le=LARGEST, title="a whole number from 1")
+]
+Count = Annotated[
+    int, Field(strict=True, ge=0, le=LARGEST, title="a whole number from 0")
+]
+Bits = Annotated[
+    int, Field(strict=True, ge=1, le=16, title="a whole number from 1 to 16")
+]
+PackedBits = Annotated[
+    int, Field(strict=True, ge=1, le=8, title="a whole number from 1 to 8")
+]
+ByteBits = Annotated[
+    int, Field(strict=True, ge=2, le=8, title="a whole number from 2 to 8")
+]
+Share = Annotated[
+    float, Field(strict=True, gt=0, le=1, title="a number above 0 up to 1")
+]
+Size = Annotated[
+    float, Field(strict=True, gt=0, lt=UNBOUNDED, title="a number above 0")
+]
+Weight = Annotated[
+    float, Field(strict=True, ge=0, lt=UNBOUNDED, title="a number from 0")
+]
+# Absent it is the target: the attribute always has a number.
+if TYPE_CHECKING:
+    StartBits = int
+else:
+    StartBits = Bits | None
+# How the sensitivity of a block is measured.
+Measure = Literal["eigenvalue", "divergence"]
+
+
+def key(meaning: str, *names: str, **more: Any) -> Any:
+    """Describe a field's key: its meaning, its name in the file if it is not the field's, and other names for it."""
+    if names:
+        paths = [AliasPath(*name.split(".")) for name in names]
+        more |= {
+            "validation_alias": AliasChoices(*paths),
+            "serialization_alias": names[0],
+        }
+    return Field(description=meaning, **more)
+
+
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(field,)
+)
+def checked(cls: type[T]) -> type[T]:
+    """Make a frozen pydantic dataclass, whose constructor takes the fields by their names, not by those of a file."""
+    rules = ConfigDict(
+        extra="forbid",
+        allow_inf_nan=False,
+        validate_by_name=True,
+        validate_by_alias=False,
+    )
+    return cast(type[T], dataclass(frozen=True, kw_only=True, config=rules)(cls))
+
+
+def given_in(section: object) -> dict[str, Any]:
+    """The fields of a section that are not None."""
+    return {name: value for name, value in vars(section).items() if value is not None}
+
+
+@checked
+class BlendConfig:
+    """Forward sees r w + (1 - r) Q(w); r falls from 1 by the ratio each step and starts again at a switch."""
+
+    enabled: Annotated[
+        Flag, key("blend the float weight into the quantized one after each switch")
+    ] = False
+    quantize_change_ratio: Annotated[
+        Annotated[
+            float, Field(strict=True, ge=1e-9, le=1, title="a number from 1e-9 up to 1")
+        ],
+        key("what the float share loses per optimizer step"),
+    ] = 0.001
+
+
+@checked
+class EigenvalueConfig:
+    """How the sensitivity of each block is measured. A `layer_num` of 0 becomes None, which is all."""
+
+    enabled: Annotated[Flag, key("sensitive blocks drop later")] = False
+    verbose: Annotated[Flag, key("log every measurement")] = False
+    max_iter: Annotated[Positive, key("Hessian-vector products per block, at most")] = (
+        100
+    )
+    tol: Annotated[Size, key("relative error of an eigenvalue")] = 1e-2
+    stability: Annotated[
+        Weight, key("added to norms before dividing (power iteration)")
+    ] = 1e-6
+    gas_boundary_resolution: Annotated[
+        Positive, key("measure at multiples of that many optimizer steps")
+    ] = 1
+    layer_name: Annotated[Text | None, key("path of the layer list; null finds it")] = (
+        None
+    )
+    layer_num: Annotated[
+        Count | None,
+        AfterValidator(lambda number: number or None),
+        key("entries of that list; null or 0 is all"),
+    ] = None
+    method: Annotated[
+        Literal["lanczos", "power"], key("`power` is the published method")
+    ] = "lanczos"
+    max_overhead: Annotated[
+        Share, key("share of the run's time that measuring may take")
+    ] = 0.05
+    num_samples: Annotated[Positive, key("training examples a measurement uses")] = 64
+
+
+@checked
+class SensitivityConfig:
+    """What of a block says how much the loss minds its rounding; limits on measuring it are in `eigenvalue`."""
+
+    measure: Annotated[
+        Measure | None,
+        key(
+            "`eigenvalue`: the top one of a block's Hessian, as published; `divergence`: how far the predictions move "
+            "with the block at its next bits; null: `divergence` with a budget, else `eigenvalue`"
+        ),
+    ] = None
+
+
+@checked
+class DistillationConfig:
+    """A float model to follow, and the weights of what is compared."""
+
+    teacher: Annotated[
+        Text | None,
+        key(
+            "folder or Hub id of a float model to learn from, trained on the same task (`MoQTrainer` only)"
+        ),
+    ] = None
+    logits: Annotated[Weight, key("weight of the teacher's logits in the loss")] = 1.0
+    hidden: Annotated[Weight, key("weight of the teacher's hidden states")] = 1.0
+    # All three as in the runs of docs/results.md, "Scores at equal steps".
+    labels: Annotated[Weight, key("weight of the task's own loss")] = 1.0
+
+
+@checked
+class ActivationConfig:
+    """Inputs of the quantized linear layers, rounded while training as the `int8` export rounds them."""
+
+    enabled: Annotated[
+        Flag,
+        key(
+            "round the inputs of quantized linear layers too, as engines that multiply integers do; layers that the "
+            "model does not call (WavLM's attention, `nn.TransformerEncoder`) are an error before the first step"
+        ),
+    ] = False
+    bits: Annotated[
+        ByteBits,
+        key("of those inputs; beside weights of 8 bits, 7 for CPUs without VNNI"),
+    ] = 8
+    scale: Annotated[
+        InputScale,
+        key(
+            "what shares a scale: the inputs of a token, those of a call (`per_tensor`), a block of a token's, or all "
+            "inputs of a layer (`static`: a running range)"
+        ),
+    ] = "static"
+    start_step: Annotated[
+        Count,
+        key("optimizer steps before that begins; it never does before the offset"),
+    ] = 0
+
+    @property
+    def grid(self) -> InputGrid | None:
+        """The grid of those inputs; None if they stay as they are."""
+        return InputGrid(self.bits, self.scale) if self.enabled else None
+
+
+@checked
+class BitBudget:
+    """Bits for each block, chosen to cost the least within a budget. One of `mean` and `file_mb` is given.
+
+    Attributes:
+        mean: Bits per weight of the layers that the schedule quantizes.
+        file_mb: Size of the delivered `model.safetensors`, all of it, in 10^6 bytes.
+        choices: Bits that a block may have, ascending.
+
+    >>> BitBudget(file_mb=12).in_words()
+    '2, 3, 4 or 8 bits, 12 MB in the file'
+    """
+
+    mean: Annotated[Size | None, key("bits per weight of the quantized layers")] = None
+    file_mb: Annotated[
+        Size | None, key("of the delivered model.safetensors, in 10^6 bytes")
+    ] = None
+    choices: Annotated[
+        tuple[PackedBits, ...],
+        FailFast(),
+        key(
+            "bits that a block may have",
+            json_schema_extra={"minItems": 2, "uniqueItems": True},
+        ),
+    ] = DEFAULT_CHOICES
+
+    def in_words(self) -> str:
+        """The choices and the budget, for messages."""
+        words = [str(bits) for bits in self.choices]
+        limit = (
+            f"{self.file_mb:g} MB in the file"
+            if self.mean is None
+            else f"{self.mean:g} in the mean"
+        )
+        return f"{', '.join(words[:-1])} or {words[-1]} bits, {limit}"
+
+
+@checked
+class OverrideConfig:
+    """What is other than elsewhere in the layers that a glob names. None: as elsewhere."""
+
+    bits: Annotated[Bits | None, key("precision at the end")] = None
+    start_bits: Annotated[
+        Bits | None, key("precision at the offset; null: as elsewhere, or `bits`")
+    ] = None
+    group_size: Annotated[
+        Positive | None, key("that many consecutive weights of a row share a scale")
+    ] = None
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern of a config means a layer: as a glob, or as a run of whole components of its name.
+
+    >>> [matches("layer.1.query", pattern) for pattern in ("layer.*", "1.query", "1.que")]
+    [True, True, False]
+    """
+    return fnmatch.fnmatchcase(name, pattern) or f".{pattern}." in f".{name}."
+
+
+@checked
+class ConfigFields:
+    """The fields of a config: an attribute for each key, and an object for each section that can be switched on."""
+
+    enabled: Annotated[Flag, key("false: train as if moq_hf were not there")] = True
+    verbose: Annotated[
+        Flag,
+        key("log every switch of every block, not only a summary", "quantize_verbose"),
+    ] = False
+    kernel: Annotated[
+        Flag | None,
+        key(
+            "true: Triton kernels, with a warning where they cannot run; false: plain PyTorch; "
+            "null: as true, no warning",
+            "quantizer_kernel",
+        ),
+    ] = None
+    q_type: Annotated[
+        Literal["symmetric", "asymmetric"],
+        key(
+            "also spelled `quantize_type` at the top, and `quantize-algo`",
+            "quantize_algo.q_type",
+            "quantize_type",
+        ),
+    ] = "symmetric"
+    rounding: Annotated[
+        Literal["nearest", "stochastic"],
+        key("rounding of a weight to its grid", "quantize_algo.rounding"),
+    ] = "nearest"
+    scale: Annotated[
+        Search,
+        key(
+            "`absmax`; `mse`: the clipping ratio with the least squared error; `auto`: absmax above 5 bits, then mse",
+            "quantize_algo.scale",
+        ),
+    ] = "auto"
+    scale_refresh: Annotated[
+        Positive,
+        key(
+            "optimizer steps between searches for the `mse` ratio; it is also searched at each switch",
+            "quantize_algo.scale_refresh",
+        ),
+    ] = 50
+    range: Annotated[
+        Literal["auto", "narrow", "full"],
+        key(
+            "`narrow`: as many codes on either side of zero; `full`: one more, on the side of the largest weight of a "
+            "group, so that 2 bits have four levels (symmetric grids); `auto`: full at 2 to 4 bits where symmetric",
+            "quantize_algo.range",
+        ),
+    ] = "auto"
+    scale_dtype: Annotated[
+        ScaleDtype | None,
+        key(
+            "what scales are rounded to, while training and in the file; null: `float32`, or what the servers in "
+            "`serve` load scales in",
+            "quantize_algo.scale_dtype",
+        ),
+    ] = None
+    groups: Annotated[
+        Positive | Literal["per_channel"],
+        key(
+            'scales per weight: blocks of consecutive rows, or `"per_channel"`',
+            "quantize_groups",
+        ),
+    ] = "per_channel"
+    group_size: Annotated[
+        Positive | None,
+        key(
+            "instead: that many consecutive weights of a row share a scale",
+            "quantize_group_size",
+        ),
+    ] = None
+    start_bits: Annotated[
+        StartBits,
+        key(
+            "precision at the offset; null: the target, under a budget the most of its choices",
+            "quantize_bits.start_bits",
+        ),
+    ] = cast(int, None)
+    bits: Annotated[
+        Bits
+        | Annotated[
+            BitBudget,
+            # Annotated, its result would be the schema.
+            PlainSerializer(lambda budget: given_in(budget)),
+            Field(
+                title='{"mean": 3.0, "choices": [2, 3, 4, 8]}, or the same with "file_mb"',
+                json_schema_extra={
+                    "oneOf": [{"required": ["mean"]}, {"required": ["file_mb"]}]
+                },
+            ),
+        ],
+        key(
+            "precision at the end; a budget (`mean` bits per quantized weight, or `file_mb` of the delivered file, in "
+            "10^6 bytes) chooses it for each block among `choices`. It must be given",
+            "quantize_bits.target_bits",
+        ),
+    ] = 16
+    period: Annotated[
+        Positive | Literal["auto"],
+        key(
+            "optimizer steps from the offset to the first drop; `auto`: such that the last one meets the deadline",
+            "quantize_schedule.quantize_period",
+        ),
+    ] = "auto"
+    offset: Annotated[
+        Count
+        | Annotated[
+            float, Field(strict=True, gt=0, lt=1, title="a number above 0 and below 1")
+        ],
+        key(
+            "optimizer steps before anything is quantized; below 1: that share of the run",
+            "quantize_schedule.schedule_offset",
+        ),
+    ] = 0
+    deadline: Annotated[
+        Share | None,
+        key(
+            "share of the run by which every block is at its target; null: 0.25 with the period `auto` where bits fall",
+            "quantize_schedule.deadline",
+        ),
+    ] = None
+    allow_unreached: Annotated[
+        Flag,
+        key(
+            "train all the same where the run ends before every block is at its target",
+            "quantize_schedule.allow_unreached",
+        ),
+    ] = False
+    overrides: Annotated[
+        dict[str, OverrideConfig],
+        Field(title="an object of globs"),
+        key(
+            "glob, or name, to `bits`, `start_bits` and `group_size` of the layers that it means; of several globs "
+            "with a key the last one counts",
+            json_schema_extra={"default": {}},
+        ),
+    ] = field(default_factory=dict, hash=False)
+    blend: Annotated[BlendConfig, key("", "fp16_mixed_quantize")] = BlendConfig()
+    eigenvalue: EigenvalueConfig = EigenvalueConfig()
+    sensitivity: SensitivityConfig = SensitivityConfig()
+    distillation: DistillationConfig = DistillationConfig()
+    activations: Annotated[ActivationConfig, key("", "activation_quantization")] = (
+        ActivationConfig()
+    )
+    modules_to_not_convert: Annotated[
+        tuple[
+            Annotated[str, Field(strict=True, min_length=1, title="names or globs")],
+            ...,
+        ]
+        | None,
+        FailFast(),
+        key("names or globs left in full precision, beside the model's output heads"),
+    ] = None
+    embeddings: Annotated[
+        ByteBits | Literal["auto"] | None,
+        key(
+            "bits of embedding tables, one scale per row, and of output heads that share one; null leaves them alone; "
+            "`auto`: 8 where the model is an encoder and `serve` names neither vllm nor sglang",
+            "quantize_embeddings",
+        ),
+    ] = None
+    convolutions: Annotated[
+        Flag,
+        key(
+            "quantize 1- and 2-dimensional convolutions with the linear layers, one scale per channel with "
+            "`quantize_group_size`; saved as floats on the grid, at full size",
+            "quantize_convolutions",
+        ),
+    ] = False
+    heads: Annotated[
+        Flag,
+        key("quantize the model's output heads like other layers", "quantize_heads"),
+    ] = False
+    prove: Annotated[
+        Flag,
+        key(
+            "load what a run delivers with plain transformers, "
+            "and compare its answers with those of the model in memory"
+        ),
+    ] = True
+    serve: Annotated[
+        tuple[
+            Literal["transformers", "vllm", "sglang", "llama.cpp", "onnxruntime"], ...
+        ],
+        FailFast(),
+        key(
+            "who is to run what is delivered: what one of them cannot take is an error before the first step"
+        ),
+    ] = ("transformers",)
+    seed: Annotated[
+        Count, key("of stochastic rounding and of the eigenvalue start vectors")
+    ] = 0
+    from_deepspeed: Annotated[bool, key("", exclude=True)] = field(
+        default=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        """Give the values that follow from others."""
+        if self.start_bits is None:
+            object.__setattr__(self, "start_bits", max(self.targets, default=16))
+        if self.period == "auto" and self.deadline is None and self.falls:
+            object.__setattr__(self, "deadline", AUTO_DEADLINE)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether zero is in the middle of a grid."""
+        return self.q_type == "symmetric"
+
+    @property
+    def grouping(self) -> Grouping:
+        """Which weights share a scale."""
+        if self.group_size is not None:
+            return PerGroup(self.group_size)
+        return PerChannel() if self.groups == "per_channel" else RowBlocks(self.groups)
+
+    @property
+    def has_row_groups(self) -> bool:
+        """Whether weights of a row have several scales, in some layers at least."""
+        groups = [self.group_size, *(own.group_size for own in self.overrides.values())]
+        return any(groups)
+
+    @property
+    def budget(self) -> BitBudget | None:
+        """What chooses the bits of each block; None if all have the same target."""
+        return self.bits if isinstance(self.bits, BitBudget) else None
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """The bits that a block may end with, ascending: one number without a budget."""
+        return (self.bits,) if isinstance(self.bits, int) else self.bits.choices
+
+    @property
+    def target_in_words(self) -> str:
+        """The precision at the end, for messages.
+
+        >>> ConfigFields(bits=BitBudget(mean=3.0)).target_in_words
+        '2, 3, 4 or 8 bits, 3 in the mean'
+        >>> ConfigFields(bits=4, overrides={"*.layer.0.*": {"bits": 8}}).target_in_words
+        '4 bits (*.layer.0.*: 8 bits)'
+        """
+        words = (
+            f"{self.bits} bits" if isinstance(self.bits, int) else self.bits.in_words()
+        )
+        others = [
+            f"{glob}: {own.span_in_words}"
+            for glob, own in self.variants().items()
+            if glob
+        ]
+        return f"{words} ({', '.join(others)})" if others else words
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the length of the run decides on a step: by a deadline, or an offset that is a share."""
+        return self.deadline is not None or isinstance(self.offset, float)
+
+    @property
+    def falls(self) -> bool:
+        """Whether a block may have more bits at first than at the end, float apart."""
+        return any(
+            own.start_bits > min(own.targets, default=16)
+            for own in self.variants().values()
+        )
+
+    @property
+    def span_in_words(self) -> str:
+        """The precision from the offset to the end, for messages.
+
+        >>> ConfigFields(start_bits=8, bits=4).span_in_words, ConfigFields(bits=2).span_in_words
+        ('8 to 4 bits', '2 bits')
+        """
+        return (
+            f"{self.start_bits} to {self.target_in_words}"
+            if self.start_bits > self.targets[0]
+            else self.target_in_words
+        )
+
+    def of(self, layer: str) -> Self:
+        """The config of one layer: with what `overrides` say of it, and without them.
+
+        >>> config = ConfigFields(bits=4, overrides={"layer.0": {"bits": 8}})
+        >>> config.of("layer.0.query").bits, config.of("layer.1.query").bits
+        (8, 4)
+        """
+        given: dict[str, Any] = {}
+        for glob in self.globs_of(layer):
+            given |= given_in(self.overrides[glob])
+        return self._with(given)
+
+    def globs_of(self, layer: str) -> list[str]:
+        """The globs of `overrides` that mean a layer."""
+        return [glob for glob in self.overrides if matches(layer, glob)]
+
+    def variants(self) -> dict[str, Self]:
+        """The config of layers that no glob means, by "", and by each glob that gives other bits that of its layers."""
+        made = {"": self._with({})}
+        for glob, override in self.overrides.items():
+            own = self._with(given_in(override))
+            if (own.start_bits, own.bits) != (self.start_bits, self.bits):
+                made[glob] = own
+        return made
+
+    def _with(self, given: Mapping[str, Any]) -> Self:
+        if not (given or self.overrides):
+            return self
+        given = {"overrides": {}, **given}
+        if "group_size" in given:
+            given["groups"] = "per_channel"
+        if "bits" in given:
+            given.setdefault("start_bits", max(self.start_bits, given["bits"]))
+        made = copy.copy(self)
+        made.__dict__.update(given)
+        return made
+
+    @property
+    def measure(self) -> Measure:
+        """What the sensitivity of a block is in this run: that of `sensitivity`, or its default."""
+        return self.sensitivity.measure or (
+            "eigenvalue" if self.budget is None else "divergence"
+        )
+
+    @property
+    def grid(self) -> Grid:
+        """How the linear layers' weights are quantized, whatever their bits are; of a float32 model."""
+        return self.grid_of("float32")
+
+    def grid_of(self, dtype: str) -> Grid:
+        """The same, of a model whose weights have a dtype.
+
+        What was trained is what the servers in `serve` compute with. vLLM and SGLang
+        load scales in the half precision that they compute in: the model's own, else
+        bfloat16. Values of bfloat16 are exact in float16 too wherever that has them in
+        its normal range, so they fit a GGUF file as well.
+
+        Args:
+            dtype: Of the model's weights: "float32", "bfloat16" or "float16".
+
+        >>> config = ConfigFields(bits=4, serve=("vllm", "llama.cpp"))
+        >>> config.grid_of("float32").scale_dtype, config.grid_of("float16").scale_dtype
+        ('bfloat16', 'float16')
+        """
+        served: ScaleDtype = "float16" if "llama.cpp" in self.serve else "float32"
+        if "vllm" in self.serve or "sglang" in self.serve:
+            served = "float16" if dtype == "float16" else "bfloat16"
+        is_stochastic = self.rounding == "stochastic"
+        is_full = None if self.range == "auto" else self.range == "full"
+        scales = self.scale_dtype or served
+        return Grid(
+            self.grouping, self.symmetric, is_stochastic, self.scale, is_full, scales
+        )
+
+    def conflicts(self) -> Iterator[str]:
+        """What is wrong with values together: a line on each, which names their keys by their paths."""
+        if self.group_size is not None and self.groups != "per_channel":
+            yield (
+                f"quantize_groups {show(self.groups)} and quantize_group_size {self.group_size} exclude each other: "
+                "give one"
+            )
+        if self.range == "full" and not self.symmetric:
+            yield (
+                "quantize_algo.range: full is of symmetric grids, an asymmetric one has all its codes; "
+                "set it to narrow, or quantize_algo.q_type to symmetric"
+            )
+        if not self.distillation.logits and not self.distillation.hidden:
+            yield "distillation: logits and hidden are both 0, so a teacher would teach nothing; give one a weight"
+        if (
+            self.sensitivity.measure is not None
+            and not self.eigenvalue.enabled
+            and self.budget is None
+        ):
+            yield (
+                f"sensitivity.measure: nothing asks for {show(self.sensitivity.measure)}: set eigenvalue.enabled to "
+                "true for the pace of the blocks, or quantize_bits.target_bits to a budget"
+            )
+        if self.modules_to_not_convert == ():
+            yield (
+                "modules_to_not_convert: [] names nothing; output heads stay in float unless quantize_heads is true"
+            )
+        if (
+            isinstance(self.offset, float)
+            and self.deadline is not None
+            and self.deadline <= self.offset
+            and self.falls
+        ):
+            yield (
+                f"quantize_schedule.deadline: {self.deadline:g} of the run is not after "
+                f"quantize_schedule.schedule_offset {self.offset:g}, from which on bits fall; make it later, or the "
+                "offset earlier"
+            )
+        yield from self._bits_conflicts()
+        for glob, override in self.overrides.items():
+            where = f"overrides.{show_key(glob)}"
+            if not given_in(override):
+                yield f"{where}: says nothing; give bits, start_bits or group_size"
+            elif override.bits == 16:
+                yield (
+                    f"{where}.bits: 16 would quantize nothing; name layers that stay in float in "
+                    "modules_to_not_convert"
+                )
+                continue
+            elif glob == "*":
+                yield f"{where}: means every layer; say it of all without overrides"
+                continue
+            for text in self._with(given_in(override))._bits_conflicts():
+                yield f"{where}: {text}"
+
+    def _bits_conflicts(self) -> Iterator[str]:
+        fault = (
+            self._bits_fault() if self.budget is None else _budget_fault(self.budget)
+        )
+        if fault is not None:
+            yield fault
+            return
+        least = min(self.targets)
+        if least == 1 and not self.symmetric:
+            yield (
+                "quantize_bits.target_bits: 1 bit is symmetric only; set quantize_algo.q_type to symmetric, or 2 bits"
+            )
+        if self.rounding == "stochastic" and not self.grid.is_uniform(least):
+            yield (
+                f"quantize_algo.rounding: stochastic needs equal steps, {least} bits {self.q_type} has none; "
+                "set it to nearest, or quantize_bits.target_bits to 3 or more"
+            )
+
+    def _bits_fault(self) -> str | None:
+        start, target = self.start_bits, self.targets[0]
+        default = " (it is the default); set it to 8, 4, 3 or 2"
+        if target > start:
+            advice = (
+                default
+                if target == 16
+                else f"; bits only fall, so quantize_bits.start_bits must be {target} or more"
+            )
+            return (
+                f"quantize_bits.target_bits {target} is above quantize_bits.start_bits "
+                f"{start}{advice}"
+            )
+        if self.enabled and target == 16:
+            return f"quantize_bits.target_bits: 16 would quantize nothing{default}"
+        return None
+
+
+def _budget_fault(budget: BitBudget) -> str | None:
+    where, mean, choices = (
+        "quantize_bits.target_bits",
+        budget.mean,
+        list(budget.choices),
+    )
+    if (mean is None) == (budget.file_mb is None):
+        return f"{where}: mean {show(mean)} and file_mb {show(budget.file_mb)}: give one of them"
+    if len(choices) < 2 or choices != sorted(set(choices)):
+        return f"{where}.choices: {show(choices)} must be two numbers of bits or more, ascending, each once"
+    if mean is not None and not choices[0] < mean < choices[-1]:
+        ends = f"{choices[0]} and {choices[-1]}"
+        return f"{where}.mean: {show(mean)} must be between the choices {ends}, neither of them"
+    return None
