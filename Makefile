@@ -3,7 +3,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 # Those that need no data and no other libraries.
-MEASUREMENTS := kills kills_sharded processes proof soak step_time
+MEASUREMENTS := step_time sizes
 PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
 
 .DELETE_ON_ERROR:

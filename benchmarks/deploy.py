@@ -29,7 +29,7 @@ import elsewhere  # noqa: F401 - scripts/
 import torch
 from environment import environment, write
 from glue_data import TASKS
-from short_runs import Lines
+from lines import Lines
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,

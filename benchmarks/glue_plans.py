@@ -8,7 +8,7 @@ from typing import Any
 
 EPOCHS = {"sst2": 1, "cola": 2, "mrpc": 2}
 STEPS = {"sst2": 250, "cola": 268, "mrpc": 115}  # Of an epoch of all rows.
-# On SST-2 and CoLA the best of 5e-5, 1e-4 and 2e-4 for the float model, with seed 1 (plans `schedules` and `rates`);
+# On SST-2 and CoLA the best of 5e-5, 1e-4 and 2e-4 for the float model, with seed 1;
 # MRPC had no other.
 RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 2e-4}
 RESTART = "cosine_with_restarts"
@@ -165,15 +165,6 @@ class Plan:
 CHANNELS: dict[str, Any] = {"groups": "per channel"}
 # Taught: from the float model of the same seed, with it as the teacher; its learning rate stands in for its folder.
 TAUGHT: dict[str, Any] = {"moq": {"distillation": {"teacher": OWN, "labels": 1.0}}, "warm": OWN, **CHANNELS}
-UNLABELED = {**TAUGHT, "moq": {"distillation": {"teacher": OWN, "labels": 0.0}}}
-EIGENVALUES = {"eigenvalue": {"enabled": True}}
-ASYMMETRIC = {"quantize_algo": {"q_type": "asymmetric"}}
-RAMPS = ((8, 0.3), (8, 0.5), (6, 0.15), (4, 0.1), (4, 0.5), (3, 0.5), (3, 0.7))
-
-
-def blend(steps: int) -> dict[str, Any]:
-    """The float share lasts so many steps after each drop."""
-    return {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 1 / steps}}
 
 
 # Of the plans in bfloat16: a float run also tells what its model is worth when quantized to these.
@@ -251,43 +242,6 @@ PLANS = {
         bf16=True,
         equal_steps=True,
     ),
-    # Of the first seeds alone: the learning rate after the float phase, whose own is `RATES`.
-    "later_rates": Plan(
-        (
-            LOW_FLOAT,
-            *(
-                taught(2, groups, learning_rate=rate)
-                for groups in ("per channel, full", "groups of 32, full")
-                for rate in (OWN, 1e-4, 5e-5)
-            ),
-        ),
-        tasks=("sst2",),
-        seeds=(1, 2),
-        bf16=True,
-        equal_steps=True,
-    ),
-    # Of the first seeds alone: more grids at 2 bits.
-    "grids": Plan(
-        (
-            LOW_FLOAT,
-            *(
-                taught(2, groups)
-                for groups in (
-                    "per channel",
-                    "per channel, full",
-                    "per channel, asymmetric",
-                    "groups of 64, full",
-                    "groups of 32",
-                    "groups of 32, full",
-                    "groups of 32, asymmetric",
-                )
-            ),
-        ),
-        tasks=("sst2", "cola"),
-        seeds=(1, 2),
-        bf16=True,
-        equal_steps=True,
-    ),
     # From the pretrained model and with float models of as many steps, 8 to 2 bits.
     "main": Plan(
         (
@@ -306,116 +260,6 @@ PLANS = {
             ramp(12, 8, 0.3, "MoQ", **CHANNELS),
             qat(8, **CHANNELS),
         )
-    ),
-    # What of it helps at 2 bits: the float start, the teacher, the labels beside it.
-    "teachers": Plan(
-        (
-            FLOAT,
-            qat(2, **CHANNELS),
-            qat(2, "basic QAT, taught", **TAUGHT),
-            ramp(8, 2, 0.3, "MoQ, taught", **TAUGHT),
-            qat(2, "basic QAT, taught without labels", **UNLABELED),
-            ramp(8, 2, 0.3, "MoQ, taught without labels", **UNLABELED),
-            qat(2, "basic QAT, float start alone", warm=OWN, **CHANNELS),
-            qat(2, "basic QAT, teacher alone", TAUGHT["moq"], **CHANNELS),
-        ),
-        seeds=(1, 2, 3),
-    ),
-    # As many steps as the float start and what follows have together.
-    "budget": Plan(
-        (
-            FLOAT,
-            replace(FLOAT, name="float, twice the steps", times=2, after=()),
-            qat(2, "basic QAT, float start alone", warm=OWN, **CHANNELS),
-            qat(2, "basic QAT, taught", **TAUGHT),
-            ramp(8, 2, 0.3, "MoQ, taught", **TAUGHT),
-            qat(2, "basic QAT, twice the steps", times=2, **CHANNELS),
-            ramp(8, 2, 0.3, "MoQ, twice the steps", times=2, **CHANNELS),
-            qat(2, "2 bits from the middle of twice the steps", times=2, offset=0.5, **CHANNELS),
-            qat(2, "basic QAT, twice the steps, restart", times=2, decay=RESTART, **CHANNELS),
-            qat(
-                2,
-                "2 bits from the middle of twice the steps, restart",
-                times=2,
-                offset=0.5,
-                decay=RESTART,
-                **CHANNELS,
-            ),
-        ),
-    ),
-    # Which scales suit which bits.
-    "groups": Plan(
-        (
-            FLOAT,
-            *(
-                ramp(start, bits, 0.3, "" if start == bits else "MoQ", groups=groups)
-                for bits in (4, 3, 2)
-                for groups in ("8 blocks", "per channel", "groups of 64")
-                for start in (bits, 8)
-            ),
-            *(
-                ramp(start, 2, 0.3, f"{'MoQ' if start == 8 else 'basic QAT'}, asymmetric", ASYMMETRIC, groups=groups)
-                for groups in ("8 blocks", "per channel")
-                for start in (2, 8)
-            ),
-        ),
-        tasks=("sst2",),
-        seeds=(1, 2, 3),
-    ),
-    # What the schedule should look like at 2 bits, and the learning rate with it.
-    "schedules": Plan(
-        (
-            FLOAT,
-            replace(FLOAT, learning_rate=1e-4, after=()),
-            qat(2),
-            *(ramp(start, 2, deadline) for start, deadline in RAMPS),
-            *(qat(2, f"basic QAT from step {step}", offset=step) for step in (75, 125, 175)),
-            qat(2, "basic QAT, start from float at 1e-4", warm=1e-4),
-            qat(2, learning_rate=1e-4),
-            ramp(8, 2, 0.3, learning_rate=1e-4),
-            qat(2, learning_rate=5e-4),
-            ramp(6, 2, 0.15, learning_rate=5e-4),
-            qat(2, "basic QAT, start from float at 2e-4", warm=2e-4, learning_rate=5e-5),
-            qat(1),
-            ramp(8, 1, 0.3),
-        ),
-        tasks=("sst2",),
-        seeds=(1, 2, 3),
-    ),
-    # The options of the schedule and of rounding.
-    "options": Plan(
-        (
-            FLOAT,
-            qat(3, **CHANNELS),
-            ramp(8, 3, 0.3, "MoQ", **CHANNELS),
-            ramp(8, 3, 0.3, "MoQ, eigenvalues", EIGENVALUES, **CHANNELS),
-            ramp(8, 3, 0.3, "MoQ, blend of 40 steps", blend(40), **CHANNELS),
-            ramp(8, 3, 0.3, "MoQ, stochastic", {"quantize_algo": {"rounding": "stochastic"}}, **CHANNELS),
-            ramp(8, 3, 0.3, "MoQ, asymmetric", ASYMMETRIC, **CHANNELS),
-            qat(2, **CHANNELS),
-            ramp(8, 2, 0.3, "MoQ", **CHANNELS),
-            ramp(8, 2, 0.3, "MoQ, eigenvalues", EIGENVALUES, **CHANNELS),
-            ramp(8, 2, 0.3, "MoQ, blend of 40 steps", blend(40), **CHANNELS),
-            qat(2, "2 bits at once, blend of 75 steps", blend(75), **CHANNELS),
-            qat(2, "2 bits at once, blend of 125 steps", blend(125), **CHANNELS),
-        ),
-        tasks=("sst2",),
-        seeds=(1, 2, 3),
-    ),
-    # Learning rates where float learns little, from the pretrained model.
-    "rates": Plan(
-        (
-            FLOAT,
-            *(replace(FLOAT, learning_rate=rate) for rate in (5e-5, 2e-4)),
-            *(
-                ramp(start, bits, 0.3, learning_rate=rate)
-                for bits in (3, 2)
-                for rate in (5e-5, 1e-4, 2e-4)
-                for start in (bits, 8)
-            ),
-        ),
-        tasks=("cola",),
-        seeds=(1,),
     ),
 }
 

@@ -4,7 +4,7 @@
 
 Each run appends one JSON line to `--output` and is skipped where its line is there, so the command can be killed and
 given again. Runs go seed by seed, so that lines written so far compare the same seeds. An entry of `PLANS` in
-`glue_plans.py` is a list of `Arm`s; `benchmarks/report_study.py` makes the tables.
+`glue_plans.py` is a list of `Arm`s; `benchmarks/report_study.py` reads the lines.
 
 `--data_dir` holds TASK/train.jsonl and TASK/validation.jsonl with the column names and label ids of the Hub's GLUE.
 `--model_dir` keeps the float models, which are the teachers and what is quantized after training.

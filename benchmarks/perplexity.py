@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import stdlib_text
+from lines import Lines
 from report_study import paired
-from short_runs import Lines
 
 ROUNDED, ON, BASIC, MOQ, TAUGHT = "rounded", "float, trained on", "basic QAT", "MoQ", "taught"
 BITS, SEEDS = (4, 3, 2), (1, 2, 3)

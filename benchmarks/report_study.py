@@ -1,23 +1,17 @@
-"""Tables of the lines that benchmarks/glue_study.py wrote: all of them, where docs/results.md has some.
-
-    python benchmarks/report_study.py --plan main
+"""What the lines of benchmarks/glue_study.py say: the scores of each arm by seed, and those that it is compared with.
 
 The score of a run is accuracy (SST-2), Matthews correlation (CoLA) or the mean of accuracy and F1 (MRPC), times 100,
 after the last epoch. A difference is paired: the mean over the seeds that both arms have, with its 95 % confidence
-interval of Student's t. "Against basic QAT": the one of the same bits, groups and learning rate that starts from the
-pretrained model and has no teacher; in the plans of equal steps it has those of the float run too. "By the schedule":
-against the one that has start and teacher in common too.
+interval of Student's t. Plain basic QAT has the same bits, groups and learning rate, starts from the pretrained model
+and has no teacher; in the plans of equal steps it has those of the float run too.
 """
 
-import argparse
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from glue_plans import EPOCHS, PLANS, RATES, Arm
+from glue_plans import PLANS, Arm
 from glue_study import key_of
 from scipy.stats import t as student
 
@@ -51,12 +45,6 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float], digits: int =
         return f"{both[0]:+.{digits}f}{few}"
     half = float(student.ppf(0.975, len(both) - 1)) * statistics.stdev(both) / math.sqrt(len(both))
     return f"{statistics.fmean(both):+.{digits}f} ± {half:.{digits}f}{few}"
-
-
-def spread(scores: Mapping[int, float]) -> str:
-    """Mean and standard deviation."""
-    values = list(scores.values())
-    return f"{statistics.fmean(values):.1f}" + (f" (sd {statistics.stdev(values):.1f})" if len(values) > 1 else "")
 
 
 def rows(plan: str, lines: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -95,42 +83,6 @@ def rows(plan: str, lines: Sequence[Mapping[str, Any]]) -> list[Row]:
     return sorted((row for row in result if row.scores), key=lambda row: -row.arm.bits)
 
 
-def table(found: Iterable[Row], task: str) -> list[str]:
-    """A Markdown table of one task, an arm a line."""
-    head = ["bits", "scales", "arm", TASKS[task], "seeds", "against float", "against basic QAT", "by the schedule"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    for row in found:
-        if row.task == task:
-            versus = [paired(row.scores, others) for others in (row.reference, row.plain, row.basic)]
-            what = [str(row.arm.bits), row.arm.groups if row.arm.bits < 32 else "", row.arm.label(RATES.get(task))]
-            cells = [*what, spread(row.scores), str(len(row.scores)), *versus]
-            lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-def others(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A Markdown table of the runs on all data that no plan has any more, a run a line."""
-    planned = {
-        run.key()
-        for plan in PLANS.values()
-        for task in plan.tasks
-        for arm in plan.arms
-        for seed in plan.seeds
-        for run in (plan.run(arm, task, seed), plan.run(arm, task, seed).teacher())
-        if run is not None
-    }
-    head = ["task", "bits", "scales", "arm", "start", "learning rate", "seed", "score"]
-    result = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    trained = [line for line in lines if line["arm"] != "after training" and line["rows"] is None]
-    for line in sorted(trained, key=lambda line: (line["task"], -line["bits"], line["arm"], line["groups"])):
-        if key_of(line) not in planned:
-            start = f"float at {line['warm']:g}" if line["warm"] else "pretrained"
-            what = [TASKS[line["task"]], line["bits"], line["groups"] if line["bits"] < 32 else "", line["arm"]]
-            cells = [*what, start, f"{line['learning_rate']:g}", line["seed"], f"{score(line['metrics']):.1f}"]
-            result.append("| " + " | ".join(map(str, cells)) + " |")
-    return result
-
-
 def average(found: Iterable[Row], tasks: Sequence[str]) -> list[Row]:
     """The arms that every task has, each with its mean over the tasks for the seeds that all of them have."""
     arms: dict[tuple[int, str, str, float], list[Row]] = {}
@@ -148,31 +100,3 @@ def average(found: Iterable[Row], tasks: Sequence[str]) -> list[Row]:
         if len(own) == len(tasks) and mean(columns[0]):
             result.append(Row("mean", own[0].arm, *map(mean, columns)))
     return result
-
-
-def tables(found: Sequence[Row], tasks: Sequence[str]) -> list[str]:
-    """The Markdown table of each task, and that of their mean where all three are there."""
-    means = average(found, tasks) if len(tasks) == len(EPOCHS) else []
-    return ["\n".join(table([*found, *means], task)) for task in (*tasks, *(["mean"] if means else []))]
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    results = Path(__file__).parent / "results"
-    parser.add_argument("--plan", nargs="+", choices=[*PLANS, "others"], default=[*PLANS, "others"])
-    parser.add_argument("--input", type=Path, default=results / "glue_study.jsonl")
-    args = parser.parse_args(argv)
-    lines = [json.loads(line) for line in args.input.read_text(encoding="utf-8").splitlines()]
-    for plan in args.plan:
-        if plan == "others":
-            text = "\n".join(others(lines))
-        else:
-            found = rows(plan, lines)
-            tasks = [task for task in PLANS[plan].tasks if any(row.task == task for row in found)]
-            text = "\n\n".join(tables(found, tasks))
-        print(f"{plan}\n\n{text}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -22,7 +22,29 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from served import MODELS, PROMPT, TOKENS, write_json
+PROMPT = [1, 5, 17, 99, 230, 411, 8, 64]
+TOKENS = 16
+LLAMA = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": LLAMA,
+    "Qwen3ForCausalLM": {**LLAMA, "head_dim": 64},
+    "Gemma3ForCausalLM": {**LLAMA, "head_dim": 64, "tie_word_embeddings": True},
+}
+SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+# Nothing is compiled.
+SETTINGS |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 SCALES = {"static": "static", "per_token": "token"}
 DTYPES = ("float32", "bfloat16")
@@ -75,11 +97,12 @@ def _train(model: Any, config: dict[str, Any], out: Path, sft: bool = False, ste
     set_seed(0)
     callback = MoQCallback(given)
     if sft:
-        import trl_variants
         from datasets import Dataset
+        from dialogues import dialogues
         from trl import SFTConfig, SFTTrainer
 
-        rows = Dataset.from_list(trl_variants.rows_for("text"))
+        pairs = [[message["content"] for message in one["messages"]] for one in dialogues()[0]]
+        rows = Dataset.from_list([{"text": f"{user} {assistant}"} for user, assistant in pairs])
         args = SFTConfig(str(out), max_length=64, bf16=False, **{**fixed, "max_steps": 40})
         trainer = SFTTrainer(model[0], args, train_dataset=rows, processing_class=model[1], callbacks=[callback])
     else:
@@ -159,11 +182,35 @@ def make_large(folder: Path) -> None:
             (folder / "run" / "quantized").rename(folder / name)
 
 
+def write_json(document: Any, path: Path) -> None:
+    """Write JSON."""
+    path.write_text(json.dumps(document) + "\n", encoding="utf-8")
+
+
+def apart(folder: Path, ask: Any) -> dict[str, Any]:
+    """What a function gives in a process of its own, whose output is in the folder's log; an error is a no."""
+    path = folder / ".answer.json"
+    path.unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        log = os.open(folder / "server.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        try:
+            found = ask()
+        except BaseException as error:
+            found = {"serves": False, "why": f"{type(error).__name__}: {error}"}
+        write_json(found, path)
+        os._exit(0)
+    os.waitpid(child, 0)
+    if not path.exists():
+        return {"serves": False, "why": "the process died"}
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
 def serve(folder: Path, names: list[str]) -> None:
     """Ask vLLM for the same answers, each folder in a process of its own."""
-    import served_vllm
-
-    os.environ.update(served_vllm.SETTINGS, VLLM_LOGGING_LEVEL="INFO")
+    os.environ.update(SETTINGS, VLLM_LOGGING_LEVEL="INFO")
     for name in names:
         place = folder / name.replace(" ", "_")
         reference = json.loads((place / "reference.json").read_text(encoding="utf-8"))
@@ -189,7 +236,7 @@ def serve(folder: Path, names: list[str]) -> None:
             return {"serves": True, "same_tokens": same, "largest_difference": max(abs(a - b) for a, b in pairs)}
 
         (place / "server.log").unlink(missing_ok=True)
-        answer = served_vllm._apart(place, ask)
+        answer = apart(place, ask)
         log = (place / "server.log").read_text(encoding="utf-8", errors="replace")
         answer["kernels"] = sorted(set(re.findall(r"\w+LinearKernel for \w+", log)))
         write_json(answer, place / "served.json")
@@ -198,13 +245,8 @@ def serve(folder: Path, names: list[str]) -> None:
 
 def serve_large(folder: Path, rounds: int = 15) -> None:
     """Engines side by side, asked in turn: the least seconds, since other processes run beside them."""
-    os.environ |= {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-    }
-    os.environ |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    os.environ.update(SETTINGS, VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1")
+    del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
     from vllm import LLM, SamplingParams
 
     common = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 256, "enable_prefix_caching": False}

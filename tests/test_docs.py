@@ -88,14 +88,8 @@ ADDED = {
     "benchmarks/step_time.py": shlex.split(
         "--batch 1 --sequence 8 --layers 1 --vocabulary 1100 --repeats 2 --out step_time.json"
     ),
-    "benchmarks/peers.py": [
-        *shlex.split("--parts time,table --repeats 2 --time_batch 2 --time_sequence 8 --out peers.jsonl --arms"),
-        "moq_hf, 8 bits",
-        "torchao, 8 bits",
-    ],
     "benchmarks/glue_study.py": ["--list"],
     "benchmarks/perplexity.py": ["--report"],
-    "benchmarks/tasks_study.py": ["--report"],
     "benchmarks/sizes.py": shlex.split("--models all-MiniLM-L6-v2 --bits 4 --out sizes.json"),
 }
 

@@ -2,15 +2,11 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
+import fuzz_config
 import pytest
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import fuzz_config  # noqa: E402
+from repo import ROOT
 
 LONG = pytest.mark.skipif("MOQ_HF_LONG_TESTS" not in os.environ, reason="minutes; set MOQ_HF_LONG_TESTS to run it")
 RESULTS = ROOT / "benchmarks" / "results" / "fuzz_config.json"

@@ -1,6 +1,6 @@
 """Runs that are killed at a random moment and resumed: do they end as if nothing had happened?
 
-    python benchmarks/kills.py --kills 50 --out benchmarks/results/kills.jsonl
+    python tests/helpers/kills.py --kills 50 --out benchmarks/results/kills.jsonl
 
 Each seed draws a trainer (a stock `Trainer` with the callback, `MoQTrainer`, or scripts/run_glue_moq.py), a config, how
 often the run saves and how many checkpoints it keeps, a signal (SIGTERM or SIGKILL) and a moment. A process of its own
@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -27,7 +28,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import elsewhere  # noqa: F401 - scripts/
 import torch
 from safetensors.torch import load_file
 from transformers import (
@@ -42,6 +42,8 @@ from transformers.trainer import DEFAULT_CALLBACKS
 
 from moq_hf import MoQCallback, MoQTrainer, last_checkpoint
 from moq_hf.training.checkpoints import checkpoints, fault_of
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 STEPS = 40
 TRAINERS = ("Trainer", "MoQTrainer", "script")

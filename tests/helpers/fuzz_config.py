@@ -1,6 +1,6 @@
 """Damaged and invented config files: each must give a config or one `MoQConfigError`, and nothing else.
 
-    python benchmarks/fuzz_config.py --cases 10000 --out benchmarks/results/fuzz_config.json
+    python tests/helpers/fuzz_config.py --cases 10000 --out benchmarks/results/fuzz_config.json
 
 Each seed takes a file of configs/ or a DeepSpeed config around one and changes it once to four times: bytes, encodings,
 keys, types, nesting, numbers beyond every range, keys given twice. What is read as a config must come back equal from
@@ -28,7 +28,7 @@ from torch import nn
 from moq_hf import MoQConfig, MoQConfigError, MoQError, PrecisionSchedule, plan, quantize_model
 
 SECONDS = 10.0
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted({*CONFIGS.glob("*.json")} - {*CONFIGS.glob("*.schema.json")})
 AROUND = {"train_batch_size": 8, "fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 FULL = MoQConfig.from_dict({"quantize_bits": {"start_bits": 8, "target_bits": 3}}).to_dict()
