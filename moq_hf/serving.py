@@ -21,7 +21,7 @@ from .names import plain_name, without_fsdp, without_peft
 from .processes import shape_of
 from .quant_experts import experts_parameters, matrix_of
 from .schedule import FLOAT_BITS
-from .seams.transformers import experts_transposed
+from .seams.transformers import ADAPTED, experts_transposed
 from .text import table
 from .weight_matrix import Kind, matrix_shape
 
@@ -574,25 +574,31 @@ def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | N
     """Why the folder of a run that rounds inputs cannot say how; None if it can."""
     if not config.activations.enabled:
         return None
+    model = without_peft(inventory.model)
+    path = next(name for name, module in inventory.modules.items() if module is model)
     faults: dict[str, list[str]] = {}
     packed = []
+    has_lora = False
     for name, layer in inventory.layers.items():
         kind = _kind_of(layer)
         shape = matrix_shape(shape_of(layer.weight), kind)
         spec = _spec(inventory, config, name, kind, shape, bits)
-        saved = plain_name(name, inventory.adapters) or ""
+        saved = (plain_name(name, ()) or "").removeprefix(f"{path}.")
         if spec.inputs is not None and spec.input_fault is not None:
             faults.setdefault(spec.input_fault, []).append(saved)
         if form_of(spec, "packed") == "packed":
             packed.append(saved)
+            has_lora |= f"{name.removesuffix(ADAPTED)}lora_A" in inventory.adapters
     for why, names in faults.items():
         return f"{why} ({shortened(names)})"
     try:
-        is_unpacked = is_unpacked_while_loading(without_peft(inventory.model), packed)
+        is_unpacked = is_unpacked_while_loading(model, packed)
     except MoQError as error:
         return str(error)
     if is_unpacked:
         return "transformers unpacks a model of its kind while loading"
+    if has_lora:
+        return "PEFT's LoRA wants the weights of packed layers, which are unpacked while loading for it"
     if packed and inventory.table_bits and inventory.table_bits < 8:
         return "tables of fewer than 8 bits are unpacked while loading"
     return None

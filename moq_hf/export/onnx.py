@@ -648,11 +648,11 @@ def _traced(model: Any, inputs: dict[str, Tensor]) -> Any:
         name: {0: "batch"} if tensor.dim() > 2 else {0: "batch", 1: "sequence"}
         for name, tensor in inputs.items()
     }
-    tracing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if decoder.has_cache(model):
-        given, names, dynamic = decoder.example_of(model, inputs["input_ids"])
-        tracing = decoder.with_cache(model)
-    with explained(f"torch.onnx.export cannot export {type(model).__name__}"), tracing:
+    cannot = f"torch.onnx.export cannot export {type(model).__name__}"
+    with explained(cannot), contextlib.ExitStack() as tracing:
+        if decoder.has_cache(model):
+            given, names, dynamic = decoder.example_of(model, inputs["input_ids"])
+            tracing.enter_context(decoder.with_cache(model))
         try:
             program = torch.onnx.export(
                 model,

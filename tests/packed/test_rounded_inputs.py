@@ -95,6 +95,28 @@ def test_others_compute_with_float_activations_and_say_why(
     assert "inputs are floats" in (tmp_path / "quantized" / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("kind", "said", "inputs"),
+    [
+        ("LoraConfig", "float activations, because PEFT's LoRA", "float"),
+        ("IA3Config", "rounded inputs (W4A8, per_token)", "rounded"),
+    ],
+)
+def test_lora_on_packed_layers_leaves_no_place_for_inputs(kind: str, said: str, inputs: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    more = {} if kind == "LoraConfig" else {"feedforward_modules": []}
+    adapter = getattr(peft, kind)(target_modules=["k_proj"], **more)
+    model = peft.get_peft_model(model_zoo.new_model("Llama", "causal LM"), adapter)
+    config = MoQConfig.from_dict(rounding(4, "per_token"))
+    assert inputs_in_words(take_inventory(model, config), config).startswith(said)
+    args = model_zoo.arguments(tmp_path, max_steps=2)
+    rows = model_zoo.rows_of("causal LM")
+    hf.Trainer(model, args, train_dataset=rows, callbacks=[MoQCallback(config)]).train()
+    state = json.loads((tmp_path / "quantized" / "moq_state.json").read_text(encoding="utf-8"))
+    assert (state["proof"]["agrees"], state["proof"]["inputs"]) == (True, inputs)
+
+
 def test_where_no_layout_can_be_loaded_the_proof_has_float_activations(tmp_path: Path) -> None:
     family = families.FAMILIES["DINOv2"]
     hf.set_seed(0)

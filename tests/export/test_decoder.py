@@ -1,0 +1,38 @@
+"""What a decoder's graph is traced with and compared on."""
+
+import pytest
+import torch
+import transformers as hf
+
+from moq_hf import MoQError
+from moq_hf.export.decoder import after, answer
+from moq_hf.export.onnx import _traced
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def test_what_lies_before_a_sliding_window_is_in_the_cache_too() -> None:
+    hf.set_seed(0)
+    config = hf.Gemma2Config(**SIZES, head_dim=8, sliding_window=4)
+    model = hf.Gemma2ForCausalLM(config).eval()
+    ids = torch.randint(3, 32, (1, 12))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        inputs = after(model, batch, 9)
+        answered = answer(model, inputs)
+        expected = model(**batch).logits[:, 9:]
+    assert {len(tensor[0, 0]) for name, tensor in inputs.items() if "past" in name} == {9}
+    torch.testing.assert_close(answered, expected)
+
+
+def test_another_cache_is_one_error() -> None:
+    model = hf.Lfm2ForCausalLM(hf.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])).eval()
+    with pytest.raises(MoQError, match="cannot export Lfm2ForCausalLM"):
+        _traced(model, {"input_ids": torch.ones(1, 8, dtype=torch.long)})
