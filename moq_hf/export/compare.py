@@ -1,5 +1,6 @@
 """The proof that an exported model answers as the checkpoint does: the data, the checkpoint's answers, the metrics."""
 
+import copy
 import inspect
 import json
 import math
@@ -418,6 +419,10 @@ def _tokenized(
     """
     model = checkpoint.model
     tokenizer = checkpoint.tokenizer
+    if tokenizer.pad_token is None:
+        # As most decoders' have none. What stands there does not count.
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     texts = data.texts
     if data.labels is not None and len(data.labels) != len(texts):
         raise MoQError(

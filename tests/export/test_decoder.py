@@ -1,10 +1,14 @@
 """What a decoder's graph is traced with and compared on."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers as hf
+from tokenizers import Tokenizer, models
 
 from moq_hf import MoQError
+from moq_hf.export.compare import SENTENCES, Checkpoint, _tokenized
 from moq_hf.export.decoder import after, answer
 from moq_hf.export.onnx import _traced
 
@@ -36,3 +40,13 @@ def test_another_cache_is_one_error() -> None:
     model = hf.Lfm2ForCausalLM(hf.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])).eval()
     with pytest.raises(MoQError, match="cannot export Lfm2ForCausalLM"):
         _traced(model, {"input_ids": torch.ones(1, 8, dtype=torch.long)})
+
+
+@pytest.mark.parametrize("special", [{"eos_token": "b"}, {}])
+def test_a_tokenizer_without_a_padding_token_is_compared_and_stays_so(special: dict[str, str]) -> None:
+    words: Any = Tokenizer(models.BPE({"a": 0, "b": 1, "e": 2}, []))
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES))
+    batches = _tokenized(Checkpoint(model, tokenizer, None, None, {}), SENTENCES, 16)  # type: ignore[arg-type]
+    assert any(not bool(batch["attention_mask"].all()) for batch in batches)
+    assert tokenizer.pad_token is None
