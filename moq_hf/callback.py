@@ -645,15 +645,8 @@ class MoQCallback(TrainerCallback, ExportableState):
     ) -> None:
         """Write the packed model and the state of the run, and say what has become of it, in one block."""
         folder = self._run_folder(args) / "quantized"
-        collator = getattr(self._host, "data_collator", None)
-        options = SaveOptions(
-            processing_class=processing_class or getattr(collator, "tokenizer", None),
-            controller=controller,
-            metrics=last_metrics(state),
-            float_metrics=getattr(self.trainer, "float_metrics", None),
-            max_shard_size=self.max_shard_size,
-            run=self._host,
-        )
+        options = options_of(self._host, state, processing_class, controller)
+        options = replace(options, max_shard_size=self.max_shard_size, run=self._host)
         answers = self.answers(args)
         try:
             self.delivered = write_result(
@@ -767,6 +760,29 @@ class MoQCallback(TrainerCallback, ExportableState):
             self.observe(inputs)
         else:
             self._stop_listening()
+
+
+def options_of(
+    trainer: Any,
+    state: TrainerState,
+    processing_class: Any,
+    controller: MoQController | None,
+) -> SaveOptions:
+    """What goes with the model of a run into its folder.
+
+    Args:
+        trainer: The Trainer, a stock one too; None where it is not known.
+        state: Its state.
+        processing_class: The one that it has; by default the tokenizer of its collator.
+        controller: Of the model; None where no callback trains it.
+    """
+    collator = getattr(trainer, "data_collator", None)
+    return SaveOptions(
+        processing_class=processing_class or getattr(collator, "tokenizer", None),
+        controller=controller,
+        metrics=getattr(trainer, "final_metrics", None) or last_metrics(state),
+        float_metrics=getattr(trainer, "float_metrics", None),
+    )
 
 
 def write_result(

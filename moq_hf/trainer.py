@@ -4,6 +4,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,13 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer
 
-from .callback import MoQCallback, write_result
+from .callback import MoQCallback, options_of, write_result
 from .config import MoQConfig
 from .errors import MoQError
 from .model.convert import is_quantized, quant_layers
 from .packed.card import write_run_card
 from .packed.files import bytes_in
-from .packed.save import SaveOptions
 from .packed.state import STATE_NAME, record_metrics
 from .processes import is_apart
 from .seams.transformers import (
@@ -521,20 +521,18 @@ class MoQTrainer(Trainer):
             str(output_dir if output_dir is not None else self.args.output_dir)
         )
         moq = self._live_moq()
+        options = options_of(
+            self,
+            self.state,
+            self.processing_class,
+            None if moq is None else moq.controller,
+        )
         done = write_result(
             self.accelerator.unwrap_model(self.model, keep_torch_compile=False),
             folder,
             self.args,
             None if moq is None else moq.answers(self.args),
-            SaveOptions(
-                processing_class=self.processing_class
-                or getattr(self.data_collator, "tokenizer", None),
-                controller=None if moq is None else moq.controller,
-                metrics=self.final_metrics or last_metrics(self.state),
-                float_metrics=self.float_metrics,
-                state_dict=state_dict,
-                max_shard_size=self.max_shard_size,
-            ),
+            replace(options, state_dict=state_dict, max_shard_size=self.max_shard_size),
         )
         if done is not None:
             tqdm.write(f"moq_hf: saved in {folder}. {done.summary}")

@@ -13,6 +13,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
@@ -180,11 +181,9 @@ class Divergence(_Measure):
         """
         with measuring(self.model):
             costs = divergences(self.model, batches, self._quantized_layers(), levels)
-        flat = [cost for block in costs.values() for cost in block.values()]
-        means = iter(mean_over_ranks(flat, self.device))
-        for costs_of_block in costs.values():
-            for bits in costs_of_block:
-                costs_of_block[bits] = next(means)
+        for name, block in costs.items():
+            means = mean_over_ranks([*block.values()], self.device)
+            costs[name] = dict(zip(block, means, strict=True))
         self._warn_of_infinite({name: sum(costs[name].values()) for name in costs})
         return costs
 
@@ -284,9 +283,7 @@ class Eigenvalue(_Measure):
         self._warn(
             f"is not within tol after max_iter {config.max_iter} products", unfinished
         )
-        products = sum(result.num_products for result in results.values()) / len(
-            results
-        )
+        products = fmean(result.num_products for result in results.values())
         magnitudes = [abs(result.value) for result in results.values()]
         self.products, *values = mean_over_ranks([products, *magnitudes], self.device)
         agreed = dict(zip(results, values, strict=True))

@@ -74,12 +74,10 @@ def measuring(
             if blocks is not None:
                 # The stand-ins are on the grid already.
                 layer.moq.bits = FLOAT_BITS
-        stand_ins_of_blocks: dict[str, list[Tensor]] = {}
-        for name, parameters in (blocks or {}).items():
-            stand_ins_of_blocks[name] = []
-            for parameter in parameters:
-                stand_ins_of_blocks[name] += stand_ins[id(parameter)]
-        yield stand_ins_of_blocks
+        yield {
+            name: [each for p in parameters for each in stand_ins[id(p)]]
+            for name, parameters in (blocks or {}).items()
+        }
 
 
 @contextlib.contextmanager

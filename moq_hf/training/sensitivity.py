@@ -17,7 +17,7 @@ from ..names import is_below
 from ..processes import is_apart, is_distributed, largest_over_ranks, mean_over_ranks
 from ..schedule import PrecisionSchedule
 from .measures import MEASURES, Costs, finite_costs
-from .samples import Batch, Samples, part_of, rows_of
+from .samples import Batch, Samples, part_of, rows_of, with_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -282,10 +282,12 @@ class Sensitivity:
         Raises:
             MoQError: There are no examples.
         """
-        batches = [
-            _moved(batch, self.device, not self.is_apart)
-            for batch in self.samples.batches(rows)
-        ]
+
+        def moved(value: Tensor) -> Tensor:
+            in_float32 = value.is_floating_point() and not self.is_apart
+            return value.to(self.device, torch.float32 if in_float32 else None)
+
+        batches = [with_tensors(batch, moved) for batch in self.samples.batches(rows)]
         if self.is_apart:
             least = -largest_over_ranks(
                 torch.tensor([-len(batches)], device=self.device)
@@ -343,12 +345,3 @@ def _weights_of(
         ]
         for block, layers in blocks.items()
     }
-
-
-def _moved(batch: Batch, device: torch.device, in_float32: bool) -> Batch:
-    moved = dict(batch)
-    for name, value in batch.items():
-        if isinstance(value, Tensor):
-            dtype = torch.float32 if in_float32 and value.is_floating_point() else None
-            moved[name] = value.to(device, dtype)
-    return moved
