@@ -238,15 +238,11 @@ class MoQController:
         if not self.wants_samples:
             self.sensitivity.samples.clear()
         self.sensitivity.check()
-        if (
-            self.schedule.is_choosing
-            and self._chooser is not None
-            and self.config.budget is not None
-        ):
+        if self.schedule.is_choosing and self._chooser is not None:
             # Measured on the float model, just after the optimizer's step.
             step = self.schedule.steps + 1
             self.choice = self._chooser.cheapest_choice(
-                self.sensitivity.costs(self.config.budget.choices), step
+                self.sensitivity.costs(self._chooser.choices), step
             )
             self.schedule.choose(self.choice.targets)
         if self.config.eigenvalue.enabled and self.sensitivity.is_due(self.schedule):

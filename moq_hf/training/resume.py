@@ -201,7 +201,7 @@ def check_state(
             "goes on with the moq_hf that began it"
         )
     read_as(SavedState, state, where, key)
-    where = f"{where}: {key}." if key else f"{where}: "
+    where = f"{where}: {key}{'.' if key else ''}"
     try:
         config = MoQConfig.from_dict(state["config"])
     except MoQConfigError as error:
