@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import quantizer
 from ..errors import MoQError, explained, listed, require
@@ -401,10 +401,13 @@ def random_pictures(model: Any, processor: Path | None) -> dict[str, Tensor]:
 
 def most_tokens(checkpoint: Checkpoint) -> int:
     """The most tokens of an example that the model and its tokenizer take."""
-    limits: list[int] = [
-        checkpoint.tokenizer.model_max_length,
-        getattr(checkpoint.model.config, "max_position_embeddings", -1),
-    ]
+    positions = getattr(checkpoint.model.config, "max_position_embeddings", -1)
+    for name, module in checkpoint.model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            # RoBERTa counts positions from behind that of padding.
+            padding = -1 if module.padding_idx is None else module.padding_idx
+            positions = module.num_embeddings - padding - 1
+    limits: list[int] = [checkpoint.tokenizer.model_max_length, positions]
     # XLNet's -1 means that it has no limit.
     return min(limit for limit in limits if limit > 0)
 

@@ -195,7 +195,9 @@ def _inputs(saved: Verification) -> str:
     """Say what the folder computes with where training rounded the inputs of layers."""
     config = MoQConfig.from_dict(saved.state["config"])
     activations = config.activations
-    if not activations.enabled:
+    step = saved.state["step"]
+    has_begun = step is None or step >= activations.start_step
+    if not activations.enabled or not has_begun:
         return ""
     rounded = f"inputs rounded to {activations.bits} bits ({activations.scale})"
     if saved.state.get("rounds_inputs"):

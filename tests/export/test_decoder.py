@@ -8,7 +8,7 @@ import transformers as hf
 from tokenizers import Tokenizer, models
 
 from moq_hf import MoQError
-from moq_hf.export.compare import SENTENCES, Checkpoint, _tokenized
+from moq_hf.export.compare import SENTENCES, Checkpoint, _tokenized, most_tokens
 from moq_hf.export.decoder import after, answer
 from moq_hf.export.onnx import _traced
 
@@ -50,3 +50,16 @@ def test_a_tokenizer_without_a_padding_token_is_compared_and_stays_so(special: d
     batches = _tokenized(Checkpoint(model, tokenizer, None, None, {}), SENTENCES, 16)  # type: ignore[arg-type]
     assert any(not bool(batch["attention_mask"].all()) for batch in batches)
     assert tokenizer.pad_token is None
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("Roberta", 60), ("Bert", 64)])
+def test_the_most_tokens_that_a_model_takes(kind: str, tokens: int) -> None:
+    words: Any = Tokenizer(models.BPE({"a": 0, "b": 1, "e": 2}, []))
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a")
+    sizes = {**SIZES, "max_position_embeddings": 64, "pad_token_id": 3}
+    model = getattr(hf, f"{kind}Model")(getattr(hf, f"{kind}Config")(**sizes)).eval()
+    assert most_tokens(Checkpoint(model, tokenizer, None, None, {})) == tokens  # type: ignore[arg-type]
+    with torch.no_grad():
+        model(torch.ones(1, tokens, dtype=torch.long))
+        with pytest.raises((IndexError, RuntimeError)):
+            model(torch.ones(1, tokens + 1, dtype=torch.long))
