@@ -48,9 +48,6 @@ def test_what_was_written_is_read(form: str, at_load: bool, grouping: object, ki
     found = FORMS[form].read(stored)
     stored.check(found)
     assert found.codes.equal(values.codes)
-    if shared is None and form != "gemma":
-        own = {part: (tensor.shape, tensor.dtype) for part, tensor in encoded.parts.items()}
-        assert own == {part: (tensor.shape, tensor.dtype) for part, tensor in FORMS[form].shapes(spec).items()}
     assert dequantize(*found).equal(dequantize(*values))
 
 

@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import MoQError, listed, one_line, require
-from ..formats.stored import MAX_PACKED_BITS, StoredLayer
+from ..formats.stored import MAX_PACKED_BITS, StoredLayer, by_matrix
 from ..packed.files import new_path, staged
-from ..packed.verify import by_matrix, recorded, split, stored_weights
+from ..packed.verify import recorded, split, stored_weights
 from ..quantizer import Quantized, dequantize
 from ..text import progress
 from .floats import export_floats

@@ -3,7 +3,6 @@
 - `fits(spec)`: whether a layer can be stored so.
 - `write(values, spec)`: its codes, scales and zero points as the tensors of the files.
 - `read(stored)`: those tensors as codes, scales and zero points again.
-- `shapes(spec)`: what `write` would give, on the meta device.
 - `FORMAT`: what compressed-tensors calls the form; None for floats.
 - `MAX_BITS`: the widest code; `WIDTH`: the bits that each code takes, or None if it takes its own.
 

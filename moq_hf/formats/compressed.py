@@ -11,7 +11,7 @@ from ..errors import MoQError
 from ..grid import InputGrid
 from ..quantizer import Quantized, dequantize
 from ..seams.transformers import compress, decompress
-from .stored import EncodedWeight, EncodeSpec, StoredWeight
+from .stored import EncodedWeight, EncodeSpec, StoredWeight, per_weight
 
 
 def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
@@ -96,18 +96,6 @@ def _inputs_in_words(inputs: InputGrid) -> dict[str, Any]:
     }
 
 
-def scale_shapes(spec: EncodeSpec) -> dict[str, Tensor]:
-    """Scales and zero points of a layer with a scheme of its own, on the meta device."""
-    rows, columns = spec.matrix_shape
-    by_row = spec.row_size is None
-    shape = (rows, 1) if by_row else spec.grid.shape(rows, columns)
-    shapes = {"weight_scale": torch.empty(shape, dtype=spec.scale_dtype, device="meta")}
-    if not spec.grid.symmetric:
-        zero = torch.empty(shape, dtype=torch.int8, device="meta")
-        shapes["weight_zero_point"] = zero
-    return shapes
-
-
 def read(stored: StoredWeight) -> Quantized:
     """Codes, scale and zero point, as `quantizer.quantize` gives them.
 
@@ -123,31 +111,25 @@ def read(stored: StoredWeight) -> Quantized:
 def _read_piece(stored: StoredWeight, parts: Mapping[str, Tensor]) -> Quantized:
     assert stored.scheme is not None
     rows, columns = stored.layer.shape
-    shape = [rows // len(stored.pieces), columns]
+    shape = (rows // len(stored.pieces), columns)
     width = stored.scheme["weights"]["num_bits"]
     if "weight_packed" in parts:
         words = [shape[0], math.ceil(shape[1] * width / 32)]
         packed_shape = list(parts["weight_packed"].shape)
-        if packed_shape != words or parts["weight_shape"].tolist() != shape:
+        if packed_shape != words or parts["weight_shape"].tolist() != [*shape]:
             raise MoQError(
-                f"{stored.where}: the packed codes are not those of a weight {shape} at {width} bits"
+                f"{stored.where}: the packed codes are not those of a weight {[*shape]} at {width} bits"
             )
     float_scale = parts["weight_scale"].float()
     tensors = decompress({**parts, "weight_scale": float_scale}, stored.scheme)
     scale = tensors["weight_scale"]
     zero = tensors.get("weight_zero_point")
-    codes = (tensors["weight"] / _per_weight(scale, shape)).round().int()
+    codes = (tensors["weight"] / per_weight(scale, shape)).round().int()
     # A table that was given the groups of the linear layers has each scale several
     # times.
     once = slice(None, None, scale.shape[1] // stored.layer.scales[1])
     if stored.layer.symmetric or zero is None:
         return Quantized(codes, scale[:, once], None)
     zero = zero.int() + 2 ** (width - 1)
-    codes += _per_weight(zero, shape)
+    codes += per_weight(zero, shape)
     return Quantized(codes, scale[:, once], zero[:, once])
-
-
-def _per_weight(values: Tensor, shape: list[int]) -> Tensor:
-    """Repeat what tiles share for each weight of a matrix."""
-    rows = values.repeat_interleave(shape[0] // values.shape[0], 0)
-    return rows.repeat_interleave(shape[1] // values.shape[1], 1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..errors import MoQError
 from ..quantizer import Quantized, dequantize
 from ..weight_matrix import from_rows, to_rows
-from .stored import EncodedWeight, EncodeSpec, StoredWeight
+from .stored import EncodedWeight, EncodeSpec, StoredWeight, per_weight
 
 FORMAT = None
 MAX_BITS = 16
@@ -31,15 +31,6 @@ def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
     return EncodedWeight({"weight": weight}, grid=(_to_text(values.scale), zero_text))
 
 
-def shapes(spec: EncodeSpec) -> dict[str, Tensor]:
-    """The weight, in its own dtype."""
-    return {
-        "weight": torch.empty(
-            tuple(spec.shape or spec.matrix_shape), dtype=spec.dtype, device="meta"
-        )
-    }
-
-
 def read(stored: StoredWeight) -> Quantized:
     """The codes that are nearest to the floats.
 
@@ -55,15 +46,13 @@ def read(stored: StoredWeight) -> Quantized:
     [parts] = stored.pieces.values()
     weight = to_rows(parts["weight"], layer.kind)
     low, high = stored.grid.limits(layer.bits)
-    blocks, groups = layer.scales
-    tiles = weight.float().reshape(blocks, layer.shape[0] // blocks, groups, -1)
-    codes = (tiles / scale[:, None, :, None]).round().nan_to_num(0.0)
+    codes = (weight.float() / per_weight(scale, layer.shape)).round().nan_to_num(0.0)
     if zero is not None:
-        codes += zero[:, None, :, None]
-    codes = (
-        torch.where(tiles < 0, -1.0, 1.0) if layer.bits == 1 else codes.clamp(low, high)
-    )
-    values = Quantized(codes.reshape(weight.shape).int(), scale, zero)
+        codes += per_weight(zero, layer.shape)
+    codes = codes.clamp(low, high)
+    if layer.bits == 1:
+        codes = torch.where(weight < 0, -1.0, 1.0)
+    values = Quantized(codes.int(), scale, zero)
     off = dequantize(*values, dtype=weight.dtype) != weight
     # A half dtype rounds by up to a step and more, so that the nearest code may be the
     # next one's.

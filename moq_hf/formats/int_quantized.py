@@ -5,9 +5,6 @@ keep. Modules that are tied to the table have the same codes, which are stored o
 scales of their own.
 """
 
-import torch
-from torch import Tensor
-
 from ..quantizer import Quantized
 from . import compressed
 from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
@@ -29,14 +26,6 @@ def fits(spec: EncodeSpec) -> bool:
 def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
     """Codes in int8, scales and zero points."""
     return compressed.write(values, spec, FORMAT)
-
-
-def shapes(spec: EncodeSpec) -> dict[str, Tensor]:
-    """A byte for each weight, scales and zero points."""
-    return {
-        "weight": torch.empty(spec.matrix_shape, dtype=torch.int8, device="meta"),
-        **compressed.scale_shapes(spec),
-    }
 
 
 read = compressed.read

@@ -1,10 +1,5 @@
 """Codes packed into words of 32 bits: compressed-tensors' `pack-quantized`, what servers take."""
 
-import math
-
-import torch
-from torch import Tensor
-
 from ..quantizer import Quantized
 from ..weight_matrix import is_experts
 from . import compressed
@@ -44,20 +39,6 @@ def fits(spec: EncodeSpec) -> bool:
 def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
     """Words, scales and packed or plain zero points."""
     return compressed.write(values, spec, FORMAT)
-
-
-def shapes(spec: EncodeSpec) -> dict[str, Tensor]:
-    """Words, the shape, scales and zero points of a layer with a scheme of its own."""
-    rows, columns = spec.matrix_shape
-    words = torch.empty(
-        (rows, math.ceil(columns * spec.bits / _WORD)), dtype=torch.int32, device="meta"
-    )
-    shape = torch.empty(2, dtype=torch.int64, device="meta")
-    return {
-        "weight_packed": words,
-        "weight_shape": shape,
-        **compressed.scale_shapes(spec),
-    }
 
 
 read = compressed.read

@@ -1,7 +1,7 @@
 """A weight on its way into the files, and one that is read from them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -230,32 +230,26 @@ class StoredWeight(NamedTuple):
         codes, scale, zero = values
         bits = self.layer.bits
         grid = self.grid
-        if grid.symmetric != (zero is None):
-            raise MoQError(
-                f"{self.where}: an asymmetric grid has zero points, and a symmetric one has none"
-            )
-        is_legal = scale > 0
+        is_full = grid.is_full(bits)
+        is_legal = scale != 0 if is_full else scale > 0
         if bits == 1:
+            # A row of zeros has the scale 0.
             is_legal = scale >= 0
-        elif grid.is_full(bits):
-            is_legal = scale != 0
         if not bool(torch.isfinite(scale).all() and is_legal.all()):
-            legal = "finite number but 0" if grid.is_full(bits) else "positive number"
+            legal = "finite number but 0" if is_full else "positive number"
             raise MoQError(f"{self.where}: a scale is not a {legal}")
         if bits == 1:
             if bool((codes.abs() != 1).any()):
                 raise MoQError(f"{self.where}: binary codes must be -1 and 1")
             return
         low, high = grid.limits(bits)
-        lowest = 0
-        highest = 0
+        lowest = highest = 0
         for what, integers in (("codes", codes), ("zero points", zero)):
             if integers is not None:
-                least, most = (int(value) for value in torch.aminmax(integers))
-                if least < low or most > high:
+                lowest = min(lowest, int(integers.min()))
+                highest = max(highest, int(integers.max()))
+                if lowest < low or highest > high:
                     raise MoQError(f"{self.where}: {what} beyond {high} at {bits} bits")
-                lowest = min(lowest, least)
-                highest = max(highest, most)
         low, high = grid.limits(bits - 1)
         # A group of zeros has the scale 1, and one that is too small for float16 has
         # its least value.
@@ -265,3 +259,28 @@ class StoredWeight(NamedTuple):
             raise MoQError(
                 f"{self.where}: no code is beyond {high}, so they are of fewer than {bits} bits"
             )
+
+
+def by_matrix(layers: Mapping[str, StoredLayer]) -> dict[str, StoredLayer]:
+    """The layers as the files have them: each matrix of packed experts is a layer of its own."""
+    split_layers: dict[str, StoredLayer] = {}
+    for name, layer in layers.items():
+        if not layer.matrices:
+            split_layers[name] = layer
+            continue
+        rows = layer.shape[0] // len(layer.matrices)
+        matrix = replace(
+            layer,
+            kind="linear",
+            matrices=None,
+            shape=(rows, layer.shape[1]),
+            scales=(rows, layer.scales[1]),
+        )
+        split_layers |= dict.fromkeys(layer.matrices, matrix)
+    return split_layers
+
+
+def per_weight(values: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Repeat what groups or blocks share for each weight of a matrix."""
+    rows = values.repeat_interleave(shape[0] // values.shape[0], 0)
+    return rows.repeat_interleave(shape[1] // values.shape[1], 1)

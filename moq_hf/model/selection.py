@@ -558,20 +558,15 @@ def _check_grouping(
     if grouping.divides is None:
         return
     axis, count = grouping.divides
-    names = {axis, axis.replace("features", "channels")}
-    sizes = {
-        layer: (name, size)
-        for layer, sizes_of_layer in features.items()
-        for name, size in sizes_of_layer.items()
-        if name in names
-    }
-    wrong = [
-        f"{layer} ({name} {size})"
-        for layer, (name, size) in sizes.items()
-        if size % count
-    ]
+    sizes: list[int] = []
+    wrong: list[str] = []
+    for layer, own in features.items():
+        for name in {axis, axis.replace("features", "channels")} & own.keys():
+            sizes.append(own[name])
+            if own[name] % count:
+                wrong.append(f"{layer} ({name} {own[name]})")
     if wrong:
-        common = math.gcd(*(size for _, size in sizes.values()))
+        common = math.gcd(*sizes)
         fits = [n for n in range(1, common + 1) if common % n == 0]
         near = sorted(sorted(fits, key=lambda n: abs(n - count))[:3])
         raise MoQError(

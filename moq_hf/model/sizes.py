@@ -18,6 +18,7 @@ from ..formats.table import FORMS, form_of
 from ..names import without_fsdp, without_peft
 from ..processes import shape_of
 from ..quant_linear import QuantEmbedding, QuantLayer
+from ..quantizer import Quantized
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import initialize_again, original_format
 from ..weight_matrix import is_experts, parameter_of
@@ -206,32 +207,11 @@ class FileSize:
         fixed = fixed or {}
         for name, bits in fixed.items():
             self._fixed |= self._tensors_of_layer(name, bits)
-        self._modules = self._modules_in_files()
         # The end of the data at the most bits: no offset in the header has more digits.
         self._end = 0
         self._end = self.of_rest() + sum(
             self.of_layer(name, MAX_PACKED_BITS) for name in layers if name not in fixed
         )
-
-    def _modules_in_files(self) -> dict[str, str]:
-        """Return what the files call the modules of the model: longer names make a longer header."""
-        model = without_peft(self._inventory.model)
-        if not isinstance(model, PreTrainedModel):
-            return {}
-        weights = {
-            parameter_of(name, layer.kind): layer.float_weight
-            for name, layer in self._layers.items()
-        }
-        tensors = {
-            name: torch.empty(shape_of(tensor), device="meta")
-            for name, tensor in (self._fixed | weights).items()
-        }
-        written = original_format(model, tensors)
-        names = {id(tensor): name for name, tensor in written.items()}
-        return {
-            name.rpartition(".")[0]: names.get(id(tensor), name).rpartition(".")[0]
-            for name, tensor in tensors.items()
-        }
 
     def why_alike(self) -> str | None:
         """Why the bits of single layers make no difference to the file; None if they do."""
@@ -276,12 +256,15 @@ class FileSize:
     def _size(self, tensors: Mapping[str, Tensor]) -> int:
         """Bytes of tensors and, once the end of the data is known, of their entries in the header."""
         total = 0
+        model = without_peft(self._inventory.model)
+        # Longer names in the files make a longer header.
+        if isinstance(model, PreTrainedModel):
+            tensors = original_format(model, tensors)
         for name, tensor in tensors.items():
             shape = shape_of(tensor)
             letters = _LETTERS.get(tensor.dtype, 3)
-            module, dot, part = name.rpartition(".")
             entry = {
-                f"{self._modules.get(module, module)}{dot}{part}": {
+                name: {
                     "dtype": "?" * letters,
                     "shape": shape,
                     "data_offsets": [self._end, self._end],
@@ -297,8 +280,15 @@ class FileSize:
         self, name: str, layer: QuantLayer, bits: int, is_table: bool
     ) -> dict[str, Tensor]:
         """Return the tensors that stand for a layer's weight, on the meta device."""
-        spec = replace(EncodeSpec.of(layer, is_table), bits=bits)
-        parts = FORMS[form_of(spec, "packed")].shapes(spec)
+        spec = replace(EncodeSpec.of(layer, is_table, None), bits=bits, width=bits)
+        form = FORMS[form_of(spec, "packed")]
+        shape = shape_of(layer.float_weight)
+        parts = {"weight": torch.empty(shape, dtype=spec.dtype, device="meta")}
+        if form.FORMAT is not None:
+            codes = torch.empty(spec.matrix_shape, dtype=torch.int32, device="meta")
+            scale = torch.empty(spec.grid.shape(*spec.matrix_shape), device="meta")
+            zero = None if spec.grid.symmetric else scale.int()
+            parts = dict(form.write(Quantized(codes, scale, zero), spec).parts)
         weight = parts.pop("weight", None)
         names = [name]
         tensors = {}

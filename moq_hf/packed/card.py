@@ -105,7 +105,7 @@ def write_card(
         _results(metrics, before, found.state),
         f"## Size\n\n{_sizes(found)}",
         _proof(found),
-        f"## Bits per layer\n\n<details><summary>The table</summary>\n\n{_bits(found)}\n\n</details>",
+        f"## Bits per layer\n\n<details><summary>The table</summary>\n\n{markdown_table(found.rows())}\n\n</details>",
         f"## How it was made\n\n{_making(found.state, training or {})}",
     ]
     path = folder / "README.md"
@@ -265,23 +265,12 @@ def _phase_end(state: Mapping[str, Any]) -> int | None:
 
 
 def _sizes(saved: Verification) -> str:
-    rows = [["", "float", "packed", "ratio"]]
-    after, before = saved.quantized_bytes
-    for what, was, now in (
-        (f"{len(saved.layers)} quantized layers", before, after),
-        ("all weights", saved.float_bytes, saved.file_bytes),
-    ):
-        rows.append([what, _mb(was), _mb(now), f"{now / was:.3f}"])
-    lines = [
-        markdown_table(rows),
-        "",
-        f"Quantized: {saved.coverage()}; mean {saved.mean_bits:.2f} bits over the whole model.",
-    ]
+    lines = saved.totals()
     for name, layer in saved.layers.items():
         if layer.tied:
             others = " and ".join(f"`{other}`" for other in layer.tied)
-            lines.append(f"- {others}: the weight of `{name}`, which is stored once.")
-    return "\n".join(lines)
+            lines.append(f"{others}: the weight of `{name}`, which is stored once.")
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def _proof(saved: Verification) -> str:
@@ -289,16 +278,6 @@ def _proof(saved: Verification) -> str:
     lines = [f"{saved.proof}."] if saved.proof is not None else []
     lines += [f"Why not packed otherwise: {reason}."] if reason else []
     return "\n\n".join(["## Proof", *lines]) if lines else ""
-
-
-def _bits(saved: Verification) -> str:
-    rows: list[tuple[object, ...]] = [("layer", "bits", "stored", "bytes", "before")]
-    for name, layer in saved.layers.items():
-        bits = "float" if layer.bits == FLOAT_BITS else layer.bits
-        rows.append(
-            (name, bits, layer.stored, f"{layer.bytes:,}", f"{layer.bytes_before:,}")
-        )
-    return markdown_table(rows)
 
 
 def _making(state: Mapping[str, Any], training: Mapping[str, Any]) -> str:

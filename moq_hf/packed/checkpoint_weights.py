@@ -8,7 +8,6 @@ its own dtype.
 """
 
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,8 +25,8 @@ _MODEL = "model."
 # DeepSpeed's files.
 _LATEST = "latest"
 _WHOLE = "mp_rank_00_model_states.pt"
-_PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")
-_TRAINED = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_PART = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+_TRAINED = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 
 class Spec(NamedTuple):
@@ -204,76 +203,57 @@ def _parted_weights(folder: Path) -> Weights:
     Raises:
         MoQError: The file of a process is missing or damaged.
     """
-    by_rank = _by_rank(folder, _PART)
-    if 0 not in by_rank:
-        raise MoQError(
-            f"{folder}: zero_pp_rank_0_mp_rank_00_model_states.pt is missing: no weights of DeepSpeed"
-        )
-    state = _read(by_rank[0])
-    try:
+    first = folder / _PART.format(0)
+    if not first.is_file():
+        raise MoQError(f"{first} is missing: no weights of DeepSpeed")
+    state = _read(first)
+    with explained(f"{first}: not as DeepSpeed writes it"):
         world = int(state["dp_world_size"])
         module: Mapping[str, Any] = state["module"]
+        frozen = dict(state.get("frozen_param_shapes") or {})
         trained: dict[str, torch.Size] = {}
         for shapes in state["param_shapes"]:
-            trained |= _sizes(shapes)
-        frozen = _sizes(state.get("frozen_param_shapes") or {})
-        shared: Mapping[str, str] = state["shared_params"]
-        buffers = [name for name in state["buffer_names"] if name in module]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise MoQError(
-            f"{by_rank[0]}: not as DeepSpeed writes it: {one_line(error, named=True)}"
-        ) from error
-    parts = _complete(folder, by_rank, world, by_rank[0].name)
+            trained |= shapes
+        saved = {
+            name: Spec(torch.Size(shape), module[name].dtype)
+            for name, shape in {**frozen, **trained}.items()
+        }
+        for name in state["buffer_names"]:
+            if name in module:
+                saved[name] = _spec_of(module[name])
+        aliases = {
+            name: other
+            for name, other in state["shared_params"].items()
+            if other in saved and name not in saved
+        }
+        saved |= {name: saved[other] for name, other in aliases.items()}
+    parts = _files_of_ranks(folder, _PART, world)
     masters: list[Path] = []
     if trained:
-        optimizers = _by_rank(folder, _TRAINED)
-        first = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-        if any(path.name.startswith("bf16_") for path in optimizers.values()):
-            first = f"bf16_{first}"
-        masters = _complete(folder, optimizers, world, first)
+        prefix = "bf16_" if any(folder.glob(f"bf16_{_TRAINED.format('*')}")) else ""
+        masters = _files_of_ranks(folder, f"{prefix}{_TRAINED}", world)
     # Where the part of each trained weight lies in the flat tensors of a process.
     slices: dict[str, slice] = {}
     end = 0
-    for name, shape in trained.items():
+    for name in trained:
         begin = end
-        end += math.ceil(shape.numel() / world)
+        end += math.ceil(saved[name].shape.numel() / world)
         slices[name] = slice(begin, end)
-    for path in masters:
-        count = sum(flat.numel() for flat in _flat(path))
-        if count < end:
-            raise MoQError(
-                f"{path} holds {count} numbers, not the {end} of the weights that are trained"
-            )
-    saved = {
-        name: Spec(shape, module[name].dtype)
-        for name, shape in {**frozen, **trained}.items()
-    }
-    saved |= {name: _spec_of(module[name]) for name in buffers}
-    aliases = {
-        name: other
-        for name, other in shared.items()
-        if other in saved and name not in saved
-    }
-    saved |= {name: saved[other] for name, other in aliases.items()}
-    # The order is the model's.
-    specs = {name: saved[name] for name in module if name in saved} | saved
 
     def read(name: str) -> Tensor:
         name = aliases.get(name, name)
-        spec = specs[name]
-        if name in buffers:
-            return cast(Tensor, _read(parts[0])["module"][name].clone())
-        if name in frozen:
-            pieces = [
-                _read(path)["frozen_param_fragments"][name].clone() for path in parts
-            ]
+        if name in slices:
+            pieces = [_cut(_flat(path), slices[name]) for path in masters]
+        elif name in frozen:
+            pieces = [_read(path)["frozen_param_fragments"][name] for path in parts]
         else:
-            pieces = [
-                _cut(_flat(path), slices[name]).to(spec.dtype) for path in masters
-            ]
+            pieces = [module[name].flatten()]
         # Parts have room at the end where the processes do not divide the weight.
-        return torch.cat(pieces)[: spec.shape.numel()].view(spec.shape)
+        shape, dtype = saved[name]
+        return torch.cat(pieces)[: shape.numel()].view(shape).to(dtype)
 
+    # The order is the model's.
+    specs = {name: saved[name] for name in module if name in saved} | saved
     return Weights(folder, specs, read)
 
 
@@ -281,49 +261,24 @@ def _spec_of(tensor: Tensor) -> Spec:
     return Spec(tensor.shape, tensor.dtype)
 
 
-def _sizes(shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Size]:
-    return {name: torch.Size(shape) for name, shape in shapes.items()}
-
-
-def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    files = {}
-    for path in folder.iterdir():
-        match = pattern.fullmatch(path.name)
-        if match:
-            files[int(match[1])] = path
-    return files
-
-
-def _complete(
-    folder: Path, files: Mapping[int, Path], world: int, first: str
-) -> list[Path]:
+def _files_of_ranks(folder: Path, name: str, world: int) -> list[Path]:
     """Return the files of all processes, in their order.
 
     Raises:
         MoQError: One is missing.
     """
-    missing = [rank for rank in range(world) if rank not in files]
-    if missing:
-        name = first.replace("rank_0_", f"rank_{missing[0]}_", 1)
-        raise MoQError(
-            f"{folder / name} is missing: the run had {world} processes, each with a file"
-        )
-    return [files[rank] for rank in range(world)]
+    paths = [folder / name.format(rank) for rank in range(world)]
+    for path in paths:
+        if not path.is_file():
+            raise MoQError(
+                f"{path} is missing: the run had {world} processes, each with a file"
+            )
+    return paths
 
 
 def _flat(path: Path) -> list[Tensor]:
-    """Read the flat float32 tensors that hold a process's parts of the trained weights.
-
-    Raises:
-        MoQError: The file is damaged.
-    """
-    try:
-        flat: list[Tensor] = _read(path)["optimizer_state_dict"]["fp32_flat_groups"]
-    except (KeyError, TypeError) as error:
-        raise MoQError(
-            f"{path}: not as ZeRO-3 writes it: {one_line(error, named=True)}"
-        ) from error
-    return flat
+    """Read the flat float32 tensors that hold a process's parts of the trained weights."""
+    return cast(list[Tensor], _read(path)["optimizer_state_dict"]["fp32_flat_groups"])
 
 
 def _cut(flat: Sequence[Tensor], part: slice) -> Tensor:

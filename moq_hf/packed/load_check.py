@@ -17,12 +17,13 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from ..errors import one_line
+from ..model.convert import quant_embeddings, quant_layers
 from ..names import named_modules, uncompiled, without_fsdp, without_peft
 from ..processes import is_apart
-from ..quant_experts import quantized_in
 from ..quant_linear import QuantLayer
 from ..seams.transformers import attention_of
 from ..training.measuring import ONE_AT_A_TIME, evaluating
+from ..weight_matrix import parameter_of
 from .files import ADAPTER
 
 # Where all weights are equal, outputs may differ by the rounding of another kernel,
@@ -315,20 +316,19 @@ class ReferenceOutputs:
 
     def _cast(self, loaded: nn.Module) -> None:
         """Give a model in a half dtype its dtype: packed weights are loaded in float32."""
-        modules = dict(named_modules(self.model))
         if all(p.dtype == torch.float32 for p in self.model.parameters()):
             return
         with quiet(), torch.no_grad(), torch.random.fork_rng():
             # The first call unpacks the weights.
             loaded(**self._inputs)
-        for name, module in loaded.named_modules():
-            expected = own_tensors(modules[name]) if name in modules else {}
-            for key, tensor in own_tensors(module).items():
-                # What the model in memory does not have belongs to its weight: the
-                # scale of the inputs.
-                other = expected.get(key, expected.get("weight"))
-                if other is not None and tensor.is_floating_point():
-                    tensor.data = tensor.data.to(other.dtype)
+        expected = all_tensors(self.model)
+        for name, tensor in all_tensors(loaded).items():
+            # What the model in memory does not have belongs to its weight: the scale of
+            # the inputs.
+            weight = expected.get(f"{name.rpartition('.')[0]}.weight")
+            other = expected.get(name, weight)
+            if other is not None and tensor.is_floating_point():
+                tensor.data = tensor.data.to(other.dtype)
 
 
 def kept_batch(
@@ -396,29 +396,28 @@ def largest_value(output: Tensor) -> float:
 
 def modules_with_other_weights(model: nn.Module, loaded: nn.Module) -> list[str]:
     """The modules of the loaded model with a parameter or buffer that differs from the model's."""
-    modules = dict(model.named_modules())
+    expected = all_tensors(model)
+    layers = {
+        parameter_of(name, layer.kind): layer
+        for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items()
+    }
     names: dict[str, None] = {}
-    for name, module in loaded.named_modules():
-        if name not in modules:
-            continue
-        expected = own_tensors(modules[name])
-        layers = quantized_in("", modules[name]) if expected else {}
-        for key, layer in layers.items():
-            key = key or "weight"
-            expected[key] = layer.quantized_weight(expected[key].dtype)
-        for key, tensor in own_tensors(module).items():
-            if key in expected and not torch.equal(
-                tensor.detach(), expected[key].detach().to(tensor.dtype)
-            ):
-                names[name] = None
+    for name, tensor in all_tensors(loaded).items():
+        other = expected.get(name)
+        if other is not None and name in layers:
+            other = layers[name].quantized_weight(other.dtype)
+        if other is not None and not torch.equal(tensor, other.to(tensor.dtype)):
+            names[name.rpartition(".")[0]] = None
     return list(names)
 
 
-def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own parameters and buffers."""
+def all_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """A model's parameters and buffers, under all their names."""
     return {
-        **dict(module.named_parameters(recurse=False)),
-        **dict(module.named_buffers(recurse=False)),
+        f"{module_name}.{name}".lstrip("."): tensor
+        for module_name, module in named_modules(model)
+        for name, tensor in (module._parameters | module._buffers).items()
+        if tensor is not None
     }
 
 

@@ -19,7 +19,7 @@ from .. import serving
 from ..config import MoQConfig
 from ..config_fields import Count, Flag, Positive, Weight
 from ..errors import MoQError, read_as, show
-from ..formats.stored import StoredLayer
+from ..formats.stored import StoredLayer, by_matrix
 from ..formats.table import has_codes
 from ..inputs import ranges_of
 from ..quant_linear import QuantLayer
@@ -290,15 +290,14 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
         row_size = trained.grouping.row_size
         rounded = trained.activations.scale if state.get("rounds_inputs") else None
     weights: dict[str, serving.Weight] = {}
-    for name, layer in layers.items():
-        # Packed experts lie in the files matrix by matrix.
-        names = layer.matrices or (name,)
-        columns = layer.shape[1]
+    # Packed experts lie in the files matrix by matrix.
+    for name, layer in by_matrix(layers).items():
+        rows, columns = layer.shape
         # One group may fill a row.
         has_groups = layer.scales[1] > 1 or row_size == columns
-        weight = serving.Weight(
-            kind="linear" if layer.matrices else layer.kind,
-            rows=layer.shape[0] // len(names),
+        weights[name] = serving.Weight(
+            kind=layer.kind,
+            rows=rows,
             columns=columns,
             bits=layer.bits,
             group_size=columns // layer.scales[1] if has_groups else None,
@@ -306,7 +305,6 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
             packed=has_codes(layer.stored),
             rounded=rounded if layer.kind == "linear" and not layer.tied else None,
         )
-        weights |= dict.fromkeys(names, weight)
     floats = [
         name
         for name in state["tensors"]

@@ -4,8 +4,8 @@ import copy
 import html
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -75,32 +75,29 @@ class Verification:
 
     def table(self) -> str:
         """A line per layer and the totals, for a terminal."""
-        rows = [("module", "bits", "scales", "stored", "bytes", "before")]
+        return "\n".join([table(self.rows(), left=(0, 2)), "", *self.totals()])
+
+    def rows(self) -> Sequence[tuple[str, ...]]:
+        """A row for each layer, after the head."""
+        rows = [("module", "bits", "stored", "scales", "bytes", "before")]
         for name, layer in self.layers.items():
             bits = "float" if layer.bits == FLOAT_BITS else str(layer.bits)
             scales = str(math.prod(layer.scales) or "-")
-            rows.append(
-                (
-                    name,
-                    bits,
-                    scales,
-                    layer.stored,
-                    f"{layer.bytes:,}",
-                    f"{layer.bytes_before:,}",
-                )
-            )
+            sizes = (f"{layer.bytes:,}", f"{layer.bytes_before:,}")
+            rows.append((name, bits, layer.stored, scales, *sizes))
+        return rows
+
+    def totals(self) -> list[str]:
+        """The sizes of the quantized layers and of all weights, and how much of the model is quantized."""
         after, before = self.quantized_bytes
         weights = sum(math.prod(layer.shape) for layer in self.layers.values())
-        lines = [
-            table(rows, left=(0, 3)),
-            "",
+        return [
             f"{len(self.layers)} quantized layers: {after:,} bytes, {before:,} before ({after / before:.3f}); "
             f"{8 * after / weights:.3f} bits a weight",
             f"all weights: {self.file_bytes:,} bytes, {self.float_bytes:,} before "
             f"({self.file_bytes / self.float_bytes:.3f})",
             f"quantized: {self.coverage()}; mean {self.mean_bits:.2f} bits over the whole model",
         ]
-        return "\n".join(lines)
 
     def summary(self) -> str:
         """What was written, whether it was verified, and its size, in sentences."""
@@ -256,25 +253,6 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
             zero = zero - half
         weights[name] = Quantized(codes, scale, zero)
     return weights
-
-
-def by_matrix(layers: Mapping[str, StoredLayer]) -> dict[str, StoredLayer]:
-    """The layers as the files have them: each matrix of packed experts is a layer of its own."""
-    split_layers: dict[str, StoredLayer] = {}
-    for name, layer in layers.items():
-        if not layer.matrices:
-            split_layers[name] = layer
-            continue
-        rows = layer.shape[0] // len(layer.matrices)
-        matrix = replace(
-            layer,
-            kind="linear",
-            matrices=None,
-            shape=(rows, layer.shape[1]),
-            scales=(rows, layer.scales[1]),
-        )
-        split_layers |= dict.fromkeys(layer.matrices, matrix)
-    return split_layers
 
 
 def split(

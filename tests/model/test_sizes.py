@@ -160,7 +160,7 @@ def test_the_run_tells_the_share(
     assert verify_quantized(tmp_path / "quantized").parameters == (4352, 6034)
     card = (tmp_path / "quantized" / "README.md").read_text()
     told = f"{share} are quantized, which makes {last} bits per parameter over the whole model"
-    assert re.search(told, card) and re.search(f"Quantized: {share}; mean {last} bits over the whole model", card)
+    assert re.search(told, card) and re.search(f"quantized: {share}; mean {last} bits over the whole model", card)
 
 
 @pytest.mark.parametrize("make", [mixtral, gpt2])

@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GraniteMoeConfig, GraniteMoeForCausalLM, Trainer, TrainingArguments
 
 from moq_hf import MoQCallback, MoQError, dequantize_model, quantize_model, save_quantized, verify_quantized
+from moq_hf.formats.stored import by_matrix
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.encode import matrix_names
 from moq_hf.packed.state import read_state, served_by, write_state
-from moq_hf.packed.verify import by_matrix, recorded, split, stored_weights
+from moq_hf.packed.verify import recorded, split, stored_weights
 from moq_hf.quantizer import dequantize
 
 GROUPS = {"quantize_group_size": 16}

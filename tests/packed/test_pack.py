@@ -351,7 +351,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "ZeRO-3 with another optimizer": (
         in_format("ZeRO-3", lambda f: torch.save({}, f / ZERO / "zero_pp_rank_1_mp_rank_00_optim_states.pt")),
-        "not as ZeRO-3 writes it",
+        "cannot be read: KeyError: 'optimizer_state_dict'",
     ),
     "ZeRO-3 with too little": (
         in_format(
@@ -361,7 +361,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
                 f / ZERO / "zero_pp_rank_1_mp_rank_00_optim_states.pt",
             ),
         ),
-        "holds 3 numbers",
+        "cannot be read: RuntimeError",
     ),
 }
 
