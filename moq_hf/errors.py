@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +200,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise MoQError(f"{path} is damaged: it must hold an object of keys")
     return document
+
+
+def write_json(path: Path, document: Mapping[str, Any], indent: int = 2) -> None:
+    """Write an object into a JSON file."""
+    path.write_text(json.dumps(document, indent=indent) + "\n", encoding="utf-8")

@@ -1,6 +1,5 @@
 """What a run will hold in memory, ahead of time: from a model's shapes, before any weight is loaded."""
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -11,59 +10,6 @@ from .packed.pack import empty_model, read_config
 from .processes import shape_of
 from .text import table
 from .training.controller import MoQController
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that a run on one device holds beside activations, which are those of the same run in float.
-
-    Attributes:
-        weights: The float weights that are trained, buffers included.
-        gradients: Of all parameters that require one.
-        optimizer: Its state: two numbers a trained parameter, as AdamW has.
-        quantized: The quantized weights of a training pass, which the backward pass
-            needs again. Tables are looked up and not kept: the largest one counts.
-        evaluation: The quantized copy that evaluation keeps.
-        teacher: The float model to learn from, where there is one.
-        proof: The delivered model, loaded once more at the end of the run.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    quantized: int
-    evaluation: int
-    teacher: int
-    proof: int
-
-    @property
-    def training(self) -> int:
-        """Bytes at the beginning of a backward pass, when the most is held."""
-        step = self.gradients + self.quantized
-        return self.weights + self.optimizer + self.teacher + step
-
-    @property
-    def afterwards(self) -> int:
-        """Bytes while the delivered folder is compared with the model, which is in evaluation then."""
-        compared = self.evaluation + self.proof
-        return self.weights + self.optimizer + self.teacher + compared
-
-    def table(self) -> str:
-        """Each part and the sums, in megabytes of 10^6 bytes."""
-        parts = {
-            "weights": self.weights,
-            "gradients": self.gradients,
-            "optimizer (two numbers a weight, as AdamW)": self.optimizer,
-            "quantized weights of a training pass": self.quantized,
-            "quantized copy for evaluation": self.evaluation,
-            "teacher": self.teacher,
-            "delivered model, loaded for the proof": self.proof,
-            "training, without activations": self.training,
-            "proof at the end": self.afterwards,
-        }
-        rows = [("memory", "MB")]
-        rows += [(name, f"{size / 1e6:,.1f}") for name, size in parts.items() if size]
-        return table(rows)
 
 
 def plan_of_model(
@@ -94,14 +40,21 @@ def plan_of_model(
                 controller.layers[name].set_bits(targets[block])
         sizes = controller.sizes
         lines.append(f"delivered: {sizes.mb:,.1f} MB, {sizes.float_mb:,.1f} in float")
-    lines += ["", memory_of(controller, half, teacher).table()]
+    parts = memory_of(controller, half, teacher).items()
+    rows = [(name, f"{size / 1e6:,.1f}") for name, size in parts if size]
+    lines += ["", table([("memory", "MB"), *rows])]
     return "\n".join(lines)
 
 
 def memory_of(
     controller: MoQController, half: bool = False, teacher: bool = False
-) -> Memory:
-    """What a run with AdamW on one device holds, by the shapes of its model.
+) -> dict[str, int]:
+    """What a run with AdamW on one device holds beside activations, in bytes, by the shapes of its model.
+
+    Activations are those of the same run in float. Most is held at the beginning of a
+    backward pass, which needs the quantized weights of the forward pass again; tables
+    are looked up and not kept, so the largest one counts. The delivered folder is
+    compared with a model in evaluation.
 
     Args:
         controller: Of the run; its model may lie on the meta device.
@@ -126,15 +79,25 @@ def memory_of(
         # The head that shares a table multiplies with it.
         (tables if is_table and name not in shared else multiplied).append(size)
     has_teacher = teacher or controller.config.distillation.teacher is not None
-    return Memory(
-        weights=weights + sum(map(_bytes, model.buffers())),
-        gradients=gradients,
-        optimizer=2 * gradients,
-        quantized=sum(multiplied) + max(tables),
-        evaluation=sum(multiplied) + sum(tables),
-        teacher=weights if has_teacher else 0,
-        proof=weights if controller.config.prove else 0,
+    parts = {
+        # Buffers included.
+        "weights": weights + sum(map(_bytes, model.buffers())),
+        "gradients": gradients,
+        "optimizer (two numbers a weight, as AdamW)": 2 * gradients,
+        "quantized weights of a training pass": sum(multiplied) + max(tables),
+        "quantized copy for evaluation": sum(multiplied) + sum(tables),
+        "teacher": weights if has_teacher else 0,
+        "delivered model, loaded for the proof": weights
+        if controller.config.prove
+        else 0,
+    }
+    held, gradients, optimizer, quantized, evaluation, of_teacher, proof = (
+        parts.values()
     )
+    held += optimizer + of_teacher
+    parts["training, without activations"] = held + gradients + quantized
+    parts["proof at the end"] = held + evaluation + proof
+    return parts
 
 
 def _bytes(tensor: Tensor | nn.Parameter) -> int:

@@ -59,11 +59,11 @@ def test_the_plan_is_what_training_and_evaluation_hold(half: bool, tmp_path: Pat
     assert callback.controller is not None
     planned = memory_of(callback.controller, half)
     # Activations of four tokens come on top.
-    measured = planned.weights + peak
-    assert planned.training < measured < 1.03 * planned.training
+    measured = planned["weights"] + peak
+    assert planned["training, without activations"] < measured < 1.03 * planned["training, without activations"]
     trainer.evaluate()
     copies = [copy.values for layer in callback.controller.all_layers.values() for copy in layer.moq.copies.values()]
-    assert sum(copy.nbytes for copy in copies) == planned.evaluation
+    assert sum(copy.nbytes for copy in copies) == planned["quantized copy for evaluation"]
 
 
 def test_the_command_plans_a_model_that_it_does_not_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,59 +30,60 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
     Channel and group are what servers take.
     """
     rows, columns = values.codes.shape
-    scale = values.scale
-    zero = values.zero_point
+    groups = values.scale.shape[1]
     size = spec.row_size
-    half = 2 ** (spec.width - 1)
-    symmetric = zero is None if spec.shared is None else spec.shared.symmetric
+    symmetric = values.zero_point is None
+    if spec.shared is not None:
+        symmetric = spec.shared.symmetric
     args: dict[str, Any] = {
         "num_bits": spec.width,
         "type": "int",
         "symmetric": symmetric,
         "dynamic": False,
+        "strategy": "channel",
     }
+    if not symmetric and spec.shared is None:
+        args |= {"strategy": "block", "block_structure": [1, columns // groups]}
+    elif size is not None:
+        args |= {"strategy": "group", "group_size": size}
+        # A layer may have fewer scales than the scheme that it takes has groups.
+        groups = columns // size
     # Servers know a scale for each channel or group, none for a block of rows; nor does
     # compressed-tensors 0.18 where there are zero points.
-    repeats = rows // len(scale)
-    scale = scale.repeat_interleave(repeats, 0)
-    zero = None if zero is None else zero.repeat_interleave(repeats, 0)
-    if symmetric or spec.shared is not None:
-        args["strategy"] = "channel"
-        if size is not None:
-            args |= {"strategy": "group", "group_size": size}
-            # A layer may have fewer scales than the scheme that it takes has groups.
-            repeats = columns // size // scale.shape[1]
-            scale = scale.repeat_interleave(repeats, 1)
-            zero = None if zero is None else zero.repeat_interleave(repeats, 1)
-    else:
-        args["strategy"] = "block"
-        args["block_structure"] = [1, columns // scale.shape[1]]
+    scale = per_weight(values.scale, (rows, groups))
     # The library's compressors take floats on the grid, and divide them by the scales
     # again.
     parts = {
         "weight": dequantize(*values),
-        "weight_scale": scale.to(spec.scale_dtype).contiguous(),
+        "weight_scale": scale.to(spec.scale_dtype),
     }
     if not symmetric:
-        shifted = torch.zeros_like(scale) if zero is None else zero - half
-        parts["weight_zero_point"] = shifted.to(torch.int8).contiguous()
+        zero = torch.zeros_like(scale)
+        if values.zero_point is not None:
+            half = 2 ** (spec.width - 1)
+            zero = per_weight(values.zero_point, (rows, groups)) - half
+        parts["weight_zero_point"] = zero.to(torch.int8)
     scheme = {"weights": args, "format": format}
+    if spec.matrices is not None:
+        return EncodedWeight(_compress_matrices(parts, scheme, spec.matrices), scheme)
+    parts = compress(parts, scheme)
     if spec.inputs is not None:
         scheme["input_activations"] = _inputs_in_words(spec.inputs)
-        parts = compress(parts, {"weights": args, "format": format})
         if spec.input_scale is not None:
             parts["input_scale"] = spec.input_scale
-        return EncodedWeight(parts, scheme)
-    if spec.matrices is None:
-        return EncodedWeight(compress(parts, scheme), scheme)
+    return EncodedWeight(parts, scheme)
+
+
+def _compress_matrices(
+    parts: dict[str, Tensor], scheme: dict[str, Any], names: tuple[str, ...]
+) -> dict[str, Tensor]:
     matrices: dict[str, Tensor] = {}
-    count = rows // len(spec.matrices)
-    for index, name in enumerate(spec.matrices):
-        matrix = slice(index * count, (index + 1) * count)
-        piece = {part: tensor[matrix].clone() for part, tensor in parts.items()}
+    chunks = {part: tensor.chunk(len(names)) for part, tensor in parts.items()}
+    for index, name in enumerate(names):
+        piece = {part: chunk[index].clone() for part, chunk in chunks.items()}
         for part, tensor in compress(piece, scheme).items():
             matrices[f"{name}.{part}"] = tensor
-    return EncodedWeight(matrices, scheme)
+    return matrices
 
 
 def _inputs_in_words(inputs: InputGrid) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def dequantize_model(
     if is_packed(model):
         unpack(model)
         return given
-    layers = {**quant_layers(model), **quant_embeddings(model)}
+    layers = quantized_layers(model)
     if not layers:
         raise MoQError(
             "the model has no quantized layer: its weights are floats, which can be trained on as they are"
@@ -130,25 +130,24 @@ def dequantize_model(
     return given
 
 
-def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
-    """The quantized linear layers, convolutions, and experts by the names of their parameters, once, in model order."""
+def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
+    """The quantized layers, tables, and experts by the names of their parameters, each once, in model order."""
     layers: dict[str, QuantLayer] = {}
     for name, module in named_modules(model):
         layers |= quantized_in(name, module)
-    return {
-        name: layer
-        for name, layer in layers.items()
-        if not isinstance(layer, QuantEmbedding)
-    }
+    return layers
+
+
+def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
+    """As `quantized_layers`, without the embedding tables."""
+    layers = quantized_layers(model).items()
+    return {name: x for name, x in layers if not isinstance(x, QuantEmbedding)}
 
 
 def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
     """The quantized embedding tables by their names, each once, in model order."""
-    return {
-        name: module
-        for name, module in named_modules(model)
-        if isinstance(module, QuantEmbedding)
-    }
+    layers = quantized_layers(model).items()
+    return {name: x for name, x in layers if isinstance(x, QuantEmbedding)}
 
 
 def is_quantized(modules: Iterable[nn.Module]) -> bool:
@@ -330,15 +329,9 @@ def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
     flags_of_all_ranks = largest_over_ranks(
         torch.tensor(flags, dtype=torch.float32, device=device_of(first))
     ).tolist()
-    wrong = []
-    not_called = []
-    for name, (is_used, has_grad, called) in zip(
-        layers, flags_of_all_ranks, strict=True
-    ):
-        if has_grad and not is_used:
-            wrong.append(name)
-        if is_used and not called:
-            not_called.append(name)
+    found = list(zip(layers, flags_of_all_ranks, strict=True))
+    wrong = [name for name, (is_used, has_grad, _) in found if has_grad and not is_used]
+    not_called = [name for name, (is_used, _, called) in found if is_used > called]
     if wrong:
         named = ", ".join(f'"{name}"' for name in wrong)
         raise MoQError(

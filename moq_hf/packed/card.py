@@ -11,6 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.training_args import OptimizerNames
 
 from ..config import MoQConfig
+from ..errors import read_json
 from ..formats.table import has_codes
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import training_summary
@@ -230,7 +231,7 @@ def how_to_load(folder: Path, name: str) -> tuple[str, str]:
         folder: With its `config.json`.
         name: The folder's name in the expression.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     # The class that was proven: that of `AutoModel` may have no head, or another one.
     cls = config["architectures"][0]
     for auto, code in config.get("auto_map", {}).items():

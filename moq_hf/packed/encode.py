@@ -178,17 +178,18 @@ class Encoder:
         grids = [layer.moq.grid for layer in linears or self.layers.values()]
         # Layers of other groups repeat their scales: `overrides` may say any.
         row_size = math.gcd(*(grid.grouping.row_size or 0 for grid in grids)) or None
-        sizes = {True: 0, False: 0}
-        widths = {True: 0, False: 0}
+        bits_of: dict[bool, list[int]] = {True: [0], False: [0]}
+        numbers = {True: 0, False: 0}
         for name, layer in self.layers.items():
             if layer.moq.bits <= MAX_PACKED_BITS:
                 is_table = name in self.tables
-                sizes[is_table] += shape_of(layer.float_weight).numel()
-                widths[is_table] = max(layer.moq.bits, widths[is_table])
+                numbers[is_table] += shape_of(layer.float_weight).numel()
+                bits_of[is_table].append(layer.moq.bits)
+        width, widest = max(bits_of[False]), max(bits_of[False] + bits_of[True])
         # Tables stay floats where the files would grow by giving all other codes their
         # bits.
-        growth = max(0, widths[True] - widths[False]) * sizes[False]
-        saved = (8 * torch.float32.itemsize - max(widths.values())) * sizes[True]
+        growth = (widest - width) * numbers[False]
+        saved = (8 * torch.float32.itemsize - widest) * numbers[True]
         return SharedScheme(row_size, grids[0].symmetric, growth <= saved)
 
     def _spec(
@@ -511,10 +512,17 @@ class Patterns:
             group: self._patterns(members, tails) for group, members in groups.items()
         }
         ignore = self._patterns(ungrouped, tails)
-        if self._holds(targets, ignore, owners):
-            return targets, ignore
-        names = {group: list(members) for group, members in groups.items()}
-        return names, list(ungrouped)
+        for name in self.names:
+            found = {
+                group for group, patterns in targets.items() if _matches(name, patterns)
+            }
+            if _matches(name, ignore):
+                found = set()
+            wanted = {owners[name]} if name in owners else set()
+            if found != wanted:
+                names = {group: list(members) for group, members in groups.items()}
+                return names, list(ungrouped)
+        return targets, ignore
 
     def _place(self, name: str) -> tuple[str, str, list[str]] | None:
         """Split the name of a layer in a block: list, number and the rest; None for a layer of no block."""
@@ -569,25 +577,6 @@ class Patterns:
                 f"re:{_ANY}{end}\\.{number}\\.{_ANY if is_short else ''}{_either(ends)}$"
             )
         return _needed(patterns, members)
-
-    def _holds(
-        self,
-        targets: Mapping[str, Sequence[str]],
-        ignore: Sequence[str],
-        owners: Mapping[str, str],
-    ) -> bool:
-        """Whether each name has the group that it belongs to and no other."""
-        for name in self.names:
-            matching = {
-                group for group, patterns in targets.items() if _matches(name, patterns)
-            }
-            ignored = _matches(name, ignore)
-            if name in owners:
-                if ignored or matching != {owners[name]}:
-                    return False
-            elif matching and not ignored:
-                return False
-        return True
 
 
 def _needed(patterns: Sequence[str], members: Sequence[str]) -> list[str]:

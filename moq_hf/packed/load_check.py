@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from ..errors import one_line
-from ..model.convert import quant_embeddings, quant_layers
+from ..model.convert import quantized_layers
 from ..names import named_modules, uncompiled, without_fsdp, without_peft
 from ..processes import is_apart
 from ..quant_linear import QuantLayer
@@ -399,7 +399,7 @@ def modules_with_other_weights(model: nn.Module, loaded: nn.Module) -> list[str]
     expected = all_tensors(model)
     layers = {
         parameter_of(name, layer.kind): layer
-        for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items()
+        for name, layer in quantized_layers(model).items()
     }
     names: dict[str, None] = {}
     for name, tensor in all_tensors(loaded).items():
@@ -416,7 +416,7 @@ def all_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{module_name}.{name}".lstrip("."): tensor
         for module_name, module in named_modules(model)
-        for name, tensor in (module._parameters | module._buffers).items()
+        for name, tensor in {**module._parameters, **module._buffers}.items()
         if tensor is not None
     }
 

@@ -233,9 +233,7 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
     """
     wanted = dict(shell.state_dict(keep_vars=True))
     # transformers writes some weights under other names than those of the modules.
-    written = {
-        id(tensor): name for name, tensor in original_format(shell, wanted).items()
-    }
+    written = {id(t): name for name, t in original_format(shell, wanted).items()}
     tied = tied_parameters(shell)
     # A weight that is saved under one of its names is there under all of them.
     saved_names: dict[int, str] = {}
@@ -243,13 +241,9 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
         for candidate in (name, written.get(id(tensor)), tied.get(name)):
             if candidate is not None and candidate in weights.specs:
                 saved_names.setdefault(id(tensor), candidate)
-    names = {
-        name: saved_names[id(tensor)]
-        for name, tensor in wanted.items()
-        if id(tensor) in saved_names
-    }
+    names = {n: saved_names[id(t)] for n, t in wanted.items() if id(t) in saved_names}
     missing = sorted(wanted.keys() - names.keys() - never_saved(shell))
-    unknown = sorted(weights.specs.keys() - set(names.values()) - wanted.keys())
+    unknown = weights.specs.keys() - set(names.values()) - wanted.keys()
     if missing and any(plain_name(name, ()) != name for name in unknown):
         raise MoQError(
             f"{folder} holds the weights of a model with PEFT's adapters: load them, and call save_quantized"
@@ -258,23 +252,22 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
         raise MoQError(
             f"{weights.place}: missing of the model's weights: {listed(missing)}"
         )
-    unknown = [name for name in unknown if name not in tied]
+    unknown -= tied.keys()
     if unknown:
         raise MoQError(
-            f"{weights.place}: weights that {type(shell).__name__} does not have: {listed(unknown)}"
+            f"{weights.place}: weights that {type(shell).__name__} does not have: {listed(sorted(unknown))}"
         )
     for name, saved_name in names.items():
-        spec = weights.specs[saved_name]
+        shape, dtype = weights.specs[saved_name]
         tensor = wanted[name]
-        if spec.shape != tensor.shape:
-            shapes = f"{list(spec.shape)}, not {list(tensor.shape)} as {CONFIG} says"
+        if shape != tensor.shape:
+            shapes = f"{list(shape)}, not {list(tensor.shape)} as {CONFIG} says"
             raise MoQError(f"{weights.place}: {saved_name} is of the shape {shapes}")
-        if spec.dtype.is_floating_point != tensor.is_floating_point():
+        if dtype.is_floating_point != tensor.is_floating_point():
             raise MoQError(
-                f"{weights.place}: {saved_name} is of {spec.dtype}, not of {tensor.dtype} as the model"
+                f"{weights.place}: {saved_name} is of {dtype}, not of {tensor.dtype} as the model"
             )
-        if spec.dtype != tensor.dtype:
-            tensor.data = tensor.data.to(spec.dtype)
+        tensor.data = tensor.data.to(dtype)
     return names
 
 

@@ -1,7 +1,6 @@
 """`save_quantized`, and at the end of training a result whatever the model is: one model on its way into a folder."""
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -15,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import MoQError, check_choice, one_line
+from ..errors import MoQError, check_choice, one_line, read_json, write_json
 from ..formats.stored import MAX_PACKED_BITS
 from ..formats.table import LAYOUTS, Layout, has_codes
 from ..model.inventory import Inventory
@@ -594,12 +593,12 @@ def _write_packed_files(
     path = folder / CONFIG
     if encoder.layout != "gemma":
         write_packing_config(folder, config)
-    document = json.loads(path.read_text(encoding="utf-8"))
+    document = read_json(path)
     document.setdefault("quantization_config", config)
     document["dtype"] = encoder.dtype
     if encoder.layout == "unpacked":
         document["quantization_config"]["dequantize"] = True
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_json(path, document)
     if encoder.misleads_older:
         refuse_older(path, encoder.needs["transformers"])
     if encoder.dtypes - {encoder.dtype}:
@@ -618,11 +617,11 @@ def _write_adapter(
     (folder / "README.md").unlink(missing_ok=True)
     path = folder / "adapter_config.json"
     if path.exists():
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
         document["base_model_name_or_path"] = hub_id(
             document.get("base_model_name_or_path")
         )
-        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        write_json(path, document)
 
 
 def _publish(staging: Path, target: Path) -> None:

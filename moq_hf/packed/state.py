@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from .. import serving
 from ..config import MoQConfig
 from ..config_fields import Count, Flag, Positive, Weight
-from ..errors import MoQError, read_as, show
+from ..errors import MoQError, read_as, show, write_json
 from ..formats.stored import StoredLayer, by_matrix
 from ..formats.table import has_codes
 from ..inputs import ranges_of
@@ -207,7 +207,7 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Write `moq_state.json` with its digest, whole or not at all."""
     state["digest"] = sha256(_canonical(state))
     temporary = folder / f".{STATE_NAME}"
-    temporary.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    write_json(temporary, state, indent=1)
     temporary.replace(folder / STATE_NAME)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import MoQError, explained, listed
 from ..formats.stored import MAX_PACKED_BITS, StoredLayer, StoredWeight
 from ..formats.table import FORMS
-from ..model.convert import dequantize_model, quant_embeddings, quant_layers
+from ..model.convert import dequantize_model, quantized_layers
 from ..model.inventory import is_packed
 from ..model.sizes import covered
 from ..names import adapters, uncompiled, without_peft
@@ -280,7 +280,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     model = without_peft(model)
     tensors |= model.state_dict()
     tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-    for name, layer in {**quant_layers(model), **quant_embeddings(model)}.items():
+    for name, layer in quantized_layers(model).items():
         tensors[parameter_of(name, layer.kind)] = (
             layer.quantized_weight().detach().cpu()
         )

@@ -13,7 +13,6 @@ Documented, and so not here: `base_model_prefix`, `loss_is_scaled_for_ga`,
 
 import functools
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import modelcard, trainer_callback, trainer_utils
 
-from ..errors import MoQError
+from ..errors import MoQError, read_json, write_json
 
 # The Trainer.
 
@@ -578,14 +577,12 @@ def refuse_older(config: Path, version: str) -> None:
     Breaks: Older versions would load experts, and the layers of a ViT, with random
     weights and a warning alone; or newer ones refuse them too.
     """
-    text = config.read_text(encoding="utf-8")
     name = f"config.{version}.json"
-    (config.parent / name).write_text(text, encoding="utf-8")
-    document = json.loads(text) | {
-        "configuration_files": [name],
-        "transformers_weights": f"this model needs transformers >= {version}",
-    }
-    config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    document = read_json(config)
+    write_json(config.parent / name, document)
+    document["configuration_files"] = [name]
+    document["transformers_weights"] = f"this model needs transformers >= {version}"
+    write_json(config, document)
 
 
 # What PyTorch and DeepSpeed make of a model.
