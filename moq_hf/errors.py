@@ -73,12 +73,8 @@ def listed(keys: Sequence[str], most: int = MOST_FAULTS) -> str:
     >>> listed(["query", "key", "value"], 2)
     'query, key and 1 more'
     """
-    return _joined([show_key(key) for key in keys], most)
-
-
-def _joined(texts: Sequence[str], most: int) -> str:
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
+    more = f" and {len(keys) - most} more" if len(keys) > most else ""
+    return ", ".join(map(show_key, keys[:most])) + more
 
 
 def shortened(names: Iterable[str], most: int = 3) -> str:
@@ -94,7 +90,7 @@ def shortened(names: Iterable[str], most: int = 3) -> str:
         alike_names[0] if len(alike_names) == 1 else f"{alike} ({len(alike_names)})"
         for alike, alike_names in groups.items()
     ]
-    return _joined(shown, most)
+    return listed(shown, most)
 
 
 def one_line(error: BaseException, *, named: bool = False) -> str:

@@ -75,18 +75,15 @@ def in_forward() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if code is _MODULE_CALL or (code.co_name in _FORWARD and _is_of_module(frame)):
+        if code is _MODULE_CALL:
             return True
+        # A module's function, called without its `__call__`, or a Trainer's, with its loss.
+        if code.co_name in _FORWARD and code.co_varnames:
+            owner = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(owner, (nn.Module, Trainer)):
+                return True
         frame = frame.f_back
     return False
-
-
-def _is_of_module(frame: FrameType) -> bool:
-    """Whether a function of such a name is a module's, called without its `__call__`, or a Trainer's, with its loss."""
-    names = frame.f_code.co_varnames
-    return bool(names) and isinstance(
-        frame.f_locals.get(names[0]), (nn.Module, Trainer)
-    )
 
 
 class Copy(NamedTuple):

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from .layer_state import LayerState
 from .processes import shape_of
-from .quant_linear import QuantLayer, QuantModule, base_class, recompute_in_backward
+from .quant_linear import (
+    QuantizedParameter,
+    QuantLayer,
+    QuantModule,
+    base_class,
+    recompute_in_backward,
+)
 from .seams.transformers import experts_transposed
 
 
@@ -34,10 +40,9 @@ class QuantExperts(QuantModule):
         """The parameters that are quantized."""
         return [ExpertsWeight(self, name) for name in self.moq_states]
 
-    def parameter(self, name: str) -> Tensor | None:
-        """The float parameter of a name, or what replaces it: of a replica, of `torch.func`, of FSDP2."""
-        value = self._parameters.get(name)
-        return self.__dict__.get(name) if value is None else value
+    def state_of(self, name: str) -> LayerState | None:
+        """How a parameter is quantized; None for one that stays in float."""
+        return self.moq_states.get(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute as the experts do, which read the quantized weights."""
@@ -78,8 +83,8 @@ class ExpertsWeight(QuantLayer):
         self.moq = experts.moq_states[attribute]
         self.kind = "experts_t" if experts_transposed(experts) else "experts"
 
-    def parameter(self) -> Tensor | None:
-        """The float parameter, or what replaces it; None where there is none any more."""
+    def parameter(self, name: str) -> Tensor | None:
+        """The float parameter of the experts, or what replaces it, whatever it is called here."""
         return self.experts.parameter(self.attribute)
 
     def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -95,29 +100,6 @@ class ExpertsWeight(QuantLayer):
         if not experts.moq_states:
             del experts.moq_states
             cast(nn.Module, experts).__class__ = base_class(type(experts), QuantExperts)
-
-
-class _Reader:
-    """Replaces a parameter in the class: reading it in a forward pass gives the quantized weight."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, experts: QuantExperts | None, owner: type | None = None) -> Any:
-        if experts is None:
-            return self
-        value = experts.parameter(self.name)
-        state = experts.moq_states.get(self.name)
-        if value is None:
-            raise AttributeError(
-                f"{type(experts).__name__!r} object has no attribute {self.name!r}"
-            )
-        return value if state is None else state.read(value, experts.training)
-
-    def __set__(self, experts: QuantExperts, value: Any) -> None:
-        # nn.Module registers parameters itself, so only the tensors of replicas are
-        # set here.
-        experts.__dict__[self.name] = value
 
 
 def experts_parameters(module: nn.Module) -> list[str]:
@@ -176,7 +158,7 @@ def _class_of(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     return type(
         f"Quant{base.__name__}",
         (QuantExperts, base),
-        {name: _Reader(name) for name in names},
+        {name: QuantizedParameter(name) for name in names},
     )
 
 

@@ -37,6 +37,15 @@ from .weight_matrix import Kind, matrix_shape, to_rows
 class QuantModule(nn.Module):
     """A module with quantized weights, which follow its float ones when these are moved or loaded."""
 
+    def parameter(self, name: str) -> Tensor | None:
+        """A float parameter, or what replaces it: of a replica, of `torch.func`, of FSDP2; None where there is none."""
+        value = self._parameters.get(name)
+        return self.__dict__.get(name) if value is None else value
+
+    def state_of(self, name: str) -> LayerState | None:
+        """How a parameter is quantized; None for one that stays in float."""
+        raise NotImplementedError
+
     def quantized_weights(self) -> "list[QuantLayer]":
         """The module itself, or the parameters in it that are quantized each by itself."""
         return [cast(QuantLayer, self)]
@@ -51,6 +60,33 @@ class QuantModule(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         for layer in self.quantized_weights():
             layer.weight_loaded()
+
+
+class QuantizedParameter:
+    """Replaces a parameter in the class: reading it in a forward pass gives the quantized weight."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: QuantModule | None, owner: type | None = None) -> Any:
+        if module is None:
+            return self
+        value = module.parameter(self.name)
+        if value is None:
+            # Python asks nn.Module next, whose error says what is missing.
+            raise AttributeError
+        state = module.state_of(self.name)
+        return value if state is None else state.read(value, module.training)
+
+    def __set__(self, module: QuantModule, value: Any) -> None:
+        # nn.Module registers parameters itself, so only the tensors of replicas are
+        # set here.
+        module.__dict__[self.name] = value
+
+    def __delete__(self, module: QuantModule) -> None:
+        # As torch.nn.utils.prune does with what it computed.
+        if module.__dict__.pop(self.name, None) is None:
+            raise AttributeError(self.name)
 
 
 class QuantLayer(QuantModule):
@@ -70,31 +106,11 @@ class QuantLayer(QuantModule):
     moq: LayerState
     kind: Kind = "linear"
 
-    @property
-    def weight(self) -> Tensor:
-        """The float parameter; in a forward pass the quantized weight, in the parameter's dtype.
+    weight = QuantizedParameter("weight")
 
-        Raises:
-            AttributeError: There is no weight any more.
-            RuntimeError: It cannot be quantized.
-        """
-        weight = self.parameter()
-        if weight is None:
-            # Python asks nn.Module next, whose error says what is missing.
-            raise AttributeError
-        return self.moq.read(weight, self.training)
-
-    @weight.setter
-    def weight(self, value: Tensor) -> None:
-        # nn.Module registers parameters itself, so only the tensors of replicas are
-        # set here.
-        self.__dict__["weight"] = value
-
-    @weight.deleter
-    def weight(self) -> None:
-        # As torch.nn.utils.prune does with what it computed.
-        if self.__dict__.pop("weight", None) is None:
-            raise AttributeError("weight")
+    def state_of(self, name: str) -> LayerState | None:
+        """How a parameter is quantized."""
+        return self.moq
 
     @property
     def float_weight(self) -> Tensor:
@@ -103,18 +119,13 @@ class QuantLayer(QuantModule):
         Raises:
             MoQError: There is no weight any more.
         """
-        weight = self.parameter()
+        weight = self.parameter("weight")
         if weight is None:
             raise MoQError(
                 f"a quantized {type(self).__name__} has no weight any more: parametrize layers before they are "
                 "quantized (they stay in float then), or not at all"
             )
         return weight
-
-    def parameter(self) -> Tensor | None:
-        """As `float_weight`; None where there is none any more."""
-        weight = self._parameters.get("weight")
-        return self.__dict__.get("weight") if weight is None else weight
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

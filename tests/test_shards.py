@@ -91,7 +91,7 @@ def test_a_weight_that_is_whole_in_passes_alone_is_quantized_in_them(
 
     monkeypatch.setattr(LayerState, "fake_quantize", counted)
     expected, found = plain(inputs[0]), parted(inputs[1])
-    assert torch.equal(found, expected) and not layer.parameter().numel()
+    assert torch.equal(found, expected) and not layer.parameter("weight").numel()
     # The graph holds no quantized copy from the forward pass to the backward pass.
     gc.collect()
     assert [copy() for copy in copies] == [None]
@@ -100,7 +100,7 @@ def test_a_weight_that_is_whole_in_passes_alone_is_quantized_in_them(
     # For the backward pass it was made again.
     assert len(copies) == 2 and torch.equal(inputs[1].grad, inputs[0].grad)  # type: ignore[arg-type]
     gradient: Any = plain[0].weight.grad  # type: ignore[union-attr]
-    assert torch.equal(layer.parameter().grad, gradient)
+    assert torch.equal(layer.parameter("weight").grad, gradient)
     assert torch.equal(layer.quantized_copy(torch.float32), plain[0].quantized_weight())  # type: ignore[operator]
 
 

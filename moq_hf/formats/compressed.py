@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..errors import MoQError
-from ..grid import InputGrid
 from ..quantizer import Quantized, dequantize
 from ..seams.transformers import compress, decompress
 from .stored import EncodedWeight, EncodeSpec, StoredWeight, per_weight
@@ -68,7 +67,14 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
         return EncodedWeight(_compress_matrices(parts, scheme, spec.matrices), scheme)
     parts = compress(parts, scheme)
     if spec.inputs is not None:
-        scheme["input_activations"] = _inputs_in_words(spec.inputs)
+        is_static = spec.inputs.scale == "static"
+        scheme["input_activations"] = {
+            "num_bits": spec.inputs.bits,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "tensor" if is_static else "token",
+            "dynamic": not is_static,
+        }
         if spec.input_scale is not None:
             parts["input_scale"] = spec.input_scale
     return EncodedWeight(parts, scheme)
@@ -84,17 +90,6 @@ def _compress_matrices(
         for part, tensor in compress(piece, scheme).items():
             matrices[f"{name}.{part}"] = tensor
     return matrices
-
-
-def _inputs_in_words(inputs: InputGrid) -> dict[str, Any]:
-    is_static = inputs.scale == "static"
-    return {
-        "num_bits": inputs.bits,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "tensor" if is_static else "token",
-        "dynamic": not is_static,
-    }
 
 
 def read(stored: StoredWeight) -> Quantized:

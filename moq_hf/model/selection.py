@@ -190,9 +190,7 @@ def select_layers(
             raise MoQError(
                 f"the model has no {what} to quantize; its layers are {listed}{hint}"
             )
-        why = {
-            name: f"has {reason}" for name, reason in reasons.items() if name in asked
-        }
+        why = {name: f"has {reason}" for name, reason in reasons.items()}
         why |= {
             name: "is in modules_to_not_convert"
             if _is_named(name, config)
@@ -206,13 +204,10 @@ def select_layers(
     _check_fused(inventory, chosen, config)
     left_out = {name: reasons[name] for name in every if name not in chosen}
     if isinstance(config.embeddings, int):
-        tables = {
-            name: _why_no_table(table)
-            for name, table in inventory.instances(nn.Embedding).items()
-        }
-        left_out |= {
-            name: reason for name, reason in tables.items() if reason is not None
-        }
+        for name, table in inventory.instances(nn.Embedding).items():
+            reason = _why_no_table(table)
+            if reason is not None:
+                left_out[name] = reason
     return chosen, left_out
 
 

@@ -15,7 +15,7 @@ from ..errors import read_json
 from ..formats.table import has_codes
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import training_summary
-from ..text import float_after, markdown_table, metric_rows, metrics_in
+from ..text import float_after, markdown_table, megabytes, metric_rows, metrics_in
 from ..training.float_first import before_float
 from .state import hub_id
 from .verify import Verification, verify_quantized
@@ -179,10 +179,11 @@ def _made(saved: Verification) -> str:
     stored = f"packed integers in the format `{_format(saved)}`"
     if not all(has_codes(layer.stored) for layer in layers):
         stored += ", or floats on their grid; see the table"
+    now, before = megabytes(saved.file_bytes), megabytes(saved.float_bytes)
     return (
         f"the weights of its {' and '.join(what)} were quantized while it trained, to {' and '.join(bits)} bits. "
         f"{saved.coverage()} are quantized, which makes {saved.mean_bits:.2f} bits per parameter over the whole model. "
-        f"The quantized weights are {stored}: {_mb(saved.file_bytes)} instead of {_mb(saved.float_bytes)} in all."
+        f"The quantized weights are {stored}: {now} instead of {before} in all."
         f"{_inputs(saved)}"
     )
 
@@ -303,7 +304,3 @@ def _making(state: Mapping[str, Any], training: Mapping[str, Any]) -> str:
         f"Train with it: `{recipe}`.\n\n{listed}\n\n"
         "`moq_state.json` holds every switch of precision with its step; `moq-hf inspect` verifies the files."
     )
-
-
-def _mb(count: int) -> str:
-    return f"{count / 1e6:,.2f} MB"

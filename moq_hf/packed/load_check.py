@@ -143,7 +143,7 @@ class ReferenceOutputs:
             if tensors and all(tensor.isnan().all() for tensor in tensors):
                 self.reason = "all outputs of the model in memory are NaN"
         except Exception as error:
-            self.reason = f"the model in memory cannot evaluate a training batch ({_short(error)})"
+            self.reason = f"the model in memory cannot evaluate a training batch ({one_line(error, named=True)[:300]})"
         finally:
             for layer, rounded in rounding.items():
                 layer.moq.inputs = rounded
@@ -209,7 +209,7 @@ class ReferenceOutputs:
         except _NO_MEMORY:
             raise
         except Exception as error:
-            return False, f"{failure} ({_short(error)})", None
+            return False, f"{failure} ({one_line(error, named=True)[:300]})", None
         if [output.shape for output in outputs] != [
             output.shape for output in self.outputs
         ]:
@@ -460,7 +460,3 @@ def _fits(size: int, device: torch.device) -> bool:
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     return 1.5 * size < free
-
-
-def _short(error: BaseException) -> str:
-    return one_line(error, named=True)[:300]

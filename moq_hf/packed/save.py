@@ -232,11 +232,6 @@ def deliver(
     return Delivered(folder, saved.file_bytes, saved.proof, saved.summary(), load)
 
 
-def base_model_of(model: nn.Module) -> str | None:
-    """The Hub id of the model that was fine-tuned, or None."""
-    return hub_id(getattr(getattr(model, "config", None), "name_or_path", None))
-
-
 class _Saving:
     """One model on its way into a folder."""
 
@@ -294,19 +289,24 @@ class _Saving:
             self._write_card(saved)
         return saved
 
-    def _write(self, encoder: Encoder) -> Verification:
-        """Write the files of one layout and put them in place."""
-        with self._staged() as staging:
+    def _write(self, encoder: Encoder, by_hand: str | None = None) -> Verification:
+        """Write the files of one layout and put them in place; `by_hand` is why `save_pretrained` does not."""
+        place = staged(
+            self.target.resolve(), what="the packed model to ", publish=_publish
+        )
+        with place as staging, quiet():
             staging.mkdir()
-            with quiet():
-                tensors, rest = self._encode(encoder)
+            tensors, rest = self._encode(encoder)
+            if by_hand is None:
                 renamed = encoder.rename(self.model, tensors)
                 _write_packed_files(staging, self.model, renamed, encoder, self.options)
-                if self.whole_model is not self.model:
-                    _write_adapter(
-                        staging / ADAPTER, self.whole_model, self.options.state_dict
-                    )
-            return self._write_state(staging, encoder, rest)
+            else:
+                self._write_by_hand(staging, tensors)
+            if self.whole_model is not self.model:
+                _write_adapter(
+                    staging / ADAPTER, self.whole_model, self.options.state_dict
+                )
+            return self._write_state(staging, encoder, rest, by_hand)
 
     def save_by_hand(self, reason: str) -> Verification:
         """Write any model as floats on their grid, as a last resort for one that cannot be packed.
@@ -318,44 +318,37 @@ class _Saving:
         Raises:
             MoQError: The files cannot be written, or a weight holds NaN or Inf.
         """
-        processing_class = self.options.processing_class
         # Nothing ties again what `load_state_dict` loads.
         encoder = Encoder(self.inventory, self.layers, "floats")
-        with (
-            alone_at(self.target),
-            self._staged() as staging,
-            quiet(),
-        ):
-            staging.mkdir()
-            tensors, rest = self._encode(encoder)
-            # No two tensors may share memory in a file.
-            copies = {
-                name: tensor.detach().cpu().clone().contiguous()
-                for name, tensor in tensors.items()
-                if isinstance(tensor, Tensor)
-            }
-            save_file(copies, staging / SINGLE, metadata={"format": "pt"})
-            others = tensors.keys() - copies.keys()
-            not_saved = [f"{name} (no tensor)" for name in others]
-            if self.whole_model is not self.model:
-                _write_adapter(staging / ADAPTER, self.whole_model, None)
-            for part in (getattr(self.model, "config", None), processing_class):
-                try:
-                    if part is not None and hasattr(part, "save_pretrained"):
-                        part.save_pretrained(staging)
-                # The weights are what must not be lost.
-                except Exception as error:
-                    not_saved.append(f"{type(part).__name__} ({one_line(error)})")
-                    if part is not processing_class:
-                        (staging / CONFIG).unlink(missing_ok=True)
-            saved = self._write_state(staging, encoder, rest, reason)
+        with alone_at(self.target):
+            saved = self._write(encoder, reason)
+        _warn(self.target, encoder, None, reason)
+        self._write_card(saved)
+        return saved
+
+    def _write_by_hand(self, folder: Path, tensors: Mapping[str, Any]) -> None:
+        # No two tensors may share memory in a file.
+        copies = {
+            name: tensor.detach().cpu().clone().contiguous()
+            for name, tensor in tensors.items()
+            if isinstance(tensor, Tensor)
+        }
+        save_file(copies, folder / SINGLE, metadata={"format": "pt"})
+        not_saved = [f"{name} (no tensor)" for name in tensors.keys() - copies.keys()]
+        config: Any = getattr(self.model, "config", None)
+        for part in (config, self.options.processing_class):
+            try:
+                if hasattr(part, "save_pretrained"):
+                    part.save_pretrained(folder)
+            # The weights are what must not be lost.
+            except Exception as error:
+                not_saved.append(f"{type(part).__name__} ({one_line(error)})")
+                if part is config:
+                    (folder / CONFIG).unlink(missing_ok=True)
         if not_saved:
             logger.warning(
                 "moq_hf: not saved beside the weights: %s", ", ".join(not_saved)
             )
-        _warn(self.target, encoder, None, reason)
-        self._write_card(saved)
-        return saved
 
     def _encoder(self, layout: Layout) -> Encoder:
         """Make the encoder of a layout, without the layers that are tied to another one, whose weight is stored."""
@@ -363,11 +356,6 @@ class _Saving:
         others = set().union(*tied.values())
         layers = {n: layer for n, layer in self.layers.items() if n not in others}
         return Encoder(self.inventory, layers, layout, tied)
-
-    def _staged(self) -> contextlib.AbstractContextManager[Path]:
-        return staged(
-            self.target.resolve(), what="the packed model to ", publish=_publish
-        )
 
     def _check(self) -> None:
         """Check that transformers can save the model, and that this process has its weights.
@@ -545,7 +533,9 @@ class _Saving:
                 # Of a license that is not given the Hub would be asked.
                 write_run_card(self.target, self.options.run, license="", found=saved)
             else:
-                data = ModelCardData(base_model=base_model_of(self.model))
+                config = getattr(self.model, "config", None)
+                base = hub_id(getattr(config, "name_or_path", None))
+                data = ModelCardData(base_model=base)
                 write_card(self.target, data, found=saved)
         except Exception as error:
             # Half a card would be taken for somebody else's.

@@ -169,7 +169,7 @@ def _exchange(
     for module in model.modules():
         quantized = {} if blocks is None else quantized_in("", module)
         values = {
-            id(layer.parameter()): layer.quantized_copy(torch.float32)
+            id(layer.parameter("weight")): layer.quantized_copy(torch.float32)
             for layer in quantized.values()
         }
         parameters: dict[str, Any] = dict(module._parameters)
