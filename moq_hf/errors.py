@@ -45,14 +45,16 @@ def show(value: Any) -> str:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         text = type(value).__name__
-    return text if len(text) <= 80 else text[:77] + "..."
+    return _cut(text)
 
 
 def show_key(path: str) -> str:
     """A key, cut short, for an error."""
-    if not path.isprintable():
-        return show(path)
-    return path if len(path) <= 80 else path[:77] + "..."
+    return _cut(path) if path.isprintable() else show(path)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def check_choice(option: str, value: object, legal: Collection[object]) -> None:

@@ -98,11 +98,11 @@ def metric_rows(
         return [["metric", "quantized"], *values]
     rows = [["metric", before, "quantized", "difference"]]
     for name, value in metrics.items():
-        row = [name, "", f"{value:.4f}", ""]
+        was = difference = ""
         if name in in_float:
-            row[1] = f"{in_float[name]:.4f}"
-            row[3] = f"{value - in_float[name]:+.4f}"
-        rows.append(row)
+            was = f"{in_float[name]:.4f}"
+            difference = f"{value - in_float[name]:+.4f}"
+        rows.append([name, was, f"{value:.4f}", difference])
     return rows
 
 

@@ -72,10 +72,7 @@ def quantize_model(
     try:
         check_finite({**layers, **embeddings})
     except MoQError:
-        for name, module in inventory.modules.items():
-            for layer in quantized_in(name, module).values():
-                restore(layer)
-        _guard_merging(inventory.modules.values())
+        dequantize_model(model, weights="float")
         raise
     return model
 

@@ -540,11 +540,11 @@ def _check_groups(features: Mapping[str, Mapping[str, int]], config: MoQConfig) 
     Raises:
         MoQError: They do not; the text says which would.
     """
-    names: dict[Grouping, list[str]] = {}
-    for name in features:
-        names.setdefault(config.of(name).grouping, []).append(name)
-    for grouping, layers in names.items():
-        _check_grouping({name: features[name] for name in layers}, grouping)
+    by_grouping: dict[Grouping, dict[str, Mapping[str, int]]] = {}
+    for layer, own in features.items():
+        by_grouping.setdefault(config.of(layer).grouping, {})[layer] = own
+    for grouping, features_of_layers in by_grouping.items():
+        _check_grouping(features_of_layers, grouping)
 
 
 def _check_grouping(

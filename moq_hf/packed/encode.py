@@ -30,7 +30,7 @@ from ..formats.stored import (
 )
 from ..formats.table import FORMS, NEEDS, Layout, form_of, has_codes
 from ..model.inventory import FUSED, Inventory, is_linear
-from ..names import is_below, plain_name
+from ..names import plain_name
 from ..processes import shape_of
 from ..quant_linear import QuantLayer
 from ..schedule import FLOAT_BITS
@@ -297,24 +297,23 @@ class Encoder:
             except ValueError as error:
                 raise MoQError(f"{weight_name} cannot be quantized: {error}") from error
             scales = (values.scale.shape[0], values.scale.shape[1])
-            zero = None if values.zero_point is None else values.zero_point.cpu()
-            encoded = FORMS[form].write(
-                quantizer.Quantized(values.codes.cpu(), values.scale.cpu(), zero), spec
-            )
+            on_cpu: list[Any] = [
+                None if part is None else part.cpu() for part in values
+            ]
+            encoded = FORMS[form].write(quantizer.Quantized(*on_cpu), spec)
         parts = encoded.parts
         matrices = self._matrices.get(name)
         if not matrices:
-            parts = {
-                weight_name if part == "weight" else f"{name}.{part}": tensor
-                for part, tensor in parts.items()
-            }
-        if "weight" in encoded.parts:
             # Modules that are tied to a table share its weight, and have scales and
             # zero points of their own.
-            for other in tied:
-                for part, tensor in encoded.parts.items():
-                    if part != "weight":
-                        parts[f"{other}.{part}"] = tensor.clone()
+            parts = {
+                f"{owner}.{part}": tensor if owner == name else tensor.clone()
+                for owner in (name, *(tied if "weight" in encoded.parts else ()))
+                for part, tensor in encoded.parts.items()
+                if part != "weight"
+            }
+            if "weight" in encoded.parts:
+                parts[weight_name] = encoded.parts["weight"]
         self.stored[name] = StoredLayer(
             kind=spec.kind,
             bits=state.bits,
@@ -527,29 +526,25 @@ class Patterns:
     def _place(self, name: str) -> tuple[str, str, list[str]] | None:
         """Split the name of a layer in a block: list, number and the rest; None for a layer of no block."""
         for path in self.lists:
-            if is_below(name, path) and name != path:
-                index, *rest = name[len(path) + 1 :].split(".")
+            if name.startswith(f"{path}."):
+                index, *rest = name.removeprefix(f"{path}.").split(".")
                 return path, index, rest
         return None
 
     def _tails(self, owners: Mapping[str, str | None]) -> dict[str, str]:
-        """Return the shortest end of each name that only layers of its group have in its block."""
+        """Return the last part of each name if only layers of its group have it in their block, else all parts."""
         groups_with: dict[tuple[str, str, str], set[str | None]] = {}
         places = {
             name: place for name in owners if (place := self._place(name)) is not None
         }
         for name, (path, index, rest) in places.items():
-            for end in _ends(rest):
-                key = (path, index, end)
-                groups_with.setdefault(key, set()).add(owners[name])
+            groups_with.setdefault((path, index, rest[-1]), set()).add(owners[name])
         tails = {}
         for name, (path, index, rest) in places.items():
+            is_shared = len(groups_with[path, index, rest[-1]]) > 1
             # The whole rest of a name has nothing between it and its block.
-            tails[name] = ".".join(rest)
-            for end in _ends(rest)[:-1]:
-                if len(groups_with[path, index, end]) == 1:
-                    tails[name] = f"*{end}"
-                    break
+            whole = is_shared or len(rest) == 1
+            tails[name] = ".".join(rest) if whole else f"*{rest[-1]}"
         return tails
 
     def _patterns(self, members: Sequence[str], tails: Mapping[str, str]) -> list[str]:
@@ -596,11 +591,6 @@ def _either(words: Sequence[str]) -> str:
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(re.match(pattern.removeprefix("re:"), name) for pattern in patterns)
-
-
-def _ends(parts: Sequence[str]) -> list[str]:
-    """Return the last part, the last two, and so on to all of them, joined by dots."""
-    return [".".join(parts[-k:]) for k in range(1, len(parts) + 1)]
 
 
 def _own_end(path: list[str], paths: Sequence[list[str]]) -> str:

@@ -176,7 +176,7 @@ def staged(
         target / ".writing" if is_there else target.with_name(f"_{target.name}.writing")
     )
     try:
-        _remove(staging)
+        remove(staging)
         target.parent.mkdir(parents=True, exist_ok=True)
         yield staging
         if is_there and publish is not None:
@@ -188,12 +188,13 @@ def staged(
     except (OSError, SafetensorError) as error:
         raise MoQError(f"cannot write {what}{target}: {one_line(error)}") from error
     finally:
-        _remove(staging)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
         with contextlib.suppress(OSError):
-            path.unlink()
+            remove(staging)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,12 +1,12 @@
 """`moq-hf pack`: the packed model of a run's checkpoint, made by one process that never holds the whole model."""
 
 import contextlib
-import json
 import logging
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerState
 
 from ..config import MoQConfig
-from ..errors import MoQError, explained, listed, one_line
+from ..errors import MoQError, explained, listed, one_line, read_json
 from ..formats.table import Layout
 from ..names import plain_name
 from ..seams.engines import FSDP_MODEL
@@ -104,15 +104,21 @@ def pack_checkpoint(
             f"cannot pack {folder}: nothing was quantized yet after its {state['schedule']['steps']} steps, so its "
             "model is a float one"
         )
-    if (folder / CONFIG).is_file() and model is not None:
+    weights = _weights_of(folder)
+    described: Path | str = folder
+    if not (folder / CONFIG).is_file():
+        if model is None:
+            raise MoQError(
+                f"{folder / CONFIG} is missing: give --model, a folder or Hub id with the model's config and tokenizer"
+            )
+        described = model
+    elif model is not None:
         logger.warning(
             "moq_hf: %s has its own config: of --model %s at most the tokenizer is taken",
             folder,
             model,
         )
-    described = folder if (folder / CONFIG).is_file() or model is None else model
-    weights = _weights_of(folder)
-    config = _config_of(folder, described)
+    config = read_config(described)
     shell = empty_model(config, described)
     names = _names_in(shell, weights, folder)
     controller = _controller(shell, state)
@@ -127,19 +133,6 @@ def pack_checkpoint(
             max_shard_size=shard_size,
         )
         return f"{target}: {deliver(shell, target, options, None, layout).summary}"
-
-
-def _config_of(folder: Path, described: Path | str) -> PreTrainedConfig:
-    """Read the model's config.
-
-    Raises:
-        MoQError: There is none, or it cannot be read.
-    """
-    if isinstance(described, Path) and not (described / CONFIG).is_file():
-        raise MoQError(
-            f"{folder / CONFIG} is missing: give --model, a folder or Hub id with the model's config and tokenizer"
-        )
-    return read_config(described)
 
 
 def read_config(model: Path | str) -> PreTrainedConfig:
@@ -287,25 +280,9 @@ def _controller(shell: nn.Module, state: Mapping[str, Any]) -> MoQController:
 
 def _float_metrics(folder: Path) -> dict[str, Any] | None:
     """Read the metrics of the float model, which a run that trains one first keeps beside its checkpoints."""
-    path = folder.parent / FOLDER / METRICS
-    try:
-        metrics = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return metrics if isinstance(metrics, dict) and metrics else None
-
-
-class _Copied:
-    """A tokenizer or processor that is saved by copying its files."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self._paths = paths
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Copy the files into a folder."""
-        for path in self._paths:
-            copy = shutil.copytree if path.is_dir() else shutil.copyfile
-            copy(path, folder / path.name)
+    with contextlib.suppress(OSError, MoQError):
+        return read_json(folder.parent / FOLDER / METRICS) or None
+    return None
 
 
 def _processing_class(folder: Path, model: str | None) -> Any:
@@ -316,7 +293,15 @@ def _processing_class(folder: Path, model: str | None) -> Any:
         if p.suffix in _TOKENIZER and p.is_file() and p.name not in _OTHERS
     ]
     if files:
-        return _Copied([*files, *folder.glob("additional_chat_templates")])
+        templates = folder.glob("additional_chat_templates")
+
+        def copy_files(target: Path) -> None:
+            for path in files:
+                shutil.copyfile(path, target / path.name)
+            for path in templates:
+                shutil.copytree(path, target / path.name)
+
+        return SimpleNamespace(save_pretrained=copy_files)
     if model is None:
         return None
     try:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -44,6 +43,7 @@ from .files import (
     digest_of,
     digest_of_configs,
     read_tensor,
+    remove,
     staged,
     tensors_in,
 )
@@ -246,13 +246,12 @@ class _Saving:
         self.inventory = (
             self.whole if self.model is self.whole_model else Inventory.of(self.model)
         )
-        linears: dict[str, QuantLayer] = {}
-        tables: dict[str, QuantLayer] = {}
+        found: dict[str, QuantLayer] = {}
         for name, module in self.inventory.modules.items():
-            is_table = isinstance(module, QuantEmbedding)
-            (tables if is_table else linears).update(quantized_in(name, module))
+            found |= quantized_in(name, module)
         # Embedding tables stand last in the files.
-        self.quantized = linears | tables
+        tables = {n: x for n, x in found.items() if isinstance(x, QuantEmbedding)}
+        self.quantized = {n: x for n, x in found.items() if n not in tables} | tables
         self.layers = without_peft_names(self.quantized, self.inventory.adapters)
 
     def save(
@@ -628,10 +627,7 @@ def _publish(staging: Path, target: Path) -> None:
     for path in list(target.iterdir()):
         if path.name not in stale and not WEIGHTS.fullmatch(path.name):
             continue
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        remove(path)
     card = target / _CARD
     if card.exists() and _MARK in card.read_bytes():
         card.unlink()

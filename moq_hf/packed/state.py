@@ -58,7 +58,7 @@ class State(TypedDict):
     tensors: dict[str, str]
     config_json: str | None
     versions: dict[str, Any]
-    config: dict[str, Any] | None
+    config: dict[str, Any]
     step: Count | None
     history: list[Switched]
     layers: Annotated[dict[str, StoredLayer], Field(min_length=1)]
@@ -92,6 +92,7 @@ def state_of(
         "python": platform.python_version(),
     }
     config = next(iter(layers.values())).moq.config
+    assert config is not None
     inputs = {
         name: layer.moq.inputs
         for name, layer in layers.items()
@@ -107,7 +108,7 @@ def state_of(
     return {
         "format": STATE_FORMAT,
         "versions": versions,
-        "config": None if config is None else shareable(config.to_dict()),
+        "config": shareable(config.to_dict()),
         "input_ranges": ranges_of(inputs),
         "step": step,
         "history": history,
@@ -281,20 +282,14 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
     unserved = proof.reason if proof is not None and proof.agrees is False else None
     if state.get("by_hand") and (proof is None or not proof.agrees):
         unserved = "no save_pretrained wrote it; load_state_dict takes its weights"
-    scales = "float32"
-    row_size = None
-    rounded: str | None = None
-    if state["config"] is not None:
-        trained = MoQConfig.from_dict(state["config"])
-        scales = trained.grid_of(str(config.get("dtype") or "float32")).scale_dtype
-        row_size = trained.grouping.row_size
-        rounded = trained.activations.scale if state.get("rounds_inputs") else None
+    trained = MoQConfig.from_dict(state["config"])
+    rounded = trained.activations.scale if state.get("rounds_inputs") else None
     weights: dict[str, serving.Weight] = {}
     # Packed experts lie in the files matrix by matrix.
     for name, layer in by_matrix(layers).items():
         rows, columns = layer.shape
         # One group may fill a row.
-        has_groups = layer.scales[1] > 1 or row_size == columns
+        has_groups = layer.scales[1] > 1 or trained.grouping.row_size == columns
         weights[name] = serving.Weight(
             kind=layer.kind,
             rows=rows,
@@ -317,6 +312,6 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
         is_encoder_decoder=config.get("is_encoder_decoder") is True,
         unserved=unserved,
         layout=state["layout"],
-        scales=scales,
+        scales=trained.grid_of(str(config.get("dtype") or "float32")).scale_dtype,
     )
     return [serving.verdict(model, server) for server in serving.SERVERS]
