@@ -45,7 +45,8 @@ def unwrapped(model: Any) -> nn.Module:
 def without_fsdp(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that a model had before FSDP2 made another one of it."""
     if cls.__bases__[0].__name__ == FSDP2:
-        return cast(type[nn.Module], cls.__bases__[1])
+        found: type[nn.Module] = cls.__bases__[1]
+        return found
     return cls
 
 

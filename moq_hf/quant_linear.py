@@ -437,7 +437,8 @@ def base_class(
     """The class that a module had before it got the class `cls`, which is derived from `quantized`."""
     first, second = cls.__bases__[:2]
     if issubclass(first, quantized):
-        return cast(type[nn.Module], second)
+        found: type[nn.Module] = second
+        return found
     # The class that fully_shard made of a quantized one.
     return type(
         cls.__name__.replace("Quant", "", 1),

@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
@@ -19,7 +19,8 @@ _NO_METRIC = re.compile(
 
 def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
     """Go through items behind a progress bar, which is off where stderr is no terminal."""
-    return cast(Iterable[T], tqdm(items, what, total, leave=False, disable=None))
+    found: Iterable[T] = tqdm(items, what, total, leave=False, disable=None)
+    return found
 
 
 def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:

@@ -20,7 +20,7 @@ from ..schedule import FLOAT_BITS
 from ..seams.transformers import ADAPTED, experts_transposed, is_peft, unpack
 from ..weight_matrix import Kind, parameter_of
 from .inventory import Inventory, is_packed
-from .selection import grid_of, grid_of_experts, take_inventory
+from .selection import grid_of, take_inventory
 
 
 def quantize_model(
@@ -167,7 +167,7 @@ def prepare_model(
         The layers of the schedule, experts among them, and the embedding tables, by
         name.
     """
-    chosen: dict[str, nn.Module] = {**inventory.layers, **inventory.embeddings}
+    chosen: dict[str, Any] = {**inventory.layers, **inventory.embeddings}
     kept = {*chosen, *inventory.tied, *inventory.experts}
     for name, module in inventory.modules.items():
         for layer_name, layer in quantized_in(name, module).items():
@@ -186,29 +186,23 @@ def prepare_model(
             )
     for name, owner in inventory.tied.items():
         # Layers that share a weight share its state.
-        _quantized_layer(inventory.modules[name]).moq = cast(
-            QuantLayer, chosen[owner]
-        ).moq
+        _quantized_layer(inventory.modules[name]).moq = chosen[owner].moq
     states: dict[nn.Module, dict[str, LayerState]] = {}
     for index, (name, module) in enumerate(inventory.experts.items(), len(chosen)):
         attribute = name.rpartition(".")[2]
         kind: Kind = "experts_t" if experts_transposed(module) else "experts"
-        grid = grid_of_experts(module, attribute, config.of(name))
+        grid = grid_of(module, config.of(name), attribute)
         states.setdefault(module, {})[attribute] = _new_state(
             name, index, grid, kind, config
         )
     for module, own_states in states.items():
         make_quantized(module, own_states)
     _guard_merging(inventory.modules.values())
-    quantized: dict[str, QuantLayer] = {}
-    for name, module in inventory.modules.items():
-        quantized |= quantized_in(name, module)
+    quantized: dict[str, Any] = {**quantized_layers(inventory.model)}
     for layer in quantized.values():
         layer.invalidate()
     layers = {name: quantized[name] for name in inventory.scheduled}
-    return layers, {
-        name: cast(QuantEmbedding, quantized[name]) for name in inventory.embeddings
-    }
+    return layers, {name: quantized[name] for name in inventory.embeddings}
 
 
 def _quantized_layer(module: nn.Module) -> QuantLayer:

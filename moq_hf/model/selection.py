@@ -4,9 +4,9 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -290,38 +290,27 @@ def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Modu
     return chosen
 
 
-def grid_of(layer: nn.Module, config: MoQConfig) -> Grid:
-    """How a chosen layer's weight is quantized.
+def grid_of(layer: nn.Module, config: MoQConfig, parameter: str = "weight") -> Grid:
+    """How a chosen layer's weight is quantized, or another parameter, which is one of experts.
 
     An embedding table has one scale per row. So has a convolution with
     `quantize_group_size`, which seldom divides its kernels: a depthwise one of 3 x 3 has
-    rows of 9 weights.
+    rows of 9 weights. `quantize_groups` counts the groups of each expert.
 
     >>> config = MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, "quantize_group_size": 32})
     >>> grid_of(nn.Conv2d(3, 4, 3), config).grouping, grid_of(nn.Linear(32, 4), config).grouping
     (PerChannel(), PerGroup(size=32))
     """
-    grid = _grid_for(cast(Tensor, layer.weight), config)
+    weight: Any = layer._parameters[parameter]
+    grid = config.grid_of(str(weight.dtype).removeprefix("torch."))
     if isinstance(layer, nn.Embedding):
         return replace(_ROWS, scale_dtype=grid.scale_dtype)
     if is_convolution(layer) and config.grouping.row_size is not None:
         return replace(grid, grouping=PerChannel())
+    if parameter != "weight" and isinstance(grid.grouping, RowBlocks):
+        experts, *_ = matrix_of(layer, parameter)
+        return replace(grid, grouping=RowBlocks(grid.grouping.count * experts))
     return grid
-
-
-def grid_of_experts(module: nn.Module, parameter: str, config: MoQConfig) -> Grid:
-    """Like `grid_of`, for a parameter of experts; `quantize_groups` counts the groups of each expert."""
-    grid = _grid_for(cast(Tensor, module._parameters[parameter]), config)
-    if isinstance(grid.grouping, RowBlocks):
-        return replace(
-            grid,
-            grouping=RowBlocks(grid.grouping.count * matrix_of(module, parameter)[0]),
-        )
-    return grid
-
-
-def _grid_for(weight: Tensor, config: MoQConfig) -> Grid:
-    return config.grid_of(str(weight.dtype).removeprefix("torch."))
 
 
 def select_tied(

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -278,7 +278,8 @@ def _files_of_ranks(folder: Path, name: str, world: int) -> list[Path]:
 
 def _flat(path: Path) -> list[Tensor]:
     """Read the flat float32 tensors that hold a process's parts of the trained weights."""
-    return cast(list[Tensor], _read(path)["optimizer_state_dict"]["fp32_flat_groups"])
+    found: list[Tensor] = _read(path)["optimizer_state_dict"]["fp32_flat_groups"]
+    return found
 
 
 def _cut(flat: Sequence[Tensor], part: slice) -> Tensor:

@@ -38,7 +38,8 @@ def _index_of(folder: Path) -> dict[str, str] | None:
     # A name with a path could point to files outside the folder.
     kind = dict[str, Annotated[str, Field(pattern=f"^{WEIGHTS.pattern}$")]]
     files = read_document(path).get("weight_map")
-    return cast(dict[str, str], read_as(kind, files, str(path), "weight_map"))
+    found: dict[str, str] = read_as(kind, files, str(path), "weight_map")
+    return found
 
 
 def weight_files(folder: Path) -> list[Path]:

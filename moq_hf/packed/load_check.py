@@ -443,7 +443,8 @@ def _moved(inputs: Mapping[str, Any], device: torch.device | str) -> dict[str, A
     def move(tensor: Tensor) -> Tensor:
         return tensor.detach().to(device, copy=True)
 
-    return cast(dict[str, Any], recursively_apply(move, dict(inputs)))
+    found: dict[str, Any] = recursively_apply(move, dict(inputs))
+    return found
 
 
 def _in_one_process() -> contextlib.AbstractContextManager[None]:

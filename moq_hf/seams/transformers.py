@@ -66,7 +66,8 @@ def callbacks_of(trainer: transformers.Trainer) -> list[transformers.TrainerCall
     Breaks: `MoQTrainer` would not find its callback again after
     `restore_callback_states_from_checkpoint`.
     """
-    return cast(list[transformers.TrainerCallback], trainer.callback_handler.callbacks)
+    found: list[transformers.TrainerCallback] = trainer.callback_handler.callbacks
+    return found
 
 
 def calling_trainer(
@@ -313,7 +314,8 @@ def original_format(
     # What was loaded packed would be taken apart by how its packed tensors were put
     # together.
     named: Any = model if packed_loader(model) is None else as_constructed(model)
-    return cast(dict[str, Tensor], revert_weight_conversion(named, dict(tensors)))
+    found: dict[str, Tensor] = revert_weight_conversion(named, dict(tensors))
+    return found
 
 
 def checkpoints_as_modules(trainer: transformers.Trainer, model: nn.Module) -> None:
@@ -365,12 +367,10 @@ def matrices_in_files(
     from transformers.core_model_loading import revert_weight_conversion
 
     numbers = torch.arange(experts * rows, device="cpu").view(experts, rows, 1)
-    return cast(
-        dict[str, Tensor],
-        revert_weight_conversion(
-            cast(Any, as_constructed(model)), {parameter: numbers}
-        ),
+    found: dict[str, Tensor] = revert_weight_conversion(
+        cast(Any, as_constructed(model)), {parameter: numbers}
     )
+    return found
 
 
 def as_constructed(model: nn.Module) -> Any:
@@ -526,7 +526,8 @@ def compress(
     `verify_quantized` reports.
     """
     compressor, scheme = _compressor_of(group)
-    return cast(dict[str, Tensor], compressor.compress(dict(tensors), scheme))
+    found: dict[str, Tensor] = compressor.compress(dict(tensors), scheme)
+    return found
 
 
 def decompress(
@@ -540,7 +541,8 @@ def decompress(
     what is loaded.
     """
     compressor, scheme = _compressor_of(group)
-    return cast(dict[str, Tensor], compressor.decompress(dict(tensors), scheme))
+    found: dict[str, Tensor] = compressor.decompress(dict(tensors), scheme)
+    return found
 
 
 def _compressor_of(group: Mapping[str, Any]) -> tuple[Any, Any]:
