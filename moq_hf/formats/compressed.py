@@ -1,11 +1,13 @@
 """What the forms of compressed-tensors share: its own compressor writes them and reads them."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import MoQError
 from ..quantizer import Quantized, dequantize
 from ..seams.transformers import compress, decompress
 from .stored import EncodedWeight, EncodeSpec, StoredWeight, per_weight
@@ -107,6 +109,13 @@ def _read_piece(stored: StoredWeight, parts: Mapping[str, Tensor]) -> Quantized:
     rows, columns = stored.layer.shape
     shape = (rows // len(stored.pieces), columns)
     width = stored.scheme["weights"]["num_bits"]
+    if "weight_packed" in parts:
+        words = [shape[0], math.ceil(columns * width / 32)]
+        packed_shape = list(parts["weight_packed"].shape)
+        if packed_shape != words or parts["weight_shape"].tolist() != [*shape]:
+            raise MoQError(
+                f"{stored.where}: the packed codes are not those of a weight {[*shape]} at {width} bits"
+            )
     float_scale = parts["weight_scale"].float()
     tensors = decompress({**parts, "weight_scale": float_scale}, stored.scheme)
     scale = tensors["weight_scale"]

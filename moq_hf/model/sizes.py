@@ -4,7 +4,7 @@ import copy
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -191,22 +191,17 @@ class FileSize:
         fixed: Mapping[str, int] | None = None,
     ) -> None:
         self._inventory = inventory
-        self._layers = layers
-        seen = {
-            id(layer.float_weight) for layer in (*layers.values(), *embeddings.values())
-        }
+        self._layers: dict[str, QuantLayer] = {**layers, **embeddings}
+        self._tables = {*embeddings, *inventory.tied.values()}
+        seen = {id(layer.float_weight) for layer in self._layers.values()}
         self._fixed: dict[str, Tensor] = {}
         for name, tensor in inventory.model.state_dict(keep_vars=True).items():
             if id(tensor) not in seen and not inventory.is_added(name):
                 seen.add(id(tensor))
-                self._fixed[name] = tensor
-        for name, table in embeddings.items():
-            self._fixed |= self._tensors(
-                name, table, table_bits or FLOAT_BITS, is_table=True
-            )
-        fixed = fixed or {}
+                self._fixed[name] = _on_meta(shape_of(tensor), tensor.dtype)
+        fixed = dict.fromkeys(embeddings, table_bits or FLOAT_BITS) | dict(fixed or {})
         for name, bits in fixed.items():
-            self._fixed |= self._tensors_of_layer(name, bits)
+            self._fixed |= self._tensors(name, bits)
         # The end of the data at the most bits: no offset in the header has more digits.
         self._end = 0
         self._end = self.of_rest() + sum(
@@ -216,12 +211,10 @@ class FileSize:
     def why_alike(self) -> str | None:
         """Why the bits of single layers make no difference to the file; None if they do."""
         model = without_peft(self._inventory.model)
-        kinds = {layer.kind for layer in self._layers.values()}
-        symmetric = all(layer.moq.grid.symmetric for layer in self._layers.values())
-        has_table = any(
-            isinstance(module, QuantEmbedding)
-            for module in self._inventory.modules.values()
-        )
+        layers = [x for x in self._layers.values() if x.kind != "embedding"]
+        kinds = {layer.kind for layer in layers}
+        symmetric = all(layer.moq.grid.symmetric for layer in layers)
+        has_table = len(layers) < len(self._layers)
         reasons = {
             "only models of transformers are packed": not isinstance(
                 model, PreTrainedModel
@@ -240,11 +233,7 @@ class FileSize:
 
     def of_layer(self, name: str, bits: int) -> int:
         """Bytes that stand for the weight of a layer at `bits`, 1 to 8, with their entries in the file's header."""
-        return self._size(self._tensors_of_layer(name, bits))
-
-    def _tensors_of_layer(self, name: str, bits: int) -> dict[str, Tensor]:
-        is_table = name in self._inventory.tied.values()
-        return self._tensors(name, self._layers[name], bits, is_table)
+        return self._size(self._tensors(name, bits))
 
     def of_rest(self) -> int:
         """Bytes of everything else: what stays in float, tables, the rest of the header."""
@@ -261,32 +250,30 @@ class FileSize:
         if isinstance(model, PreTrainedModel):
             tensors = original_format(model, tensors)
         for name, tensor in tensors.items():
-            shape = shape_of(tensor)
             letters = _LETTERS.get(tensor.dtype, 3)
             entry = {
                 name: {
                     "dtype": "?" * letters,
-                    "shape": shape,
+                    "shape": tensor.shape,
                     "data_offsets": [self._end, self._end],
                 }
             }
-            total += shape.numel() * tensor.element_size()
+            total += tensor.nbytes
             if self._end:
                 # In the header, a comma replaces the two braces of this entry.
                 total += len(json.dumps(entry, separators=(",", ":"))) - 1
         return total
 
-    def _tensors(
-        self, name: str, layer: QuantLayer, bits: int, is_table: bool
-    ) -> dict[str, Tensor]:
+    def _tensors(self, name: str, bits: int) -> dict[str, Tensor]:
         """Return the tensors that stand for a layer's weight, on the meta device."""
-        spec = replace(EncodeSpec.of(layer, is_table, None), bits=bits, width=bits)
+        layer = self._layers[name]
+        spec = EncodeSpec.of(layer, name in self._tables, None)
+        spec = replace(spec, bits=bits, width=bits)
         form = FORMS[form_of(spec, "packed")]
-        shape = shape_of(layer.float_weight)
-        parts = {"weight": torch.empty(shape, dtype=spec.dtype, device="meta")}
+        parts = {"weight": _on_meta(shape_of(layer.float_weight), spec.dtype)}
         if form.FORMAT is not None:
-            codes = torch.empty(spec.matrix_shape, dtype=torch.int32, device="meta")
-            scale = torch.empty(spec.grid.shape(*spec.matrix_shape), device="meta")
+            codes = _on_meta(spec.matrix_shape, torch.int32)
+            scale = _on_meta(spec.grid.shape(*spec.matrix_shape), torch.float32)
             zero = None if spec.grid.symmetric else scale.int()
             parts = dict(form.write(Quantized(codes, scale, zero), spec).parts)
         weight = parts.pop("weight", None)
@@ -303,6 +290,10 @@ class FileSize:
             for owner_or_tied in names
             for part, tensor in parts.items()
         }
+
+
+def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def parts_are_called(model: nn.Module) -> bool:
